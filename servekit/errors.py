@@ -1,31 +1,31 @@
-"""Every error servekit raises on purpose, with its HTTP status and its OpenAI `type`.
+"""The exception classes of servekit, with their HTTP statuses and OpenAI `type`s.
 
 ServekitError                     500 internal_error
 ├─ ConfigError                    the file is wrong: exit code 2, nothing was started
 ├─ StartError                     the machine is in the way (port, run directory, disk): exit code 1
-│  └─ NobodyRuns                  a command needs an instance, and there is none
+│  └─ NobodyRuns                  a command needs a running instance, and there is none
 ├─ LoadError                      a model cannot be loaded; shown by /readyz and `servekit ps`
-├─ ForbiddenImport                torch and its like, in the supervisor or a gateway; an ImportError
+├─ ForbiddenImport                torch etc. imported in the supervisor or a gateway; an ImportError
 ├─ …                              400, 404, 409, 503 of administration: servekit.gateway.api.admin
 ├─ WireError                      a peer broke the wire protocol; its connection is closed
-│  └─ NotTrusted                  or is none of this cluster; an OSError (protocol.transport.tls)
+│  └─ NotTrusted                  a peer is not of this cluster; an OSError (protocol.transport.tls)
 └─ RequestError                   400 invalid_request
    ├─ ContextLengthExceeded       400 context_length_exceeded
    ├─ Unsupported                 400 unsupported_parameter
    ├─ InvalidKey                  401 invalid_api_key        (WWW-Authenticate)
-   ├─ Forbidden                   403 forbidden              the key does not allow it
+   ├─ Forbidden                   403 forbidden              the key does not allow the request
    ├─ ModelNotFound               404 model_not_found
    ├─ …                           405, 408, 431 of HTTP itself: servekit.gateway.http
    ├─ BodyTooLarge                413 body_too_large
-   ├─ ClientClosed                499 client_closed          nobody is left to read it
+   ├─ ClientClosed                499 client_closed          the client has disconnected
    ├─ QueueFull                   429 queue_full             (Retry-After)
    ├─ RateLimited                 429 rate_limit_exceeded    (Retry-After)
-   ├─ SourceQuarantined           429 source_quarantined     its requests take workers down
-   ├─ EngineFailed                500 engine_error           the engine gave up on this request
-   ├─ RequestQuarantined          500 request_quarantined    it has taken workers down with it
-   ├─ EndpointFailed              502 endpoint_error         a remote endpoint did
-   ├─ WorkerLost                  503 worker_lost            died; the request can't be run again
-   ├─ ModelChanged                503 model_changed          replaced in the middle of an answer
+   ├─ SourceQuarantined           429 source_quarantined     its requests crash workers
+   ├─ EngineFailed                500 engine_error           the engine failed on this request
+   ├─ RequestQuarantined          500 request_quarantined    the request has crashed workers
+   ├─ EndpointFailed              502 endpoint_error         a remote endpoint failed
+   ├─ WorkerLost                  503 worker_lost            the worker died; no retry is possible
+   ├─ ModelChanged                503 model_changed          the model was replaced mid-answer
    ├─ ModelUnavailable            503 model_unavailable      (Retry-After)
    └─ DeadlineExceeded            504 timeout
 """
@@ -35,14 +35,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-#: Characters of what a client is told: a sentence, not its own request again.
+#: Maximum characters of an error message: it must not echo a whole request to the client.
 LONGEST_MESSAGE = 1000
 
 
 def describe_error(error: BaseException) -> str:
-    """Say in one line which error it is: its type and the first line of its words, or ours alone.
+    """Describe an error in one line: its type and the first line of its message.
 
-    Libraries' errors run over many lines: advice, tensors' shapes, C++ stacks.
+    A ServekitError is described by its message alone. Errors of libraries span many lines (advice,
+    tensor shapes, C++ stacks); only the first line is kept.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, ServekitError) and lines:
@@ -51,7 +52,7 @@ def describe_error(error: BaseException) -> str:
 
 
 class ServekitError(Exception):
-    """Base of every deliberate error. `str(error)` is one sentence that a user can act on."""
+    """The base of all deliberate errors. `str(error)` is one sentence that a user can act on."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
@@ -62,7 +63,7 @@ class ServekitError(Exception):
 
 
 class ConfigError(ServekitError):
-    """The configuration cannot be used. Raised before anything is started; exit code 2."""
+    """The configuration cannot be used. Raised before any process is started; exit code 2."""
 
     code = "config_error"
 
@@ -80,7 +81,7 @@ class NobodyRuns(StartError):
 class LoadError(ServekitError):
     """A model cannot be loaded.
 
-    `permanent` says that trying again without a change would fail again (a missing file, an
+    `permanent` means that a retry without a change would fail again (a missing file, an
     unsupported architecture), so the supervisor does not restart the worker.
     """
 
@@ -92,9 +93,10 @@ class LoadError(ServekitError):
 
 
 class ForbiddenImport(ServekitError, ImportError):
-    """A module that this process stays without, and the chain of imports that led to it.
+    """The import of a module that is forbidden in this process, with the import chain that led to
+    it.
 
-    `except ImportError` catches it, so that optional uses of the module go on without.
+    Also an ImportError, so that code with an optional use of the module continues without it.
     """
 
     code = "forbidden_import"
@@ -107,7 +109,7 @@ class WireError(ServekitError):
 
 
 class RequestError(ServekitError):
-    """A request that is refused. `param` names the offending field, when there is one."""
+    """A request that is refused. `param` names the offending field, if there is one."""
 
     status = 400
     code = "invalid_request"
@@ -115,7 +117,7 @@ class RequestError(ServekitError):
     def __init__(
         self, message: str, *, param: str | None = None, retry_after_s: float | None = None
     ) -> None:
-        if len(message) > LONGEST_MESSAGE:  # it names a value that the client sent
+        if len(message) > LONGEST_MESSAGE:  # a message may quote the client's value
             message = message[: LONGEST_MESSAGE - 1] + "…"
         super().__init__(message)
         self.param = param
@@ -212,12 +214,12 @@ def _tree(root: type[RequestError]) -> dict[str, type[RequestError]]:
     return found
 
 
-#: `code` to class, so that an error crosses the wire as (code, message, param).
+#: `code` to class: on the wire an error is (code, message, param).
 REQUEST_ERRORS: dict[str, type[RequestError]] = _tree(RequestError)
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a name that is not known: which one may have been meant."""
+    """Return a "did you mean" suffix for an error about an unknown name, or ""."""
     import difflib
 
     close = difflib.get_close_matches(name[:128], known, n=1)

@@ -1,7 +1,7 @@
-"""What has happened in an instance: events in an SQLite file of its run directory, and a reader.
+"""The event journal of an instance: an SQLite file in its run directory, and its reader.
 
-The supervisor alone writes it (`servekit.supervisor.event_log`); whoever may read the run directory
-reads it, whether a supervisor lives there or not.
+Only the supervisor writes the file (`servekit.supervisor.event_log`). Any process that may read
+the run directory can read it, with or without a running supervisor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 FILE = "events.db"
 #: PRAGMA user_version of the file.
 VERSION = 1
-#: The kinds of events, and when one is recorded.
+#: Event kinds, and when each is recorded.
 KINDS = {
     "up": "The supervisor has started.",
     "down": "The supervisor has ended.",
@@ -44,26 +44,26 @@ CREATE TABLE IF NOT EXISTS events (
   id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, kind TEXT NOT NULL,
   model TEXT NOT NULL, worker TEXT NOT NULL, what TEXT NOT NULL, detail TEXT NOT NULL)"""
 _COLUMNS = "id, at, kind, model, worker, what, detail"
-#: How long a reader waits for a writer, which holds the file for milliseconds.
+#: SQLite busy timeout of a reader; a writer holds the file for milliseconds.
 _BUSY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One of them. `worker` is "" for those of a model, `model` for those of the supervisor."""
+    """An event. `worker` is "" in events of a model; `model` is "" in those of the supervisor."""
 
     at: float  # Unix time, s
     kind: str
     what: str = ""  # a sentence, or a part of one
     model: str = ""
     worker: str = ""
-    detail: dict[str, Any] = field(default_factory=dict)  # figures: their names tell their units
+    detail: dict[str, Any] = field(default_factory=dict)  # figures; the unit is in the name
     id: int = 0  # ascending; never used twice in one file
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which events; `name` is a model's or a process's, "" for all."""
+    """A filter for events; `name` is a model's or a process's name, "" for all."""
 
     name: str = ""
     since: float = 0.0  # Unix time, s
@@ -72,7 +72,7 @@ class Wanted:
 
 
 def newest(folder: Path, wanted: Wanted, most: int) -> list[Event]:
-    """The last `most` of them, the newest last; none where there is no file that can be read."""
+    """Return the last `most` matching events in ascending order; [] if no file is readable."""
     path = folder / FILE
     if not path.is_file():
         return []
@@ -83,13 +83,13 @@ def newest(folder: Path, wanted: Wanted, most: int) -> list[Event]:
                 f"SELECT {_COLUMNS} FROM events WHERE {query} ORDER BY id DESC LIMIT ?",
                 (*values, most),
             ).fetchall()
-    except sqlite3.Error:  # the supervisor sees to a file that is broken
+    except sqlite3.Error:  # the supervisor repairs a corrupt file
         return []
     return [event(row) for row in reversed(rows)]
 
 
 def names(folder: Path) -> list[str]:
-    """Of the models and processes that some event is about."""
+    """Return the sorted names of all models and processes that have events."""
     path = folder / FILE
     if not path.is_file():
         return []
@@ -102,21 +102,21 @@ def names(folder: Path) -> list[str]:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    # Not read-only: what a supervisor that was killed has left has to be gone through first.
+    # Not read-only: SQLite may first have to recover the journal of a killed supervisor.
     file = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=_BUSY_S)
     file.execute("PRAGMA query_only = 1")
     return file
 
 
 def event(row: tuple[Any, ...]) -> Event:
-    """A row of the table. What somebody else has put there does no harm."""
+    """Convert a row of the table to an Event. Unexpected contents do no harm."""
     number, at, kind, model, worker, what, detail = row
     told = str(kind), str(what), str(model), str(worker)
     return Event(float(at), *told, detail=details(detail), id=int(number))
 
 
 def details(text: str) -> dict[str, Any]:
-    """The figures of an event, as they stand in the file."""
+    """Parse the JSON figures of an event; return {} if they are malformed."""
     found: Any = None
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         found = json.loads(text)

@@ -1,7 +1,7 @@
-"""The files that children's output is kept in (`supervisor.output`), read from their ends.
+"""Reader of the log files of child processes (`supervisor.output`), from their ends.
 
-NAME.log, and what it was rotated to: NAME.log.1 (older), .2, .3. They may be rotated or removed
-while they are read, may hold anything, and a line may have no end.
+NAME.log is rotated to NAME.log.1 (newest), .2 and .3. The files may be rotated or removed while
+they are read, may hold arbitrary bytes, and may contain lines without end.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-#: A longer line is cut: it is to be looked at by a person.
+#: Longer lines are truncated: the reader is a person.
 LONGEST_BYTES = 8 * 2**10
 _OLDER = 3
-#: Of the end of one file: at least so much, for each line asked for so much, at most so much.
+#: Bytes to read from the end of one file: the minimum, the amount per line, the maximum.
 _LEAST_BYTES, _LINE_BYTES, _MOST_BYTES = 2**20, 2**11, 2**25
 _PIECE_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    at: str  # in ISO 8601, as far as it is known: of the last line that tells; sortable
+    at: str  # ISO 8601, sortable: its own time, or that of the last line that has one
     name: str  # of the process
     text: str
 
 
 def files(folder: Path) -> dict[str, Path]:
-    """The newest file of each process, by its name."""
+    """Return the current log file of each process, by process name."""
     found = sorted((folder / "logs").glob("*.log"))
     return {process_of(path): path for path in found if path.is_file()}
 
 
 def process_of(path: Path) -> str:
-    """ "a~0.log" is of a/0; a name without "~" is a gateway's: "gateway-0.log"."""
+    """Return the process name for a log file: "a~0.log" is a/0, "gateway-0.log" is gateway/0."""
     stem = path.name.removesuffix(".log")
     return stem.replace("~", "/") if "~" in stem else stem.replace("-", "/", 1)
 
 
 def is_of(process: str, name: str) -> bool:
-    """`name` is a process or a model; "" is all."""
+    """Return whether `name` is the process or its model; "" matches all processes."""
     return name in ("", process, process.rpartition("/")[0])
 
 
 def last(name: str, path: Path, most: int, most_bytes: int = _MOST_BYTES) -> list[Line]:
-    """The last lines of one process, what was rotated away included; the newest last.
+    """Return the last `most` lines of one process in order, including rotated files.
 
     At most `most_bytes` of each file are read.
     """
@@ -55,7 +55,7 @@ def last(name: str, path: Path, most: int, most_bytes: int = _MOST_BYTES) -> lis
     written = 0.0
     for number in range(_OLDER + 1):
         older = path.with_name(f"{path.name}.{number}") if number else path
-        with contextlib.suppress(OSError):  # it has just been rotated, or there is none
+        with contextlib.suppress(OSError):  # just rotated, or absent
             written = written or older.stat().st_mtime
             texts = [*_end(older, most - len(texts), most_bytes), *texts]
         if len(texts) >= most:
@@ -70,14 +70,14 @@ def _end(path: Path, most: int, most_bytes: int) -> list[str]:
         file.seek(size - wanted)
         lines = file.read(wanted).split(b"\n")
     if wanted < size and len(lines) > 1:
-        del lines[0]  # a part of a line
+        del lines[0]  # an incomplete line
     if not lines[-1]:
         lines.pop()
     return [_text(line) for line in lines[-most:]] if most > 0 else []
 
 
 def _dated(name: str, texts: list[str], written: float) -> list[Line]:
-    """Lines that tell no time have that of the line before, the first ones of the first after."""
+    """Date the lines. A line without a time gets that of the line before, or of the first after."""
     known = [stamp(text) for text in texts]
     at = next(filter(None, known), time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(written)))
     lines = []
@@ -88,7 +88,7 @@ def _dated(name: str, texts: list[str], written: float) -> list[Line]:
 
 
 def stamp(text: str) -> str:
-    """The time that a line of our own logging tells."""
+    """Return the timestamp of a line of servekit's own JSON logging, or ""."""
     if text.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
             said = json.loads(text)
@@ -104,22 +104,22 @@ def _text(line: bytes) -> str:
 
 
 class Tail:
-    """Follows one file by its name, through rotations."""
+    """A reader that follows one file by its name, through rotations."""
 
     def __init__(self, path: Path, *, from_start: bool) -> None:
         self._path = path
         self._fd: int | None = None
         self._rest = b""
-        self._cut = False  # the rest of a line that was too long is passed over
+        self._cut = False  # skip the rest of an overlong line
         self._open()
         if self._fd is not None and not from_start:
             os.lseek(self._fd, 0, os.SEEK_END)
 
     def lines(self) -> Iterator[str]:
-        """What has come since the last time; never more in memory than a piece and a line."""
+        """Yield the lines written since the last call; buffers at most one block and one line."""
         yield from self._read()
         if self._is_another():
-            yield from self._read()  # what was written between our look and the rotation
+            yield from self._read()  # written between the read above and the rotation
             self.close()
             self._open()
             yield from self._read()
@@ -134,7 +134,7 @@ class Tail:
             self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
     def _is_another(self) -> bool:
-        """There is a file by that name, and it is not the one that is open."""
+        """Return whether another file than the open one has the name now."""
         try:
             there = self._path.stat()
         except OSError:

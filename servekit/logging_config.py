@@ -1,7 +1,8 @@
-"""Logging, configured once per process. Loggers by name, one line per event, to stderr.
+"""Logging, configured once per process: named loggers, one line per event, to stderr.
 
-Children write JSON lines, which the supervisor renders with the child's name; a person's terminal
-gets the readable form. The standard library's records (uvicorn, transformers) take the same way.
+Children write JSON lines, which the supervisor renders with the child's name; a terminal gets
+the readable form. Records of the standard library's `logging` (uvicorn, transformers) are
+rendered in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def _nobody() -> str:
     return ""
 
 
-#: The id of the request that a line is about, "" for none. A gateway puts its own here.
+#: Returns the current request id for log lines, "" for none. A gateway sets its own function.
 request_id: Callable[[], str] = _nobody
 
 
@@ -40,7 +41,7 @@ _SHARED: tuple[structlog.typing.Processor, ...] = (
 
 
 def configure(process: str, *, json: bool = False, level: str = "info") -> None:
-    """Set up logging for this process; `process` is bound into every line when it is JSON."""
+    """Set up logging for this process; JSON lines also carry `process`."""
     renderer: list[structlog.typing.Processor] = (
         [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if json
@@ -69,7 +70,7 @@ def configure(process: str, *, json: bool = False, level: str = "info") -> None:
 
 
 def get(name: str) -> Any:
-    """A logger by name: `get("servekit.worker").info("event", key=value)`."""
+    """Return a logger by name: `get("servekit.worker").info("event", key=value)`."""
     return structlog.get_logger(name)
 
 

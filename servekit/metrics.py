@@ -1,10 +1,9 @@
-"""Every metric of /metrics: its name, its labels, what it counts. `servekit metrics` prints it.
+"""The metrics of /metrics: names, labels and meanings. `servekit metrics` prints them.
 
-Names follow Prometheus: base units, `_total` for counters. Where OpenTelemetry's conventions for
-generative AI have a metric it has their name, their attributes as labels, and their boundaries of
-buckets, as a collector would translate them for Prometheus; some boundaries are added beyond
-theirs, for CPUs and for small models.
-
+Names follow Prometheus: base units, `_total` for counters. Metrics that OpenTelemetry's semantic
+conventions for generative AI define keep the conventional names, attributes (as labels) and
+bucket boundaries, as a collector would translate them for Prometheus. Some boundaries are added
+for CPUs and small models.
 Source: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics
 """
 
@@ -16,27 +15,27 @@ from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
 
-#: In seconds, up to the last token.
+#: Bucket bounds of request durations, s.
 DURATION_S = (
     *(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
     *(163.84, 327.68, 655.36),
 )
-#: In seconds, up to the first.
+#: Bucket bounds of TTFT, s.
 FIRST_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0),
 )
-#: In seconds, from one token to the next.
+#: Bucket bounds of inter-token latency, s.
 TOKEN_S = (
     *(0.001, 0.0025, 0.005),
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
     *(5.0, 10.0, 30.0),
 )
-#: In seconds, in the queue.
+#: Bucket bounds of queue waits, s.
 WAIT_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKENS = tuple(float(4**n) for n in range(14))
 
-#: Of generative AI: what was done, by whom, under which name, and by which model's weights.
+#: Labels of the generative AI metrics.
 _GEN_AI = (
     "gen_ai_operation_name",
     "gen_ai_provider_name",
@@ -50,7 +49,7 @@ _DEVICE = ("gpu", "uuid", "name", "node")
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. `buckets` are the upper bounds of a histogram's, without infinity."""
+    """A metric. `buckets` are the upper bounds of a histogram's buckets, without infinity."""
 
     name: str
     kind: Kind
@@ -60,7 +59,7 @@ class Metric:
 
     @property
     def width(self) -> int:
-        """How many figures a series of it has: of a histogram each bucket, one more, the sum."""
+        """Return the number of figures per series; a histogram has buckets, overflow and sum."""
         return len(self.buckets) + 2 if self.kind == "histogram" else 1
 
 
@@ -78,7 +77,7 @@ def _histogram(name: str, labels: Sequence[str], buckets: Sequence[float], help:
 
 _REQUEST = ("model", "adapter", "key")
 
-#: In the order of the page.
+#: All metrics, in the order of the page.
 METRICS: tuple[Metric, ...] = (
     # ---- requests
     _counter(
@@ -247,7 +246,7 @@ BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def reference() -> str:
-    """All of them, as a table in Markdown."""
+    """Return all metrics as a Markdown table."""
     rows = ["| metric | kind | labels | |", "|---|---|---|---|"]
     for metric in METRICS:
         labels = ", ".join(f"`{label}`" for label in metric.labels)

@@ -1,7 +1,7 @@
-"""Everything that the author of an engine imports: `from servekit.plugin import Engine`.
+"""The API for engine plugins: `from servekit.plugin import Engine`.
 
-The names are imported when they are first used: a worker loads no configuration schema, and the
-supervisor, which reads `KIND`, loads no engine.
+Names are imported lazily: a worker loads no configuration schema, and the supervisor, which
+reads `KIND`, loads no engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name from its module; raises AttributeError for any other name."""
+    """Import a name from its module on first use. Raises AttributeError for any other name."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,19 +1,19 @@
-"""Text that others wrote, as a terminal may safely show it.
+"""Sanitizing of untrusted text for terminals.
 
-What models and workers write is data: an escape sequence in it could clear the screen, rename the
-window or hide what follows, a bidirectional mark could show it in another order than it is in.
+Text of models and workers is data: an escape sequence in it could clear the screen, rename the
+window or hide text, and a bidirectional mark could change the displayed order.
 """
 
 from __future__ import annotations
 
 import re
 
-#: Escape sequences, and what else would move a terminal's cursor or hide text (C0, C1, bidi).
+#: Escape sequences, and characters that move a cursor or hide text (C0, C1, bidi, surrogates).
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
     r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb]|[\ud800-\udfff]"
 )
-#: C0 and DEL have pictures of their own (U+2400); C1, bidi marks and half characters have none.
+#: C0 and DEL have control pictures (U+2400); C1, bidi marks and surrogates become U+FFFD.
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _PICTURES |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 _PICTURES |= dict.fromkeys(
@@ -23,25 +23,25 @@ _PICTURES |= dict.fromkeys((*range(0xFFF9, 0xFFFC), *range(0xD800, 0xE000)), 0xF
 
 
 def plain(text: str) -> str:
-    """Text without escape sequences, control characters and bidi marks; newlines and tabs stay."""
+    """Remove escape sequences, control characters and bidi marks; keep newlines and tabs."""
     return _CONTROL.sub("", text)
 
 
 def line(text: str, most: int = 2000) -> str:
-    """The same on one line, and not longer than `most` characters."""
+    """Return sanitized text on one line, truncated to `most` characters."""
     shown = " ".join(plain(text[: 4 * most]).split())
     return shown if len(shown) <= most and len(text) <= 4 * most else f"{shown[:most]} …"
 
 
 def counted(number: int, what: str) -> str:
-    """ "1 restart", "2 restarts"."""
+    """Return a number with its noun: "1 restart", "2 restarts"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def visible(text: str) -> str:
-    """Text with pictures in the place of what `plain` removes, one for one.
+    """Replace each character that `plain` removes by a picture, one for one.
 
-    For text that comes piece by piece: no sequence has to be waited for, none can slip through
+    Suitable for streamed text: no sequence has to be awaited, and none can slip through
     between two pieces.
     """
     return text.translate(_PICTURES)

@@ -1,4 +1,4 @@
-"""What the clients of one load report, gathered as it comes and made into a result's Run."""
+"""Aggregation of the clients' reports of one load into a Run of the result."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from servekit.bench.timing import Timing, tokens_in_time, tokens_of
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the clients run."""
+    """The machine on which the clients run."""
 
-    busy: float  # the share of its cores that was taken by anything
+    busy: float  # utilisation of its cores, by all processes
     cores: int
-    has_server: bool  # which shares them
+    has_server: bool  # the server runs on this machine, too
 
 
 class Tally:
-    """One writer: whoever reads the clients' lines. `began` is the agreed time of the start."""
+    """The aggregated figures of one load, fed by one reader. `began` is the agreed start time."""
 
     def __init__(self, began: float, slo: Mapping[str, float], end: float | None = None) -> None:
         self.began = began
@@ -34,7 +34,7 @@ class Tally:
         self.sent = self.in_flight = self.chunks = 0
         self.failures: Counter[str] = Counter()
         self._slo = slo
-        self._end = end  # of the time to ask, where that is known beforehand
+        self._end = end  # end of the measurement, if known in advance
         self._messages: dict[str, str] = {}
         self._prompts, self._outputs = Sample(), Sample()
         self._in_time = self._good_in_time = 0
@@ -48,7 +48,7 @@ class Tally:
     def failed(self) -> int:
         return self.failures.total()
 
-    # ---- as it comes
+    # ---- during the load
 
     def report(self, client: int, report: Report) -> None:
         self._live[client] = report.sent, report.in_flight, report.chunks
@@ -82,7 +82,7 @@ class Tally:
         self._count_tokens(record)
 
     def _measure(self, record: Record) -> bool:
-        """Take up its times and counts; whether it kept the SLO."""
+        """Add the record's times and counts; return whether it met the SLO."""
         timing = Timing.of(record)
         self.e2e.add(timing.e2e_s)
         if timing.ttft_s is not None:
@@ -109,7 +109,7 @@ class Tally:
         self.failures[kind] += 1
         self._messages.setdefault(kind, record.message)
 
-    # ---- at the end
+    # ---- after the load
 
     def run(
         self,

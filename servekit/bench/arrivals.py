@@ -1,4 +1,4 @@
-"""When requests arrive that wait for nobody."""
+"""Arrival times of an open loop, independent of answers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 
 def poisson(rate: float, source: random.Random) -> Iterator[float]:
-    """Times of arrival in seconds from the start, `rate` a second on average, without end.
+    """Yield arrival times in seconds from the start, `rate` per second on average, without end.
 
-    The gaps are exponential and know nothing of each other. Several such processes together are one
-    with the sum of their rates, so that clients may share a rate without a word between them.
+    The gaps are exponential and independent. Several such processes add up to one with the sum of
+    their rates, so that clients can share a rate without coordination.
     """
     now = 0.0
     while True:

@@ -1,34 +1,34 @@
-"""Whether it was the clients that were measured. A pure rule on figures of theirs."""
+"""A check for a load generator that was itself the bottleneck. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: Cores of a client process; above, its own work delays what it sees.
+#: CPU use of a client process, in cores; above, its own work delays its measurements.
 BUSY_CORES = 0.9
-#: 99 % of the times that a client looked, it must have come to it by then.
+#: Limit of the 99th percentile of timer delays.
 LAG_S = 0.02
-#: 99 % of the arrivals must have been sent by then.
+#: Limit of the 99th percentile of delays of arrivals.
 LATE_S = 0.02
-#: Of this machine's cores, taken by anything.
+#: Limit of the utilisation of this machine's cores, by all processes.
 BUSY_MACHINE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """What the client processes of one load say of themselves, and their machine of itself."""
+    """The figures of the client processes of one load, and of their machine."""
 
     cpu_cores: tuple[float, ...]
     lag_p99_s: float
-    late_p99_s: float | None  # of an open loop
-    machine: float = 0.0  # the share of its cores that was busy with anything
+    late_p99_s: float | None  # None in a closed loop
+    machine: float = 0.0  # utilisation of its cores
     cores: int = 1  # of this machine
     beside_server: bool = False  # the server runs on this machine too
 
 
 def limits(found: Clients) -> Iterator[str]:
-    """One sentence for each way in which the clients held things up, with its figure."""
+    """Yield a sentence with a figure for each way in which the clients were the bottleneck."""
     busiest = max(found.cpu_cores, default=0.0)
     if busiest >= BUSY_CORES:
         yield (

@@ -1,4 +1,4 @@
-"""Distributions of lengths, as the command line writes them: how many tokens, how many turns."""
+"""Distributions of lengths in the command line's syntax: numbers of tokens or turns."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _FIXED = re.compile(r"\s*(\d+)\s*")
 _RANGE = re.compile(r"\s*(\d+)\s*\.\.\s*(\d+)\s*")
 _NAMED = re.compile(rf"\s*(uniform|normal|lognormal):{_NUMBER},{_NUMBER}")
 
-#: Longer is a slip of the finger, not a prompt.
+#: Maximum length; a longer one is a typo.
 _MOST = 10_000_000
 
 
 class Lengths(msgspec.Struct, frozen=True):
     """A distribution over whole numbers from 1.
 
-    `fixed`: always `a`; `uniform`: from `a` to `b`, both included; `normal` and `lognormal`: `a` is
-    the mean and `b` the standard deviation, both of the length itself.
+    `fixed`: always `a`; `uniform`: from `a` to `b`, inclusive; `normal` and `lognormal`: `a` is the
+    mean and `b` the standard deviation, both of the length itself.
     """
 
     kind: Kind
@@ -34,7 +34,7 @@ class Lengths(msgspec.Struct, frozen=True):
     b: float = 0.0
 
     def draw(self, source: random.Random) -> int:
-        """One length; what would be less than 1 is 1."""
+        """Draw one length, at least 1."""
         return max(1, round(self._draw(source)))
 
     def _draw(self, source: random.Random) -> float:
@@ -47,7 +47,7 @@ class Lengths(msgspec.Struct, frozen=True):
         return min(source.lognormvariate(*self._of_logarithm()), _MOST)
 
     def _of_logarithm(self) -> tuple[float, float]:
-        """Mean and deviation of the logarithm, so that the length itself has `a` and `b`."""
+        """Return mean and deviation of the logarithm that give the length `a` and `b`."""
         variance = math.log1p((self.b / self.a) ** 2)
         return math.log(self.a) - variance / 2, math.sqrt(variance)
 
@@ -60,7 +60,7 @@ class Lengths(msgspec.Struct, frozen=True):
 
 
 def parse(text: str, option: str) -> Lengths:
-    """`256`, `128..512`, `uniform:128,512`, `normal:256,64` or `lognormal:256,64`.
+    """Parse `256`, `128..512`, `uniform:128,512`, `normal:256,64` or `lognormal:256,64`.
 
     Raises ConfigError, which names the option.
     """

@@ -1,4 +1,4 @@
-"""What is shown while it goes on, on stderr: a picture on a terminal, plain lines elsewhere."""
+"""The live display of a measurement on stderr: a picture on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TELL_EVERY_S = 5.0
 
 @contextlib.contextmanager
 def watch(wish: Options) -> Iterator[Display]:
-    """A display for the time of the measurement."""
+    """Provide a display during the measurement."""
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     display = Display(wish, console)
     try:
@@ -40,7 +40,7 @@ class Display:
         self._load = ""
         self._tally: Tally | None = None
         self._shown_at = 0.0
-        self._before = (0.0, 0, 0)  # at the last look: when, requests ended, chunks
+        self._before = (0.0, 0, 0)  # at the last update: time, requests ended, chunks
 
     def warming(self, load: Load) -> None:
         self._load, self._tally = str(load), None
@@ -113,7 +113,7 @@ class Display:
         return Group(bar, figures, latencies, *errors)
 
     def _rates(self, tally: Tally) -> tuple[float, float]:
-        """Requests and chunks per second since the last look."""
+        """Return requests and chunks per second since the last update."""
         now, ended, chunks = time.monotonic(), tally.completed, tally.chunks
         then, ended_then, chunks_then = self._before
         self._before = now, ended, chunks
@@ -121,7 +121,7 @@ class Display:
         return (ended - ended_then) / took_s, (chunks - chunks_then) / took_s
 
     def _progress(self, tally: Tally) -> tuple[float, float, str]:
-        """How far, of what, and the same in words."""
+        """Return the progress, its total, and both in words."""
         took_s = max(0.0, time.monotonic() - tally.began)
         if self._wish.requests is not None:
             ended = tally.completed + tally.failed

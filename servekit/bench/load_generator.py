@@ -1,7 +1,8 @@
-"""The work of one client process: requests in a closed or an open loop, and their records.
+"""The load generator of one client process: requests in a closed or an open loop, and their
+records.
 
-No task per request: a connection calls back when its answer is whole, and the next request goes
-out from there. A task is made only where a connection must be opened first.
+There is no task per request: a connection calls back when its answer is complete, and the callback
+sends the next request. Only opening a connection takes a task.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from servekit.bench.lengths import Lengths
 from servekit.bench.percentiles import Histogram
 from servekit.bench.prompts import Conversation, Prompts
 
-#: After an error a user of a closed loop waits so long; else a dead server is asked without end.
+#: Pause of a closed loop's user after an error, so that a dead server is not hammered.
 PAUSE_S = 0.1
-#: Timers wake within a millisecond or two. That is no delay, but when the request did arrive.
+#: Precision of timers: a smaller delay counts as the arrival itself, not as late.
 TIMER_S = 0.002
-_LOOK_EVERY_S = 0.02  # at the loop's own lag
-_SWEEP_EVERY_S = 0.1  # for what takes too long
-_WARM_AT_ONCE = 8  # where an open loop has no number of users
-_WARM_NUMBERS = 10**9  # the warm-up's conversations are none of the measured ones
-#: Arrivals that are overdue and sent in a row, before answers are looked at.
+_LOOK_EVERY_S = 0.02  # samples of the loop's lag
+_SWEEP_EVERY_S = 0.1  # for requests that time out
+_WARM_AT_ONCE = 8  # an open loop has no number of users
+_WARM_NUMBERS = 10**9  # separates warm-up from measured conversations
+#: Overdue arrivals sent in a row before answers are processed.
 _IN_A_ROW = 16
 
 
@@ -57,10 +58,10 @@ class Driver:
         self._lags, self._late = Histogram(), Histogram()
         self._ended_at = self._began_at = self._began_cpu_s = self._cpu_cores = 0.0
 
-    # ---- the course of it
+    # ---- phases
 
     async def warm_up(self) -> None:
-        """Requests that are not counted, then open connections for the users."""
+        """Send requests that are not counted, then open connections for the users."""
         order = self._order
         if order.warmup:
             await self._closed(order.users or _WARM_AT_ONCE, order.warmup)
@@ -69,7 +70,7 @@ class Driver:
         self._sent = self._resent = self._chunks = 0
 
     async def measure(self, at: float) -> None:
-        """Ask from the time `at` on, until the order's end, and wait for what is under way."""
+        """Send requests from the time `at` until the order's end, and wait for those in flight."""
         order = self._order
         await asyncio.sleep(max(0.0, at - time.monotonic()))
         self._began_at, self._began_cpu_s = time.monotonic(), time.process_time()
@@ -84,7 +85,7 @@ class Driver:
         self._end_of_time()
 
     def stop(self) -> None:
-        """End now; what is under way is left unfinished."""
+        """Stop now; requests in flight are left unfinished."""
         self._end_of_time()
         for exchange, connection in list(self._under_way.items()):
             if connection is not None:
@@ -93,7 +94,7 @@ class Driver:
             self._done(exchange, None)
 
     def report(self) -> Report:
-        """What came since the last report."""
+        """Return the report since the last one."""
         records, self._records = self._records, []
         gaps, self._gaps = self._gaps, {}
         under_way = sum(exchange.record.chunks for exchange in self._under_way)
@@ -108,7 +109,7 @@ class Driver:
         self._dialer.close()
 
     def _end_of_time(self) -> None:
-        """Ask no more; what comes from now on is not counted as having come in time."""
+        """Send no more requests; later chunks do not count as in time."""
         if self._over:
             return
         self._over, self._ended_at = True, time.monotonic()
@@ -143,7 +144,7 @@ class Driver:
         await self._until_quiet()
 
     async def _sleep(self, wait_s: float) -> None:
-        """Until then, or until time is over."""
+        """Sleep, or return early at the end of the measurement."""
         while not self._over and wait_s > 0:
             step_s = min(wait_s, 0.2)
             await asyncio.sleep(step_s)
@@ -166,7 +167,7 @@ class Driver:
         return self._limit is not None and self._sent >= self._limit
 
     def _begin(self, began: float) -> None:
-        """The first request of the next conversation."""
+        """Send the first request of the next conversation."""
         if not self._over and not self._spent():
             number, self._next_number = self._next_number, self._next_number + self._order.clients
             self._ask(self._prompts.conversation(number), "", began)
@@ -208,7 +209,7 @@ class Driver:
         connection.ask(request, exchange)
 
     def _ask_again(self, exchange: Exchange, request: bytes) -> None:
-        """A kept connection was being closed as we asked: no fault of anybody's. Once only."""
+        """Repeat a request once after the server closed a kept connection, which is no failure."""
         del self._under_way[exchange]
         self._resent += 1
         again = Exchange(exchange.record.began, exchange.done, keep_text=self._keep_text)
@@ -242,10 +243,10 @@ class Driver:
         self._begin(time.monotonic())
         self._settle()
 
-    # ---- watching
+    # ---- monitoring
 
     async def _sweep(self) -> None:
-        """End what has taken too long."""
+        """Fail the requests that have timed out."""
         limit_s = self._order.timeout_s
         while True:
             await asyncio.sleep(_SWEEP_EVERY_S)
@@ -255,7 +256,7 @@ class Driver:
                     connection.give_up("timeout", f"no whole answer within {limit_s:g} s")
 
     def _look(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
-        """How late does the loop come to its timers?"""
+        """Measure the delay of the loop's timers."""
         if not self._over:
             now = time.monotonic()
             self._lags.add(max(0.0, now - due))
@@ -268,7 +269,7 @@ class Driver:
 
 
 def head(target: Target, path: str) -> bytes:
-    """A POST up to the value of its content-length."""
+    """Return the head of a POST up to the value of its content-length."""
     key = f"authorization: Bearer {target.key}\r\n" if target.key else ""
     return (
         f"POST {target.base}{path} HTTP/1.1\r\nhost: {target.netloc}\r\n{key}"

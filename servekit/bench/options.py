@@ -1,4 +1,4 @@
-"""What the command line asks for, checked before anything is asked of a server."""
+"""The options of the command line, checked before the server is contacted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from servekit.bench.lengths import Lengths
 from servekit.bench.prompts import read_dataset
 from servekit.errors import ConfigError
 
-#: How long it takes where neither requests nor a duration are said.
+#: Default duration, without a number of requests.
 DEFAULT_S = 30.0
-#: One client process is enough for so much; the bottleneck's rule says where it was not.
+#: Load that one client process can generate; `client_saturation` reports when it could not.
 _USERS_EACH = 256
 _RATE_EACH = 2000.0
 _KEYS = ("SERVEKIT_API_KEY", "OPENAI_API_KEY")
@@ -27,7 +27,7 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(s|m|min|h)?\s*")
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Exactly one of the two."""
+    """A load level: exactly one of the two is set."""
 
     users: int | None = None
     rate: float | None = None
@@ -37,7 +37,7 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Options(msgspec.Struct, frozen=True):
-    """All that one command measures. `asking` lacks what only the server can tell."""
+    """The options of one command. `asking` lacks the values that only the server knows."""
 
     target: Target
     asking: Asking
@@ -51,7 +51,7 @@ class Options(msgspec.Struct, frozen=True):
     slo: dict[str, float]
 
     def processes_of(self, load: Load) -> int:
-        """By need, and no more than there are cores, users or requests."""
+        """Return the number of client processes, limited by cores, users and requests."""
         most = min(load.users or self.requests or 1_000_000, self.requests or 1_000_000)
         if self.processes is not None:
             return min(self.processes, most)
@@ -59,7 +59,7 @@ class Options(msgspec.Struct, frozen=True):
         return max(1, min(math.ceil(need), len(os.sched_getaffinity(0)), most))
 
     def orders(self, load: Load, asking: Asking) -> Iterator[Order]:
-        """The parts of the client processes; a closed loop's users and requests are dealt out."""
+        """Yield the orders of the client processes, with users and requests divided among them."""
         clients = self.processes_of(load)
         for index in range(clients):
             yield Order(
@@ -78,17 +78,17 @@ class Options(msgspec.Struct, frozen=True):
 
 
 def share(whole: int, parts: int, index: int) -> int:
-    """The part with this index, of parts that differ by one at most."""
+    """Return the part with this index, where parts differ by at most one."""
     return whole // parts + (index < whole % parts)
 
 
-# ---------------------------------------------------------------- what was written
+# ---------------------------------------------------------------- parsing
 
 
 def target(
     url: str, key: str | None, *, ca: Path | None, insecure: bool, environ: Mapping[str, str]
 ) -> Target:
-    """`http://HOST:PORT`, with /v1 or another base behind it. Raises ConfigError."""
+    """Parse `http://HOST:PORT`, with an optional base such as /v1. Raises ConfigError."""
     written = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(written)
@@ -117,7 +117,7 @@ def target(
 
 
 def _key(name: str | None, environ: Mapping[str, str]) -> str | None:
-    """The value of the variable; what was given is not repeated, for it may be a key."""
+    """Return the value of the variable. Errors do not repeat the name, which may be a key."""
     if name is None:
         return next((environ[known] for known in _KEYS if environ.get(known)), None)
     if not environ.get(name):
@@ -131,7 +131,7 @@ def _key(name: str | None, environ: Mapping[str, str]) -> str | None:
 
 
 def loads(concurrency: str | None, rate: str | None) -> tuple[Load, ...]:
-    """Levels, with commas between. Raises ConfigError."""
+    """Parse load levels, separated by commas. Raises ConfigError."""
     if concurrency is not None and rate is not None:
         raise ConfigError("say --concurrency (so many at once) or --rate (arrivals), not both")
     if rate is not None:
@@ -158,7 +158,7 @@ def _count(option: str, text: str) -> int:
 
 
 def duration(text: str | None) -> float | None:
-    """`30`, `30s`, `5m` or `1h`. Raises ConfigError."""
+    """Parse `30`, `30s`, `5m` or `1h`. Raises ConfigError."""
     if text is None:
         return None
     found = _DURATION.fullmatch(text)
@@ -183,7 +183,7 @@ def asking(
     extra: str | None,
     dataset: Path | None,
 ) -> Asking:
-    """What requests are to be like. Raises ConfigError."""
+    """Check and combine the options about requests. Raises ConfigError."""
     kind = _api(api)
     found = Asking(
         api=kind,

@@ -1,4 +1,4 @@
-"""Percentiles: exact ones of what is kept, and near ones of what is too much to keep."""
+"""Percentiles: exact ones of stored values, and approximate ones of a histogram."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
-#: Buckets of a Histogram for each doubling: neighbours are 0.55 % apart.
+#: Buckets of a Histogram per factor of two: neighbours are 0.55 % apart.
 _PER_DOUBLING = 126
 _SCALE = _PER_DOUBLING / math.log(2.0)
-#: What is shorter is no time at all: it came in the same read.
+#: Shorter times count as 0: the chunks came in the same read.
 _LEAST_S = 1e-6
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Between the two nearest ranks, linearly (numpy's default). `ordered` must not be empty."""
+    """Interpolate linearly between the nearest ranks (numpy's default); `ordered` is not empty."""
     rank = (len(ordered) - 1) * percent / 100
     below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)
@@ -23,7 +23,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 class Sample:
-    """Numbers that are all kept, eight bytes each."""
+    """Stored numbers, eight bytes each."""
 
     def __init__(self, values: Iterable[float] = ()) -> None:
         self.values = array("d", values)
@@ -44,7 +44,7 @@ class Sample:
         return max(self.values)
 
     def lately(self, count: int = 1000) -> Sample:
-        """The last ones."""
+        """Return the last values."""
         return Sample(self.values[-count:])
 
     def at(self, percent: float) -> float:
@@ -54,9 +54,9 @@ class Sample:
 
 
 class Histogram:
-    """Counts of durations in logarithmic buckets: an hour of gaps in a few kilobytes.
+    """Counts of durations in logarithmic buckets, in a few kilobytes.
 
-    What it says is within 0.3 % of the truth; 0 stays 0. Histograms of several processes add up.
+    Values are accurate to 0.3 %; 0 stays 0. Histograms of several processes can be merged.
     """
 
     def __init__(self, counts: Mapping[int, int] | None = None) -> None:
@@ -83,7 +83,7 @@ class Histogram:
         return value_of(max(self.counts))
 
     def at(self, percent: float) -> float:
-        """The value that so many percent are not above."""
+        """Return the value that `percent` percent of the values do not exceed."""
         wanted = max(1, math.ceil(len(self) * percent / 100))
         for bucket in sorted(self.counts):
             wanted -= self.counts[bucket]
@@ -93,14 +93,14 @@ class Histogram:
 
 
 def bucket_of(value_s: float) -> int:
-    """0 is for what takes no time; the others count up from a microsecond."""
+    """Return the bucket of a duration: 0 for none, the others count from a microsecond."""
     if value_s < _LEAST_S:
         return 0
     return 1 + int(math.log(value_s / _LEAST_S) * _SCALE)
 
 
 def value_of(bucket: int) -> float:
-    """The middle of a bucket, in seconds."""
+    """Return the middle of a bucket, in seconds."""
     if bucket == 0:
         return 0.0
     return _LEAST_S * math.exp((bucket - 0.5) / _SCALE)

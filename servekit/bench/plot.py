@@ -1,7 +1,7 @@
-"""A picture of a result: rates over the loads or over time, and how latencies are spread.
+"""A plot of a result: rates over the loads or over time, and the distributions of latencies.
 
-Drawn by matplotlib, which the extra `servekit[bench]` brings; without a display. An HTML page has
-the same picture as SVG and the tables, and asks nothing of the network.
+Drawn by matplotlib, from the extra `servekit[bench]`, without a display. An HTML page has the same
+plot as SVG with the tables, and loads nothing from the network.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ svg {{ max-width: 100%; height: auto; background: white; }}
 
 
 def check(path: Path) -> None:
-    """Raises ConfigError unless such a file can be drawn here."""
+    """Check that such a file can be drawn here. Raises ConfigError."""
     if path.suffix.lower() not in (".png", ".html"):
         raise ConfigError(f"--plot {path}: write FILE.png or FILE.html")
     if importlib.util.find_spec("matplotlib") is None:
@@ -63,7 +63,7 @@ def draw(result: Result, path: Path) -> None:
 
 
 def page(result: Result, svg: str) -> str:
-    """The picture and the tables, in one file."""
+    """Return an HTML page with the plot and the tables."""
     console = Console(file=io.StringIO(), width=140, markup=False, emoji=False, highlight=False)
     with console.capture() as told:
         for table in tables(result):
@@ -78,7 +78,7 @@ def page(result: Result, svg: str) -> str:
 
 
 def figure(result: Result) -> Any:
-    """A matplotlib Figure."""
+    """Return a matplotlib Figure."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(11, 7.5), layout="constrained")
@@ -95,7 +95,7 @@ def figure(result: Result) -> Any:
 
 
 def _by_load(axes: Any, runs: Sequence[Run]) -> None:
-    """Rates of the loads that were tried, evenly beside each other, whatever they are."""
+    """Plot the rates of the loads at even distances, whatever their values."""
     places = range(len(runs))
     title = "Requests/s"
     if any(run.goodput for run in runs):
@@ -115,7 +115,7 @@ def _by_load(axes: Any, runs: Sequence[Run]) -> None:
 
 
 def _over_time(axes: Any, run: Run) -> None:
-    """What was answered in each second."""
+    """Plot the requests answered in each second."""
     done, failed = ([getattr(at, name) for at in run.timeline] for name in ("requests", "failed"))
     axes.bar(range(len(done)), done, width=1.0, align="edge", alpha=0.7, label="answered")
     if run.failed:
@@ -129,7 +129,7 @@ def _over_time(axes: Any, run: Run) -> None:
 
 
 def _spreads(axes: Any, name: str, found: Sequence[tuple[str, Spread | None]]) -> None:
-    """Which share took at most how long, one line for each load."""
+    """Plot the distribution of a latency, one line per load."""
     axes.set_title(name, fontsize=10)
     known = [(label, spread) for label, spread in found if spread is not None]
     if not known:
@@ -148,7 +148,7 @@ def _spreads(axes: Any, name: str, found: Sequence[tuple[str, Spread | None]]) -
 
 
 def _logarithmic(axes: Any) -> None:
-    """With ticks that people read: 1, 2, 5, 10, and no powers of ten."""
+    """Set a logarithmic axis with readable ticks (1, 2, 5, 10) instead of powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_xscale("log")

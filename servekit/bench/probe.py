@@ -1,4 +1,4 @@
-"""Before the load: is there a server, which models has it, and how long are its tokens?"""
+"""Checks before the load: the server, its list of models, and the length of its tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from servekit.bench.client.response_schemas import Answer, decode, message_of
 from servekit.bench.prompts import Prompts
 from servekit.errors import ConfigError, StartError
 
-#: Tokens asked for to learn how long they are, at four characters each.
+#: Prompt lengths for calibration, in assumed tokens of four characters.
 _SHORT, _LONG = 16, 128
-#: Models named in a sentence.
+#: Maximum models named in a message.
 _NAMED = 20
 
 
@@ -30,7 +30,7 @@ class _Models(msgspec.Struct):
 
 
 def models(target: Target) -> list[str] | None:
-    """Their names; None where the server has no list. Raises StartError with what is wrong."""
+    """Return the names of the models; None if the server has no list. Raises StartError."""
     status, body = _ask(target, "GET", f"{target.base}/models", None, CONNECT_S)
     if status in (401, 403):
         raise StartError(_refused(target, status, body))
@@ -48,7 +48,7 @@ def models(target: Target) -> list[str] | None:
 
 
 def choose(wanted: str | None, known: Sequence[str] | None, url: str) -> str:
-    """The model to ask. Raises ConfigError, which lists those that there are."""
+    """Return the model to use. Raises ConfigError, which lists the available ones."""
     if known is None:
         if wanted is None:
             raise ConfigError(f"{url} has no list of models: say which with --model")
@@ -65,9 +65,9 @@ def choose(wanted: str | None, known: Sequence[str] | None, url: str) -> str:
 
 
 def calibrated(target: Target, asking: Asking, seed: int, timeout_s: float) -> Asking:
-    """The same with the length of its tokens, from two short requests and the server's counts.
+    """Calibrate the length of tokens by two short requests and the server's token counts.
 
-    They are also proof that the server answers such requests at all. Raises StartError.
+    They also prove that the server answers such requests. Raises StartError.
     """
     if asking.dataset is not None:
         _count(target, asking, seed, 0, timeout_s)
@@ -75,7 +75,7 @@ def calibrated(target: Target, asking: Asking, seed: int, timeout_s: float) -> A
     short, first = _count(target, asking, seed, _SHORT, timeout_s)
     long, second = _count(target, asking, seed, _LONG, timeout_s)
     if first is None or second is None or second <= first:
-        return asking  # it counts nothing: four characters a token
+        return asking  # without counts, four characters per token
     token_chars = (long - short) / (second - first)
     overhead = max(0.0, first - short / token_chars)
     return msgspec.structs.replace(asking, token_chars=token_chars, overhead_tokens=overhead)
@@ -84,7 +84,7 @@ def calibrated(target: Target, asking: Asking, seed: int, timeout_s: float) -> A
 def _count(
     target: Target, asking: Asking, seed: int, tokens: int, timeout_s: float
 ) -> tuple[int, int | None]:
-    """Characters of a prompt, and the tokens that the server counts in it."""
+    """Return the characters of a prompt, and the server's count of its tokens."""
     sizes = msgspec.structs.replace(
         asking,
         stream=False,
@@ -141,7 +141,7 @@ def _ask(
         ) from None
     except TimeoutError:
         raise StartError(f"{target.url} does not answer within {timeout_s:g} s") from None
-    except (socket.gaierror, UnicodeError):  # the latter of a name that none can be
+    except (socket.gaierror, UnicodeError):  # UnicodeError: an invalid name
         raise StartError(f"{target.url}: there is no host {target.host!r}") from None
     except http.client.HTTPException as error:
         raise StartError(f"{target.url} does not speak HTTP: {error!r}") from None

@@ -1,4 +1,4 @@
-"""The course of one client process: its order in, reports out, and the end of stdin is the end."""
+"""The life of one client process: it reads its order, writes reports, and ends with its stdin."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from servekit.bench.client.client_protocol import FromClient, Go, Order, Ready
 from servekit.bench.load_generator import Driver
 
 _REPORT_EVERY_S = 0.1
-#: A line may hold what came of a very busy tenth of a second.
+#: Maximum length of a line: the report of a very busy tenth of a second.
 LONGEST_LINE_BYTES = 256 * 2**20
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is our parent's to act on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)  # the hot path makes no cycles
     with asyncio.Runner(loop_factory=_loop) as runner:
@@ -36,7 +36,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 class _Sent(asyncio.BaseProtocol):
-    """Knows when all is written, or nobody reads any more."""
+    """A write pipe that knows when all data is written, or the reader is gone."""
 
     def __init__(self) -> None:
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -60,14 +60,14 @@ async def _live() -> None:
         await _measure(driver, begin.at, out)
     listening.cancel()
     driver.close()
-    out.close()  # what is written goes out first
+    out.close()  # after the buffered data
     await sent.closed
 
 
 async def _listen(
     told: asyncio.StreamReader, driver: Driver, go: asyncio.Future[Go | None]
 ) -> None:
-    """Hear when to begin, then when to stop: at the end of stdin, whatever ended our parent."""
+    """Wait for the start, then for the end of stdin, which means stop, even if the parent died."""
     line = await told.readline()
     go.set_result(msgspec.json.decode(line, type=Go) if line else None)
     await told.read()

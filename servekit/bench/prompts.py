@@ -1,4 +1,4 @@
-"""What is asked: made-up prompts of wanted lengths, or those of a file; one turn or several."""
+"""The prompts: generated ones of given lengths, or those of a file; one turn or several."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _CORPUS_WORDS = 150_000
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A line of a dataset: a prompt or the messages of a chat, and how long the answer may be."""
+    """A line of a dataset: a prompt or the messages of a chat, and the maximum length of the
+    answer.
+    """
 
     prompt: str | None = None
     messages: list[dict[str, object]] | None = None
@@ -37,7 +39,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def read_dataset(path: Path, api: Api) -> list[Line]:
-    """All lines of a JSONL file; raises ConfigError with the line's number."""
+    """Return the lines of a JSONL file; raises ConfigError with the line's number."""
     try:
         texts = path.read_bytes().splitlines()
     except OSError as error:
@@ -66,7 +68,7 @@ def _line(where: str, text: bytes, api: Api) -> Line:
 
 
 class Prompts:
-    """Conversations by their number: the same number and seed give the same, in any process."""
+    """Conversations by number: the same number and seed give the same one, in any process."""
 
     def __init__(self, asking: Asking, seed: int) -> None:
         self.asking = asking
@@ -84,7 +86,9 @@ class Prompts:
         return Conversation(self, number, source, line)
 
     def text(self, tag: str, tokens: float, source: random.Random) -> str:
-        """About so many tokens. The tag stands first, so that no two are equal from the start."""
+        """Return about `tokens` tokens of text. It starts with the tag, so that no two texts begin
+        alike.
+        """
         size = max(1, round(tokens * self.asking.token_chars))
         at = source.randrange(len(self._corpus))
         text = f"{tag} {self._corpus[at : at + size]}"
@@ -93,7 +97,7 @@ class Prompts:
         return text[:size]
 
     def first(self, number: int, source: random.Random) -> str:
-        """The prompt that a conversation begins with, behind the prefix that it shares."""
+        """Return the first prompt of a conversation, after its shared prefix."""
         wanted = self.asking.prompt_tokens.draw(source) - self.asking.overhead_tokens
         text = self.text(f"{number:x}", max(1.0, wanted), source)
         prefix = self._prefixes[number % len(self._prefixes)]
@@ -106,7 +110,7 @@ class Prompts:
 
 
 class Conversation:
-    """One after another, the bodies of its requests."""
+    """The requests of one conversation, one after another."""
 
     __slots__ = ("_line", "_messages", "_number", "_prompts", "_said", "_source", "left")
 
@@ -118,11 +122,11 @@ class Conversation:
         self._source = source
         self._line = line
         self._messages: list[dict[str, object]] = []
-        self._said = ""  # so far, where it is a text and not messages
+        self._said = ""  # the text so far, for the completions API
         self.left = 1 if line is not None else prompts.asking.turns.draw(source)
 
     def next_body(self, answer: str = "") -> bytes:
-        """The next request. `answer` is the text of the one before."""
+        """Return the next request body. `answer` is the text of the previous answer."""
         self.left -= 1
         asking = self._prompts.asking
         fields: dict[str, object] = {"model": asking.model, **self._content(answer)}
@@ -151,7 +155,7 @@ class Conversation:
         return {"messages": self._messages}
 
     def _turn(self) -> str:
-        """What the user says next."""
+        """Return the user's next text."""
         if self._line is not None:
             return self._line.prompt or ""
         if not self._messages and not self._said:

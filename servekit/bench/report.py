@@ -1,4 +1,4 @@
-"""What `servekit bench` found, for people."""
+"""The report of `servekit bench` for people."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LATENCIES = (
 
 
 def tables(result: Result) -> Iterator[RenderableType]:
-    """Rates by load, then latencies by load, then what went wrong and what to doubt."""
+    """Yield rates by load, latencies by load, errors, and warnings."""
     if not result.runs:
         yield Text("Interrupted before anything was measured.")
         return
@@ -43,7 +43,7 @@ def load_text(run: Run) -> str:
 
 
 def seconds(value: float) -> str:
-    """Three digits, in the unit that suits."""
+    """Format a time with three digits, in a suitable unit."""
     if value >= 0.9995:
         return f"{number(value)} s"
     if value >= 0.0001:
@@ -52,12 +52,12 @@ def seconds(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits, or all of a large one."""
+    """Format a number with three digits, or all digits of a large one."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
 def notes(runs: Sequence[Run]) -> Iterator[str]:
-    """What a reader should know before believing the figures; each once."""
+    """Yield caveats about the figures; each once."""
     found: dict[str, None] = {}
     for run in runs:
         for sentence in _notes(run):
@@ -118,7 +118,7 @@ def _latencies(runs: Sequence[Run]) -> Table:
                 values = (found.mean, found.p50, found.p90, found.p99, found.max)
                 table.add_row(label, name, *map(seconds, values))
                 label = ""
-    # its second column is words too
+    # the second column is text as well
     table.columns[1].justify = "left"
     return table
 

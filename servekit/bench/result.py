@@ -1,4 +1,4 @@
-"""What `--json` writes. Its schema is stable: names stay, new ones may come.
+"""The document of `--json`. Its schema is stable: names stay, new ones may be added.
 
 `servekit bench --schema` prints it as a JSON schema. Times are in seconds.
 """
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-#: Raised when a name changes its meaning or goes away.
+#: Incremented when a name changes its meaning or is removed.
 VERSION = 1
 
 
@@ -118,5 +118,5 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a result."""
+    """Return the JSON schema of a result."""
     return msgspec.json.schema(Result)

@@ -1,4 +1,4 @@
-"""The course of `servekit bench`: look at the server, then one load after another."""
+"""The course of `servekit bench`: probe the server, then run one load after another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HERE = {"127.0.0.1", "::1", "localhost"}
 
 
 class Watcher(Protocol):
-    """Who shows it while it goes on."""
+    """The interface of a live display."""
 
     def warming(self, load: Load) -> None: ...
     def began(self, load: Load, tally: Tally) -> None: ...
@@ -40,7 +40,7 @@ def run(
     environ: Mapping[str, str],
     watcher: Callable[[Options], contextlib.AbstractContextManager[Watcher]],
 ) -> Result:
-    """Measure all loads; after a Ctrl-C, what there is until then. Raises ServekitError."""
+    """Measure all loads; after a Ctrl-C return the results so far. Raises ServekitError."""
     known = probe.models(wish.target)
     model = probe.choose(wish.asking.model or None, known, wish.target.url)
     wish = msgspec.structs.replace(wish, asking=msgspec.structs.replace(wish.asking, model=model))
@@ -52,7 +52,7 @@ def run(
 
 
 def asked(wish: Options) -> dict[str, object]:
-    """What requests are like, in the command line's words; no key."""
+    """Return the request parameters in the command line's terms, without the key."""
     about = wish.asking
     return {
         "model": about.model,
@@ -101,7 +101,7 @@ class _Course:
         return runs
 
     async def _load(self, load: Load) -> Run | None:
-        """None if it was interrupted before it began."""
+        """Run one load; return None if it was interrupted before its start."""
         self._shown.warming(load)
         async with Clients(self._program, self._environ) as clients:
             stopping = asyncio.create_task(self._stopped(clients))
@@ -148,12 +148,12 @@ class _Course:
 
 
 def busy_share(before: tuple[float, float], after: tuple[float, float]) -> float:
-    """Of this machine's cores, between two looks at `machine_cpu_s`."""
+    """Return the utilisation of this machine's cores between two values of `machine_cpu_s`."""
     return (after[0] - before[0]) / (after[1] - before[1]) if after[1] > before[1] else 0.0
 
 
 def machine_cpu_s() -> tuple[float, float]:
-    """CPU time of all cores since boot, busy and in all; zeros where it is not told (proc(5))."""
+    """Return the CPU time of all cores since boot, busy and total; zeros if unknown (proc(5))."""
     try:
         fields = [
             float(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
@@ -165,7 +165,7 @@ def machine_cpu_s() -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _interrupts(stop: asyncio.Event) -> Iterator[None]:
-    """A first Ctrl-C ends the measurement with what there is; a second one ends everything."""
+    """Handle signals: a first Ctrl-C ends the measurement with its results, a second one aborts."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
 

@@ -1,4 +1,4 @@
-"""What a user still calls good: limits on one request, and which requests keep them."""
+"""Service level objectives: limits on one request, and the requests that meet them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from servekit.bench.client.client_protocol import Record
 from servekit.bench.timing import Timing
 from servekit.errors import ConfigError
 
-#: What a limit can be on, and what that is of one request.
+#: The possible limits, with their meanings for one request.
 MEANINGS = {
     "ttft": "time to the first token",
     "itl": "mean time between two chunks of its stream",
@@ -23,7 +23,7 @@ Slo = Mapping[str, float]
 
 
 def parse(text: str) -> dict[str, float]:
-    """`ttft=0.5,itl=0.05,e2e=10`, in seconds. Raises ConfigError."""
+    """Parse `ttft=0.5,itl=0.05,e2e=10`, in seconds. Raises ConfigError."""
     limits: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition("=")
@@ -47,10 +47,10 @@ def _seconds(part: str, value: str) -> float:
 
 
 def is_good(record: Record, timing: Timing, slo: Slo) -> bool:
-    """Whether a request was answered and kept every limit that there is something to hold to.
+    """Return whether a request was answered and met every applicable limit.
 
-    An answer of one chunk has no gaps, and one that is not streamed no first token: limits on those
-    are not broken by it.
+    An answer of one chunk has no gaps, and one without streaming has no first token: limits on
+    missing times are met.
     """
     if record.fate != "ok":
         return False

@@ -1,4 +1,4 @@
-"""The times of one request, from its record."""
+"""The times of one request, computed from its record."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from servekit.bench.client.client_protocol import Record
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds; None where there is no such time."""
+    """Times in seconds; None if not applicable."""
 
-    e2e_s: float  # from when it was sent, or should have been, to its last byte
+    e2e_s: float  # from its sending, or its due time, to its last byte
     ttft_s: float | None  # … to the first chunk with text
     itl_s: float | None  # mean gap between two chunks
     tpot_s: float | None  # mean time per token after the first
@@ -32,14 +32,15 @@ class Timing:
 
 
 def tokens_of(record: Record) -> int:
-    """Output tokens by the server's own count; without one, a chunk is taken for a token."""
+    """Return the output tokens as counted by the server; else one per chunk."""
     return record.chunks if record.output_tokens is None else record.output_tokens
 
 
 def tokens_in_time(record: Record, end: float) -> float:
-    """Of its output tokens, those that came before the measurement's end.
+    """Return the number of output tokens before the measurement's end.
 
-    In a stream in proportion to its chunks; what is not streamed comes when it is whole.
+    Tokens of an unfinished stream count in proportion to its chunks in time; without streaming they
+    all arrive at the end.
     """
     if record.ended <= end:
         return tokens_of(record)

@@ -1,4 +1,4 @@
-"""Questions with undisturbed answers, and what is wrong with an answer that should equal one."""
+"""Questions with baseline answers, and the comparison of later answers with them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _WORDS = (
     "marble",
     "ribbon",
 )
-#: Letters compared to tell a repeated chunk from other wrong text.
+#: Characters compared to distinguish a repeated chunk from other wrong text.
 _SAMPLE = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A question and its answer when nothing is wrong. `sure`: asked twice, answered the same."""
+    """A question and its baseline answer. `sure`: two answers were equal."""
 
     question: Question
     answer: Answer
@@ -51,15 +51,15 @@ class Known:
 
 
 def prompt(number: int, words: int = 60) -> str:
-    """A text of its own for each number, in which no stretch of a few words comes twice."""
+    """Return a distinct random text for each number."""
     draw = random.Random(number)
     return f"Tell a story ({number}) with: " + " ".join(draw.choice(_WORDS) for _ in range(words))
 
 
 async def learn(client: Client, questions: Sequence[Question], at_once: int = 8) -> list[Known]:
-    """Ask every question twice, while nothing is disturbed.
+    """Ask every question twice without any fault.
 
-    Raises ServekitError when one is not answered: an instance that is not well is not for chaos.
+    Raises ServekitError for a failed request: chaos needs a healthy instance.
     """
     room = asyncio.Semaphore(at_once)
 
@@ -79,7 +79,7 @@ async def learn(client: Client, questions: Sequence[Question], at_once: int = 8)
 
 
 def difference(expected: str, got: str) -> str:
-    """What happened to a text: "", "missing", "repeated" or "wrong"."""
+    """Classify the difference between texts: "", "missing", "repeated" or "wrong"."""
     if got == expected:
         return ""
     at = next(
@@ -94,16 +94,16 @@ def difference(expected: str, got: str) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the requests of one experiment."""
+    """The outcomes of the requests of one experiment."""
 
     sent: int = 0
     answered: int = 0
     failed: int = 0
-    wrong: int = 0  # texts that differ from the undisturbed one, however
+    wrong: int = 0  # answers that differ from the baseline
     kinds: Counter[str] = field(default_factory=Counter)  # "missing", "repeated", "usage", …
     failures: Counter[str] = field(default_factory=Counter)
     took_s: list[float] = field(default_factory=list)
-    ended_s: list[float] = field(default_factory=list)  # of those answered
+    ended_s: list[float] = field(default_factory=list)  # times of complete answers
 
     def add(self, known: Known, answer: Answer) -> None:
         self.sent += 1
@@ -132,14 +132,14 @@ class Tally:
         return not self.failed and not self.kinds
 
     def complaints(self) -> str:
-        """What went wrong, the commonest first; "" when nothing did."""
+        """Return the failures, the most frequent first; "" if there are none."""
         parts = [f"{count} × {what}" for what, count in self.failures.most_common(3)]
         parts += [f"{count} × {kind}" for kind, count in self.kinds.most_common()]
         return "; ".join(parts)
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """The value below which `part` (0 to 1) of the values lie; nan when there are none."""
+    """Return the value below which `part` (0 to 1) of the values lie; nan if there are none."""
     if not values:
         return float("nan")
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]

@@ -1,6 +1,6 @@
-"""A client that measures: raw asyncio, one connection per request, little work per chunk.
+"""A measuring client: raw asyncio, one connection per request, little work per chunk.
 
-At 10 000 chunks a second it takes about a tenth of a core, so that what is measured is the service.
+Its CPU use is low, so that the measurement is that of the service.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-#: A request that is not answered by then counts as never answered.
+#: Timeout of a request.
 PATIENCE_S = 120.0
 
 
@@ -41,7 +41,7 @@ class _Problem(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """An event, a whole answer or an error: what of it is looked at."""
+    """The fields that are read of an event, a whole answer or an error."""
 
     id: str = ""
     choices: list[_Choice] = []
@@ -74,7 +74,7 @@ class Question:
 
 @dataclass(slots=True)
 class Answer:
-    """What came back. Times are `time.monotonic`; `status` 0: no head of an answer came."""
+    """The answer to a request. Times are `time.monotonic`; `status` 0: no response head arrived."""
 
     began_s: float
     stream: bool = False
@@ -83,17 +83,17 @@ class Answer:
     finishes: list[str] = field(default_factory=list)
     usages: list[Usage] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
-    dones: int = 0  # of the stream's closing event
+    dones: int = 0  # number of closing events of the stream
     chunks: int = 0  # events with text
     first_s: float | None = None
     ended_s: float = 0.0
     retry_after_s: float | None = None
     error: str = ""
-    port: int = 0  # our end of the connection
+    port: int = 0  # the local port of the connection
 
     @property
     def failure(self) -> str:
-        """Why it is no answer; "" when it is one, whole and well-formed."""
+        """Return why the answer is incomplete or malformed, or ""."""
         if self.error:
             return self.error
         if self.status != 200:
@@ -110,12 +110,12 @@ class Answer:
 
 
 class Exchange(asyncio.Protocol):
-    """One request and its answer. `next_text` is called at the next chunk, once, with its time."""
+    """A request and its answer. `next_text` is called once, at the next chunk, with its time."""
 
     def __init__(self, request: bytes, *, stream: bool) -> None:
         self.answer = Answer(time.monotonic(), stream)
         self.next_text: list[Callable[[Exchange, float], None]] = []
-        self.last_s = self.answer.began_s  # when text came last
+        self.last_s = self.answer.began_s  # time of the last chunk
         self.over: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._request = request
         self._parser = httptools.HttpResponseParser(self)
@@ -125,7 +125,7 @@ class Exchange(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def abort(self) -> None:
-        """Vanish, as a client does whose machine dies: unread data make the kernel send a reset."""
+        """Disconnect as a crashed client does: unread data make the kernel send a reset."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -218,7 +218,7 @@ class Exchange(asyncio.Protocol):
 
 
 class Client:
-    """Asks one server; each request has a connection of its own."""
+    """A client of one server; each request has its own connection."""
 
     def __init__(self, url: str, key: str = "chaos") -> None:
         parts = urlsplit(url)
@@ -227,7 +227,7 @@ class Client:
         self.key = key
 
     def with_key(self, key: str) -> Client:
-        """The same server, for another client in the sense of fairness."""
+        """Return a client of the same server with another key, hence another share in fairness."""
         return Client(f"http://{self.host}:{self.port}", key)
 
     def request(self, question: Question, *, stream: bool) -> bytes:
@@ -246,11 +246,11 @@ class Client:
     async def ask(
         self, question: Question, *, stream: bool, patience_s: float = PATIENCE_S
     ) -> Answer:
-        """Send a request and wait for all of its answer; failures are in it, never raised."""
+        """Send a request and wait for its answer, which also holds errors: none is raised."""
         return await patiently(await self.begin(question, stream=stream), patience_s)
 
     async def get(self, path: str, patience_s: float = 5.0) -> Answer:
-        """GET; only the status is looked at."""
+        """Send a GET, of which only the status is read."""
         head = f"GET {path} HTTP/1.1\r\nhost: {self.host}\r\nconnection: close\r\n\r\n"
         return await patiently(await self._send(head.encode(), stream=False), patience_s)
 
@@ -265,7 +265,7 @@ class Client:
         return exchange
 
     def connect_slowly(self, question: Question) -> socket.socket:
-        """A stream asked for on a bare socket with a small buffer, for a client that dawdles."""
+        """Request a stream on a bare socket with a small buffer, for a slow reader."""
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         sock.connect((self.host, self.port))
@@ -275,7 +275,7 @@ class Client:
 
 
 async def patiently(exchange: Exchange, patience_s: float) -> Answer:
-    """The answer; an exchange that outlasts `patience_s` is a failure, and abandoned."""
+    """Return the answer; an exchange that exceeds `patience_s` fails, and is abandoned."""
     await asyncio.wait((exchange.over,), timeout=patience_s)
     if not exchange.over.done():
         exchange.fail(f"not answered within {patience_s:g} s")

@@ -1,4 +1,4 @@
-"""Experiments on clients: slow ones, too many, and such as vanish."""
+"""Experiments with clients: slow readers, floods, and disconnects."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from servekit.chaos.finding import Finding, Judge, Scene
 from servekit.chaos.load import Load
 
 _SLOW_CLIENTS = 4
-#: A busy machine's own jitter, on top of what is compared.
+#: Tolerance for the jitter of a busy machine.
 _JITTER_S = 0.5
-#: Clients at once; beyond it, it is the machine that is tested.
+#: Maximum concurrent clients; more would test the machine instead.
 _MOST = 1000
-#: Tokens of answers that are not to end while they are looked at.
+#: Tokens of answers that must not end during an experiment.
 _LONG = 2000
 _CLOSED = (ConnectionError, OSError)
 
 
 async def slow_client(scene: Scene) -> Finding:
-    """Clients that read a byte a second: only their own requests wait."""
+    """Run clients that read a byte per second: only their own requests may wait."""
     judge = Judge("slow client", f"{_SLOW_CLIENTS} clients that read a byte a second")
     async with scene.load() as before:
         await asyncio.sleep(scene.seconds)
@@ -58,7 +58,7 @@ async def _dawdle(sock: socket.socket) -> None:
 
 
 async def flood(scene: Scene) -> Finding:
-    """Ten times the clients that there is room for: 200 or 429, and others get their turn."""
+    """Run ten times the clients that fit: each gets 200 or 429, and a light client its turn."""
     model = await scene.target.model()
     slots = sum((model.info.slots if model.info else 1) for _ in model.replicas)
     count = _within_limits(10 * (slots + model.max_queue))
@@ -72,7 +72,7 @@ async def flood(scene: Scene) -> Finding:
     crowd = [asyncio.create_task(heavy.run(known.question, until)) for _ in range(count)]
     tally = Tally()
     await asyncio.sleep(min(1.0, scene.seconds / 4))
-    while not tally.sent or time.monotonic() < until:  # so many clients may take all the time
+    while not tally.sent or time.monotonic() < until:  # connecting the crowd may take all the time
         answer = await light.ask(known.question, stream=True)
         tally.add(known, answer)
         await asyncio.sleep(0.2 if answer.failure else 0.0)
@@ -89,7 +89,7 @@ async def flood(scene: Scene) -> Finding:
 
 
 class _Flood:
-    """Clients that ask again and again, refused or not."""
+    """Clients that repeat their requests, refused or not."""
 
     def __init__(self, client: Client) -> None:
         self.answered = self.refused = self.unsaid = 0
@@ -101,7 +101,7 @@ class _Flood:
             answer = await self._client.ask(question, stream=False)
             self._count(answer)
             if answer.status != 200:
-                await asyncio.sleep(0.5)  # they come back sooner than they are told to
+                await asyncio.sleep(0.5)  # sooner than Retry-After says
 
     def _count(self, answer: Answer) -> None:
         if answer.status == 429:
@@ -114,10 +114,11 @@ class _Flood:
 
 
 async def vanishing(scene: Scene) -> Finding:
-    """Clients that fill every slot and vanish mid-stream: the next ones have the slots at once.
+    """Fill every slot with clients that disconnect mid-stream: the next clients get the slots at
+    once.
 
-    Several gateways share the slots, and the kernel shares the clients among the gateways as it
-    likes: so they are as many as the slots of one.
+    Gateways share the slots, and the kernel distributes connections among gateways arbitrarily, so
+    the number of clients is that of the slots of one gateway.
     """
     status, model = await scene.target.status(), await scene.target.model()
     slots = sum((model.info.slots if model.info else 1) for _ in model.replicas)
@@ -145,7 +146,7 @@ async def vanishing(scene: Scene) -> Finding:
 
 
 async def _first_chunks(load: Load, count: int) -> float | None:
-    """When each of the first `count` streams had a chunk; None if that takes too long."""
+    """Return when the first `count` streams had a chunk each; None after a timeout."""
     deadline = time.monotonic() + 10
     started: set[Exchange] = set()
     while time.monotonic() < deadline:
@@ -157,7 +158,7 @@ async def _first_chunks(load: Load, count: int) -> float | None:
 
 
 async def _started(exchanges: list[Exchange], within_s: float) -> int:
-    """How many streams have begun; waits for all of them, or until the time is up."""
+    """Wait until all streams have begun, or a timeout; return the number that have."""
     deadline, started = time.monotonic() + within_s, 0
     while time.monotonic() < deadline and started < len(exchanges):
         await asyncio.sleep(0.01)
@@ -181,13 +182,13 @@ async def _engine_idle(scene: Scene) -> bool:
 
 
 def _first_s(scene: Scene) -> float:
-    """Time to the first chunk, undisturbed."""
+    """Return the baseline time to the first chunk."""
     firsts = [(k.answer.first_s or k.answer.ended_s) - k.answer.began_s for k in scene.known]
     return percentile(firsts, 0.5)
 
 
 async def _long_question(scene: Scene) -> Question:
-    """One whose answer does not end by itself while it is looked at, if the context allows."""
+    """Return a question whose answer lasts for the experiment, if the context allows."""
     model = await scene.target.model()
     context = model.info.max_context if model.info else _LONG
     short = scene.known[0].question
@@ -196,7 +197,7 @@ async def _long_question(scene: Scene) -> Question:
 
 
 def _within_limits(count: int) -> int:
-    """As many connections as this process, and a gateway beside it, may open."""
+    """Limit a number of connections to those that this process, and a gateway, may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(count, _MOST, files - 100))
 

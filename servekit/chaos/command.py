@@ -1,4 +1,4 @@
-"""`servekit chaos`: what stands between the command line and the experiments."""
+"""The entry point of `servekit chaos` behind the command line."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from servekit.chaos.target import Target
 
 
 def run(url: str, run_dir: Path, model: str | None, wish: RunOptions) -> list[Finding]:
-    """Run the experiments; says on stderr which one is on. Raises ServekitError."""
-    wish.experiments()  # a wrong name is told before anything is asked
+    """Run the experiments, with progress on stderr. Raises ServekitError."""
+    wish.experiments()  # reject a wrong name early
     return asyncio.run(_run(url, run_dir, model, wish))
 
 
@@ -35,7 +35,7 @@ async def _run(url: str, run_dir: Path, model: str | None, wish: RunOptions) -> 
 
 
 def told(findings: Sequence[Finding], *, as_json: bool) -> str:
-    """JSON, or a table on a terminal, or Markdown for a file."""
+    """Format findings as JSON, as a table on a terminal, or as Markdown for a file."""
     if as_json:
         return msgspec.json.format(msgspec.json.encode(findings)).decode()
     if not sys.stdout.isatty():

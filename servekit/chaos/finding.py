@@ -1,4 +1,4 @@
-"""What an experiment found, and what it was given to find it with."""
+"""The findings of experiments, and the scene that each experiment gets."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from servekit.chaos.baseline_answers import Known, Tally
 from servekit.chaos.load import Load
 from servekit.chaos.target import Target
 
-#: Long enough for the scheduler to give others their turns.
+#: CPU time of the probe: long enough for the scheduler to run other processes.
 _SPIN_S = 0.1
-#: Beyond this others compute, too.
+#: Slowness above which the machine counts as busy.
 _BUSY = 1.2
 
 Verdict = Literal["kept", "broken", "skipped"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One row of the table. `notice_s`, `whole_s`: from the deed until it was noticed, and until
-    all of the instance served again; None where the question makes no sense or has no answer."""
+    """A row of the table.
+
+    `notice_s` and `whole_s` are the times from the fault until it was noticed, and until the whole
+    instance served again; None if not applicable, or if it never happened.
+    """
 
     experiment: str
     deed: str
@@ -39,8 +42,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What every experiment gets: the instance, questions with their undisturbed answers, how
-    long the load goes on after the deed, and how many clients there are."""
+    """The inputs of an experiment: the instance, questions with their baseline answers, the
+    duration of
+    the load after the fault, and the number of clients.
+    """
 
     target: Target
     known: Sequence[Known]
@@ -54,9 +59,9 @@ class Scene:
 
 
 def slowness() -> float:
-    """How many times longer than alone a process takes here now, for others that compute; >= 1.
+    """Return the factor, at least 1, by which other processes slow down this one now.
 
-    Promises are made for a machine that has time: their limits are stretched by this.
+    Promises hold for an idle machine: their limits are stretched by this factor.
     """
     began_s, used_s = time.perf_counter(), time.process_time()
     while time.process_time() - used_s < _SPIN_S:
@@ -66,7 +71,7 @@ def slowness() -> float:
 
 @dataclass(slots=True)
 class Judge:
-    """Gathers broken promises, and makes the finding of them."""
+    """A collector of broken promises, which makes the finding."""
 
     experiment: str
     deed: str
@@ -79,13 +84,13 @@ class Judge:
             self.broken.append(else_)
 
     def clean(self, tally: Tally) -> None:
-        """Every request was answered, and as if nothing had happened."""
+        """Promise that every request was answered, with its baseline answer."""
         self.promise(tally.clean, tally.complaints())
         self.promise(tally.answered > 0, "nothing was answered at all")
 
     def soon(self, what: str, took_s: float | None, limit_s: float) -> None:
         took = "never" if took_s is None else f"{took_s:.2f} s"
-        busy_s = 2 * limit_s * self.slowness  # twice: what others do varies
+        busy_s = 2 * limit_s * self.slowness  # twice, since other load varies
         allowed_s = busy_s if self.slowness > _BUSY else limit_s
         kept = took_s is not None and took_s <= allowed_s
         busy = f" on a machine {self.slowness:.1f} times as slow" if self.slowness > _BUSY else ""

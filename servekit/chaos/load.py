@@ -1,4 +1,4 @@
-"""Load: a fixed number of clients that ask one question after the other, and note the answers."""
+"""Load generation: a fixed number of clients that repeat questions and record the answers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from servekit.chaos.client import PATIENCE_S, Answer, Client, Exchange, patientl
 
 
 class Load:
-    """`async with`: keeps the clients busy until left, and returns when all have their answers.
+    """An async context that keeps clients busy; leaving it waits for all answers.
 
-    `streams` of the clients read streams, `wholes` wait for whole answers. `excused` says of an
-    answer that its failure is nobody's fault: it is not counted.
+    `streams` of the clients read streams, `wholes` wait for whole answers. `excused` returns
+    whether an answer's failure is expected: it is then not counted.
     """
 
     def __init__(
         self, client: Client, known: Sequence[Known], streams: int, wholes: int = 0
     ) -> None:
         self.tally = Tally()
-        self.active: set[Exchange] = set()  # streams under way
+        self.active: set[Exchange] = set()  # running streams
         self.excused: Callable[[Answer], bool] = lambda answer: False
         self.excuses = 0
         self._client = client
@@ -46,7 +46,7 @@ class Load:
         await asyncio.gather(*self._tasks, return_exceptions=error is not None)
 
     def stop(self) -> None:
-        """Ask nothing new; what is under way may be answered."""
+        """Send no more requests; running ones may be answered."""
         self._stopping = True
 
     async def _run(self, stream: bool) -> None:
@@ -62,7 +62,7 @@ class Load:
                 exchange.abort()
             self._note(known, answer)
             if answer.failure:
-                await asyncio.sleep(0.05)  # a server that refuses at once is not to be hammered
+                await asyncio.sleep(0.05)  # do not hammer a server that refuses at once
 
     def _note(self, known: Known, answer: Answer) -> None:
         if answer.failure and self.excused(answer):
@@ -71,7 +71,7 @@ class Load:
             self.tally.add(known, answer)
 
     async def until_busy(self, within_s: float = 10.0) -> None:
-        """Return when every stream has text on the way, or when the time is up."""
+        """Wait until every stream has text, or for a timeout."""
         deadline = time.monotonic() + within_s
         wanted = sum(self._kinds)
         while time.monotonic() < deadline:
@@ -81,7 +81,7 @@ class Load:
 
 
 class Silences:
-    """How long the streams that are under way at a moment wait for their next chunk."""
+    """The times that running streams wait for their next chunk, from one moment on."""
 
     def __init__(self, active: set[Exchange]) -> None:
         self.silent_s: list[float] = []
@@ -93,5 +93,5 @@ class Silences:
         self.silent_s.append(now - self._since.pop(exchange))
 
     def longest(self, count: int) -> list[float]:
-        """Those of the `count` streams that waited longest: the ones on the victim, most likely."""
+        """Return the `count` longest silences: most likely those of the victim's streams."""
         return sorted(self.silent_s)[len(self.silent_s) - count :] if count else []

@@ -1,4 +1,4 @@
-"""Experiments on the machine: memory pressure, and the supervisor's own death."""
+"""Experiments on the machine: memory pressure, and the death of the supervisor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from servekit.chaos.finding import Finding, Judge, Scene
 from servekit.protocol.messages import Status
 from servekit.system import procfs
 
-#: "Nothing of it, grandchildren included, is alive 2 s later."
+#: The promise: no process, including grandchildren, is alive 2 s later.
 GONE_WITHIN_S = 2.0
-#: Of the memory that is free; the rest is the service's.
+#: Maximum share of the free memory that is taken; the rest is for the service.
 _MOST_OF_FREE = 0.8
-#: Allocates and touches, says so, and ends when its standard input does.
+#: Allocates and touches memory, reports it, and ends at EOF of stdin.
 _HOG = """
 import resource, sys
 size = int(sys.argv[1])
@@ -32,7 +32,7 @@ sys.stdin.read()
 
 
 async def memory_pressure(scene: Scene) -> Finding:
-    """A process beside it takes much of the memory, under a cap: the service answers."""
+    """Take much of the memory in another process, under a cap: the service must answer."""
     if not scene.memory_bytes:
         return Judge("memory pressure", "").skip("only with --memory")
     size_bytes = min(scene.memory_bytes, int(_free_bytes() * _MOST_OF_FREE))
@@ -69,7 +69,7 @@ async def _end(hog: asyncio.subprocess.Process) -> None:
 
 
 def _free_bytes() -> int:
-    """What may be taken: the kernel's estimate, and what a cgroup leaves."""
+    """Return the available memory: the kernel's estimate, limited by the cgroup."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     try:
@@ -86,10 +86,10 @@ def _pids(status: Status) -> set[int]:
 
 
 async def supervisor_killed(scene: Scene) -> Finding:
-    """SIGKILL the supervisor under load: two seconds later nothing of it lives. Comes last."""
+    """SIGKILL the supervisor under load: two seconds later no process may live. Runs last."""
     judge = Judge("supervisor killed", "SIGKILL to the supervisor; the instance is over")
     load = scene.load()
-    load.excused = lambda answer: True  # there is nobody left to answer
+    load.excused = lambda answer: True  # the gateways die as well
     async with load:
         await load.until_busy()
         mine = scene.target.everything()
@@ -117,12 +117,12 @@ async def _until_gone(mine: list[procfs.Process], scene: Scene) -> float | None:
 
 
 def _memory_on_gpus(pids: set[int]) -> list[int]:
-    """Those of the processes that hold GPU memory, as far as NVML can be asked."""
+    """Return the processes that hold GPU memory, as far as NVML is available."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no library or no driver: pynvml has a class for each way
+    except Exception:  # no library or driver; pynvml has many classes
         return []
     try:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))

@@ -18,33 +18,33 @@ from servekit.protocol.messages import GatewayStatus, ReplicaStatus, Status
 from servekit.system import procfs
 from servekit.system.parent_death import CHAOS, FAIL_STEP
 
-#: From a death until the instance is whole, loading the model apart.
+#: Limit from a death until the instance is whole, without loading the model.
 WHOLE_WITHIN_S = 30.0
-#: "EOF is acted on in under 10 ms": what is allowed on top, for a machine that is busy.
+#: Limit of the reaction to EOF: the promise is 10 ms; the rest is tolerance for a busy machine.
 NOTICE_WITHIN_S = 0.1
-#: From the end of `stall_timeout_s` until the worker is dumped, killed and known to be gone.
+#: Limit from the end of `stall_timeout_s` until the worker is dumped, killed and reported.
 STALL_GRACE_S = 5.0
-#: A gateway that was killed is back within this time.
+#: Limit for the restart of a killed gateway.
 GATEWAY_BACK_S = 1.0
-#: What the command lines of engines' own processes hold: vLLM's engine core, which names itself so
-#: or not, and the ranks of the transformers engine.
+#: Marks in the command lines of engines' own processes: vLLM's engine core, with or without its
+#: process title, and the ranks of the transformers engine.
 _ENGINES = (
     "EngineCore",
     "multiprocessing.spawn",
     "servekit.engines.transformers.tensor_parallel.rank",
 )
-#: What a hung worker's log holds once its stacks were dumped (faulthandler).
+#: Text of a stack dump (faulthandler) in a hung worker's log.
 _DUMPED = "most recent call first"
 
 
 async def worker_killed(scene: Scene) -> Finding:
-    """SIGKILL a worker under load: streams go on, whole answers come, nobody sees a thing."""
+    """SIGKILL a worker under load: streams continue, answers arrive, clients notice nothing."""
     judge = Judge("worker killed", "SIGKILL to the busiest worker")
     return await _die(scene, judge, lambda pid: os.kill(pid, signal.SIGKILL))
 
 
 async def step_raises(scene: Scene) -> Finding:
-    """Have an engine's step raise under load: its worker dies of it, and nobody sees a thing."""
+    """Make an engine's step raise under load: its worker dies, and clients notice nothing."""
     judge = Judge("step raises", "an exception in the next step of the busiest worker's engine")
     for replica in await scene.target.ready_replicas():
         if not takes_fail_step(replica.pid):
@@ -53,7 +53,7 @@ async def step_raises(scene: Scene) -> Finding:
 
 
 async def engine_process_killed(scene: Scene) -> Finding:
-    """SIGKILL a process below a worker in which its engine runs: vLLM's engine core, or a rank."""
+    """SIGKILL an engine process below a worker: vLLM's engine core, or a rank."""
     judge = Judge("engine process killed", "SIGKILL to a process of the busiest worker's engine")
     for replica in await scene.target.ready_replicas():
         if not engine_processes(replica.pid):
@@ -62,7 +62,7 @@ async def engine_process_killed(scene: Scene) -> Finding:
 
 
 async def _die(scene: Scene, judge: Judge, end: Callable[[int], None]) -> Finding:
-    """End the busiest worker by its pid, under load."""
+    """End the busiest worker, given its PID, under load."""
     async with scene.load() as load:
         await load.until_busy()
         victim = await _busiest(scene)
@@ -80,19 +80,19 @@ async def _die(scene: Scene, judge: Judge, end: Callable[[int], None]) -> Findin
 
 
 def takes_fail_step(pid: int) -> bool:
-    """Whether a worker was started for experiments that make steps raise."""
+    """Return whether a worker was started for experiments that make steps raise."""
     environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return f"{CHAOS}=1".encode() in environment
 
 
 def engine_processes(pid: int) -> list[int]:
-    """The processes below a worker in which its engine runs, the one that leads them first."""
+    """Return the engine processes below a worker, the leading one first."""
     below = [process.pid for process in procfs.descendants(pid)]
     return [one for one in below if any(mark in procfs.command(one, 4096) for mark in _ENGINES)]
 
 
 async def worker_stopped(scene: Scene) -> Finding:
-    """SIGSTOP a worker under load: it is silent to Ping, so it is killed and replaced."""
+    """SIGSTOP a worker under load: it does not answer Ping, so it is killed and replaced."""
     judge = Judge("worker stopped", "SIGSTOP to the busiest worker")
     stall_s = scene.target.option("stall_timeout_s")
     if stall_s is None:
@@ -113,10 +113,10 @@ async def worker_stopped(scene: Scene) -> Finding:
 
 
 async def engine_stalled(scene: Scene) -> Finding:
-    """Hang an engine under load: its stacks are dumped, it is killed, its requests go on.
+    """Hang an engine under load: its stacks are dumped, it is killed, its requests continue.
 
-    Only the echo engine can be told to hang, by a mark in a prompt; the request that holds the mark
-    hangs whoever runs it, and must end with an error, alone.
+    Only the echo engine can hang on demand, by a mark in a prompt; the request with the mark hangs
+    every worker that runs it, and must be the only one to end with an error.
     """
     mark, stall_s = (scene.target.option(name) for name in ("hang_on", "stall_timeout_s"))
     judge = Judge("engine stalled", "a request that hangs the engine")
@@ -146,13 +146,13 @@ async def engine_stalled(scene: Scene) -> Finding:
 
 
 async def _hang(scene: Scene, mark: str) -> Answer:
-    # Another text each time: the last one may be in quarantine.
+    # A new text each time: the last one may be quarantined.
     question = Question(scene.target.name, f"please hang {time.time_ns()}: {mark}", 8)
     return await scene.target.client.ask(question, stream=False)
 
 
 async def gateway_killed(scene: Scene) -> Finding:
-    """SIGKILL a gateway under load: another answers at once, its own connections alone break."""
+    """SIGKILL a gateway under load: another answers at once, and only its own connections break."""
     status = await scene.target.status()
     judge = Judge("gateway killed", f"SIGKILL to the busiest of {len(status.gateways)} gateways")
     async with scene.load() as load:
@@ -178,9 +178,9 @@ async def gateway_killed(scene: Scene) -> Finding:
 
 
 def _kill_busiest_gateway(scene: Scene, status: Status) -> tuple[GatewayStatus, set[int]]:
-    """Kill the one with the most clients; it, and the ports of its clients.
+    """Kill the gateway with the most clients; return it, and the ports of its clients.
 
-    It is stopped first, so that its clients are these and no more.
+    It is stopped first, so that it cannot accept further clients.
     """
     victim = max(status.gateways, key=lambda g: len(scene.target.ports_held_by(g.pid)))
     os.kill(victim.pid, signal.SIGSTOP)
@@ -189,7 +189,7 @@ def _kill_busiest_gateway(scene: Scene, status: Status) -> tuple[GatewayStatus, 
     return victim, ports
 
 
-# ---------------------------------------------------------------- what they share
+# ---------------------------------------------------------------- shared helpers
 
 
 async def _busiest(scene: Scene) -> ReplicaStatus:
@@ -197,7 +197,7 @@ async def _busiest(scene: Scene) -> ReplicaStatus:
 
 
 async def _reason(scene: Scene, name: str) -> str:
-    """What the last life of a worker has ended of, as `servekit ps` shows it."""
+    """Return the reason for a worker's last exit, as `servekit ps` shows it."""
     replicas = (await scene.target.model()).replicas
     return next((replica.reason for replica in replicas if replica.name == name), "")
 
@@ -205,7 +205,7 @@ async def _reason(scene: Scene, name: str) -> str:
 async def _replaced(
     scene: Scene, victim: ReplicaStatus, stall_s: float
 ) -> tuple[float | None, float | None]:
-    """Seconds until the supervisor has given it up, and until all is whole again."""
+    """Return the seconds until the supervisor has given up the worker, and until all is whole."""
     notice_s = await scene.target.until(
         lambda status: _given_up(status, victim), stall_s + STALL_GRACE_S + 1
     )
@@ -232,19 +232,19 @@ def _lost_any(before: Status, now: Status) -> bool:
 
 
 def _continue(pid: int) -> None:
-    """Whatever came of it, leave no process stopped."""
+    """Resume the process, so that none stays stopped."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
 
 
 def _written(scene: Scene) -> dict[Path, int]:
-    """How long the workers' logs are, in characters."""
+    """Return the lengths of the workers' logs, in characters."""
     logs = (scene.target.run_dir / "logs").glob("*~*.log")
     return {path: len(path.read_text(errors="replace")) for path in logs}
 
 
 def _dumped(scene: Scene, before: dict[Path, int]) -> bool:
-    """Whether a worker has written its stacks since."""
+    """Return whether a worker has dumped its stacks since then."""
     return any(
         _DUMPED in path.read_text(errors="replace")[before.get(path, 0) :]
         for path in _written(scene)

@@ -1,4 +1,4 @@
-"""Findings as a table: for a terminal, and as Markdown for a file or a README."""
+"""Findings as a table: for a terminal, and as Markdown for a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS = (
 
 
 def seconds(time_s: float | None) -> str:
-    """ "8 ms", "1.25 s"; "-" where there is nothing to tell."""
+    """Format a time: "8 ms", "1.25 s"; "-" for None."""
     if time_s is None:
         return "-"
     return f"{time_s * 1000:.0f} ms" if time_s < 1 else f"{time_s:.2f} s"

@@ -1,4 +1,4 @@
-"""All experiments, one after the other, on one instance."""
+"""The run of all experiments, one after the other, on one instance."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ EXPERIMENTS: dict[str, Experiment] = {
     **client_experiments.EXPERIMENTS,
     **machine_experiments.EXPERIMENTS,
 }
-#: Before the next experiment the instance must be whole, whatever the last one did.
+#: Timeout for the instance to recover before the next experiment.
 _RECOVER_WITHIN_S = 60.0
 _QUESTIONS = 8
-#: How long an answer should take, to be hit in its middle; within the token counts below.
+#: Desired duration of an answer, so that faults hit it midway; within the token counts below.
 _ANSWER_S = 1.5
 _FEWEST, _MOST = 16, 200
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What the operator asked for."""
+    """The options of the operator."""
 
     seconds: float = 5.0
     only: Sequence[str] = ()
@@ -40,7 +40,7 @@ class RunOptions:
     kill_supervisor: bool = False
 
     def experiments(self) -> dict[str, Experiment]:
-        """Those to run, in order. Raises ConfigError for a name that there is not."""
+        """Return the experiments to run, in order. Raises ConfigError for an unknown name."""
         for name in self.only:
             if name not in EXPERIMENTS:
                 known = ", ".join(EXPERIMENTS)
@@ -54,7 +54,7 @@ class RunOptions:
 
 
 async def run(target: Target, wish: RunOptions) -> AsyncIterator[Finding]:
-    """A finding per experiment, as they come. Raises ServekitError if the instance is not well."""
+    """Yield a finding per experiment. Raises ServekitError if the instance is not healthy."""
     experiments = wish.experiments()
     known = await known_answers(target)
     scene = Scene(
@@ -67,7 +67,7 @@ async def run(target: Target, wish: RunOptions) -> AsyncIterator[Finding]:
 
 
 async def known_answers(target: Target, count: int = _QUESTIONS) -> list[Known]:
-    """Questions whose undisturbed answers take about a second or two."""
+    """Return questions whose baseline answers take about a second or two."""
     if await target.until_whole(_RECOVER_WITHIN_S) is None:
         raise ServekitError(await _not_whole(target))
     first = await learn(target.client, [Question(target.name, prompt(0), _FEWEST)])

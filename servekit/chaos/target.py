@@ -1,4 +1,4 @@
-"""The instance under test: what it says of itself, and who runs in it."""
+"""The instance under test: its status, and its processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ANYWHERE = {"0.0.0.0", "::", "127.0.0.1", "::1", "localhost"}
 
 
 class Target:
-    """One model of a running instance of ours. Made by `find`."""
+    """A model of a running instance of this user. Made by `find`."""
 
     def __init__(self, url: str, run_dir: Path, status: Status, model: str, mark: str) -> None:
         self.client = Client(url)
@@ -39,7 +39,7 @@ class Target:
 
     @classmethod
     async def find(cls, url: str, run_dir: Path, model: str | None) -> Target:
-        """Raises StartError unless `url` is the instance of `run_dir`, and it is ours."""
+        """Return the target. Raises StartError unless `url` is the user's instance of `run_dir`."""
         record = read_record(run_dir)
         status = await _status(run_dir)
         if record is None or record.pid != status.pid:
@@ -56,7 +56,7 @@ class Target:
             raise ConfigError(f"there is no model {model!r}; there are: {', '.join(names)}")
         return cls(url, run_dir, status, model or names[0], record.mark)
 
-    # ---- what it says
+    # ---- status
 
     async def status(self) -> Status:
         return await _status(self.run_dir)
@@ -68,7 +68,7 @@ class Target:
         return [r for r in (await self.model()).replicas if r.state == "ready"]
 
     def settings(self) -> ModelConfig | None:
-        """The model's section of the file, as it is now; None if the file is gone or broken."""
+        """Return the model's section of the current file; None if the file is gone or invalid."""
         try:
             models = load(self.config_path).models
         except ServekitError:
@@ -76,7 +76,7 @@ class Target:
         return next((model for model in models if model.name == self.name), None)
 
     def option(self, name: str) -> Any:
-        """A setting of the model that the file may or may not have, engine options included."""
+        """Return a setting of the model, engine options included; None if it is not set."""
         settings = self.settings()
         if settings is None:
             return None
@@ -86,7 +86,7 @@ class Target:
     # ---- waiting
 
     async def until(self, true_of: Callable[[Status], bool], within_s: float) -> float | None:
-        """Seconds until the status is so; None if it is not within the time."""
+        """Return the seconds until the status meets a condition; None after a timeout."""
         began = time.monotonic()
         while (passed := time.monotonic() - began) < within_s:
             if true_of(await self.status()):
@@ -95,7 +95,9 @@ class Target:
         return None
 
     async def until_whole(self, within_s: float, without: int = 0) -> float | None:
-        """Seconds until all of it serves, the process `without` replaced; None if it does not."""
+        """Return the seconds until all serves, with the process `without` replaced; None after a
+        timeout.
+        """
         began = time.monotonic()
         if await self.until(lambda status: whole(status, without), within_s) is None:
             return None
@@ -105,15 +107,17 @@ class Target:
             await asyncio.sleep(_LOOK_EVERY_S)
         return None
 
-    # ---- what runs in it
+    # ---- processes
 
     def everything(self) -> list[procfs.Process]:
-        """All living processes of the instance: the supervisor, what carries its mark, and what
-        descends from them."""
+        """Return all living processes of the instance: the supervisor, processes with its mark, and
+        their
+        descendants.
+        """
         found = {process.pid: process for process in procfs.marked(self._mark)}
         living = list(procfs.everyone())
         found |= {process.pid: process for process in living if process.pid == self.pid}
-        for _ in living:  # as deep as it may go
+        for _ in living:  # bounds the depth of the tree
             children = [p for p in living if p.parent in found and p.pid not in found]
             if not children:
                 break
@@ -121,7 +125,7 @@ class Target:
         return list(found.values())
 
     def ports_held_by(self, pid: int) -> set[int]:
-        """The remote ports of the TCP connections that a process holds. Source: proc(5)."""
+        """Return the remote ports of the TCP connections that a process holds. Source: proc(5)."""
         inodes = set()
         for entry in os.scandir(f"/proc/{pid}/fd"):
             try:
@@ -131,14 +135,14 @@ class Target:
         return {port for port, inode in _tcp_connections(pid) if port and inode in inodes}
 
     def gateway_events(self, since: float) -> Iterator[dict[str, Any]]:
-        """What the gateways have logged since then (Unix time), `at` added as Unix time."""
+        """Yield the gateways' log events since then (Unix time), with `at` added as Unix time."""
         for path in sorted((self.run_dir / "logs").glob("gateway-*.log*")):
             for line in path.read_text(errors="replace").splitlines():
                 if (event := _parsed(line)) is not None and event["at"] >= since:
                     yield event
 
     def noticed(self, worker: str, since: float) -> float | None:
-        """Seconds from `since` until the last gateway knew that a worker is lost."""
+        """Return the seconds from `since` until the last gateway noticed the loss of a worker."""
         times = [
             event["at"]
             for event in self.gateway_events(since)
@@ -148,7 +152,7 @@ class Target:
 
 
 def whole(status: Status, without: int = 0) -> bool:
-    """Every replica and gateway is ready, and none is the process `without`."""
+    """Return whether every replica and gateway is ready, and none is the process `without`."""
     children = [
         *((gateway.state, gateway.pid) for gateway in status.gateways),
         *((replica.state, replica.pid) for model in status.models for replica in model.replicas),
@@ -157,7 +161,7 @@ def whole(status: Status, without: int = 0) -> bool:
 
 
 def lacking(status: Status) -> str:
-    """Which replicas and gateways do not serve and why, for a sentence; "" where all do."""
+    """Describe the replicas and gateways that do not serve; "" if all do."""
     found = [f"{one.name} is {one.state}" for one in status.gateways if one.state != "ready"]
     found += [
         f"{replica.name} is {replica.state}" + (f": {replica.reason}" if replica.reason else "")

@@ -1,9 +1,9 @@
 """`servekit adapter add`, `rm` and `ls`: adapters of a running instance.
 
-`servekit.cli` registers them. What they print is their whole answer, so they write it themselves.
+`cli.main` registers the commands. They write their output to stdout themselves.
 """
 
-# No annotations as text: typer reads each several times, which takes most of the time of --help.
+# No string annotations: typer evaluates each several times, which slows down --help.
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 A = TypeVar("A", bound="FromSupervisor")
 
-#: All workers verify it, after the changes that came before; what hangs is ended there.
+#: All workers verify the adapter, after earlier changes; the supervisor ends what hangs.
 _CHANGE_S = 3600.0
 _ANSWER_S = 10.0
 
@@ -63,7 +63,7 @@ def add(
     spec = AdapterSpec(name, str(folder.absolute()) if is_local else path, revision, any_base)
     try:
         done = _ask(run_dir, AddAdapter(model, spec, in_place), Accepted, _CHANGE_S)
-    except ServekitError as error:  # in the words of the API
+    except ServekitError as error:  # the message names the API's parameter
         said = error.message.replace("set 'load_inplace' to True", "say --in-place")
         raise type(error)(said) from None
     sys.stdout.write(f"{done.message}\n")

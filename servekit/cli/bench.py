@@ -1,9 +1,9 @@
-"""`servekit bench`: put load on an OpenAI-compatible server and measure what it does.
+"""`servekit bench`: put load on an OpenAI-compatible server and measure it.
 
-`servekit.cli` registers it. What it prints is its whole answer, so it writes it itself.
+`cli.main` registers the command. It writes its output to stdout itself.
 """
 
-# No annotations as text: typer reads each several times, which takes most of the time of --help.
+# No string annotations: typer evaluates each several times, which slows down --help.
 import os
 import sys
 from pathlib import Path
@@ -158,7 +158,7 @@ def _print_schema() -> None:
 
 
 def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
-    """Told before the measurement, not after it."""
+    """Check the output paths before the measurement, not after it."""
     from servekit.bench.plot import check
 
     for option, path in (("--json", json_file), ("--plot", plot)):
@@ -174,7 +174,7 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
 
 
 def _running(run_dir: Path | None) -> str:
-    """Where the instance of this machine answers."""
+    """Return the URL of the running instance on this machine."""
     import asyncio
 
     from servekit.protocol.messages import GetStatus, Status
@@ -192,7 +192,7 @@ def _running(run_dir: Path | None) -> str:
 
 
 def _dialable(url: str) -> str:
-    """An address that means every interface is asked at loopback."""
+    """Replace an address that means every interface by loopback."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
@@ -205,7 +205,7 @@ def _measure(wish: "Options") -> "Result":
 
 
 def _tell(result: "Result", json_file: Path | None, plot: Path | None) -> int:
-    """Print and write it; the exit code: 1 where nothing at all was answered."""
+    """Print and write the result; return the exit code, 1 if no request was answered."""
     import msgspec
 
     text = msgspec.json.format(msgspec.json.encode(result)).decode()

@@ -1,9 +1,9 @@
-"""The commands for when something is wrong: `servekit trace-cuda` and `servekit doctor`.
+"""The commands for troubleshooting: `servekit trace-cuda` and `servekit doctor`.
 
-`servekit.cli` registers them. What they print is their whole answer, so they write it themselves.
+`cli.main` registers the commands. They write their output to stdout themselves.
 """
 
-# No annotations as text: typer reads each several times, which takes most of the time of --help.
+# No string annotations: typer evaluates each several times, which slows down --help.
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +32,7 @@ def trace_cuda(
         return [process.pid for process in procfs.descendants(pid)]
 
     told, code = tracing.run(command or (), module, descendants, as_json=as_json, check=check)
-    # The program's own stdout stays its own; with --json it has gone to stderr.
+    # The program has its own stdout; with --json that was redirected to stderr.
     (sys.stdout if as_json else sys.stderr).write(f"{told}\n")
     raise typer.Exit(code)
 

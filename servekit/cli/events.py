@@ -1,6 +1,6 @@
-"""`servekit events`: what has happened in an instance, and what happens next."""
+"""`servekit events`: past and new events of an instance."""
 
-# No annotations as text: typer reads each several times, which takes most of the time of --help.
+# No string annotations: typer evaluates each several times, which slows down --help.
 import json
 import sys
 import time
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from servekit.event_store import Event, Wanted
 
 _LOOK_EVERY_S = 0.25
-#: At most so many of them at once; a follower gets the rest with its next look.
+#: Maximum events per query; a follower gets the rest with the next query.
 _MOST = 10_000
-#: Exits of earlier lives that `why` tells of.
+#: Earlier exits that `why` shows.
 _MOST_EARLIER = 5
 _COLOURS = {
     "exit": "red",
@@ -68,7 +68,7 @@ def events(
     folder = instance_lookup.folder(run_dir)
     begin = time.time() - instance_lookup.span_s(since) if since else 0.0
     if not follow and not (folder / FILE).exists():
-        instance_lookup.status(folder)  # raises where none runs
+        instance_lookup.status(folder)  # raises if no instance runs
         raise StartError(f"no events in {folder}: the log says why they cannot be kept")
     wanted = Wanted(_named(folder, name, follow=follow), begin)
     for event in _events(folder, wanted, most, follow=follow):
@@ -76,10 +76,10 @@ def events(
 
 
 def _named(folder: Path, name: str, *, follow: bool) -> str:
-    """The name that events have, which an alias stands for.
+    """Return the name used in events, resolving an alias.
 
-    Raises StartError where nothing has or had it; a follower may wait for what is yet to come,
-    unless an instance runs that knows nothing of that name.
+    Raises StartError for an unknown name; a follower accepts it, unless a running instance does
+    not know it.
     """
     from servekit.event_store import names
 
@@ -119,7 +119,7 @@ def _events(folder: Path, wanted: "Wanted", most: int, *, follow: bool) -> "Iter
         newer = newest(folder, replace(wanted, after=last), _MOST)
         latest = newest(folder, Wanted(), 1)
         if not newer and latest and latest[0].id < last:
-            last = 0  # the file was put aside, and another one begun
+            last = 0  # the file was moved away, and a new one begun
         for event in newer:
             last = event.id
             yield event
@@ -131,14 +131,14 @@ def _write(event: "Event", *, as_json: bool) -> None:
     else:
         from rich.console import Console
 
-        # soft_wrap: a line is a line, also for grep
+        # soft_wrap: one line per event, also for grep
         console = Console(markup=False, emoji=False, highlight=False)
         console.print(told(event), soft_wrap=True)
     sys.stdout.flush()
 
 
 def as_object(event: "Event") -> dict[str, object]:
-    """As `--json` has it; keys are only ever added."""
+    """Return the object of `--json`; keys are only ever added."""
     return {
         "id": event.id,
         "at": event.at,
@@ -151,7 +151,7 @@ def as_object(event: "Event") -> dict[str, object]:
 
 
 def told(event: "Event", *, day: bool = True) -> "Text":
-    """One line for people."""
+    """Format an event as a line for people."""
     from rich.text import Text
 
     from servekit.sanitize import line
@@ -167,7 +167,7 @@ def told(event: "Event", *, day: bool = True) -> "Text":
 
 
 def figures(event: "Event") -> str:
-    """What there is to say of an event in numbers."""
+    """Format the figures of an event."""
     detail = event.detail
     parts = [f"pid {detail['pid']}"] if event.kind in ("started", "up") and "pid" in detail else []
     parts += [f"after {detail['after_s']} s"] if "after_s" in detail else []
@@ -181,9 +181,9 @@ def figures(event: "Event") -> str:
 
 
 def post_mortem(folder: Path, name: str, nobody: ServekitError, *, as_json: bool) -> None:
-    """For `why` where no instance runs any more: the exits of `name`, and how the instance ended.
+    """Show, for `why` without a running instance, the exits of `name` and the end of the instance.
 
-    Raises `nobody` where no event tells of that name.
+    Raises `nobody` if no event is about that name.
     """
     from servekit.event_store import Wanted, newest
 
@@ -198,7 +198,7 @@ def post_mortem(folder: Path, name: str, nobody: ServekitError, *, as_json: bool
 
 
 def earlier(folder: Path, name: str, model: str) -> "list[Text]":
-    """For `why`: the last exits of a model, or one process, in the lives of supervisors before."""
+    """Return, for `why`, the last exits of a model or process under earlier supervisors."""
     from rich.text import Text
 
     from servekit.event_store import Wanted, newest

@@ -1,4 +1,4 @@
-"""Which instance a command is about, and what its names are while somebody types."""
+"""The instance that a command is about, and shell completion of its names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from servekit.errors import ConfigError, ServekitError
 if TYPE_CHECKING:
     from servekit.protocol.messages import Status
 
-#: Somebody waits with a finger on the Tab key.
+#: Timeout for completion: the user is waiting.
 _COMPLETE_S = 1.0
 _ANSWER_S = 10.0
 _SPAN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|min|h|d)?")
@@ -25,7 +25,7 @@ RunDirectory = Annotated[
     typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="Run directory of the instance."),
 ]
 
-#: Of commands that ask a server over HTTP.
+#: Options of commands that use a server over HTTP.
 ApiKey = Annotated[
     str | None,
     typer.Option(
@@ -40,9 +40,9 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="Accept any certifica
 
 
 def folder(run_dir: Path | None) -> Path:
-    """The run directory that is meant, whether an instance runs there or not any more.
+    """Return the run directory of the instance, running or not.
 
-    Raises StartError where there is none, or several instances run and none is the default.
+    Raises StartError if there is none, or if several instances run and none is the default.
     """
     from servekit.supervisor.process.instances import find_last
 
@@ -50,21 +50,21 @@ def folder(run_dir: Path | None) -> Path:
 
 
 def instance(run_dir: Path | None) -> Path:
-    """The run directory of the running instance that is meant. Raises StartError, as `folder`."""
+    """Return the run directory of the running instance. Raises StartError, as `folder`."""
     from servekit.supervisor.process.instances import find
 
     return find(run_dir, os.environ)
 
 
 def status(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
-    """How the instance stands. Raises ServekitError where none answers."""
+    """Return the status of the instance. Raises ServekitError if it does not answer."""
     import asyncio
 
     return asyncio.run(status_soon(run_dir, timeout_s))
 
 
 async def status_soon(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
-    """The same, on an event loop."""
+    """Return the status of the instance, from an event loop."""
     from servekit.protocol.messages import GetStatus, Status
     from servekit.supervisor.admin.control_socket import ask
 
@@ -75,23 +75,23 @@ async def status_soon(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
 
 
 def span_s(text: str) -> float:
-    """ "90", "90s", "10m", "2h", "1d" in seconds. Raises ConfigError."""
+    """Parse a time span ("90", "90s", "10m", "2h", "1d") to seconds. Raises ConfigError."""
     found = _SPAN.fullmatch(text.strip().lower())
     if found is None:
         raise ConfigError(f"{text!r} is no span of time; say it as 90s, 10m, 2h or 1d")
     return float(found[1]) * _UNITS_S[found[2] or "s"]
 
 
-# ---- completion: names of the running instance; typer filters them, and nothing may go wrong
+# ---- completion: names of the running instance; errors must stay silent
 
 
 def models(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of models, aliases included."""
+    """Return the names of models, including aliases."""
     return _names(ctx, incomplete, lambda found: _of_models(found))
 
 
 def workers(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names of models and of all processes."""
+    """Return the names of models and of all processes."""
     return _names(ctx, incomplete, lambda found: [*_of_models(found), *processes(found)])
 
 
@@ -100,7 +100,7 @@ def adapters(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def processes(found: Status) -> list[str]:
-    """Workers, standbys and gateways."""
+    """Return the names of workers, fork servers and gateways."""
     of_models = [one.name for model in found.models for one in (*model.replicas, *model.standbys)]
     return [*of_models, *(gateway.name for gateway in found.gateways)]
 
@@ -113,6 +113,6 @@ def _names(ctx: typer.Context, incomplete: str, read: Any) -> list[str]:
     try:
         run_dir = folder(ctx.params.get("run_dir"))
         found: list[str] = read(status(run_dir, _COMPLETE_S))
-    except (ServekitError, OSError):  # no instance, no names
+    except (ServekitError, OSError):  # no instance: no names
         return []
     return [name for name in found if name.startswith(incomplete)]

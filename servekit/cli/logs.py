@@ -1,6 +1,6 @@
-"""`servekit logs`: what the processes of an instance have written, and go on writing."""
+"""`servekit logs`: past and new output of the processes of an instance."""
 
-# No annotations as text: typer reads each several times, which takes most of the time of --help.
+# No string annotations: typer evaluates each several times, which slows down --help.
 import heapq
 import sys
 import time
@@ -65,7 +65,7 @@ def logs(
 
 
 def _unaliased(folder: Path, worker: str) -> str:
-    """The model that is meant, if this is another name of it: what it writes has its own."""
+    """Resolve an alias to the model's name, which its log files have."""
     from servekit.log_files import files, is_of
 
     if not worker or any(is_of(name, worker) for name in files(folder)):
@@ -87,7 +87,7 @@ def _check(folder: Path, worker: str, *, follow: bool) -> None:
     if follow:
         _check_known(folder, worker)
     elif not names:
-        instance_lookup.status(folder)  # raises where none runs
+        instance_lookup.status(folder)  # raises if no instance runs
         raise StartError(f"nothing has been written in {folder}/logs yet")
     else:
         others = f"others have: {', '.join(names)}{meant(worker, names)}"
@@ -95,7 +95,7 @@ def _check(folder: Path, worker: str, *, follow: bool) -> None:
 
 
 def _check_known(folder: Path, worker: str) -> None:
-    """Who has not written may yet do so, unless an instance runs that knows nobody of that name."""
+    """Accept a process without output yet, unless a running instance does not know its name."""
     try:
         status = instance_lookup.status(folder, _ANSWER_S)
     except ServekitError:
@@ -107,7 +107,7 @@ def _check_known(folder: Path, worker: str) -> None:
 
 
 def _last(folder: Path, worker: str, most: int) -> "Iterable[Line]":
-    """The last lines of all of them together, by their times."""
+    """Return the last lines of all processes together, by their times."""
     from servekit.cli import process_events
     from servekit.log_files import files, is_of, last
 
@@ -118,7 +118,7 @@ def _last(folder: Path, worker: str, most: int) -> "Iterable[Line]":
 
 
 def _ascending(lines: "list[Line]") -> "list[Line]":
-    """A clock that was set back in between must not mix the order of one file."""
+    """Keep the order of one file even if the clock was set back in between."""
     from dataclasses import replace
 
     at = ""
@@ -157,7 +157,7 @@ def _show(lines: "Iterable[Line]") -> None:
 
 
 def told(line: "Line") -> "Text":
-    """One line with the name of who wrote it; our own log lines as `servekit up` shows them."""
+    """Format a line with its process's name; servekit's own log lines look as in `servekit up`."""
     from rich.text import Text
 
     from servekit.cli.startup_display import read_line

@@ -1,8 +1,10 @@
-"""The command line: parse and delegate. Heavy imports stand inside the commands, so that
-`servekit --help` answers at once. Exit codes: 0 done, 1 the machine is in the way, 2 the input is.
+"""The Typer application: it parses and delegates.
+
+Heavy imports stand inside the commands, so that `servekit --help` is fast. Exit codes: 0 success, 1
+an error of the machine, 2 an error of the input, 130 interrupted.
 """
 
-# No annotations as text: typer reads each several times, which takes most of the time of --help.
+# No string annotations: typer evaluates each several times, which slows down --help.
 import contextlib
 import os
 import shlex
@@ -31,7 +33,7 @@ app = typer.Typer(
     help="Serve your own models on your own GPUs: one command, every GPU pinned, nothing lost.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # its help takes twice as long to come as the plain one
+    rich_markup_mode=None,  # rich help is twice as slow as plain help
 )
 
 key = typer.Typer(help="API keys.", no_args_is_help=True, rich_markup_mode=None)
@@ -285,7 +287,7 @@ def reference() -> None:
 
 @contextlib.contextmanager
 def _one_sentence() -> Iterator[None]:
-    """Turn our own errors into a sentence on stderr and an exit code."""
+    """Turn servekit's own errors into a sentence on stderr and an exit code."""
     try:
         yield
     except ServekitError as error:
@@ -345,7 +347,7 @@ def _supervise(plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json: bool
     ground = StartupResources.take(
         run_dir, server.host, server.port, server.legacy_port, inherits=outlived
     )
-    from servekit.supervisor.supervisor import Supervisor  # not before: a busy port is told at once
+    from servekit.supervisor.supervisor import Supervisor  # slow; a busy port is reported first
 
     logs.configure("supervisor", json=as_json, level="warning" if quiet else "info")
 
@@ -367,7 +369,7 @@ def _down_command(run_dir: Path) -> str:
 
 
 def _tell_others(pid: int) -> None:
-    """Say which instances run besides the one of that PID."""
+    """Print the running instances other than the one of that PID."""
     from servekit.supervisor.process.instances import listing, running
 
     if others := [one for one in running() if one.record.pid != pid]:
@@ -375,7 +377,7 @@ def _tell_others(pid: int) -> None:
 
 
 def _ask(run_dir: Path, question: "ToSupervisor", kind: type[A], timeout_s: float = 10.0) -> A:
-    """The answer of the instance in `run_dir`, which must be of this kind."""
+    """Return the answer of the instance in `run_dir`, which must be of this kind."""
     import asyncio
 
     from servekit.supervisor.admin.control_socket import ask

@@ -1,6 +1,6 @@
-"""`servekit load`, `unload`, `sleep` and `wake`: what operators do to the models of an instance."""
+"""`servekit load`, `unload`, `sleep` and `wake`: operations on the models of an instance."""
 
-# No annotations as text: typer reads each several times, which takes most of the time of --help.
+# No string annotations: typer evaluates each several times, which slows down --help.
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from servekit.protocol.residency import Want
 
 _LOOK_EVERY_S = 0.2
-#: Others may have to finish what they run before, and a large model takes minutes.
+#: Other models may first have to finish their requests, and a large model takes minutes.
 _PATIENCE_S = 3600.0
 
 Model = Annotated[
@@ -64,7 +64,7 @@ def _reside(model: str, want: "Want", run_dir: Path | None, *, wait: bool) -> No
 
 
 async def _ask(path: Path, model: str, want: "Want", *, wait: bool) -> str:
-    """What the supervisor answers in the end; how it stands until then goes to stderr."""
+    """Return the supervisor's final answer; progress until then goes to stderr."""
     import asyncio
 
     from servekit.protocol.messages import Accepted
@@ -93,7 +93,7 @@ async def _look(path: Path, model: str) -> "ModelStatus | None":
 
 
 def _progress(found: "ModelStatus | None") -> str:
-    """Its tier, with the progress of a load, or what it waits for."""
+    """Return the model's tier, with the progress of its load or the reason of its wait."""
     from servekit.cli.tables import progress_text
 
     if found is None or found.residence is None:

@@ -1,5 +1,6 @@
-"""What the supervisor has noted of processes, as lines for `servekit logs`: many a worker writes
-nothing itself, and how it began and ended is told by its supervisor alone.
+"""Process events of the supervisor, as lines for `servekit logs`.
+
+Many workers write nothing themselves, so that only their supervisor reports starts and ends.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from servekit.log_files import Line, is_of
 
 _KINDS = ("started", "ready", "stalled", "exit", "stopped")
 _WARNINGS = ("stalled", "exit")
-#: Events looked through: those of other processes stand among them.
+#: Maximum events per query, including those of other processes.
 _MOST = 10_000
 
 
 def lines(folder: Path, name: str, most: int) -> list[Line]:
-    """The last ones of a process or a model ("": of all), the newest last."""
+    """Return the last events of a process or a model ("": of all), the newest last."""
     told = [_line(one) for one in newest(folder, Wanted(kinds=_KINDS), _MOST) if _is_of(one, name)]
     return told[len(told) - min(most, len(told)) :]
 
 
 class Follower:
-    """Tells what is noted from now on."""
+    """A reader of events from now on."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
@@ -35,7 +36,7 @@ class Follower:
         self._pass_by(newest(folder, self._after, 1))
 
     def lines(self) -> Iterator[Line]:
-        """What has come since the last time."""
+        """Yield the events since the last call."""
         found = newest(self._folder, self._after, _MOST)
         self._pass_by(found)
         yield from (_line(one) for one in found if _is_of(one, self._name))
@@ -50,7 +51,7 @@ def _is_of(event: Event, name: str) -> bool:
 
 
 def _line(event: Event) -> Line:
-    """In the form of our own log, so that it has a time and a level."""
+    """Format an event as a line of servekit's own log, so that it has a time and a level."""
     at = datetime.fromtimestamp(event.at, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     said = ", ".join(filter(None, (event.what, figures(event))))
     line = {

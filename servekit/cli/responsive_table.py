@@ -1,4 +1,4 @@
-"""Tables in a window that is too narrow for them: no figure is cut or broken for that."""
+"""Tables that adapt to a narrow window without cutting or breaking figures."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-#: Between two columns.
+#: Spaces between two columns.
 _GAP = 2
-#: Columns of a name that is shortened, and of a note that stands in its row.
+#: Minimum width of a shortened name, and of a note within its row.
 _LEAST_NAME, _LEAST_NOTE = 12, 20
-#: What is told at length, as the last column, and may be broken.
+#: Last columns with long text, which may be wrapped.
 _AT_LENGTH = ("NOTE", "PATH")
 
 
 def shortened(text: str, room: int) -> str:
-    """Cut in its middle: the end of a name tells a worker from others of its model."""
+    """Cut text in its middle: the end of a name distinguishes the workers of a model."""
     if cell_len(text) <= room:
         return text
     end = text
@@ -30,7 +30,8 @@ def shortened(text: str, room: int) -> str:
 
 
 class Fitted:
-    """A table; where it is too wide, what is told at length goes to lines below it, headers take
+    """A table that fits its window: if it is too wide, long text moves to lines below it, headers
+    take
     two lines, the columns `drops` are left out one by one, and names are shortened.
     """
 
@@ -104,7 +105,7 @@ def _text(cell: RenderableType) -> Text:
 
 
 def _two_lines(header: str) -> str:
-    """Broken where the longer of both is shortest."""
+    """Break a header where the longer line is shortest."""
     words = header.split(" ")
     ways = [(" ".join(words[:at]), " ".join(words[at:])) for at in range(1, len(words))]
     return "\n".join(min(ways, key=lambda way: max(map(len, way)))) if ways else header

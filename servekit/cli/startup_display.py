@@ -1,5 +1,7 @@
-"""What `servekit up` shows: on a terminal a live picture of the start with the log above it, then
-one banner and plain log lines; elsewhere plain lines from the beginning.
+"""The output of `servekit up`.
+
+On a terminal, a live picture of the start with the log above it, then a banner and plain log lines;
+elsewhere plain lines from the beginning.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from servekit.sanitize import plain
 
 log: Any = structlog.get_logger("servekit")
 
-#: The picture is drawn at most this often.
+#: Minimum interval between two drawings of the picture.
 _DRAW_EVERY_S = 0.1
-#: Off a terminal, one line of progress per replica at most this often.
+#: Minimum interval between two progress lines of a replica, without a terminal.
 _TELL_EVERY_S = 5.0
 _LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
-#: Fields of a child's log line that are ours to say, or mean something to the logger itself.
+#: Fields of a child's log line that this process sets, or that the logger reserves.
 _OURS = frozenset(
     {"event", "level", "logger", "timestamp", "process", "child", "self"}
     | {"args", "exc_info", "stack_info", "stacklevel", "extra"}
@@ -43,15 +45,15 @@ _OURS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What the banner says that an instance itself does not know."""
+    """Facts for the banner that are not in the status."""
 
-    ui: bool  # whether there is one
+    ui: bool  # the UI is served
     stop: str  # the command that stops this instance
 
 
 @contextlib.contextmanager
 def watch(words: Words, *, quiet: bool, as_json: bool = False) -> Iterator[Display]:
-    """A display for as long as an instance lives. JSON has lines of the log alone."""
+    """Provide a display while an instance lives; with JSON it only logs."""
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     picture = _Picture(console) if console.is_terminal and not (quiet or as_json) else None
     display = Display(console, picture, words, quiet=quiet, as_json=as_json)
@@ -62,7 +64,7 @@ def watch(words: Words, *, quiet: bool, as_json: bool = False) -> Iterator[Displ
 
 
 class Display:
-    """The supervisor's observer."""
+    """The supervisor's observer, which shows its state."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class Display:
         self._console = console
         self._picture = picture
         self._announced = quiet
-        self._told: dict[str, tuple[Progress, float]] = {}  # by replica: what was told, and when
+        self._told: dict[str, tuple[Progress, float]] = {}  # by replica: last shown, and when
         self._finishing: int | None = None
 
     def changed(self, status: Status) -> None:
@@ -88,7 +90,7 @@ class Display:
             self._starting(status)
 
     def line(self, name: str, text: str) -> None:
-        """Log what a child wrote: its log lines as ours with its name, anything else as it is."""
+        """Log a child's line: its log lines as ours with its name, other text unchanged."""
         level, event, fields = read_line(text)
         getattr(log, level)(event, child=name, **fields)
 
@@ -132,14 +134,14 @@ class Display:
 
 
 class _Picture:
-    """The live picture of a start. Drawn by the event loop: no thread of its own."""
+    """The live picture of a start, drawn by the event loop without a thread."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._live.start()
         self._newest: Status | None = None
         self._due: asyncio.TimerHandle | None = None
-        _log_to_stderr()  # Live has put itself in the place of sys.stderr
+        _log_to_stderr()  # Live has replaced sys.stderr
 
     def draw(self, status: Status) -> None:
         self._newest = status
@@ -165,10 +167,10 @@ def _log_to_stderr() -> None:
 
 
 def settled(status: Status) -> bool:
-    """Whether the start is over: gateways serve, and every replica serves or has given up.
+    """Return whether the start is over: gateways serve, and every replica serves or has failed.
 
     A gateway on another node may have found its port taken: the others serve without it. A model
-    whose remote endpoint is down may be waiting for it for days.
+    whose remote endpoint is down may wait for it for days.
     """
     return all(g.state == "ready" or (g.node and g.reason) for g in status.gateways) and all(
         replica.state in ("ready", "asleep", "failed") or _waits(model, replica)
@@ -178,12 +180,12 @@ def settled(status: Status) -> bool:
 
 
 def _waits(model: ModelStatus, replica: ReplicaStatus) -> bool:
-    """Its endpoint did not answer, and is asked again: also while that is being done."""
+    """Return whether the replica waits for its remote endpoint, or tries it again."""
     return bool(replica.reason) and KINDS[model.engine].is_remote
 
 
 def picture(status: Status) -> RenderableType:
-    """One line for each process that is coming up."""
+    """Return the live picture: one line for each process that is starting."""
     grid = Table.grid(padding=(0, 2))
     for model in status.models:
         for replica in model.replicas:
@@ -207,7 +209,7 @@ def _bar(replica: ReplicaStatus) -> RenderableType:
 
 
 def banner(status: Status, words: Words, *, boxed: bool) -> RenderableType:
-    """Where everything is, and how to stop it."""
+    """Return the banner: the addresses, the models, and how to stop the instance."""
     lines = Text()
     for label, value in _addresses(status.url, ui=words.ui):
         lines.append(f"{label:<8}", style="bold")
@@ -258,7 +260,7 @@ def _served(model: ModelStatus) -> Text:
 
 
 def read_line(text: str) -> tuple[str, str, dict[str, Any]]:
-    """Level, event and fields of a child's line; a line that is not ours is its own event."""
+    """Return level, event and fields of a child's line; other text is its own event."""
     if text.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
             fields = json.loads(text)

@@ -1,4 +1,4 @@
-"""What `servekit ps --timings` shows: how each process came up, phase by phase."""
+"""The output of `servekit ps --timings`: the start of each process, phase by phase."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from servekit.protocol.messages import Status
 from servekit.protocol.startup_messages import Cause, Phase, Start, Starts
 from servekit.sanitize import line
 
-#: Phases that share less than this have not run beside each other.
+#: Minimum overlap of two phases that count as concurrent.
 _BESIDE_S = 0.02
-#: Less than this is not worth a line.
+#: Minimum duration for a line of its own.
 _LINE_S = 0.005
 _SINCE: dict[Cause, str] = {
     "up": "from `servekit up`",
@@ -29,7 +29,7 @@ _SINCE: dict[Cause, str] = {
 
 
 def timing_tables(status: Status) -> Sequence[RenderableType]:
-    """Of each process, the start of its life and, beside it, that of the life before."""
+    """Return a table for each process: its last start, compared with the one before."""
     shown: list[RenderableType] = []
     for known in status.starts:
         if known.starts:
@@ -38,7 +38,7 @@ def timing_tables(status: Status) -> Sequence[RenderableType]:
 
 
 def heading(known: Starts) -> Text:
-    """When and what for it was started, and how long that took."""
+    """Return the time, the cause and the duration of a start."""
     start = known.starts[-1]
     at = time.strftime("%H:%M:%S", time.localtime(start.at))
     text = Text(known.name, style="bold").append(f" at {at}, ", "not bold")
@@ -59,7 +59,7 @@ def heading(known: Starts) -> Text:
 
 
 def how_far(start: Start) -> str:
-    """In what a start broke off: "died in weights, within load, after 0.31 s of it, …"."""
+    """Describe where a start failed: "died in weights, within load, after 0.31 s of it, …"."""
     if not start.phases:
         return f"died {start.total_s:.2f} s {_SINCE[start.cause]}"
     broken = [one for one in start.phases if one.ended_s is None or one.failed]
@@ -87,7 +87,7 @@ def _table(known: Starts) -> Table:
 
 
 def _tree(phases: Sequence[Phase], above: tuple[Phase, ...] = ()) -> Iterator[tuple[int, Phase]]:
-    """Each phase after what it is within, and how deep it is."""
+    """Yield each phase after its enclosing phase, with its depth."""
     for phase in phases:
         if (is_part(phase, above[-1]) if above else not phase.within) and phase not in above:
             yield len(above), phase
@@ -95,7 +95,7 @@ def _tree(phases: Sequence[Phase], above: tuple[Phase, ...] = ()) -> Iterator[tu
 
 
 def is_part(phase: Phase, of: Phase) -> bool:
-    """By its name, and by its time: what is tried twice has two of that name."""
+    """Return whether a phase is within another, by name and time: retries repeat a name."""
     over = of.ended_s is not None and phase.began_s > of.ended_s
     return phase.within == of.name and phase.began_s >= of.began_s and not over
 
@@ -124,7 +124,7 @@ def _note(phase: Phase, start: Start) -> str:
 
 
 def _beside(phase: Phase, start: Start) -> Iterator[Phase]:
-    """Those that ran at the same time, but for what it is a part of and its own parts."""
+    """Yield the phases that ran at the same time, except its enclosing and inner ones."""
     kin = {phase.name, *_above(phase, start.phases)}
     for other in start.phases:
         if other.name in kin or phase.name in _above(other, start.phases):
@@ -135,7 +135,7 @@ def _beside(phase: Phase, start: Start) -> Iterator[Phase]:
 
 
 def _above(phase: Phase, phases: Iterable[Phase]) -> set[str]:
-    """The names of all that it is within."""
+    """Return the names of all enclosing phases."""
     within, found = {one.name: one.within for one in phases}, set[str]()
     name = phase.within
     while name and name not in found:
@@ -145,7 +145,7 @@ def _above(phase: Phase, phases: Iterable[Phase]) -> set[str]:
 
 
 def covered_s(start: Start) -> float:
-    """How much of a start some phase tells of."""
+    """Return the time of a start that is covered by phases."""
     covered_s = reached_s = 0.0
     for phase in start.phases:
         ended_s = min(_end_s(phase, start), start.total_s)

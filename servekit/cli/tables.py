@@ -1,4 +1,4 @@
-"""What the command line shows of a plan and of a running instance."""
+"""Tables of a plan and of a running instance, for the command line."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _COLOURS = {
     "serving": "green",
     "unloading": "yellow",
 }
-#: Columns of a table that goes to a file or a pipe, where nothing should be cut off.
+#: Width of a table in a file or a pipe, where nothing should be cut off.
 _WIDE = 200
 
 
 def show(*renderables: RenderableType) -> None:
-    """Print on stdout, in colour on a terminal."""
-    # No markup: a path may hold [brackets], a model's name :colons:.
+    """Print to stdout, in colour on a terminal."""
+    # No markup: a path may contain [brackets], a model's name :colons:.
     width = None if sys.stdout.isatty() else _WIDE
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     for renderable in renderables:
@@ -59,7 +59,7 @@ def show(*renderables: RenderableType) -> None:
 
 
 def plan_tables(plan: Plan) -> Sequence[RenderableType]:
-    """What would run where, and what there is to run it on."""
+    """Return tables of the planned workers, and of the available GPUs and engines."""
     used = {gpu for place in plan.places for gpu in place.gpus}
     gpus = [f"{gpu}{'' if gpu in used else ', idle'}" for gpu in plan.gpus]
     shown: list[RenderableType] = [Fitted(_places(plan), "THREADS", "DTYPE", "DEVICE")]
@@ -85,7 +85,7 @@ def _named_adapters(plan: Plan) -> Table:
 
 
 def _engines() -> Iterator[Text]:
-    """What there is to run models with, and what packages bring in vain."""
+    """Yield the available engines, and the unusable plugins."""
     yield Text("engines: " + "; ".join(f"{name} ({what})" for name, what in installed.engines()))
     yield from (Text(sentence, style="yellow") for sentence in installed.refused())
 
@@ -108,7 +108,7 @@ def _places(plan: Plan) -> Table:
 
 
 def _needs(plan: Plan) -> Table:
-    """What each model is estimated to take, and what it claims, of each of its GPUs or the host."""
+    """Return each model's estimated and claimed memory, per GPU or of the host."""
     each = " PER GPU" if any(place.gpus or place.elsewhere for place in plan.places) else ""
     table = _table("MODEL", "WEIGHTS", "KV / 1K TOKENS", "CONTEXT", f"LEAST{each}", f"CLAIM{each}")
     table.add_column("NOTE")
@@ -130,7 +130,7 @@ def _needs(plan: Plan) -> Table:
 
 
 def status_tables(status: Status) -> Sequence[RenderableType]:
-    """A running instance: its workers, its gateways, the supervisor itself."""
+    """Return tables of a running instance: workers, gateways, and the supervisor itself."""
     head = Text(
         f"servekit {status.version} · {status.url} · {status.config} · pid {status.pid} · "
         f"{size(status.rss_bytes)} · up {duration(time.time() - status.started_at)}"
@@ -148,7 +148,7 @@ def status_tables(status: Status) -> Sequence[RenderableType]:
 
 
 def _residents(status: Status) -> Table:
-    """The models that come and go."""
+    """Return a table of the models that come and go."""
     table = _table("MODEL", "STATE", "LOAD", "WAIT", "UNUSED", "LEAVES IN", "NOTE")
     for model in status.models:
         if (residence := model.residence) is None:
@@ -167,7 +167,7 @@ def _residents(status: Status) -> Table:
 
 
 def _scales(status: Status) -> Table:
-    """The models whose number of replicas follows their load."""
+    """Return a table of the models that scale with their load."""
     table = _table("MODEL", "REPLICAS", "QUEUE", "LAST SCALED", "NOTE")
     queued = {one.model: one.queued for one in status.traffic}
     for model in status.models:
@@ -180,14 +180,14 @@ def _scales(status: Status) -> Table:
 
 
 def span(model: ModelStatus) -> str:
-    """ "2 (1–4)": the replicas that serve, and between which numbers it scales."""
+    """Return the number of ready replicas, with the range of a model that scales: "2 (1–4)"."""
     scale = model.scale
     serving = sum(replica.state == "ready" for replica in model.replicas)
     return str(serving) if scale is None else f"{serving} ({scale.min}–{scale.max})"
 
 
 def adapter_table(adapters: Mapping[str, Sequence[AdapterStatus]]) -> RenderableType:
-    """The adapters of each model: how they are run and why, or why not."""
+    """Return a table of the adapters: their modes, or their errors."""
     table = _table("ADAPTER", "STATE", "MODEL", "KIND", "MODE", "SIZE", "SINCE", "NOTE")
     for model, statuses in adapters.items():
         for one in statuses:
@@ -206,7 +206,7 @@ def adapter_table(adapters: Mapping[str, Sequence[AdapterStatus]]) -> Renderable
 
 
 def adapter_note(adapter: AdapterStatus) -> str:
-    """Why it has failed, else why it is run as it is; `why` tells what was measured of it."""
+    """Return the reason for an adapter's failure, else for its mode."""
     if adapter.reason:
         return plain(adapter.reason)
     return plain(adapter.path if adapter.info is None else adapter.info.why).rstrip(".")
@@ -252,7 +252,7 @@ def _gateways(status: Status) -> Table:
 
 
 def gateway_note(gateway: GatewayStatus) -> str:
-    """Why it does not serve, or of what it has ended last."""
+    """Return why a gateway does not serve, or the reason of its last end."""
     said = plain(gateway.reason)
     return f"last: {said}" if said and gateway.state == "ready" else said
 
@@ -269,7 +269,7 @@ def state(name: str) -> Text:
 
 
 def note(model: ModelStatus, replica: ReplicaStatus) -> str:
-    """What there is to say of a replica: its progress, why it is down, else what it runs."""
+    """Return a note about a replica: its progress, why it is down, else its model."""
     return plain(_note(model, replica))
 
 
@@ -290,13 +290,13 @@ def _note(model: ModelStatus, replica: ReplicaStatus) -> str:
 
 
 def gpu_use(replica: ReplicaStatus) -> str:
-    """What it holds on GPUs, and of how much that it was promised."""
+    """Return the memory that a replica holds on GPUs, and its claim."""
     held = size(replica.gpu_bytes)
     return f"{held} of {size(replica.claim_bytes)}" if replica.claim_bytes else held
 
 
 def progress_text(progress: Progress) -> str:
-    """ "fetch 12.0 of 94.0 MB", "load 30 of 272 tensors", "warm-up"."""
+    """Format progress: "fetch 12.0 of 94.0 MB", "load 30 of 272 tensors", "warm-up"."""
     if not progress.total:
         return progress.phase
     if progress.unit == "bytes":
@@ -305,7 +305,7 @@ def progress_text(progress: Progress) -> str:
 
 
 def size(size_bytes: int) -> str:
-    """Bytes for people; "-" for none."""
+    """Format a number of bytes; "-" for 0."""
     if not size_bytes:
         return "-"
     value = float(size_bytes)

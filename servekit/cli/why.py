@@ -1,4 +1,4 @@
-"""What `servekit why` shows: a diagnosis in a sentence, then the deaths, the newest last."""
+"""The output of `servekit why`: a diagnosis in a sentence, then the deaths, the newest last."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from servekit.protocol.residency import ResidencyStatus
 from servekit.protocol.types import ExitRecord, ScaleStatus
 from servekit.sanitize import counted, plain
 
-#: Last lines shown of each death but the newest, of which all are.
+#: Output lines shown of each death; the newest death shows all.
 _FEW_LINES = 3
 
 
 def why_tables(why: Why) -> Sequence[RenderableType]:
-    """The whole answer, for a person."""
+    """Return the whole answer, for a person."""
     shown: list[RenderableType] = [Text(diagnosis(why), style="bold")]
     if why.breaker != "closed":
         shown.append(Text(f"breaker: {plain(why.breaker)}", style="red"))
@@ -40,7 +40,7 @@ def why_tables(why: Why) -> Sequence[RenderableType]:
 
 
 def diagnosis(why: Why) -> str:
-    """One sentence: what is the matter, and what to do next."""
+    """Return a sentence with the problem and the next step."""
     last = max((exit_ for r in why.replicas for exit_ in r.exits), key=lambda e: e.at, default=None)
     serving = sum(replica.state == "ready" for replica in why.replicas)
     total = len(why.replicas)
@@ -53,7 +53,7 @@ def diagnosis(why: Why) -> str:
 
 
 def _standing(residence: ResidencyStatus | None) -> str:
-    """How a model stands that comes and goes: "stopped at 21:03:11: evicted for b, …"."""
+    """Describe a model that comes and goes: "stopped at 21:03:11: evicted for b, …"."""
     if residence is None or residence.tier == "resident":
         return ""
     tier, reason = residence.tier, plain(residence.reason)
@@ -63,7 +63,7 @@ def _standing(residence: ResidencyStatus | None) -> str:
 
 
 def _scale(scale: ScaleStatus) -> str:
-    """Between which numbers it scales, what was last done and why, and what keeps it from more."""
+    """Describe the range of replicas, the last scaling with its reason, and what prevents more."""
     said = [f"replicas: {scale.desired}, between {scale.min} and {scale.max} by its load"]
     if scale.at:
         said.append(f"{time.strftime('%H:%M:%S', time.localtime(scale.at))} {plain(scale.reason)}")
@@ -103,7 +103,7 @@ def _advice(why: Why, last: ExitRecord) -> str:
 
 
 def _adapter(adapter: AdapterStatus) -> Iterator[Text]:
-    """How an adapter is run, why that way, and what was measured; or why it is not."""
+    """Yield an adapter's mode with the reason and measurements, or its error."""
     line = Text(f"adapter {plain(adapter.name)}", style="bold").append(" ")
     yield line.append_text(state(adapter.state)).append(f", from {plain(adapter.path)}", "")
     if adapter.reason:
@@ -152,7 +152,7 @@ def _death(exit_: ExitRecord, *, lines: int) -> Iterator[Text]:
 
 
 def _said(line: str) -> Iterator[str]:
-    """A line of our own logging as `servekit logs` shows it, any other as it is."""
+    """Format a line of servekit's own logging as `servekit logs` does; yield others unchanged."""
     from servekit.cli.startup_display import read_line
 
     _, event, fields = read_line(line)

@@ -1,8 +1,7 @@
-"""The configuration file: its schema, and reading it with errors that a user can act on.
+"""The configuration file: its schema, and a reader with actionable errors.
 
-`schema` and the sections beside it are the types; `yaml` reads text with line numbers, `engines`
-knows each engine's options. Every part but `protocol`, `system` and `engines` may import from
-here.
+`schema` and the sections beside it are the types; `yaml` parses text with line numbers, `engines`
+has each engine's options. Every part but `protocol`, `system` and `engines` may import from here.
 """
 
 from servekit.config.schema import Config, ModelConfig, ServerConfig

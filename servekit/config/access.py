@@ -1,4 +1,4 @@
-"""The parts of the configuration file that say who may do what: keys, TLS, limits, logging."""
+"""Access control in the configuration file: keys, TLS, limits, logging, tracing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every mapping of the configuration file is: frozen, and without unknown keys."""
+"""The base class of all mappings in the configuration file: frozen, without unknown keys."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A model's `chat_template`: jinja text in the configuration, or a file of it.
+"""A model's `chat_template`: jinja text in the configuration, or the path of a file.
 
-Text has a line break or a tag of jinja's in it; anything else is a path. A configuration that has
-been loaded holds the text, so that a file which has changed replaces the model's workers.
+Text contains a line break or a jinja tag; anything else is a path. A loaded configuration holds the
+text, so that a changed file replaces the model's workers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from servekit.config.paths import resolve
 from servekit.model_metadata.chat_template import syntax_error
 
 _TEXT = ("\n", "{{", "{%", "{#")
-#: As large as a configuration file may be; real ones have some kilobytes.
+#: Size limit, as for a configuration file; real templates have some kilobytes.
 MAX_BYTES = 2**20
 
 
 def read_template(text: str, folder: Path) -> str:
     """Return the template's source; raises ValueError with a sentence for the user.
 
-    `folder` is what a path is relative to. An error in a file names the file and the line, one in
-    the text the line of the template.
+    A path is relative to `folder`. An error in a file names the file and the line; one in inline
+    text names the line of the template.
     """
     is_text = any(sign in text for sign in _TEXT)
     path = None if is_text else resolve(text, folder)

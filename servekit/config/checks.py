@@ -1,4 +1,4 @@
-"""What one key alone cannot tell: names that collide, files that are not there."""
+"""Checks across several keys, or against the disk: name collisions, missing files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from servekit.config.yaml.nodes import Node, find
 
 Place = tuple[str | int, ...]
 
-#: Hashes with the same prefix, as while a key is being replaced: each is tried, and takes time.
+#: Maximum hashes with the same prefix, as while a key is being replaced: each costs a scrypt.
 _MAX_ALIKE = 3
 
 
 def names(root: Node) -> Iterator[Problem]:
-    """Names that two models share, in a file that need not be right otherwise."""
+    """Find names that two models share, in a file that may have other errors."""
     seen: dict[str, Place] = {}
     for loc, name in _names(root):
         first = seen.setdefault(name, loc)
@@ -53,7 +53,7 @@ def _items(node: Node | None) -> list[Node]:
 
 
 def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
-    """What is wrong with a model whose keys are each right. Not every engine reads a file."""
+    """Find errors in a model whose keys are each valid. Not every engine reads a file."""
     kind = kind_of(config)
     if kind.needs_files:
         yield from _path(config, at, folder)
@@ -87,7 +87,7 @@ def _residency(config: ModelConfig, at: Place) -> Iterator[Problem]:
 
 
 def _scaling(config: ModelConfig, at: Place) -> Iterator[Problem]:
-    """What is said of scaling where nothing scales, or could not come back from nothing."""
+    """Find scaling options without effect, and models that could never scale up from 0."""
     if not isinstance(config.replicas, ReplicaRange):
         if "scale" in config.model_fields_set:
             message = "only with `replicas: {min: …, max: …}` is a model scaled."
@@ -98,14 +98,14 @@ def _scaling(config: ModelConfig, at: Place) -> Iterator[Problem]:
 
 
 def tracing(config: Config, machine: Machine) -> Iterator[Problem]:
-    """What tracing lacks on this machine."""
+    """Find what tracing needs and this machine lacks."""
     if config.tracing is not None and not machine.has("opentelemetry.exporter.otlp.proto.http"):
         message = "OpenTelemetry's exporter is not installed; pip install 'servekit[otel]'."
         yield Problem(("tracing",), message, at_key=True)
 
 
 def launcher(config: Config, machine: Machine | None) -> Iterator[Problem]:
-    """What cannot be where workers are placed by a cluster, and what is not installed for it."""
+    """Find keys that are invalid where a cluster places the workers, and missing packages."""
     if config.launcher == "local":
         if config.ray is not None:
             yield Problem(("ray",), "only `launcher: ray` reads this.", at_key=True)
@@ -123,13 +123,13 @@ def launcher(config: Config, machine: Machine | None) -> Iterator[Problem]:
                 yield Problem(("models", i, key), _BY_RAY, at_key=True)
 
 
-#: What `launcher: ray` needs, by module and package.
+#: Modules that `launcher: ray` needs, with their packages.
 _OF_RAY = (("ray", "ray"), ("cryptography", "cryptography"))
 _BY_RAY = "with `launcher: ray` workers get whole GPUs, and Ray says which: leave this out."
 
 
 def kind_of(config: ModelConfig) -> EngineKind:
-    """The kind of a model's engine; where `auto` is not resolved, of one that it may become."""
+    """Return the kind of a model's engine; for an unresolved `auto`, that of a likely engine."""
     if config.engine == "auto":
         return KINDS["openai" if "url" in config.options else "transformers"]
     return KINDS[config.engine]
@@ -138,7 +138,7 @@ def kind_of(config: ModelConfig) -> EngineKind:
 def here(
     config: ModelConfig, at: Place, machine: Machine, *, elsewhere: bool = False
 ) -> Iterator[Problem]:
-    """What a model's engine lacks on this machine; `elsewhere`: its workers are on others."""
+    """Find what a model's engine needs and this machine lacks; `elsewhere`: for remote workers."""
     kind = KINDS[config.engine]
     if remedy := lacking(kind, machine.has, config.options):
         message = f"the engine {config.engine} is not installed; {remedy}."
@@ -148,7 +148,7 @@ def here(
         yield Problem((*at, "engine"), f"{message}{requirements.instead(kind)}.")
 
 
-#: What says how a model is loaded, and means nothing where somebody else has loaded it.
+#: Keys about loading a model, without meaning for a remote model.
 _OF_LOADING = [
     *("revision", "gpus", "memory", "dtype", "trust_remote_code", "tool_parser"),
     *("reasoning_parser", "stray_memory", "chat_template"),
@@ -156,7 +156,7 @@ _OF_LOADING = [
 
 
 def _remote(config: ModelConfig, at: Place) -> Iterator[Problem]:
-    """Keys that a remote model has no use for are mistakes, of what one expects of it."""
+    """Reject keys without effect on a remote model: they show a wrong expectation."""
     for key in _OF_LOADING:
         if key in config.model_fields_set:
             message = "the model is loaded elsewhere: this is its endpoint's to say."
@@ -226,7 +226,7 @@ def _gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> Iterat
     each = config.gpus_per_replica
     most = config.replicas.max if isinstance(config.replicas, ReplicaRange) else config.replicas
     too_many = isinstance(most, int) and most * each > len(gpus)
-    if too_many and config.memory is None:  # with it they may share
+    if too_many and config.memory is None:  # with `memory` replicas may share a GPU
         need = "a GPU" if each == 1 else f"{each} GPUs"
         message = f"{most} replicas need {need} each, and `gpus` lists {len(gpus)}; "
         message += "with `memory`, what each may take, they can share."
@@ -246,7 +246,7 @@ def run_dir(config: Config, folder: Path) -> Iterator[Problem]:
 
 
 def keys(config: Config) -> Iterator[Problem]:
-    """Keys that share a name, or name a model that is not there."""
+    """Find keys that share a name, or that name an unknown model."""
     known = set(names_of(config))
     names: set[str] = set()
     prefixes: list[bytes] = []
@@ -274,17 +274,17 @@ def _unknown(model: str, at: Place, known: Collection[str]) -> Problem:
 
 
 def default_model(config: Config) -> Iterator[Problem]:
-    """A default model that is not there."""
+    """Find a default model that does not exist."""
     model, known = config.server.default_model, names_of(config)
     if model is not None and model not in known:
         yield _unknown(model, ("server", "default_model"), known)
 
 
 def tls(config: Config, folder: Path) -> Iterator[Problem]:
-    """A certificate that nobody can serve with."""
+    """Find a certificate that cannot be used to serve."""
     if (files := config.server.tls) is None:
         return
-    from servekit.config import tls  # OpenSSL takes a moment to load
+    from servekit.config import tls  # OpenSSL loads slowly
 
     try:
         certificate = paths.resolve(str(files.certificate), folder)
@@ -294,7 +294,7 @@ def tls(config: Config, folder: Path) -> Iterator[Problem]:
 
 
 def legacy(config: Config) -> Iterator[Problem]:
-    """A second port for what is not served, or that is the first one."""
+    """Find a legacy port without a legacy API, or equal to the main port."""
     server = config.server
     if server.legacy_port is None:
         return

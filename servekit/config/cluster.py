@@ -1,4 +1,4 @@
-"""The part of the configuration file that says which Ray cluster workers are placed in."""
+"""The Ray section of the configuration file: the cluster in which workers are placed."""
 
 from __future__ import annotations
 

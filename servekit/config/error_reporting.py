@@ -1,6 +1,6 @@
-"""What is wrong with a configuration, in plain words and in its place.
+"""Errors of a configuration, in plain words and with their place in the file.
 
-pydantic's errors say what its types are called; these say what to write instead.
+pydantic's errors name its types; these say what to write instead.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _EXPECTED = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong. `loc` is where; `at_key` blames the key and not the value."""
+    """An error. `loc` is its place; `at_key` blames the key instead of the value."""
 
     loc: tuple[str | int, ...]
     message: str
@@ -71,7 +71,7 @@ class Problem:
 
 
 def config_error(path: Path, root: Node, problems: Iterable[Problem]) -> ConfigError:
-    """Return the error that lists `problems`, one a line, in the order of the file."""
+    """Return the error that lists `problems`, one per line, in the order of the file."""
     lines = sorted({_line(path, root, problem) for problem in problems})
     shown = [text for _, text in lines[:MAX_PROBLEMS]]
     if len(lines) > MAX_PROBLEMS:
@@ -87,7 +87,7 @@ def _line(path: Path, root: Node, problem: Problem) -> tuple[tuple[int, int], st
 
 
 def dotted(loc: Loc) -> str:
-    """`("models", 0, "name")` as `models[0].name`."""
+    """Format `("models", 0, "name")` as `models[0].name`."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{short(part)}" for part in loc)
     return "".join(parts).removeprefix(".")
 
@@ -104,14 +104,14 @@ def explain(errors: Sequence[ErrorDetails], root: Node, prefix: Loc = ()) -> lis
 
 
 def _trim(loc: tuple[str | int, ...], error: ErrorDetails, root: Node) -> tuple[str | int, ...]:
-    """Cut what pydantic appends for its own use: a union's branch, `[key]`."""
+    """Cut the parts that pydantic appends: the branch of a union, `[key]`."""
     loc = tuple(part for part in loc if part not in BRANCHES)
     depth = find(root, loc).depth
     return loc[: depth + 1] if error["type"] == "missing" else loc[:depth]
 
 
 def _is_consequence(error: ErrorDetails) -> bool:
-    """A list whose items are wrong is also too short to pydantic."""
+    """Return whether pydantic calls a list too short only because its items are invalid."""
     return error["type"] == "too_short" and bool(error["input"])
 
 
@@ -140,12 +140,12 @@ def _wanted(error: ErrorDetails) -> str:
 
 
 def _own_words(error: ErrorDetails) -> str:
-    """The sentence of a validator of ours, else pydantic's."""
+    """Return the message of a validator of servekit, else pydantic's."""
     return str(error.get("ctx", {}).get("error", error["msg"])).rstrip(".")
 
 
 def describe(node: Node) -> str:
-    """A value as a reader of the file would call it."""
+    """Describe a value in the terms of a reader of the file."""
     match node.value:
         case None:
             return "empty"
@@ -161,7 +161,7 @@ def describe(node: Node) -> str:
 
 
 def short(text: str) -> str:
-    """One line of `text` that is not too long for a message."""
+    """Return `text` on one line, truncated for a message."""
     line = " ".join(text.split())
     return line if len(line) <= 60 else line[:57] + "..."
 
@@ -183,7 +183,7 @@ def _hint(node: Node, wanted: list[str], error: ErrorDetails) -> str:
 
 
 def _section(loc: Loc, root: Node) -> type[Section] | None:
-    """The schema of the mapping at `loc`; None where the schema names no keys there."""
+    """Return the schema of the mapping at `loc`; None where the schema defines no keys there."""
     match tuple(loc):
         case ("models", int() as index, "options"):
             engine = find(root, ("models", index, "engine"))
@@ -198,7 +198,7 @@ def _section(loc: Loc, root: Node) -> type[Section] | None:
 
 
 def _section_in(annotation: Any) -> type[Section] | None:
-    """The schema of the mappings that a field holds: by itself, in a list, or as one of several."""
+    """Return the schema of the mappings in a field: directly, in a list, or in a union."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next(filter(None, map(_section_in, get_args(annotation))), None)
@@ -214,7 +214,7 @@ def _unknown_key(loc: tuple[str | int, ...], root: Node) -> str:
 
 
 def _home_of(key: str, loc: tuple[str | int, ...], root: Node) -> str:
-    """Where a key that is valid elsewhere belongs."""
+    """Describe where a key that is valid elsewhere belongs, or return ""."""
     model = loc[:2] if loc[0] == "models" and len(loc) > 2 else ("models", 0)
     homes: list[tuple[str | int, ...]] = [model, (*model, "sampling"), (*model, "options")]
     for home in [*homes, ("server",), ("gpus",), ()]:

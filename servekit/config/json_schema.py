@@ -1,4 +1,4 @@
-"""The configuration file as a JSON schema, for editors and `servekit schema`."""
+"""The JSON schema of the configuration file, for editors and `servekit schema`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Schema = dict[str, Any]
 def json_schema() -> Schema:
     """Return the schema (draft 2020-12). `options` depends on `engine`, so editors complete it.
 
-    Engines that other packages bring are in it where they are installed.
+    Installed engine plugins are included.
     """
     schema = Config.model_json_schema()
     engines = [name for name in plugins.names() if plugins.options_of(name) is not None]
@@ -32,7 +32,7 @@ def json_schema() -> Schema:
 
 
 def _options_of(engine: str) -> Schema:
-    """If the engine is this one, `options` are its own; the default engine need not be written."""
+    """Return the rule that binds `options` to this engine; the default engine may be omitted."""
     says: Schema = {"properties": {"engine": {"const": engine}}}
     if engine != ModelConfig.model_fields["engine"].default:
         says["required"] = ["engine"]
@@ -41,13 +41,13 @@ def _options_of(engine: str) -> Schema:
 
 
 def _title(engine: str) -> str:
-    """Of its options: ours by their own name, others by the engine's, which is one of its kind."""
+    """Return the title of an engine's options, with the engine's name for plugins."""
     name = KINDS[engine].options.__name__
     return name if plugins.plugin(engine) is None else f"{name}.{engine}"
 
 
 def _tidy(schema: Any) -> Any:
-    """Drop the titles that pydantic makes up from the keys, and the line breaks of docstrings."""
+    """Drop the titles that pydantic derives from keys, and the line breaks of docstrings."""
     if isinstance(schema, list):
         return [_tidy(item) for item in schema]
     if not isinstance(schema, dict):

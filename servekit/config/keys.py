@@ -1,12 +1,12 @@
-"""API keys: how they are made, how the file keeps them, how one is recognised.
+"""API keys: creation, hashes for the file, and verification.
 
-    sk-alice-Zr3…            a key: a prefix that says which it is, and 32 random characters
+    sk-alice-Zr3…            a key: an identifying prefix, and 32 random characters
     sk-alice-$scrypt$ln=14,r=8,p=1$SALT$HASH
                              its hash in the file: the prefix, and scrypt (RFC 7914) of the whole
 
-scrypt is in Python's own hashlib, takes as much memory from an attacker as argon2, and releases the
-GIL while it works. The prefix says which hash to try, so that a key costs one of them, and a key
-that cannot be ours costs none. It is the hash's own: an entry can be renamed and its key goes on.
+scrypt is in Python's hashlib, costs an attacker as much memory as argon2, and releases the GIL. The
+prefix selects the hash, so that checking a key costs one scrypt, and a foreign key none. The prefix
+is part of the hash: renaming an entry does not invalidate its key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME_RULE = (
     "a key's name is letters, digits and . _ - with a letter or digit at both ends,"
     " 63 characters at most"
 )
-#: 190 bits: no table and no guessing finds one, whatever the hash.
+#: 190 bits: safe from tables and guessing, whatever the hash.
 _RANDOM_CHARS = 32
 _ALPHABET = string.ascii_letters + string.digits
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
@@ -33,15 +33,15 @@ _HASH = re.compile(
 )
 #: 16 MiB and about 40 ms.
 _LN, _R, _P = 14, 8, 1
-#: What a file may ask of us: 128 MiB.
+#: Maximum memory of a hash in the file: 128 MiB.
 _MAX_MEMORY_BYTES = 2**27
-#: Longest key that is looked at.
+#: Maximum length of a key that is checked.
 MAX_KEY_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Hash:
-    """A hash as the file has it, parsed."""
+    """A parsed hash of the file."""
 
     prefix: bytes
     ln: int  # log2 of the cost
@@ -51,17 +51,19 @@ class Hash:
     digest: bytes
 
     def matches(self, key: bytes) -> bool:
-        """Whether this is the key, in constant time. Takes tens of milliseconds: for a thread."""
+        """Return whether this is the key, in constant time. Takes tens of milliseconds: use a
+        thread.
+        """
         return hmac.compare_digest(_scrypt(key, self.salt, self.ln, self.r, self.p), self.digest)
 
 
 def is_name(text: str) -> bool:
-    """Whether a key can have this name."""
+    """Return whether a key can have this name."""
     return re.fullmatch(_NAME, text) is not None
 
 
 def new(name: str) -> tuple[str, str]:
-    """A new key of that name, and its hash for the file."""
+    """Return a new key of that name, and its hash for the file."""
     prefix = f"sk-{name}-"
     key = prefix + "".join(secrets.choice(_ALPHABET) for _ in range(_RANDOM_CHARS))
     salt = secrets.token_bytes(16)
@@ -70,7 +72,7 @@ def new(name: str) -> tuple[str, str]:
 
 
 def parse(text: str) -> Hash:
-    """A hash of the file; raises ValueError with a sentence for the user."""
+    """Parse a hash of the file; raises ValueError with a sentence for the user."""
     found = _HASH.fullmatch(text)
     if found is None:
         if text.startswith("sk-") and "$" not in text:
@@ -89,15 +91,15 @@ def parse(text: str) -> Hash:
 
 
 def prefix_of(key: bytes) -> bytes:
-    """The part of a key that says which it is; empty if it says nothing."""
+    """Return the identifying prefix of a key; empty if it has none."""
     head, dash, _ = key.rpartition(b"-")
     return head + dash
 
 
 def fast_digest(key: bytes, salt: bytes) -> bytes:
-    """A keyed digest, 32 bytes, for keys that stand in the clear where we have them from.
+    """Return a keyed digest, 32 bytes, for keys that are known in the clear.
 
-    `salt` is random and of one process, so nobody can tell what a guess would have to be.
+    `salt` is random per process, so that an attacker cannot compute digests of guesses.
     """
     return hashlib.blake2b(key, key=salt, digest_size=32).digest()
 

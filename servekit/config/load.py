@@ -1,14 +1,14 @@
-"""Reading a configuration file, with errors a person can act on.
+"""Reader of configuration files, with actionable errors.
 
-Each problem is one line, all of them at once, in the order of the file:
+All problems are reported at once, one per line, in the order of the file:
 
     demo.yaml:7:5: models[0].replcas: unknown key. Did you mean 'replicas'?
 
-A key left empty counts as not written. Text is never taken for a number nor a number for text.
-Local paths are relative to the file's own folder, and `~` is the user's home.
+An empty key counts as absent. Text is never taken for a number nor a number for text. Local paths
+are relative to the file's own folder, and `~` is the user's home.
 
-`load` reads the file alone; `load_here` also looks at what this machine has to run it with, and in
-its answer no engine is `auto`.
+`load` reads the file alone; `load_here` also checks it against this machine, and resolves every
+`engine: auto`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from servekit.errors import ConfigError
 __all__ = ["complain", "json_schema", "load", "load_here"]
 
 S = TypeVar("S", bound=Section)
-#: By the model's name, of those whose engine was left open.
+#: Engine choices by model name, for models with `engine: auto`.
 Choices = dict[str, Choice]
 
 
@@ -48,7 +48,7 @@ def load(path: Path) -> Config:
 
 
 def load_here(path: Path, machine: Machine) -> tuple[Config, Choices]:
-    """As `load`, and each engine can run here; with what was chosen for `engine: auto`."""
+    """Load as `load` does, for this machine; also return the choices for `engine: auto`."""
     plugins.look_again()
     return _load(path, machine)
 
@@ -68,7 +68,7 @@ def _load(path: Path, machine: Machine | None) -> tuple[Config, Choices]:
         raise config_error(path, root, problems)
     try:
         return _absolute(config, folder), choices
-    except ValueError as error:  # a file has changed in between
+    except ValueError as error:  # a file has changed meanwhile
         raise ConfigError(f"{path}: {error}") from None
 
 
@@ -79,13 +79,13 @@ def _choices(config: Config, folder: Path, machine: Machine) -> Iterator[tuple[s
 
 
 def _settle(config: Config, root: Node, choices: Choices) -> Config:
-    """Have nothing left to choose: in `config`, and in the nodes, which know where things stand."""
+    """Replace each `auto` by the chosen engine: in `config`, and in the nodes with their marks."""
     models = list(config.models)
     for index, model in enumerate(models):
         if (choice := choices.get(model.name)) is not None:
             models[index] = model.model_copy(update={"engine": choice.engine})
             keys = find(root, ("models", index)).node.value
-            assert isinstance(keys, dict)  # it was valid
+            assert isinstance(keys, dict)  # the section is valid
             keys["engine"] = replace(keys["engine"], value=choice.engine)
     return config.model_copy(update={"models": tuple(models)})
 
@@ -93,7 +93,7 @@ def _settle(config: Config, root: Node, choices: Choices) -> Config:
 def complain(path: Path, loc: Loc, message: str) -> ConfigError:
     """Return the error that blames the value at `loc` in the file `path`.
 
-    For what only the machine can tell after `load`, such as more GPUs than there are:
+    For errors that only the machine reveals after `load`, such as too few GPUs:
     `raise complain(path, ("models", 0, "replicas"), "8 replicas, but there are 2 GPUs.")`
     """
     try:
@@ -105,7 +105,7 @@ def complain(path: Path, loc: Loc, message: str) -> ConfigError:
 def _validate(
     schema: type[S], data: object, root: Node, at: tuple[str | int, ...]
 ) -> tuple[S | None, list[Problem]]:
-    """Validate strictly. By way of JSON, where strict still takes a list for a tuple."""
+    """Validate strictly, by way of JSON, where strict mode accepts a list for a tuple."""
     try:
         return schema.model_validate_json(json.dumps(data), strict=True), []
     except ValidationError as error:
@@ -115,7 +115,7 @@ def _validate(
 
 
 def _engine_options(root: Node) -> list[Problem]:
-    """What is wrong with the options of each model whose engine is known by now."""
+    """Return the problems in the options of each model whose engine is known."""
     problems: list[Problem] = []
     data = plain(root)
     models = data.get("models") if isinstance(data, dict) else None
@@ -130,7 +130,7 @@ def _engine_options(root: Node) -> list[Problem]:
 def _own_options(
     engine: str, options: object, root: Node, at: tuple[str | int, ...]
 ) -> list[Problem]:
-    schema = plugins.options_of(engine)  # none where it is not settled, or wrong itself
+    schema = plugins.options_of(engine)  # None if the engine is unknown or `auto`
     return [] if schema is None else _validate(schema, options, root, at)[1]
 
 
@@ -185,6 +185,6 @@ def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
         library = paths.resolve(str(model.options[kind.instead]), folder)
         update["options"] = {**model.options, kind.instead: str(library)}
     if kind.reads_files:
-        with contextlib.suppress(ValueError):  # of an engine that needs no files
+        with contextlib.suppress(ValueError):  # the engine may need no files
             update["path"] = paths.check(model.path, folder).text
     return model.model_copy(update=update)

@@ -1,4 +1,4 @@
-"""Amounts of memory as the file has them: 20GiB, 800 MB, 40%."""
+"""Amounts of memory in the configuration file: 20GiB, 800 MB, 40%."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
 
 
 def parse(text: str) -> tuple[float, bool]:
-    """The number of bytes, or of percent (True). Raises ValueError with a sentence for the user."""
+    """Return a number of bytes, or of percent (True). Raises ValueError with a sentence."""
     match = _AMOUNT.fullmatch(text.strip())
     if match is None or (match["unit"] != "%" and match["unit"].lower() not in _UNITS):
         raise ValueError(f"{text!r} is no amount of memory; write 20GiB, or 40% of the GPU")
@@ -29,6 +29,6 @@ def parse(text: str) -> tuple[float, bool]:
 
 
 def of(text: str, total_bytes: int) -> int:
-    """Bytes, where a share is one of `total_bytes`."""
+    """Return an amount in bytes; a share is one of `total_bytes`."""
     amount, is_share = parse(text)
     return int(total_bytes * amount / 100) if is_share else int(amount)

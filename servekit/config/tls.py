@@ -1,4 +1,4 @@
-"""Is this certificate fit to serve with? By shaking hands with itself, as a client would."""
+"""A check of a TLS certificate by an in-memory handshake with itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check(certificate: Path, key: Path) -> None:
     server = _server(certificate, key)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    # the certificate is trusted as such, whoever has signed it: it is its dates that are asked for
+    # trust the certificate itself, whoever signed it: the check is for its dates
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     client.load_verify_locations(cafile=str(certificate))
     try:
@@ -62,7 +62,7 @@ def _server(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
-    """Both ends in memory; raises what the client finds wrong."""
+    """Shake hands in memory; raises the client's verification error."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True))
     done = 0

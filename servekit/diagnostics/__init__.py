@@ -1,5 +1,5 @@
 """`servekit doctor`: checks of this machine, a sentence for each; and `cuda_trace`.
 
-`runner` runs all checks in order; `host`, `packages`, `gpus` and `service` hold them, `finding` is
-their result. Only `cli` may import from here.
+`runner` runs all checks in order; `host`, `packages`, `gpus` and `service` contain them, `finding`
+is their result. Only `cli` may import from here.
 """

@@ -1,4 +1,4 @@
-"""What is said of one thing that was examined."""
+"""The result of one check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the answer. `said` tells what is so and, unless it is ok, what to do."""
+    """A line of the answer. `said` states the facts and, unless it is ok, the remedy."""
 
     area: str
     level: Level
@@ -19,14 +19,14 @@ class Finding:
 
 
 def gib(size_bytes: int) -> str:
-    """ "3.4 GiB", "64 MiB"."""
+    """Format a size: "3.4 GiB", "64 MiB"."""
     if size_bytes < 2**30:
         return f"{size_bytes / 2**20:.0f} MiB"
     return f"{size_bytes / 2**30:.1f} GiB"
 
 
 def text(findings: Sequence[Finding]) -> str:
-    """For people: one line each, and the sum."""
+    """Format findings for people: one line each, and the totals."""
     width = max((len(finding.area) for finding in findings), default=0)
     lines = [f"{f.level:<8} {f.area:<{width}}  {f.said}" for f in findings]
     errors = sum(finding.level == "error" for finding in findings)

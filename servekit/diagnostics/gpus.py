@@ -1,4 +1,4 @@
-"""The driver and the GPUs by NVML's word, who holds memory on them, and torch's word against it."""
+"""Checks of the driver and the GPUs by NVML, of the GPUs' processes, and of torch's view."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from servekit.system import procfs
 from servekit.system.gpus import Gpu, restrict
 from servekit.system.orphan_cleanup import MARK
 
-#: A driver keeps this much of each GPU for itself; below, nobody else is suspected.
+#: Memory that the driver may use itself; only more is reported as held by unknown processes.
 _DRIVERS_OWN_BYTES = 2**30
 
 Details = Mapping[str, Any]
@@ -20,7 +20,7 @@ Details = Mapping[str, Any]
 def gpus(
     present: bool, details: Details | None, torch: Mapping[str, Any], visible: str | None
 ) -> Iterator[Finding]:
-    """`details` are NVML's (`supervisor.nvml`), None where it did not answer."""
+    """Check the GPUs. `details` are NVML's, None if it did not answer."""
     if not present:
         yield Finding("gpu", "ok", "no NVIDIA driver, so no GPU: workers run on the CPU")
         return
@@ -37,7 +37,7 @@ def gpus(
 
 
 def each(gpu: Mapping[str, Any], about: Callable[[int], str] | None = None) -> Iterator[Finding]:
-    """One GPU: what it is, how it is set, and who is on it. `about` says whose a PID is."""
+    """Check one GPU: its settings and processes. `about` describes the process of a PID."""
     name = f"GPU {gpu['index']} ({gpu['name']})"
     free, total = gpu["free_bytes"], gpu["total_bytes"]
     yield Finding("gpu", "ok", f"{name}: {gib(free)} free of {gib(total)}, {gpu['uuid']}")
@@ -77,7 +77,7 @@ def _holders(name: str, gpu: Mapping[str, Any], about: Callable[[int], str]) -> 
 
 
 def whose(pid: int) -> str:
-    """ "servekit, python -m …" for what an instance started, else its command."""
+    """Return "servekit, python -m …" for a process of an instance, else its command."""
     command = procfs.command(pid) or "another user's or container's"
     return f"servekit, {command}" if procfs.has(pid, MARK) else command
 
@@ -85,7 +85,7 @@ def whose(pid: int) -> str:
 def against_torch(
     details: Details, torch: Mapping[str, Any], visible: str | None = None
 ) -> Finding:
-    """Whether torch finds the GPUs that NVML does, under this CUDA_VISIBLE_DEVICES."""
+    """Check that torch finds the same GPUs as NVML, under this CUDA_VISIBLE_DEVICES."""
     fields = ("index", "uuid", "name", "total_bytes", "free_bytes")
     found = [Gpu(**{field: gpu[field] for field in fields}) for gpu in details["gpus"]]
     wanted = restrict(found, visible)
@@ -108,9 +108,9 @@ def against_torch(
 
 
 def _missing(wanted: Sequence[Gpu], found: Sequence[str]) -> str:
-    """Those of NVML's that torch has not. Its UUIDs have no "GPU-" before them."""
+    """List NVML's GPUs that torch lacks. UUIDs in torch have no "GPU-" prefix."""
     have = {text.removeprefix("GPU-").lower() for text in found}
-    known = all("-" in text for text in have)  # an older torch tells names only
+    known = all("-" in text for text in have)  # an older torch has only names
     if not known:
         return "" if len(found) == len(wanted) else "all of them"
     return ", ".join(str(g) for g in wanted if g.uuid.removeprefix("GPU-").lower() not in have)

@@ -1,4 +1,4 @@
-"""Memory, processors, limits, shared memory and disk. `root` stands for / in tests.
+"""Checks of memory, processors, limits, shared memory and disk. `root` stands for / in tests.
 
 Source: proc(5), getrlimit(2), kernel cgroup-v2 (memory.max, memory.current), cgroup-v1.
 """
@@ -18,7 +18,7 @@ _FEW_FILES = 4096
 _FEW_PROCESSES = 1024
 _LITTLE_SHM_BYTES = 2**30
 _LITTLE_MEMORY_BYTES = 2 * 2**30
-#: What v1 says where there is no limit is the largest whole number of pages.
+#: Without a limit, cgroup v1 reports the largest multiple of the page size, which is above this.
 _UNLIMITED_BYTES = 2**60
 
 
@@ -30,7 +30,7 @@ def host(root: Path = Path("/")) -> Iterator[Finding]:
 
 
 def memory(root: Path) -> Finding:
-    """What this cgroup may have of the host's memory, and how much of it is free."""
+    """Check the memory available to this cgroup."""
     fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     total, available = (int(fields[k].split()[0]) * 1024 for k in ("MemTotal", "MemAvailable"))
     said = f"{gib(available)} available of {gib(total)}"
@@ -45,7 +45,7 @@ def memory(root: Path) -> Finding:
 
 
 def memory_limit(root: Path) -> tuple[int | None, int]:
-    """The tightest memory limit above us and what is used under it, in bytes."""
+    """Return the tightest memory limit of the cgroups above, and the use under it, in bytes."""
     tightest: tuple[int | None, int] = (None, 0)
     for folder, limit, usage in _memory_groups(root):
         try:
@@ -60,7 +60,7 @@ def memory_limit(root: Path) -> tuple[int | None, int]:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """The folder and file names of our memory cgroup and of all above it."""
+    """Yield folder and file names of this process's memory cgroup and of all above it."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -92,8 +92,8 @@ def shared_memory(total_bytes: int) -> Finding:
 
 
 def limits() -> Iterator[Finding]:
-    """Open files, processes, locked memory, as this shell gives them on."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # the soft one is raised at the start
+    """Check the limits of open files, processes and locked memory that children inherit."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # the start raises the soft limit
     yield limit(
         "open files (nofile)", hard, _FEW_FILES, "every connection is one: ulimit -Hn 65536"
     )
@@ -113,7 +113,7 @@ def limit(what: str, value: int, least: int, advice: str) -> Finding:
 
 
 def disk(what: str, path: Path, least_bytes: int) -> Finding:
-    """Whether a folder, there or yet to be made, can be written and has room."""
+    """Check that a folder, existing or not, can be written and has room."""
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return Finding("disk", "error", f"the {what} {path} cannot be written; choose another")

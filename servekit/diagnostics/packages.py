@@ -1,4 +1,4 @@
-"""Versions, and what can be imported: each library in a child of its own, all at once."""
+"""Checks of versions and imports: each library in its own child, two at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from servekit.config.engines import installed as known
 from servekit.diagnostics.finding import Finding
 from servekit.system import python_command
 
-#: Compiled against one torch, one CUDA or one C library, and broken by the next.
+#: Modules compiled against a version of torch, CUDA or a C library, which often break with another.
 EXTENSIONS = (
     "flash_attn",
     "flash_attn_interface",
@@ -35,15 +35,15 @@ EXTENSIONS = (
     "safetensors",
 )
 _NAMED = ("transformers", "accelerate", "peft", "gradio", "nvidia-ml-py")
-#: Cold, on a busy disk, torch and what it loads take most of this.
+#: Timeout of an import; a cold import of torch on a busy disk may take most of it.
 PATIENCE_S = 90.0
 
 Probed = Mapping[str, Mapping[str, Any]]
 
 
 def probe(names: Sequence[str], patience_s: float = PATIENCE_S) -> dict[str, dict[str, Any]]:
-    """What each module says of itself: `version` and `error`; of torch see `probe.py`."""
-    with ThreadPoolExecutor(2) as pool:  # more would only wait for the disk
+    """Import each module in a child; return its `version` and `error`. See `probe.py` for torch."""
+    with ThreadPoolExecutor(2) as pool:  # limited by the disk
         return dict(zip(names, pool.map(lambda n: _probe(n, patience_s), names), strict=True))
 
 
@@ -68,7 +68,7 @@ def _death(returncode: int) -> str:
 
 
 def installed(names: Sequence[str]) -> list[str]:
-    """Those that are there; nothing is imported."""
+    """Return the modules that are installed, without importing them."""
     return [name for name in names if importlib.util.find_spec(name) is not None]
 
 
@@ -92,7 +92,7 @@ def software(probed: Probed) -> Iterator[Finding]:
 
 
 def engines() -> Iterator[Finding]:
-    """What models can be run with here, and what packages bring in vain."""
+    """List the available engines, and the unusable plugins."""
     for name, what in known.engines():
         yield Finding("engines", "ok", f"{name}: {what}")
     for sentence in known.refused():

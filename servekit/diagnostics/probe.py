@@ -1,7 +1,7 @@
-"""`python -m servekit.diagnostics.probe MODULE`: import a module and report in one line of JSON.
+"""A child that imports a module: `python -m servekit.diagnostics.probe MODULE`, one line of JSON.
 
-It runs in a process of its own, because an import may crash, hang or initialise CUDA. With torch it
-also asks for the GPUs, which creates a context on each for a moment.
+It is a separate process, because an import may crash, hang or initialise CUDA. For torch it also
+queries the GPUs, which creates a context on each for a moment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def main() -> None:
-    # The library may print what it likes; only our line goes to the real stdout.
+    # The library may print; only the line of JSON goes to the real stdout.
     out = os.dup(1)
     os.dup2(2, 1)
     name = sys.argv[1]
@@ -26,7 +26,7 @@ def main() -> None:
     except BaseException as error:
         said = {"version": "", "error": f"{type(error).__name__}: {error}"}
     os.write(out, json.dumps(said).encode() + b"\n")
-    os._exit(0)  # what a library does at its exit is not asked
+    os._exit(0)  # skip the libraries' exit handlers
 
 
 def _torch(torch: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""All examinations, in the order in which one depends on the other."""
+"""The run of all checks, in the order of their dependencies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from servekit.system.nvml_client import driver, is_present
 
 
 def examine(file: Path | None, run_dir: Path | None) -> list[Finding]:
-    """Everything; takes as long as the slowest import, seconds. Never imports torch itself."""
+    """Run all checks, within the time of the imports: seconds. Never imports torch itself."""
     visible = visible_devices()
     probed = packages.probe(["torch", *packages.installed(packages.EXTENSIONS)])
     details = driver.ask("details") if is_present() else None

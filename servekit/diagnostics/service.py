@@ -1,4 +1,4 @@
-"""What an instance would stand on: its file, its ports, its run directory, its cache."""
+"""Checks of an instance's prerequisites: its file, ports, run directory and cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ON_TORCH = {"transformers", "vllm"}
 def service(
     file: Path | None, run_dir: Path | None, gpus: Sequence[Gpu], torch: Mapping[str, Any]
 ) -> Iterator[Finding]:
-    """What a start with `file` would meet; without one, what the defaults would."""
+    """Check a start with `file`; without one, a start with the defaults."""
     config = None
     if file is not None:
         try:
@@ -43,7 +43,7 @@ def service(
 
 
 def configuration(file: Path, plan: Plan, torch: Mapping[str, Any]) -> Finding:
-    """Whether what it wants can be had here: places were found, so the GPUs are there."""
+    """Check that torch can use the GPUs of the plan, which exist, as the plan succeeded."""
     if plan.config.launcher == "ray":
         said = f"{file}: {len(plan.places)} workers, which Ray places"
         return Finding("configuration", "ok", said)
@@ -70,7 +70,7 @@ def ports(config: Config | None, run_dir: Path) -> Iterator[Finding]:
 
 
 def free_port(host: str, port: int) -> Finding:
-    """Whether it can be listened on: it is, for a moment."""
+    """Check that a port is free, by listening on it for a moment."""
     try:
         sockets.bind(host, port).close()
     except StartError as error:
@@ -79,6 +79,6 @@ def free_port(host: str, port: int) -> Finding:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where models are kept, after the XDG base directory specification."""
+    """Return the folder of cached models, by the XDG base directory specification."""
     base = Path(environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "servekit"

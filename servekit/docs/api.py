@@ -1,4 +1,4 @@
-"""The HTTP API, from its OpenAPI document."""
+"""The reference of the HTTP API, from its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _METHODS = ("get", "post", "put", "patch", "delete")
 
 
 def document() -> Json:
-    """As /openapi.json of an instance that serves everything."""
+    """Return the /openapi.json of an instance that serves everything."""
     return asyncio.run(_document())
 
 
@@ -99,7 +99,7 @@ def _cell(text: str) -> str:
 
 
 def _short(name: str) -> str:
-    """Names of two modules are told apart by the one that is not OpenAI's."""
+    """Shorten a schema's name; a prefix distinguishes those of other APIs from OpenAI's."""
     module, _, last = name.rpartition(".")
     other = re.search(r"(ollama|anthropic|responses)", module)
     return f"{other[1].capitalize()}{last}" if other else last

@@ -1,6 +1,6 @@
 """`servekit docs`: the documentation in the terminal, or written as files."""
 
-# No annotations as text: typer reads each several times, which takes most of the time of --help.
+# No string annotations: typer evaluates each several times, which slows down --help.
 import os
 import sys
 from pathlib import Path
@@ -64,14 +64,14 @@ def _show(page: "Page") -> None:
     from servekit.docs import pages
 
     text = _make_index() if page.name == pages.INDEX else pages.read_for_terminal(page)
-    os.environ.setdefault("LESS", "-FRX")  # colours, and no pager for what fits on the screen
+    os.environ.setdefault("LESS", "-FRX")  # colours, and no pager for short text
     console = Console(width=min(Console().width, 110))
     with console.pager(styles=True):
         console.print(Markdown(text, code_theme="ansi_dark", hyperlinks=False))
 
 
 def _make_index() -> str:
-    """Return the index as a terminal needs it: names that `servekit docs NAME` takes."""
+    """Return the index for a terminal: names that `servekit docs NAME` accepts."""
     from itertools import groupby
 
     from servekit.docs.pages import list_pages

@@ -1,4 +1,4 @@
-"""The command line, from the commands themselves."""
+"""The reference of the command line, from the commands themselves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_sections() -> str:
 
 
 def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """All that do something, by their whole names."""
+    """Yield all executable commands with their full names."""
     for part, one in command.commands.items():
         if one.hidden:
             continue
@@ -72,7 +72,7 @@ def _value(one: Any) -> str:
 
 
 def _type(one: Any) -> str:
-    """By typer's own word for it, or click's, which older versions of typer are made of."""
+    """Return the name of a type by typer's descriptor, or by click's in older versions of typer."""
     described = getattr(one, "type_descriptor", None)
     return str(one.type.name if described is None else described.annotation.__name__)
 

@@ -1,4 +1,4 @@
-"""The configuration file, from its schema."""
+"""The reference of the configuration file, from its schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from servekit.config.json_schema import json_schema
 from servekit.docs import fields
 
-#: What stands before the keys of a list's items, and of a mapping's own.
+#: The head of each table.
 _HEAD = "| key | value | default | |\n|---|---|---|---|"
 
 
@@ -44,7 +44,7 @@ def _about(section: Any) -> str:
 
 
 def _nested(prefix: str, section: Any, sections: Any) -> Iterator[tuple[str, str]]:
-    """The mappings within a section: what their keys begin with, and their names."""
+    """Yield the mappings within a section: the prefix of their keys, and their names."""
     for key, field in section["properties"].items():
         for name, is_list in _references(field):
             path = f"{prefix}{key}{'[]' if is_list else ''}."

@@ -1,4 +1,4 @@
-"""Rows of a JSON schema's fields, in words and in Markdown."""
+"""Fields of a JSON schema as Markdown rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 Field = dict[str, Any]
-#: What a `$ref` is called.
+#: A function that names the target of a `$ref`.
 Name = Callable[[str], str]
 
 _NAMES = {
@@ -19,13 +19,13 @@ _NAMES = {
 
 
 def row(key: str, field: Field, *, required: bool) -> str:
-    """`| key | value | default | what it is |`"""
+    """Return the row `| key | value | default | description |`."""
     value = "**required**" if required else default(field.get("default"))
     return f"| `{key}` | {kind(field)} | {value} | {field['description']} |".replace("`[]`", "")
 
 
 def default(value: object) -> str:
-    """What holds where nothing is said; "" for what says nothing."""
+    """Format a default value; "" for an empty one."""
     if value in (None, "", [], {}) or isinstance(value, dict):
         return ""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
@@ -36,7 +36,7 @@ def _mapping(reference: str) -> str:
 
 
 def kind(field: Field, name: Name = _mapping) -> str:
-    """What a value may be."""
+    """Describe the values of a field."""
     if reference := field.get("$ref"):
         return name(reference.rpartition("/")[2])
     if choices := field.get("enum"):

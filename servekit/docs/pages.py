@@ -1,7 +1,7 @@
 """The pages of documentation: Markdown files in `pages/`, listed by `pages/index.md`.
 
-The index is the one list of pages: its sections and their order are those of the sidebar and of
-`servekit docs`. A page is known by its file's name, which no two pages share.
+The index is the only list of pages: the sidebar and `servekit docs` have its sections and order. A
+page is identified by its file's name, which is unique.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page, as the index lists it."""
+    """A page, as listed in the index."""
 
     name: str
     title: str
@@ -68,10 +68,10 @@ def read_markdown(page: Page) -> str:
 
 
 def read_for_terminal(page: Page) -> str:
-    """Return a page's text with the names of pages in the place of links to them.
+    """Return a page's text with names of pages in place of links.
 
-    `[the guide](../guides/gpus.md#memory)` becomes `the guide (→ gpus)`: `servekit docs gpus` is
-    how a terminal follows it.
+    `[the guide](../guides/gpus.md#memory)` becomes `the guide (→ gpus)`, since a terminal follows
+    it with `servekit docs gpus`.
     """
 
     def name_target(link: re.Match[str]) -> str:
@@ -86,7 +86,7 @@ def read_for_terminal(page: Page) -> str:
 def replace_outside_code(
     pattern: re.Pattern[str], replacement: str | Callable[[re.Match[str]], str], text: str
 ) -> str:
-    """Substitute a pattern everywhere but in fenced code."""
+    """Substitute a pattern everywhere except in fenced code."""
     parts: list[str] = []
     start = 0
     for block in _FENCED.finditer(text):

@@ -1,8 +1,8 @@
-"""The parameters of OpenAI's endpoints: which endpoint and which engine takes each."""
+"""The table of parameters of OpenAI's endpoints, by endpoint and engine."""
 
 from __future__ import annotations
 
-#: What a parameter needs of an engine; every engine takes the others.
+#: The capability that a parameter needs of an engine; every engine accepts the others.
 NEEDS = {
     "logit_bias": "logit_bias",
     "min_p": "min_p",
@@ -25,7 +25,7 @@ NEEDS = {
     "tool_choice": "tools",
     "parallel_tool_calls": "tools",
 }
-#: Accepted so that clients which send it are served; it changes nothing.
+#: Parameters without effect, accepted for the clients that send them.
 IDLE = {"user", "metadata", "truncation", "store", "service_tier", "safety_identifier"}
 IDLE |= {"prompt_cache_retention", "guided_decoding_backend", "request_id", "max_tool_calls"}
 IDLE |= {"verbosity"}

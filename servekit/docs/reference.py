@@ -6,8 +6,8 @@ A page marks each such part with two comments:
     …
     <!-- end -->
 
-`renew_page` writes what the source says now between them. The tests compare it with the files and,
-with SERVEKIT_REWRITE=1 in the environment, write it.
+`renew_page` regenerates the text between them from the source. The tests compare it with the files
+and, with SERVEKIT_REWRITE=1 in the environment, write it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _make_status() -> str:
     return make_tables()
 
 
-#: How each generated part is made, by its name. Each imports what it is made from.
+#: The generators of the parts, by name. Each imports its sources lazily.
 PARTS: dict[str, Callable[[], str]] = {
     "configuration": _make_configuration,
     "commands": _make_commands,
@@ -81,7 +81,7 @@ def list_parts(text: str) -> list[str]:
 
 
 def renew_page(text: str) -> str:
-    """Return a page with its generated parts made anew. Raises ConfigError for an unknown part."""
+    """Return a page with its generated parts renewed. Raises ConfigError for an unknown part."""
 
     def renew(found: re.Match[str]) -> str:
         if found[2] not in PARTS:

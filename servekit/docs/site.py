@@ -1,7 +1,8 @@
-"""The pages as HTML: a sidebar, a search over all pages, light and dark, no other host.
+"""The pages as HTML: a sidebar, a search over all pages, light and dark, without external
+resources.
 
 `python -m servekit.docs.site NAME` prints one file of the site, for a gateway, which keeps neither
-Markdown nor its parser in its memory (`servekit.gateway.api.openapi.docs_pages`).
+Markdown nor its parser in memory (`servekit.gateway.api.openapi.docs_pages`).
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ if TYPE_CHECKING:
 
 SCRIPT, SEARCH = "site.js", "search.js"
 _HERE = Path(__file__).parent
-#: The other pages of a running instance.
+#: Other pages of a running instance.
 _BESIDE = (("/docs/swagger", "Try the API"), ("/ui/", "Chat"), ("/ui/dashboard", "Dashboard"))
 _ICON = (  # inline, so that the browser asks for no favicon
     '<link rel="icon" href="data:image/svg+xml,<svg xmlns=%22http://www.w3.org/2000/svg%22 '
     "viewBox=%220 0 16 16%22><rect width=%2216%22 height=%2216%22 rx=%224%22 fill=%22%2314b8a6%22/>"
     '<path d=%22M4 5h8M4 8h8M4 11h5%22 stroke=%22white%22 stroke-width=%221.6%22/></svg>">'
 )
-#: Longest text of one search result.
+#: Maximum length of a search result's text.
 _MOST_CHARS = 4000
 
 
 def make_html(name: str, *, is_live: bool) -> str:
     """Return a page as HTML. Raises ConfigError for an unknown page.
 
-    Live, it stands under /docs of a running instance; else beside the others in a folder.
+    If live, it is under /docs of a running instance; else beside the others in a folder.
     """
     page = find_page(name)
     parser = _make_parser()
@@ -87,9 +88,9 @@ def make_search_index() -> str:
 
 
 def write_site(folder: Path, *, as_html: bool) -> list[Path]:
-    """Write all pages into a folder, which is made. Raises StartError where that fails.
+    """Write all pages into a folder, which is created. Raises StartError on failure.
 
-    As Markdown they keep their folders, so that their links work there, too.
+    Markdown pages keep their folders, so that their links work there, too.
     """
     try:
         if not as_html:
@@ -136,7 +137,7 @@ def _highlight(code: str, language: str, _attributes: str) -> str:
 
 
 def _mark_headings(tokens: Sequence[Token]) -> list[tuple[int, str, str]]:
-    """Give each heading an anchor of its own; return levels, anchors and texts."""
+    """Give each heading a unique anchor; return levels, anchors and texts."""
     seen: dict[str, int] = {}
     found = []
     for at, token in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""The JSON of `servekit ps --json`, from the types that the supervisor answers with."""
+"""The reference of `servekit ps --json`, from the types of the supervisor's answer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Headers of model files (GGUF, safetensors, config.json): sizes, types, shapes, templates.
 
-Nothing here imports torch or numpy, or asks a network. A file that cannot be read raises
-ValueError. Every part may import from here; this folder imports only `errors`.
+Nothing here imports torch or numpy, or uses the network. Unreadable files raise ValueError (or
+LoadError). Every part may import from here; this folder imports only `errors`.
 """

@@ -1,7 +1,7 @@
 """Chat templates: jinja programs that come with a model, or with the configuration.
 
 They run in jinja's sandbox, and see plain JSON values only. Names, filters and rules are those of
-transformers 5, for which they are written. Jinja itself is imported where it is needed.
+transformers 5. Jinja itself is imported lazily.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _environment() -> Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}`, which marks what the model says: only training needs to know."""
+        """`{% generation %}`, which marks the model's own text: it matters for training only."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
 
@@ -48,7 +48,7 @@ def _environment() -> Environment:
             return jinja2.nodes.Scope(body, lineno=line)
 
     class Namespace(jinja2.utils.Namespace):
-        """Takes no attribute that begins with an underscore: those lead out of the sandbox."""
+        """A namespace without attributes that begin with an underscore: they escape the sandbox."""
 
         def __setitem__(self, name: str, value: Any) -> None:
             if name.startswith("_"):
@@ -79,7 +79,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja's own escapes what HTML would take for its own."""
+    """Return JSON without the HTML escapes of jinja's own filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,7 +1,7 @@
-"""A GGUF file, or one in parts: its metadata, and how large its weights are.
+"""The metadata and the size of the weights of a GGUF file, or one in parts.
 
 Source: the format's specification (github.com/ggml-org/ggml, docs/gguf.md), versions 2 and 3.
-`headers.gguf_header` checks that a file is whole; this reads only what an estimate takes.
+`gguf_header` checks that a file is whole; this reads only the inputs of an estimate.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, ARRAY = 8, 9
-#: Longer arrays are vocabularies; per-layer numbers are shorter.
+#: Longer arrays are vocabularies; arrays of per-layer numbers are shorter.
 _MOST_KEPT = 1024
 _PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 _MALFORMED = (struct.error, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError)
-#: general.file_type, as llama.cpp's llama_ftype has it, to the name that files are published under.
+#: general.file_type (llama.cpp's llama_ftype) to the usual name of the quantisation.
 _FILE_TYPES: dict[int, str] = {
     int(number): name
     for number, name in re.findall(
@@ -32,12 +32,12 @@ _FILE_TYPES: dict[int, str] = {
         " 31:IQ1_M 32:BF16 36:TQ1_0 37:TQ2_0 38:MXFP4 39:NVFP4 40:Q1_0",
     )
 }
-#: What a description says instead of the last letter of a name.
+#: Words in a description for the last letter of a name.
 _MIXES = {"Small": "_S", "Medium": "_M", "Large": "_L"}
 
 
 def quantization(metadata: Mapping[str, Any], description: str = "") -> str:
-    """Return what a file's weights are, such as "Q4_K_M"; "" where nothing tells.
+    """Return the quantisation of a file, such as "Q4_K_M"; "" if unknown.
 
     `description` is llama.cpp's own ("llama 8B Q4_K - Medium"), for files that state no type.
     """
@@ -52,19 +52,19 @@ def quantization(metadata: Mapping[str, Any], description: str = "") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """`metadata` has scalars, texts, and short lists of numbers; None for any other array."""
+    """A file's content; `metadata` has scalars, texts, and short lists of numbers, else None."""
 
     metadata: dict[str, Any]
     elements: int
     weights_bytes: int
 
     def of_architecture(self, key: str) -> Any:
-        """A value that is kept under the architecture's name; None where it is not."""
+        """Return a value under the architecture's name, or None."""
         return self.metadata.get(f"{self.metadata.get('general.architecture', '')}.{key}")
 
 
 def read(path: Path) -> Gguf:
-    """Raises ValueError, OSError."""
+    """Read a model's file or files. Raises ValueError, OSError."""
     first, *others = (_read(part) for part in parts(path))
     return Gguf(
         first.metadata,
@@ -74,7 +74,7 @@ def read(path: Path) -> Gguf:
 
 
 def parts(path: Path) -> list[Path]:
-    """All files of a model, by the name of its first."""
+    """Return all files of a model, given the first."""
     found = _PART.fullmatch(path.name)
     if found is None:
         return [path]
@@ -91,7 +91,7 @@ def _read(path: Path) -> Gguf:
 
 
 class Cursor:
-    """Goes through a header, value after value. Raises ValueError, and what `struct` does."""
+    """A reader of a header, value by value. Raises ValueError, and the errors of `struct`."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -103,7 +103,7 @@ class Cursor:
         return name, self._value(kind)
 
     def _value(self, kind: int) -> Any:
-        """A metadata value; long arrays are skipped over: vocabularies, of no use here."""
+        """Read a metadata value; long arrays are skipped, since they are vocabularies."""
         if kind == _STRING:
             return self._string()
         if kind == ARRAY:
@@ -151,7 +151,7 @@ class _Reader(Cursor):
 
 
 def scalar(kind: int) -> str:
-    """The layout of a scalar of GGUF's type `kind`, as `struct` writes it. Raises ValueError."""
+    """Return the `struct` layout of a scalar of GGUF's type `kind`. Raises ValueError."""
     if kind not in _SCALARS:
         raise ValueError(f"it has a metadata value of unknown type {kind}")
     return _SCALARS[kind]

@@ -1,6 +1,6 @@
-"""The header of a GGUF file, read without torch: is it whole, how large will it be?
+"""The header of a GGUF file, read without torch: completeness, sizes and special tokens.
 
-After the format's specification (github.com/ggml-org/ggml, docs/gguf.md), versions 2 and 3.
+Follows the format's specification (github.com/ggml-org/ggml, docs/gguf.md), versions 2 and 3.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _SPECIAL = (
     *(("bos_token", "bos"), ("eos_token", "eos")),
     *(("unk_token", "unknown"), ("pad_token", "padding")),
 )
-#: Tokens that end a generation where a vocabulary has them as tokens of their own, whatever the
-#: file says of its end of sequence. Source: llama.cpp, src/llama-vocab.cpp, `special_eog_ids`.
+#: Texts of tokens that end a generation if the vocabulary has them as special tokens, whatever the
+#: file's end of sequence is. Source: llama.cpp, src/llama-vocab.cpp, `special_eog_ids`.
 END_TOKENS = frozenset(
     {
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
@@ -32,8 +32,8 @@ END_TOKENS = frozenset(
 #: Ends of a generation by key: `tokenizer.ggml.eos_token_id`, and so on. Same source.
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _TOKENS, _KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-_CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens that no text is made of
-#: What reading a hostile or mangled file can raise.
+_CONTROL, _USER_DEFINED = 3, 4  # token types that ordinary text does not produce
+#: Errors from reading a hostile or damaged file.
 _MALFORMED = (
     *(struct.error, ValueError, TypeError, LookupError, ArithmeticError),
     *(RecursionError, MemoryError),
@@ -42,7 +42,7 @@ _MALFORMED = (
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is known of a GGUF file before it is converted."""
+    """The header of a GGUF file."""
 
     architecture: str
     tensors: int
@@ -50,13 +50,13 @@ class Header:
     special_ids: dict[str, int]  # token ids by transformers' name, e.g. "eos_token"
     metadata: dict[str, Any] = field(default_factory=dict)  # None for a long array
     sizes: dict[str, int] = field(default_factory=dict)  # bytes of each tensor
-    end_ids: tuple[int, ...] = ()  # tokens that end a generation, as llama.cpp takes them
+    end_ids: tuple[int, ...] = ()  # tokens that end a generation, as in llama.cpp
 
 
 def read_header(path: Path, *, part: bool = False) -> Header:
-    """Read and check `path`; `part`: it may be one of several.
+    """Read and check `path`; `part`: it may be one of several parts.
 
-    Raises LoadError if it is no GGUF file, cut short, or one of several nevertheless.
+    Raises LoadError if it is no GGUF file, is truncated, or is an unexpected part.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -71,7 +71,7 @@ class _Reader(Cursor):
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         super().__init__(data)
         self._path = path
-        self._ends: dict[str, int] = {}  # those of END_TOKENS in the vocabulary
+        self._ends: dict[str, int] = {}  # the END_TOKENS in the vocabulary
         self._kinds: tuple[int, ...] = ()  # of all tokens
 
     def header(self, part: bool) -> Header:
@@ -109,7 +109,7 @@ class _Reader(Cursor):
         return super()._field()
 
     def _vocabulary(self, name: str) -> None:
-        """Read one of the two long arrays that say which tokens end a generation."""
+        """Read one of the two long arrays that determine the end tokens."""
         kind, count = self._unpack("IQ")
         if name == _KINDS:
             self._kinds = self._unpack(f"{count}{scalar(kind)}")
@@ -120,17 +120,17 @@ class _Reader(Cursor):
                 self._ends[text] = token
 
     def _end_ids(self, metadata: dict[str, Any]) -> tuple[int, ...]:
-        """All ids that end a generation: those that have a key, and those known by their text."""
+        """Return all ids that end a generation: those with a key, and those known by their text."""
         stated = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS]
         kinds = dict(enumerate(self._kinds))
         own = (_CONTROL, _USER_DEFINED)
         named = {text: id for text, id in self._ends.items() if kinds.get(id, _CONTROL) in own}
         if "<|return|>" in named and "<|call|>" in named:
-            named.pop("<|end|>", None)  # in this dialect (harmony) it ends a message, not the turn
+            named.pop("<|end|>", None)  # in the harmony dialect it ends a message, not the turn
         return tuple(sorted({int(id) for id in stated if id is not None} | set(named.values())))
 
     def _tensors(self, count: int, alignment: int) -> list[tuple[str, int, int, int]]:
-        """The table of tensors, after checking that the file holds them all."""
+        """Return the table of tensors, after a check that the file holds them all."""
         table = [self._tensor() for _ in range(count)]
         start = -(-self._at // alignment) * alignment
         end = start + max((offset + size for _, _, offset, size in table), default=0)
@@ -139,7 +139,7 @@ class _Reader(Cursor):
         return table
 
     def _tensor(self) -> tuple[str, int, int, int]:
-        """Name, elements, offset and size in bytes of the next tensor in the table."""
+        """Return name, elements, offset and size in bytes of the next tensor in the table."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name = self._string()

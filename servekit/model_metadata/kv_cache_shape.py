@@ -1,10 +1,10 @@
-"""How much a model remembers of each token: its KV cache, from its configuration.
+"""The shape of a model's KV cache, from its configuration.
 
-plain, grouped   2 × KV heads × head size, in each layer that attends
-MLA              as its own cache has it: KV rank + rotary part, once for keys and values; an
-                 engine without such a cache keeps what heads see: keys, and values
-sliding window   such a layer remembers a window of tokens, however long the text is
-linear, Mamba    a layer of that kind remembers no tokens, and is left out
+plain, grouped   2 × KV heads × head size, in each attention layer
+MLA              in a latent cache KV rank + rotary part, once for keys and values; an engine
+                 without such a cache stores the keys and values of each head
+sliding window   such a layer stores a window of tokens, however long the text is
+linear, Mamba    such a layer stores no tokens, and is left out
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ _ATTENDING = ("full_attention", "sliding_attention", "chunked_attention", "atten
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What decides the size of caches and activations. Numbers, not bytes."""
+    """The dimensions that determine the size of caches and activations. Numbers, not bytes."""
 
-    per_token: int  # numbers that one full layer keeps of a token
-    latent: int  # the same where an engine keeps what MLA compresses; 0: it is no such model
+    per_token: int  # numbers that one full layer stores per token
+    latent: int  # the same with a latent (MLA) cache; 0: no MLA model
     full_layers: int
     windowed_layers: int
     window: int  # tokens
     kv_heads: int
     hidden: int
-    heads_width: int  # of all query heads together
+    heads_width: int  # sum over all query heads
     vocabulary: int
-    max_context: int  # 0: it states none
+    max_context: int  # 0: not stated
 
     def numbers(self, tokens: int, *, latent: bool = False) -> int:
-        """Numbers kept of one text of so many tokens, in all layers."""
+        """Return the numbers stored for a text of `tokens` tokens, in all layers."""
         each = self.latent if latent and self.latent else self.per_token
         windowed = min(tokens, self.window) if self.window else tokens
         return each * (self.full_layers * tokens + self.windowed_layers * windowed)
 
 
 def of_config(config: Mapping[str, Any]) -> Attention:
-    """From config.json. Raises ValueError where it does not say enough."""
+    """Read the shape from config.json. Raises ValueError if it is incomplete."""
     text = config.get("text_config") or config.get("llm_config") or config
     if not isinstance(text, Mapping):
         raise ValueError("text_config is no mapping")
@@ -74,7 +74,7 @@ def of_config(config: Mapping[str, Any]) -> Attention:
 
 
 def of_gguf(file: Gguf) -> Attention:
-    """From a GGUF file's metadata, as `of_config`."""
+    """Read the shape from a GGUF file's metadata. Raises ValueError if it is incomplete."""
 
     def stated(key: str) -> int:
         value = file.of_architecture(key)
@@ -95,7 +95,7 @@ def of_gguf(file: Gguf) -> Attention:
     return Attention(
         per_token=kv_heads * (keys + values),
         latent=0,
-        # llama.cpp keeps every layer's whole context unless it is told to make use of the window.
+        # llama.cpp stores every layer's whole context unless configured to use the window.
         full_layers=len(attending),
         windowed_layers=0,
         window=0,
@@ -113,7 +113,7 @@ def _each(file: Gguf, key: str) -> list[int]:
 
 
 def _layers(text: Mapping[str, Any], layers: int) -> tuple[int, int, int]:
-    """Layers that attend to all tokens, those that attend to a window, and that window."""
+    """Return the numbers of full and windowed layers, and the window."""
     window = _count(text, "sliding_window", "attention_chunk_size")
     kinds = text.get("layer_types")
     if isinstance(kinds, Sequence) and not isinstance(kinds, str) and kinds:
@@ -121,7 +121,7 @@ def _layers(text: Mapping[str, Any], layers: int) -> tuple[int, int, int]:
         full = sum(kind in ("full_attention", "attention") for kind in attending)
         return (full, len(attending) - full, window) if window else (len(attending), 0, 0)
     pattern = _count(text, "sliding_window_pattern")
-    if window and pattern > 1:  # one full layer in so many
+    if window and pattern > 1:  # one full layer per pattern
         full = layers // pattern
         return full, layers - full, window
     if window and text.get("use_sliding_window", True):
@@ -130,7 +130,7 @@ def _layers(text: Mapping[str, Any], layers: int) -> tuple[int, int, int]:
 
 
 def _count(config: Mapping[str, Any], *names: str) -> int:
-    """The first of these that is a number; else 0."""
+    """Return the first of these values that is a positive number; else 0."""
     for name in names:
         value = config.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

@@ -1,4 +1,4 @@
-"""Cheap checks of a model folder: what is missing or cut short is named before anything loads."""
+"""Cheap checks of a model folder: missing or truncated files are reported before anything loads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 def check(folder: Path) -> None:
     """Raise LoadError unless transformers could load `folder` from safetensors.
 
-    Reads the headers of the weights, not the weights.
+    Reads only the headers of the weights.
     """
     if not folder.is_dir():
         raise LoadError(
@@ -34,7 +34,7 @@ def check(folder: Path) -> None:
 
 
 def no_weights(where: str, names: list[str]) -> str:
-    """The sentence for a model without safetensors, by what it has instead."""
+    """Return the error text for a model without safetensors, by the formats it has instead."""
     legacy = sorted(n for n in names if n.endswith(_LEGACY))
     if legacy:
         return (
@@ -49,7 +49,7 @@ def no_weights(where: str, names: list[str]) -> str:
 
 
 def lacks_tokenizer(folder: Path) -> str:
-    """A sentence where no file of the folder can be a tokenizer; "" otherwise."""
+    """Return a sentence if no file of the folder can be a tokenizer; else ""."""
     known = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json", "*.bpe")
     if any(next(folder.glob(pattern), None) is not None for pattern in known):
         return ""
@@ -57,7 +57,7 @@ def lacks_tokenizer(folder: Path) -> str:
 
 
 def damage(path: Path) -> str | None:
-    """Why the safetensors file cannot be whole, or None. Reads its header only."""
+    """Return why a safetensors file cannot be whole, or None. Reads its header only."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

@@ -1,7 +1,7 @@
-"""The weights in a folder of safetensors files, by the files' headers.
+"""The size of the weights in a folder of safetensors files, from the files' headers.
 
 Source: the format's description (github.com/huggingface/safetensors): eight bytes of length, then
-JSON with each tensor's type, shape and place.
+JSON with each tensor's type, shape and offsets.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-#: Types that `dtype` converts; what is quantised stays as it is.
+#: Types that `dtype` converts; quantised weights keep theirs.
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 def elements(folder: Path) -> dict[str, int]:
-    """How many numbers of each type the model has. Raises ValueError, OSError.
+    """Return the count of numbers by type. Raises ValueError, OSError.
 
-    With an index only the files that it names: beside them some folders keep the same again.
+    With an index only the files in it count: some folders hold the weights twice.
     """
     found: dict[str, int] = {}
     for path in _files(folder):
@@ -40,7 +40,7 @@ def elements(folder: Path) -> dict[str, int]:
 
 
 def size_bytes(elements: Mapping[str, int], float_bytes: float | None = None) -> int:
-    """What they take in memory; `float_bytes`: each number that is a float is converted to that."""
+    """Return the size of the numbers in memory; `float_bytes`: that of each converted float."""
     bits = 0.0
     for kind, count in elements.items():
         own = _BITS.get(kind, 16)
@@ -55,7 +55,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _named(index: Path) -> list[Path]:
-    """The files that an index names: {"weight_map": {tensor: file}}."""
+    """Return the files in an index: {"weight_map": {tensor: file}}."""
     try:
         files = [index.parent / name for name in set(_weight_map(index).values())]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

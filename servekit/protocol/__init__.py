@@ -1,4 +1,4 @@
-"""Messages that cross a process boundary, as msgspec structs, and what they share.
+"""Messages between processes, as msgspec structs, and the types that they share.
 
 `transport` carries them. Every part may import from here; this folder imports only `errors`.
 """

@@ -1,4 +1,4 @@
-"""Who may do what, as gateways are told it, and what they tell each other of it.
+"""Access rules that gateways receive, and the key usage that they report to each other.
 
 Imported by way of `servekit.protocol.messages`.
 """
@@ -11,9 +11,9 @@ from servekit.protocol.base import Value
 
 
 class KeyRule(Value, frozen=True):
-    """One API key as gateways know it: what recognises it, and what its holder may do.
+    """An API key as gateways know it: its hash or digest, and the permissions of its holder.
 
-    One of `hash` (as the file has it) and `digest` (`config.keys.fast_digest`, of a key that the
+    Exactly one of `hash` (from the file) and `digest` (`config.keys.fast_digest`, of a key that the
     supervisor has in the clear) is set.
     """
 
@@ -30,7 +30,7 @@ class KeyRule(Value, frozen=True):
 
 
 class KeyUse(Value, frozen=True):
-    """What one key has used at one gateway since it was last told, and what it has under way."""
+    """Usage of one key at one gateway since the last report, and its active requests."""
 
     name: str
     requests: int
@@ -39,7 +39,7 @@ class KeyUse(Value, frozen=True):
 
 
 class RequestLimits(Value, frozen=True):
-    """What one request may hold; see `config.access.LimitsConfig`."""
+    """Limits of one request; see `config.access.LimitsConfig`."""
 
     messages: int = 4096
     stop_strings: int = 32
@@ -49,7 +49,7 @@ class RequestLimits(Value, frozen=True):
 
 
 class Tracing(Value, frozen=True):
-    """Where spans go; see `config.access.TracingConfig`."""
+    """Export of trace spans; see `config.access.TracingConfig`."""
 
     endpoint: str = ""  # OTLP over HTTP; "": requests are not traced
     sample: float = 1.0  # share of requests, 0 to 1, of those whose client has not decided
@@ -57,22 +57,22 @@ class Tracing(Value, frozen=True):
 
 
 class AccessRules(Value, frozen=True):
-    """Who may do what. Without keys, whoever reaches the port may do all but administer."""
+    """Permissions. Without keys, any client that reaches the port may do all but administer."""
 
     keys: tuple[KeyRule, ...] = ()
     salt: bytes = b""  # of every `digest`
-    sessions: bytes = b""  # what proves who has signed in on the page
+    sessions: bytes = b""  # secret that signs sessions of the UI
     cors: tuple[str, ...] = ()  # origins, or "*"
-    hosts: tuple[str, ...] = ()  # names by which it is reached; none: by any
+    hosts: tuple[str, ...] = ()  # accepted host names; empty: all
     log_prompts: bool = False
     limits: RequestLimits = RequestLimits()
     certificate: str = ""  # changes when the TLS files do: read them again
-    runtime_adapters: bool = False  # without keys: whoever reaches the port may load adapters
+    runtime_adapters: bool = False  # without keys: any client may load adapters
     open_metrics: bool = False  # with keys: /metrics is read without one
     tracing: Tracing = Tracing()
     unknown_parameters: Literal["warn", "refuse", "ignore"] = "warn"
-    default_model: str = ""  # of requests that name none; "": the first
-    max_queue_bytes: int = 256 * 2**20  # of what waits at one gateway
-    write_timeout_s: float = 60.0  # for none of an answer to leave
+    default_model: str = ""  # for requests without a model; "": the first
+    max_queue_bytes: int = 256 * 2**20  # of waiting requests at one gateway
+    write_timeout_s: float = 60.0  # without any progress in writing an answer
     trusted_proxies: tuple[str, ...] = ()  # addresses and networks whose X-Forwarded-… holds
     prefixes_by_key: bool = False  # prefix caches are shared by requests of one key only

@@ -1,12 +1,12 @@
-"""Adapters on the wire: what they are, and how they come and go while a worker serves.
+"""Messages about adapters: descriptions, and loading and unloading while a worker serves.
 
-    supervisor → worker    LoadAdapter · UnloadAdapter · Remember
+    supervisor → worker    LoadAdapter · UnloadAdapter · SetAdapters
     worker → supervisor    AdapterLoaded · AdapterUnloaded · AdapterRefused
-    gateway → supervisor   Unused · Told
+    gateway → supervisor   AdapterUnused · TopologyApplied
     operator → supervisor  AddAdapter · RemoveAdapter · GetAdapters
     supervisor → operator  Adapters, or Accepted, or Refused
 
-Those that a worker begins with are in its WorkerSpec; what became of them in its ModelInfo.
+The adapters that a worker starts with are in its WorkerSpec; the results are in its ModelInfo.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Literal
 
 from servekit.protocol.base import Message, Value
 
-#: How an adapter shares batches. mixed: with all others and the base, request by request. grouped:
-#: a step runs its requests only, through its own layers. merged: the same, with a copy of the
-#: weights that it changes.
+#: How an adapter shares batches. mixed: with the base and all other adapters, per request. grouped:
+#: a step runs only requests of this adapter, through its own layers. merged: as grouped, with a
+#: modified copy of the weights that the adapter changes.
 AdapterMode = Literal["mixed", "grouped", "merged"]
 AdapterState = Literal["loading", "serving", "unloading", "failed"]
 
 
 class AdapterSpec(Value, frozen=True):
-    """An adapter to load onto a model. `name` is what requests call it."""
+    """An adapter to load onto a model. Requests use it by `name`."""
 
     name: str
     path: str  # a folder with adapter_config.json, or a hub id
@@ -66,51 +66,51 @@ class LoadAdapter(Message, frozen=True):
 
 
 class UnloadAdapter(Message, frozen=True):
-    """Take no new request for it; forget it when those under way are done."""
+    """Refuse new requests for the adapter; unload it when its running requests are done."""
 
     seq: int
     name: str
 
 
 class SetAdapters(Message, frozen=True):
-    """What operators have added to your model, for a supervisor that may come after this one."""
+    """The adapters that operators have added to the model, kept for a successor supervisor."""
 
     added: tuple[AdapterSpec, ...]
 
 
 class AdapterLoaded(Message, frozen=True):
-    """It is verified, and serves from now on."""
+    """The adapter is verified and serves from now on."""
 
     seq: int
     info: AdapterInfo
 
 
 class AdapterUnloaded(Message, frozen=True):
-    """Its memory is free."""
+    """The memory of the adapter is free."""
 
     seq: int
     name: str
 
 
 class AdapterRefused(Message, frozen=True):
-    """It is not loaded, and nothing of it is left."""
+    """The adapter is not loaded, and nothing of it remains in memory."""
 
     seq: int
     message: str
-    invalid: bool  # the adapter is wrong for this model, not the moment
+    invalid: bool  # the adapter does not fit this model; a retry would fail, too
 
 
 # ---------------------------------------------------------------- gateway → supervisor
 
 
 class AdapterUnused(Message, frozen=True):
-    """No request of this gateway needs an adapter any more that does not serve, by its Topology."""
+    """A gateway has no more requests for an adapter that its Topology no longer serves."""
 
     name: str
 
 
 class TopologyApplied(Message, frozen=True):
-    """The Topology of that serial number holds at this gateway: an answer may rely on it."""
+    """The gateway has applied the Topology with that serial number: an answer may rely on it."""
 
     serial: int
 
@@ -119,26 +119,26 @@ class TopologyApplied(Message, frozen=True):
 
 
 class AddAdapter(Message, frozen=True):
-    """Load it on all replicas, or on none. Accepted, or Refused, when that is decided."""
+    """Load an adapter on all replicas or on none. Answered by Accepted or Refused when decided."""
 
     model: str  # its name or alias; "" where one model is served
     adapter: AdapterSpec
-    in_place: bool = False  # instead of what has its name now
+    in_place: bool = False  # replace the adapter that has this name now
 
 
 class RemoveAdapter(Message, frozen=True):
-    """Accepted, or Refused, when it is gone from all replicas."""
+    """Unload an adapter. Answered by Accepted when all replicas have unloaded it, or Refused."""
 
     name: str
 
 
 class GetAdapters(Message, frozen=True):
-    """Answered by Adapters, or Refused."""
+    """List the adapters. Answered by Adapters, or Refused."""
 
     model: str = ""  # "": all
 
 
 class Adapters(Message, frozen=True):
-    """Answer to GetAdapters."""
+    """The answer to GetAdapters."""
 
     adapters: dict[str, tuple[AdapterStatus, ...]]  # by model

@@ -1,4 +1,4 @@
-"""What operators ask of the supervisor, and what it answers.
+"""Requests of operators to the supervisor, and its answers.
 
 Imported by way of `servekit.protocol.messages`, which has the unions.
 
@@ -30,17 +30,17 @@ class Shutdown(Message, frozen=True):
 
 
 class GetWhy(Message, frozen=True):
-    """Why is a model, or one of its replicas, as it is? Answered by Why, or Refused."""
+    """Ask for the reason for the state of a model or replica. Answered by Why, or Refused."""
 
     name: str
 
 
 class Reload(Message, frozen=True):
-    """Read the configuration again. Accepted, or Refused with what is wrong with it."""
+    """Read the configuration again. Answered by Accepted, or Refused with the errors found."""
 
 
 class Why(Message, frozen=True):
-    """Answer to GetWhy."""
+    """The answer to GetWhy."""
 
     model: str
     breaker: str  # "closed", or a sentence that says since when and until when it is open
@@ -81,5 +81,5 @@ class Accepted(Message, frozen=True):
 
 class Refused(Message, frozen=True):
     message: str
-    invalid: bool = False  # what was asked for is wrong, not the moment
-    retry_after_s: float = 0.0  # over 0: nobody can do it now, and later somebody may
+    invalid: bool = False  # the request itself is wrong; a retry would fail, too
+    retry_after_s: float = 0.0  # over 0: not possible now; retry later

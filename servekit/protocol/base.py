@@ -1,4 +1,4 @@
-"""What all that crosses a process boundary is made of."""
+"""Base classes of all structs that cross a process boundary."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ class Value(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Base of all messages; the tag is the class name."""
+    """The base of all messages; the tag is the class name."""

@@ -1,12 +1,12 @@
-"""What a supervisor and a standby say to each other, and a connection for one that has no loop.
+"""Messages between the supervisor and a fork server, and blocking I/O for a process without a loop.
 
-A standby is a process that will fork, so it has no threads and no event loop: it reads its control
-channel, frames as everywhere, one after the other. Forks are ordered over a second socket, of
-whole messages (SOCK_SEQPACKET), because descriptors travel with them.
+A fork server has no threads and no event loop, since it will fork: it reads its control channel
+one frame at a time. Fork orders go over a second socket of whole messages (SOCK_SEQPACKET), because
+file descriptors travel with them.
 
-    supervisor → standby   Load · Stop           Fork, with two descriptors
-    standby → supervisor   Prepared · BootFailed
-    worker → supervisor    Forked · NotForked    answers to Fork
+    supervisor → fork server   Load · Stop           Fork, with two descriptors
+    fork server → supervisor   Prepared · BootFailed
+    worker → supervisor        Forked · NotForked    answers to Fork
 """
 
 from __future__ import annotations
@@ -21,27 +21,25 @@ from servekit.protocol.base import Message
 from servekit.protocol.messages import BootFailed, Load, Stop
 from servekit.protocol.transport.connection import MAX_FRAME_BYTES
 
-#: Longest order to fork, and longest answer.
+#: Maximum length of a fork order, and of its answer.
 MAX_ORDER_BYTES = 4096
-#: Fixed: an order for a child writes its mark over its parent's.
+#: Length of a mark. Fixed, because a child overwrites its parent's mark in place.
 MARK_CHARS = 16
 
 
 class Prepared(Message, frozen=True):
-    """All that takes long is done; it forks from now on."""
+    """Slow imports are done; the fork server can fork from now on."""
 
 
 class Fork(Message, frozen=True):
-    """Become a worker of this name. With it come its control channel and where its output goes."""
+    """Become the worker of this name. Carries its control channel and output as descriptors."""
 
     name: str
-    mark: str  # MARK_CHARS long; of the worker and all that it starts
+    mark: str  # MARK_CHARS long; of the worker and its descendants
 
 
 class Forked(Message, frozen=True):
-    """By the new worker, once it is in order: a child of the supervisor, with a session of its own,
-    under its own mark.
-    """
+    """The new worker is set up: a child of the supervisor, in its own session, with its mark."""
 
     pid: int
 
@@ -60,17 +58,17 @@ _to_standby: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToStandby)
 
 
 def decode_order(data: bytes) -> Fork:
-    """Raises msgspec.MsgspecError."""
+    """Decode a fork order. Raises msgspec.MsgspecError."""
     return _order.decode(data)
 
 
 def decode_answer(data: bytes) -> Forked | NotForked:
-    """Raises msgspec.MsgspecError."""
+    """Decode the answer to a fork order. Raises msgspec.MsgspecError."""
     return _answer.decode(data)
 
 
 def receive(control: socket.socket) -> Load | Stop | None:
-    """The next message, None at the end. Blocks; raises OSError, WireError, MsgspecError."""
+    """Return the next message, or None at EOF. Blocks; raises OSError, WireError, MsgspecError."""
     head = _exactly(control, 4)
     if head is None:
         return None
@@ -83,7 +81,7 @@ def receive(control: socket.socket) -> Load | Stop | None:
 
 
 def send(control: socket.socket, message: msgspec.Struct) -> None:
-    """Blocks; raises OSError."""
+    """Send a message. Blocks; raises OSError."""
     body = encode(message)
     control.sendall(len(body).to_bytes(4, "big") + body)
 

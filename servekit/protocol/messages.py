@@ -1,15 +1,15 @@
-"""The messages between servekit's processes, filed by who sends them to whom.
+"""The messages between servekit's processes, by sender and receiver.
 
 Each is a tagged `msgspec.Struct`, sent as msgpack in a length-prefixed frame
-(`servekit.protocol.transport.connection`). Imperatives go to children; facts come back. Fields are
-only ever added at the end and with a default, and `PROTOCOL` is raised when that is not enough.
+(`servekit.protocol.transport.connection`). Commands to children are imperatives; their reports are
+facts. Fields are only ever added at the end with a default; `PROTOCOL` is raised for other changes.
 
     supervisor → worker    Load · Ping · Drain · Stop · LoadAdapter · UnloadAdapter · Sleep · Wake
                            SetAdapters · Renew
     worker → supervisor    Loading · Ready · BootFailed · EngineDied · Pong
                            Asleep · Awake · SleepFailed · PhaseReport · GatewayConnected
                            AdapterLoaded · AdapterUnloaded · AdapterRefused
-    supervisor → gateway   Topology · Drain · Stop · KeyUsage, of the others · Renew
+    supervisor → gateway   Topology · Drain · Stop · KeyUsage (of other gateways) · Ping · Renew
     gateway → supervisor   Serving · Traffic · Quarantined · KeyUsage · AdapterUnused
                            TopologyApplied · ModelDemand · KeepAlive · Counted
     gateway → worker       Hello · Generate · Cancel · Borrow
@@ -141,7 +141,7 @@ __all__ = [
 ]
 
 PROTOCOL = 4
-#: New tokens that show that it isn't this request that kills workers; see `gateway.fate`.
+#: New tokens after which a request is no longer suspected of killing workers.
 PROOF_TOKENS = 2
 
 
@@ -157,7 +157,7 @@ class Ping(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Take no new work; exit 0 when what is in flight is done."""
+    """Accept no new requests; exit with 0 when the requests in flight are done."""
 
 
 class Stop(Message, frozen=True):
@@ -172,7 +172,7 @@ class Loading(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """A warm-up token has come back along the path that requests take."""
+    """The worker serves: a warm-up token has come back along the path that requests take."""
 
     info: ModelInfo
     timings_s: dict[str, float]  # by phase: import, fetch, convert, load, warm-up
@@ -184,7 +184,7 @@ class BootFailed(Message, frozen=True):
 
 
 class EngineDied(Message, frozen=True):
-    """The engine has died, and the worker exits at once; `cause` is the first line of its error."""
+    """The engine has died and the worker exits at once; `cause` is the first line of the error."""
 
     cause: str
 
@@ -195,36 +195,36 @@ class Pong(Message, frozen=True):
     running: int
     waiting: int
     kv_used: float  # fraction of the KV cache in use, 0 to 1
-    served: int = 0  # requests completed, or as many times 8 tokens; its own probes apart
-    trouble: str = ""  # why it cannot serve now, though nothing is wrong with it: a sentence
-    finished: int = 0  # requests completed, its own probes apart
+    served: int = 0  # requests completed, or units of 8 tokens; without its own probes
+    trouble: str = ""  # a sentence: why a healthy worker cannot serve now
+    finished: int = 0  # requests completed, without its own probes
 
 
 # ---------------------------------------------------------------- supervisor → gateway
 
 
 class Quarantined(Message, frozen=True):
-    """A request that takes workers down: a gateway reports it, and every Topology repeats it.
+    """A request that crashes workers: a gateway reports it, and every Topology repeats it.
 
-    Or all of a key, or of an address, to this model.
+    Alternatively, all requests of a key or an address to this model.
     """
 
     fingerprint: str  # sha256 over model, prompt and parameters, hex; or "key:…", "address:…"
     model: str
     until: float  # Unix time, s, by its gateway's clock: for people
-    for_s: float = 0.0  # it is refused for so long from when this is sent
-    generation: str = ""  # that it takes down; another one is free of it
+    for_s: float = 0.0  # remaining time, from when this is sent
+    generation: str = ""  # of the workers that it crashes; others may run it
 
 
 class Topology(Message, frozen=True):
-    """The whole state, sent on every change: a gateway that missed one is right again."""
+    """The whole state, sent on every change, so that a missed message does no lasting harm."""
 
     models: tuple[ModelStatus, ...]
     draining: bool = False
-    gateways: int = 1  # how many share the workers' slots
-    quarantined: tuple[Quarantined, ...] = ()  # by any gateway, those that still hold
+    gateways: int = 1  # gateways that share the workers' slots
+    quarantined: tuple[Quarantined, ...] = ()  # by any gateway, if still in force
     access: AccessRules = AccessRules()
-    serial: int = 0  # of those that one gateway was sent
+    serial: int = 0  # counts the messages to one gateway
 
 
 # ---------------------------------------------------------------- gateway → supervisor
@@ -235,17 +235,17 @@ class Serving(Message, frozen=True):
 
 
 class Traffic(Message, frozen=True):
-    """Counters of one gateway since it started, about once a second when they changed."""
+    """Counters of one gateway since its start, sent about once a second if changed."""
 
     requests: int
     in_flight: int
     queued: dict[str, int]  # by model
     tokens: dict[str, int] = {}  # by model, given out since the gateway started
-    oldest_s: dict[str, float] = {}  # by model where some wait: how long the first has waited
+    oldest_s: dict[str, float] = {}  # by model with a queue: the longest wait
 
 
 class KeyUsage(Message, frozen=True):
-    """What limited keys have used at a gateway, once a second; the others count it, too."""
+    """Usage of limited keys at a gateway, sent once a second; other gateways count it as well."""
 
     gateway: str
     uses: tuple[KeyUse, ...]
@@ -255,7 +255,7 @@ class KeyUsage(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """First message in both directions."""
+    """The first message in both directions."""
 
     protocol: int
     role: Literal["gateway", "worker", "probe", "supervisor"]
@@ -264,16 +264,17 @@ class Hello(Message, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    """Run one request. Exactly one of `prompt` and `messages` is set.
+    """Run one request. Exactly one of `prompt` and `messages` is set, except for "embed".
 
-    A request that was under way elsewhere is continued: `emitted` are the token ids that worker
-    had reported, `sent_chars` how many characters of their text have gone to the client. A worker
-    of another generation than `continuation` says refuses it with the code "model_changed"; one
-    with less room ends it sooner, by "length".
+    To continue a request of another worker, `emitted` has the token ids which that worker reported,
+    `sent_chars` the number of characters of their text that the client has. A worker of another
+    generation than that of `continuation` refuses with the code "model_changed"; a worker with less
+    context ends it earlier, with "length".
 
-    A request that is suspected of killing workers is started beside nothing unproven, from
-    whichever gateway, once the gateways have been told with `IsolationStarted`; and nothing is
-    started beside it until it has brought `PROOF_TOKENS`, or is done.
+    A request that is suspected of killing workers (`alone_until`) is isolated: the worker first
+    tells
+    all gateways with `IsolationStarted`, runs no other unproven request beside it, and starts no
+    further request until it has produced `PROOF_TOKENS`, or is done.
     """
 
     id: int  # unique on its connection
@@ -285,49 +286,49 @@ class Generate(Message, frozen=True):
     task: Task = "generate"  # "embed" takes `inputs`, "detokenize" a `prompt` of token ids
     inputs: list[str | list[int]] = []
     tools: list[dict[str, Any]] = []  # OpenAI's definitions, as the chat template gets them
-    template: dict[str, Any] = {}  # further arguments of the chat template
-    continues: bool = False  # the last message is the assistant's own beginning, to be gone on with
+    template: dict[str, Any] = {}  # extra arguments of the chat template
+    continues: bool = False  # the last message is the beginning of the answer
     alone_until: Literal["", "proven", "done"] = ""
-    adapter: str = ""  # one that the worker has loaded; "": the base model
-    must_call: bool = False  # a tool; for engines that are told so, not held to it by a grammar
-    one_call: bool = False  # at most; likewise
-    request: str = ""  # what its client knows it by, for the log
-    trace: str = ""  # W3C traceparent of the span that it is; "": it is not traced
-    continuation: Continuation | None = None  # as a worker told it: only its like may go on
-    cache_salt: str = ""  # the prefix cache is shared with requests of the same one only
+    adapter: str = ""  # the name of a loaded adapter; "": the base model
+    must_call: bool = False  # force a tool call; for engines without a grammar for it
+    one_call: bool = False  # at most one tool call; likewise
+    request: str = ""  # the client's request id, for the log
+    trace: str = ""  # W3C traceparent of the request's span; "": not traced
+    continuation: Continuation | None = None  # from the first worker, whose generation must match
+    cache_salt: str = ""  # only requests with equal salts share the prefix cache
 
 
 class Cancel(Message, frozen=True):
     id: int
-    tells: bool = False  # answer with Cancelled once it can do no harm any more
+    tells: bool = False  # answer with Cancelled once it has left the engine
 
 
 class Borrow(Message, frozen=True):
-    """Lend us slots that other gateways do not use: requests wait, and our share is in use.
+    """Ask for slots that other gateways do not use: requests wait, and our share is in use.
 
-    It holds until a later one; a `share` of 0 gives back what was lent.
+    Holds until the next Borrow; a `share` of 0 returns the borrowed slots.
     """
 
-    share: int  # slots that we use without asking
+    share: int  # slots that this gateway may use without asking
 
 
 class Lent(Message, frozen=True):
-    """So many slots may be used beyond the share; said again with each change.
+    """The number of slots that a gateway may use beyond its share; sent on every change.
 
-    Fewer than are in use: those in use run on, and what ends makes room for others.
+    If fewer than those in use, running requests continue, and ended ones are not replaced.
     """
 
     slots: int
 
 
 class DeltaBatch(Message, frozen=True):
-    """An engine step's deltas for one gateway, but those that a OneEach before it has told."""
+    """The deltas of one engine step for one gateway, except those of a TokenBatch before it."""
 
     deltas: list[Delta]
 
 
 class Failed(Message, frozen=True):
-    """The request ended without an answer; `code` is a key of `errors.REQUEST_ERRORS`."""
+    """The request ended with an error; `code` is a key of `errors.REQUEST_ERRORS`."""
 
     id: int
     code: str
@@ -337,23 +338,23 @@ class Failed(Message, frozen=True):
 
 
 class Cancelled(Message, frozen=True):
-    """A request has left the engine, the step that ran when it was cancelled included."""
+    """A cancelled request has left the engine, including the step that was running."""
 
     id: int
 
 
 class IsolationStarted(Message, frozen=True):
-    """Said to all gateways before a suspect is started: from here on nothing unproven runs but it.
+    """A suspect is about to start alone, sent to all gateways: no other unproven request runs now.
 
-    Of the requests of the gateway that hears it, those that have brought PROOF_TOKENS run on, and
-    the others are held, not started: if the worker dies it wasn't they.
+    Requests that have brought PROOF_TOKENS continue; the others are held back, not started, so that
+    they are not suspected if the worker dies.
     """
 
     id: int = 0  # the suspect, to the gateway it came from; 0 to the others
 
 
 class IsolationEnded(Message, frozen=True):
-    """Nobody is alone any more: what was held is started after this, and more may come."""
+    """The isolation is over: held requests start after this message, and new ones may be sent."""
 
 
 _OfAdapters = a.LoadAdapter | a.UnloadAdapter | a.SetAdapters

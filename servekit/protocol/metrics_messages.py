@@ -1,12 +1,12 @@
-"""Messages that carry what /metrics shows; the metrics themselves are in `servekit.metrics`.
+"""Messages that carry the figures of /metrics; the metrics are defined in `servekit.metrics`.
 
 gateway → supervisor   Counted
-operator → supervisor  GetMetrics   a gateway, for whoever asks it for /metrics
+operator → supervisor  GetMetrics   from a gateway, for a client of /metrics
 supervisor → operator  Figures
 
-Gateways tell what they have counted since they told last, and forget it; the supervisor adds it
-up. So a counter outlives the gateway that counted, none is ever told twice, and there is one sum:
-whichever gateway is asked, and in whatever order, no counter goes backwards.
+Gateways send the increments since their last report; the supervisor sums them. A counter therefore
+outlives the gateway that counted, no increment is sent twice, and there is one sum: no counter goes
+backwards, whichever gateway is scraped.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from servekit.protocol.base import Message, Value
 
 
 class Series(Value, frozen=True):
-    """Figures of one metric under one set of labels, in the order that the metric has them.
+    """Figures of one metric under one set of labels, in the metric's order.
 
-    A counter and a gauge have one; a histogram has the count of each bucket, that above the last
-    boundary, and the sum of all that was observed.
+    A counter or gauge has one figure; a histogram has the count of each bucket, the count above the
+    last bound, and the sum of all observations.
     """
 
     metric: str
@@ -27,13 +27,13 @@ class Series(Value, frozen=True):
 
 
 class Counted(Message, frozen=True):
-    """What a gateway has counted since it said so last, about once a second; no gauges."""
+    """Increments of a gateway's metrics since its last report, about once a second; no gauges."""
 
     series: tuple[Series, ...]
 
 
 class GetMetrics(Message, frozen=True):
-    """What is there to show? Answered by Figures, of what is known: nothing is measured for it."""
+    """Ask for the current metrics. Answered by Figures, without a new measurement."""
 
 
 class Figures(Message, frozen=True):

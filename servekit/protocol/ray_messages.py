@@ -1,4 +1,4 @@
-"""What the supervisor and the process that speaks to Ray (`servekit.ray.process`) tell each other.
+"""Messages between the supervisor and the process that talks to Ray (`servekit.ray.process`).
 
     supervisor → cluster   Join · Look · Berth · Start · Signal · Strays · Vacate · Keep
     cluster → supervisor   answers, by `id`: Joined · Looked · Berthed · Started · Held · Vacated
@@ -6,8 +6,8 @@
                            Waits · Lines · Measured · Exited · Nodes
 
 A berth is a worker's place in the cluster: a placement group with one bundle, and in it a detached
-actor that runs the worker's process. It outlives that process, so that a worker that crashed comes
-back where it was. That of a gateway is such an actor, too, on a given node, and claims nothing.
+actor that runs the worker's process. It outlives the process, so that a crashed worker restarts in
+the same place. A gateway's berth is such an actor on a given node, without claimed resources.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from servekit.protocol.messages import GpuStatus, Stop
 
 
 class Node(Value, frozen=True):
-    """A node of the cluster as it found itself. `problem` is why it could not look."""
+    """A node of the cluster and its own findings. `problem` is why it could not examine itself."""
 
     node: str  # Ray's id
     host: str  # its address
@@ -33,11 +33,11 @@ class Node(Value, frozen=True):
 
 
 class Want(Value, frozen=True):
-    """What nodes are asked about one model: those that come later, too, before a worker does."""
+    """The requirements of one model, checked on each node, also on nodes that join later."""
 
     model: str
     engine: str
-    path: str  # a folder or file to be there; "" for what is fetched
+    path: str  # a folder or file that must exist; "" if it is fetched
 
 
 class RemoteGpu(Value, frozen=True):
@@ -53,35 +53,35 @@ class Running(Value, frozen=True):
     """A process in a berth."""
 
     pid: int
-    address: str  # where it listens
-    fingerprint: str  # of what it was started to be
+    address: str  # its listening address
+    fingerprint: str  # of its start options
 
 
 # ---------------------------------------------------------------- supervisor → cluster
 
 
 class Join(Message, frozen=True):
-    """Connect to the cluster and have all of its nodes look at themselves.
+    """Connect to the cluster and have all of its nodes examine themselves.
 
-    Sorry where another instance holds that namespace, and lives.
+    Answered by Sorry if another live instance holds the namespace.
     """
 
     id: int
     address: str
     namespace: str
     grace_s: float
-    within_s: float  # for all of it
+    within_s: float  # total time limit
     wants: tuple[Want, ...]
-    run_dir: str  # who we are, for others who want this namespace
+    run_dir: str  # identifies this instance to others that want the namespace
     since: float  # Unix time, s
-    turn: int = 0  # what Joined has said before; 0: it is the first time
-    watch: bool = False  # tell of nodes that come and go, with Nodes
+    turn: int = 0  # from the previous Joined; 0: the first time
+    watch: bool = False  # report joining and leaving nodes with Nodes
 
 
 class Look(Message, frozen=True):
-    """Have all nodes that there are now, or a certain one, look at themselves.
+    """Have all present nodes, or one of them, examine themselves.
 
-    Looked is the answer; Sorry where that one is there no more.
+    Answered by Looked, or Sorry if that node is gone.
     """
 
     id: int
@@ -91,7 +91,7 @@ class Look(Message, frozen=True):
 
 
 class Berth(Message, frozen=True):
-    """Give a worker its place, the one that it has if it is as wanted."""
+    """Give a worker its place; a suitable existing place is reused."""
 
     id: int
     name: str
@@ -99,9 +99,9 @@ class Berth(Message, frozen=True):
     gpus: int
     cpus: float
     strategy: Literal["PACK", "SPREAD"]
-    fingerprint: str  # a process that runs there and has another one is ended
-    node: str = ""  # it is to be there, and to claim nothing; "": where there is room
-    want: Want | None = None  # what a node is asked before it is placed there
+    fingerprint: str  # a running process with another fingerprint is ended
+    node: str = ""  # place it there without a claim; "": where there is room
+    want: Want | None = None  # checked on the node before the placement
 
 
 class Start(Message, frozen=True):
@@ -110,16 +110,16 @@ class Start(Message, frozen=True):
     id: int
     name: str
     args: tuple[str, ...]
-    env: dict[str, str]  # over the node's own
+    env: dict[str, str]  # overrides the node's environment
     credentials: bytes
     fingerprint: str
     pin: Literal["uuid", "index"] = "uuid"  # how its GPUs are named in CUDA_VISIBLE_DEVICES
     role: Literal["worker", "gateway"] = "worker"
-    listen: tuple[tuple[str, int], ...] = ()  # host and port: sockets that it inherits
+    listen: tuple[tuple[str, int], ...] = ()  # host and port of sockets to inherit
 
 
 class Signal(Message, frozen=True):
-    """Send a signal to a worker: to its process, or to all that it has started, too."""
+    """Send a signal to a worker's process, or to its whole process group."""
 
     name: str
     number: int
@@ -127,21 +127,21 @@ class Signal(Message, frozen=True):
 
 
 class Strays(Message, frozen=True):
-    """Does the worker hold memory on GPUs that are not its own? Held is the answer."""
+    """Ask whether a worker holds memory on GPUs that are not its own. Answered by Held."""
 
     id: int
     name: str
 
 
 class Vacate(Message, frozen=True):
-    """End what runs in a berth and give it back; Vacated when that is done."""
+    """End the process in a berth and release the berth. Answered by Vacated."""
 
     id: int
     name: str
 
 
 class Keep(Message, frozen=True):
-    """Vacate all berths but these: nobody will ask for the others."""
+    """Release all berths but these; the others are no longer needed."""
 
     names: tuple[str, ...]
 
@@ -152,8 +152,8 @@ class Keep(Message, frozen=True):
 class Joined(Message, frozen=True):
     id: int
     nodes: tuple[Node, ...]
-    turn: int  # by which the namespace is ours
-    own: str = ""  # Ray's id of the node that we are on
+    turn: int  # by which this instance holds the namespace
+    own: str = ""  # Ray's id of the supervisor's node
 
 
 class Looked(Message, frozen=True):
@@ -162,13 +162,13 @@ class Looked(Message, frozen=True):
 
 
 class Nodes(Message, frozen=True):
-    """All that are there, whenever that has changed; new ones have looked at themselves."""
+    """The present nodes, sent on every change; new nodes have examined themselves."""
 
     nodes: tuple[Node, ...]
 
 
 class Waits(Message, frozen=True):
-    """A berth is not there yet, because of that; "" when it does not wait any more."""
+    """The reason why a berth is not available yet; "" when it no longer waits."""
 
     name: str
     what: str
@@ -189,7 +189,7 @@ class Started(Message, frozen=True):
 
 class Held(Message, frozen=True):
     id: int
-    stray: str  # a sentence, "" if it holds nothing but on its own
+    stray: str  # a sentence; "" if it holds memory on its own GPUs only
 
 
 class Vacated(Message, frozen=True):
@@ -197,7 +197,7 @@ class Vacated(Message, frozen=True):
 
 
 class Sorry(Message, frozen=True):
-    """What was asked for cannot be. `pid` is of a worker that has ended at once."""
+    """The request failed. `pid` is that of a worker that ended at once."""
 
     id: int
     message: str
@@ -205,34 +205,34 @@ class Sorry(Message, frozen=True):
 
 
 class Lines(Message, frozen=True):
-    """What a worker has written."""
+    """Lines of a worker's output."""
 
     name: str
     lines: tuple[str, ...]
 
 
 class Measured(Message, frozen=True):
-    """What a process takes there, and what NVML says where a worker is; told every few seconds.
+    """Resource usage of a process, and NVML's figures on a worker's node, every few seconds.
 
-    A node without NVML has no GPUs; where a gateway is they are not read.
+    A node without NVML has no GPUs; they are not read for a gateway.
     """
 
     name: str
     gpus: tuple[GpuStatus, ...]  # all of the node
     pid: int  # of the process; 0: none runs
-    held: dict[str, int]  # bytes that it and what it has started hold, by UUID
-    rss_bytes: int = 0  # that it has resident
+    held: dict[str, int]  # bytes that it and its descendants hold, by UUID
+    rss_bytes: int = 0  # resident memory
 
 
 class Exited(Message, frozen=True):
-    """A worker's process has ended. Without code and signal: its node or its actor is gone."""
+    """A worker's process has ended. Without code and signal, its node or actor is gone."""
 
     name: str
     pid: int
     code: int | None
     signal: int | None
     cause: str = ""
-    out_of_memory: bool = False  # the kernel killed something for memory in its lifetime
+    out_of_memory: bool = False  # the kernel's OOM killer was active in its lifetime
 
 
 ToCluster = Stop | Join | Look | Berth | Start | Signal | Strays | Vacate | Keep

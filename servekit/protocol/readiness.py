@@ -1,11 +1,11 @@
-"""Whether a request to a model could complete: what /readyz, `ps --ready` and systemd are told.
+"""The rule for readiness: could a request to a model complete? Used by /readyz, `ps`, systemd.
 
-how it stands                                       would a request complete
-a worker is ready, and says that it can serve       yes
-all that are ready say that they cannot             no, although they are asked all the same
-none is ready; it is to be there from the start     no
-… it comes when it is asked for, or wakes           yes
-… only an operator loads it, or has stopped it      it is left out: as if yes
+state of the model                                  would a request complete
+a worker is ready and can serve                     yes
+all ready workers report that they cannot serve     no, although requests are still sent
+no worker is ready; it loads at the start           no
+… it is loaded by a request, or wakes               yes
+… only an operator loads it, or has stopped it      ignored: as if yes
 … its last load has failed                          no
 """
 
@@ -16,13 +16,13 @@ from servekit.protocol.types import ModelStatus
 
 
 def in_trouble(model: ModelStatus) -> bool:
-    """All that are ready say that they cannot serve now."""
+    """Return whether workers are ready, but all of them report that they cannot serve."""
     ready = [replica for replica in model.replicas if replica.state == "ready"]
     return bool(ready) and all(replica.trouble for replica in ready)
 
 
 def able(model: ModelStatus, *, reached: bool = True) -> bool:
-    """By the table above; `reached`: who asks can reach a worker that is ready, if there is one."""
+    """Apply the table above; `reached`: the caller can reach a ready worker, if there is one."""
     serves = reached and any(replica.state == "ready" for replica in model.replicas)
     residence = model.residence
     if serves or residence is None:
@@ -32,6 +32,6 @@ def able(model: ModelStatus, *, reached: bool = True) -> bool:
 
 
 def adapter_able(model: ModelStatus, adapter: AdapterStatus) -> bool:
-    """The same of one of its adapters, beside the model itself: it is loaded, or comes with it."""
+    """Return whether an adapter of a usable model serves, or will be loaded with the model."""
     away = model.residence is not None and model.residence.tier != "resident"
     return adapter.state == "serving" or (away and adapter.state == "loading")

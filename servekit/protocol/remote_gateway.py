@@ -1,10 +1,10 @@
-"""What a gateway on another machine is told and tells beside what every gateway is.
+"""Messages of a gateway on another machine, beside those of every gateway.
 
-    supervisor → gateway   Certified · Answered
-    gateway → supervisor   Asked
+    supervisor → gateway   CertificateUpdate · AdminResponse
+    gateway → supervisor   AdminRequest
 
-It has neither the files of the supervisor's machine nor its operators' socket: what it takes of
-these goes by its control channel. All of it is about the moment, and nothing is sent again.
+Such a gateway has neither the files of the supervisor's machine nor the operators' socket, so its
+control channel carries both. These messages are fleeting: none is sent again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from servekit.protocol.messages import FromGateway, FromSupervisor, ToGateway, T
 
 
 class CertificateUpdate(Message, frozen=True):
-    """Serve HTTPS with that, for new connections."""
+    """The certificate for HTTPS on new connections."""
 
     stamp: str  # as in AccessRules
     certificate: bytes  # PEM
@@ -22,7 +22,7 @@ class CertificateUpdate(Message, frozen=True):
 
 
 class AdminRequest(Message, frozen=True):
-    """A question of an operator's, who has asked over HTTP."""
+    """A question of an operator that arrived over HTTP."""
 
     id: int
     question: ToSupervisor

@@ -1,10 +1,10 @@
-"""Messages about models that come and go: asleep, awake, loaded by need.
+"""Messages about models that come and go: asleep, awake, loaded on demand.
 
 supervisor → worker    Sleep · Wake
-worker → supervisor    Asleep · Awake · NotDone
-supervisor → gateway   Residence, of each model that comes and goes
-gateway → supervisor   Wanted · KeepAlive
-operator → supervisor  Reside
+worker → supervisor    Asleep · Awake · SleepFailed
+supervisor → gateway   ResidencyStatus, of each such model, in its ModelStatus
+gateway → supervisor   ModelDemand · KeepAlive
+operator → supervisor  SetResidency
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Literal
 
 from servekit.protocol.base import Message, Value
 
-#: When a model is loaded: at the start, by the first request for it, by an operator only.
+#: When a model is loaded: at the start, by its first request, by an operator only.
 LoadMode = Literal["on_start", "on_demand", "manual"]
 #: Where a model's weights are: on its device, in the host's memory, or on disk only. "coming":
-#: they are being loaded, or woken; "leaving": it finishes what runs, and is then put to sleep or
-#: stopped; "failed": it could not be loaded.
+#: loading or waking; "leaving": finishing its requests before it sleeps or stops; "failed": it
+#: could not be loaded.
 Residency = Literal["resident", "asleep", "stopped", "coming", "leaving", "failed"]
 
 Want = Literal["load", "unload", "sleep", "wake"]
@@ -36,14 +36,14 @@ class ResidencyStatus(Value, frozen=True):
 
 
 class Sleep(Message, frozen=True):
-    """Take no more requests, finish what runs, and give the device's memory back.
+    """Finish the running requests and release the device's memory.
 
-    Sent once the gateways send nothing more; answered by Asleep, or NotDone.
+    Sent once the gateways send no more requests; answered by Asleep, or SleepFailed.
     """
 
 
 class Wake(Message, frozen=True):
-    """Take it again. Answered by Awake once a token has come back, or NotDone."""
+    """Take the device's memory again. Answered by Awake after a first token, or SleepFailed."""
 
 
 class Asleep(Message, frozen=True):
@@ -55,15 +55,15 @@ class Awake(Message, frozen=True):
 
 
 class SleepFailed(Message, frozen=True):
-    """The worker is as it was; why it could not sleep or wake."""
+    """The worker could not sleep or wake, and is as it was; `message` is the reason."""
 
     message: str
 
 
 class ModelDemand(Message, frozen=True):
-    """Of one gateway: how much a model that comes and goes is in use there.
+    """The use of one model that comes and goes, at one gateway.
 
-    Sent when the first request has to wait, and else on change, at most ten times a second.
+    Sent when the first request has to wait, and on changes, at most ten times a second.
     """
 
     model: str
@@ -73,17 +73,17 @@ class ModelDemand(Message, frozen=True):
 
 
 class KeepAlive(Message, frozen=True):
-    """A client says how long a model is to stay after its requests, as Ollama's `keep_alive`."""
+    """A client's wish for how long a model stays after its requests (Ollama's `keep_alive`)."""
 
     model: str
     stay_s: float | None  # 0: unload it when idle; infinity: it stays; None: as the file has it
-    loads: bool = False  # and it is to be loaded now, without a request
+    loads: bool = False  # also load it now, without a request
 
 
 class SetResidency(Message, frozen=True):
     """Load, unload, put to sleep or wake a model.
 
-    Answered by Accepted when done (or, with `wait` unset, begun), or Refused.
+    Answered by Accepted when done (or, without `wait`, when begun), or Refused.
     """
 
     model: str

@@ -1,6 +1,6 @@
-"""How a process came up: the phases of its start, as it tells and the supervisor keeps them.
+"""Phases of a process's start, as it reports them and the supervisor keeps them.
 
-worker → supervisor    Phased · Greeted
+worker → supervisor    PhaseReport · GatewayConnected
 supervisor → operator  Starts, in Status; Start, in the record of a death before it was ready
 
 Times on the wire are those of CLOCK_MONOTONIC, which all processes of one machine share.
@@ -12,9 +12,8 @@ from typing import Literal
 
 from servekit.protocol.base import Message, Value
 
-#: What a start was for: the instance was started, its file was read again, a request or an
-#: operator wanted the model, the life before is over, a standby is to be at hand, or the load takes
-#: one more.
+#: The cause of a start: start of the instance, reload of the file, a request, an operator, restart
+#: after an exit, start of a fork server ("standby"), or one more replica because of the load.
 Cause = Literal["up", "reload", "request", "operator", "restart", "standby", "scale"]
 
 
@@ -30,7 +29,7 @@ class Phase(Value, frozen=True):
 
 
 class PhaseReport(Message, frozen=True):
-    """A phase has begun; or it has ended, which is said of the same one again."""
+    """A phase has begun, or the same phase has ended."""
 
     phase: Phase
 

@@ -1,14 +1,14 @@
 """The families of tool calls, by the names that `Dialect.tools` and the file's `tool_parser` use.
 
-What stands here is known on both sides: a worker recognises the family and keeps its markers in
-the text where the tokenizer would leave them out, a gateway reads the calls.
+Both sides share them: a worker recognises the family and keeps its markers in the text where the
+tokenizer would skip them; a gateway parses the calls.
 """
 
 from __future__ import annotations
 
 from servekit.protocol.types import Dialect
 
-#: Strings that a family's calls are written with, as far as a tokenizer may have tokens for them.
+#: The marker strings of each family that may be tokens of a tokenizer.
 MARKERS: dict[str, tuple[str, ...]] = {
     # {"name": …, "arguments": {…}} between tags
     "hermes": ("<tool_call>", "</tool_call>"),
@@ -49,13 +49,13 @@ MARKERS: dict[str, tuple[str, ...]] = {
     "function": (),
     # gpt-oss: channels for thoughts, calls and the answer
     "harmony": ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>"),
-    # {"name": …, "arguments": {…}} and nothing around it; one on each line
+    # {"name": …, "arguments": {…}} without markers, one per line
     "json": (),
-    # JSON as Hermes has it, between the model's own markers: `tool_begin`, `tool_end`
+    # JSON as in Hermes, between the model's own markers: `tool_begin`, `tool_end`
     "template": (),
 }
 
-#: Thoughts, by the names that the file's `reasoning_parser` uses: begin, end.
+#: Begin and end markers of thoughts, by the names that the file's `reasoning_parser` uses.
 THOUGHTS: dict[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
@@ -63,17 +63,17 @@ THOUGHTS: dict[str, tuple[str, str]] = {
     "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
 }
 
-#: `Dialect.tools` of an engine whose answers come in parts that are told apart already: text,
-#: thoughts, calls with ids of their own. They cross as text with a mark before each part; a call is
-#: CALL id NAME name ARGUMENTS json. Text without a mark before it is the answer's.
+#: `Dialect.tools` of an engine whose answers are already split into text, thoughts, and calls with
+#: ids. They are sent as text with a mark before each part; a call is CALL id NAME name ARGUMENTS
+#: json. Text without a mark belongs to the answer.
 FRAMED = "framed"
-#: Unicode noncharacters, for use within a program only: no text that comes from outside keeps one.
+#: Unicode noncharacters, for internal use: they are removed from all external text.
 #: Source: Unicode 16, 23.7.
 TEXT, THOUGHT, CALL, NAME, ARGUMENTS = MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
 
 
 def markers(dialect: Dialect) -> tuple[str, ...]:
-    """All strings that have to stay in the text for this dialect to be read."""
+    """Return all strings that must stay in the text for this dialect to be parsed."""
     own = (dialect.tool_begin, dialect.tool_end, dialect.think_begin, dialect.think_end)
     found = [*MARKERS.get(dialect.tools, ()), *own]
     return tuple(dict.fromkeys(marker for marker in found if marker))

@@ -1,5 +1,6 @@
-"""What the messages carry, without tags of their own: sampling, deltas, and what is known of
-models, workers and gateways. Imported by way of `servekit.protocol.messages`.
+"""Types inside messages, without tags: sampling parameters, deltas, and status.
+
+Imported by way of `servekit.protocol.messages`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ WorkerState = Literal[
     "asleep",  # its weights are in the host's memory, or are read again; it takes no requests
 ]
 
-#: What a request asks a worker to do.
+#: Tasks of a request.
 Task = Literal["generate", "embed", "tokenize", "detokenize"]
-#: Tasks, and parameters that not every engine can serve.
+#: Tasks, and parameters that not every engine supports.
 Capability = Literal[
     "generate",
     "embed",
@@ -48,9 +49,9 @@ Capability = Literal[
 ]
 
 
-#: How one replica is spread over its GPUs: each layer over all; layer after layer; as llama.cpp.
+#: How one replica is spread over its GPUs: each layer over all; by layers; by llama.cpp.
 Parallel = Literal["", "tensor", "device_map", "split"]
-#: What a grammar is made of: parameters of ours, and of vLLM's in their older and newer form.
+#: The request parameter that a grammar comes from: OpenAI's, or vLLM's, older and newer.
 GrammarParam = Literal[
     "response_format",
     "tools",
@@ -64,24 +65,24 @@ GrammarParam = Literal[
 
 
 class Grammar(Value, frozen=True):
-    """What the text has to be, token by token.
+    """A constraint on the generated text, token by token.
 
-    `text` is a JSON schema ("json_schema"; `true` lets any JSON pass), a regular expression in
-    the Rust dialect ("regex"), or a grammar in llguidance's Lark dialect ("lark").
+    `text` is a JSON schema ("json_schema"; `true` allows any JSON), a regular expression in the
+    Rust dialect ("regex"), or a grammar in llguidance's Lark dialect ("lark").
     """
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
-    param: GrammarParam = "response_format"  # what it is made of
+    param: GrammarParam = "response_format"  # where it comes from
 
 
 class SamplingParams(Value, frozen=True):
-    """How to choose tokens. None means the model's own default (its generation config).
+    """Sampling parameters. None means the model's own default (its generation config).
 
-    Ranges are checked at the gateway; an engine may rely on them.
+    The gateway checks the ranges; an engine may rely on them.
     """
 
-    max_tokens: int | None = None  # None: up to the end of the context; 0: the prompt alone
+    max_tokens: int | None = None  # None: up to the end of the context; 0: the prompt only
     temperature: float | None = None  # >= 0; 0 is greedy
     top_p: float | None = None  # (0, 1]
     top_k: int | None = None  # >= 0; 0 is off
@@ -94,19 +95,19 @@ class SamplingParams(Value, frozen=True):
     ignore_eos: bool = False
     min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id, [-100, 100] added to its logit
-    logprobs: int | None = None  # report log probabilities, and those of so many best, 0 to 20
+    logprobs: int | None = None  # report log probabilities, with those of the N best, 0 to 20
     grammar: Grammar | None = None
-    clamp: bool = False  # lower max_tokens to the room there is, rather than refuse the request
-    stop_token_ids: tuple[int, ...] = ()  # these end the text as the end of sequence does
-    include_stop: bool = False  # what ended the text, a string or one of these, is a part of it
-    bad_words: tuple[str, ...] = ()  # whose tokens, written as such, never come
-    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens
-    echo: bool = False  # tell the prompt's text
-    truncate_prompt: int = 0  # keep so many tokens of the prompt's end; 0: all; -1: those that fit
+    clamp: bool = False  # lower max_tokens to fit the context, instead of an error
+    stop_token_ids: tuple[int, ...] = ()  # they end the text, like the end of sequence
+    include_stop: bool = False  # include the stop string or token in the text
+    bad_words: tuple[str, ...] = ()  # strings whose token sequences are never generated
+    prompt_logprobs: int | None = None  # like `logprobs`, for the prompt's tokens
+    echo: bool = False  # return the prompt's text as well
+    truncate_prompt: int = 0  # keep the last N tokens of the prompt; 0: all; -1: as fits
 
 
 class ToolCall(Value, frozen=True):
-    """A call that a model has made in an earlier turn. `arguments` is the text of a JSON object."""
+    """A tool call of an earlier turn. `arguments` is the text of a JSON object."""
 
     id: str
     name: str
@@ -114,14 +115,14 @@ class ToolCall(Value, frozen=True):
 
 
 class ChatMessage(Value, frozen=True):
-    """One turn of a conversation, as the chat template gets it."""
+    """A turn of a conversation, as passed to the chat template."""
 
     role: str
     content: str
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
     tool_call_id: str | None = None  # which call a tool's message answers
-    reasoning: str | None = None  # what an assistant thought before it said this
+    reasoning: str | None = None  # an assistant's thoughts before this text
 
 
 class Progress(Value, frozen=True):
@@ -175,7 +176,7 @@ class ModelInfo(Value, frozen=True):
 
 
 class WorkerSpec(Value, frozen=True):
-    """All that a worker needs to load its model."""
+    """The settings that a worker needs to load its model."""
 
     name: str  # the worker's own name, e.g. "smollm2/0"
     model: str
@@ -189,15 +190,15 @@ class WorkerSpec(Value, frozen=True):
     sampling: dict[str, float | int]  # defaults from the file, by SamplingParams field
     options: dict[str, Any]  # the engine's own, already checked against its schema
     socket: str  # where the worker listens
-    tool_parser: str = ""  # a key of `dialects.MARKERS`, or "none"; "": as the template tells
-    reasoning_parser: str = ""  # a key of `dialects.THOUGHTS`, or "none"; "": as the template tells
+    tool_parser: str = ""  # a key of `tool_formats.MARKERS`, or "none"; "": from the template
+    reasoning_parser: str = ""  # a key of `tool_formats.THOUGHTS`, or "none"; "": from the template
     adapters: tuple[AdapterSpec, ...] = ()
-    gpus: int = 1  # how many it sees, on a GPU; it is to use all of them
-    parallel: Parallel = ""  # how it is spread over them; "": it has one
-    memory_bytes: int = 0  # of each GPU, all that the worker may take; 0: as much as is free
-    host_memory_bytes: int = 0  # on a CPU, what the file lets it take of the host's; 0: unsaid
-    sleeps: bool = False  # it will be put to sleep, and should be able to
-    edition: str = ""  # a digest of what of this decides what is said
+    gpus: int = 1  # number of visible GPUs, all of which it uses
+    parallel: Parallel = ""  # how it is spread over several GPUs; "": one GPU
+    memory_bytes: int = 0  # limit on each GPU; 0: all free memory
+    host_memory_bytes: int = 0  # on a CPU, the file's limit of host memory; 0: none stated
+    sleeps: bool = False  # prepare the engine for sleep
+    edition: str = ""  # a digest of the settings that affect the text
     chat_template: str = ""  # jinja text; "": the model's own
 
 
@@ -259,7 +260,7 @@ class ModelStatus(Value, frozen=True):
 
 
 class TokenLogprob(Value, frozen=True):
-    """A token that was chosen, its log probability before any sampling filter, and the best.
+    """A sampled token, its log probability before any sampling filter, and the best tokens.
 
     Tokens are bytes because a token may be a part of a character.
     """
@@ -270,19 +271,19 @@ class TokenLogprob(Value, frozen=True):
 
 
 class Continuation(Value, frozen=True):
-    """What another worker needs beside the tokens so far, to go on with a request as it began."""
+    """The facts that another worker needs, beside the tokens so far, to continue a request."""
 
-    generation: str  # of its worker and, after a plus sign, of the adapter that it names
-    max_tokens: int  # as it was settled for the worker that began
-    #: Token ids of the prompt, where a chat template made it, which may tell the time: unsigned, 4
-    #: bytes each, little-endian. b"": the request's own prompt makes the same ones again.
+    generation: str  # of the worker and, after a plus sign, of the request's adapter
+    max_tokens: int  # as determined by the first worker
+    #: Token ids of a prompt from a chat template, which may contain the time: unsigned, 4 bytes
+    #: each, little-endian. b"": the request's own prompt gives the same ids again.
     prompt: bytes = b""
 
 
 class PromptToken(Value, frozen=True):
-    """A token of a prompt, and how probable it was after those before it.
+    """A token of a prompt, and its probability after those before it.
 
-    The first comes after nothing: its `logprob` is None. The most probable token has rank 1.
+    The first token has no `logprob`. The most probable token has rank 1.
     """
 
     id: int
@@ -293,21 +294,21 @@ class PromptToken(Value, frozen=True):
 
 
 class Prompt(Value, frozen=True):
-    """What a request wanted to know of its own prompt."""
+    """The parts of its own prompt that a request asked for."""
 
     text: str = ""  # with `echo`
     tokens: list[PromptToken] = []  # with `prompt_logprobs`: all
 
 
 class Delta(Value, frozen=True):
-    """What one engine step brought to one request.
+    """The output of one engine step for one request.
 
-    `finish` is set on the last one, and with it `completion_tokens`; `prompt_tokens` is on each,
-    for who tells it at once. `token_ids` are those sampled since the last Delta (the
-    end-of-sequence token not among them); `text` may lag behind them while a character or a
-    possible stop string is incomplete. With `logprobs` and stop strings they wait for their text,
-    and those of a stop string that was found never come. The answer to "tokenize" is one Delta
-    with the ids, to "detokenize" one with the text.
+    The last one has `finish` and `completion_tokens`; each one has `prompt_tokens`, for clients
+    that report it at once. `token_ids` are those sampled since the last Delta, without the
+    end-of-sequence token; `text` may lag behind them while a character or a possible stop string is
+    incomplete. With `logprobs` and stop strings the ids wait for their text, and those of a stop
+    string are never sent. The answer to "tokenize" is one Delta with the ids, to "detokenize" one
+    with the text.
     """
 
     id: int
@@ -316,22 +317,22 @@ class Delta(Value, frozen=True):
     finish: FinishReason | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    logprobs: list[TokenLogprob] = []  # one for each of `token_ids`, where asked for
+    logprobs: list[TokenLogprob] = []  # one for each of `token_ids`, if requested
     vectors: list[bytes] = []  # "embed": of each input, float32 [embedding_size], little-endian
-    stop: str = ""  # the stop string that ended it, if one did
-    cached_tokens: int = 0  # of the prompt, those that came from the engine's prefix cache
-    # of a request that is traced, with `finish`: Unix times in ns at which it was accepted, given
-    # to the engine, brought its first token, and ended
+    stop: str = ""  # the stop string that ended the text, if any
+    cached_tokens: int = 0  # prompt tokens from the engine's prefix cache
+    # of a traced request, with `finish`: Unix times in ns of its acceptance, its start in the
+    # engine, its first token, and its end
     times_ns: tuple[int, ...] = ()
-    stop_token: int = -1  # that of `stop_token_ids` that ended it, if one did
-    continuation: Continuation | None = None  # on the first with tokens, where more are to come
-    prompt: Prompt | None = None  # with the first one, where asked for
+    stop_token: int = -1  # the one of `stop_token_ids` that ended the text, if any
+    continuation: Continuation | None = None  # on the first with tokens, if more follow
+    prompt: Prompt | None = None  # with the first one, if requested
 
 
 class TokenBatch(Message, frozen=True):
-    """What most of most steps is: one more token each, of requests that a Delta has spoken of.
+    """A token for each of many requests that have had a Delta: the usual result of a step.
 
-    In columns, as one message of three lists is read in a third of the time of as many Deltas.
+    Columns, because three lists in one message decode three times faster than as many Deltas.
     """
 
     ids: list[int]
@@ -340,7 +341,7 @@ class TokenBatch(Message, frozen=True):
 
 
 class ExitRecord(Value, frozen=True):
-    """One death of a worker, as far as it can be told afterwards."""
+    """A death of a worker, as far as it can be reconstructed."""
 
     at: float  # Unix time, s
     pid: int
@@ -349,26 +350,26 @@ class ExitRecord(Value, frozen=True):
     code: int | None
     signal: int | None
     phase: str  # "loading", "ready", ...: its state when it died
-    out_of_memory: str  # "", "host" or "gpu": a guess, from the kernel's counters and its words
+    out_of_memory: str  # "", "host" or "gpu": a guess from kernel counters and the worker's output
     served: int  # requests it had completed
     running: int  # requests that were in its engine, by its last Pong
     rss_bytes: int  # when last measured
     gpu_bytes: int
     tail: tuple[str, ...]  # its last lines
-    stacks: tuple[str, ...]  # of all its threads, if it was made to dump them
-    start: Start | None = None  # how far it came, where it was never ready
+    stacks: tuple[str, ...]  # of all its threads, if it has dumped them
+    start: Start | None = None  # its phases, if it was never ready
 
 
 class ReplicaHistory(Value, frozen=True):
-    """What became of one replica, the last exit last."""
+    """The history of one replica, the last exit last."""
 
     name: str
     state: str
     reason: str
     restarts: int
-    next_attempt_s: float | None  # seconds from now; None where none is planned
+    next_attempt_s: float | None  # seconds from now; None if none is planned
     exits: tuple[ExitRecord, ...]
-    alert: str = ""  # a sentence on what is amiss while it lives
+    alert: str = ""  # a sentence about a problem of a live worker
 
 
 class GatewayStatus(Value, frozen=True):
@@ -396,7 +397,7 @@ class GpuStatus(Value, frozen=True):
 
 
 def as_builtins(value: Any) -> Any:
-    """Structs as dicts with their field names (on the wire they are arrays)."""
+    """Convert structs to dicts by field name (on the wire they are arrays)."""
     if isinstance(value, msgspec.Struct):
         return {name: as_builtins(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):

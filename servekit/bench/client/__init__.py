@@ -1,4 +1,4 @@
-"""The HTTP client that makes load: connections, pool, server-sent events, answers' schemas.
+"""The HTTP client that generates load: connections, pool, server-sent events, response schemas.
 
 Only `bench` may import from here.
 """

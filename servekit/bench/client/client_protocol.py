@@ -1,7 +1,7 @@
-"""What crosses between `servekit bench` and its client processes: JSON lines, never pickle.
+"""The protocol between `servekit bench` and its client processes: JSON lines, never pickle.
 
-To a client come one Order and one Go; the end of its stdin means: stop now. From it come Ready,
-then Reports, then one Ended. All times are `time.monotonic`, which processes of a machine share.
+A client reads one Order and one Go; the end of its stdin means: stop now. It writes Ready, then
+Reports, then one Ended. All times are `time.monotonic`, which processes of a machine share.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from servekit.bench.lengths import Lengths
 
 Api = Literal["chat", "completions", "embeddings"]
-#: How a request ended. `http` has a status beside it; `unfinished`: the measurement ended first.
+#: How a request ended. `http` comes with a status; `unfinished`: the measurement ended first.
 Fate = Literal["ok", "http", "connect", "timeout", "cut", "frame", "protocol", "unfinished"]
 
 PATHS: dict[Api, str] = {
@@ -24,14 +24,14 @@ PATHS: dict[Api, str] = {
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where the server is. `base` is the path that the API's paths begin with, such as /v1."""
+    """The server's address. `base` is the prefix of the API's paths, such as /v1."""
 
     host: str
     port: int
     base: str
     tls: bool = False
     ca: str | None = None  # a PEM file with the authority to trust
-    insecure: bool = False  # any certificate will do
+    insecure: bool = False  # accept any certificate
     key: str | None = None
 
     @property
@@ -45,7 +45,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Asking(msgspec.Struct, frozen=True):
-    """What requests are like."""
+    """The parameters of the requests."""
 
     api: Api
     model: str
@@ -58,46 +58,46 @@ class Asking(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
     extra: dict[str, object] = {}
     dataset: str | None = None
-    #: Characters of one token in made-up prompts, and tokens that each prompt has beside its text.
+    #: Characters per token in generated prompts, and tokens of each prompt beside its text.
     token_chars: float = 4.0
     overhead_tokens: float = 0.0
 
 
 class Order(msgspec.Struct, frozen=True):
-    """The part of one client process in one load. Exactly one of `users` and `rate` is set."""
+    """The part of one client process in a load. Exactly one of `users` and `rate` is set."""
 
     target: Target
     asking: Asking
-    index: int  # of this client, and of how many: they share the numbers of conversations
+    index: int  # of this client; the clients share the numbers of conversations
     clients: int
     seed: int
-    users: int | None  # closed loop: so many at once, each asks again when it is answered
+    users: int | None  # closed loop: concurrent users, each with one request at a time
     rate: float | None  # open loop: arrivals per second
-    requests: int | None  # of this client; None: until `duration_s` is over
+    requests: int | None  # of this client; None: until the end of `duration_s`
     duration_s: float | None
     warmup: int
     timeout_s: float
 
 
 class Go(msgspec.Struct, frozen=True):
-    """Begin at this time."""
+    """The start time of the measurement."""
 
     at: float
 
 
 class Record(msgspec.Struct, array_like=True, gc=False):
-    """One request. Times are monotonic; `first` and `last` are those of text in a stream."""
+    """A request. Times are monotonic; `first` and `last` are those of chunks with text."""
 
     fate: Fate
     began: float
     ended: float
     first: float | None = None
     last: float | None = None
-    chunks: int = 0  # events of a stream that brought text
-    chunks_in_time: int = 0  # of them, before the measurement's end
+    chunks: int = 0  # events of a stream with text
+    chunks_in_time: int = 0  # those before the measurement's end
     longest_gap_s: float = 0.0
     prompt_tokens: int | None = None
-    output_tokens: int | None = None  # both by the server's own count
+    output_tokens: int | None = None  # both as counted by the server
     status: int = 0
     message: str = ""
 
@@ -107,23 +107,23 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Report(msgspec.Struct, tag="report"):
-    """What came since the last one."""
+    """The data since the previous report."""
 
     records: list[Record]
-    gaps: dict[int, int]  # between chunks of one stream: a Histogram's counts
+    gaps: dict[int, int]  # between chunks of a stream: a Histogram's counts
     sent: int
     in_flight: int
     chunks: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """This client is done. Lags and lateness are Histograms' counts, in seconds."""
+    """The end of this client. Lags and lateness are Histograms' counts, in seconds."""
 
-    ended_at: float  # when it stopped asking, or its last answer came
-    cpu_cores: float  # of its own, while it asked
-    lags: dict[int, int]  # how late its event loop came to a timer
-    late: dict[int, int]  # how late arrivals of an open loop were sent
-    resent: int  # requests that met a kept connection which was just being closed
+    ended_at: float  # when it stopped sending, or got its last answer
+    cpu_cores: float  # used by itself, during the measurement
+    lags: dict[int, int]  # delays of timers in its event loop
+    late: dict[int, int]  # delays of arrivals of an open loop
+    resent: int  # requests repeated after a kept connection was closed
 
 
 FromClient = Ready | Report | Ended

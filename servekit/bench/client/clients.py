@@ -1,4 +1,4 @@
-"""The client processes of one load: started, told, heard and ended."""
+"""The client processes of one load."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from servekit.bench.client.client_protocol import (
 from servekit.bench.process import LONGEST_LINE_BYTES
 from servekit.errors import ServekitError
 
-#: From the word to begin until it is so: time for it to reach all.
+#: Delay of the start, for Go to reach all clients.
 _LEAD_S = 0.02
-#: Of what a client said before it died.
+#: Characters of a dead client's stderr in the error.
 _LAST_WORDS = 500
 
 _decode = msgspec.json.Decoder(FromClient).decode
 
 
 class Clients:
-    """Use as an async context: at its end no process is left."""
+    """An async context of client processes; at its end no process is left."""
 
     def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:
         self._program = program  # starts `servekit.bench.process.main`
@@ -48,7 +48,7 @@ class Clients:
             await process.wait()
 
     async def start(self, orders: Sequence[Order]) -> None:
-        """Start one process each, and wait until all are warm. Raises ServekitError."""
+        """Start one process per order, and wait until all are warm. Raises ServekitError."""
         for order in orders:
             process = await asyncio.create_subprocess_exec(
                 *self._program,
@@ -65,7 +65,7 @@ class Clients:
                 raise ServekitError("a client process spoke out of turn")
 
     def go(self) -> float:
-        """Have all begin at the same time, which is returned."""
+        """Start the load in all clients at the same time, which is returned."""
         at = time.monotonic() + _LEAD_S
         for process in self._processes:
             assert process.stdin is not None
@@ -73,7 +73,7 @@ class Clients:
         return at
 
     async def read_into(self, tally: Tally) -> None:
-        """Hear all until they have ended. Raises ServekitError if one dies."""
+        """Read all reports until the clients have ended. Raises ServekitError if one dies."""
         await asyncio.gather(
             *(self._read(index, process, tally) for index, process in enumerate(self._processes))
         )
@@ -88,16 +88,16 @@ class Clients:
                 return
 
     def stop(self) -> None:
-        """Have all stop now; they report what they have, and end."""
+        """Stop all clients now; they report the data so far, and end."""
         for process in self._processes:
             if process.stdin is not None:
                 process.stdin.close()
 
 
 async def _tell(process: asyncio.subprocess.Process, order: Order) -> None:
-    """On stdin, where no process listing shows it: an order may hold a key."""
+    """Write an order to stdin, since it may hold a key: command lines are visible to everybody."""
     assert process.stdin is not None
-    with contextlib.suppress(ConnectionError):  # its last words tell why
+    with contextlib.suppress(ConnectionError):  # `_hear` reports the cause
         process.stdin.write(msgspec.json.encode(order) + b"\n")
         await process.stdin.drain()
 

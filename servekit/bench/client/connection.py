@@ -1,7 +1,4 @@
-"""One kept-alive HTTP/1.1 connection of a client, and what happens on it; raw asyncio.
-
-A chunk of a stream costs about 5 µs from the socket to the books.
-"""
+"""A kept-alive HTTP/1.1 connection of a client, and its exchanges, in raw asyncio."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from servekit.bench.client.response_schemas import decode, message_of, text_of
 from servekit.bench.client.sse import EventStream
 from servekit.bench.percentiles import bucket_of
 
-#: Of a body that is no stream: a whole answer with vectors may be long, but not endless.
+#: Maximum bytes of an answer without streaming; vectors may be long.
 _LONGEST_BODY_BYTES = 256 * 2**20
 
 
 class Exchange:
-    """One request and what has come of its answer."""
+    """A request and its answer so far."""
 
     __slots__ = ("body", "done", "events", "gaps", "record", "reused", "status", "texts", "whole")
 
@@ -30,16 +27,16 @@ class Exchange:
         self.record = Record("unfinished", began, began)
         self.done = done
         self.status = 0
-        self.events: EventStream | None = None  # while a stream is read
+        self.events: EventStream | None = None  # for a streamed answer
         self.body: list[bytes] = []
         self.texts: list[str] | None = [] if keep_text else None
         self.gaps: list[float] = []
-        self.whole = False  # it has said that it is over: a finish reason or [DONE]
-        self.reused = False  # its connection had been kept from before
+        self.whole = False  # the answer is complete: a finish reason or [DONE]
+        self.reused = False  # its connection had been used before
 
     @property
     def answered(self) -> bool:
-        """Whether any byte of an answer has come."""
+        """Return whether any byte of an answer has arrived."""
         return self.status != 0
 
     @property
@@ -53,7 +50,7 @@ class Exchange:
         record.ended = time.monotonic() if now is None else now
 
     def take_events(self, events: list[bytes], now: float) -> str:
-        """Read events; what is wrong with them, or nothing."""
+        """Read events; return the error that they contain, or ""."""
         for event in events:
             if event == b"[DONE]":
                 self.whole = True
@@ -85,7 +82,7 @@ class Exchange:
             self.texts.append(text)
 
     def take_whole(self) -> Fate:
-        """Read an answer that is no stream."""
+        """Read an answer without streaming."""
         body = b"".join(self.body)
         answer = decode(body)
         if answer.failed:
@@ -99,7 +96,7 @@ class Exchange:
         return "ok" if answer.is_answer else "protocol"
 
     def count_gaps(self, counts: dict[int, int]) -> None:
-        """Put the gaps between its chunks into a histogram's counts."""
+        """Add the gaps between its chunks to a histogram's counts."""
         for gap in self.gaps:
             bucket = bucket_of(gap)
             counts[bucket] = counts.get(bucket, 0) + 1
@@ -107,10 +104,12 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """Sends one request at a time; ends its exchange when the answer is whole or cannot be."""
+    """A connection with one request at a time; ends the exchange when the answer is complete or
+    failed.
+    """
 
     def __init__(self, freed: Callable[[Connection], None]) -> None:
-        self._freed = freed  # called when it may be used again, before the exchange's `done`
+        self._freed = freed  # called when it is free again, before the exchange's `done`
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._exchange: Exchange | None = None
@@ -127,13 +126,13 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     def abort(self) -> None:
-        """Vanish. The exchange is not told."""
+        """Close at once, without notice to the exchange."""
         self.closed, self._exchange = True, None
         if self._transport is not None:
             self._transport.abort()
 
     def give_up(self, fate: Fate, message: str) -> None:
-        """End the exchange under way, and the connection with it."""
+        """Fail the current exchange, and close the connection."""
         exchange = self._exchange
         self.abort()
         if exchange is not None:
@@ -159,7 +158,7 @@ class Connection(asyncio.Protocol):
         if self._exchange is None:
             self._freed(self)
         elif self._exchange.answered and not self._sized and exc is None and not self._complete:
-            self._complete = True  # HTTP/1.0's way: the end of the connection is the end of it
+            self._complete = True  # as in HTTP/1.0: EOF ends the answer
             self._digest()
         else:
             self.give_up("cut", f"the connection was lost: {exc or 'it was closed'}")
@@ -185,21 +184,21 @@ class Connection(asyncio.Protocol):
             self._exchange.events = EventStream()
 
     def on_body(self, body: bytes) -> None:
-        if not self._complete:  # else it is another answer, which nobody asked for
+        if not self._complete:  # else an unexpected second answer
             self._pieces.append(body)
 
     def on_message_complete(self) -> None:
-        if self._parser.get_status_code() >= 200:  # else it says that the answer is yet to come
+        if self._parser.get_status_code() >= 200:  # else an interim response
             self._keeps = self._parser.should_keep_alive() and not self._complete
             self._complete = True
 
     # ---- the answer
 
     def _digest(self) -> None:
-        """Read what this read of the socket has brought of a body, all at once."""
+        """Process the parts of the body that one read of the socket brought, all at once."""
         exchange, pieces, self._pieces = self._exchange, self._pieces, []
         if exchange is None:
-            self.abort()  # bytes that nobody asked for
+            self.abort()  # unexpected bytes
             return
         now = time.monotonic()
         try:

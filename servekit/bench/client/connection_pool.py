@@ -1,4 +1,4 @@
-"""Connections to one server: those at rest are used again, and as many opened as it takes."""
+"""A pool of connections to one server: idle ones are reused, others opened as needed."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import ssl
 from servekit.bench.client.client_protocol import Target
 from servekit.bench.client.connection import Connection
 
-#: A server that takes longer to accept counts as not reached.
+#: Timeout of a connection attempt.
 CONNECT_S = 10.0
 
 
 class Unreachable(Exception):
-    """No connection; says why."""
+    """The connection could not be opened; the message says why."""
 
 
 class Dialer:
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._host = target.host  # its address, once one has answered
+        self._host = target.host  # the resolved address after the first connection
         self._tls = tls_context(target)
         self._resting: list[Connection] = []
 
     def resting(self) -> Connection | None:
-        """A connection that is open and has nothing to do."""
+        """Return an idle open connection, or None."""
         while self._resting:
             connection = self._resting.pop()
             if not connection.closed:
@@ -32,12 +32,12 @@ class Dialer:
         return None
 
     def rest(self, connection: Connection) -> None:
-        """Its answer is whole, or it was closed while it rested."""
+        """Put a connection back after its answer, unless it is closed."""
         if not connection.closed:
             self._resting.append(connection)
 
     async def open(self, within_s: float = CONNECT_S) -> Connection:
-        """A new one; raises Unreachable."""
+        """Open a new connection; raises Unreachable."""
         name = self._target.host if self._tls is not None else None
         made = asyncio.get_running_loop().create_connection(
             lambda: Connection(self.rest),
@@ -57,7 +57,7 @@ class Dialer:
         return connection
 
     async def open_ahead(self, count: int) -> None:
-        """Have so many rest; those that cannot be opened are left for the requests to tell of."""
+        """Open connections until `count` are idle; failures are left for the requests to report."""
         made = await asyncio.gather(
             *(self.open() for _ in range(count - len(self._resting))), return_exceptions=True
         )
@@ -71,7 +71,7 @@ class Dialer:
 
 
 def tls_context(target: Target) -> ssl.SSLContext | None:
-    """Verified by the system's authorities, or by the one that is named. Raises OSError."""
+    """Return a context that trusts the system's authorities, or the given one. Raises OSError."""
     if not target.tls:
         return None
     context = ssl.create_default_context(cafile=target.ca)

@@ -1,14 +1,16 @@
-"""What is looked at of an answer: text, counts, the end, an error. Sources: OpenAI's API reference;
-`reasoning_content` and `reasoning` are what vLLM, DeepSeek and others call thoughts.
+"""The parts of an answer that are read: text, counts, the end, errors.
+
+Sources: OpenAI's API reference; vLLM, DeepSeek and others name thoughts `reasoning_content` or
+`reasoning`.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-#: Characters of a server's message that are kept.
+#: Maximum characters of a server's message.
 _MESSAGE = 300
-#: Raw takes any value as it stands, null too.
+#: Raw accepts any value, including null.
 _NULL = msgspec.Raw(b"null")
 
 
@@ -32,7 +34,7 @@ class _Choice(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """An event of a stream, a whole answer, or an error in the place of either."""
+    """An event of a stream, a whole answer, or an error in place of either."""
 
     choices: list[_Choice] | None = None
     usage: Usage | None = None
@@ -45,7 +47,7 @@ class Answer(msgspec.Struct):
 
     @property
     def is_answer(self) -> bool:
-        """Whether it has what answers of OpenAI's API have."""
+        """Return whether it has the fields of an OpenAI answer."""
         return self.choices is not None or self.data is not None or self.usage is not None
 
 
@@ -53,7 +55,7 @@ decode = msgspec.json.Decoder(Answer).decode
 
 
 def text_of(choice: _Choice) -> tuple[str, bool]:
-    """What it says, and whether it brings anything generated (thoughts and tool calls too)."""
+    """Return its text, and whether it has generated output (including thoughts and tool calls)."""
     said = choice.delta or choice.message
     if said is None:
         return choice.text or "", bool(choice.text)
@@ -64,7 +66,7 @@ def text_of(choice: _Choice) -> tuple[str, bool]:
 
 
 def message_of(body: bytes) -> str:
-    """The sentence in an error's body, whatever envelope it came in; else its beginning."""
+    """Return the message in an error's body, in any envelope; else the body's beginning."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

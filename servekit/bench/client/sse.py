@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes that are cut anywhere.
+"""A parser of server-sent events from arbitrary pieces of bytes.
 
 Source: the WHATWG HTML standard, section "Interpreting an event stream": lines end in LF, CR LF or
 CR; a line that begins with a colon is a comment; the data lines of an event are joined by LF; an
@@ -11,22 +11,22 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class EventStream:
-    """Feed it bytes as they come; it gives back the data of the events that they complete."""
+    """An incremental parser, which returns the data of completed events."""
 
     __slots__ = ("_began", "_skip_lf", "_unread")
 
     def __init__(self) -> None:
         self._unread = b""
-        self._skip_lf = False  # the last byte was a CR, which has ended its line already
+        self._skip_lf = False  # the last byte was a CR, which already ended its line
         self._began = False
 
     @property
     def unread(self) -> bytes:
-        """What is not a whole event yet."""
+        """Return the bytes of an incomplete event."""
         return self._unread
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of each event completed, in order; events without data are none."""
+        """Return the data of each completed event, in order; events without data are skipped."""
         if not self._began or self._skip_lf or b"\r" in data:
             data = self._plain(data)
         if self._unread:
@@ -37,21 +37,21 @@ class EventStream:
         *events, self._unread = data.split(b"\n\n")
         found = []
         for event in events:
-            # What all servers send: one line, one space. Anything else is read line by line.
+            # The fast path for the usual form: one line, one space.
             if event.startswith(b"data: ") and b"\n" not in event:
                 found.append(event[6:])
             elif (payload := _data_of(event)) is not None:
                 found.append(payload)
-        while self._unread[:1] == b"\n":  # an empty line after an empty line ends nothing
+        while self._unread[:1] == b"\n":  # further empty lines end no event
             self._unread = self._unread[1:]
         return found
 
     def _plain(self, data: bytes) -> bytes:
-        """The same with LF as the only end of a line, and without the mark at its beginning."""
+        """Normalise line ends to LF, and drop the byte order mark at the beginning."""
         if not self._began:
             data, self._unread = self._unread + data, b""
             if _BOM.startswith(data[:3]) and len(data) < 3:
-                self._unread = data  # it may become one
+                self._unread = data  # possibly a partial mark
                 return b""
             self._began = True
             data = data.removeprefix(_BOM)
@@ -64,7 +64,7 @@ class EventStream:
 
 
 def _data_of(event: bytes) -> bytes | None:
-    """The data lines of one event, joined; None without any."""
+    """Return the joined data lines of one event; None without any."""
     lines = []
     for line in event.split(b"\n"):
         name, _, value = line.partition(b":")

@@ -1,9 +1,9 @@
 """`servekit chat`: talk to a model of the running instance, or of any OpenAI-compatible server.
 
-What the model writes is shown with its control characters made visible: it cannot move the cursor.
+Control characters in the model's output are shown as pictures: it cannot move the cursor.
 """
 
-# No annotations as text: typer reads each several times, which takes most of the time of --help.
+# No string annotations: typer evaluates each several times, which slows down --help.
 import contextlib
 import os
 import sys
@@ -29,7 +29,7 @@ _HELP = """\
 Ctrl-C stops an answer, Ctrl-D leaves; a line that ends in \\ goes on in the next one."""
 _DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _MOST_HISTORY = 1000
-#: To connect; an answer may take as long as it takes.
+#: Timeout for the connection; an answer has none.
 _CONNECT_S = 10.0
 
 
@@ -76,13 +76,13 @@ def _running(run_dir: Path | None) -> str:
         status = instance_lookup.status(instance_lookup.folder(run_dir))
     except StartError as error:
         raise StartError(f"{error.message}, --url talks to another server") from None
-    # An address that means every interface is asked at loopback.
+    # An address that means every interface is reached at loopback.
     url = status.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     return f"{url}/v1"
 
 
 def _key(name: str | None) -> str:
-    """The API key. It is given by name: a command line is for everybody to see."""
+    """Return the API key from a variable given by name: a command line is visible to everybody."""
     if name is not None and not os.environ.get(name):
         raise ConfigError(f"the environment variable {name} is not set; --api-key names one")
     names = (name,) if name is not None else ("SERVEKIT_API_KEY", "OPENAI_API_KEY")
@@ -114,7 +114,7 @@ def _question(text: str) -> str:
 
 
 class Talk:
-    """One conversation."""
+    """A conversation."""
 
     def __init__(self, client: "httpx.Client", asked: "Asked", system: str) -> None:
         self._client = client
@@ -126,7 +126,7 @@ class Talk:
         self._turns.clear()
 
     def say(self, text: str) -> None:
-        """Say something and show the answer, which Ctrl-C ends. Raises ServekitError."""
+        """Send a message and show the answer, which Ctrl-C ends. Raises ServekitError."""
         from servekit.cli.chat.stream import answer
 
         said = {"role": "user", "content": text}
@@ -136,14 +136,14 @@ class Talk:
         try:
             _show(pieces, heard)
         except KeyboardInterrupt:
-            pieces.close()  # type: ignore[attr-defined]  # a generator, which hangs up
+            pieces.close()  # type: ignore[attr-defined]  # closing the generator disconnects
             sys.stdout.write(f"{_styled(_DIM)} …{_styled(_PLAIN)}\n")
-        if heard:  # what was stopped was said, too; what was refused never was
+        if heard:  # keep a stopped answer as well; a refused request has none
             self._turns += [said, {"role": "assistant", "content": "".join(heard)}]
 
 
 def _show(pieces: "Iterator[Piece]", heard: list[str]) -> None:
-    """Write an answer as it comes; what is no thought is kept in `heard`."""
+    """Write an answer as it arrives; collect the text without thoughts in `heard`."""
     from servekit.sanitize import visible
 
     thinking = False
@@ -178,15 +178,15 @@ def _converse(talk: Talk, model: str) -> None:
             try:
                 if not _command(talk, text.strip()) and text.strip():
                     talk.say(text)
-            except ServekitError as error:  # the next one may be answered
+            except ServekitError as error:  # the next request may succeed
                 sys.stderr.write(f"{line(error.message)}\n")
-            except KeyboardInterrupt:  # between two pieces, or before the first
+            except KeyboardInterrupt:  # outside of the output of an answer
                 sys.stdout.write("\n")
 
 
 def _read() -> str | None:
-    """What somebody types; "" for a line that was given up, None at the end."""
-    # \x01 and \x02 tell readline what takes no room.
+    """Read a line from the user; "" for an interrupted line, None at the end."""
+    # \x01 and \x02 mark characters of zero width for readline.
     bold, off = _styled(_BOLD), _styled(_PLAIN)
     prompt = f"\x01{bold}\x02>>> \x01{off}\x02" if bold else ">>> "
     lines: list[str] = []
@@ -205,7 +205,7 @@ def _read() -> str | None:
 
 
 def _command(talk: Talk, text: str) -> bool:
-    """Do what a line with a slash asks for; False if it is for the model."""
+    """Execute a line that starts with a slash; return False if it is for the model."""
     word, _, rest = text.partition(" ")
     match word:
         case "/help":
@@ -228,10 +228,10 @@ def _command(talk: Talk, text: str) -> bool:
 
 @contextlib.contextmanager
 def _history() -> Iterator[None]:
-    """Lines typed before, with the arrow keys; kept in a file of this user alone."""
+    """Load and save the line history, in a file that only this user can read."""
     try:
         import readline
-    except ImportError:  # a Python without it
+    except ImportError:  # a Python built without readline
         yield
         return
     file = _history_file(os.environ)

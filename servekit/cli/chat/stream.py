@@ -1,4 +1,6 @@
-"""One answer of a chat over HTTP: server-sent events of any OpenAI-compatible server, as text."""
+"""The client of a streamed chat answer: server-sent events of any OpenAI-compatible server, as
+text.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ from servekit.errors import ServekitError, StartError
 if TYPE_CHECKING:
     import httpx
 
-#: A server that sends a longer line is not one of these.
+#: Maximum length of a line of the stream.
 _LONGEST_BYTES = 4 * 2**20
-#: Of an error page.
+#: Maximum bytes read of an error page.
 _MOST_ERROR_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Where and what is asked, the conversation apart."""
+    """The parameters of a request, without the conversation."""
 
     model: str
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -29,16 +31,16 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer. `thought`: it is what the model thinks before it answers."""
+    """A part of an answer. `thought`: it belongs to the model's reasoning."""
 
     text: str
     thought: bool = False
 
 
 def answer(client: httpx.Client, asked: Asked, messages: list[dict[str, str]]) -> Iterator[Piece]:
-    """The answer, as it comes. To close this early is to hang up, which stops the model.
+    """Yield the answer as it arrives. Closing this early disconnects, which stops the model.
 
-    Raises StartError where nobody listens, ServekitError for all else that goes wrong.
+    Raises StartError if the connection fails, ServekitError for other errors.
     """
     import httpx
 
@@ -81,7 +83,7 @@ def _of_event(event: dict[str, Any]) -> Iterator[Piece]:
 
 
 def _events(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """The data of each event; one line each, as all such servers send it."""
+    """Yield the data of each event; one line each, as all such servers send it."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -96,7 +98,7 @@ _KEY_HINT = "(here: put it into SERVEKIT_API_KEY, or name its variable with --ap
 
 
 def _refusal(response: httpx.Response) -> str:
-    """Why a request was refused, in the server's words."""
+    """Describe why a request was refused, in the server's words."""
     text = b""
     for chunk in response.iter_bytes():
         text += chunk
@@ -111,7 +113,7 @@ def _refusal(response: httpx.Response) -> str:
 
 
 def _message(body: Any) -> str:
-    """The message of an error in the envelope of OpenAI's API, or something like it."""
+    """Return the message of an error in the envelope of OpenAI's API, or a similar one."""
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     return message if isinstance(message, str) else ""

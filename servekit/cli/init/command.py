@@ -1,6 +1,6 @@
-"""`servekit init`: a first configuration file, after a look at the machine and a few questions."""
+"""`servekit init`: a first configuration file, from the machine's facts and a few questions."""
 
-# No annotations as text: typer reads each several times, which takes most of the time of --help.
+# No string annotations: typer evaluates each several times, which slows down --help.
 import os
 import shlex
 import sys
@@ -56,7 +56,7 @@ def init(
 
     With --from-huixiangdou, convert HuixiangDou's config.ini.
     """
-    if output.exists() and not force:  # before anybody is asked anything
+    if output.exists() and not force:  # before the first question
         raise ConfigError(f"{output} is there already; --force writes over it, -o FILE elsewhere")
     if from_huixiangdou is not None:
         _carry_over(from_huixiangdou, output, force=force)
@@ -89,11 +89,11 @@ def _done(output: Path) -> str:
     return f"wrote {output}\n{steps}"
 
 
-# ---- what is asked
+# ---- questions
 
 
 def _ask(question: str, default: str, read: Callable[[str], T]) -> T:
-    """Ask until the answer is one."""
+    """Ask until the answer is valid."""
     while True:
         try:
             return read(str(typer.prompt(question, default=default)).strip())
@@ -118,7 +118,7 @@ def _model(model: str | None, name: str | None, output: Path, *, asks: bool) -> 
 
 
 def _path(text: str, output: Path) -> str:
-    """The path as the file has it: a local one is absolute, wherever the file stands."""
+    """Return the path for the file: a local one is absolute, wherever the file is."""
     from servekit.cli.init.config_template import DEMO
     from servekit.config import paths
 
@@ -173,7 +173,7 @@ def _wish(
     *,
     asks: bool,
 ) -> "tuple[TemplateOptions, str]":
-    """What the file is to say, and the API key in clear, if one was made."""
+    """Return the options for the file, and the API key in clear, if one was made."""
     from servekit.cli.init.config_template import DEMO, TemplateOptions
     from servekit.config import keys as making
 
@@ -190,7 +190,7 @@ def _wish(
     ), key
 
 
-# ---- what is found, and written
+# ---- the machine, and the file
 
 
 def _found() -> "tuple[Gpu, ...]":
@@ -212,7 +212,7 @@ def _machine(gpus: "tuple[Gpu, ...]") -> str:
 
 
 def _write(output: Path, wish: "TemplateOptions", gpus: "tuple[Gpu, ...]", *, force: bool) -> None:
-    """Raises ConfigError where what was written could not be served here."""
+    """Write the file. Raises ConfigError if it cannot be served here."""
     from dataclasses import replace
 
     from servekit.cli.init.config_template import compose, write

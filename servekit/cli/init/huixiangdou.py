@@ -1,13 +1,13 @@
-"""A configuration of ours from HuixiangDou's `config.ini`, which is TOML in spite of its name.
+"""A converter of HuixiangDou's `config.ini`, which is TOML in spite of its name.
 
-What is read is `[llm]` and `[llm.server]`: what its standalone LLM server went by. All the rest is
-its own and stays where it is. The versions of the file, as its repository has them:
+It reads `[llm]` and `[llm.server]`, the settings of the standalone LLM server. The rest belongs to
+HuixiangDou and stays there. The versions of the file, as in its repository:
 
     2024        [llm] enable_local, enable_remote, client_url
                 [llm.server] local_llm_path, local_llm_max_text_length, local_llm_bind_port, and
                 remote_type, remote_api_key, remote_llm_max_text_length, remote_llm_model, rpm
     since then  the local keys are gone, the remote ones stay, and tpm is new: the server is any
-                that speaks OpenAI's API, remote_type "vllm" is one of one's own
+                OpenAI-compatible one; remote_type "vllm" is a private one
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 from servekit.config import paths
 from servekit.errors import ConfigError
 
-#: Longest answer its server gave; source: `llm_server_hybrid.py`, max_new_tokens of Qwen models.
+#: HuixiangDou's limit of an answer; source: `llm_server_hybrid.py`, max_new_tokens of Qwen models.
 ANSWER_TOKENS = 512
-#: Where its standalone server listened if the file did not say.
+#: HuixiangDou's default port.
 PORT = 8888
 
 _WHY_NOT = {
@@ -44,14 +44,14 @@ _CARRIED = {"local_llm_path", "local_llm_max_text_length", "local_llm_bind_port"
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """The text of a configuration file, and a line for each thing that is not in it."""
+    """The text of a configuration file, and a line for each setting that was left out."""
 
     text: str
     left_out: tuple[str, ...]
 
 
 def convert(path: Path) -> Carried:
-    """Read a config.ini; raises ConfigError where there is no local model in it to serve."""
+    """Convert a config.ini; raises ConfigError if it has no local model."""
     llm = _table(_read(path), "llm", path)
     server = _table(llm, "server", path, "llm.")
     model = server.get("local_llm_path")
@@ -82,11 +82,11 @@ def _table(data: Mapping[str, Any], name: str, path: Path, prefix: str = "") -> 
     return found
 
 
-# ---------------------------------------------------------------- what becomes of each key
+# ---------------------------------------------------------------- conversion of keys
 
 
 def _port(llm: Mapping[str, Any], server: Mapping[str, Any]) -> int:
-    """Where its clients look for it: the bind port, else the one in the client's URL."""
+    """Return the port for its clients: the bind port, else the one in the client's URL."""
     port = server.get("local_llm_bind_port")
     if not _is_port(port):
         try:
@@ -106,7 +106,7 @@ def _length(server: Mapping[str, Any]) -> int | None:
 
 
 def _notes(llm: Mapping[str, Any], server: Mapping[str, Any]) -> Iterator[str]:
-    """What was not carried over, key by key, and why."""
+    """Yield a note for each key that was not carried over, with the reason."""
     if llm.get("enable_local") in (0, False):
         yield "llm.enable_local: it is off there; the local model is served all the same"
     if llm.get("enable_remote") in (1, True):
@@ -157,13 +157,13 @@ def _text(path: Path, model: str, server: Mapping[str, Any], port: int) -> str:
 
 
 def _plain(name: str) -> str:
-    """A name that requests can use."""
+    """Turn a folder's name into a valid model name."""
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
     return kept.strip("._-")[:128] or "model"
 
 
 def _resolved(model: str, path: Path) -> str:
-    """A local path as it is from anywhere; our file may stand elsewhere than theirs."""
+    """Make a local path absolute, since the new file may be in another folder."""
     try:
         return paths.check(model, path.absolute().parent).text
     except ValueError:
@@ -174,8 +174,9 @@ def _context(length: int | None) -> str:
     return "" if length is None else _CONTEXT.format(length=length)
 
 
-#: Characters do not tell tokens: a token is four characters of English, or one of Chinese, or a
-#: part of one. A context made of them would refuse prompts that HuixiangDou's server took.
+#: Characters are no measure of tokens: a token is about four characters of English, but one
+#: character of Chinese or less. A context derived from them would refuse prompts that
+#: HuixiangDou's server accepted.
 _CONTEXT = """\
     # local_llm_max_text_length = {length} was the longest prompt, in characters. A context is
     # counted in tokens: it is the model's own unless `max_context` says less.

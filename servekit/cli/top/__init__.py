@@ -1,4 +1,4 @@
-"""`servekit top`: the loop that polls an instance, the samples, and the picture drawn of them.
+"""`servekit top`: the polling loop, the samples, and the picture drawn of them.
 
 Only `cli` may import from here.
 """

@@ -1,6 +1,6 @@
 """`servekit top`: a running instance, live in the terminal. q quits."""
 
-# No annotations as text: typer reads each several times, which takes most of the time of --help.
+# No string annotations: typer evaluates each several times, which slows down --help.
 from typing import Annotated
 
 import typer

@@ -1,4 +1,4 @@
-"""How `servekit top` looks at an instance, draws it, and hears that it is to end."""
+"""The loop of `servekit top`: it polls an instance, draws it, and handles keys and signals."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ from servekit.cli.top.view import lines
 from servekit.errors import ServekitError, StartError
 from servekit.event_store import Event, Wanted, newest
 
-#: An answer that takes longer is none: the picture says so, and goes on asking.
+#: Timeout of an answer; the picture then shows an error, and polling continues.
 _ANSWER_S = 5.0
 _EVENTS = 40
-#: Between the two looks of `once`: gateways tell once a second.
+#: Time between the two samples of `once`: gateways report once a second.
 _BETWEEN_S = 2.1
-#: For who is no terminal.
+#: Width without a terminal.
 _WIDE = 200
-#: Columns and rows below which nothing is drawn.
+#: Minimum columns and rows of a window.
 _LEAST = 20, 5
 
 
 async def once(folder: Path, console: Console) -> None:
-    """Two looks: a rate takes a while to be known."""
+    """Print one picture, from two samples, since a rate needs an interval."""
     sampler = Sampler()
     sampler.feed(await instance_lookup.status_soon(folder), time.monotonic())
     await asyncio.sleep(_BETWEEN_S)
     sampler.feed(await instance_lookup.status_soon(folder), time.monotonic())
     view = sampler.view(await _events(folder))
-    assert view is not None  # it was fed
+    assert view is not None  # it has samples
     width = console.width if console.is_terminal else _WIDE
     for text in lines(view, width, None):
         console.print(text, soft_wrap=True)
 
 
 async def watch(folder: Path, console: Console, every_s: float) -> None:
-    """Draw it until somebody presses q. Raises StartError where none runs at first."""
+    """Draw the picture until the user presses q. Raises StartError if no instance runs at first."""
     sampler = Sampler()
     sampler.feed(
         await instance_lookup.status_soon(folder), time.monotonic()
-    )  # raises where none runs
+    )  # raises if no instance runs
     with _keys() as pressed, _screen(console) as screen:
         looking = asyncio.create_task(_look(folder, sampler, screen, every_s))
         leaving = asyncio.create_task(pressed.wait())
         await asyncio.wait((looking, leaving), return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
         if not looking.cancel():
-            looking.result()  # a bug of ours
+            looking.result()  # raises the loop's error
 
 
 async def _look(folder: Path, sampler: Sampler, screen: _Screen, every_s: float) -> None:
@@ -80,7 +80,7 @@ async def _events(folder: Path) -> tuple[Event, ...]:
 
 
 class _Screen:
-    """Draws, and draws again when the window has another size."""
+    """The terminal window, redrawn when its size changes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -104,7 +104,7 @@ class _Screen:
         width, height = self._console.size
         view = sampler.view(events, lost)
         if view is not None and width >= _LEAST[0] and height >= _LEAST[1]:
-            # Without the last newline: it would scroll the first line away.
+            # Without the last newline, which would scroll the first line away.
             picture = Text("\n").join(lines(view, width, height))
             picture.no_wrap = True
             self.live.update(picture, refresh=True)
@@ -124,7 +124,7 @@ def _screen(console: Console) -> Iterator[_Screen]:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[asyncio.Event]:
-    """Set when it is to end: q, Ctrl-C, Ctrl-D, SIGTERM, or a terminal that is closed."""
+    """Yield an event that is set to quit: q, Ctrl-C, Ctrl-D, SIGTERM, or a closed terminal."""
     loop, leave = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         loop.add_signal_handler(number, leave.set)

@@ -1,6 +1,6 @@
-"""What `servekit top` knows at one moment: the newest status, rates over the last seconds, events.
+"""The samples of `servekit top`: the newest status, rates over the last seconds, events.
 
-Nothing here grows with time.
+The memory used does not grow with time.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from servekit.event_store import Event
 from servekit.protocol.messages import ModelStatus, Status
 
-#: Gateways count once a second: over less, a rate would jump.
+#: Window of rates: gateways report once a second, so a shorter window would be noisy.
 WINDOW_S = 5.0
 _MOST_SAMPLES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One moment. `trouble` is why `status` is not of now, a sentence; "" if it is."""
+    """The state at one moment. `trouble` is a sentence if `status` is outdated, else ""."""
 
     status: Status
     rates: dict[str, float] = field(default_factory=dict)  # tokens/s, by model
@@ -35,7 +35,7 @@ class _Sample:
 
 
 class Sampler:
-    """Makes views of what it is fed."""
+    """A window of samples, from which views are made."""
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque(maxlen=_MOST_SAMPLES)
@@ -43,7 +43,7 @@ class Sampler:
         self._lost_at = 0.0
 
     def feed(self, status: Status, now_s: float) -> None:
-        """It has answered. `now_s` is on the monotonic clock."""
+        """Add a status. `now_s` is on the monotonic clock."""
         if self._status is None or self._status.pid != status.pid:
             self._samples.clear()
         self._status, self._lost_at = status, 0.0
@@ -52,7 +52,9 @@ class Sampler:
             self._samples.popleft()
 
     def view(self, events: tuple[Event, ...], lost: str = "") -> View | None:
-        """The moment; None before the first answer. `lost`: why there is no answer now."""
+        """Return the current view; None before the first status. `lost`: why there is no answer
+        now.
+        """
         if self._status is None:
             return None
         now = time.time()
@@ -74,5 +76,5 @@ class Sampler:
 
 
 def queued(status: Status, model: ModelStatus) -> int:
-    """Requests that wait for it at the gateways."""
+    """Return the number of requests that wait for a model at the gateways."""
     return next((one.queued for one in status.traffic if one.model == model.name), 0)

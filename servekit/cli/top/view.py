@@ -1,4 +1,4 @@
-"""What `servekit top` shows, as lines of one width: never wider, and no more than are asked for."""
+"""The picture of `servekit top`, as lines of limited width and number."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from servekit.sanitize import line
 _HEAD = ("NAME", "STATE", "QUEUE", "RUN", "WAIT", "KV", "TOK/S", "REST", "MEMORY", "NOTE")
 _WIDTHS = (18, 9, 5, 4, 4, 4, 7, 4, 8)
 _RIGHT = range(2, 9)
-#: Columns of a window in which notes stand in the rows.
+#: Minimum width of a window with notes in the rows.
 _WITH_NOTES = 100
 _BAR = 16
 _MOST_NAME = 40
-#: Events shown however little room there is, and at most.
+#: Minimum and maximum number of events shown.
 _LEAST_EVENTS, _MOST_EVENTS = 4, 40
 
 
 def lines(view: View, width: int, height: int | None) -> list[Text]:
-    """The picture, `height` lines at most; None: all there is to tell."""
+    """Return the picture in at most `height` lines; None: without limit."""
     status = view.status
     wide = max((len(gpu.node) for gpu in status.gpus), default=0)
     body = [*(_gpu(gpu, status, wide) for gpu in status.gpus), *_table(view, width)]
@@ -49,7 +49,7 @@ def lines(view: View, width: int, height: int | None) -> list[Text]:
 def _fitted(
     body: Sequence[Text], events: Sequence[Text], room: int
 ) -> tuple[list[Text], list[Text]]:
-    """As much of both as there is room for; how much is left out of the body is told."""
+    """Fit both into `room` lines; the body ends with the number of omitted lines."""
     for_body = max(room - min(_LEAST_EVENTS, len(events)), 1)
     shown = list(body)
     if len(shown) > for_body:
@@ -78,7 +78,7 @@ def _head(view: View, width: int) -> Text:
     ]
     clock = time.strftime("%H:%M:%S", time.localtime(view.at))
     text = Text(f"servekit {status.version}", style="bold")
-    for more, style in told:  # those that come first are the last that go
+    for more, style in told:  # the first parts are dropped last
         if cell_len(text.plain) + cell_len(more) + 2 + len(clock) > width:
             break
         text.append(more, style=style)
@@ -87,7 +87,7 @@ def _head(view: View, width: int) -> Text:
 
 
 def _gpu(gpu: GpuStatus, status: Status, wide: int) -> Text:
-    """`wide`: of the longest name of a node."""
+    """Return the line of a GPU; `wide` is the length of the longest node name."""
     share = gpu.used_bytes / gpu.total_bytes if gpu.total_bytes else 0.0
     full = round(min(1.0, share) * _BAR)
     text = Text(f"{gpu.node:<{wide}} " if wide else "", style="dim")
@@ -130,7 +130,7 @@ def _table(view: View, width: int) -> Iterator[Text]:
 
 
 def _below(told: Text, width: int) -> Iterator[Text]:
-    """Where there is no room for notes in the rows, those that say more than that all is well."""
+    """Yield the note as an extra line, if the window is too narrow for notes in rows."""
     if width < _WITH_NOTES and told.plain:
         yield Text("    ").append_text(told)
 
@@ -157,7 +157,7 @@ def _model(view: View, model: ModelStatus) -> list[Text]:
 
 
 def _standing(model: ModelStatus) -> Text:
-    """ "ready 1/2": replicas that serve; else how the model, or its first replica, stands."""
+    """Return "ready 1/2" if replicas serve; else the state of the model, or its first replica."""
     serving = sum(one.state == "ready" for one in model.replicas)
     if serving:
         text = state("ready")
@@ -204,8 +204,10 @@ def _count(number: int) -> Text:
 
 
 def _name_width(rows: Sequence[Sequence[Text]], width: int) -> int:
-    """Columns for names: all that is left in a narrow window; in a wide one as many as they take
-    and the notes leave, and at least their share."""
+    """Return the width of the name column: the remaining width in a narrow window; in a wide one
+    what the
+    names need and the notes leave, and at least a share.
+    """
     left = width - sum(_WIDTHS[1:]) - len(_WIDTHS)
     if width < _WITH_NOTES:
         return min(_MOST_NAME, max(_WIDTHS[0], left))
@@ -216,9 +218,9 @@ def _name_width(rows: Sequence[Sequence[Text]], width: int) -> int:
 
 
 def _row(cells: Sequence[Text], width: int, name: int) -> Text:
-    """Cells in columns, the first `name` wide; the last takes what is left.
+    """Arrange cells in columns, the first `name` wide; the last takes the remaining width.
 
-    In a narrow window it is left out, for names.
+    In a narrow window the last cell is left out.
     """
     text = Text()
     for number, (found, own) in enumerate(zip(cells, _WIDTHS, strict=False)):
@@ -234,7 +236,7 @@ def _row(cells: Sequence[Text], width: int, name: int) -> Text:
 
 
 def _sized(text: Text, room: int) -> Text:
-    """Exactly so wide on a terminal, whatever characters it is made of."""
+    """Cut or pad text to exactly this width on a terminal, whatever its characters."""
     style = text.style or (text.spans[0].style if text.spans else "")
     shown = text.plain
     if cell_len(shown) > room:

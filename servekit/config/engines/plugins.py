@@ -1,4 +1,4 @@
-"""Engines that other packages bring, found by their entry points.
+"""Engine plugins of other packages, found by their entry points.
 
     [project.entry-points."servekit.engines"]
     acme = "acme_engine:AcmeEngine"          a subclass of servekit.engines.api.base.Engine
@@ -6,9 +6,9 @@
     [project.entry-points."servekit.engine_kinds"]
     acme = "acme_kind:KIND"                  a servekit.config.engines.options.EngineKind; optional
 
-What runs an engine is imported by its workers and nobody else: here only its name is read, from the
-package's metadata. The kind is imported by the supervisor and the command line, so its module must
-stay without torch; without one the engine's options are its own business, and so is its `path`.
+Only workers import the engine itself; this module reads its name from the package's metadata. The
+supervisor and the command line import the kind, so its module must not import torch. An engine
+without a kind checks its options and its `path` itself.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class AnyOptions(Section):
     model_config = ConfigDict(extra="allow")
 
 
-#: Of an engine that does not say: as little as can be promised for it.
+#: The kind of a plugin that declares none: the minimum.
 UNTOLD = EngineKind(AnyOptions, frozenset({"folder", "gguf", "nothing"}))
 _told: dict[str, EngineKind] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """An engine that a package brings."""
+    """An engine of another package."""
 
     name: str
     target: str  # "module:class"
     package: str
     version: str
-    kind: str = ""  # "module:attribute"; "": it does not say what it is
+    kind: str = ""  # "module:attribute"; "": it declares none
 
     def __str__(self) -> str:
         return f"{self.package} {self.version}"
@@ -55,8 +55,8 @@ class Plugin:
 
 @cache
 def find() -> tuple[Plugin, ...]:
-    """All that are installed, by name; one of ours may be among the names, and one twice."""
-    from importlib import metadata  # it takes a moment
+    """Return all installed plugins by name; names may repeat, or equal a built-in engine's."""
+    from importlib import metadata  # a slow import
 
     kinds = {(e.name, _package(e)): e.value for e in metadata.entry_points(group=ENGINE_KINDS)}
     found = {
@@ -72,24 +72,24 @@ def _package(entry: object) -> tuple[str, str]:
 
 
 def look_again() -> None:
-    """Packages may have been installed, or removed, since."""
+    """Clear the caches, since packages may have been installed or removed."""
     importlib.invalidate_caches()
     find.cache_clear()
     _described.cache_clear()
 
 
 def names() -> list[str]:
-    """What the file may call an engine: ours, and those that others bring."""
+    """Return the valid engine names of the file: built-in engines and plugins."""
     return list(dict.fromkeys([*KINDS, *(plugin.name for plugin in usable())]))
 
 
 def usable() -> Iterator[Plugin]:
-    """Those whose names are theirs alone."""
+    """Yield the plugins whose names are unique."""
     return (plugin for plugin in find() if not refusal(plugin.name))
 
 
 def refusal(name: str) -> str:
-    """Why no engine can be called so, though a package brings one; "" if one can, or none does."""
+    """Explain why no plugin of that name can be used; "" if one can, or none exists."""
     theirs = [plugin for plugin in find() if plugin.name == name]
     if theirs and name in {*KINDS, "auto"}:
         return (
@@ -103,14 +103,14 @@ def refusal(name: str) -> str:
 
 
 def plugin(name: str) -> Plugin | None:
-    """The one of that name; None if there is none, or the name cannot be used."""
+    """Return the plugin of that name; None if there is none, or the name cannot be used."""
     return next((plugin for plugin in usable() if plugin.name == name), None)
 
 
 def kind_of(name: str) -> EngineKind:
-    """What an engine that others bring says of itself now.
+    """Import the current kind of a plugin.
 
-    Raises KeyError if there is none, ValueError with a sentence if its description is of no use.
+    Raises KeyError for an unknown plugin, ValueError with a sentence for an unusable kind.
     """
     found = plugin(name)
     if found is None:
@@ -120,12 +120,12 @@ def kind_of(name: str) -> EngineKind:
 
 
 def last_told(name: str) -> EngineKind:
-    """As it was when it was last asked: what runs goes on, whatever becomes of its package."""
+    """Return the kind as last imported: running workers do not depend on changes of the package."""
     return _told[name] if name in _told else kind_of(name)
 
 
 def options_of(name: str) -> type[Section] | None:
-    """The options of an engine, ours or another's; None where none of that name can be used."""
+    """Return the options of an engine or plugin; None if no such engine can be used."""
     try:
         return (KINDS[name] if name in KINDS else kind_of(name)).options
     except (KeyError, ValueError):
@@ -138,7 +138,7 @@ def _described(plugin: Plugin) -> EngineKind:
     had_torch = "torch" in sys.modules
     try:
         kind = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # it is not our code
+    except Exception as error:  # third-party code
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"{_blame(plugin)} cannot be imported: {what}") from error
     if not isinstance(kind, EngineKind) or not issubclass(kind.options, Section):

@@ -1,7 +1,7 @@
-"""What a model asks of its engine, and what an engine lacks of it.
+"""Requirements of a model, and those that an engine does not meet.
 
-One truth for `servekit check`, which names it at its place in the file, and for `engine: auto`,
-which passes over an engine that lacks something. Of the machine nothing is known here.
+`servekit check` reports them at their place in the file; `engine: auto` skips an engine that lacks
+something. The machine plays no role here.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _UNKNOWN = "?"
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """Something that is asked for and not to be had. `at` is where, within the model's section.
+    """An unmet requirement. `at` is its place within the model's section.
 
-    `what` goes on after the engine's name: "has no adapters".
+    `what` continues a sentence after the engine's name: "has no adapters".
     """
 
     at: tuple[str | int, ...]
@@ -38,21 +38,24 @@ class Lack:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one model asks of whatever runs it; `format` is None where its path is of no use."""
+    """The requirements of one model; `format` is None where its path is invalid."""
 
     format: Format | None
     from_hub: bool = False
-    adapters: tuple[str, ...] = ()  # PEFT's types, in order; _UNKNOWN of what is not here
+    adapters: tuple[str, ...] = ()  # PEFT's types, in order; _UNKNOWN if not local
     gpus: int = 1
     parallel: str = "auto"
     sleeps: bool = False
-    on_cpu: bool = False  # it says so
-    remote: bool = False  # its options name an endpoint
+    on_cpu: bool = False  # explicitly
+    remote: bool = False  # its options have a `url`
     options: frozenset[str] = frozenset()  # their names
 
 
 def asked(model: ModelConfig, folder: Path) -> Asked:
-    """Read off the file, and the headers of what it names; `folder` is the file's own."""
+    """Read the requirements from the model's section and its adapters' configurations.
+
+    `folder` is that of the configuration file.
+    """
     try:
         path = paths.check(model.path, folder)
     except ValueError:
@@ -71,24 +74,24 @@ def asked(model: ModelConfig, folder: Path) -> Asked:
 
 
 def format_of(path: ModelPath) -> Format:
-    """A wheel holds a .gguf, named or not."""
+    """Return the format of a path; a wheel always holds a .gguf."""
     is_gguf = path.kind == "pypi" or path.text.lower().endswith(".gguf")
     return "gguf" if is_gguf else "folder"
 
 
 def _type(adapter: AdapterConfig, folder: Path) -> str:
-    """PEFT's type of an adapter, from its configuration; _UNKNOWN where that is not here."""
+    """Return PEFT's type of an adapter, from its local configuration, or _UNKNOWN."""
     try:
         path = paths.check_adapter(adapter.path, folder)
         config = json.loads((Path(path.text) / ADAPTER_FILE).read_bytes())
-    except (ValueError, OSError):  # the engine says what is wrong with it
+    except (ValueError, OSError):  # the engine will report the error
         return _UNKNOWN
     found = config.get("peft_type") if isinstance(config, dict) else None
     return found.upper() if isinstance(found, str) else _UNKNOWN
 
 
 def lacks(kind: EngineKind, asks: Asked, *, unknown_too: bool = False) -> Iterator[Lack]:
-    """What an engine of that kind lacks; with `unknown_too`, also what it may turn out to lack."""
+    """Yield the unmet requirements; with `unknown_too`, also those that cannot be decided yet."""
     yield from _format(kind, asks)
     if asks.adapters and not kind.adapters:
         yield Lack(("adapters",), "has no adapters", at_key=True)
@@ -99,7 +102,7 @@ def lacks(kind: EngineKind, asks: Asked, *, unknown_too: bool = False) -> Iterat
     elif kind.adapter_types:
         yield from _adapters(kind, asks, unknown_too=unknown_too)
     if "remote" in kind.formats:
-        return  # how it is loaded is its endpoint's business
+        return  # the endpoint decides how the model is loaded
     if asks.gpus > 1 and not kind.parallel:
         yield Lack(("gpus_per_replica",), "cannot be spread over several GPUs")
     elif asks.parallel not in ("auto", *kind.parallel):
@@ -114,7 +117,7 @@ def lacks(kind: EngineKind, asks: Asked, *, unknown_too: bool = False) -> Iterat
 
 
 def instead(kind: EngineKind) -> str:
-    """How an engine that needs GPUs is had for CPUs; "" where it is not."""
+    """Return a hint for the CPU build of an engine that needs GPUs; "" if there is none."""
     if not kind.cpu_package:
         return ""
     return f"; pip install {kind.cpu_package}, in an environment without it, brings one for CPUs"

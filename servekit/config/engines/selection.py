@@ -1,13 +1,13 @@
-"""Which engine runs a model whose file leaves that open. A pure function of facts.
+"""The choice of an engine for `engine: auto`. A pure function of facts.
 
-    the model is         it runs       engine: auto is
-    an endpoint's        anywhere      openai (its options have a `url`)
-    a GGUF file          anywhere      llamacpp, where it is installed and has all that is asked
-    a folder, a hub id   on a GPU      vllm, likewise
-    whatever is left     anywhere      transformers
+    model                     device       engine
+    a remote endpoint         any          openai (its options have a `url`)
+    a GGUF file               any          llamacpp, if installed and if it meets all requirements
+    a folder, a hub id        GPU          vllm, likewise
+    all others                any          transformers
 
-What is asked: its adapters' types, sleep, how it is spread over GPUs (`fitting.lacks`). `echo` and
-the engines of other packages are never chosen: the file has to name them.
+Requirements are adapter types, sleep, and the spread over GPUs (`requirements.lacks`). `echo` and
+plugins are never chosen: the file has to name them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from servekit.config.engines.requirements import Asked, lacks
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An engine, and why that one: a few words that go on after its name."""
+    """A chosen engine, and the reason: a few words that follow its name."""
 
     engine: str
     why: str
@@ -31,7 +31,7 @@ class Choice:
 
 
 def choose(asks: Asked, machine: Machine) -> Choice:
-    """The engine for one model."""
+    """Choose the engine for one model."""
     if asks.remote:
         return Choice("openai", "its options name an endpoint")
     is_gguf = asks.format == "gguf"

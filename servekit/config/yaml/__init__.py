@@ -1,4 +1,4 @@
-"""YAML with line numbers and sentences for mistakes.
+"""YAML with line numbers and readable errors.
 
 Only `config` may import from here.
 """

@@ -1,4 +1,4 @@
-"""libyaml's complaints in plain words."""
+"""libyaml's errors in plain words."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ADVICE = {
 
 
 class YamlMark(Protocol):
-    """Where PyYAML saw something, counted from 0."""
+    """A place in PyYAML's terms, counted from 0."""
 
     line: int
     column: int
@@ -36,7 +36,7 @@ def to_mark(mark: YamlMark | None) -> Mark:
 
 
 def syntax_error(error: yaml.MarkedYAMLError, text: str) -> DocumentError:
-    """Return what to raise for `error`, found while parsing `text`."""
+    """Return the exception for `error`, found while parsing `text`."""
     mark = to_mark(error.problem_mark or error.context_mark)
     return DocumentError(_explain(error, _line(text, mark), mark), mark)
 

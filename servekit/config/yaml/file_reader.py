@@ -1,4 +1,4 @@
-"""Reading a configuration file from disk, whatever it turns out to be."""
+"""Reader of a configuration file from disk, robust against any kind of file."""
 
 from __future__ import annotations
 

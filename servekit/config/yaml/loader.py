@@ -1,9 +1,9 @@
-"""A YAML file as nodes that remember where they stand.
+"""A YAML parser whose nodes keep their place in the file.
 
-PyYAML's own loader forgets lines, keeps the last of two equal keys without a word, reads `1:30` as
-90 and expands aliases without bound. This one reads libyaml's events itself. What a plain word
-means is YAML 1.1 less its surprises: no dates, no base 60, no octal by a leading zero, `1e-3` is a
-number, and a key is always text (`NO:` and `ON:` are names of environment variables).
+PyYAML's own loader forgets lines, silently keeps the last of two equal keys, reads `1:30` as 90 and
+expands aliases without bound. This one reads libyaml's events itself. Plain words follow YAML 1.1
+without its surprises: no dates, no base 60, no octal by a leading zero, `1e-3` is a number, and a
+key is always text (`NO:` and `ON:` are names of environment variables).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,4})?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|nan)", re.IGNORECASE)
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
 _UNPRINTABLE = re.compile(
-    r"[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"  # as YAML 1.1 has it
+    r"[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"  # per YAML 1.1
 )
 
 
@@ -50,7 +50,7 @@ def parse(text: str) -> Node:
 
 
 class _Composer:
-    """Builds nodes from events; recursion is as deep as MAX_DEPTH and no deeper."""
+    """Builds nodes from events; the recursion depth is limited to MAX_DEPTH."""
 
     def __init__(self, events: Iterator[yaml.Event]) -> None:
         self._events = events
@@ -137,7 +137,7 @@ class _Composer:
 
 
 def _merge(source: Node, values: dict[str, Node], keys: dict[str, Mark]) -> None:
-    """`<<: *other`: take what is not written here, from the first that has it."""
+    """Merge `<<: *other`: add the missing keys, from the first source that has them."""
     if isinstance(source.value, list):
         for item in source.value:
             _merge(item, values, keys)
@@ -157,7 +157,7 @@ def _key(event: yaml.Event) -> str:
 
 
 def _check_text(text: str, mark: Mark) -> None:
-    """What an escape such as "\\0" may bring in, and no path, name or environment can hold."""
+    """Reject unprintable characters from escapes such as "\\0", invalid in paths and names."""
     bad = _UNPRINTABLE.search(text)
     if bad:
         raise DocumentError(f"this text holds an unprintable U+{ord(bad[0]):04X}.", mark)
@@ -168,7 +168,7 @@ def _short_tag(tag: str) -> str:
 
 
 def _resolve(text: str) -> Scalar:
-    """What a plain (unquoted) scalar means."""
+    """Return the value of a plain (unquoted) scalar."""
     lower = text.lower()
     if lower in _NULLS:
         return None

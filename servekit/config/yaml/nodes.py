@@ -1,4 +1,4 @@
-"""The nodes of a configuration file: values that remember where they stand."""
+"""The nodes of a configuration file: values with their places."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Loc = Sequence[str | int]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A place in the file, both counted from 1."""
+    """A place in the file; line and column count from 1."""
 
     line: int
     column: int
@@ -22,7 +22,7 @@ class Mark:
 
 @dataclass(slots=True)
 class Node:
-    """A value. `text` is a scalar as it was written."""
+    """A value. `text` is a scalar as written."""
 
     mark: Mark
     value: Scalar | list[Node] | dict[str, Node]
@@ -32,7 +32,7 @@ class Node:
 
 
 class DocumentError(ConfigError):
-    """The file is not one YAML document. `mark` is None where no line is to blame."""
+    """The file is not one valid YAML document. `mark` is None if no line is to blame."""
 
     def __init__(self, message: str, mark: Mark | None = None) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ def place(path: Path, mark: Mark | None) -> str:
 
 
 def plain(node: Node) -> Scalar | list[object] | dict[str, object]:
-    """The bare values. A key that was left empty counts as not written."""
+    """Return the bare values. An empty key counts as absent."""
     if isinstance(node.value, dict):
         return {k: plain(n) for k, n in node.value.items() if n.value is not None}
     if isinstance(node.value, list):
@@ -54,7 +54,7 @@ def plain(node: Node) -> Scalar | list[object] | dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where a location leads: the node, its own mark and how much of the location exists."""
+    """The result of `find`: the node, the mark to blame, and how much of the location exists."""
 
     node: Node
     key: Mark  # of the key, else of the value

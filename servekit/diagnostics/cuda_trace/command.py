@@ -1,4 +1,4 @@
-"""`servekit trace-cuda`: what stands between the command line and the trace."""
+"""The entry point of `servekit trace-cuda` behind the command line."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def run(
     as_json: bool,
     check: bool,
 ) -> tuple[str, int]:
-    """Run the program; returns the report and the exit code. Raises ServekitError.
+    """Run the program; return the report and the exit code. Raises ServekitError.
 
-    With `as_json` the program's stdout goes to stderr, so that stdout is the report's alone.
+    With `as_json` the program's stdout goes to stderr, so that stdout has only the report.
     """
     command = program.command_of(words, module)
     with tempfile.TemporaryDirectory(prefix="servekit-trace-") as folder:

@@ -1,4 +1,4 @@
-"""Starts a program with the recorder in it, and watches its processes from outside meanwhile."""
+"""Start of a program with the recorder in it, and observation of its processes from outside."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from typing import Any
 from servekit.errors import ConfigError, StartError
 
 INJECTED = Path(__file__).parent / "injected"
-#: How often the open files of all its processes are looked at, from outside.
+#: Interval of looking at the open files of all its processes.
 _LOOK_S = 0.05
 _DEVICES = "/dev/nvidia"
 
 
 @dataclass(slots=True)
 class Trace:
-    """What was recorded: each process's lines, and what was seen of its files from outside."""
+    """The recorded lines of each process, and the device files seen from outside."""
 
     command: Sequence[str]
     returncode: int
     lines: dict[int, list[dict[str, Any]]]
-    #: Of processes that have opened a GPU's device file: (its command line, those files).
+    #: By PID, for processes that have opened a GPU's device file: command line, those files.
     seen: dict[int, tuple[str, list[str]]] = field(default_factory=dict)
-    #: With --import, all that happens happens at an import.
+    #: With --import, every event is caused by an import.
     only_imports: bool = False
 
 
 def command_of(words: Sequence[str], module: str | None) -> list[str]:
-    """What to start: words as they are, a script by our Python, or the import of a module.
+    """Return the command: the words, a script run by this Python, or the import of a module.
 
     Raises ConfigError.
     """
@@ -54,7 +54,7 @@ def command_of(words: Sequence[str], module: str | None) -> list[str]:
 
 
 def environment(base: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """`base` with the recorder in every Python that it reaches."""
+    """Return `base`, extended so that every Python started with it runs the recorder."""
     path = [str(INJECTED), *filter(None, [base.get("PYTHONPATH", "")])]
     return {**base, "PYTHONPATH": os.pathsep.join(path), "SERVEKIT_TRACE_CUDA": str(directory)}
 
@@ -66,10 +66,10 @@ def run(
     *,
     stdout: int | None = None,
 ) -> Trace:
-    """Run it to its end and gather what was recorded. Raises StartError.
+    """Run the program to its end and collect the records. Raises StartError.
 
-    `descendants` gives the PIDs of all that a process has started. SIGTERM and SIGHUP are passed
-    on; Ctrl-C reaches the program by itself.
+    `descendants` returns the PIDs of all descendants of a process. SIGTERM and SIGHUP are
+    forwarded; Ctrl-C reaches the program by itself.
     """
     env = environment(os.environ, directory)
     try:
@@ -87,7 +87,7 @@ def run(
 
 
 def gathered(directory: Path) -> dict[int, list[dict[str, Any]]]:
-    """The lines of every process; a last one that was cut short is left out."""
+    """Return the lines of every process, without truncated last lines."""
     found: dict[int, list[dict[str, Any]]] = {}
     for path in directory.glob("*.jsonl"):
         lines = found.setdefault(int(path.stem), [])
@@ -118,7 +118,7 @@ def _look(pid: int, seen: dict[int, tuple[str, list[str]]]) -> None:
 @contextlib.contextmanager
 def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
     def pass_on(number: int, _: FrameType | None) -> None:
-        if number != signal.SIGINT:  # a terminal gives that one to all
+        if number != signal.SIGINT:  # the terminal sends it to all processes
             process.send_signal(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,22 +1,24 @@
-"""Records what touches CUDA in this process, one JSON line per event. Stdlib only; Python 3.8+.
+"""The recorder of CUDA use in this process, one JSON line per event. Stdlib only; Python 3.8+.
 
-Lines have `kind`, `pid`, `at` (Unix time, s), and where there is Python code behind them `stack`
-(file, line, function; outermost first) and `chain` (the modules whose importing is under way):
+Lines have `kind`, `pid`, `at` (Unix time, s), and, if Python code caused them, `stack` (file, line,
+function; outermost first) and `chain` (the modules that are being imported):
 
     start      argv, parent, python, forked (of a fork that ran no new program), visible
-    cuda       what: the call; how: "python", "lookup", "device"; ok, error, outcome known or not
+    cuda       what: the call; how: "python", "lookup", "device", "probe"
+    returned   what: the call; its error or "", and the devices held after it
     opened     path, of the first open of each /dev/nvidia*
     library    name, of a CUDA library that was loaded by ctypes
     fork       what: os.fork or os.forkpty
     visible    the new value of CUDA_VISIBLE_DEVICES (None: removed) and the one before
-    blind      a child that will not be seen, and why
+    blind      a child that will not be recorded, and why
+    broken     an error of the recorder itself
     end        devices held, CUDA libraries mapped, CUDA_VISIBLE_DEVICES
 
-Only torch is known by name: its calls are wrapped until each has been seen once. Anything else is
-known by what it does: it looks up a symbol through ctypes, or has a GPU's device file mapped, which
-cuInit() does. (NVML opens the same files, /dev/nvidia-uvm among them, and maps none: seen with
-driver 580.) Native code can do that without a word to Python; then the next import, fork, write or
-exit finds it done, and the line says so (`how`: "device").
+Only torch is known by name: its calls are wrapped until each has been recorded once. Other code is
+recognised by its effects: a symbol looked up through ctypes, or a GPU's device file mapped, as
+cuInit() does. (NVML opens the same files, including /dev/nvidia-uvm, but maps none: seen with
+driver 580.) Native code can do that unseen by Python; the next import, fork, write or exit then
+finds it, and the line says so (`how`: "device").
 
 Source: Python documentation, "Audit events table"; torch/cuda/__init__.py; /proc/PID/maps before
 and after nvmlInit_v2(), cuInit() and cuDevicePrimaryCtxRetain() on an H100.
@@ -36,15 +38,15 @@ from typing import Any, Callable, Dict, Optional, Set
 _DEVICE_PREFIX = "nvidia"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LIBRARIES = ("libcuda.", "libcudart", "libnvidia-ml", "libcublas", "libcudnn", "libggml-cuda")
-#: Symbols that initialise the driver or make a context; the others ask or need one of these.
+#: Symbols that initialise the driver or create a context; other symbols only query, or need these.
 _SYMBOLS = ("cuInit", "cuCtxCreate", "cuDevicePrimaryCtxRetain", "cudaSetDevice", "cudaFree",
             "cudaMalloc", "cudaGetDeviceCount", "cudaInitDevice")  # fmt: skip
-#: Python that sees nothing of PYTHONPATH: -I, -E, and -S, which leaves sitecustomize out.
+#: Flags of Python that ignore PYTHONPATH (-I, -E), or skip sitecustomize (-S).
 _BLIND = "IES"
 
 
 class Recorder:
-    """Of one process; a fork's child goes on with a file of its own."""
+    """The recorder of one process; a forked child continues with its own file."""
 
     def __init__(self, directory: str, chain: Any, devices: str = "/dev") -> None:
         self._directory = directory
@@ -68,7 +70,7 @@ class Recorder:
         }
 
     def hook(self, event: str, args: Any) -> None:
-        """The audit hook. Nothing that goes wrong in it reaches the program."""
+        """Handle an audit event. No error in it reaches the program."""
         handler = self._handlers.get(event)
         if handler is None or getattr(self._busy, "on", False):
             return
@@ -91,16 +93,16 @@ class Recorder:
         )
 
     def after_fork(self) -> None:
-        """In the child. What was initialised stays so, and is useless here."""
+        """Start recording in a forked child. CUDA stays initialised there, but is unusable."""
         self._busy.on = True
         try:
-            self._seen &= {"device"}  # its parent's open files are open here, too
+            self._seen &= {"device"}  # the parent's open files are open here, too
             self.begin(forked=True)
         finally:
             self._busy.on = False
 
     def end(self) -> None:
-        """At the interpreter's end, or before os._exit and exec."""
+        """Record the end of the process, or an os._exit or exec."""
         was, self._busy.on = getattr(self._busy, "on", False), True
         try:
             if "end" not in self._seen:
@@ -155,7 +157,7 @@ class Recorder:
         self._blind([os.fsdecode(word) for word in args[1]], args[2])
         was = self._seen
         self.end()
-        self._seen = was - {"end"}  # it may fail, and the process go on
+        self._seen = was - {"end"}  # exec may fail, and the process continue
 
     def _on_popen(self, args: Any) -> None:
         words = args[1]
@@ -164,10 +166,10 @@ class Recorder:
         self._look("the start of a program")
         self._blind([os.fsdecode(word) for word in words], args[3])
 
-    # ---- what they have in common
+    # ---- helpers
 
     def _blind(self, words: Any, env: Any) -> None:
-        """Say so where a Python is started that will not load us."""
+        """Record a Python child that will not load the recorder."""
         python = words and "python" in os.path.basename(words[0])
         if not python:
             return
@@ -179,14 +181,14 @@ class Recorder:
             self._write("blind", argv=words[:6], why="it was started with " + flags[0])
 
     def _look(self, during: str) -> None:
-        """Whether somebody has initialised CUDA without our seeing it."""
+        """Record CUDA as initialised by native code, if it was."""
         if "device" not in self._seen and self._held() and self._has_mapped():
             self._seen.add("device")
             if not self._seen & {"py:init", "py:count"}:
                 self._cuda("native code", "device", noticed_at=during)
 
     def _held(self) -> Any:
-        """The GPU device files that are open, sorted."""
+        """Return the open GPU device files, sorted."""
         found = set()
         for fd in os.listdir("/proc/self/fd"):
             try:
@@ -220,11 +222,11 @@ class Recorder:
     def _say_broken(self, error: Exception) -> None:
         try:
             self._write("broken", error=repr(error))
-        except Exception:  # at the very end, with half of the interpreter gone
+        except Exception:  # during shutdown of the interpreter
             return
 
     def _write(self, kind: str, **fields: Any) -> None:
-        # Opened each time: a program that closes all descriptors would take ours along.
+        # Opened each time, since a program may close all descriptors.
         line = json.dumps({"kind": kind, "pid": os.getpid(), "at": time.time(), **fields})
         path = os.path.join(self._directory, "%d.jsonl" % os.getpid())
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -236,13 +238,13 @@ class Recorder:
     # ---- torch
 
     def _wrap_torch(self) -> None:
-        """Wrap the calls that initialise, as soon as they are there: others copy them by name."""
+        """Wrap the initialising calls early, before other modules copy them by name."""
         binding, cuda = sys.modules.get("torch._C"), sys.modules.get("torch.cuda")
         has_cuda = hasattr(binding, "_cuda_init")
         if binding is not None and has_cuda:
             self._wrap(binding, "_cuda_init", "init")
             self._wrap(binding, "_cuda_getDeviceCount", "count")
-        if cuda is not None:  # it refuses before the binding is called: in a fork, and without CUDA
+        if cuda is not None:  # it fails before calling the binding in a fork, and without CUDA
             self._wrap(cuda, "_lazy_init", "init")
             if not has_cuda:
                 self._wrap(cuda, "is_available", "probe")
@@ -274,7 +276,7 @@ class Recorder:
         return result
 
     def _note(self, error: str, full: str, key: str) -> None:
-        """Before the call, lest it never returns, and after it, with how it went."""
+        """Record a call before it, since it may never return, and after it with its result."""
         was, self._busy.on = getattr(self._busy, "on", False), True
         try:
             if error == "begun":
@@ -296,7 +298,7 @@ def _argv() -> Any:
 
 
 def _mapped() -> Any:
-    """The CUDA libraries in this process's memory. `import torch` maps some; that is harmless."""
+    """Return the CUDA libraries in this process's memory. `import torch` maps some harmlessly."""
     try:
         with open("/proc/self/maps") as file:
             names = {os.path.basename(line.split()[-1]) for line in file}
@@ -306,7 +308,7 @@ def _mapped() -> Any:
 
 
 def start(directory: str, chain: Any, devices: str = "/dev") -> Optional[Recorder]:
-    """Record this process, and what it forks, into files of `directory`."""
+    """Record this process, and its forks, into files of `directory`."""
     recorder = Recorder(directory, chain, devices)
     recorder.begin(forked=False)
     os.register_at_fork(after_in_child=recorder.after_fork)

@@ -1,4 +1,4 @@
-"""What a trace means: of each process the first initialisation of CUDA, and what was wrong."""
+"""The evaluation of a trace: the first initialisation of CUDA in each process, and the findings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from servekit.diagnostics.cuda_trace.program import Trace
 
 Line = Mapping[str, Any]
 
-#: What no trace from within Python can see, said in every report.
+#: The limits of a trace from within Python, stated in every report.
 LIMITS = (
     "Native code that initialises CUDA with no Python in between is noticed at the next import, "
     "fork, start of a program, write to CUDA_VISIBLE_DEVICES or exit, not at the moment.",
@@ -21,7 +21,7 @@ LIMITS = (
 
 
 def report(trace: Trace) -> dict[str, Any]:
-    """The whole, as JSON takes it: `processes`, `findings`, `not_seen`."""
+    """Return the report, ready for JSON: `processes`, `findings`, `not_seen`."""
     processes = [_process(pid, lines, trace) for pid, lines in trace.lines.items()]
     by_pid = {process["pid"]: process for process in processes}
     findings = [
@@ -39,13 +39,13 @@ def report(trace: Trace) -> dict[str, Any]:
 
 
 def exit_code(returncode: int) -> int:
-    """As a shell has it: 128 and the signal's number for who died of one."""
+    """Return the exit code as a shell does: 128 plus the signal's number after a signal."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def _process(pid: int, lines: Sequence[Line], trace: Trace) -> dict[str, Any]:
     starts = [line for line in lines if line["kind"] == "start"]
-    start = starts[-1] if starts else {}  # exec keeps the PID and begins anew
+    start = starts[-1] if starts else {}  # exec starts a new record with the same PID
     end = next((line for line in reversed(lines) if line["kind"] == "end"), {})
     place, initialised = _initialised(lines)
     after = lines[place + 1 :] if initialised else []
@@ -74,7 +74,7 @@ def _of(lines: Sequence[Line], kind: str) -> Iterator[Line]:
 
 
 def _initialised(lines: Sequence[Line]) -> tuple[int, dict[str, Any] | None]:
-    """The first call that initialised and its place; its `error` is None where nobody told."""
+    """Return the index and line of the first initialising call; `error` is None if unknown."""
     for place, line in enumerate(lines):
         if line["kind"] == "cuda" and line["how"] != "probe":
             back = next((x for x in _of(lines, "returned") if x["what"] == line["what"]), None)

@@ -1,4 +1,4 @@
-"""A trace's report as text."""
+"""The text form of a trace's report."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-#: Innermost frames of a stack that are shown; JSON has them all.
+#: Number of innermost stack frames shown; JSON has all.
 _FRAMES = 12
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """All of it, in lines."""
+    """Return the report as lines of text."""
     return "\n".join(_lines(report))
 
 

@@ -1,8 +1,8 @@
-"""The authority of one cluster: made when it starts, gone when it ends, known to nobody else.
+"""The certificate authority of one cluster: made at its start, private to it, gone at its end.
 
-Each member gets a certificate that says in a URI which cluster it is of, in which role, and by
-which name; who may talk to whom is decided by that, not by host names (`tls`). Needs the package
-`cryptography`, of the extra `servekit[cluster]`, on the machine where certificates are made.
+Each member gets a certificate with a URI that states its cluster, role and name; these decide who
+may talk to whom, not host names (`tls`). Needs the package `cryptography`, of the extra
+`servekit[cluster]`, on the machine where certificates are made.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
-#: A member's certificate is good for so long, and is renewed well before that is over.
+#: Lifetime of a member's certificate, which is renewed well before its end.
 LIFE_S = 30 * 86400.0
-#: Clocks of two nodes may differ by so much.
+#: Maximum difference between the clocks of two nodes.
 SKEW_S = 300.0
-#: The authority's own has no end, it goes with its cluster; as RFC 5280 (4.1.2.5) writes that.
+#: "No expiry" by RFC 5280 (4.1.2.5): the authority's own certificate lives as long as its cluster.
 NO_END = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 
 
 class Authority(msgspec.Struct, frozen=True):
-    """Whose word all members of one cluster trust."""
+    """The certificate authority that all members of one cluster trust."""
 
     cluster: str
     certificate: bytes  # PEM
@@ -42,7 +42,7 @@ class Authority(msgspec.Struct, frozen=True):
 
     @classmethod
     def new(cls, name: str) -> Authority:
-        """An authority of its own for a cluster of that name, which others may have as well.
+        """Return a new authority for a cluster of that name; the name need not be unique.
 
         Raises StartError where `cryptography` is not installed.
         """
@@ -62,9 +62,10 @@ class Authority(msgspec.Struct, frozen=True):
     def issue(
         self, role: Role, member: str, *, life_s: float = LIFE_S, is_dialled: bool = False
     ) -> Credentials:
-        """Credentials for one process. Supervisors and gateways dial, workers are dialled.
+        """Issue credentials for one process. Supervisors and gateways dial, workers are dialled.
 
-        And so are gateways on other machines than the supervisor's: `is_dialled`.
+        `is_dialled` is for gateways on other machines than the supervisor's, which are dialled,
+        too.
         """
         from cryptography import x509
         from cryptography.hazmat.primitives import serialization
@@ -81,7 +82,7 @@ class Authority(msgspec.Struct, frozen=True):
         builder = builder.add_extension(names, False)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
         builder = builder.add_extension(_usage(signs=False), True)
-        # a worker dials itself, too, to see that it can be reached
+        # a worker also dials itself, to verify that it can be reached
         client = ExtendedKeyUsageOID.CLIENT_AUTH
         server = [ExtendedKeyUsageOID.SERVER_AUTH] if is_dialled or role == "worker" else []
         builder = builder.add_extension(x509.ExtendedKeyUsage([client, *server]), True)
@@ -93,12 +94,12 @@ class Authority(msgspec.Struct, frozen=True):
         )
 
     def to_bytes(self) -> bytes:
-        """To be kept in secret, for a supervisor that comes after this one."""
+        """Serialize the authority, including its secret key, for a successor supervisor."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Authority:
-        """Raises StartError for what `to_bytes` has not made."""
+        """Restore an authority from `to_bytes`. Raises StartError for any other data."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:

@@ -1,8 +1,8 @@
-"""Who a process is to the others of its cluster, through all renewals of its certificate.
+"""The identity of a process in its cluster, through all renewals of its certificate.
 
-A certificate is replaced well before it expires, over the control line of the process that has it
-(`Renew`). The new one counts for connections that begin from then on; those that stand are of
-whoever was verified when they began, and go on.
+A certificate is replaced well before it expires, over the process's control channel (`Renew`). The
+new one holds for new connections; existing connections keep the identity that was verified when
+they were made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log: Any = structlog.get_logger("servekit.protocol")
 
 
 class CertificateHolder:
-    """The credentials that a member has at the moment. On one event loop, or in one thread."""
+    """The current credentials of a member. Used on one event loop, or in one thread."""
 
     def __init__(self, credentials: Credentials) -> None:
         self.credentials = credentials
@@ -32,9 +32,9 @@ class CertificateHolder:
         return self.credentials.member
 
     def context(self, side: Literal["client", "server"]) -> ssl.SSLContext:
-        """How it takes part in TLS: of a server the same one always, which follows renewals.
+        """Return the TLS context; a server always gets the same one, which follows renewals.
 
-        Raises StartError where its certificate is not valid by the clock here.
+        Raises StartError where the certificate is not valid by this machine's clock.
         """
         tls.check_clock(self.credentials, time.time())
         if side == "client":
@@ -44,7 +44,7 @@ class CertificateHolder:
         return self._server
 
     def renew(self, fresh: Credentials) -> None:
-        """Raises WireError for those of somebody else."""
+        """Replace the credentials. Raises WireError for those of another member."""
         own = self.credentials
         if (fresh.authority, fresh.role, fresh.member) != (own.authority, own.role, own.member):
             raise WireError(f"{own} cannot be renewed by {fresh}")

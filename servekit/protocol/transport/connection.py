@@ -1,8 +1,8 @@
 """A framed connection between two servekit processes.
 
 A frame is a 4-byte big-endian length and that many bytes of msgpack. Frames are parsed as they
-arrive and handed over one by one, synchronously: there is no task and no queue per message.
-What is sent within one turn of the event loop leaves in one write.
+arrive and delivered one by one, synchronously: there is no task and no queue per message. Messages
+sent within one turn of the event loop usually leave in one write.
 
 The connection is the lease: `on_close` is called exactly once, as soon as the peer is gone.
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from servekit.protocol.transport.certificate_holder import CertificateHolder
     from servekit.protocol.transport.tls import Credentials, Member, Role
 
-#: Longest frame accepted. The longest honest one is a prompt at the body limit.
+#: Maximum length of a frame. The longest legitimate one is a prompt at the body limit.
 MAX_FRAME_BYTES = 64 * 2**20
-#: Longest from a peer of another machine before more is allowed: it has not said who it is.
+#: Maximum length from a peer on another machine before its Hello.
 FIRST_FRAME_BYTES = 64 * 2**10
-#: A peer of another machine that has not answered for so long is lost, s.
+#: A peer on another machine that has not answered for so long is lost, s.
 LOST_S = 5.0
-#: A peer that lets this much pile up is not reading; it is cut off.
+#: A peer with so much unsent data does not read; it is disconnected.
 MAX_UNSENT_BYTES = 128 * 2**20
-#: Longer messages leave at once, so that what has not left yet is known.
+#: Longer messages are written at once, so that the size of the write buffer is known.
 LARGE_BYTES = 64 * 2**10
-#: Messages that share a write. A peer that is sent all of a turn at once has nothing to do during
-#: that turn, and this process nothing during the peer's: under load they would work in lockstep.
+#: Maximum messages per write. If all messages of a turn left in one write, the peer would idle
+#: during the turn and this process during the peer's: under load they would work in lockstep.
 TOGETHER = 8
-#: Who has a choice sends no more while so much waits; see `crowded`.
+#: Above so much unsent data, optional messages should not be sent; see `crowded`.
 CROWDED_BYTES = 16 * 2**20
 _READ_BYTES = 256 * 2**10
 
@@ -49,12 +49,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Connection(asyncio.Protocol, Generic[Incoming]):
-    """One end of a connection; `incoming` is the union of messages that may arrive.
+    """An end of a connection; `incoming` is the union of messages that may arrive.
 
     `on_message` is called for every message, `on_close` once with the error that ended the
-    connection, or None after a clean EOF or `close`. While `crowded` the peer has much to read
-    yet; `on_writable`, where it is set, is called once it has read most of it. `on_turn`, where it
-    is set, is called at the end of a turn in which something was sent or is to be gathered.
+    connection, or None after a clean EOF or `close`. `crowded` is set while much data is unsent;
+    `on_writable`, if set, is called once the peer has read most of it. `on_turn`, if set, is
+    called at the end of a turn in which something was sent or `gather` was called.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         self._unsent: list[bytes] = []
         self._due = False  # `_end_turn` will be called
         self._error: Exception | None = None
-        self._drained: asyncio.Future[None] | None = None  # while somebody waits for it
+        self._drained: asyncio.Future[None] | None = None  # set while `drained` waits
         self.crowded = False
         self.on_writable: Callable[[], None] | None = None
         self.on_turn: Callable[[], None] | None = None
-        self.peer: Member | None = None  # by its certificate, where it is on another machine
+        self.peer: Member | None = None  # by its certificate, if on another machine
         self._limit_bytes = MAX_FRAME_BYTES
         self.closed = self._loop.create_future()
 
@@ -85,8 +85,8 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
     def send(self, message: msgspec.Struct) -> None:
         """Send a message with the others of this turn; silently dropped once closed.
 
-        Raises WireError for one that is too long, OverflowError or ValueError for what msgpack
-        cannot say; the connection goes on.
+        Raises WireError for a message that is too long, OverflowError or ValueError for values that
+        msgpack cannot represent; the connection stays open.
         """
         if self._transport is None or self.closed.done():
             return
@@ -101,9 +101,9 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
             self._flush()
 
     def gather(self) -> None:
-        """Have `on_turn` called at the end of this turn; what it sends leaves with the rest.
+        """Have `on_turn` called at the end of this turn; its messages leave with the others.
 
-        A callback of its own to send from would cost a turn of the loop more.
+        A separate callback for sending would cost another turn of the loop.
         """
         if not self._due:
             self._due = True
@@ -129,9 +129,9 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
             self._fail(WireError("the peer does not read what it is sent"))
 
     async def drained(self) -> bool:
-        """Send what is left and wait until the kernel has all of it; False if it closed first.
+        """Send all buffered data and wait until the kernel has it; False if closed before that.
 
-        What the kernel has will be read by a peer that lives, whatever becomes of this process.
+        A live peer will read the data that the kernel has, even if this process dies.
         """
         self._flush()
         transport = self._transport
@@ -154,13 +154,13 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
             self.on_writable()
 
     def close(self) -> None:
-        """Send what is left and close."""
+        """Send all buffered data and close."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Close at once; what has not been sent is dropped."""
+        """Close at once and drop unsent data."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -182,7 +182,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
             self._fail(error)
 
     def allow(self, frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        """Take frames of that length from a peer of another machine, as it is known by now."""
+        """Accept frames up to that length from a peer on another machine, now that it is known."""
         self._limit_bytes = frame_bytes
 
     def become(
@@ -191,7 +191,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         on_message: Callable[[Any], None],
         on_close: Callable[[Exception | None], None],
     ) -> None:
-        """Go on as another kind of connection, from the next message on."""
+        """Change the message type and callbacks, from the next message on."""
         self._decoder = _decoder(incoming)
         self._on_message, self._on_close = on_message, on_close
 
@@ -210,7 +210,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
                     break
                 self._deliver(view[start + 4 : end])
                 start = end
-        except Exception as error:  # ours or the handler's: this connection cannot go on
+        except Exception as error:  # of the parser or the handler: the connection is unusable
             self._fail(error)
             start = size
         finally:
@@ -218,13 +218,13 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         del received[:start]
 
     def _receive_rest(self) -> None:
-        """Take what the peer sent before it died.
+        """Deliver the data that the peer sent before it died.
 
-        A write to a dead peer ends a transport at once, with all that was there to be read: the
-        answers that a worker finished last. The descriptor is still open here.
+        A write to a dead peer closes a transport at once and discards its unread data: the last
+        answers of a worker. The descriptor is still open here.
         """
         sock = None if self._transport is None else self._transport.get_extra_info("socket")
-        sock = None if self.peer is not None else sock  # what is left there is encrypted
+        sock = None if self.peer is not None else sock  # the unread data is encrypted
         try:
             while sock is not None and (data := os.read(sock.fileno(), _READ_BYTES)):
                 self.data_received(data)
@@ -276,8 +276,8 @@ async def dial(
 ) -> Connection[Any]:
     """Connect to a Unix socket, or to a member at `tcp://HOST:PORT`, which takes credentials.
 
-    Raises OSError when nothing listens there; between machines also when it does not answer
-    (TimeoutError) or one does not trust the other (`tls.NotTrusted`), with a sentence.
+    Raises OSError when nothing listens there; between machines also, with a sentence, on a timeout
+    (TimeoutError) or a lack of trust (`tls.NotTrusted`).
     """
     if is_tcp(address):
         from servekit.protocol.transport import tcp
@@ -288,7 +288,7 @@ async def dial(
 
 
 async def adopt(sock: socket.socket, factory: Factory) -> Connection[Any]:
-    """Speak over a connected socket, such as the one inherited from the supervisor."""
+    """Use a connected socket, such as the one inherited from the supervisor."""
     sock.setblocking(False)
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_unix_connection(factory, sock=sock)
@@ -304,7 +304,7 @@ async def listen(
 ) -> asyncio.Server:
     """Listen on a Unix socket that only this user can open, or at `tcp://HOST:PORT`.
 
-    Raises OSError; between machines also StartError, where the credentials are none, or not valid.
+    Raises OSError; between machines also StartError for missing or invalid credentials.
     """
     if is_tcp(address):
         from servekit.protocol.transport import tcp

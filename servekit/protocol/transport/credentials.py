@@ -1,9 +1,10 @@
-"""What a member of a cluster shows to the others, and how it comes to have it.
+"""Credentials of a cluster member, and their secret transfer to a new process.
 
-Credentials are made by `authority.Authority` where the supervisor is, and handed to a process
-through a descriptor that it inherits, `read`: neither in its command line nor in its environment,
-where `ps` and /proc/PID/environ would show them, and not in a file, which somebody else may read
-and nobody removes. Only the standard library is needed to use them.
+`certificate_authority.Authority` makes them on the supervisor's machine. A process gets them
+through
+an inherited descriptor (`read`): not in its command line or environment, which `ps` and
+/proc/PID/environ would show, and not in a file, which others may read and nobody removes. Using
+them takes only the standard library.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from servekit.protocol.base import Message
 
 Role = Literal["supervisor", "gateway", "worker"]
 
-#: Longest credentials read: three short PEMs.
+#: Maximum length of credentials: three short PEMs.
 _MAX_BYTES = 64 * 2**10
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """The certificate of one member, its key, and that of the authority which all trust."""
+    """The certificate and key of one member, and the certificate of the common authority."""
 
     cluster: str
     role: Role
@@ -36,40 +37,40 @@ class Credentials(msgspec.Struct, frozen=True):
     not_after: float
 
     def __repr__(self) -> str:
-        return f"Credentials({self.cluster}, {self.role}, {self.member})"  # the key is no one's
+        return f"Credentials({self.cluster}, {self.role}, {self.member})"  # without the secret key
 
     def to_bytes(self) -> bytes:
-        """To be handed over in secret."""
+        """Serialize the credentials, including the secret key."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Credentials:
-        """Raises StartError for what `to_bytes` has not made."""
+        """Restore credentials from `to_bytes`. Raises StartError for any other data."""
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
             raise StartError(f"these are no credentials of servekit: {error}") from None
 
     def hand_over(self) -> int:
-        """A descriptor to be inherited, from which a process `read`s them; the caller closes it.
+        """Return an inheritable descriptor from which a process `read`s them; the caller closes it.
 
-        It is memory without a name: nothing of it is on any disk.
+        It is anonymous memory: nothing is written to a disk.
         """
-        fd = os.memfd_create("servekit", 0)  # inherited by who is told of it in `pass_fds`
+        fd = os.memfd_create("servekit", 0)  # inherited by children that get it in `pass_fds`
         os.write(fd, self.to_bytes())
         return fd
 
 
 class Renew(Message, frozen=True):
-    """Show these from now on: to a worker by its supervisor's connection, and to gateways."""
+    """New credentials for a worker or gateway to use from now on."""
 
     credentials: Credentials
 
 
 def read(fd: int) -> Credentials:
-    """Take credentials from an inherited descriptor, a pipe or `hand_over`'s, and close it.
+    """Read credentials from an inherited descriptor (a pipe, or from `hand_over`), and close it.
 
-    What can be wiped is: another process that inherited it by mistake finds nothing. Raises
+    Memory is wiped, so that another process that inherited it by mistake finds nothing. Raises
     StartError.
     """
     with os.fdopen(fd, "r+b" if _can_be_wiped(fd) else "rb", buffering=0) as source:

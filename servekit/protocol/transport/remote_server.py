@@ -1,15 +1,15 @@
-"""A process whose supervisor is on another machine: one TCP port for all who may come to it.
+"""The TCP server of a process whose supervisor is on another machine: one port for all peers.
 
-Who comes says Hello, and its certificate has to bear that out. A supervisor takes the control
-channel; who else may come is the process's own affair.
+A peer sends Hello, and its certificate has to confirm it. A supervisor takes the control channel;
+subclasses admit other peers.
 
     no supervisor ── Hello, Attach ──▶ attached ── EOF, or no answer ──▶ no supervisor
-         │                                └── another one attaches: the first is told, and let go
-         └── `grace_s` later, FIRST_S at the start if that is longer: the end
+         │                                └── another one attaches: the first is told, and closed
+         └── after `grace_s` (at the start at least FIRST_S): the end
 
-So the supervisor's connection is not the lifeline. Without it the process serves on for a while;
-the supervisor may come back, or a new one may, which is told anew all that it has to know. What the
-process is to show to all of them is renewed by way of it, too (`identity`).
+The supervisor's connection is thus not a lifeline: the process serves without it for a while. The
+supervisor may reconnect, or a new one may attach and gets the whole state. The supervisor also
+renews the process's certificate (`certificate_holder`).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from servekit.protocol.transport.resumable_channel import (
 
 log: Any = structlog.get_logger("servekit.protocol")
 
-#: Without a supervisor a process serves for so long.
+#: How long a process serves without a supervisor.
 GRACE_S = 60.0
-#: And at least for so long it waits for the first one, which comes once it has heard where to.
+#: Minimum wait for the first supervisor, which first has to learn the address.
 FIRST_S = 30.0
-#: From the first packet of a connection to its first message; the handshake has less.
+#: Maximum time from a connection's first packet to its Hello; the handshake has less.
 _HELLO_S = 10.0
-#: For the last words to reach the supervisor.
+#: Maximum time for the last messages to reach the supervisor.
 _CLOSE_S = 1.0
 
 OnMessage = Callable[[Any], None]
@@ -57,21 +57,21 @@ OnEnd = Callable[[Exception | None], None]
 
 @dataclass(frozen=True, slots=True)
 class ListenOptions:
-    """Where a remote process is to be, as it is told on its command line."""
+    """Addresses and credentials of a remote process, from its command line."""
 
     listen: str  # tcp://HOST:PORT, port 0 for a free one
-    advertise: str  # the host by which the others reach it
+    advertise: str  # the host by which peers reach it
     credentials: Credentials
-    report_fd: int | None = None  # where its address is written to, as a line of JSON
+    report_fd: int | None = None  # gets its address, as a line of JSON
     grace_s: float = GRACE_S
     lost_s: float = LOST_S
 
 
 class TcpServer(ABC):
-    """The port of one process, and its line to the supervisor. All of it on its event loop."""
+    """The port of one process, and its control channel. Used on its event loop only."""
 
     role: ClassVar[Role]
-    incoming: ClassVar[Any]  # the union of messages that a supervisor tells it
+    incoming: ClassVar[Any]  # the union of messages from a supervisor
 
     def __init__(self, post: ListenOptions) -> None:
         self._post = post
@@ -89,15 +89,15 @@ class TcpServer(ABC):
 
     @abstractmethod
     def told(self) -> list[Any]:
-        """What a supervisor is told that has heard nothing of it."""
+        """Return the messages that bring a new supervisor up to date."""
 
     @abstractmethod
     def attached(self, resumed: bool, had: int) -> Attached:
-        """The answer to a supervisor that attaches."""
+        """Return the answer to a supervisor that attaches."""
 
     @abstractmethod
     def admit(self, connection: Connection[Any], hello: Hello) -> None:
-        """Somebody else comes. Raises WireError where it may not."""
+        """Accept a peer other than a supervisor. Raises WireError if it is not allowed."""
 
     # ---- its life
 
@@ -128,7 +128,7 @@ class TcpServer(ABC):
         return self.identity.member
 
     async def close(self) -> None:
-        """Send what is left, and close."""
+        """Send all buffered data, and close."""
         if self._grace is not None:
             self._grace.cancel()
         control = self._control
@@ -141,17 +141,17 @@ class TcpServer(ABC):
 
     @property
     def heard(self) -> bool:
-        """There is a supervisor now, as far as is known."""
+        """Return whether a supervisor is attached."""
         return self._control is not None
 
     def send(self, message: msgspec.Struct) -> None:
-        """Tell the supervisor, now or when it comes back."""
+        """Send a message to the supervisor, now or when it is back."""
         self._kept.add(message)
         if self._control is not None:
             self._control.send(message)
 
     def attach(self, connection: Connection[Any], attach: Attach) -> None:
-        """A supervisor takes the control channel, from whoever has it."""
+        """Give a supervisor the control channel, in place of any other."""
         before, self._control = self._control, connection
         if before is not None and attach.session != self._session:
             before.send(SupervisorReplaced())
@@ -174,7 +174,7 @@ class TcpServer(ABC):
         return told
 
     def take(self, connection: Connection[Any], message: Any) -> None:
-        """A message of a supervisor; one that has been superseded is not heard."""
+        """Handle a message of a supervisor; those of a superseded one are ignored."""
         if connection is self._control:
             self._had += not isinstance(message, FLEETING)
             if isinstance(message, Renew):
@@ -183,11 +183,11 @@ class TcpServer(ABC):
                 self.hear(message)
 
     def hear(self, message: Any) -> None:
-        """A message of the supervisor that has the control channel."""
+        """Handle a message of the attached supervisor."""
         self._on_message(message)
 
     def detached(self, connection: Connection[Any], error: Exception | None) -> None:
-        """A supervisor's connection is closed."""
+        """Handle the end of a supervisor's connection."""
         if connection is self._control:
             self._control = None
             log.warning("the supervisor is gone", error=str(error or "EOF"))
@@ -202,7 +202,7 @@ class TcpServer(ABC):
 
 
 class PendingConnection:
-    """A connection to the port, until it is known whose it is."""
+    """A connection to the port whose peer is not known yet."""
 
     def __init__(self, port: TcpServer) -> None:
         self._port = port
@@ -226,7 +226,7 @@ class PendingConnection:
         self._port.admit(self.connection, hello)
 
     def _check(self, hello: Hello) -> None:
-        """Raises WireError with a sentence."""
+        """Check that the peer's certificate confirms its Hello; raise WireError otherwise."""
         peer, port = self.connection.peer, self._port
         if hello.protocol != PROTOCOL:
             raise WireError(

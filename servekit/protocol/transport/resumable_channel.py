@@ -1,11 +1,11 @@
 """The control channel of a process on another machine, which outlives its connections.
 
-    supervisor → process    Hello · Attach · and what any worker or gateway is told
-    process → supervisor    Hello · Attached · Superseded · and what any of them tells
+    supervisor → process    Hello · Attach · and the messages to any worker or gateway
+    process → supervisor    Hello · Attached · SupervisorReplaced · and those of any of them
 
-A connection may break where both ends live on. Each end keeps what it has sent; when the
-supervisor has dialled again, each says how many messages it has had, and is sent the others: all
-arrive once, in order. What is only about the moment (`FLEETING`) is neither counted nor repeated.
+A connection may break while both ends live. Each end keeps its sent messages. After a reconnect
+each end reports how many messages it has received and gets the rest: all arrive once, in order.
+Messages about the moment (`FLEETING`) are neither counted nor repeated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from servekit.protocol.base import Message
 from servekit.protocol.messages import Loading, Ping, Pong, Topology, WorkerSpec
 from servekit.protocol.remote_gateway import AdminRequest, AdminResponse, CertificateUpdate
 
-#: Messages that are sent again by being sent anew.
+#: Messages that are not repeated after a reconnect: newer ones replace them.
 FLEETING = (
     Ping,
     Pong,
@@ -32,42 +32,42 @@ FLEETING = (
     AdminRequest,
     AdminResponse,
 )
-#: Messages kept for a peer that has not said that it has them.
+#: Maximum messages kept for a peer that has not confirmed them.
 MOST_KEPT = 1024
 
 
 class Attach(Message, frozen=True):
-    """Take this connection for your control channel, instead of any other."""
+    """Use this connection as the control channel, in place of any other."""
 
     session: str  # the same for all connections of one supervisor's hold on this worker
-    have: int = 0  # messages of that process that were had in this session
+    have: int = 0  # messages received from the process in this session
 
 
 class Attached(Message, frozen=True):
-    """Answer to Attach; what the supervisor has not had follows."""
+    """The answer to Attach; the messages that the supervisor lacks follow."""
 
     resumed: bool  # False: the session is new here, and a summary follows
-    have: int  # messages of the supervisor that were had in this session
+    have: int  # messages received from the supervisor in this session
     pid: int
     now_s: float  # by its monotonic clock
     state: Literal["empty", "loading", "ready", "failed"]
-    spec: WorkerSpec | None = None  # what a worker was told to load
-    added: tuple[AdapterSpec, ...] = ()  # what operators have added to its model, as it was told
+    spec: WorkerSpec | None = None  # the worker's Load
+    added: tuple[AdapterSpec, ...] = ()  # adapters that operators have added to its model
 
 
 class SupervisorReplaced(Message, frozen=True):
-    """Another supervisor has attached: this one has nothing more to say here."""
+    """The control channel belongs to another supervisor now."""
 
 
 class ReplayBuffer:
-    """What one end has sent in one session, as far as the other end may not have it."""
+    """The messages that one end has sent in one session and the other end may lack."""
 
     def __init__(self) -> None:
         self._messages: deque[msgspec.Struct] = deque(maxlen=MOST_KEPT)
         self._sent = 0
 
     def add(self, message: msgspec.Struct) -> None:
-        """It is being sent."""
+        """Record a message that is being sent."""
         if not isinstance(message, FLEETING):
             self._messages.append(message)
             self._sent += 1
@@ -77,7 +77,7 @@ class ReplayBuffer:
             self.add(message)
 
     def after(self, have: int) -> list[msgspec.Struct] | None:
-        """What the peer that has had so many is to be sent; None where it is not known any more."""
+        """Return the messages after the first `have`, and forget those; None if they are lost."""
         missing = self._sent - have
         if not 0 <= missing <= len(self._messages):
             return None

@@ -1,4 +1,4 @@
-"""One question of an operator's to the supervisor, and its answer."""
+"""A single request of an operator to the supervisor."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from servekit.protocol.messages import FromSupervisor, ToSupervisor
 from servekit.protocol.transport.connection import Connection, dial
 
-#: How the supervisor is asked: by way of the operators' socket, or as who can reach it has it.
+#: A way to ask the supervisor: the path of the operators' socket, or a function that can reach it.
 Put = Callable[[ToSupervisor, float], Awaitable[FromSupervisor]]
 Way = Path | Put
 
 
 async def put(path: Path, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
-    """What the supervisor behind the socket `path` answers.
+    """Send a question to the supervisor behind the socket `path`, and return its answer.
 
     Raises EOFError if it hangs up, TimeoutError after `deadline_s`, and OSError (of which
     TimeoutError is one) where nobody listens.

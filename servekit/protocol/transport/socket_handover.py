@@ -1,9 +1,9 @@
-"""How a gateway that has outlived its supervisor hands its sockets to the next one.
+"""Hand-over of listening sockets from an orphaned gateway to the next supervisor.
 
-It listens on a Unix socket of its own. Whoever connects is given the listening sockets, so that no
-connection is refused from one supervisor to the next, and says `DRAIN` once its own gateways
-serve. One that hangs up before has failed, and another is waited for. The gateway keeps that
-connection until it ends: its EOF says that it has nothing left to do.
+The gateway listens on a Unix socket of its own. A client gets the listening sockets, so that no
+connection is refused between two supervisors, and sends `DRAIN` once its own gateways serve. If it
+hangs up before, it has failed, and the gateway waits for another. The gateway keeps that connection
+until it ends: EOF means that it has no requests left.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-#: "Ours serve now: take no more, and end when you are done."
+#: The new gateways serve: accept no more connections, and exit when done.
 DRAIN = b"d"
 _MOST_SOCKETS = 4
 _ANSWER_S = 2.0
 
 
 def heir_path(run_dir: Path, which: int | str) -> Path:
-    """Where that gateway waits for its heir."""
+    """Return the path of the socket where that gateway waits for its heir."""
     return run_dir / f"heir-{which}.sock"
 
 
 async def await_heir(path: Path, fds: Sequence[int], within_s: float) -> socket.socket | None:
-    """Hand `fds` to whoever comes; the connection to one that says that its own gateways serve."""
+    """Offer `fds` to heirs; return the connection to the first one that sends DRAIN, else None."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
             while (heir := await _bequeath(path, fds)) is None:
@@ -61,7 +61,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def inherit(paths: Iterable[Path]) -> list[tuple[socket.socket, list[socket.socket]]]:
-    """Of each gateway that waits for us: the connection to it, and its listening sockets."""
+    """Return the connection and the listening sockets of each gateway that waits for an heir."""
     found: list[tuple[socket.socket, list[socket.socket]]] = []
     for path in sorted(paths):
         elder = socket.socket(socket.AF_UNIX)
@@ -69,7 +69,7 @@ def inherit(paths: Iterable[Path]) -> list[tuple[socket.socket, list[socket.sock
         try:
             elder.connect(str(path))
             _, fds, _, _ = socket.recv_fds(elder, 1, _MOST_SOCKETS)
-        except OSError:  # it has ended
+        except OSError:  # the gateway has ended
             elder.close()
             continue
         listeners = [socket.socket(fileno=fd) for fd in fds]

@@ -1,9 +1,9 @@
-"""Connections between machines: TCP under mutual TLS, and a peer that is gone is noticed.
+"""Connections between machines: TCP under mutual TLS, with detection of lost peers.
 
-A process that dies is noticed at once, by EOF, as on a Unix socket. A machine that loses its power
-or its network says nothing: the kernel asks it whether it is there once there has been silence for
-a while, and the connection ends when it has not answered for `lost_s`, whether something was sent
-to it or not. A peer that lives and is busy is not taken for lost: its kernel answers for it.
+The death of a process is noticed at once, by EOF, as on a Unix socket. A machine that loses its
+power or network says nothing: the kernel probes it after a period of silence, and the connection
+ends when it has not answered for `lost_s`, whether data was sent or not. A busy peer is not taken
+for lost: its kernel answers the probes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from servekit.protocol.transport.credentials import Credentials, Role
 if TYPE_CHECKING:
     from servekit.protocol.transport.connection import Connection, Factory
 
-#: From the first packet to a connection that is verified, both ways.
+#: Maximum time from the first packet to a connection that both sides have verified.
 DIAL_S = 5.0
-#: Longest frame of a worker until it has said Hello, with all that its model can do.
+#: Maximum length of a worker's Hello, which describes its model.
 _HELLO_BYTES = 2**20
-#: For the other side to say that it has heard a close; one that is gone never does.
+#: Maximum wait for the peer to confirm a TLS shutdown.
 _GOODBYE_S = 1.0
 
 
@@ -39,7 +39,7 @@ async def dial(
 ) -> Connection[Any]:
     """Connect to a member in that role.
 
-    Raises OSError, with a sentence where that is not the system's own.
+    Raises OSError, with a sentence where it is not the system's own.
     """
     host, port = host_and_port(address)
     loop = asyncio.get_running_loop()
@@ -88,14 +88,14 @@ async def listen(
 def _context(
     shown: Credentials | CertificateHolder | None, address: str, side: Literal["client", "server"]
 ) -> ssl.SSLContext:
-    """Raises StartError where there is nothing to show, or it is not valid by the clock here."""
+    """Return the TLS context. Raises StartError for missing credentials, or invalid ones."""
     if shown is None:
         raise StartError(f"{address} is on a network, and this process has no certificate for it")
     return shown.context(side) if isinstance(shown, CertificateHolder) else tls.context(shown, side)
 
 
 def _watch(sock: Any, lost_s: float) -> None:
-    """Have the connection end when its peer has not answered for so long. Source: tcp(7)."""
+    """Close the connection when its peer has not answered for so long. Source: tcp(7)."""
     between_s = max(1, round(lost_s / 4))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, between_s)

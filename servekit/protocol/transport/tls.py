@@ -1,8 +1,8 @@
-"""Mutual TLS between the members of a cluster: who may talk to whom, and a sentence where not.
+"""Mutual TLS between the members of a cluster, with errors as sentences.
 
-TLS 1.3 only, both sides show a certificate of the cluster's own authority, and what counts is the
-role in it: hosts come and go, and their names say nothing. Nothing is resumed, so every connection
-is verified.
+TLS 1.3 only; both sides present a certificate of the cluster's own authority, and the role in it
+decides: hosts come and go, so host names mean nothing. Sessions are never resumed, so every
+connection is verified.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["Authority", "Credentials", "Member", "NotTrusted", "Role", "context"
 
 log: Any = structlog.get_logger("servekit.protocol")
 
-#: Refusals are told to the log this often: whoever reaches the port can cause them.
+#: Minimum interval between logged refusals: anybody who reaches the port can cause them.
 _TELL_EVERY_S = 1.0
 _CLOCKS = "compare the clocks of the two machines (timedatectl)"
-#: What OpenSSL has against a certificate (X509_V_ERR_…), as a sentence.
+#: OpenSSL's verify errors (X509_V_ERR_…) as sentences.
 _VERDICTS = {
     7: "its certificate is of another cluster, or of an earlier start of this one",
     9: f"its certificate is not valid yet by the clock here, which is behind; {_CLOCKS}",
@@ -37,24 +37,24 @@ _VERDICTS = {
     20: "its certificate is of another cluster, or of an earlier start of this one",
     26: "its certificate is of a member that may not be at that end of a connection",
 }
-#: What else goes wrong in a handshake, by OpenSSL's reason for it.
+#: Other handshake errors, by OpenSSL's reason.
 _REASONS = {
     "WRONG_VERSION": "the other side does not speak TLS: is that the port of a servekit worker?",
     "PROTOCOL_VERSION": "the other side does not speak TLS 1.3",
-    "UNSUPPORTED_PROTOCOL": "the other side does not speak TLS 1.3",  # as a server sees it
+    "UNSUPPORTED_PROTOCOL": "the other side does not speak TLS 1.3",  # on a server
     "PEER_DID_NOT_RETURN": "the other side has shown no certificate",
     "UNEXPECTED_EOF": "the other side hung up during the handshake",
 }
-#: A server has verified us only after a client takes the handshake for done; its log says why.
+#: In TLS 1.3 a server verifies the client after the client's handshake is done; its log says why.
 HUNG_UP = "it hung up before it said who it is: its log says whether it trusts our certificate"
 
 
 class NotTrusted(WireError, OSError):
-    """No connection: one side does not trust the other. An OSError, as any failure to connect."""
+    """A refused connection: one side does not trust the other. Also an OSError."""
 
 
 class Member(NamedTuple):
-    """Who is at the other end, by its certificate."""
+    """The peer of a connection, by its certificate."""
 
     cluster: str
     role: Role
@@ -62,16 +62,16 @@ class Member(NamedTuple):
 
 
 def context(credentials: Credentials, side: Literal["client", "server"]) -> ssl.SSLContext:
-    """How a member takes part in TLS.
+    """Return the TLS context of a member; contexts are cached.
 
-    Raises StartError, with a sentence, where its certificate is not valid by the clock here.
+    Raises StartError, with a sentence, where the certificate is not valid by this machine's clock.
     """
     check_clock(credentials, time.time())
     return _context(credentials, side)
 
 
 def new_context(credentials: Credentials, side: Literal["client", "server"]) -> ssl.SSLContext:
-    """One that is nobody else's, of whatever age they are."""
+    """Return a TLS context that is not shared, without a check of the dates."""
     kinds = {"client": ssl.PROTOCOL_TLS_CLIENT, "server": ssl.PROTOCOL_TLS_SERVER}
     made = ssl.SSLContext(kinds[side])
     made.check_hostname = False
@@ -90,7 +90,7 @@ _context = functools.lru_cache(maxsize=16)(new_context)
 
 
 def member(transport: Any) -> Member | None:
-    """Who is at the other end of a transport; None where it is none of TLS. Raises NotTrusted."""
+    """Return the peer of a transport; None without TLS. Raises NotTrusted."""
     certificate = transport.get_extra_info("peercert")
     if certificate is None:
         return None
@@ -106,7 +106,7 @@ _ROLES: dict[str, Role] = {"supervisor": "supervisor", "gateway": "gateway", "wo
 
 
 def explain(error: ssl.SSLError) -> str:
-    """Why there is no connection, in a sentence."""
+    """Explain in a sentence why a connection failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
         said = f"its certificate is refused: {error.verify_message}"
         return f"the other side is not trusted: {_VERDICTS.get(error.verify_code, said)}"
@@ -118,7 +118,7 @@ def explain(error: ssl.SSLError) -> str:
 
 
 def check_clock(credentials: Credentials, now: float) -> None:
-    """Raises StartError, with a sentence, for what is not valid at that time."""
+    """Check the dates of the certificate. Raises StartError, with a sentence."""
     early_s = credentials.not_before + SKEW_S - now
     if early_s > SKEW_S:
         raise StartError(
@@ -133,9 +133,9 @@ def check_clock(credentials: Credentials, now: float) -> None:
 
 
 def load(made: ssl.SSLContext, credentials: Credentials) -> None:
-    """Have a context show these to whoever it meets from now on.
+    """Load a certificate into a context, for connections from now on.
 
-    OpenSSL reads keys from files only: this one is memory without a name.
+    OpenSSL reads keys from files only, so the key passes through anonymous memory.
     """
     fd = os.memfd_create("servekit", os.MFD_CLOEXEC)
     try:
@@ -146,7 +146,7 @@ def load(made: ssl.SSLContext, credentials: Credentials) -> None:
 
 
 class _Outspoken(ssl.SSLObject):
-    """Has the log say whom a server refuses, which event loops keep to themselves."""
+    """An SSLObject that logs refused clients, about which event loops are silent."""
 
     _told_at = -_TELL_EVERY_S
 

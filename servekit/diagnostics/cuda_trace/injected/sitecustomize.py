@@ -1,7 +1,7 @@
-"""Python imports this at its start, because its folder stands first on PYTHONPATH.
+"""The hook that Python imports at its start, because its folder is first on PYTHONPATH.
 
-It starts the recorder, then takes itself away: the folder leaves `sys.path`, and the
-`sitecustomize` that would have been imported without us is. Stdlib only.
+It starts the recorder, then removes itself: the folder leaves `sys.path`, and the shadowed
+`sitecustomize` is imported. Stdlib only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _load(name: str, folder: str) -> ModuleType:
-    """Load a module of `folder`, a path relative to this folder, under a name of its own."""
+    """Load a module of `folder`, a path relative to this folder, under a private name."""
     path = os.path.join(_HERE, folder, name + ".py")
     spec = importlib.util.spec_from_file_location("_servekit_" + name, path)
     assert spec is not None and spec.loader is not None
@@ -35,7 +35,7 @@ def _start() -> None:
 
 
 def _next(skip: str) -> Optional[ModuleType]:
-    """Import the sitecustomize that we stand before, if there is one."""
+    """Import the `sitecustomize` that this one shadows, if there is one."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != skip]
     spec = PathFinder.find_spec("sitecustomize")
     if spec is None or spec.loader is None:
@@ -46,9 +46,9 @@ def _next(skip: str) -> Optional[ModuleType]:
     return module
 
 
-if __name__ == "sitecustomize":  # and not when somebody looks at the package
+if __name__ == "sitecustomize":  # not when imported as part of the package
     try:
         _start()
-    except Exception as error:  # the program comes first; that we saw nothing will show
+    except Exception as error:  # the program must run; the report shows the gap
         sys.stderr.write("servekit trace-cuda: cannot record: %r\n" % (error,))
     _next(_HERE)
