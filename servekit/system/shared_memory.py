@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,17 +45,18 @@ def mapped(pids: Iterable[int]) -> set[Segment]:
 
 
 def named_after(pids: Collection[int]) -> set[Segment]:
-    """Return the segments with one of the PIDs in their names, as torch creates them.
+    """Return this user's segments with one of the PIDs in their names, such as torch's.
 
     A segment that was created just before the death has not been recorded.
     """
     found = set()
     with contextlib.suppress(OSError):
         for entry in os.scandir(DIRECTORY):
-            maker = entry.name.removeprefix("torch_").split("_")[0]
-            if entry.name.startswith("torch_") and maker.isdecimal() and int(maker) in pids:
+            words = re.split(r"[^0-9A-Za-z]", entry.name)
+            if any(word.isdecimal() and int(word) in pids for word in words):
                 with contextlib.suppress(OSError):
-                    found.add(Segment(entry.name, entry.inode()))
+                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                        found.add(Segment(entry.name, entry.inode()))
     return found
 
 
@@ -86,6 +88,11 @@ def read(run_dir: Path) -> set[Segment]:
         return {Segment(**entry) for entry in json.loads((run_dir / SEGMENTS).read_text())}
     except (OSError, ValueError, TypeError):
         return set()
+
+
+def sweep(run_dir: Path, pids: Collection[int]) -> None:
+    """Remove the segments of an instance's dead processes, recorded or named after their PIDs."""
+    remove(read(run_dir) | named_after(pids))
 
 
 def _mapped_by(pid: int) -> Iterable[Segment]:

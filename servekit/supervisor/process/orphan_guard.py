@@ -98,7 +98,7 @@ def main() -> None:
     deadline = time.monotonic() + _WATCH_S
     while end_leftovers(read_children(run_dir), mark) or time.monotonic() < deadline:
         time.sleep(0.02)
-    shared_memory.remove(shared_memory.read(run_dir))
+    shared_memory.sweep(run_dir, {child.pid for child in read_children(run_dir)})
 
 
 def _succeeded(run_dir: Path, mark: str, grace_s: float) -> bool:

@@ -235,8 +235,7 @@ class RunDir:
             return  # another boot: none of its processes runs on this machine
         children = read_children(self.path)
         end_leftovers(children, record.mark if record else "")
-        unnoted = shared_memory.named_after({child.pid for child in children})
-        shared_memory.remove(shared_memory.read(self.path) | unnoted)
+        shared_memory.sweep(self.path, {child.pid for child in children})
 
     def _clear(self) -> None:
         for pattern in ("*.sock", "*.new", "supervisor.json", CHILDREN, shared_memory.SEGMENTS):

@@ -58,18 +58,23 @@ def test_names_with_blanks_and_those_removed_already(path: Path) -> None:
         odd.unlink(missing_ok=True)
 
 
-def test_those_named_after_a_dead_maker() -> None:
+@pytest.mark.parametrize("name", ["torch_{}_7_0", "servekit-echo-{}-ab12", "psm_{}"])
+def test_those_named_after_a_dead_maker(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True
     )
     maker = int(done.stdout)
-    path = DIRECTORY / f"torch_{maker}_{secrets.randbits(30)}_0"
+    path = DIRECTORY / name.format(maker)
     path.write_bytes(b"")
     try:
         assert shared_memory.named_after({maker}) == {segment(path)}
         assert shared_memory.named_after({maker + 1}) == set()
+        shared_memory.sweep(tmp_path, {maker + 1})
+        assert path.exists()
+        shared_memory.sweep(tmp_path, {maker})
+        assert not path.exists()
     finally:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def test_the_note_in_the_run_directory(tmp_path: Path) -> None:
