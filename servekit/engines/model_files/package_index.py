@@ -91,18 +91,18 @@ class Settings:
         index = index or default_index()
         extra = [*words("extra_index_url"), *uv("UV_EXTRA_INDEX_URL", "").split()]
         extra += uv("UV_INDEX", "").split()
-        timeout_s = _number(told.get("timeout") or told.get("default-timeout"), _TIMEOUT_S)
-        offline = told.get("no-index", "").lower() in ("1", "true", "yes", "on", "t", "y")
+        timeout_s = _number(told.get("timeout") or told.get("default_timeout"), _TIMEOUT_S)
+        offline = told.get("no_index", "").lower() in ("1", "true", "yes", "on", "t", "y")
         named = [_unnamed(url) for url in (index, *extra) if url]
         links = (*words("find_links"), *uv("UV_FIND_LINKS", "").replace(",", " ").split())
-        hosts = (*words("trusted-host"), *uv("UV_INSECURE_HOST", "").replace(",", " ").split())
+        hosts = (*words("trusted_host"), *uv("UV_INSECURE_HOST", "").replace(",", " ").split())
         bundle = environ.get("REQUESTS_CA_BUNDLE") or environ.get("CURL_CA_BUNDLE")
         return cls(
             indexes=() if offline else tuple(dict.fromkeys(named)),
             find_links=links,
             trusted=frozenset(hosts),
             cert=told.get("cert") or bundle or None,
-            client_cert=told.get("client-cert") or None,
+            client_cert=told.get("client_cert") or None,
             proxy=told.get("proxy") or None,
             timeout_s=timeout_s,
             read_timeout_s=max(timeout_s, _READ_TIMEOUT_S),
@@ -198,7 +198,7 @@ def without_credentials(url: str) -> str:
 
 
 def _pip(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return pip's options by their names in files; the environment overrides the files."""
+    """Return pip's options, their names with underscores; the environment overrides the files."""
     found: dict[str, str] = {}
     for path in _pip_files(environ):
         parser = configparser.RawConfigParser()
@@ -208,10 +208,10 @@ def _pip(environ: Mapping[str, str]) -> dict[str, str]:
             continue  # pip itself reports what is wrong with it
         for section in ("global", "download"):
             if parser.has_section(section):
-                found |= {key.replace("_", "-"): text for key, text in parser.items(section)}
+                found |= {key.replace("-", "_"): text for key, text in parser.items(section)}
     for key, text in environ.items():
         if key.startswith("PIP_") and (text or key in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS")):
-            found[key.removeprefix("PIP_").lower().replace("_", "-")] = text
+            found[key.removeprefix("PIP_").lower()] = text
     return found
 
 
