@@ -251,6 +251,7 @@ class Router:
         if topology.draining:
             self.drain()
         self.quarantine.add(topology.quarantined, time.monotonic())
+        self.sources.sees_all = topology.gateways <= 1
         self.access.apply(topology.access)
         for status in topology.models:
             route = self.routes.pop(status.name, None) or ModelQueue(status)

@@ -17,9 +17,9 @@ again after a dozen requests, however many deaths it was charged with by chance.
 
 A source is the key, if keys are needed, else the client's address. Its requests run alone before
 they are ever refused. Many clients may share an address with a malicious one. An address is
-therefore refused only if none of its requests has come through since three deaths in isolation, by
-this gateway only (another one may serve its other clients), and it is tried again after each
-refusal.
+therefore refused only if none of its requests has come through since three deaths in isolation, and
+it is tried again after each refusal. One of several gateways never refuses an address, because the
+requests that come through at the others are unknown to it.
 """
 
 from __future__ import annotations
@@ -138,9 +138,13 @@ class Suspect:
 
 
 class Sources:
-    """The charges of this gateway against sources and fingerprints. Times are monotonic, in s."""
+    """The charges of this gateway against sources and fingerprints. Times are monotonic, in s.
+
+    `sees_all`: this gateway is the only one, so that every request passes through it.
+    """
 
     def __init__(self) -> None:
+        self.sees_all = True
         self._deaths: deque[Death] = deque(maxlen=_MOST_DEATHS)
         self._refused: Counter[str] = Counter()  # how often
 
@@ -195,7 +199,8 @@ class Sources:
                 share *= times * 0.5 ** ((now_s - death.at_s) / HALF_LIFE_S)
                 deaths += share
                 sure += share if death.sure else 0.0
-                vain += share if death.sure and mark not in death.passed else 0.0
+                in_vain = self.sees_all and death.sure and mark not in death.passed
+                vain += share if in_vain else 0.0
         return verdict(deaths, sure, vain if is_shared(mark) else None)
 
     def pause_s(self, mark: str, now_s: float) -> float:

@@ -131,3 +131,14 @@ def test_an_address_is_not_refused_where_another_client_of_it_is_served() -> Non
         if at % 2:
             sources.pass_through("address:a", alone=True)
         assert sources.judge("address:a", float(at)) <= Verdict.WAITS
+
+
+def test_one_of_several_gateways_does_not_refuse_an_address() -> None:
+    """It does not know of the address's requests that another gateway has served."""
+    sources = Sources()
+    sources.sees_all = False
+    for at in range(20):
+        charge(sources, "address:a", float(at), sure=True)
+        charge(sources, "key:a", float(at), sure=True)
+    assert sources.judge("address:a", 20.0) is Verdict.WAITS
+    assert sources.judge("key:a", 20.0) is Verdict.REFUSED
