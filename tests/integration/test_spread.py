@@ -27,7 +27,7 @@ from tests.unit.engines.harness import write_tiny_llama
 RANKS = 2
 #: Importing torch and transformers, two processes to each replica, on a busy machine.
 UP_S = 180.0
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.lane("tensor-parallel"), pytest.mark.timeout(400)]
 
 
 def spread(path: Path, **keys: Any) -> dict[str, Any]:

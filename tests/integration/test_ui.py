@@ -487,8 +487,8 @@ def test_the_surface_is_no_larger_than_the_page_needs(instance: Instance) -> Non
 # ---------------------------------------------------------------- a real model
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
-@pytest.mark.slow
 def test_a_real_model_answers_stops_and_is_remembered(
     tmp_path: Path, instance: Instance, browser: Browser
 ) -> None:
