@@ -28,10 +28,11 @@ from servekit.protocol.residency import SetResidency
 from servekit.supervisor.admin.control_socket import ask
 from servekit.system import procfs
 from tests.integration import ray_growing
-from tests.integration.instance import Instance, echo, poll, write_config
+from tests.integration.instance import Instance, echo, write_config
 from tests.integration.ray_cluster import raylet_of, running
 from tests.integration.ray_nodes import PATIENCE_S, Nodes
 from tests.integration.test_adapters import folder
+from tests.polling import poll
 
 pytestmark = [
     pytest.mark.lane("ray"),

@@ -33,9 +33,10 @@ from servekit.supervisor.admin.control_socket import ask
 from servekit.system import procfs
 from servekit.system.orphan_cleanup import read_children
 from tests.integration.certificates import make
-from tests.integration.instance import Instance, echo, poll, write_config
+from tests.integration.instance import Instance, echo, write_config
 from tests.integration.ray_cluster import raylet_of, running
 from tests.integration.ray_nodes import PATIENCE_S, Nodes
+from tests.polling import poll
 
 pytestmark = [
     pytest.mark.lane("ray"),

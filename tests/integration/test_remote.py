@@ -17,8 +17,9 @@ import openai
 import pytest
 
 from servekit.system import procfs
-from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
+from tests.integration.instance import PROGRAM, Instance, echo, write_config
 from tests.integration.test_faults_supervisor import cli
+from tests.polling import poll
 from tests.unit.engines.conftest import SMOLLM2
 
 KEY = "sk-far-0123456789abcdef"

@@ -20,8 +20,9 @@ from servekit.chaos import run as chaos
 from servekit.chaos.finding import Finding, Scene
 from servekit.chaos.target import Target
 from servekit.system import procfs
-from tests.integration.instance import Instance, poll
+from tests.integration.instance import Instance
 from tests.integration.test_faults_supervisor import cli
+from tests.polling import poll
 from tests.unit.engines.harness import write_tiny_llama
 
 RANKS = 2
