@@ -22,7 +22,8 @@ import pytest
 from servekit.engines.api.base import Job
 from servekit.errors import RequestError, Unsupported
 from servekit.protocol.messages import Capability, Grammar, SamplingParams
-from tests.unit.engines.contract.running import Running, poll
+from tests.polling import poll
+from tests.unit.engines.contract.running import Running
 from tests.unit.engines.contract.subjects import Subject
 
 PROMPT = "The quick brown fox"
