@@ -39,6 +39,9 @@ for _what in ("connect", "read", "write", "pool"):
 # on a busy machine. `--hypothesis-profile default` looks for others.
 settings.load_profile("ci")
 
+# The imports of all files of tests make no garbage that matters: not before they are done.
+gc.disable()
+
 INTEGRATION = Path(__file__).parent / "integration"
 
 
@@ -58,9 +61,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spare every later collection of garbage the objects of all modules imported by now.
+    """Spare every later collection of garbage the objects of all modules that are imported by now.
 
-    There are some millions with all tests' files, and what looks for leaks collects at each step.
+    With all files of tests they are a million, and tests that look for leaks collect at each step.
     """
-    gc.collect()
     gc.freeze()
+    gc.enable()
