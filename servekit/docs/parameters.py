@@ -38,16 +38,19 @@ def make_table() -> str:
     from servekit.engines.echo.engine import SERVES
     from servekit.gateway.api.openai.embeddings import EmbeddingRequest
     from servekit.gateway.api.openai.responses_schema import STATEFUL, ResponsesRequest
-    from servekit.gateway.api.openai.schema import NOTHING, ChatRequest, CompletionRequest
+    from servekit.gateway.api.openai.schema import (
+        ChatRequest,
+        CompletionRequest,
+        unserved_fields,
+    )
 
     kinds = (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest)
     fields = [kind.__struct_fields__ for kind in kinds]
-    names = {name for own in fields for name in own}
+    unserved = {name for kind in kinds for name in unserved_fields(kind)}
+    names = {name for own in fields for name in own} - {"model", *unserved, *STATEFUL}
     head = "parameter | chat | completions | responses | embeddings | transformers | echo"
     lines = [f"| {head} |", "|---|:-:|:-:|:-:|:-:|---|---|"]
     for name in sorted(names):
-        if name in {"model", *NOTHING, *STATEFUL}:
-            continue
         marks = ["✓" if name in own else "" for own in fields]
         need = NEEDS.get(name)
         ours = "if its template has tools" if need == "tools" else "✓"

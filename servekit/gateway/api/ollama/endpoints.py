@@ -29,7 +29,17 @@ from servekit.gateway.api.ollama.request import (
     template,
 )
 from servekit.gateway.api.ollama.response import OllamaForm, TimedCall, refuse
+from servekit.gateway.api.ollama.response_types import (
+    OllamaChat,
+    OllamaEmbedding,
+    OllamaEmbeddings,
+    OllamaError,
+    OllamaGenerated,
+    OllamaShown,
+    OllamaStatus,
+)
 from servekit.gateway.api.openai.schema import decode
+from servekit.gateway.api.openapi.operation import LINES, Operation
 from servekit.gateway.api.responder import ResponseEncoder
 from servekit.gateway.generation.generation import GenerationRequest
 from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
@@ -182,3 +192,34 @@ def add_reads(app: FastAPI, router: Router) -> None:
     @app.get("/api/version", tags=["Ollama"], summary="The version of Ollama's API spoken here")
     async def version() -> dict[str, str]:
         return {"version": models.API_VERSION, "servekit": __version__}
+
+
+_operation = partial(Operation, tag="Ollama", stream=LINES, error=OllamaError)
+OPERATIONS = (
+    _operation(
+        "/api/chat",
+        "A chat, streamed unless `stream` is false",
+        ChatRequest,
+        OllamaChat,
+        (OllamaChat, OllamaError),
+    ),
+    _operation(
+        "/api/generate",
+        "An answer to a prompt, streamed unless `stream` is false",
+        GenerateRequest,
+        OllamaGenerated,
+        (OllamaGenerated, OllamaError),
+    ),
+    _operation("/api/embed", "Embeddings", EmbedRequest, OllamaEmbeddings),
+    _operation(
+        "/api/embeddings", "One embedding, in the older form", EmbeddingsRequest, OllamaEmbedding
+    ),
+    _operation("/api/show", "A model's properties", NameRequest, OllamaShown),
+    _operation(
+        "/api/pull",
+        "Success if the model is served; nothing is downloaded",
+        NameRequest,
+        OllamaStatus,
+        (OllamaStatus,),
+    ),
+)

@@ -13,8 +13,18 @@ from msgspec import Meta
 
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.api.endpoint import Endpoint, EndpointFactory
+from servekit.gateway.api.fields import EmbeddingModel, ModelName, Tools, doc
 from servekit.gateway.api.openai.request import chat_messages
-from servekit.gateway.api.openai.schema import InMessage, Timeout, TokenId, decode
+from servekit.gateway.api.openai.response_types import Detokenized, EmbeddingList, Tokens
+from servekit.gateway.api.openai.schema import (
+    Inputs,
+    Messages,
+    TemplateArguments,
+    Timeout,
+    TokenId,
+    decode,
+)
+from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.http.asgi import send_error
 from servekit.gateway.http.request_limits import check_free
 from servekit.gateway.routing.request import InflightRequest
@@ -33,34 +43,35 @@ Input = str | list[int]
 class EmbeddingRequest(msgspec.Struct):
     """Body of POST /v1/embeddings."""
 
-    input: (
-        str | Annotated[list[TokenId | str | list[TokenId]], Meta(min_length=1, max_length=1048576)]
-    )
-    model: str = ""
+    input: Annotated[Inputs, Meta(examples=[["one text", "another"]])]
+    """A text or token ids, or up to 2048 of either; each has to fit into the model's context."""
+    model: EmbeddingModel = ""
     encoding_format: Literal["float", "base64"] | None = None
-    #: The size of the vectors: their first numbers, normalised to a unit vector.
+    """Numbers, or base64 of float32, little-endian."""
     dimensions: Annotated[int, Meta(ge=1, le=1048576)] | None = None
-    user: str | None = None
+    """Size of the vectors: the first numbers of each, normalised to a unit vector."""
+    user: Annotated[str, doc("Has no effect")] | None = None
     timeout_s: Timeout | None = None
 
 
 class TokenizeRequest(msgspec.Struct):
     """Body of POST /tokenize: a prompt, or a conversation by the model's template."""
 
-    model: str = ""
-    prompt: str | None = None
-    messages: Annotated[list[InMessage], Meta(min_length=1, max_length=4096)] | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
+    model: ModelName = ""
+    prompt: Annotated[str, doc("The text; either this or `messages`", "Hello world")] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    add_special_tokens: Annotated[bool, doc("false is refused")] | None = None
+    add_generation_prompt: Annotated[bool, doc("false is refused")] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct):
     """Body of POST /detokenize."""
 
-    tokens: Annotated[list[TokenId], Meta(max_length=1048576)]
-    model: str = ""
+    tokens: Annotated[list[TokenId], Meta(max_length=1048576, examples=[[19556, 905]])]
+    """Token ids, each below the size of the model's vocabulary."""
+    model: ModelName = ""
 
 
 class Asked:
@@ -215,3 +226,16 @@ def shortened(vector: bytes, size: int) -> bytes:
     first = array.array("f", vector)[:size]
     length = math.sqrt(math.fsum(value * value for value in first)) or 1.0
     return array.array("f", (value / length for value in first)).tobytes()
+
+
+OPERATIONS = (
+    Operation("/v1/embeddings", "Embeddings", EmbeddingRequest, EmbeddingList),
+    Operation(
+        "/tokenize",
+        "The tokens of a prompt, or of a conversation by the model's template",
+        TokenizeRequest,
+        Tokens,
+        tag="tokens",
+    ),
+    Operation("/detokenize", "The text of tokens", DetokenizeRequest, Detokenized, tag="tokens"),
+)
