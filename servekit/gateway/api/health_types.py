@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from servekit.gateway.api.fields import MODEL, doc
 from servekit.protocol.residency import Residency
@@ -64,5 +64,5 @@ class Health(Struct):
     status: Annotated[
         Literal["ready", "not ready", "draining"], doc("The state of the service", "ready")
     ]
-    models: dict[Annotated[str, doc("A model's name", MODEL)], ModelHealth] = {}
-    """The models that the key may use, by name."""
+    models: dict[Annotated[str, doc("A model's name", MODEL)], ModelHealth] | UnsetType = UNSET
+    """The models that the key may use, by name; left out without a key that is needed."""

@@ -86,7 +86,7 @@ class Anthropic:
 
 
 def _count_of(answers: list[Delta]) -> bytes:
-    return _encode({"input_tokens": answers[0].prompt_tokens})
+    return _encode(TokenCount(answers[0].prompt_tokens))
 
 
 _operation = partial(Operation, tag="Anthropic", error=AnthropicError)

@@ -139,6 +139,7 @@ class OllamaRunning(Struct):
     models: Annotated[list[OllamaRunningModel], doc("The models, in the order of the file")]
 
 
+Capability = Literal["completion", "tools", "thinking", "embedding"]
 _INFO = {"general.architecture": "llama", "llama.context_length": 8192}
 
 
@@ -152,7 +153,7 @@ class OllamaShown(Struct):
     details: Annotated[OllamaDetails, doc("A short description")]
     model_info: Annotated[dict[str, Any], Meta(examples=[_INFO])]
     """Architecture, parameters and context, under the names of GGUF."""
-    capabilities: list[Literal["completion", "tools", "thinking", "embedding"]]
+    capabilities: list[Capability]
     """What the model can do."""
 
 

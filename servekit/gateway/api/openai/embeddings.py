@@ -15,7 +15,13 @@ from servekit.errors import RequestError, Unsupported
 from servekit.gateway.api.endpoint import Endpoint, EndpointFactory
 from servekit.gateway.api.fields import EmbeddingModel, ModelName, Tools, doc
 from servekit.gateway.api.openai.request import chat_messages
-from servekit.gateway.api.openai.response_types import Detokenized, EmbeddingList, Tokens
+from servekit.gateway.api.openai.response_types import (
+    Detokenized,
+    Embedding,
+    EmbeddingList,
+    EmbeddingUsage,
+    Tokens,
+)
 from servekit.gateway.api.openai.schema import (
     Inputs,
     Messages,
@@ -152,7 +158,7 @@ class Vectors:
         def write(answers: list[Delta]) -> bytes:
             ids = answers[0].token_ids
             most = None if info is None else info.max_context
-            return _encode({"count": len(ids), "max_model_len": most, "tokens": ids})
+            return _encode(Tokens(len(ids), most, ids))
 
         return Asked(self._router, [call], None), write
 
@@ -161,7 +167,7 @@ class Vectors:
         call = _call(request.model, key, task="detokenize")
         call.prompt = request.tokens
         asked = Asked(self._router, [call], None)
-        return asked, lambda answers: _encode({"prompt": answers[0].text})
+        return asked, lambda answers: _encode(Detokenized(answers[0].text))
 
 
 def embedding_calls(model: str, key: str, inputs: list[Input]) -> list[InflightRequest]:
@@ -204,16 +210,13 @@ def _vectors(request: EmbeddingRequest, model: str, answers: list[Delta]) -> byt
         raw = [shortened(vector, request.dimensions) for vector in raw]
     base = request.encoding_format == "base64"
     data = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": base64.b64encode(vector).decode() if base else numbers(vector),
-        }
+        Embedding(
+            "embedding", index, base64.b64encode(vector).decode() if base else numbers(vector)
+        )
         for index, vector in enumerate(raw)
     ]
     used = sum(answer.prompt_tokens for answer in answers)
-    usage = {"prompt_tokens": used, "total_tokens": used}
-    return _encode({"object": "list", "data": data, "model": model, "usage": usage})
+    return _encode(EmbeddingList("list", data, model, EmbeddingUsage(used, used)))
 
 
 def numbers(vector: bytes) -> list[float]:
