@@ -74,13 +74,13 @@ def describe_hot_routes(app: FastAPI, served: Collection[str]) -> None:
     def openapi() -> Json:
         document = original()
         if "securitySchemes" not in document.get("components", {}):
-            _extend(document, served)
+            _extend_document(document, served)
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _extend(document: Json, served: Collection[str]) -> None:
+def _extend_document(document: Json, served: Collection[str]) -> None:
     operations = [operation for operation in OPERATIONS if operation.path in served]
     contents = Contents(operations)
     components = document.setdefault("components", {})
@@ -94,7 +94,7 @@ def _extend(document: Json, served: Collection[str]) -> None:
         if "get" in methods:
             _describe_read(path, methods["get"], contents)
     for operation in operations:
-        described = _describe(operation, contents)
+        described = _describe_operation(operation, contents)
         document["paths"].setdefault(operation.path, {})["post"] = described
 
 
@@ -133,7 +133,7 @@ def _describe_read(path: str, read: Json, contents: Contents) -> None:
         read["responses"] = {code: failures[code] for code in codes} | answers
 
 
-def _describe(operation: Operation, contents: Contents) -> Json:
+def _describe_operation(operation: Operation, contents: Contents) -> Json:
     failures = contents.refusals(operation.error)
     if operation.tag == "adapters":
         died = {"description": "A worker died of it; nothing was changed"}

@@ -61,13 +61,13 @@ def _field_docstrings(module: str) -> dict[str, dict[str, str]]:
         return {}
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {
-        node.name: dict(_docstrings(node.body))
+        node.name: dict(_iterate_docstrings(node.body))
         for node in tree.body
         if isinstance(node, ast.ClassDef)
     }
 
 
-def _docstrings(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+def _iterate_docstrings(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
     for field, below in pairwise(body):
         match field, below:
             case (
