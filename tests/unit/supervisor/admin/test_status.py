@@ -15,6 +15,7 @@ from tests.unit.supervisor.made_up_fleet import config
 def fleet_of(**keys: Any) -> Deployment:
     nursery = SimpleNamespace(standbys=())
     known: dict[str, Any] = {"replicas": [], "info": None, "adapter_statuses": tuple, "scale": None}
+    known["changing"] = False
     return cast(Deployment, SimpleNamespace(model=config(**keys), nursery=nursery, **known))
 
 
