@@ -30,8 +30,8 @@ from servekit.protocol.ray_messages import (
     Waits,
     Want,
 )
+from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
-from servekit.supervisor.lifecycle.startup_timing import StartReason
 from servekit.supervisor.process.child_process import Command
 
 log: Any = structlog.get_logger("servekit.supervisor")

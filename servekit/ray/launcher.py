@@ -32,10 +32,9 @@ from servekit.ray.takeover import Takeover
 from servekit.supervisor import access_rules
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.lifecycle.launcher import Guest
-from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext, ended
 from servekit.supervisor.lifecycle.remote_process import RemoteChild
 from servekit.supervisor.process import environment
-from servekit.supervisor.process.task_utils import ended
 from servekit.supervisor.scheduling.memory_requests import least
 from servekit.supervisor.workers.worker_spec import worker_spec
 

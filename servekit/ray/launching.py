@@ -8,8 +8,7 @@ from typing import Any
 from servekit.ray.launcher import Instance, RayLauncher
 from servekit.ray.takeover import Takeover
 from servekit.supervisor.deployments.plan import Plan
-from servekit.supervisor.lifecycle.managed_process import ManagedProcess
-from servekit.supervisor.process.task_utils import undisturbed
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess, undisturbed
 
 
 def launcher_of(

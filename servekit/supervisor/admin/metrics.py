@@ -19,8 +19,8 @@ from servekit.protocol.metrics_messages import Counted, Figures, GetMetrics, Ser
 from servekit.protocol.residency import Residency
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.gateway_process import Gateway
-from servekit.supervisor.lifecycle.breaker import BreakerState
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess
+from servekit.supervisor.lifecycle.restart_policy import BreakerState
 from servekit.supervisor.quarantine import Quarantine
 from servekit.supervisor.workers.gpu_memory import WorkerGpuMemory
 from servekit.supervisor.workers.worker_process import WorkerProcess

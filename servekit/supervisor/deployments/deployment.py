@@ -24,25 +24,20 @@ from servekit.protocol.types import ScaleStatus
 from servekit.supervisor.adapters.rollout import Adapters, Worker
 from servekit.supervisor.deployments.config_diff import Slots, same_worker
 from servekit.supervisor.deployments.replica_host import ReplicaHost
-from servekit.supervisor.deployments.rollout import (
-    STOP_GRACE_S,
-    enough,
-    fit,
-    ready,
-    serving,
-    settled,
-)
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.circuit_breaker import circuit_of
-from servekit.supervisor.lifecycle.startup_timing import StartReason
+from servekit.supervisor.lifecycle.history import StartReason
+from servekit.supervisor.lifecycle.restart_policy import circuit_of
 from servekit.supervisor.scheduling.memory_requests import least
 from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.workers.fork_server_pool import ForkServerPool
+from servekit.supervisor.workers.fork_server import ForkServerPool
 from servekit.supervisor.workers.gpu_memory import Entry
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system.gpus import Slot
 
 log: Any = structlog.get_logger("servekit.supervisor")
+
+#: From Stop to SIGTERM for a worker without requests.
+STOP_GRACE_S = 5.0
 
 
 class Deployment:
@@ -369,3 +364,35 @@ def adapters_of(model: ModelConfig) -> tuple[AdapterSpec, ...]:
 def _complain(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("a change broke off", model=task.get_name(), exc_info=task.exception())
+
+
+def fit(slots: Slots, kept: Sequence[WorkerProcess]) -> tuple[list[Slot], list[WorkerProcess]]:
+    """Return the slots without a replica of `kept`, and the replicas of `kept` without a slot."""
+    missing, surplus = list(slots), []
+    for replica in sorted(kept, key=lambda one: one.state != "ready"):
+        if replica.place.gpus in missing:
+            missing.remove(replica.place.gpus)
+        else:
+            surplus.append(replica)
+    return missing, surplus
+
+
+def serving(old: Sequence[WorkerProcess]) -> list[WorkerProcess]:
+    """Return the ready replicas of another version; end the others, which are of no more use."""
+    for replica in old:
+        if replica.state != "ready":
+            replica.end(Stop(), STOP_GRACE_S)
+    return [replica for replica in old if replica.state == "ready"]
+
+
+def ready(replicas: Sequence[WorkerProcess]) -> int:
+    return sum(replica.state == "ready" for replica in replicas)
+
+
+def enough(replicas: Sequence[WorkerProcess], count: int) -> bool:
+    return ready(replicas) >= count or settled(replicas)
+
+
+def settled(replicas: Sequence[WorkerProcess]) -> bool:
+    """Return whether each replica has come up, failed or stopped."""
+    return all(replica.state in ("ready", "failed", "stopped") for replica in replicas)

@@ -15,8 +15,8 @@ from servekit.supervisor.deployments import config_diff as reload
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.event_log import journal
+from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import SupervisorContext
-from servekit.supervisor.lifecycle.startup_timing import StartReason
 from servekit.supervisor.scheduling.gpu_admission import GpuAdmission
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.supervisor.scheduling.memory_requests import (

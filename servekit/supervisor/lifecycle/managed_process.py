@@ -4,7 +4,7 @@ starting ──▶ loading ──▶ ready ──▶ draining ──▶ stopped
     ▲           │ ╲       ╱ │          ▲
     │           │  stalled  │          └─ `end`, from any state
     └─ backoff ◀┴─────┴─────┘
-          └▶ failed   (`restart_policy` says when it restarts, `breaker` whether at all)
+          └▶ failed   (`restart_policy` says when it restarts, and whether at all)
 """
 
 from __future__ import annotations
@@ -14,22 +14,35 @@ import math
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Collection, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 import structlog
 
-from servekit.protocol.messages import BootFailed, Drain, ReplicaHistory, Stop, WorkerState
+from servekit.config.schema import ModelConfig
+from servekit.protocol.messages import (
+    BootFailed,
+    Drain,
+    Quarantined,
+    ReplicaHistory,
+    Stop,
+    WorkerState,
+)
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.circuit_breaker import CircuitBreaker
-from servekit.supervisor.lifecycle.context import SupervisorContext as SupervisorContext
-from servekit.supervisor.lifecycle.exit_history import ExitHistory, LastSeen, lament
+from servekit.supervisor.lifecycle.history import (
+    ExitHistory,
+    LastSeen,
+    StartReason,
+    StartupTiming,
+    lament,
+)
 from servekit.supervisor.lifecycle.launcher import AnyChild as AnyChild
-from servekit.supervisor.lifecycle.restart_policy import RestartPolicy
-from servekit.supervisor.lifecycle.startup_timing import StartReason, StartupTiming
+from servekit.supervisor.lifecycle.launcher import Launcher
+from servekit.supervisor.lifecycle.restart_policy import CircuitBreaker, RestartPolicy
 from servekit.supervisor.process.child_process import GOODBYE_S, ChildProcess, Command, Exit
-from servekit.supervisor.process.task_utils import Shutdown, unless
+from servekit.supervisor.process.run_dir import RunDir
 from servekit.system.shared_memory import Segment
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -363,3 +376,84 @@ class ManagedProcess(ABC, Generic[Incoming]):
 
     def _on_line(self, text: str) -> None:
         self.host.line(self.name, text)
+
+
+class SupervisorContext(Protocol):
+    """The supervisor, as its managed processes see it."""
+
+    run_dir: RunDir
+    mark: str
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """The launcher that starts workers; None if they are children of the supervisor."""
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """The environment from which a child's environment is built."""
+
+    def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
+        """Return the variables for this model's workers only: the key to its endpoint."""
+
+    def changed(self) -> None:
+        """Publish a change that others can see."""
+
+    def noticed(self) -> None:
+        """Publish changed figures with the next tick; nobody waits for them."""
+
+    def children_changed(self) -> None:
+        """Record that a process was started or reaped."""
+
+    def line(self, name: str, text: str) -> None:
+        """Pass on a line that a child wrote."""
+
+    def quarantine(self, request: Quarantined) -> None:
+        """Quarantine a request that kills workers, on all gateways."""
+
+    def is_unused(self, adapter: str) -> bool:
+        """Return whether no gateway has a request left for a withdrawn adapter."""
+
+
+T = TypeVar("T")
+Tasks = set[asyncio.Task[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """The way a process is to end: the message for its child, and the grace time."""
+
+    ask: msgspec.Struct
+    grace_s: float
+
+
+async def ended(tasks: Tasks, within_s: float) -> set[str]:
+    """Wait for tasks to end; return the names of those that did not. Raises a task's exception."""
+    if not tasks:
+        return set()
+    done, pending = await asyncio.wait(tasks, timeout=within_s)
+    for task in done:
+        task.result()
+    return {task.get_name() for task in pending}
+
+
+async def unless(over: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of `work`; cancel it and return None if `over` is done first."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+async def undisturbed(over: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, Any]) -> bool:
+    """Return whether `work` was done before `over`; the first to end cancels the other."""
+    told = asyncio.get_running_loop().create_task(over)
+    try:
+        await unless(told, work)
+        if told.done():
+            told.result()
+        return not told.done()
+    finally:
+        told.cancel()

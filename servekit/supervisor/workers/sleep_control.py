@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from servekit.protocol.residency import Asleep, Awake, Sleep, SleepFailed, Wake
-from servekit.supervisor.process.task_utils import unless
+from servekit.supervisor.lifecycle.managed_process import unless
 
 if TYPE_CHECKING:
     from servekit.protocol.messages import FromWorker

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from servekit.config.engines.options import KINDS
 from servekit.config.schema import ModelConfig
@@ -42,22 +43,20 @@ from servekit.supervisor.adapters.pending_requests import Order, PendingRequests
 from servekit.supervisor.adapters.rollout import Adapters
 from servekit.supervisor.adapters.state import Outcome, Refusal
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.circuit_breaker import CircuitBreaker, policy_of
+from servekit.supervisor.lifecycle.launcher import RemotePlacement
 from servekit.supervisor.lifecycle.liveness import Liveness, Timeouts
 from servekit.supervisor.lifecycle.managed_process import (
     AnyChild,
     ManagedProcess,
     SupervisorContext,
 )
+from servekit.supervisor.lifecycle.restart_policy import CircuitBreaker, policy_of
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command
 from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.scheduling.remote_gpus import RemoteGpus
-from servekit.supervisor.workers.gpu_memory import Entry, WorkerGpuMemory
-from servekit.supervisor.workers.remote_placement import RemotePlacement
+from servekit.supervisor.workers.gpu_memory import Entry, RemoteGpus, WorkerGpuMemory
 from servekit.supervisor.workers.sleep_control import SleepControl
 from servekit.supervisor.workers.worker_spec import edition, worker_spec
-from servekit.supervisor.workers.worker_status import status_of, story_of
 from servekit.system.gpus import Gpu, Holdings
 from servekit.system.subreaper import Fork
 
@@ -103,7 +102,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self._errands = PendingRequests()
         self.slumber = SleepControl(self)
         self._wary = False  # died before ready: the next starts without adapters
-        self.seat = RemotePlacement(self.name, host)
+        self.seat = RemotePlacement(self.name, host.launcher)
         self.vram = WorkerGpuMemory(place, gpus, entry, self.told_to_wait)
 
     async def enter(self) -> str:
@@ -319,8 +318,11 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         return self.pulse.last.trouble if self.serves else ""
 
     def story(self) -> ReplicaHistory:
-        """Return its history, with its present trouble or what it waits for."""
-        return story_of(self, super().story())
+        """Return its history, with its present trouble or what it waits for without a process."""
+        story = super().story()
+        waits = self.progress.phase if self.child is None and self.progress is not None else ""
+        reason = self.trouble or "; ".join(filter(None, (story.reason, waits)))
+        return replace(story, reason=reason)
 
     def load(self) -> tuple[int, int]:
         return self.pulse.last.finished, self.pulse.last.running
@@ -360,4 +362,28 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         return self.vram.alert
 
     def status(self) -> ReplicaStatus:
-        return status_of(self)
+        """Return the status for gateways, which use state and address, and for operators."""
+        last, vram = self.pulse.last, self.vram
+        return ReplicaStatus(
+            name=self.name,
+            state=self.state,
+            socket=self.address,
+            pid=self.pid,
+            device=self.device,
+            gpus=tuple(gpu.uuid for gpu in vram.own),
+            progress=self.progress,
+            reason=self.reason,
+            restarts=self.restarts,
+            running=last.running,
+            waiting=last.waiting,
+            rss_bytes=self.rss_bytes,
+            gpu_bytes=vram.held_bytes,
+            timings_s=self.timings_s,
+            stray=vram.stray,
+            claim_bytes=sum(self.place.claims),
+            excess=vram.excess,
+            kv_used=self.pulse.kv_used,
+            trouble=self.trouble,
+            held_bytes=tuple(vram.by_gpu.get(gpu.uuid, 0) for gpu in vram.own),
+            generation=self.generation,
+        )

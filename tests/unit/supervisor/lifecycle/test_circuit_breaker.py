@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from servekit.config.schema import ModelConfig
-from servekit.supervisor.lifecycle.breaker import BreakerLimits
-from servekit.supervisor.lifecycle.circuit_breaker import (
+from servekit.supervisor.lifecycle.restart_policy import (
     ENDPOINT_S,
+    BreakerLimits,
     CircuitBreaker,
     circuit_of,
     policy_of,

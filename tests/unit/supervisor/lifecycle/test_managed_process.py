@@ -27,9 +27,12 @@ from servekit.protocol.transport.connection import Connection, dial
 from servekit.supervisor.adapters.rollout import Adapters, Worker
 from servekit.supervisor.adapters.state import Refusal
 from servekit.supervisor.deployments.deployment import adapters_of
-from servekit.supervisor.lifecycle.breaker import BreakerLimits
-from servekit.supervisor.lifecycle.circuit_breaker import CircuitBreaker
-from servekit.supervisor.lifecycle.restart_policy import Limits, RestartPolicy
+from servekit.supervisor.lifecycle.restart_policy import (
+    BreakerLimits,
+    CircuitBreaker,
+    Limits,
+    RestartPolicy,
+)
 from servekit.supervisor.process.child_process import Exit
 from servekit.supervisor.process.run_dir import RunDir
 from servekit.supervisor.scheduling.placement import Assignment

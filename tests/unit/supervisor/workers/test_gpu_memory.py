@@ -9,12 +9,11 @@ import structlog
 
 from servekit.protocol.messages import GpuStatus
 from servekit.protocol.ray_messages import Measured, RemoteGpu
-from servekit.supervisor.scheduling import remote_gpus
 from servekit.supervisor.scheduling.gpu_admission import GpuAdmission, NvmlReading
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.scheduling.remote_gpus import RemoteGpus
-from servekit.supervisor.workers.gpu_memory import Entry, WorkerGpuMemory
+from servekit.supervisor.workers import gpu_memory
+from servekit.supervisor.workers.gpu_memory import Entry, RemoteGpus, WorkerGpuMemory
 from servekit.system.gpus import Gpu
 
 GIB = 2**30
@@ -84,7 +83,7 @@ async def test_what_was_a_pid_of_its_last_life_may_be_anybodys_in_its_next() -> 
 
 NODE = "10.0.0.5"
 THERE = tuple(GpuStatus(i, f"GPU-{i}", "H200", 100 * GIB, 30 * GIB, 0.5) for i in range(2))
-OWN = remote_gpus.given((RemoteGpu(1, "GPU-1", "H200", 100 * GIB),), NODE)
+OWN = gpu_memory.given((RemoteGpu(1, "GPU-1", "H200", 100 * GIB),), NODE)
 
 
 def away() -> WorkerGpuMemory:
@@ -94,7 +93,7 @@ def away() -> WorkerGpuMemory:
 
 
 def told(pid: int, held: dict[str, int], gpus: tuple[GpuStatus, ...] = THERE) -> RemoteGpus:
-    return remote_gpus.measured(OWN, NODE, Measured("a/0", gpus, pid, held))
+    return gpu_memory.measured(OWN, NODE, Measured("a/0", gpus, pid, held))
 
 
 def test_what_a_worker_holds_on_another_node_is_told_by_that_node() -> None:
