@@ -128,7 +128,7 @@ class Cluster(ManagedProcess[FromCluster]):
                 self._turn = turn
                 log.info("joined the Ray cluster", nodes=len(nodes))
                 self.there.set()
-                self.came_up()
+                self.mark_ready()
                 self.nodes, self.own = nodes, own
                 if not self.joined.done():
                     self.joined.set_result(nodes)

@@ -187,7 +187,7 @@ class Gateway(ManagedProcess[FromGateway]):
                 took_s = round(time.monotonic() - self._began_at, 2)
                 log.info("serving", child=self.name, after_s=took_s)
                 self.has_served = True
-                self.came_up()
+                self.mark_ready()
             case Quarantined():
                 self.host.quarantine(message)
                 one = Series("servekit_quarantines_total", (message.model,), [1])
@@ -226,10 +226,11 @@ class Gateway(ManagedProcess[FromGateway]):
             self.child.send(Ping(0))
 
     def _give_up(self, child: AnyChild[FromGateway], cause: str) -> None:
+        if not self.change_state("stall", cause):
+            return
         log.error("stalled", child=self.name, pid=child.pid, reason=cause)
         journal.tell("stalled", cause, worker=self.name, pid=child.pid)
         self.stalls += 1
-        self.set("stalled", cause)
         self._killing = self._loop.create_task(child.dump_and_kill(cause))
 
     def slept(self) -> None:

@@ -51,7 +51,7 @@ def traffic(served: Sequence[Deployment], gateways: Sequence[Gateway]) -> tuple[
 
 def gpus(here: Sequence[GpuStatus], replicas: Sequence[WorkerProcess]) -> tuple[GpuStatus, ...]:
     """Return this machine's GPUs, and those that workers on other nodes were given."""
-    there = {(one.node, one.uuid): one for replica in replicas for one in replica.vram.in_use}
+    there = {(one.node, one.uuid): one for replica in replicas for one in replica.gpu.in_use}
     return (*here, *sorted(there.values(), key=lambda one: (one.node, one.index)))
 
 

@@ -212,7 +212,7 @@ class Deployment:
 
     def changed(self) -> None:
         for replica in self.replicas:
-            replica.seat.remember(replica.child, replica.adapters)
+            replica.remember_adapters()
         self._yard.host.changed()
 
     def is_unused(self, adapter: str) -> bool:
@@ -286,7 +286,7 @@ class Deployment:
         self.circuit = circuit_of(self.model)
         for back in backs:
             await self._until(functools.partial(self._yard.has_room, self.model, back))
-            self._add(self.model, back).reason = replica.reason
+            self._add(self.model, back)
         return False
 
     def _take_back(
@@ -304,7 +304,7 @@ class Deployment:
         self.planned = (*(replica.place.gpus for replica in self._living()), *backs)
         at = time.strftime("%H:%M:%S")
         for replica in old:
-            replica.set(replica.state, f"serves on: what was loaded at {at} failed: {why}")
+            replica.explain_state(f"serves on: what was loaded at {at} failed: {why}")
         if old:
             self.model, self.adapters = old[0].model, old[0].adapters
             self.circuit = old[0].circuit or self.circuit

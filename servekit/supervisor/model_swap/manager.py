@@ -177,7 +177,7 @@ class SwapManager:
         A model that would be partly asleep is stopped in any case.
         """
         workers = [replica for replica in row.fleet.living if replica.serves]
-        refusals = await asyncio.gather(*(one.slumber.sleep(self._told) for one in workers))
+        refusals = await asyncio.gather(*(one.sleep(self._told) for one in workers))
         why = next(filter(None, refusals), "")
         row.slept = not why
         if not why:  # otherwise it still holds its full claim
@@ -192,7 +192,7 @@ class SwapManager:
         """Wake all workers of a model; stop it if one cannot wake, so that it is loaded again."""
         workers = [replica for replica in row.fleet.living if replica.state == "asleep"]
         row.slept = False
-        refusals = await asyncio.gather(*(one.slumber.wake() for one in workers))
+        refusals = await asyncio.gather(*(one.wake() for one in workers))
         if why := next(filter(None, refusals), ""):
             log.warning("could not be woken", model=row.fleet.model.name, reason=why)
             self._stop(row, f"it could not be woken: {why}")

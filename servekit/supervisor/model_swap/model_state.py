@@ -260,7 +260,7 @@ class ModelState:
     def _will_serve(self) -> bool:
         """Return whether it will be ready without a new start or an eviction."""
         return self.fleet.wanted and any(
-            replica.state == "ready" or (replica.state in _COMING and not replica.vram.lacking)
+            replica.state == "ready" or (replica.state in _COMING and not replica.gpu.lacking)
             for replica in self.fleet.living
         )
 

@@ -93,7 +93,7 @@ class ForkServer(ManagedProcess[FromStandby]):
         match message:
             case Prepared():
                 log.info("prepared", child=self.name)
-                self.came_up()
+                self.mark_ready()
             case BootFailed(reason, permanent):
                 self.fail(reason, permanent=permanent)
 
@@ -142,7 +142,7 @@ class ForkServer(ManagedProcess[FromStandby]):
         match fork_server.decode_answer(answer):
             case NotForked(message):
                 log.warning("workers are not forked from a standby", reason=message)
-                self.reason = message
+                self.explain_state(message)
                 self.end(Stop(), _STOP_GRACE_S)  # the next fork would fail the same way
                 return None
             case forked:

@@ -63,7 +63,7 @@ class Entry:
     needs: tuple[int, ...]
 
 
-class WorkerGpuMemory:
+class GpuMemory:
     """The GPU memory of one worker, through all its incarnations.
 
     `gpus` are those of the worker's machine. `waits` is called with what the worker waits for
