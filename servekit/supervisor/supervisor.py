@@ -204,7 +204,7 @@ class Supervisor:
 
         Gateways end first: they need the workers for the requests in flight.
         """
-        drain_s = self._fleets.drain_timeout_s
+        drain_s = self._fleets.pool.drain_timeout_s
         log.info("draining", at_most_s=drain_s)
         self._draining = True
         self._notifier.stopping(drain_s + END_S)
@@ -324,7 +324,6 @@ class Supervisor:
             self._topology = topology
             for gateway in self._gateways:
                 gateway.publish(topology)
-        self._fleets.stir()
         if why := self._fleets.in_vain() or in_vain(self._gateways):
             self._requests.put_nowait(StartError(why))
         else:
@@ -339,6 +338,7 @@ class Supervisor:
             life.look()
         if self._guard.look():
             log.warning("the guard had died, and is started again")
+        self._fleets.look()
         self._scaler.look()
         self._residents.look()
         self._accounts.look()

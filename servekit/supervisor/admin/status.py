@@ -30,7 +30,7 @@ def of_model(fleet: Deployment, created: int, residence: ResidencyStatus | None)
         max_queue=model.max_queue,
         quarantine_s=model.quarantine_s,
         adapters=fleet.adapter_statuses(),
-        standbys=tuple(standby.status() for standby in fleet.nursery.standbys),
+        standbys=tuple(standby.status() for standby in fleet.fork_servers.standbys),
         residence=residence,
         routing=model.routing,
         scale=fleet.scale,

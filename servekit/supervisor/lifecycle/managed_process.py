@@ -20,7 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import structlog
@@ -102,11 +102,22 @@ TRANSITIONS: Mapping[tuple[WorkerState, Event], WorkerState] = {
 
 @dataclass(frozen=True, slots=True)
 class StateChanged:
-    """A change of the state of a process, as its listeners hear of it."""
+    """A change of the state of a process."""
 
     process: ManagedProcess[Any]
     before: WorkerState
     after: WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFreed:
+    """A process that fell asleep claims less GPU memory now."""
+
+    process: ManagedProcess[Any]
+
+
+#: The events that the listeners of a process hear of.
+ProcessEvent: TypeAlias = StateChanged | MemoryFreed
 
 
 class SupervisorContext(Protocol):
@@ -172,7 +183,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self.circuit = circuit
         self.state: WorkerState = "starting"  # `change_state` is its only writer
         self.reason = ""
-        self.listeners: list[Callable[[StateChanged], None]] = []
+        self.listeners: list[Callable[[ProcessEvent], None]] = []
         self.restarts = self.stalls = 0
         self.rss_bytes = 0
         self.history = ExitHistory()
@@ -307,9 +318,12 @@ class ManagedProcess(ABC, Generic[Incoming]):
             return False
         self.state, self.reason = after, reason
         self.host.changed()
-        for listener in self.listeners:
-            listener(StateChanged(self, before, after))
+        self.emit(StateChanged(self, before, after))
         return True
+
+    def emit(self, event: ProcessEvent) -> None:
+        for listener in self.listeners:
+            listener(event)
 
     def accepts(self, event: Event) -> bool:
         """Return whether the present state has a transition for the event."""

@@ -129,7 +129,7 @@ class SwapManager:
     def _free(self) -> dict[str, int]:
         held = [facts.held for facts in self._facts()]
         fleets = self._fleets
-        reserve, ledger = fleets.plan.config.gpus.reserve, fleets.gate.ledger
+        reserve, ledger = fleets.plan.config.gpus.reserve, fleets.pool.gate.ledger
         return memory_accounting.free(fleets.gpus, reserve, held, ledger)
 
     def _mend(self, row: ModelState) -> None:
@@ -181,7 +181,7 @@ class SwapManager:
         why = next(filter(None, refusals), "")
         row.slept = not why
         if not why:  # otherwise it still holds its full claim
-            row.kept = memory_accounting.kept(row.fleet, self._fleets.gate.ledger)
+            row.kept = memory_accounting.kept(row.fleet, self._fleets.pool.gate.ledger)
         if why:
             log.warning("could not be put to sleep", model=row.fleet.model.name, reason=why)
             row.sleepless(time.monotonic(), why)

@@ -170,6 +170,7 @@ class ForkServerPool:
         self._host = host
         self._run = run
         self._closed = False
+        self.lacks_memory = False  # one is wanted, and not started for lack of memory
         self._at: dict[Slot, ForkServer] = {}
         self.standbys: list[ForkServer] = []  # ending ones included
 
@@ -182,6 +183,7 @@ class ForkServerPool:
         """
         wanted = _wanted(model) and not away and self._host.launcher is None
         workers = [one for one in workers if same_worker(one.model, model)]
+        self.lacks_memory = False
         at_rest = all(one.state in ("ready", "asleep", "failed", "stopped") for one in workers)
         for slot, standby in list(self._at.items()):
             if not wanted or not same_worker(standby.model, model):
@@ -217,6 +219,7 @@ class ForkServerPool:
 
     def _start(self, model: ModelConfig, place: Assignment) -> None:
         if model.standby == "auto" and procfs.available_bytes() < ROOM_BYTES:
+            self.lacks_memory = True
             return
         standby = ForkServer(model, place, self._host)
         self._at[place.gpus] = standby

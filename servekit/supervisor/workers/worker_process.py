@@ -47,6 +47,7 @@ from servekit.supervisor.lifecycle.liveness import Liveness, Timeouts
 from servekit.supervisor.lifecycle.managed_process import (
     AnyChild,
     ManagedProcess,
+    MemoryFreed,
     SupervisorContext,
     run_unless,
 )
@@ -339,6 +340,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         answer = await self._ask_sleep(Sleep(), "sleep", limit_s, child)
         if isinstance(answer, Asleep) and self.child is child:
             await self.gpu.fell_asleep()
+            self.emit(MemoryFreed(self))
         if self.child is not child:
             return _DIED  # and its next incarnation is awake
         if isinstance(answer, Refusal):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 import pytest
 
 from servekit.protocol.messages import WorkerState
-from servekit.supervisor.lifecycle.managed_process import TRANSITIONS, Event, StateChanged
+from servekit.supervisor.lifecycle.managed_process import (
+    TRANSITIONS,
+    Event,
+    ProcessEvent,
+    StateChanged,
+)
 from tests.unit.supervisor.lifecycle.test_managed_process import Host, worker
 
 #: The state after each event; a dash where the event is refused.
@@ -44,7 +49,7 @@ async def test_each_event_in_each_state(state: WorkerState, row: list[str], tmp_
     event = next(one for one in EVENTS if one.replace(" ", "-") == row[0])
     after = row[1 + HEAD.index(state)]
     replica = worker(Host(tmp_path / "run"))
-    heard: list[StateChanged] = []
+    heard: list[ProcessEvent] = []
     replica.listeners.append(heard.append)
     replica.state, replica.reason = state, "before"
     assert replica.accepts(event) is (after != "-")
@@ -53,4 +58,4 @@ async def test_each_event_in_each_state(state: WorkerState, row: list[str], tmp_
         assert (replica.state, replica.reason, heard) == (state, "before", [])
     else:
         assert (replica.state, replica.reason) == (after, "why")
-        assert [(one.process, one.before, one.after) for one in heard] == [(replica, state, after)]
+        assert heard == [StateChanged(replica, state, cast(WorkerState, after))]

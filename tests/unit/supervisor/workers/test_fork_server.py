@@ -115,6 +115,7 @@ async def test_who_wants_one(
     wanted = model(standby=wish, engine=engine)
     brood.tend(wanted, workers(wanted, ()))
     assert len(run) == count
+    assert brood.lacks_memory is (0 < available_bytes < fork_server.ROOM_BYTES)
 
 
 async def test_another_version_has_others(made: Made) -> None:
