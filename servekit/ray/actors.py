@@ -30,7 +30,7 @@ from servekit.ray.client import Cluster, Unable
 from servekit.supervisor.lifecycle.remote_process import RemoteChild, RemoteControl
 from servekit.supervisor.process.child_process import Exit
 from servekit.supervisor.process.log_capture import Output, RotatingFile
-from servekit.supervisor.scheduling.placement import device
+from servekit.supervisor.scheduling.memory_requests import device
 from servekit.supervisor.workers import gpu_memory
 from servekit.supervisor.workers.gpu_memory import RemoteGpus
 from servekit.system.gpus import Slot

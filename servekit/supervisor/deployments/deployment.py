@@ -28,8 +28,7 @@ from servekit.supervisor.event_log import journal
 from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ProcessEvent
 from servekit.supervisor.lifecycle.restart_policy import circuit_of
-from servekit.supervisor.scheduling.memory_requests import least
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment, least
 from servekit.supervisor.workers.fork_server import ForkServerPool
 from servekit.supervisor.workers.gpu_memory import Entry
 from servekit.supervisor.workers.worker_process import WorkerProcess

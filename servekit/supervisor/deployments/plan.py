@@ -20,12 +20,8 @@ from servekit.supervisor.process.environment import usable_cpus
 from servekit.supervisor.scheduling import host_memory
 from servekit.supervisor.scheduling import memory_estimator as estimates
 from servekit.supervisor.scheduling.memory_estimator import Estimate
-from servekit.supervisor.scheduling.placement import (
-    Assignment,
-    Misplaced,
-    place,
-    placed_elsewhere,
-)
+from servekit.supervisor.scheduling.memory_requests import Assignment, Misplaced
+from servekit.supervisor.scheduling.placement import place, placed_elsewhere
 from servekit.system import procfs
 from servekit.system.gpus import Gpu, Slot
 

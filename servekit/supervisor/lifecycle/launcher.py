@@ -15,7 +15,7 @@ from servekit.protocol.transport.credentials import Credentials
 from servekit.supervisor.adapters.rollout import Adapters
 from servekit.supervisor.lifecycle.remote_process import RemoteChild
 from servekit.supervisor.process.child_process import ChildProcess
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.gpu_memory import RemoteGpus
 
 Incoming = TypeVar("Incoming")

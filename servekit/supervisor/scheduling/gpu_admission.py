@@ -21,9 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import structlog
 
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations, InsufficientMemory
-from servekit.supervisor.scheduling.memory_estimator import CONTEXT_BYTES
-from servekit.supervisor.scheduling.memory_requests import gib
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import CONTEXT_BYTES, Assignment, gib
 from servekit.system import procfs
 from servekit.system.gpu_memory_audit import group_of, one_look
 from servekit.system.gpus import Gpu, Holdings, free_bytes, gpu_memory_by_pid

@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from servekit.config.schema import ModelConfig
-from servekit.supervisor.scheduling.memory_requests import Misplaced, gib, host_claim_bytes
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import (
+    Assignment,
+    Misplaced,
+    gib,
+    host_claim_bytes,
+)
 
 
 def check(models: Sequence[ModelConfig], places: Sequence[Assignment], total_bytes: int) -> None:

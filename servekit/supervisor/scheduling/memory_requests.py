@@ -1,14 +1,50 @@
-"""Memory that a worker claims of each of its GPUs: as configured, or all that is available."""
+"""The place of a worker, and the memory that it claims there: as configured, or all there is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from servekit.config import memory
 from servekit.config.scale import ReplicaRange
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError
-from servekit.system.gpus import Gpu
+from servekit.system.gpus import Gpu, Slot, on_node
+
+#: A CUDA context with the kernels of torch's linear algebra.
+CONTEXT_BYTES = 640 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The place of one worker: its GPUs (none: the CPU) and its number of CPU threads."""
+
+    model: str
+    index: int
+    gpus: Slot
+    threads: int | None
+    claims: tuple[int, ...] = ()  # bytes, by GPU in `gpus`
+    elsewhere: int = 0  # number of GPUs on another machine, which the launcher chooses
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}/{self.index}"
+
+    @property
+    def device(self) -> str:
+        """The device as text; of a remote worker, until its launcher has placed it."""
+        if self.elsewhere:
+            return f"{self.elsewhere} GPU{'s' * (self.elsewhere > 1)} of another machine"
+        return device(self.gpus)
+
+
+def device(gpus: Sequence[Gpu]) -> str:
+    """Return such as "cpu", "GPU 0 (NVIDIA H200)" or "GPUs 0, 1 (NVIDIA H200) on 10.0.0.5"."""
+    if len(gpus) < 2:
+        return str(gpus[0]) if gpus else "cpu"
+    kinds = dict.fromkeys(gpu.name for gpu in gpus)
+    indexes = ", ".join(str(gpu.index) for gpu in gpus)
+    return f"GPUs {indexes} ({', '.join(kinds)}){on_node(gpus[0].node)}"
 
 
 class Misplaced(ConfigError):

@@ -31,7 +31,7 @@ from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.supervisor.workers.worker_spec import worker_spec
 from servekit.system import procfs, subreaper

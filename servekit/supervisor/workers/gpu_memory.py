@@ -14,8 +14,7 @@ from servekit.protocol.messages import GpuStatus
 from servekit.protocol.ray_messages import Measured, RemoteGpu
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.scheduling.gpu_admission import NOTHING, GpuAdmission
-from servekit.supervisor.scheduling.memory_requests import gib
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment, gib
 from servekit.system.gpu_memory_audit import group_of, held_bytes, stray_memory, strays
 from servekit.system.gpus import Gpu, Holdings, Slot, gpu_memory_by_pid
 

@@ -54,7 +54,7 @@ from servekit.supervisor.lifecycle.managed_process import (
 from servekit.supervisor.lifecycle.restart_policy import CircuitBreaker, policy_of
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.gpu_memory import Entry, GpuMemory, RemoteGpus
 from servekit.supervisor.workers.pending_requests import Answer, PendingRequests
 from servekit.supervisor.workers.worker_spec import edition, worker_spec

@@ -10,8 +10,7 @@ from servekit.config.schema import ModelConfig
 from servekit.protocol.adapters import AdapterSpec
 from servekit.protocol.messages import WorkerSpec
 from servekit.protocol.types import Parallel
-from servekit.supervisor.scheduling.memory_requests import host_claim_bytes
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment, host_claim_bytes
 from servekit.system import procfs
 
 

@@ -25,7 +25,7 @@ from servekit.supervisor.admin.metrics import (
     of_service,
 )
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.gpu_memory import GpuMemory
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system.gpus import Gpu

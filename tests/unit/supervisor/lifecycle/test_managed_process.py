@@ -35,7 +35,7 @@ from servekit.supervisor.lifecycle.restart_policy import (
 )
 from servekit.supervisor.process.child_process import Exit
 from servekit.supervisor.process.run_dir import RunDir
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system import procfs
 from servekit.system.gpus import Gpu

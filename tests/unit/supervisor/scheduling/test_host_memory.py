@@ -8,8 +8,7 @@ import pytest
 
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.scheduling.host_memory import check
-from servekit.supervisor.scheduling.memory_requests import Misplaced
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment, Misplaced
 
 GIB = 2**30
 

@@ -13,7 +13,7 @@ import pytest
 from servekit.config.schema import ModelConfig
 from servekit.protocol.messages import Quarantined, WorkerState
 from servekit.supervisor.process.run_dir import RunDir
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers import fork_server
 from servekit.supervisor.workers.fork_server import ForkServer, ForkServerPool
 from servekit.supervisor.workers.worker_process import WorkerProcess

@@ -11,7 +11,7 @@ from servekit.protocol.messages import GpuStatus
 from servekit.protocol.ray_messages import Measured, RemoteGpu
 from servekit.supervisor.scheduling.gpu_admission import GpuAdmission, NvmlReading
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers import gpu_memory
 from servekit.supervisor.workers.gpu_memory import Entry, GpuMemory, RemoteGpus
 from servekit.system.gpus import Gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from servekit.config.schema import ModelConfig
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.worker_spec import worker_spec
 from servekit.system.gpus import Gpu
 
