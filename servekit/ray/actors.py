@@ -105,7 +105,7 @@ class RayActors:
             return error.message
         finally:
             wait("")
-        place.gpus = gpu_memory.given(found.gpus, found.host)
+        place.gpus = gpu_memory.make_slot(found.gpus, found.host)
         place.host, place.running = found.host, found.running
         measure(RemoteGpus(place.gpus, place.gpus))
         return ""
@@ -211,7 +211,7 @@ class RayActors:
     def measured(self, message: Measured) -> None:
         place = self._places.get(message.name)
         if place is not None and place.host:
-            place.measure(gpu_memory.measured(place.gpus, place.host, message))
+            place.measure(gpu_memory.read_measurements(place.gpus, place.host, message))
             if place.child is not None and place.child.pid == message.pid:
                 place.child.rss_bytes = message.rss_bytes
 

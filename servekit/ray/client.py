@@ -182,7 +182,7 @@ class Cluster(ManagedProcess[FromCluster]):
     def keep(self, names: tuple[str, ...]) -> None:
         self.tell(Keep(names))
 
-    def buried(self) -> None:
+    def forget_child(self) -> None:
         self.there.clear()
         for asked in self._asked.values():
             if not asked.done():

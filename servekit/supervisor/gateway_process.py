@@ -233,7 +233,7 @@ class Gateway(ManagedProcess[FromGateway]):
         self.stalls += 1
         self._killing = self._loop.create_task(child.dump_and_kill(cause))
 
-    def slept(self) -> None:
+    def forgive_suspension(self) -> None:
         """Restart the silence timer: the supervisor was suspended and could read no answer."""
         self._asked_at = self.answered_at = time.monotonic()
 
@@ -249,7 +249,7 @@ class Gateway(ManagedProcess[FromGateway]):
         """Return the tokens it has generated for `model`, in all its lives."""
         return self._past_tokens[model] + self.traffic.tokens.get(model, 0)
 
-    def buried(self) -> None:
+    def forget_child(self) -> None:
         self._past_tokens.update(self.traffic.tokens)
         self.traffic = Traffic(0, 0, {})
         self._unused.clear()

@@ -48,7 +48,7 @@ from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.gateway_process import gateways_of, in_vain
-from servekit.supervisor.lifecycle.managed_process import ManagedProcess, Tasks, ended
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess, Tasks, wait_for_tasks
 from servekit.supervisor.model_swap.manager import SwapManager
 from servekit.supervisor.process.orphan_guard import OrphanGuard
 from servekit.supervisor.process.run_dir import Record, boot_id
@@ -216,12 +216,12 @@ class Supervisor:
         hurrying = self._loop.create_task(self._hurry_if_told_again())
         for gateway in self._gateways:
             gateway.end(Drain(), drain_s)
-        stuck = await ended(self._tasks_of(self._gateways), drain_s + KILL_S)
+        stuck = await wait_for_tasks(self._tasks_of(self._gateways), drain_s + KILL_S)
         workers = self._fleets.replicas()
         for replica in workers:
             replica.end(Stop(), WORKER_GRACE_S)
         rest: list[ManagedProcess[Any]] = [*workers, *self._fleets.standbys()]
-        stuck |= await ended(self._tasks_of(rest), WORKER_GRACE_S + KILL_S)
+        stuck |= await wait_for_tasks(self._tasks_of(rest), WORKER_GRACE_S + KILL_S)
         if self.launcher is not None:
             stuck |= await self.launcher.close(self._tasks)
         hurrying.cancel()
@@ -334,7 +334,7 @@ class Supervisor:
         self._restore_run_dir()
         for life in self._lives():
             if slept:
-                life.slept()
+                life.forgive_suspension()
             life.look()
         if self._guard.look():
             log.warning("the guard had died, and is started again")

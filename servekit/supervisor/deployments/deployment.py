@@ -27,7 +27,7 @@ from servekit.supervisor.deployments.worker_pool import WorkerPool
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ProcessEvent
-from servekit.supervisor.lifecycle.restart_policy import circuit_of
+from servekit.supervisor.lifecycle.restart_policy import make_circuit_breaker
 from servekit.supervisor.scheduling.memory_requests import Assignment, least
 from servekit.supervisor.workers.fork_server import ForkServerPool
 from servekit.supervisor.workers.gpu_memory import Entry
@@ -49,7 +49,7 @@ class Deployment:
         self.wanted = False  # whether it is to have replicas; else it is stopped
         self._returns = False  # it is unloaded for another model, and will be wanted again
         self.occasion = StartReason.now("operator")  # the start reason of replicas that are added
-        self.circuit = circuit_of(model)
+        self.circuit = make_circuit_breaker(model)
         self.failed: tuple[ReplicaHistory, ...] = ()  # of a version that did not come up
         self._pool = pool
         self.fork_servers = ForkServerPool(pool.host, pool.run)
@@ -60,7 +60,7 @@ class Deployment:
         self._next_index = 0
         self._heard = asyncio.Event()
         self._change: asyncio.Task[None] | None = None
-        self.adapters = Adapters(model.name, adapters_of(model), self)
+        self.adapters = Adapters(model.name, list_adapters(model), self)
 
     def become(
         self, model: ModelConfig, slots: Slots, threads: int | None, claimed: Collection[str] = ()
@@ -74,10 +74,10 @@ class Deployment:
         self.wanted |= stays and (not self.planned or self.model.load != "on_start")
         self.planned = slots
         if same_worker(self.model, model):
-            self.adapters.follow(adapters_of(model), claimed)
+            self.adapters.follow(list_adapters(model), claimed)
         else:
-            self.circuit = circuit_of(model)
-            self.adapters = self.adapters.successor(adapters_of(model), claimed)
+            self.circuit = make_circuit_breaker(model)
+            self.adapters = self.adapters.successor(list_adapters(model), claimed)
             self._known = None
         self.model, self._threads, self.failed = model, threads, ()
         for replica in self._living():
@@ -91,7 +91,7 @@ class Deployment:
 
     def _begin(self, slots: Slots) -> None:
         task = asyncio.get_running_loop().create_task(self._converge(slots), name=self.model.name)
-        task.add_done_callback(_complain)
+        task.add_done_callback(_log_failure)
         self._change = task
 
     def load(self, occasion: StartReason) -> None:
@@ -162,11 +162,11 @@ class Deployment:
     @property
     def lacks_adapters(self) -> bool:
         """Return whether adapters of the file are missing, which a reload loads again."""
-        return self.adapters.lacks(adapters_of(self.model))
+        return self.adapters.lacks(list_adapters(self.model))
 
     def retry(self, claimed: Collection[str] = ()) -> None:
         """Retry failed replicas, and load missing adapters."""
-        self.adapters.follow(adapters_of(self.model), claimed)
+        self.adapters.follow(list_adapters(self.model), claimed)
         self.try_again()
 
     def try_again(self) -> None:
@@ -237,8 +237,9 @@ class Deployment:
 
     async def _converge(self, slots: Slots) -> None:
         kept, old = self._sorted()
-        missing, surplus = fit(slots, kept)
-        old = serving(old) + surplus  # a replica that has to move serves until its GPUs are needed
+        missing, surplus = match_slots(slots, kept)
+        # a replica that has to move serves until its GPUs are needed
+        old = keep_serving(old) + surplus
         fresh, crowded = [], []
         for slot in missing:
             if self._pool.has_room(self.model, slot):
@@ -262,12 +263,12 @@ class Deployment:
     async def _replace(self, fresh: list[WorkerProcess], old: list[WorkerProcess]) -> bool:
         """Drain one of `old` for each ready replica of `fresh`; return False if none comes up."""
         for done in range(1, len(fresh) + 1):
-            await self._until(functools.partial(enough, fresh, done))
-            if ready(fresh) < done:
+            await self._until(functools.partial(have_enough, fresh, done))
+            if count_ready(fresh) < done:
                 break
             if old:
                 self._finish(old.pop(0))
-        if ready(fresh) or not old:
+        if count_ready(fresh) or not old:
             return True
         self._take_back(fresh, old)
         return False
@@ -292,13 +293,13 @@ class Deployment:
         replica = self._add(self.model, slot)
         if not victims or proven:
             return True
-        await self._until(lambda: settled([replica]))
+        await self._until(lambda: have_settled([replica]))
         if replica.state == "ready":
             return True
         backs = [victim.place.gpus for victim in here] or [slot]
         self._take_back([replica], old, backs)
         self.model, self.adapters = victims[0].model, victims[0].adapters
-        self.circuit = circuit_of(self.model)
+        self.circuit = make_circuit_breaker(self.model)
         for back in backs:
             await self._pool.wait_for_room(self.model, back)
             self._add(self.model, back)
@@ -371,19 +372,21 @@ class Deployment:
             await self._heard.wait()
 
 
-def adapters_of(model: ModelConfig) -> tuple[AdapterSpec, ...]:
+def list_adapters(model: ModelConfig) -> tuple[AdapterSpec, ...]:
     """Return the adapters that the configuration names."""
     return tuple(
         AdapterSpec(one.name, one.path, one.revision, one.any_base) for one in model.adapters
     )
 
 
-def _complain(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("a change broke off", model=task.get_name(), exc_info=task.exception())
 
 
-def fit(slots: Slots, kept: Sequence[WorkerProcess]) -> tuple[list[Slot], list[WorkerProcess]]:
+def match_slots(
+    slots: Slots, kept: Sequence[WorkerProcess]
+) -> tuple[list[Slot], list[WorkerProcess]]:
     """Return the slots without a replica of `kept`, and the replicas of `kept` without a slot."""
     missing, surplus = list(slots), []
     for replica in sorted(kept, key=lambda one: one.state != "ready"):
@@ -394,7 +397,7 @@ def fit(slots: Slots, kept: Sequence[WorkerProcess]) -> tuple[list[Slot], list[W
     return missing, surplus
 
 
-def serving(old: Sequence[WorkerProcess]) -> list[WorkerProcess]:
+def keep_serving(old: Sequence[WorkerProcess]) -> list[WorkerProcess]:
     """Return the ready replicas of another version; end the others, which are of no more use."""
     for replica in old:
         if replica.state != "ready":
@@ -402,14 +405,14 @@ def serving(old: Sequence[WorkerProcess]) -> list[WorkerProcess]:
     return [replica for replica in old if replica.state == "ready"]
 
 
-def ready(replicas: Sequence[WorkerProcess]) -> int:
+def count_ready(replicas: Sequence[WorkerProcess]) -> int:
     return sum(replica.state == "ready" for replica in replicas)
 
 
-def enough(replicas: Sequence[WorkerProcess], count: int) -> bool:
-    return ready(replicas) >= count or settled(replicas)
+def have_enough(replicas: Sequence[WorkerProcess], count: int) -> bool:
+    return count_ready(replicas) >= count or have_settled(replicas)
 
 
-def settled(replicas: Sequence[WorkerProcess]) -> bool:
+def have_settled(replicas: Sequence[WorkerProcess]) -> bool:
     """Return whether each replica has come up, failed or stopped."""
     return all(replica.state in ("ready", "failed", "stopped") for replica in replicas)

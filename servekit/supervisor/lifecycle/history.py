@@ -76,7 +76,7 @@ class ExitHistory:
         self._exits: deque[ExitRecord] = deque(maxlen=_DEATHS)
 
     def add(self, exit_: Exit, known: LastSeen, what: str) -> ExitRecord:
-        death = record(exit_, known, what)
+        death = make_record(exit_, known, what)
         self._exits.append(death)
         dumped = [i for i, old in enumerate(self._exits) if old.stacks]
         for index in dumped[:-_WITH_STACKS]:
@@ -87,7 +87,7 @@ class ExitHistory:
         return tuple(self._exits)
 
 
-def lament(name: str, death: ExitRecord, after_s: float | None, *, crashed: bool) -> None:
+def report_death(name: str, death: ExitRecord, after_s: float | None, *, crashed: bool) -> None:
     """Log a death and record its event; `after_s` is the delay of the restart, if any."""
     again = "not" if after_s is None else f"{after_s:.2f} s"
     log.error("died" if crashed else "cannot start", child=name, reason=death.what, again_in=again)
@@ -106,7 +106,7 @@ def lament(name: str, death: ExitRecord, after_s: float | None, *, crashed: bool
     )
 
 
-def record(exit_: Exit, known: LastSeen, what: str) -> ExitRecord:
+def make_record(exit_: Exit, known: LastSeen, what: str) -> ExitRecord:
     """Return the record of a death; `what` is its reason in a sentence."""
     return ExitRecord(
         at=time.time(),
@@ -116,7 +116,7 @@ def record(exit_: Exit, known: LastSeen, what: str) -> ExitRecord:
         code=exit_.code,
         signal=exit_.signal,
         phase=known.phase,
-        out_of_memory=out_of_memory(exit_, what),
+        out_of_memory=find_exhausted_memory(exit_, what),
         served=known.served,
         running=known.running,
         rss_bytes=known.rss_bytes,
@@ -127,7 +127,7 @@ def record(exit_: Exit, known: LastSeen, what: str) -> ExitRecord:
     )
 
 
-def out_of_memory(exit_: Exit, what: str) -> str:
+def find_exhausted_memory(exit_: Exit, what: str) -> str:
     """Return "host" by the kernel's own counter, "gpu" by an error of CUDA or torch, else ""."""
     if exit_.out_of_memory:
         return "host"
@@ -186,7 +186,9 @@ class _Life:
             cause=self.occasion.cause,
             at=self.at,
             state="up" if self.ready_s is not None else "starting" if over is None else "died",
-            phases=tuple(_since(zero, one) for one in sorted(phases, key=lambda one: one.began_s)),
+            phases=tuple(
+                _shift_phase(zero, one) for one in sorted(phases, key=lambda one: one.began_s)
+            ),
             total_s=(now if over is None else over) - zero,
             first_token_s=self._first_token_s(),
         )
@@ -271,6 +273,6 @@ class StartupTiming:
         self._lives[-1].told(Phase(name, began, max(began, at_s)))
 
 
-def _since(zero: float, phase: Phase) -> Phase:
+def _shift_phase(zero: float, phase: Phase) -> Phase:
     ended_s = None if phase.ended_s is None else phase.ended_s - zero
     return replace(phase, began_s=phase.began_s - zero, ended_s=ended_s)

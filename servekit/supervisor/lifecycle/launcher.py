@@ -29,7 +29,7 @@ class Guest(Protocol):
     model: ModelConfig
     place: Assignment
 
-    def told_to_wait(self, what: str) -> None:
+    def show_wait(self, what: str) -> None:
         """Show what the worker waits for before it can start; "" when it can."""
 
     def measure_gpus(self, told: RemoteGpus) -> None:

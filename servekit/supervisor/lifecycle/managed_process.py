@@ -40,7 +40,7 @@ from servekit.supervisor.lifecycle.history import (
     LastSeen,
     StartReason,
     StartupTiming,
-    lament,
+    report_death,
 )
 from servekit.supervisor.lifecycle.launcher import AnyChild as AnyChild
 from servekit.supervisor.lifecycle.launcher import Launcher
@@ -232,7 +232,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         """Return the requests that count as use of this incarnation."""
         return self.load()[0]
 
-    def buried(self) -> None:
+    def forget_child(self) -> None:
         """Forget the state of a child that was reaped."""
 
     async def enter(self) -> str:
@@ -341,7 +341,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             if self.circuit is not None:
                 self.circuit.fruitful()
 
-    def slept(self) -> None:
+    def forgive_suspension(self) -> None:
         """Allow for a suspension of the supervisor."""
 
     def measure(self) -> None:
@@ -418,7 +418,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             return None if self.ending else self._judge(exit_)
         finally:
             self.child, self.rss_bytes = None, 0
-            self.buried()
+            self.forget_child()
             self.host.children_changed()
 
     async def _until_exit(self, child: AnyChild[Incoming]) -> Exit:
@@ -444,7 +444,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             self._died_of = exit_.explain("" if crashed else " before it was ready")
         death = self.history.add(exit_, self._known(), self._died_of)
         after_s = None if permanent else self.policy.after_s(fruitful=fruitful)
-        lament(self.name, death, after_s, crashed=crashed)
+        report_death(self.name, death, after_s, crashed=crashed)
         if self.circuit is not None:
             self.circuit.died(self.name, self._died_of, fruitful=fruitful, permanent=permanent)
         return after_s
@@ -512,7 +512,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self.host.line(self.name, text)
 
 
-async def ended(tasks: Tasks, within_s: float) -> set[str]:
+async def wait_for_tasks(tasks: Tasks, within_s: float) -> set[str]:
     """Wait for tasks to end; return the names of those that did not. Raises a task's exception."""
     if not tasks:
         return set()
@@ -533,7 +533,7 @@ async def run_unless(over: asyncio.Future[Any], work: Coroutine[Any, Any, T]) ->
         await asyncio.wait((task,))
 
 
-async def undisturbed(over: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, Any]) -> bool:
+async def complete_before(over: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, Any]) -> bool:
     """Return whether `work` was done before `over`; the first to end cancels the other."""
     told = asyncio.get_running_loop().create_task(over)
     try:

@@ -244,28 +244,28 @@ class CircuitBreaker:
             f"crash loop: {breaker.fruitless} lives in a row ended before they had completed a "
             f"request (the last: {self._last_reason})"
         )
-        tried = _clock(self._tried_at)
+        tried = _format_time(self._tried_at)
         if breaker.state == "half-open":
             return f"{text}; {breaker.probe} is tried alone since {tried}"
-        return f"{text}; last attempt at {tried}, next attempt at {_clock(breaker.until)}"
+        return f"{text}; last attempt at {tried}, next attempt at {_format_time(breaker.until)}"
 
     def _wake_all(self) -> None:
         for wake in list(self._wake.values()):
             wake()
 
 
-def circuit_of(model: ModelConfig) -> CircuitBreaker:
+def make_circuit_breaker(model: ModelConfig) -> CircuitBreaker:
     """Return a model's breaker; it never opens for a remote endpoint, which may just be down."""
     limits = BreakerLimits(lives=math.inf) if KINDS[model.engine].is_remote else BreakerLimits()
     return CircuitBreaker(model.name, limits)
 
 
-def policy_of(model: ModelConfig) -> RestartPolicy:
+def make_restart_policy(model: ModelConfig) -> RestartPolicy:
     """Return a replica's restart policy; with a short back-off for a remote endpoint."""
     remote = KINDS[model.engine].is_remote
     return RestartPolicy(random.random, Limits(longest_s=ENDPOINT_S) if remote else Limits())
 
 
-def _clock(at: float) -> str:
+def _format_time(at: float) -> str:
     """Return a monotonic time as the time of day."""
     return time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + at))

@@ -33,7 +33,7 @@ from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command
 from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.worker_process import WorkerProcess
-from servekit.supervisor.workers.worker_spec import worker_spec
+from servekit.supervisor.workers.worker_spec import make_worker_spec
 from servekit.system import procfs, subreaper
 from servekit.system.gpus import Slot
 from servekit.system.subreaper import Forked
@@ -87,7 +87,7 @@ class ForkServer(ManagedProcess[FromStandby]):
         assert self.child is not None
         if self._theirs is not None:
             self._theirs.close()  # so that the connection ends with the fork server
-        self.child.send(Load(worker_spec(self.model, self.place, "")))
+        self.child.send(Load(make_worker_spec(self.model, self.place, "")))
 
     def receive(self, message: FromStandby) -> None:
         match message:
@@ -100,7 +100,7 @@ class ForkServer(ManagedProcess[FromStandby]):
     def load(self) -> tuple[int, int]:
         return self.forks, 0
 
-    def buried(self) -> None:
+    def forget_child(self) -> None:
         self._close()
 
     def _close(self) -> None:
@@ -181,7 +181,7 @@ class ForkServerPool:
 
         `away`: the model is unloaded, and its memory is for other models.
         """
-        wanted = _wanted(model) and not away and self._host.launcher is None
+        wanted = _wants_fork_server(model) and not away and self._host.launcher is None
         workers = [one for one in workers if same_worker(one.model, model)]
         self.lacks_memory = False
         at_rest = all(one.state in ("ready", "asleep", "failed", "stopped") for one in workers)
@@ -230,5 +230,5 @@ class ForkServerPool:
         self._at.pop(slot).end(Stop(), _STOP_GRACE_S)
 
 
-def _wanted(model: ModelConfig) -> bool:
+def _wants_fork_server(model: ModelConfig) -> bool:
     return KINDS[model.engine].standby if model.standby == "auto" else model.standby

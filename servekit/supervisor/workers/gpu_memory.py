@@ -35,21 +35,21 @@ class RemoteGpus:
     held: Mapping[str, int] = field(default_factory=dict)  # bytes, by UUID
 
 
-def given(gpus: Sequence[RemoteGpu], node: str) -> Slot:
+def make_slot(gpus: Sequence[RemoteGpu], node: str) -> Slot:
     """Return the GPUs that the worker was assigned on its node; their free memory is unknown."""
     return tuple(Gpu(one.index, one.uuid, one.name, one.total_bytes, 0, (), node) for one in gpus)
 
 
-def measured(own: Slot, node: str, told: Measured) -> RemoteGpus:
+def read_measurements(own: Slot, node: str, told: Measured) -> RemoteGpus:
     """Return what a worker's node reports; its NVML may be missing, or not answer."""
     found = [replace(one, node=node) for one in told.gpus]
-    known = tuple(_gpu(one) for one in found)
+    known = tuple(_make_gpu(one) for one in found)
     uuids = {gpu.uuid for gpu in own}
     in_use = tuple(one for one in found if one.uuid in uuids)
     return RemoteGpus(own, known or own, in_use, told.pid, told.held)
 
 
-def _gpu(one: GpuStatus) -> Gpu:
+def _make_gpu(one: GpuStatus) -> Gpu:
     free_bytes = one.total_bytes - one.used_bytes
     return Gpu(one.index, one.uuid, one.name, one.total_bytes, free_bytes, (), one.node)
 

@@ -51,13 +51,13 @@ from servekit.supervisor.lifecycle.managed_process import (
     SupervisorContext,
     run_unless,
 )
-from servekit.supervisor.lifecycle.restart_policy import CircuitBreaker, policy_of
+from servekit.supervisor.lifecycle.restart_policy import CircuitBreaker, make_restart_policy
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command
 from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.gpu_memory import Entry, GpuMemory, RemoteGpus
 from servekit.supervisor.workers.pending_requests import Answer, PendingRequests
-from servekit.supervisor.workers.worker_spec import edition, worker_spec
+from servekit.supervisor.workers.worker_spec import digest_settings, make_worker_spec
 from servekit.system.gpus import Gpu, Holdings
 from servekit.system.subreaper import Fork
 
@@ -87,12 +87,12 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         entry: Entry | None = None,
     ) -> None:
         super().__init__(place.name, host, circuit)
-        self.policy = policy_of(model)
+        self.policy = make_restart_policy(model)
         self.adapters = adapters
         self.model = model  # a reload may change keys that do not concern the worker
         self.place = place
         self.info: ModelInfo | None = None
-        self._edition = edition(model)
+        self._edition = digest_settings(model)
         self._fork = fork
         self._socket: Path | None = None  # of a worker on this machine
         self.progress: Progress | None = None
@@ -107,7 +107,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self._entering = asyncio.Lock()
         self._wary = False  # died before ready: the next starts without adapters
         self.remote = RemotePlacement(self.name, host.launcher)
-        self.gpu = GpuMemory(place, gpus, entry, self.told_to_wait)
+        self.gpu = GpuMemory(place, gpus, entry, self.show_wait)
 
     async def enter(self) -> str:
         async with self._entering:
@@ -124,7 +124,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         await super().run()
         await self.remote.release()
 
-    def told_to_wait(self, what: str) -> None:
+    def show_wait(self, what: str) -> None:
         """Show what it waits for before it is admitted."""
         self.progress = Progress(what) if what else None
         self.host.changed()
@@ -154,7 +154,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         if self.remote.adopts(self.child, self.adapters):
             return  # it reports what it serves
         adapters = () if self._wary else self.adapters.expected()
-        self.child.send(Load(worker_spec(self.model, self.place, str(self._socket), adapters)))
+        self.child.send(Load(make_worker_spec(self.model, self.place, str(self._socket), adapters)))
 
     def receive(self, message: FromWorker) -> None:
         match message:
@@ -178,7 +178,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             case Ready():
                 pass  # too late
 
-    def buried(self) -> None:
+    def forget_child(self) -> None:
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
         self._socket, self.progress = None, None
@@ -252,7 +252,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self.stalls += 1
         self._killing = self._loop.create_task(self.child.dump_and_kill(cause))
 
-    def slept(self) -> None:
+    def forgive_suspension(self) -> None:
         """Restart its timers: the supervisor was suspended and could read no answer."""
         self.liveness.slept(time.monotonic())
 

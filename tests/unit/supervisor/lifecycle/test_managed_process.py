@@ -26,7 +26,7 @@ from servekit.protocol.messages import (
 from servekit.protocol.transport.connection import Connection, dial
 from servekit.supervisor.adapters.rollout import Adapters, Worker
 from servekit.supervisor.adapters.state import Refusal
-from servekit.supervisor.deployments.deployment import adapters_of
+from servekit.supervisor.deployments.deployment import list_adapters
 from servekit.supervisor.lifecycle.restart_policy import (
     BreakerLimits,
     CircuitBreaker,
@@ -109,7 +109,7 @@ class Stage:
 def worker(host: Host, gpus: tuple[Gpu, ...] = (), **settings: object) -> WorkerProcess:
     model = ModelConfig.model_validate({"name": "m", "path": "p", "engine": "echo", **settings})
     circuit = CircuitBreaker("m", BreakerLimits(lives=3, first_s=600))
-    adapters = Adapters("m", adapters_of(model), host)
+    adapters = Adapters("m", list_adapters(model), host)
     host.replica = WorkerProcess(model, Assignment("m", 0, (), 1), gpus, host, circuit, adapters)
     return host.replica
 

@@ -83,7 +83,7 @@ async def test_what_was_a_pid_of_its_last_life_may_be_anybodys_in_its_next() -> 
 
 NODE = "10.0.0.5"
 THERE = tuple(GpuStatus(i, f"GPU-{i}", "H200", 100 * GIB, 30 * GIB, 0.5) for i in range(2))
-OWN = gpu_memory.given((RemoteGpu(1, "GPU-1", "H200", 100 * GIB),), NODE)
+OWN = gpu_memory.make_slot((RemoteGpu(1, "GPU-1", "H200", 100 * GIB),), NODE)
 
 
 def away() -> GpuMemory:
@@ -93,7 +93,7 @@ def away() -> GpuMemory:
 
 
 def told(pid: int, held: dict[str, int], gpus: tuple[GpuStatus, ...] = THERE) -> RemoteGpus:
-    return gpu_memory.measured(OWN, NODE, Measured("a/0", gpus, pid, held))
+    return gpu_memory.read_measurements(OWN, NODE, Measured("a/0", gpus, pid, held))
 
 
 def test_what_a_worker_holds_on_another_node_is_told_by_that_node() -> None:
