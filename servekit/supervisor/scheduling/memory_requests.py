@@ -115,3 +115,45 @@ def settled(models: Sequence[ModelConfig], counts: Mapping[str, int]) -> list[Mo
         else one.model_copy(update={"replicas": one.replicas.held(counts.get(one.name, 0))})
         for one in models
     ]
+
+
+def check_host_memory(
+    models: Sequence[ModelConfig], places: Sequence[Assignment], total_bytes: int
+) -> None:
+    """Raise Misplaced, with the arithmetic, for the first CPU model that does not fit.
+
+    Models loaded on start have to fit side by side, each model loaded on demand beside them. A
+    `total_bytes` of 0 means unknown, and nothing is checked.
+    """
+    if not total_bytes:
+        return
+    rows = [
+        (index, m, _claim_host_memory(m, places, total_bytes)) for index, m in enumerate(models)
+    ]
+    beside: list[tuple[str, int]] = []
+    for index, model, claim in sorted(rows, key=lambda row: not _loads_on_start(row[1])):
+        _fit_beside(index, model, claim, beside, total_bytes)
+        if _loads_on_start(model) and claim:
+            beside.append((model.name, claim))
+
+
+def _fit_beside(
+    index: int, model: ModelConfig, claim: int, beside: Sequence[tuple[str, int]], total_bytes: int
+) -> None:
+    """Raise Misplaced unless the claim fits beside the others."""
+    short = claim + sum(size for _, size in beside) - total_bytes
+    if claim and short > 0:
+        less = "".join(f", less {gib(size)} of {name}" for name, size in beside)
+        message = f"model {model.name!r} claims {gib(claim)} of this machine's memory, which "
+        message += f"has {gib(total_bytes)}{less}: {gib(short)} too much"
+        raise Misplaced(message, "models", index, "memory")
+
+
+def _claim_host_memory(model: ModelConfig, places: Sequence[Assignment], total_bytes: int) -> int:
+    """Return the claim of all CPU replicas of a model; 0 where the configuration has none."""
+    replicas = sum(place.model == model.name and not place.gpus for place in places)
+    return replicas * host_claim_bytes(model, total_bytes)
+
+
+def _loads_on_start(model: ModelConfig) -> bool:
+    return model.load == "on_start"
