@@ -1,4 +1,4 @@
-"""The start of workers that are not the supervisor's own children: launcher and remote place.
+"""The interface of a launcher, which starts workers that are not the supervisor's own children.
 
 With `launcher: local` there is none, and a worker is a `ChildProcess`. Restarts, status and
 messages work the same either way.
@@ -10,9 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from servekit.config.schema import ModelConfig
-from servekit.protocol.messages import FromWorker
 from servekit.protocol.transport.credentials import Credentials
-from servekit.supervisor.adapters.rollout import Adapters
 from servekit.supervisor.lifecycle.remote_process import RemoteChild
 from servekit.supervisor.process.child_process import ChildProcess
 from servekit.supervisor.scheduling.memory_requests import Assignment
@@ -78,60 +76,3 @@ class Launcher(Protocol):
         They count as delivered once returned. None also for a gateway on another node, whose node
         renews them.
         """
-
-
-class RemotePlacement:
-    """The remote place of one worker, through all its incarnations; without a launcher, none."""
-
-    def __init__(self, name: str, launcher: Launcher | None) -> None:
-        self._name = name
-        self._launcher = launcher
-
-    @property
-    def is_remote(self) -> bool:
-        return self._launcher is not None
-
-    async def enter(self, guest: Guest) -> str:
-        """Wait for a place; return the reason if there is none."""
-        return "" if self._launcher is None else await self._launcher.enter(guest)
-
-    async def spawn(
-        self,
-        guest: Guest,
-        on_message: Callable[[FromWorker], None],
-        on_line: Callable[[str], None],
-    ) -> RemoteChild[FromWorker] | None:
-        """Start the worker there; return None if it is to be our child. Raises OSError."""
-        if self._launcher is None:
-            return None
-        return await self._launcher.spawn(guest, FromWorker, on_message, on_line)
-
-    async def release(self) -> None:
-        """Release the place of a worker that will not be started again."""
-        if self._launcher is not None:
-            await self._launcher.release(self._name)
-
-    async def strays(self) -> str:
-        """Return a sentence on memory it holds on other GPUs there; "" if none."""
-        return "" if self._launcher is None else await self._launcher.strays(self._name)
-
-    def adopts(self, child: AnyChild[Any], adapters: Adapters) -> bool:
-        """Return whether the worker existed before us and has loaded its model, or is about to.
-
-        Keeps the adapters that operators have added to it, as it reports.
-        """
-        if isinstance(child, RemoteChild):
-            adapters.keep(child.added)
-        self.remember(child, adapters)
-        return isinstance(child, RemoteChild) and child.state != "empty"
-
-    def remember(self, child: AnyChild[Any] | None, adapters: Adapters) -> None:
-        """Have the worker remember the adapters that operators added, if it may outlive us."""
-        if isinstance(child, RemoteChild):
-            child.remember(adapters.added)
-
-    def address(self, child: AnyChild[Any] | None) -> str:
-        return child.address if isinstance(child, RemoteChild) else ""
-
-    def where(self) -> str:
-        return "" if self._launcher is None else self._launcher.where(self._name)

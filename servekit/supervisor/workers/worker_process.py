@@ -42,7 +42,6 @@ from servekit.protocol.startup_messages import GatewayConnected, PhaseReport
 from servekit.supervisor.adapters.rollout import Adapters
 from servekit.supervisor.adapters.state import Outcome, Refusal
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.launcher import RemotePlacement
 from servekit.supervisor.lifecycle.liveness import Liveness, Timeouts
 from servekit.supervisor.lifecycle.managed_process import (
     AnyChild,
@@ -51,6 +50,7 @@ from servekit.supervisor.lifecycle.managed_process import (
     SupervisorContext,
     run_unless,
 )
+from servekit.supervisor.lifecycle.remote_process import RemoteChild
 from servekit.supervisor.lifecycle.restart_policy import CircuitBreaker, make_restart_policy
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command
@@ -106,14 +106,15 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         #: Held during admission: if the worker dies while it wakes, its next life waits.
         self._entering = asyncio.Lock()
         self._wary = False  # died before ready: the next starts without adapters
-        self.remote = RemotePlacement(self.name, host.launcher)
+        self._launcher = host.launcher
         self.gpu = GpuMemory(place, gpus, entry, self.show_wait)
 
     async def enter(self) -> str:
         async with self._entering:
             refusal = await self.gpu.enter()
-        refusal = refusal or await self.remote.enter(self)
-        if self.place.gpus or self.remote.is_remote:
+        if not refusal and self._launcher is not None:
+            refusal = await self._launcher.enter(self)
+        if self.place.gpus or self._launcher is not None:
             self.starting.spent("gate", self._began_at, time.monotonic())
         return refusal
 
@@ -122,7 +123,8 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     async def run(self) -> None:
         await super().run()
-        await self.remote.release()
+        if self._launcher is not None:
+            await self._launcher.release(self.name)
 
     def show_wait(self, what: str) -> None:
         """Show what it waits for before it is admitted."""
@@ -130,7 +132,9 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self.host.changed()
 
     async def spawn(self) -> AnyChild[FromWorker]:
-        return await self.remote.spawn(self, self.receive, self._on_line) or await super().spawn()
+        if self._launcher is None:
+            return await super().spawn()
+        return await self._launcher.spawn(self, self.incoming, self.receive, self._on_line)
 
     def command(self) -> Command:
         self._socket = self.host.run_dir.new_socket()
@@ -151,8 +155,11 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         assert self.child is not None
         self.liveness = Liveness(time.monotonic())
         self.gpu.begin(self.child.pid)
-        if self.remote.adopts(self.child, self.adapters):
-            return  # it reports what it serves
+        if isinstance(self.child, RemoteChild):
+            self.adapters.keep(self.child.added)
+            self.remember_adapters()
+            if self.child.state != "empty":
+                return  # it existed before us, and reports what it serves
         adapters = () if self._wary else self.adapters.expected()
         self.child.send(Load(make_worker_spec(self.model, self.place, str(self._socket), adapters)))
 
@@ -207,7 +214,8 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         """Let it serve only with GPU memory where it is allowed, and with all its adapters."""
         self.starting.awaits("admission", time.monotonic())
         child = self.child
-        strays = await (self.remote if self.remote.is_remote else self.gpu).strays()
+        launcher = self._launcher
+        strays = await (self.gpu.strays() if launcher is None else launcher.strays(self.name))
         reason = f"worker {self.name} {strays}" if strays else ""
         permanent = bool(reason)
         if not reason:
@@ -322,7 +330,8 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     def remember_adapters(self) -> None:
         """Have a worker that may outlive us remember the adapters that operators added."""
-        self.remote.remember(self.child, self.adapters)
+        if isinstance(self.child, RemoteChild):
+            self.child.remember(self.adapters.added)
 
     # ---- sleep
 
@@ -436,12 +445,15 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     @property
     def address(self) -> str:
         """The address for gateways; "" if there is none."""
-        return self.remote.address(self.child) or str(self._socket or "")
+        if isinstance(self.child, RemoteChild):
+            return self.child.address
+        return str(self._socket or "")
 
     @property
     def device(self) -> str:
         """The node and device it runs on, in words."""
-        return self.remote.where() or self.place.device
+        where = "" if self._launcher is None else self._launcher.where(self.name)
+        return where or self.place.device
 
     @property
     def alert(self) -> str:
