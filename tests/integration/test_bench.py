@@ -17,7 +17,8 @@ import pytest
 
 from servekit.bench.result import schema
 from tests.integration import certificates
-from tests.integration.instance import PROGRAM, Instance, echo, poll
+from tests.integration.instance import PROGRAM, Instance, echo
+from tests.polling import poll
 
 STEP_S = 0.02
 TOKEN_S = 0.001

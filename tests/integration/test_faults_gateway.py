@@ -21,7 +21,8 @@ import psutil
 import pytest
 from openai.types import CompletionUsage
 
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
+from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(180)
 #: One for all: it takes longer to make than many a request.

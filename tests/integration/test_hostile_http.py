@@ -15,8 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
 from tests.integration.test_hot_route import ONE, TEXT, Service, post, read
+from tests.polling import poll
 
 MIB = 1 << 20
 

@@ -20,7 +20,8 @@ from openai import OpenAI
 
 from servekit.protocol.messages import Accepted, Reload
 from servekit.supervisor.admin.control_socket import ask
-from tests.integration.instance import Instance, echo, poll, write_config
+from tests.integration.instance import Instance, echo, write_config
+from tests.polling import poll
 
 CACHE = 100_000
 #: A conversation's first turn: 1000 characters are as many tokens to the echo engine.

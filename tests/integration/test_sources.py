@@ -18,8 +18,9 @@ import httpx
 import pytest
 
 from servekit.config import keys
-from tests.integration.instance import Instance, echo, poll, write_config
+from tests.integration.instance import Instance, echo, write_config
 from tests.integration.test_faults_supervisor import cli
+from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(180)
 

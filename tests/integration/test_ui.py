@@ -19,7 +19,8 @@ import pytest
 import yaml
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
+from tests.polling import poll
 
 pytestmark = pytest.mark.browser
 
@@ -487,8 +488,8 @@ def test_the_surface_is_no_larger_than_the_page_needs(instance: Instance) -> Non
 # ---------------------------------------------------------------- a real model
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
-@pytest.mark.slow
 def test_a_real_model_answers_stops_and_is_remembered(
     tmp_path: Path, instance: Instance, browser: Browser
 ) -> None:

@@ -22,9 +22,10 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, 
 from servekit.config import keys
 from servekit.gateway.ui.pages.language import PAGES
 from servekit.gateway.ui.widgets.log_tail import LINES
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
 from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
 from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away, running
+from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
