@@ -97,7 +97,7 @@ class Deployment:
     def _end_change(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             log.error("a change broke off", model=task.get_name(), exc_info=task.exception())
-        self._yard.host.changed()  # gateways wait for a new replica while `changing`
+        self._pool.host.changed()  # gateways wait for a new replica while `changing`
 
     def load(self, occasion: StartReason) -> None:
         """Load the model on its planned GPUs, and retry replicas that have failed."""
