@@ -15,13 +15,17 @@ import pytest
 LANES = {
     "adapters": "every PEFT tuner, and adapters of SmolLM2; the ordinary run has one tuner a mode",
     "attacks": "the attacks of `python -m tests.attacks`",
-    "chaos": "the experiments of `servekit chaos` on one instance, and long floods of requests",
-    "fuzz": "schemathesis over the OpenAPI document, and random bodies for every API",
-    "models": "SmolLM2 behind every engine, client and page",
+    "bench": "the scripts of tests/bench, and `servekit bench` under odd conditions",
+    "chaos": "the experiments of `servekit chaos`, floods of poison, full disks, partitions",
+    "fuzz": "schemathesis over the OpenAPI document, and `python -m tests.fuzz`",
+    "models": "SmolLM2 behind every engine, client and page; races for one conversion",
     "packages": "whether pip can resolve each extra, by the package index",
+    "pages": "the chat and the other pages in Chromium, beyond one visit of each",
     "ray": "clusters of Ray",
+    "residents": "models that sleep, wake and make room, where two of these meet",
     "tensor-parallel": "one model over several processes",
     "vllm": "vLLM in an instance, where it is installed",
+    "waits": "what waits for cool-downs and deadlines as long as they take by default",
 }
 
 #: A run of all ordinary tests, or of all lanes, that has fewer tests than this has lost some.

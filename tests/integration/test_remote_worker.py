@@ -108,6 +108,7 @@ async def test_a_certificate_that_is_not_valid_here_is_named(tmp_path: Path) -> 
             await cluster.worker("echo/0", credentials=expired)
 
 
+@pytest.mark.lane("waits")
 async def test_an_instance_outlives_its_certificates(tmp_path: Path) -> None:
     async with Cluster(tmp_path, life_s=10.0) as cluster:
         first = await cluster.ready("echo/0", step_s=0.02)

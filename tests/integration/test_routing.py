@@ -52,6 +52,7 @@ def conversation(instance: Instance, opening: str, turns: int = 4) -> list[int]:
     return found
 
 
+@pytest.mark.lane("waits")
 @pytest.mark.parametrize("gateways", [1, 2])
 def test_a_conversation_comes_back_to_its_cache(tmp_path: Path, gateways: int) -> None:
     with Instance.up(tmp_path, [caching()], server={"gateways": gateways}) as instance:

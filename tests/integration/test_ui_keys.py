@@ -100,6 +100,7 @@ def sign_in(page: Page, key: str, where: str) -> None:
     poll(f"signed in at {where}", tried, within_s=60)
 
 
+@pytest.mark.lane("pages")
 def test_a_visitor_sees_the_models_of_its_key_only(url: str, browser: Browser) -> None:
     for key, others in ((KEY, False), (BOB, True)):
         with contextlib.closing(browser.new_context(ignore_https_errors=True)) as context:
@@ -177,6 +178,7 @@ def kill_gateway(instance: Instance) -> None:
     away(lambda: instance.until("it is back", lambda: pid() not in (0, before), within_s=180))
 
 
+@pytest.mark.lane("pages")
 def test_a_session_ends_with_its_key(
     url: str, instance: Instance, browser: Browser, tmp_path: Path
 ) -> None:
