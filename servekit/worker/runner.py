@@ -39,7 +39,14 @@ from servekit.protocol.transport.connection import Connection
 from servekit.worker.detokenizer import CountedText, TextStream
 from servekit.worker.gateway_connection import GatewayConnection
 from servekit.worker.isolation_queue import IsolationQueue, QueuedRequest
-from servekit.worker.output_state import OutputState, ScoredTask, SilentTask, TextTask, failure
+from servekit.worker.output_state import (
+    OutputState,
+    ScoredTask,
+    SilentTask,
+    Stopwatch,
+    TextTask,
+    failure,
+)
 from servekit.worker.request_preparation import (
     Prepared,
     RequestPreparer,
@@ -48,7 +55,6 @@ from servekit.worker.request_preparation import (
 )
 from servekit.worker.request_validation import check, check_text
 from servekit.worker.slot_lending import Lending
-from servekit.worker.trace_timing import Stopwatch
 
 log: Any = structlog.get_logger("servekit.worker")
 

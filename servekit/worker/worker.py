@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import structlog
@@ -30,9 +31,14 @@ from servekit.engines.api.text_engine import TextEngine
 from servekit.errors import LoadError, Unsupported, describe_error
 from servekit.protocol.adapters import LoadAdapter, UnloadAdapter
 from servekit.protocol.messages import (
+    PROTOCOL,
     BootFailed,
+    DeltaBatch,
     Drain,
     EngineDied,
+    Failed,
+    Generate,
+    Hello,
     Load,
     Loading,
     ModelInfo,
@@ -40,18 +46,20 @@ from servekit.protocol.messages import (
     Pong,
     Progress,
     Ready,
+    SamplingParams,
     Stop,
     ToWorker,
     WorkerSpec,
+    WorkerToGateway,
 )
 from servekit.protocol.residency import Sleep, Wake
 from servekit.protocol.startup_messages import GatewayConnected, Phase, PhaseReport
+from servekit.protocol.transport.connection import Connection, Factory
 from servekit.system.parent_death import CHAOS, FAIL_STEP, end_group
 from servekit.worker.adapters import Adapters
 from servekit.worker.runner import Runner
 from servekit.worker.sleep import SleepControl
 from servekit.worker.transport import Channel
-from servekit.worker.warmup import warm_up
 
 log: Any = structlog.get_logger("servekit.worker")
 
@@ -349,3 +357,43 @@ class Worker:
         if phase != progress.phase or now - at >= REPORT_EVERY_S or progress.done == progress.total:
             self._reported = (progress.phase, now)
             self._line.send(Loading(progress))
+
+
+# ---------------------------------------------------------------- the probe
+
+
+async def warm_up(
+    dial: Callable[[Factory], Awaitable[Connection[Any]]], info: ModelInfo, timeout_s: float = 600.0
+) -> None:
+    """Complete one request along the path of ordinary requests. Raises LoadError on failure."""
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_message(message: WorkerToGateway) -> None:
+        if done.done():
+            return
+        if isinstance(message, Failed):
+            text = f"the warm-up request failed: {message.message}"
+            done.set_exception(LoadError(text, permanent=False))
+        elif isinstance(message, DeltaBatch) and any(delta.finish for delta in message.deltas):
+            done.set_result(None)
+
+    def on_close(error: Exception | None) -> None:
+        if not done.done():
+            done.set_exception(LoadError(f"warm-up broke off: {error}", permanent=False))
+
+    connection = await dial(lambda: Connection(WorkerToGateway, on_message, on_close))
+    connection.send(Hello(PROTOCOL, "probe", "warm-up"))
+    connection.send(_probe_request(info))
+    try:
+        await asyncio.wait_for(done, timeout_s)
+    except TimeoutError:
+        raise LoadError(f"no warm-up token within {timeout_s:g} s", permanent=False) from None
+    finally:
+        connection.close()
+
+
+def _probe_request(info: ModelInfo) -> Generate:
+    """Return a request for two tokens, or for an embedding if the model does not generate."""
+    if "generate" in info.serves:
+        return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), prompt="Hello")
+    return Generate(1, SamplingParams(), task="embed", inputs=["Hello"])
