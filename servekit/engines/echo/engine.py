@@ -30,6 +30,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from servekit.engines.api.adapter_table import load_adapters
 from servekit.engines.api.base import (
     TOLD_TO_FAIL,
     EmbedJob,
@@ -40,9 +41,15 @@ from servekit.engines.api.base import (
     Report,
     StepOutput,
 )
-from servekit.engines.echo.adapters import TRANSFORMS, Transform, transform_of
-from servekit.engines.echo.cache import BLOCK, EchoCache
-from servekit.engines.echo.run import EchoCodec, Run
+from servekit.engines.echo.run import (
+    BLOCK,
+    TRANSFORMS,
+    EchoCache,
+    EchoCodec,
+    Run,
+    Transform,
+    transform_of,
+)
 from servekit.errors import EngineFailed, LoadError, RequestError
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import Capability, Dialect, ModelInfo, Progress, WorkerSpec
@@ -112,7 +119,7 @@ class EchoEngine(Engine):
             os._exit(code)
         if message := options.get("load_error"):
             raise LoadError(message)
-        adapters, refused = self._load_adapters()
+        adapters, refused = load_adapters(self.load_adapter, self.spec.adapters)
         return ModelInfo(
             max_context=self.spec.max_context or options.get("max_context", 8192),
             slots=options.get("slots", 64),
@@ -124,7 +131,7 @@ class EchoEngine(Engine):
             serves=(*SERVES, "tools") if self.spec.tool_parser in MARKERS else SERVES,
             dialect=_dialect(self.spec),
             embedding_size=self._size,
-            adapters=tuple(adapters),
+            adapters=adapters,
             refused_adapters=refused,
             sleeps=True,
             prefix_block=BLOCK if self._cache is not None and self._cache.tokens else 0,
@@ -140,17 +147,6 @@ class EchoEngine(Engine):
         self._slots: int = self._options.get("slots", 64)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    def _load_adapters(self) -> tuple[list[AdapterInfo], dict[str, str]]:
-        """Load the adapters of the spec; return their infos, and the reasons of failure by name."""
-        loaded: list[AdapterInfo] = []
-        refused: dict[str, str] = {}
-        for adapter in self.spec.adapters:
-            try:
-                loaded.append(self.load_adapter(adapter))
-            except (RequestError, LoadError) as error:
-                refused[adapter.name] = error.message
-        return loaded, refused
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
         options = self._options

@@ -10,7 +10,6 @@ Imports neither torch nor transformers.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -26,14 +25,11 @@ from servekit.engines.llamacpp.loading import Loaded, load
 from servekit.engines.llamacpp.request_row import LlamaRow
 from servekit.engines.llamacpp.tokenizer import LlamaCodec
 from servekit.engines.text.sampling_params import resolve
-from servekit.engines.text.structured_output import Constraint, Grammars
-from servekit.engines.text.tool_format_detection import find_dialect, tool_capabilities
+from servekit.engines.text.structured_output import Constraint, Grammars, try_grammars
+from servekit.engines.text.tool_format_detection import tool_capabilities
 from servekit.errors import Unsupported
 from servekit.model_metadata.gguf import quantization
 from servekit.protocol.messages import Capability, Dialect, Grammar, ModelInfo
-from servekit.protocol.tool_formats import markers
-
-log = logging.getLogger(__name__)
 
 SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
@@ -84,8 +80,10 @@ class LlamaCppEngine(LoopedEngine):
         self._eos = vocabulary.eos
         stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
         self._defaults: dict[str, Any] = self._stated() | stated
-        self._grammars = self._make_grammars()
-        dialect = self._dialect()
+        self._grammars = try_grammars(
+            lambda: Grammars.over(vocabulary.for_grammars(), vocabulary.size, vocabulary.eos)
+        )
+        dialect = codec.find_dialect(self.spec, self._eos)
         return structs.replace(info, chat=codec.chat, serves=self._served(dialect), dialect=dialect)
 
     def _info(self, loaded: Loaded) -> ModelInfo:
@@ -115,21 +113,6 @@ class LlamaCppEngine(LoopedEngine):
             if value:
                 found[name] = int(value) if name == "top_k" else float(value)
         return found
-
-    def _make_grammars(self) -> Grammars | None:
-        vocabulary = self._model().vocabulary
-        try:
-            return Grammars.over(vocabulary.for_grammars(), vocabulary.size, vocabulary.eos)
-        except Exception as error:  # of many types; the model serves without grammars
-            log.warning("no structured output: %s", error)
-            return None
-
-    def _dialect(self) -> Dialect:
-        spec, codec = self.spec, cast(LlamaCodec, self.codec)
-        found = find_dialect(codec.template, spec.tool_parser, spec.reasoning_parser)
-        known = codec.tokens_of(markers(found))
-        tokens = [(text, token) for text, token in known.items() if token not in self._eos]
-        return structs.replace(found, tokens=tuple(tokens))
 
     def _served(self, dialect: Dialect) -> tuple[Capability, ...]:
         grammar: tuple[Capability, ...] = ("grammar",) if self._grammars else ()

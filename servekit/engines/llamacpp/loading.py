@@ -16,7 +16,7 @@ from servekit.engines.llamacpp.model import Context, Model
 from servekit.engines.model_files.source import resolve_file
 from servekit.engines.transformers.batching import kv_cache
 from servekit.errors import LoadError
-from servekit.model_metadata.gguf_header import Header
+from servekit.model_metadata.gguf import Header
 from servekit.protocol.messages import Progress, WorkerSpec
 
 #: Tokens in one pass. Small on a CPU, so that a long prompt does not hold up other requests.

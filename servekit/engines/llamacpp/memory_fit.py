@@ -14,8 +14,7 @@ from pathlib import Path
 from servekit.engines.llamacpp.bindings import CACHE_TYPES, PROMPT_OUTPUTS
 from servekit.errors import LoadError
 from servekit.model_metadata import kv_cache_shape
-from servekit.model_metadata.gguf import Gguf
-from servekit.model_metadata.gguf_header import Header, read_header
+from servekit.model_metadata.gguf import Gguf, Header, read_header
 
 #: Fraction of the host's available memory for the cache; weights and other processes need the rest.
 HOST_FRACTION = 0.4

@@ -22,7 +22,7 @@ from typing import Any
 
 from servekit.engines.api.base import Report
 from servekit.errors import LoadError
-from servekit.model_metadata.gguf_header import Header, read_header
+from servekit.model_metadata.gguf import Header, read_header
 from servekit.protocol.messages import Progress
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from servekit.engines.model_files import gguf_convert, hub, prefetch, pypi
 from servekit.engines.model_files.cache import Cache, Key
 from servekit.errors import LoadError
 from servekit.model_metadata import model_folder
-from servekit.model_metadata.gguf_header import read_header
+from servekit.model_metadata.gguf import read_header
 from servekit.protocol.messages import Progress
 
 log = logging.getLogger(__name__)

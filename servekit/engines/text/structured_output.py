@@ -21,11 +21,12 @@ request fails because of others.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,8 @@ from servekit.engines.text.grammar_trial import KEPT_BYTES as MOST_KEPT_BYTES
 from servekit.engines.text.grammar_trial import Trials, explain
 from servekit.errors import RequestError
 from servekit.protocol.messages import Grammar
+
+log = logging.getLogger(__name__)
 
 #: Longest grammar, in bytes of its text.
 MAX_BYTES = 256 * 1024
@@ -81,6 +84,15 @@ _PLAINLY = {
     "Too many items": "it is too complex",
     "too big": "it is too large",
 }
+
+
+def try_grammars(create: Callable[[], Grammars]) -> Grammars | None:
+    """Create the grammar compiler; return None if llguidance cannot read the tokenizer."""
+    try:
+        return create()
+    except Exception as error:  # the library raises many types; the model serves without grammars
+        log.warning("no structured output: %s", error)
+        return None
 
 
 def mask_words(vocab_size: int) -> int:

@@ -16,10 +16,14 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from msgspec.structs import replace
+
 from servekit.engines.api.base import TooManyTokens
 from servekit.engines.text.chat_template import ChatTemplate
+from servekit.engines.text.tool_format_detection import find_dialect
 from servekit.errors import RequestError
-from servekit.protocol.messages import ChatMessage
+from servekit.protocol.messages import ChatMessage, Dialect, WorkerSpec
+from servekit.protocol.tool_formats import markers
 
 REPLACEMENT = "�"
 #: Tokens after which a window that still ends in U+FFFD is broken rather than incomplete.
@@ -45,9 +49,23 @@ class Prompts(ABC):
     def _ids(self, text: str, special: bool) -> list[int]:
         """Return token ids; with `special` the tokens of a text's beginning and end are added."""
 
+    @abstractmethod
+    def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
+        """Return those of `texts` that are added tokens, special or not, with their ids.
+
+        A grammar must match them as tokens, never letter by letter.
+        """
+
     @property
     def chat(self) -> bool:
         return bool(self.template.source)
+
+    def find_dialect(self, spec: WorkerSpec, ends: Collection[int]) -> Dialect:
+        """Return the dialect of chats with the tokens of its markers, without those in `ends`."""
+        found = find_dialect(self.template, spec.tool_parser, spec.reasoning_parser)
+        known = self.tokens_of(markers(found))
+        tokens = tuple((text, token) for text, token in known.items() if token not in ends)
+        return replace(found, tokens=tokens)
 
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         return self._ids_within(limit, text, special=True)
@@ -102,10 +120,6 @@ class TokenizerCodec(Prompts):
         return list(tokenized["input_ids"])
 
     def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
-        """Return those of `texts` that are added tokens, special or not, with their ids.
-
-        A grammar must match them as tokens, never letter by letter.
-        """
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return {str(piece): int(token) for token, piece in added.items() if str(piece) in texts}
 

@@ -101,11 +101,6 @@ def find_dialect(template: ChatTemplate, tools: str = "", thoughts: str = "") ->
     return Dialect(found.family, found.begin, found.end, begin, end, at_once)
 
 
-def takes_tools(template: ChatTemplate) -> bool:
-    """Return whether the template renders tool definitions."""
-    return template.takes_tools
-
-
 def tool_capabilities(
     template: ChatTemplate, dialect: Dialect, parser: str, *, grammars: bool
 ) -> tuple[Capability, ...]:
@@ -114,7 +109,7 @@ def tool_capabilities(
     With the parser "none" calls stay in the text. If the template has no tools, a grammar can still
     force the model to call them.
     """
-    if takes_tools(template) and (dialect.tools or parser == "none"):
+    if template.takes_tools and (dialect.tools or parser == "none"):
         return ("tools",)
     return ("forced_tools",) if grammars and template.source and parser != "none" else ()
 
@@ -157,7 +152,7 @@ def _calls(template: ChatTemplate) -> _Calls:
         return _json(template, found)
     if SENTINEL in body:  # rendered in a format that no parser here reads
         return _Calls()
-    return _named(template) if takes_tools(template) else _Calls()
+    return _named(template) if template.takes_tools else _Calls()
 
 
 def _turn(text: str) -> str:

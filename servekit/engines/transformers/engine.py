@@ -9,16 +9,17 @@ embedding model, which `embedding.EmbeddingRunner` runs. The loop is always that
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from msgspec import structs
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from servekit.engines.api.base import EmbedJob, Job, Report
-from servekit.engines.api.job_state import ends_of
+from servekit.engines.api.job_state import EmbedRow, ends_of
 from servekit.engines.api.job_validation import Limits, check, check_inputs
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.threaded_engine import LoopedEngine, Request
@@ -26,25 +27,19 @@ from servekit.engines.text.sampling_params import resolve
 from servekit.engines.text.structured_output import Constraint
 from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
-from servekit.engines.text.tool_format_detection import find_dialect, tool_capabilities
+from servekit.engines.text.tool_format_detection import tool_capabilities
 from servekit.engines.transformers import embedding, loading, preload, prompt_scores
-from servekit.engines.transformers.engine_commands import EngineCommands
 from servekit.engines.transformers.lora.manager import AdapterManager
 from servekit.engines.transformers.lora.module_clone import BaseChanged
 from servekit.engines.transformers.request_row import Row
-from servekit.engines.transformers.runner_factory import (
-    CausalRunner,
-    Runner,
-    eos_ids,
-    sampling_defaults,
-)
+from servekit.engines.transformers.runner import CausalRunner, Runner
+from servekit.engines.transformers.runner_factory import eos_ids, sampling_defaults
 from servekit.engines.transformers.sleep.sleep_state import SleepState
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
 from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import Capability, Dialect, Grammar, ModelInfo, WorkerSpec
-from servekit.protocol.tool_formats import markers
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +48,8 @@ SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
     *("stop_token_ids", "bad_words"),
 )
+#: How often a thread that waits for the engine's thread checks that the engine is still running.
+_LOOK_S = 0.2
 EMBEDS_ONLY = "This model makes embeddings only."
 NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 
@@ -64,10 +61,9 @@ class TransformersEngine(LoopedEngine):
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
-        self._runner: Runner[Any]
+        self._runner: Runner
         self._shelf: AdapterManager | None = None
         self._ranks: Ranks | None = None
-        self._between: EngineCommands
         self._rest: SleepState
 
     # ---------------------------------------------------------------- loading
@@ -86,7 +82,6 @@ class TransformersEngine(LoopedEngine):
         self._head_size = loaded.head_size
         context, fills = loaded.info.max_context, self.fills_context
         self._limits = Limits(self.vocab_size, context, self._head_size, fills)
-        self._between = EngineCommands(self, cast(CausalRunner, loaded.runner))
         bed = loading.bed(loaded, self.spec, self._tensors)
         self._rest = SleepState(loaded.runner, bed, loaded.ranks)
         if isinstance(loaded.runner, embedding.EmbeddingRunner):
@@ -102,21 +97,15 @@ class TransformersEngine(LoopedEngine):
         self._pieces = Pieces(tokenizer)
         with phase("grammars"):
             self._grammars = preload.grammars(tokenizer, self.vocab_size, self._eos)
-        dialect = self._dialect()
+        dialect = self.codec.find_dialect(self.spec, self._eos)
         info = structs.replace(loaded.info, serves=self._served(model, dialect), dialect=dialect)
         if plan.is_spread(self.spec):
             return info
         runner = cast(CausalRunner, loaded.runner)
-        self._shelf = AdapterManager(model, loaded.attention, runner, self.spec, self._between)
+        self._shelf = AdapterManager(model, loaded.attention, runner, self.spec, self)
         with phase("adapters"):
             adapters, refused = self._shelf.load_all(self.spec.adapters)
         return structs.replace(info, adapters=adapters, refused_adapters=refused)
-
-    def _dialect(self) -> Dialect:
-        found = find_dialect(self.codec.template, self.spec.tool_parser, self.spec.reasoning_parser)
-        known = self.codec.tokens_of(markers(found))
-        tokens = [(text, token) for text, token in known.items() if token not in self._eos]
-        return structs.replace(found, tokens=tuple(tokens))
 
     def _served(self, model: PreTrainedModel, dialect: Dialect) -> tuple[Capability, ...]:
         grammar: tuple[Capability, ...] = ("grammar",) if self._grammars else ()
@@ -135,7 +124,7 @@ class TransformersEngine(LoopedEngine):
         if not isinstance(self._runner, embedding.EmbeddingRunner):
             raise Unsupported("This model has no pooling to make embeddings with.", param="model")
         check_inputs(job, self._limits)
-        self._take(embedding.EmbedRow(self._key(job.id), job))
+        self._take(EmbedRow(self._key(job.id), job))
 
     def submit(self, job: Job) -> None:
         if isinstance(self._runner, embedding.EmbeddingRunner):
@@ -163,7 +152,8 @@ class TransformersEngine(LoopedEngine):
         try:
             return self._adapting().load(adapter)
         except BaseChanged as error:  # the worker must be replaced
-            self.post(partial(_throw, error))
+            with self._changed:
+                self._post(partial(_throw, error))
             raise EngineFailed(str(error)) from error
 
     def unload_adapter(self, name: str) -> None:
@@ -188,10 +178,10 @@ class TransformersEngine(LoopedEngine):
         return self._grammars.constraint(grammar, emitted)
 
     def sleep(self) -> None:
-        self._between.between_steps(self._rest.sleep)
+        self.between_steps(self._rest.sleep)
 
     def wake(self) -> None:
-        self._between.between_steps(self._rest.wake)
+        self.between_steps(self._rest.wake)
 
     def _tensors(self) -> Iterator[Tensor]:
         """Yield the tensors on the device that are not the model's own."""
@@ -211,26 +201,62 @@ class TransformersEngine(LoopedEngine):
     def _lose_rank(self, reason: str) -> None:
         self.fatal = EngineFailed(reason)
 
-    # ---------------------------------------------------------------- for `EngineCommands`
-
-    @property
-    def started(self) -> bool:
-        return self._thread is not None
+    # ---------------------------------------------------------------- between steps
 
     @property
     def ended(self) -> bool:
         return self.fatal is not None or self._closing
 
-    def post(self, command: Callable[[], None]) -> None:
-        """Run a command in the engine's thread before its next step."""
+    def between_steps(self, work: Callable[[], None]) -> None:
+        """Run `work` in the engine's thread between two steps, and return when it is done.
+
+        Before the engine is started, its loading thread takes the role of the engine's thread. The
+        exception of `work` is raised here. Raises EngineFailed if the engine ends.
+        """
+        if self._thread is None:
+            work()
+            return
+        done, failure = threading.Event(), list[BaseException]()
+
+        def command() -> None:
+            try:
+                work()
+            except BaseException as error:
+                failure.append(error)
+            done.set()
+
         with self._changed:
             self._post(command)
+        self._await(done)
+        if failure:
+            raise failure[0]
 
-    def take_first(self, row: Row) -> None:
-        """Run a private row before all waiting rows."""
-        with self._changed:
-            self._rows[row.job.id] = row
-            self._post(lambda: cast(CausalRunner, self._runner).add_first(row))
+    def run_rows(self, rows: Sequence[Row]) -> None:
+        """Run rows to completion in the engine's batches, without emitting their output.
+
+        They go before all waiting rows. Raises EngineFailed if the engine ends.
+        """
+        runner = cast(CausalRunner, self._runner)
+        if self._thread is None:
+            for row in rows:
+                runner.add(row)
+            while runner.running or runner.waiting:
+                runner.step()
+            return
+        ends = []
+        for row in rows:
+            row.private = threading.Event()
+            ends.append(row.private)
+            with self._changed:
+                self._rows[row.job.id] = row
+                self._post(partial(runner.add_first, row))
+        for end in ends:
+            self._await(end)
+
+    def _await(self, event: threading.Event) -> None:
+        while not event.wait(_LOOK_S):
+            if self.ended:
+                raise EngineFailed("The engine has stopped; the worker is being restarted.")
 
     def _end(self, row: Request) -> None:
         if isinstance(row, Row) and row.private is not None:

@@ -27,8 +27,8 @@ from servekit.engines.transformers import (
     preload,
     weights,
 )
+from servekit.engines.transformers.runner import Runner
 from servekit.engines.transformers.runner_factory import (
-    Runner,
     assemble,
     cpu_threads,
     head_size,
@@ -53,7 +53,7 @@ class Loaded:
     codec: TokenizerCodec
     model: PreTrainedModel
     attention: str  # the library's name of its implementation
-    runner: Runner[Any]
+    runner: Runner
     info: ModelInfo
     ranks: Ranks | None
 
@@ -158,7 +158,7 @@ def _run(
     codec: TokenizerCodec,
     tokenizer: Any,
     ranks: Ranks | None,
-) -> tuple[Runner[Any], ModelInfo]:
+) -> tuple[Runner, ModelInfo]:
     if pooling.is_embedder(folder):
         how = pooling.read(folder, model.device)
         return embedding.assemble(model, how, tokenizer, spec)

@@ -6,7 +6,6 @@ grammars. A worker that was not forked from a fork server prepares them itself.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,10 @@ import torch
 import transformers
 
 from servekit.engines.model_files.source import resolve
-from servekit.engines.text.structured_output import Grammars
+from servekit.engines.text.structured_output import Grammars, try_grammars
 from servekit.engines.transformers import pooling, weights
 from servekit.engines.transformers.runner_factory import eos_ids, vocab_size
 from servekit.protocol.messages import WorkerSpec
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ def prepare(spec: WorkerSpec) -> None:
     with weights.explained(folder, spec):
         model = _outline(folder, spec)
         size, eos = vocab_size(model), eos_ids(model, tokenizer)
-    made = _make(tokenizer, size, eos)
+    made = try_grammars(lambda: Grammars(tokenizer, size, eos))
     _prepared = Prepared(folder, tokenizer, size, eos, made, spec.chat_template)
 
 
@@ -68,7 +65,7 @@ def grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars |
     of = (tokenizer, vocab_size, eos)
     if (known := _prepared) and (known.tokenizer, known.vocab_size, known.eos) == of:
         return known.grammars
-    return _make(tokenizer, vocab_size, eos)
+    return try_grammars(lambda: Grammars(tokenizer, vocab_size, eos))
 
 
 def _outline(folder: Path, spec: WorkerSpec) -> Any:
@@ -80,11 +77,3 @@ def _outline(folder: Path, spec: WorkerSpec) -> Any:
         return model
     model.generation_config = stated
     return model
-
-
-def _make(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars | None:
-    try:
-        return Grammars(tokenizer, vocab_size, eos)
-    except Exception as error:  # of many kinds; the model serves without
-        log.warning("no structured output: %s", error)
-        return None

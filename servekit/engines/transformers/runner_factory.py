@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from servekit.engines.api.base import StepOutput
 from servekit.engines.api.load_phases import phase
 from servekit.engines.text.tool_format_detection import turn_ends
 from servekit.engines.transformers.batching import kv_cache, paged_attention, self_check
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
-from servekit.engines.transformers.decode import options as wishes
+from servekit.engines.transformers.decode import kernels
 from servekit.engines.transformers.decode.decode_loop import StepOptions
-from servekit.engines.transformers.lora.adapter import Adapter
-from servekit.engines.transformers.request_row import Row
+from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.sequential import StaticRunner
 from servekit.engines.transformers.sleep import device_memory
 from servekit.engines.transformers.tensor_parallel import plan
@@ -36,37 +33,6 @@ UNSTATED_CONTEXT = 8192
 LEAST_CONTEXT = 16
 #: Errors of the library for layers that it cannot page, and of the self-check for wrong text.
 _NOT_PAGEABLE = (ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
-
-
-R = TypeVar("R")  # type of its rows
-
-
-class Runner(Protocol[R]):
-    """A runner of rows, step by step; called only from the engine's thread."""
-
-    capacity: int
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def kv_used(self) -> float: ...
-    def add(self, row: R) -> None: ...
-    def cancel(self, row: R) -> None: ...
-    def step(self) -> list[tuple[R, StepOutput]]: ...
-    def make_pages(self) -> None: ...
-    def drop_pages(self) -> None: ...
-    def tensors(self) -> Iterable[Tensor]: ...
-    def close(self) -> None: ...
-
-
-class CausalRunner(Runner[Row], Protocol):
-    """A runner that also supports adapters."""
-
-    def add_first(self, row: Row) -> None: ...
-    def install(self, adapter: Adapter) -> None: ...
-    def remove(self, adapter: Adapter) -> None: ...
 
 
 def assemble(
@@ -122,8 +88,8 @@ def _ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
         try:
             context, size = _context(model, spec), _block_size(spec)
             with phase("kernels", lacks=LookupError):
-                wish = wishes.wish(model, spec, context, size)
-            yield _Way(True, wish)
+                options = step_options(model, spec, context, size)
+            yield _Way(True, options)
             why = "its decoding failed its test"
         except LookupError as error:
             why = str(error)
@@ -131,6 +97,39 @@ def _ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
             raise LoadError(f"options.decode is graph, and {why}.")
         yield _Way(True, None, why)
     yield _Way(False)
+
+
+def step_options(
+    model: PreTrainedModel, spec: WorkerSpec, context: int, block_size: int
+) -> StepOptions:
+    """Return how servekit itself runs this model's steps of one token per request.
+
+    Raises LookupError with the reason if the library must decode it. On a CPU nothing is gained by
+    starting steps early, so there the user must request it.
+    """
+    how = spec.options.get("decode") or "auto"
+    if how == "eager":
+        raise LookupError("")
+    device: torch.device = model.device
+    if device.type != "cuda" and how == "auto":
+        raise LookupError("")
+    config = model.config.get_text_config()
+    if model.config._attn_implementation != "sdpa" or spec.options.get("attention"):
+        raise LookupError("options.attention is set to one without pages")
+    if spec.gpus > 1:
+        raise LookupError("it is spread over several GPUs")
+    if not paged_attention.suits(config):
+        raise LookupError("some of its layers do not attend to the whole context")
+    shape = kv_cache.shape_of(config, model.dtype.itemsize)
+    asked = kernels.Shape(
+        shape.heads, shape.kv_heads, shape.head_dim, block_size, model.dtype, device
+    )
+    named = spec.options.get("decode_attention") or "auto"
+    if device.type != "cuda" and named == "auto":
+        named = "reference"
+    kernel = kernels.choose(named, asked)
+    on_gpu = device.type == "cuda"
+    return StepOptions(kernel, context, graphs=on_gpu and kernel.captured, ahead=on_gpu)
 
 
 def _obstacle(model: PreTrainedModel, spec: WorkerSpec) -> str:

@@ -7,8 +7,6 @@ cache allows reading it in chunks; a request can be cancelled between any two st
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,21 +14,20 @@ from transformers import DynamicCache, PreTrainedModel
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.transformers import prompt_scores
-from servekit.engines.transformers.lora.adapter import Adapter
-from servekit.engines.transformers.lora.batched_lora import BatchedLora, Part
+from servekit.engines.transformers.lora.batched_lora import Part
 from servekit.engines.transformers.request_row import Row
-from servekit.engines.transformers.sampling.sampler import Sampler, best
+from servekit.engines.transformers.runner import CausalRunner
+from servekit.engines.transformers.sampling import Sampler, best
 
 
-class StaticRunner:
-    """Runner of one row while the others wait; called only from the engine's thread."""
+class StaticRunner(CausalRunner):
+    """Runner of one row while the others wait."""
 
     def __init__(self, model: PreTrainedModel, capacity: int, chunk: int) -> None:
+        super().__init__(model)
         self._model: Any = model
-        self._mixing = BatchedLora(model)
         self._sampler = Sampler()
         self._chunk = chunk
-        self._waiting: deque[Row] = deque()
         self._row: Row | None = None
         self._unread: list[int] = []
         self._seen = 0
@@ -42,33 +39,15 @@ class StaticRunner:
         return int(self._row is not None)
 
     @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def kv_used(self) -> float:
         row = self._row
         return 0.0 if row is None else min(1.0, row.length / self.capacity)
-
-    def add(self, row: Row) -> None:
-        self._waiting.append(row)
-
-    def add_first(self, row: Row) -> None:
-        self._waiting.appendleft(row)
-
-    def install(self, adapter: Adapter) -> None:
-        """Allow rows with this adapter."""
-        self._mixing.install(adapter)
-
-    def remove(self, adapter: Adapter) -> None:
-        """Remove an adapter that no row uses."""
-        self._mixing.remove(adapter)
 
     def cancel(self, row: Row) -> None:
         if self._row is row:
             self._drop()
         else:
-            self._waiting = deque(other for other in self._waiting if other is not row)
+            self._withdraw(row)
 
     @torch.no_grad()
     def step(self) -> list[tuple[Row, StepOutput]]:
@@ -96,10 +75,6 @@ class StaticRunner:
         """Free the cache of the last request."""
         self._drop()
         self._mixing.step = None
-
-    def tensors(self) -> Iterable[torch.Tensor]:
-        """Return the adapters' tensors in the model."""
-        return self._mixing.tensors()
 
     def close(self) -> None:
         self._drop()

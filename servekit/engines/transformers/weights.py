@@ -21,11 +21,13 @@ from transformers.utils import logging as library_logging
 
 from servekit.engines.api.base import Report
 from servekit.engines.transformers.sleep import device_memory
-from servekit.engines.transformers.tensor_parallel import device_map, plan
+from servekit.engines.transformers.tensor_parallel import plan
 from servekit.errors import LoadError
 from servekit.protocol.messages import Progress, WorkerSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Share of each GPU's free memory for weights; caches and activations need the rest.
+_WEIGHTS_FRACTION = 0.9
 
 
 def load_tokenizer(folder: Path, spec: WorkerSpec) -> Any:
@@ -87,7 +89,18 @@ def _placing(spec: WorkerSpec, device: torch.device) -> dict[str, Any]:
     """Return the arguments that tell the library where to place the weights."""
     if plan.over_ranks(spec):
         return {"distributed_config": DistributedConfig(tp_size=spec.gpus)}
-    return device_map.placing(spec) if plan.over_layers(spec) else {"device_map": {"": device}}
+    return _spread_layers(spec) if plan.over_layers(spec) else {"device_map": {"": device}}
+
+
+def _spread_layers(spec: WorkerSpec) -> dict[str, Any]:
+    """Return the arguments that make the library spread the layers evenly over the GPUs."""
+    devices = [torch.device("cuda", index) for index in range(spec.gpus)]
+    room = {
+        device.index: int(device_memory.available_bytes(spec, device) * _WEIGHTS_FRACTION)
+        for device in devices
+    }
+    # No other device: a part on the CPU or on disk would be a hundred times slower.
+    return {"device_map": "balanced", "max_memory": room | {"cpu": 0}}
 
 
 def _devices(spec: WorkerSpec, device: torch.device) -> list[torch.device]:

@@ -25,10 +25,10 @@ from servekit.engines.api.job_validation import Limits, check
 from servekit.engines.api.load_phases import phase
 from servekit.engines.model_files.source import resolve as resolve_source
 from servekit.engines.text.sampling_params import resolve
-from servekit.engines.text.structured_output import Constraint
+from servekit.engines.text.structured_output import Constraint, Grammars, try_grammars
 from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
-from servekit.engines.text.tool_format_detection import find_dialect, tool_capabilities
+from servekit.engines.text.tool_format_detection import tool_capabilities
 from servekit.engines.transformers import pooling, weights
 from servekit.engines.transformers.batching import kv_cache
 from servekit.engines.vllm import (
@@ -49,13 +49,11 @@ from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported, 
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import (
     Capability,
-    Dialect,
     Grammar,
     ModelInfo,
     PromptToken,
     WorkerSpec,
 )
-from servekit.protocol.tool_formats import markers
 
 log = logging.getLogger(__name__)
 
@@ -150,8 +148,10 @@ class VllmEngine(Engine):
         return structs.replace(info, embedding_size=size, chat=False)
 
     def _generating(self, folder: Path, tokenizer: Any) -> ModelInfo:
-        self._grammars = generation_defaults.grammars(tokenizer, self.vocab_size, self._stated.eos)
-        dialect = self._dialect()
+        self._grammars = try_grammars(
+            lambda: Grammars(tokenizer, self.vocab_size, self._stated.eos)
+        )
+        dialect = self.codec.find_dialect(self.spec, self._stated.eos)
         serves = list(SERVES)
         if self._grammars is not None:
             serves.append("grammar")
@@ -191,12 +191,6 @@ class VllmEngine(Engine):
             prefix_tokens=tokens if caches else 0,
         )
 
-    def _dialect(self) -> Dialect:
-        found = find_dialect(self.codec.template, self.spec.tool_parser, self.spec.reasoning_parser)
-        known = self.codec.tokens_of(markers(found))
-        tokens = [(text, token) for text, token in known.items() if token not in self._stated.eos]
-        return structs.replace(found, tokens=tuple(tokens))
-
     # ---------------------------------------------------------------- the caller's side
 
     def start(self, emit: Emit) -> None:
@@ -206,7 +200,7 @@ class VllmEngine(Engine):
         if self._embeds:
             raise Unsupported("This model makes embeddings only.", param="model")
         check(job, self._limits)
-        lora = self._adapting().request(job.adapter) if job.adapter else None
+        lora = self._adapting().get(job.adapter) if job.adapter else None
         name = f"{job.id}#{next(self._serial)}"
         ids = [*job.prompt_ids, *job.emitted] if job.emitted else job.prompt_ids
         params = self._params(job)

@@ -23,8 +23,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,21 +33,14 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.transformers import prompt_scores
-from servekit.engines.transformers.batching import (
-    batch_processor as processor,
-)
-from servekit.engines.transformers.batching import (
-    hooks,
-    paged_attention,
-)
-from servekit.engines.transformers.batching import (
-    scheduler as groups,
-)
+from servekit.engines.transformers.batching import batch_processor, paged_attention
+from servekit.engines.transformers.batching import scheduler as groups
 from servekit.engines.transformers.batching.kv_cache import Plan
 from servekit.engines.transformers.decode.decode_loop import DecodeLoop, StepOptions
 from servekit.engines.transformers.lora.adapter import Adapter
-from servekit.engines.transformers.lora.batched_lora import BatchedLora, Part
+from servekit.engines.transformers.lora.batched_lora import Part
 from servekit.engines.transformers.request_row import Row
+from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
 
 log = logging.getLogger(__name__)
@@ -67,8 +59,8 @@ class SchedulerStuck(RuntimeError):
     """Raised if the library's scheduler finds nothing to run although requests are waiting."""
 
 
-class ContinuousRunner:
-    """Runner of many rows at once; not thread-safe, called only from the engine's thread."""
+class ContinuousRunner(CausalRunner):
+    """Runner of many rows at once."""
 
     def __init__(
         self,
@@ -80,21 +72,22 @@ class ContinuousRunner:
         decode: StepOptions | None = None,
     ) -> None:
         """Set up the cache; `decode` needs `by_request` and a single rank."""
+        super().__init__(model)
         self._model = model
         self.plan = plan
         self._ranks = ranks
-        self._mixing = BatchedLora(model)
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self.plain_attention = str(model.config._attn_implementation)
-        self._manager = processor.manager(model, plan, ranks=1 if ranks is None else ranks.size)
-        self._sampling = hooks.SamplingHook()
+        self._manager = batch_processor.manager(
+            model, plan, ranks=1 if ranks is None else ranks.size
+        )
+        self._sampling = batch_processor.SamplingHook()
         self._manager.logit_processor = self._sampling
-        self._manager.output_router = hooks.Discard()
+        self._manager.output_router = batch_processor.Discard()
         if by_request:
             model.set_attn_implementation(paged_attention.NAME)
         self.by_request = by_request
         self.attention = str(model.config._attn_implementation)
-        self._waiting: deque[Row] = deque()
         self._epochs = groups.Epochs()
         self._rows: dict[str, Row] = {}
         self._sampling.rows = self._rows
@@ -105,7 +98,7 @@ class ContinuousRunner:
         self._full = False  # the library cannot begin a request until one ends
         self._processor: Any = None
         self.make_pages()
-        self.capacity = processor.capacity(self._pages, plan)
+        self.capacity = batch_processor.capacity(self._pages, plan)
 
     @property
     def _pages(self) -> Any:
@@ -117,10 +110,6 @@ class ContinuousRunner:
     @property
     def running(self) -> int:
         return len(self._rows)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
 
     @property
     def decodes(self) -> str:
@@ -137,19 +126,8 @@ class ContinuousRunner:
         """Return whether prompt prefixes are cached; the library requires support in all layers."""
         return bool(getattr(self._processor.cache, "use_prefix_sharing", False))
 
-    def add(self, row: Row) -> None:
-        self._waiting.append(row)
-
-    def add_first(self, row: Row) -> None:
-        self._waiting.appendleft(row)
-
-    def install(self, adapter: Adapter) -> None:
-        """Allow rows with this adapter."""
-        self._mixing.install(adapter)
-
     def remove(self, adapter: Adapter) -> None:
-        """Remove an adapter that no row uses any more."""
-        self._mixing.remove(adapter)
+        super().remove(adapter)
         self._sampling.forget()
 
     def cancel(self, row: Row) -> None:
@@ -158,7 +136,7 @@ class ContinuousRunner:
         if self._decoder is not None:
             self._decoder.leave(row.key)
         if self._rows.pop(row.key, None) is None:
-            self._waiting = deque(other for other in self._waiting if other is not row)
+            self._withdraw(row)
             return
         scheduler = self._processor.scheduler
         scheduler.set_request_cancellation(row.key)
@@ -258,10 +236,9 @@ class ContinuousRunner:
         return {key: torch.stack(logits) for key, logits in seen.items()}
 
     def make_pages(self) -> None:
-        """Create an empty cache. Raises MemoryError, torch.OutOfMemoryError."""
         ranks = self._ranks
         with ranks.paging(self.plan, self.attention) if ranks else contextlib.nullcontext():
-            made = processor.create(self._manager)
+            made = batch_processor.create(self._manager)
         made.scheduler.rows = self._rows
         groups.keep_prefixes_apart(made.cache, self._rows, self._epochs)
         self._processor = made
@@ -272,33 +249,24 @@ class ContinuousRunner:
             made.scheduler.ample = self._decoder.pages.is_ample
 
     def drop_pages(self) -> None:
-        """Free the cache and all other data of the last step."""
         self._mixing.step = None
         self._sampling.forget()
-        self._drop_decoder()
-        self._processor = None
-        self._manager.batch_processor = None
-        gc.collect()
+        self._free_cache()
         if self._ranks is not None:
             self._ranks.drop_pages()
 
-    def tensors(self) -> Iterable[Tensor]:
-        """Return the adapters' tensors in the model."""
-        return self._mixing.tensors()
-
     def close(self) -> None:
-        """Free the cache."""
         self._rows.clear()
         self._waiting.clear()
-        self._drop_decoder()
-        self._processor = None
-        self._manager.batch_processor = None
-        gc.collect()
+        self._free_cache()
 
-    def _drop_decoder(self) -> None:
+    def _free_cache(self) -> None:
         if self._decoder is not None:
             self._decoder.close()
             self._decoder = None
+        self._processor = None
+        self._manager.batch_processor = None
+        gc.collect()
 
     # ---- inside a step
 

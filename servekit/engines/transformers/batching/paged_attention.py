@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.eager_paged import eager_paged_attention_forward
 
-from servekit.engines.transformers.decode.attention_metadata import Step
+from servekit.engines.transformers.decode.page_table import Step
 
 #: The name under which the library finds this attention.
 NAME = "paged_by_request"

@@ -23,14 +23,13 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.transformers.decode import batch_slots, device_sampling
-from servekit.engines.transformers.decode.attention_metadata import Holder, Step
 from servekit.engines.transformers.decode.batch_slots import BatchSlot, BatchSlots
 from servekit.engines.transformers.decode.device_sampling import SamplingMode
 from servekit.engines.transformers.decode.graphs import Graphs
 from servekit.engines.transformers.decode.kernels import Kernel
-from servekit.engines.transformers.decode.page_table import Pages
+from servekit.engines.transformers.decode.page_table import Holder, Pages, Step
 from servekit.engines.transformers.request_row import Row
-from servekit.engines.transformers.sampling.sampler import Sampler, best
+from servekit.engines.transformers.sampling import Sampler, best
 
 Output = tuple[Row, StepOutput]
 #: transformers 5.17 allocates up to two blocks more than a request fills; one is for the extra

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from servekit.engines.text.sampling_params import CANDIDATES
+from servekit.engines.transformers import sampling
 from servekit.engines.transformers.decode import batch_slots
 from servekit.engines.transformers.request_row import Row
-from servekit.engines.transformers.sampling import sampler
 
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK32 = 0xFFFFFFFF
@@ -49,11 +49,11 @@ def kind_of(row: Row) -> int:
 
 
 def choose(logits: Tensor, ints: Tensor, floats: Tensor, manner: SamplingMode) -> Tensor:
-    """Return a token per slot, [slots] int64; see `sampler.best` for NaN logits.
+    """Return a token per slot, [slots] int64; see `sampling.best` for NaN logits.
 
     `logits` [slots, vocabulary] float32 are not changed.
     """
-    tokens = sampler.best(logits)
+    tokens = sampling.best(logits)
     if not (manner.plain or manner.ranked):
         return tokens
     warm = logits / floats[:, batch_slots.TEMPERATURE, None]
@@ -62,11 +62,11 @@ def choose(logits: Tensor, ints: Tensor, floats: Tensor, manner: SamplingMode) -
     if manner.ranked:
         width = min(CANDIDATES, logits.shape[1])
         limit, top_p = ints[:, batch_slots.LIMIT, None], floats[:, batch_slots.TOP_P, None]
-        drawn, _ = sampler.among(warm, keys, sampler.Bounds(limit, top_p, floor), width)
+        drawn, _ = sampling.among(warm, keys, sampling.Bounds(limit, top_p, floor), width)
         tokens = torch.where((kind == batch_slots.RANKED) & (tokens >= 0), drawn, tokens)
     if manner.plain:
         warm.masked_fill_(warm < warm.amax(-1, keepdim=True) + floor, -torch.inf)
-        drawn = sampler.loudest(warm, keys)
+        drawn = sampling.loudest(warm, keys)
         tokens = torch.where((kind == batch_slots.PLAIN) & (tokens >= 0), drawn, tokens)
     return tokens
 

@@ -13,94 +13,69 @@ A failure at any point leaves nothing behind.
 from __future__ import annotations
 
 import gc
-import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from servekit.engines.api.adapter_table import AdapterTable
 from servekit.engines.api.base import Job
 from servekit.engines.text.sampling_params import Sampling
+from servekit.engines.transformers.batching import self_check
+from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.lora import (
     adapter_files,
     batching_mode,
     config_checks,
-    paged_model,
     peft_model,
-    tolerance,
     verify,
 )
 from servekit.engines.transformers.lora.adapter import Adapter
 from servekit.engines.transformers.lora.module_clone import ModuleClones, logits_of
 from servekit.engines.transformers.request_row import Row
-from servekit.errors import LoadError, RequestError
+from servekit.errors import RequestError
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import SamplingParams, WorkerSpec
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from servekit.engines.transformers.engine import TransformersEngine
 
 #: Number of served adapters beside which a new one is verified.
 _NEIGHBOURS = 2
+#: Blocks for the two requests that check an adapter's own model.
+_BLOCKS = 8
 
 
-class Host(Protocol):
-    """The engine as seen by `AdapterManager`; both methods block."""
-
-    def between_steps(self, work: Callable[[], None]) -> None:
-        """Run `work` in the engine's thread, between two steps."""
-
-    def run_rows(self, rows: list[Row]) -> None:
-        """Run rows to completion in the engine's batches, without emitting their output."""
-
-
-class AdapterManager:
-    """The adapters of one model; `load` and `unload` are called by one thread at a time."""
+class AdapterManager(AdapterTable[Adapter]):
+    """The adapters of one model of the transformers engine."""
 
     def __init__(
-        self, model: PreTrainedModel, attention: str, runner: Any, spec: WorkerSpec, host: Host
+        self,
+        model: PreTrainedModel,
+        attention: str,
+        runner: Any,
+        spec: WorkerSpec,
+        engine: TransformersEngine,
     ) -> None:
+        super().__init__()
         self._model = model
         self._attention = attention
         self._runner = runner
         self._spec = spec
-        self._host = host
+        self._engine = engine
         self._skeletons: ModuleClones | None = None
         embedding: Any = model.get_input_embeddings()
         self._vocab_size = int(embedding.weight.shape[0])
-        self._tolerance = tolerance.of(model.device, model.dtype)
+        self._tolerance = verify.tolerance_of(model.device, model.dtype)
         self._uids = count(1)
-        self._served: dict[str, Adapter] = {}
         self._said: dict[str, verify.Said] = {}  # output of each during its verification
 
-    def get(self, name: str) -> Adapter:
-        """Return the adapter that a job names. Raises RequestError if it is not loaded."""
-        found = self._served.get(name)
-        if found is None:
-            raise RequestError(f"This model has no adapter {name!r}.", param="model")
-        return found
-
-    def load_all(
-        self, specs: Iterable[AdapterSpec]
-    ) -> tuple[tuple[AdapterInfo, ...], dict[str, str]]:
-        """Load all possible adapters; return the reasons for the refused ones by name."""
-        loaded, refused = [], {}
-        for spec in specs:
-            try:
-                loaded.append(self.load(spec))
-            except (RequestError, LoadError) as error:
-                log.warning("adapter %s is refused: %s", spec.name, error)
-                refused[spec.name] = str(error)
-        return tuple(loaded), refused
-
-    def load(self, spec: AdapterSpec) -> AdapterInfo:
-        """Load an adapter, as `Engine.load_adapter`."""
-        if spec.name in self._served:
-            raise RequestError(
-                f"An adapter {spec.name!r} is loaded already; unload it first.", param="lora_name"
-            )
+    def _load(self, spec: AdapterSpec) -> AdapterInfo:
         try:
             found = adapter_files.read(spec)
             config_checks.check(
@@ -111,11 +86,7 @@ class AdapterManager:
             skeletons = self._skeletons or ModuleClones(self._model, self._attention)
             self._skeletons = skeletons
             with peft_model.explained(self._spec.model), skeletons.unchanged():
-                return self._load(spec, found, skeletons)
-        except LoadError as error:
-            if not error.permanent:
-                raise
-            raise RequestError(str(error), param=adapter_files.PARAM) from error
+                return self._build(spec, found, skeletons)
         finally:
             self._collect()
 
@@ -133,12 +104,12 @@ class AdapterManager:
                 yield from adapter.model.buffers()
 
     def _forget(self, adapter: Adapter) -> None:
-        self._host.between_steps(lambda: self._runner.remove(adapter))
+        self._engine.between_steps(lambda: self._runner.remove(adapter))
         del self._served[adapter.name], self._said[adapter.name]
 
     # ---------------------------------------------------------------- in steps
 
-    def _load(
+    def _build(
         self, spec: AdapterSpec, found: adapter_files.AdapterFiles, skeletons: ModuleClones
     ) -> AdapterInfo:
         peft, kind = peft_model.build(found, skeletons, self._spec.model)
@@ -181,14 +152,14 @@ class AdapterManager:
     ) -> dict[str, float]:
         """Install an adapter in the running model, verify it there, and serve it."""
         if adapter.model is not None:
-            paged_model.prepare(adapter.model, self._runner)
+            _prepare_paged(adapter.model, self._runner)
         if self._model.device.type == "cuda":
             torch.cuda.synchronize()  # written on this thread's stream, read on the engine's
-        self._host.between_steps(lambda: self._runner.install(adapter))
+        self._engine.between_steps(lambda: self._runner.install(adapter))
         try:
             figures, said = self._try_in_batch(adapter, peft, alone, skeletons)
         except BaseException:
-            self._host.between_steps(lambda: self._runner.remove(adapter))
+            self._engine.between_steps(lambda: self._runner.remove(adapter))
             raise
         self._said[adapter.name] = said
         self._served[adapter.name] = adapter
@@ -201,8 +172,8 @@ class AdapterManager:
         own = [self._row(adapter, length) for length in verify.LENGTHS]
         base = self._row(None, verify.LENGTHS[0])
         others = [self._row(other, verify.LENGTHS[-1]) for other in neighbours]
-        self._host.run_rows([base, own[0], *others, own[1]])
-        with paged_model.plainly(adapter.model or skeletons.base, self._attention):
+        self._engine.run_rows([base, own[0], *others, own[1]])
+        with _plain_attention(adapter.model or skeletons.base, self._attention):
             expected = [self._expected(peft, row) for row in own]
             plain = verify.Said(tuple(base.completion), self._expected(skeletons.base, base))
         tolerance = self._tolerance
@@ -261,3 +232,39 @@ def _tensors(adapter: Adapter) -> Iterable[Tensor]:
         yield from (factors.down, factors.up)
     if adapter.prompt is not None:
         yield adapter.prompt
+
+
+def _prepare_paged(model: Any, runner: Any) -> None:
+    """Switch an adapter's own model to the runner's attention, and check it in the paged cache.
+
+    It is checked with a separate cache outside the engine's thread: a model that cannot be paged
+    may raise in the middle of a step, which would end the engine.
+
+    Raises RequestError if the output differs. Does nothing if requests run one at a time.
+    """
+    if not isinstance(runner, ContinuousRunner):
+        return
+    plan = replace(runner.plan, blocks=_BLOCKS, slots=min(4, runner.plan.slots))
+    proof = ContinuousRunner(model, plan, by_request=runner.by_request)
+    try:
+        self_check.check(model, proof, runner.plain_attention)
+    except (MemoryError, RequestError):
+        raise
+    except Exception as error:
+        raise RequestError(
+            f"The model with the adapter cannot share the engine's cache: {error}.",
+            param=adapter_files.PARAM,
+        ) from error
+    finally:
+        proof.close()
+
+
+@contextmanager
+def _plain_attention(model: Any, attention: str) -> Iterator[None]:
+    """Run the model without the paged cache in the block."""
+    own = str(model.config._attn_implementation)
+    model.set_attn_implementation(attention)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)

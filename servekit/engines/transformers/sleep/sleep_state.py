@@ -12,11 +12,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-from typing import Any
 
 import torch
 
-from servekit.engines.transformers.runner_factory import Runner
+from servekit.engines.transformers.runner import Runner
 from servekit.engines.transformers.sleep.weight_offload import WeightStore
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
 from servekit.errors import LoadError
@@ -27,7 +26,7 @@ _NO_ROOM = (MemoryError, torch.OutOfMemoryError, LoadError)
 class SleepState:
     """The sleep state of one engine."""
 
-    def __init__(self, runner: Runner[Any], bed: WeightStore, ranks: Ranks | None) -> None:
+    def __init__(self, runner: Runner, bed: WeightStore, ranks: Ranks | None) -> None:
         self._runner = runner
         self._bed = bed
         self._ranks = ranks

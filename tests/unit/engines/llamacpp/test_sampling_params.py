@@ -8,8 +8,8 @@ import torch
 
 from servekit.engines.llamacpp.sampling_params import _noise, draw
 from servekit.engines.text.sampling_params import CANDIDATES, Sampling, noise_keys
-from servekit.engines.transformers.sampling.sampler import _gumbel
-from servekit.engines.transformers.sampling.sampler import draw as draw_by_torch
+from servekit.engines.transformers.sampling import _gumbel
+from servekit.engines.transformers.sampling import draw as draw_by_torch
 
 SIZE = 5000
 SAMPLINGS = [

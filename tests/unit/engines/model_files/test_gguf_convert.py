@@ -10,7 +10,7 @@ import pytest
 
 from servekit.engines.model_files import gguf_convert
 from servekit.errors import LoadError
-from servekit.model_metadata.gguf_header import read_header
+from servekit.model_metadata.gguf import read_header
 from servekit.protocol.messages import Progress
 from tests.unit.engines.conftest import llamacpp
 from tests.unit.engines.harness import Harness, make_spec, write_tiny_llama

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from servekit.engines.text.sampling_params import Sampling, noise_base, noise_keys
+from servekit.engines.transformers import sampling
 from servekit.engines.transformers.decode import device_sampling
 from servekit.engines.transformers.decode.batch_slots import BatchSlots
-from servekit.engines.transformers.sampling import sampler
 from tests.unit.engines.transformers.decode.crowds import row
 
 VOCABULARY = 1000
@@ -53,7 +53,7 @@ def test_draws_are_the_hosts(scale: float) -> None:
         logits, seats.ints, seats.floats, device_sampling.SamplingMode(plain=True, ranked=True)
     )
     assert torch.equal(logits, kept)
-    sampler.Sampler().apply(rows, logits)
+    sampling.Sampler().apply(rows, logits)
     assert found.tolist() == logits.argmax(-1).tolist()
     assert len(set(found.tolist())) > 14
 

@@ -17,7 +17,6 @@ from servekit.engines.transformers.lora import (
     batched_lora,
     boft,
     peft_model,
-    tolerance,
     verify,
 )
 from servekit.engines.transformers.lora.adapter_files import WEIGHTS
@@ -184,7 +183,7 @@ def test_the_probes_prompt_is_in_the_vocabulary() -> None:
 
 
 def test_a_neighbour_is_compared_as_far_as_it_goes_on_alike() -> None:
-    allowed = tolerance.of(torch.device("cpu"), torch.bfloat16)
+    allowed = verify.tolerance_of(torch.device("cpu"), torch.bfloat16)
     logits = torch.eye(3)
     before = verify.Said((4, 5, 6), logits)
     parted = verify.Said((4, 7, 8), logits[[0, 1, 0]])  # after a near-tie at the second token

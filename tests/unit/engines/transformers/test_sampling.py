@@ -9,7 +9,7 @@ from torch import Tensor
 from servekit.engines.api.base import Job
 from servekit.engines.text.sampling_params import CANDIDATES, Sampling, resolve
 from servekit.engines.transformers.request_row import Row
-from servekit.engines.transformers.sampling.sampler import Sampler, _gumbel, draw
+from servekit.engines.transformers.sampling import Sampler, _gumbel, draw
 from servekit.protocol.messages import SamplingParams
 
 
@@ -147,7 +147,7 @@ def test_noise_is_finite_and_in_chunks_the_same(monkeypatch: pytest.MonkeyPatch)
     assert noise.isfinite().all()
     logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(2))
     whole = draw(logits.clone(), [Sampling(seed=1)] * 8, list(range(8)))
-    monkeypatch.setattr("servekit.engines.transformers.sampling.sampler._NOISE_CHUNK", 700)
+    monkeypatch.setattr("servekit.engines.transformers.sampling._NOISE_CHUNK", 700)
     assert draw(logits.clone(), [Sampling(seed=1)] * 8, list(range(8))).equal(whole)
 
 

@@ -1,4 +1,4 @@
-"""Choice of tokens, with greedy and sampled rows in one batch.
+"""Choice of tokens on the host, with greedy and sampled rows in one batch.
 
 A sampled token is drawn by the Gumbel-max trick: the argmax of logits plus Gumbel noise is an exact
 draw from their softmax. The noise is a hash of (seed, position, token id) instead of a generator's
@@ -17,13 +17,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from servekit.engines.api.job_state import NOT_A_NUMBER
-from servekit.engines.text.sampling_params import CANDIDATES, Sampling, noise_keys
-from servekit.engines.transformers.sampling.logit_masks import Masks
-from servekit.engines.transformers.sampling.logprobs import Report
+from servekit.engines.api.job_state import NOT_A_NUMBER, Scores
+from servekit.engines.text.sampling_params import CANDIDATES, LEAST, Sampling, noise_keys
+from servekit.engines.text.structured_output import mask_words
 
 if TYPE_CHECKING:
     from servekit.engines.transformers.request_row import Row
@@ -223,3 +223,79 @@ def _scramble(bits: Tensor) -> None:
     bits.bitwise_xor_(bits >> 16).mul_(0x7FEB352D).bitwise_and_(_MASK32)
     bits.bitwise_xor_(bits >> 15).mul_(0x846CA68B).bitwise_and_(_MASK32)
     bits.bitwise_xor_(bits >> 16)
+
+
+# ---------------------------------------------------------------- grammars
+
+
+class Masks:
+    """Bit masks of the allowed next tokens, for the rows of a batch that have a grammar.
+
+    A forbidden token gets a logit of minus infinity.
+    They are computed on the CPU while the forward pass still runs on the device.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        bound = [
+            (index, row.constraint, row.end_unwanted)
+            for index, row in enumerate(rows)
+            if row.constraint is not None
+        ]
+        self._indices = [index for index, _, _ in bound]
+        words = max((mask_words(constraint.vocab_size) for _, constraint, _ in bound), default=0)
+        self._size = 32 * words
+        self._bits = np.zeros((len(bound), words), np.int32)
+        for bits, (_, constraint, end_unwanted) in zip(self._bits, bound, strict=True):
+            constraint.fill(bits, avoid_end=end_unwanted)
+
+    def apply(self, logits: Tensor) -> None:
+        """Change `logits` [rows, vocabulary] in place, only in rows with a grammar."""
+        if not self._indices:
+            return
+        bits = torch.from_numpy(self._bits).to(logits.device).unsqueeze(-1)
+        places = torch.arange(32, dtype=torch.int32, device=logits.device)
+        allowed = (bits >> places).bitwise_and_(1).bool().flatten(1)[:, : logits.shape[1]]
+        where = torch.tensor(self._indices, device=logits.device)
+        masked = logits[where]
+        masked[:, : self._size].masked_fill_(~allowed, -torch.inf)
+        masked[:, self._size :] = -torch.inf  # rows of the head without a token
+        logits[where] = masked
+
+
+# ---------------------------------------------------------------- log probabilities
+
+
+class Report:
+    """Reader of a batch's unchanged logits that later sets the scores of its rows.
+
+    Log probabilities are the log-softmax of the model's raw logits, before bias, penalties,
+    grammar, temperature and filters, as in OpenAI's API. So a token forced by a grammar or a bias
+    may be improbable, and the best tokens need not contain it.
+    """
+
+    def __init__(self, rows: Sequence[Row], logits: Tensor) -> None:
+        """Read `logits` [rows, vocabulary] as the model returned them."""
+        self._rows = [(index, row) for index, row in enumerate(rows) if row.wants_logprobs]
+        if self._rows:
+            self._where = torch.tensor([index for index, _ in self._rows], device=logits.device)
+            self._logs = logits[self._where].log_softmax(-1)
+
+    def tell(self, logits: Tensor) -> None:
+        """Set each row's `scores`; the argmax of `logits` is the chosen token."""
+        if not self._rows:
+            return
+        chosen = logits[self._where].argmax(-1, keepdim=True)
+        width = max(row.sampling.logprobs or 0 for _, row in self._rows)
+        values, ids = self._logs.topk(min(width, logits.shape[1]), dim=-1)
+        of_chosen = self._logs.gather(1, chosen)
+        # A single transfer: ids are exact in float64, and so is every float32.
+        numbers = torch.cat([of_chosen.double(), values.double(), ids.double()], dim=1).tolist()
+        for (_, row), numbers_of_row in zip(self._rows, numbers, strict=True):
+            row.scores = _scores(numbers_of_row, values.shape[1], row.sampling.logprobs or 0)
+            row.broken |= math.isnan(row.scores.chosen)
+
+
+def _scores(numbers: list[float], width: int, wanted: int) -> Scores:
+    chosen, values, ids = numbers[0], numbers[1 : 1 + width], numbers[1 + width :]
+    pairs = zip(ids[:wanted], values[:wanted], strict=True)
+    return Scores(max(chosen, LEAST), tuple((int(i), max(value, LEAST)) for i, value in pairs))
