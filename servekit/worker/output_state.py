@@ -22,7 +22,7 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.types import FinishReason
 from servekit.worker.detokenizer import CountedText, TextStream
-from servekit.worker.request_preparation import packed
+from servekit.worker.request_preparation import pack_ids
 
 if TYPE_CHECKING:
     from servekit.worker.gateway_connection import GatewayConnection
@@ -77,7 +77,7 @@ class OutputState:
         """
         assert self.begins is not None
         (ids, limit), self.begins = self.begins, None
-        return Continuation(generation(self.adapter), limit, packed(ids) if self.chats else b"")
+        return Continuation(generation(self.adapter), limit, pack_ids(ids) if self.chats else b"")
 
     def pass_on(self, output: StepOutput) -> bool:
         """Send the step's output if it is exactly one token; requires `plain`.
@@ -132,7 +132,7 @@ class SilentTask(OutputState):
         return Delta(self.id, "", [], "length", *counts, [], [], "", self.cached)
 
 
-def failure(output: StepOutput) -> RequestError | None:
+def find_failure(output: StepOutput) -> RequestError | None:
     """Return the error with which a step ended a request, if any."""
     if output.error is not None:
         message, param = output.error, output.param
@@ -189,13 +189,13 @@ class ScoredTask(OutputState):
 
     def delta(self, output: StepOutput) -> Delta:
         """Return the tokens that may be sent by now, as the message for the gateway."""
-        text = self.held + self._read(output)
+        text = self.held + self._read_tokens(output)
         self.held = ""
         finish: FinishReason | None = "stop" if self.text.stopped else output.finish
         if finish is not None and not self.text.stopped:
             text += self.text.finish(output.stop_token)
             finish = "stop" if self.text.stopped else finish
-        told = self._certain(all_of_them=finish is not None and not self.text.stopped)
+        told = self._take_certain(all_of_them=finish is not None and not self.text.stopped)
         ids, logprobs = [id for _, id, _ in told], [logprob for _, _, logprob in told]
         completion = 0 if finish is None else self.completion
         self.cached = max(self.cached, min(output.cached_tokens, self.prompt_tokens))
@@ -203,7 +203,7 @@ class ScoredTask(OutputState):
         ended = -1 if self.text.stop else output.stop_token
         return Delta(self.id, text, ids, finish, *counts, logprobs, [], *rest, stop_token=ended)
 
-    def _read(self, output: StepOutput) -> str:
+    def _read_tokens(self, output: StepOutput) -> str:
         """Decode the step's tokens, record where each begins, and return the text to send."""
         self.completion += len(output.token_ids)
         text = ""
@@ -212,7 +212,7 @@ class ScoredTask(OutputState):
             text += self._counted.push([id])
         return text
 
-    def _certain(self, *, all_of_them: bool) -> list[tuple[int, int, TokenLogprob]]:
+    def _take_certain(self, *, all_of_them: bool) -> list[tuple[int, int, TokenLogprob]]:
         """Return the held tokens that begin before the end of the certain text, or all."""
         told = []
         while self._kept and (all_of_them or self._kept[0][0] < self._counted.certain):

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from servekit.worker.runner import Runner
 
 
-def posted(args: argparse.Namespace) -> TcpChannel:
+def make_channel(args: argparse.Namespace) -> TcpChannel:
     """Create the channel from the command line. Raises StartError, OSError."""
     if not is_tcp(args.listen):
         raise StartError(f"{args.listen!r} is not of the form tcp://HOST:PORT")

@@ -55,12 +55,12 @@ class AdapterTable(ABC, Generic[T]):
                 f"An adapter {spec.name!r} is loaded already; unload it first.", param="lora_name"
             )
         try:
-            return self._load(spec)
+            return self._load_new(spec)
         except LoadError as error:
             if not error.permanent:
                 raise
             raise RequestError(error.message, param="lora_path") from error
 
     @abstractmethod
-    def _load(self, spec: AdapterSpec) -> AdapterInfo:
+    def _load_new(self, spec: AdapterSpec) -> AdapterInfo:
         """Load an adapter of a new name; on an exception nothing of it remains."""

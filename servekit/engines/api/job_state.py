@@ -43,7 +43,7 @@ class Scores(NamedTuple):
     best: tuple[tuple[int, float], ...]
 
 
-def _nameless(token: int) -> bytes:
+def _no_piece(token: int) -> bytes:
     return b""
 
 
@@ -72,7 +72,7 @@ class Underway:
     sampling: Sampling
     eos: frozenset[int]  # see `ends_of`
     max_tokens: int
-    piece: Callable[[int], bytes] = _nameless  # the bytes of a token
+    piece: Callable[[int], bytes] = _no_piece  # the bytes of a token
     constraint: Constraint | None = None
     cancelled: bool = False
     completion: list[int] = field(default_factory=list)
@@ -161,26 +161,26 @@ class Underway:
             return StepOutput(self.job.id, [], error=_BROKEN)
         constraint = self.constraint
         if constraint is not None and constraint.failure:
-            return self._failed(constraint)
+            return self._grammar_failure(constraint)
         if token in self.eos:
             asked = token in self.job.params.stop_token_ids
             return StepOutput(self.job.id, [], "stop", stop_token=token if asked else -1)
         self.completion.append(token)
         output = StepOutput(self.job.id, [token], None if self.remaining > 0 else "length")
         if self.scores is not None:
-            output.logprobs = [self._logprob(token, self.scores)]
+            output.logprobs = [self._token_logprob(token, self.scores)]
             self.scores = None
         if constraint is not None:
             constraint.take(token)
             if constraint.failure:
-                return self._failed(constraint)
+                return self._grammar_failure(constraint)
             output.finish = "stop" if constraint.ended else output.finish
         return output
 
-    def _failed(self, constraint: Constraint) -> StepOutput:
+    def _grammar_failure(self, constraint: Constraint) -> StepOutput:
         return StepOutput(self.job.id, [], error=constraint.failure, param=constraint.grammar.param)
 
-    def _logprob(self, token: int, scores: Scores) -> TokenLogprob:
+    def _token_logprob(self, token: int, scores: Scores) -> TokenLogprob:
         best = tuple((self.piece(other), value) for other, value in scores.best)
         return TokenLogprob(self.piece(token), scores.chosen, best)
 

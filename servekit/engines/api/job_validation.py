@@ -28,7 +28,7 @@ class Limits:
     fills: bool = False
 
 
-def check(job: Job, limits: Limits, virtual_tokens: int = 0) -> None:
+def check_job(job: Job, limits: Limits, virtual_tokens: int = 0) -> None:
     """Raise RequestError if the job cannot run or would harm other jobs.
 
     `virtual_tokens` of the job's adapter take room in the context, in addition to the prompt.

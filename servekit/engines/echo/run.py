@@ -76,7 +76,7 @@ class Run:
         self.id = job.id
         self.prompt = job.prompt_ids
         if transform is not None:
-            self.prompt = [transformed(token, transform) for token in job.prompt_ids]
+            self.prompt = [transform_token(token, transform) for token in job.prompt_ids]
         self.limit = params.max_tokens or len(job.prompt_ids)
         self.done = min(len(job.emitted), self.limit)
         self.best = params.logprobs
@@ -106,7 +106,7 @@ class Run:
         if self.told is not None:
             output.prompt, self.told = self.told, None
         if self.best is not None:
-            output.logprobs = [_certain(token, self.best) for token in tokens]
+            output.logprobs = [_certain_logprob(token, self.best) for token in tokens]
         return output
 
 
@@ -118,7 +118,7 @@ def _certain_prompt(ids: list[int], best: int) -> list[PromptToken]:
     return made
 
 
-def _certain(token: int, best: int) -> TokenLogprob:
+def _certain_logprob(token: int, best: int) -> TokenLogprob:
     text = EchoDecoder().push([token]).encode()
     return TokenLogprob(text, 0.0, ((text, 0.0),) if best else ())
 
@@ -147,7 +147,7 @@ def transform_of(adapter: AdapterSpec) -> str:
     return kind
 
 
-def transformed(token: int, transform: Transform) -> int:
+def transform_token(token: int, transform: Transform) -> int:
     """Return the transformed token, or the same token if the result is not a single character."""
     text = transform(chr(token))
     return ord(text) if len(text) == 1 else token
@@ -178,11 +178,11 @@ class EchoCache:
             chain.append(last)
             known = known and last in self._blocks
             found += BLOCK * known
-        self._keep(chain)
+        self._keep_blocks(chain)
         cached = min(found, (len(ids) - 1) // BLOCK * BLOCK)
         return cached, (len(ids) - cached) * self._token_s
 
-    def _keep(self, chain: list[int]) -> None:
+    def _keep_blocks(self, chain: list[int]) -> None:
         for block in reversed(chain):
             self._blocks[block] = None
             self._blocks.move_to_end(block)

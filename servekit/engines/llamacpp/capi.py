@@ -103,7 +103,7 @@ class Library:
             self.declare(name, result, arguments)
         self._complaints: list[str] = []
         self._dots: Callable[[], None] | None = None
-        logger = _LogCallback(self._log)
+        logger = _LogCallback(self._on_log)
         _LOGGERS.append(logger)
         self.call("llama_log_set", logger, None)
         self.call("llama_backend_init")
@@ -165,7 +165,7 @@ class Library:
         """The recent errors that llama.cpp logged."""
         return "; ".join(self._complaints)
 
-    def _log(self, level: int, text: bytes | None, _: Any) -> None:
+    def _on_log(self, level: int, text: bytes | None, _: Any) -> None:
         if text == b"." and self._dots is not None:
             self._dots()
         if level not in (_WARN, _ERROR) or text is None:

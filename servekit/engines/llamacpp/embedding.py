@@ -28,7 +28,7 @@ class LlamaEmbedder(EmbedRunner):
         for sequence, ids in enumerate(texts):
             context.put(sequence, 0, ids, output=True)
         context.run()
-        vectors = [_unit(context.embedding(sequence)) for sequence in range(len(texts))]
+        vectors = [_normalise_vector(context.embedding(sequence)) for sequence in range(len(texts))]
         context.forget()
         return [vector.astype("<f4").tobytes() for vector in vectors]
 
@@ -44,7 +44,7 @@ class LlamaEmbedder(EmbedRunner):
         return batch
 
 
-def _unit(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+def _normalise_vector(vector: NDArray[np.float32]) -> NDArray[np.float32]:
     """Normalise a vector to length 1; a zero vector is returned unchanged."""
     length = float(np.linalg.norm(vector))
     return vector / np.float32(length) if length else vector

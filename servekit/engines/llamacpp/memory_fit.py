@@ -108,14 +108,14 @@ def shape_of(headers: Sequence[Header], cache_type: str) -> Shape:
         layers=tuple(layers),
         output=sizes.get("output.weight", embedding),
         weights=file.weights_bytes,
-        cached=int(_numbers(file) / len(layers) * CACHE_TYPES[cache_type][1]),
+        cached=int(_cached_elements(file) / len(layers) * CACHE_TYPES[cache_type][1]),
         activations=4 * (8 * width + 2 * (stated("feed_forward_length") or 4 * width)),
         vocabulary=4 * (stated("vocab_size") or _VOCABULARY),
         own_context=stated("context_length"),
     )
 
 
-def _numbers(file: Gguf) -> int:
+def _cached_elements(file: Gguf) -> int:
     """Return the cached elements per token in all layers; 0 for a recurrent model."""
     try:
         return kv_cache_shape.of_gguf(file).numbers(1)
@@ -123,7 +123,7 @@ def _numbers(file: Gguf) -> int:
         return 0
 
 
-def fit(shape: Shape, wish: FitOptions) -> Plan:
+def fit_memory(shape: Shape, wish: FitOptions) -> Plan:
     """Plan the layers and context that fit.
 
     Raises LoadError with the calculation if nothing does.
@@ -134,15 +134,15 @@ def fit(shape: Shape, wish: FitOptions) -> Plan:
         return _on_gpus(shape, wish, context)
     room = int(HOST_FRACTION * wish.host_bytes) // max(_token(shape), 1)
     useful = max(wish.slots * HOST_TOKENS_PER_SLOT, context)
-    return _plan(shape, wish, 0, context, min(useful, room))
+    return _make_plan(shape, wish, 0, context, min(useful, room))
 
 
 def _on_gpus(shape: Shape, wish: FitOptions, context: int) -> Plan:
     """Plan all layers if they fit with the cache of one full context; otherwise as many as fit."""
     count = len(shape.layers)
-    room = sum(max(0, budget - _workspace(shape, wish)) for budget in wish.budgets)
+    room = sum(max(0, budget - _workspace_bytes(shape, wish)) for budget in wish.budgets)
     per_layer = shape.cached * context
-    masks = _masks(wish)
+    masks = _mask_bytes(wish)
     layers = wish.gpu_layers
     if layers is None:
         whole = sum(shape.layers) + shape.output + (per_layer * count + masks * context)
@@ -157,7 +157,7 @@ def _on_gpus(shape: Shape, wish: FitOptions, context: int) -> Plan:
             f"{layers} layers of {_gib(on_gpu)} do not fit: of {_gib(sum(wish.budgets))} on the "
             f"GPU there are {_gib(room)} for weights. Lower options.gpu_layers, or raise `memory`."
         )
-    return _plan(shape, wish, layers, context, min(tokens, wish.slots * context))
+    return _make_plan(shape, wish, layers, context, min(tokens, wish.slots * context))
 
 
 def _layers_that_fit(shape: Shape, room: int, per_layer: int) -> int:
@@ -171,7 +171,7 @@ def _layers_that_fit(shape: Shape, room: int, per_layer: int) -> int:
     return fitting
 
 
-def _plan(shape: Shape, wish: FitOptions, gpu_layers: int, context: int, tokens: int) -> Plan:
+def _make_plan(shape: Shape, wish: FitOptions, gpu_layers: int, context: int, tokens: int) -> Plan:
     if tokens < context and wish.max_context is not None:
         raise LoadError(
             f"A context of {context} tokens takes {_gib(context * _token(shape))} of cache, and "
@@ -190,13 +190,13 @@ def _token(shape: Shape) -> int:
     return shape.cached * len(shape.layers)
 
 
-def _workspace(shape: Shape, wish: FitOptions) -> int:
+def _workspace_bytes(shape: Shape, wish: FitOptions) -> int:
     """Return the bytes on each GPU besides weights, cache and what grows with the cache."""
     logits = (wish.slots + PROMPT_OUTPUTS) * shape.vocabulary
     return HEADROOM_BYTES + wish.batch * shape.activations + logits
 
 
-def _masks(wish: FitOptions) -> int:
+def _mask_bytes(wish: FitOptions) -> int:
     """Return the bytes of masks per cached token, on all GPUs."""
     copies = _SPREAD_COPIES if len(wish.budgets) > 1 else 1
     return _MASK_BYTES * wish.batch * copies * len(wish.budgets)

@@ -27,7 +27,7 @@ class LlamaCodec(Prompts):
         self._vocabulary = vocabulary
         self._drops_space = vocabulary.drops_first_space
 
-    def _ids(self, text: str, special: bool) -> list[int]:
+    def _tokenize_text(self, text: str, special: bool) -> list[int]:
         return self._vocabulary.tokenize(text, special=special)
 
     def token_bytes(self) -> int:
@@ -97,10 +97,10 @@ class Renderer:
 
         `chat_template` and `tokenize` are parameters so that no request can set them as arguments.
         """
-        messages = [_message(message) for message in conversation]
+        messages = [_plain_message(message) for message in conversation]
         if continue_final_message:
             messages[-1]["content"] = str(messages[-1]["content"]) + _HERE
-        text = self._template().render(
+        text = self._compiled_template().render(
             messages=messages,
             tools=tools,
             documents=documents,
@@ -109,13 +109,13 @@ class Renderer:
         )
         return _up_to_here(text) if continue_final_message else text
 
-    def _template(self) -> Template:
+    def _compiled_template(self) -> Template:
         if self._compiled is None:
             self._compiled = compile_template(self.chat_template)
         return self._compiled
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a message without None values, with thoughts under both names that templates read."""
     plain = {key: value for key, value in message.items() if value is not None}
     if "reasoning_content" in plain:

@@ -77,7 +77,7 @@ class EmbeddingRunner(EmbedRunner):
         return batch
 
 
-def assemble(
+def make_embedding_runner(
     model: PreTrainedModel, pooling: Pooling, tokenizer: Any, spec: WorkerSpec
 ) -> tuple[EmbeddingRunner, ModelInfo]:
     """Return the runner for an embedding model, and its properties."""
@@ -87,8 +87,8 @@ def assemble(
     cuda = spec.device == "cuda"
     stated = spec.options.get("max_batch_tokens")
     budget = stated or (CUDA_BATCH_TOKENS if cuda else CPU_BATCH_TOKENS)
-    context = _context(model, pooling, tokenizer, spec)
-    runner = EmbeddingRunner(model, pooling, _padding(model, tokenizer), context, budget)
+    context = _find_context(model, pooling, tokenizer, spec)
+    runner = EmbeddingRunner(model, pooling, _padding_id(model, tokenizer), context, budget)
     attention = model.config._attn_implementation
     size = len(runner.embed([[0, 1], [1]])[0]) // 4
     return runner, ModelInfo(
@@ -106,7 +106,7 @@ def assemble(
     )
 
 
-def _padding(model: PreTrainedModel, tokenizer: Any) -> int:
+def _padding_id(model: PreTrainedModel, tokenizer: Any) -> int:
     """Return the padding token's id.
 
     The model's own id comes first, because RoBERTa and similar models derive positions from it.
@@ -118,10 +118,12 @@ def _padding(model: PreTrainedModel, tokenizer: Any) -> int:
     return 0
 
 
-def _context(model: PreTrainedModel, pooling: Pooling, tokenizer: Any, spec: WorkerSpec) -> int:
+def _find_context(
+    model: PreTrainedModel, pooling: Pooling, tokenizer: Any, spec: WorkerSpec
+) -> int:
     """Return the smallest of the stated limits, including the number of position embeddings."""
     limits = [
-        _positions(model),
+        _count_positions(model),
         pooling.max_tokens,
         getattr(tokenizer, "model_max_length", None),
         spec.max_context,
@@ -129,7 +131,7 @@ def _context(model: PreTrainedModel, pooling: Pooling, tokenizer: Any, spec: Wor
     return int(min(limit for limit in limits if limit is not None and limit > 0))
 
 
-def _positions(model: PreTrainedModel) -> int:
+def _count_positions(model: PreTrainedModel) -> int:
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):

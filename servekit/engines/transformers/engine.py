@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 
 from servekit.engines.api.base import EmbedJob, Job, Report
 from servekit.engines.api.job_state import EmbedRow, ends_of
-from servekit.engines.api.job_validation import Limits, check, check_inputs
+from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.threaded_engine import LoopedEngine, Request
-from servekit.engines.text.sampling_params import resolve
+from servekit.engines.text.sampling_params import resolve_sampling
 from servekit.engines.text.structured_output import Constraint
 from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
@@ -70,10 +70,10 @@ class TransformersEngine(LoopedEngine):
 
     @classmethod
     def prepare(cls, spec: WorkerSpec) -> None:
-        preload.prepare(spec)
+        preload.prepare_model(spec)
 
     def load(self, report: Report) -> ModelInfo:
-        loaded = loading.load(self.spec, report)
+        loaded = loading.load_from_spec(self.spec, report)
         self._runner, self._ranks = loaded.runner, loaded.ranks
         if self._ranks is not None:
             self._ranks.report_death(self._lose_rank)
@@ -82,13 +82,13 @@ class TransformersEngine(LoopedEngine):
         self._head_size = loaded.head_size
         context, fills = loaded.info.max_context, self.fills_context
         self._limits = Limits(self.vocab_size, context, self._head_size, fills)
-        bed = loading.bed(loaded, self.spec, self._tensors)
+        bed = loading.make_weight_store(loaded, self.spec, self._other_tensors)
         self._rest = SleepState(loaded.runner, bed, loaded.ranks)
         if isinstance(loaded.runner, embedding.EmbeddingRunner):
             return loaded.info
-        return self._speaking(loaded)
+        return self._prepare_generation(loaded)
 
-    def _speaking(self, loaded: loading.Loaded) -> ModelInfo:
+    def _prepare_generation(self, loaded: loading.Loaded) -> ModelInfo:
         """Prepare grammars, dialect and adapters for a generative model; return its properties."""
         model, tokenizer = loaded.model, loaded.tokenizer
         self._eos = eos_ids(model, tokenizer)
@@ -96,9 +96,11 @@ class TransformersEngine(LoopedEngine):
         self._defaults = sampling_defaults(model) | stated
         self._pieces = Pieces(tokenizer)
         with phase("grammars"):
-            self._grammars = preload.grammars(tokenizer, self.vocab_size, self._eos)
+            self._grammars = preload.get_grammars(tokenizer, self.vocab_size, self._eos)
         dialect = self.codec.find_dialect(self.spec, self._eos)
-        info = structs.replace(loaded.info, serves=self._served(model, dialect), dialect=dialect)
+        info = structs.replace(
+            loaded.info, serves=self._list_capabilities(model, dialect), dialect=dialect
+        )
         if plan.is_spread(self.spec):
             return info
         runner = cast(CausalRunner, loaded.runner)
@@ -107,7 +109,9 @@ class TransformersEngine(LoopedEngine):
             adapters, refused = self._shelf.load_all(self.spec.adapters)
         return structs.replace(info, adapters=adapters, refused_adapters=refused)
 
-    def _served(self, model: PreTrainedModel, dialect: Dialect) -> tuple[Capability, ...]:
+    def _list_capabilities(
+        self, model: PreTrainedModel, dialect: Dialect
+    ) -> tuple[Capability, ...]:
         grammar: tuple[Capability, ...] = ("grammar",) if self._grammars else ()
         tools = tool_capabilities(
             self.codec.template, dialect, self.spec.tool_parser, grammars=bool(grammar)
@@ -129,9 +133,9 @@ class TransformersEngine(LoopedEngine):
     def submit(self, job: Job) -> None:
         if isinstance(self._runner, embedding.EmbeddingRunner):
             raise Unsupported(EMBEDS_ONLY, param="model")
-        adapter = self._adapting().get(job.adapter) if job.adapter else None
-        check(job, self._limits, adapter.virtual_tokens if adapter else 0)
-        sampling = resolve(job.params, self._defaults, self._head_size)
+        adapter = self._adapter_manager().get(job.adapter) if job.adapter else None
+        check_job(job, self._limits, adapter.virtual_tokens if adapter else 0)
+        sampling = resolve_sampling(job.params, self._defaults, self._head_size)
         bound = job.constraint is not None
         if bound != (job.params.grammar is not None):
             raise ValueError("a job with a grammar comes with what `constrain` made of it")
@@ -150,21 +154,21 @@ class TransformersEngine(LoopedEngine):
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
         try:
-            return self._adapting().load(adapter)
+            return self._adapter_manager().load(adapter)
         except BaseChanged as error:  # the worker must be replaced
             with self._changed:
-                self._post(partial(_throw, error))
+                self._post(partial(_raise_error, error))
             raise EngineFailed(str(error)) from error
 
     def unload_adapter(self, name: str) -> None:
-        shelf = self._adapting()
+        shelf = self._adapter_manager()
         with self._changed:
             rows = [row for row in self._rows.values() if isinstance(row, Row)]
         if any(row.job.adapter == name for row in rows):
             raise RequestError(f"Requests with adapter {name!r} are under way.", param="lora_name")
         shelf.unload(name)
 
-    def _adapting(self) -> AdapterManager:
+    def _adapter_manager(self) -> AdapterManager:
         if self._rest.asleep:
             raise LoadError("The model is asleep; wake it first.", permanent=False)
         if self._shelf is None:
@@ -183,7 +187,7 @@ class TransformersEngine(LoopedEngine):
     def wake(self) -> None:
         self.between_steps(self._rest.wake)
 
-    def _tensors(self) -> Iterator[Tensor]:
+    def _other_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors on the device that are not the model's own."""
         yield from self._runner.tensors()
         if self._shelf is not None:
@@ -227,7 +231,7 @@ class TransformersEngine(LoopedEngine):
 
         with self._changed:
             self._post(command)
-        self._await(done)
+        self._await_event(done)
         if failure:
             raise failure[0]
 
@@ -251,9 +255,9 @@ class TransformersEngine(LoopedEngine):
                 self._rows[row.job.id] = row
                 self._post(partial(runner.add_first, row))
         for end in ends:
-            self._await(end)
+            self._await_event(end)
 
-    def _await(self, event: threading.Event) -> None:
+    def _await_event(self, event: threading.Event) -> None:
         while not event.wait(_LOOK_S):
             if self.ended:
                 raise EngineFailed("The engine has stopped; the worker is being restarted.")
@@ -263,5 +267,5 @@ class TransformersEngine(LoopedEngine):
             row.private.set()
 
 
-def _throw(error: Exception) -> None:
+def _raise_error(error: Exception) -> None:
     raise error

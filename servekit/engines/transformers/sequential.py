@@ -17,7 +17,7 @@ from servekit.engines.transformers import prompt_scores
 from servekit.engines.transformers.lora.batched_lora import Part
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner import CausalRunner
-from servekit.engines.transformers.sampling import Sampler, best
+from servekit.engines.transformers.sampling import Sampler, best_tokens
 
 
 class StaticRunner(CausalRunner):
@@ -45,27 +45,27 @@ class StaticRunner(CausalRunner):
 
     def cancel(self, row: Row) -> None:
         if self._row is row:
-            self._drop()
+            self._drop_row()
         else:
             self._withdraw(row)
 
     @torch.no_grad()
     def step(self) -> list[tuple[Row, StepOutput]]:
         """Read a chunk of the prompt, or generate a token."""
-        row = self._row or self._begin(self._waiting.popleft())
-        logits = self._read(row)
+        row = self._row or self._begin_row(self._waiting.popleft())
+        logits = self._read_tokens(row)
         if self._unread:
             return []
         if row.noted is not None:
             row.noted.append(logits[0].clone())
         self._sampler.apply([row], logits)
-        token = int(best(logits))
+        token = int(best_tokens(logits))
         output = row.push(token)
         if row.prompt_scores:
             row.tell_prompt(output)
         self._unread = [token]
         if output.finish or output.error:
-            self._drop()
+            self._drop_row()
         return [(row, output)]
 
     def make_pages(self) -> None:
@@ -73,24 +73,24 @@ class StaticRunner(CausalRunner):
 
     def drop_pages(self) -> None:
         """Free the cache of the last request."""
-        self._drop()
+        self._drop_row()
         self._mixing.step = None
 
     def close(self) -> None:
-        self._drop()
+        self._drop_row()
         self._waiting.clear()
 
     # ---- one row
 
-    def _begin(self, row: Row) -> Row:
+    def _begin_row(self, row: Row) -> Row:
         self._row = row
         self._unread = row.context
         return row
 
-    def _drop(self) -> None:
+    def _drop_row(self) -> None:
         self._row, self._unread, self._seen, self._cache = None, [], 0, {}
 
-    def _read(self, row: Row) -> torch.Tensor:
+    def _read_tokens(self, row: Row) -> torch.Tensor:
         """Read the next tokens; return the logits after the last one, float32 [1, vocabulary]."""
         size = self._chunk if self._in_pieces() else len(self._unread)
         now, self._unread = self._unread[:size], self._unread[size:]
@@ -98,7 +98,7 @@ class StaticRunner(CausalRunner):
         own = None if adapter is None else adapter.model
         model, first = self._model if own is None else own, self._seen == 0
         self._mixing.lay_out([Part(adapter, self._seen, len(now))])
-        wanted = prompt_scores.span(row, 0, self._seen, len(now))
+        wanted = prompt_scores.find_span(row, 0, self._seen, len(now))
         self._seen += len(now)
         inputs = model.prepare_inputs_for_generation(
             torch.tensor([now], device=model.device),
@@ -113,7 +113,7 @@ class StaticRunner(CausalRunner):
             hidden = prompt_scores.Hidden(model)
             with hidden.kept():
                 outputs = model(**inputs, return_dict=True, **self._last_logits(model))
-            prompt_scores.score(hidden, [wanted], outputs.logits.shape[-1])
+            prompt_scores.score_spans(hidden, [wanted], outputs.logits.shape[-1])
         self._cache = model._update_model_kwargs_for_generation(outputs, {})
         logits: torch.Tensor = outputs.logits[:, -1].float()
         return logits

@@ -40,14 +40,14 @@ class Adapters(AdapterTable[Any]):
         self._probe = probe
         self._next = 1
 
-    def _load(self, spec: AdapterSpec) -> AdapterInfo:
-        found = adapter_files.read(spec)
-        judge(found, self._max_rank)
+    def _load_new(self, spec: AdapterSpec) -> AdapterInfo:
+        found = adapter_files.read_adapter(spec)
+        judge_config(found, self._max_rank)
         if not spec.any_base:
             config_checks.require_base(found.config, self._names, self._spec.model)
-        return self._take(spec, found)
+        return self._take_adapter(spec, found)
 
-    def _take(self, spec: AdapterSpec, found: AdapterFiles) -> AdapterInfo:
+    def _take_adapter(self, spec: AdapterSpec, found: AdapterFiles) -> AdapterInfo:
         from vllm.lora.request import LoRARequest
 
         number, self._next = self._next, self._next + 1
@@ -61,7 +61,7 @@ class Adapters(AdapterTable[Any]):
                 f"vLLM cannot load the adapter: {str(error)[:500]}", param=PARAM
             ) from error
         try:
-            figures = self._verify(number)
+            figures = self._verify_effect(number)
         except BaseException:
             self._core.call("remove_lora", number)
             raise
@@ -83,16 +83,16 @@ class Adapters(AdapterTable[Any]):
             self._core.call("remove_lora", request.lora_int_id)
             self._core.call("add_lora", request)
 
-    def _verify(self, number: int) -> dict[str, float]:
+    def _verify_effect(self, number: int) -> dict[str, float]:
         prompt = [(7919 * (index + 1)) % self._vocab for index in range(_PROMPT_TOKENS)]
-        return {"effect": effect(self._probe(prompt, number), self._probe(prompt, 0))}
+        return {"effect": measure_effect(self._probe(prompt, number), self._probe(prompt, 0))}
 
     @property
     def _vocab(self) -> int:
         return int(self._core.config.model_config.get_vocab_size())
 
 
-def judge(found: AdapterFiles, max_rank: int) -> None:
+def judge_config(found: AdapterFiles, max_rank: int) -> None:
     """Raise RequestError if vLLM does not support the adapter's configuration."""
     kind = found.config.get("peft_type")
     if kind != "LORA" or found.config.get("use_dora"):
@@ -102,10 +102,10 @@ def judge(found: AdapterFiles, max_rank: int) -> None:
             "serves it.",
             param=PARAM,
         )
-    config_checks.check(found, max_rank)
+    config_checks.check_config(found, max_rank)
 
 
-def effect(with_it: Scores, without: Scores) -> float:
+def measure_effect(with_it: Scores, without: Scores) -> float:
     """Return the largest change of a log probability by the adapter.
 
     Raises RequestError if nothing changes, or if a value is not finite; LoadError if a probe

@@ -27,7 +27,7 @@ class Stated:
     sampling: dict[str, Any]
 
 
-def read(folder: Path, tokenizer: Any, vocab_size: int) -> Stated:
+def read_defaults(folder: Path, tokenizer: Any, vocab_size: int) -> Stated:
     """Read the generation config, the model config and the tokenizer."""
     kind: Any = transformers.GenerationConfig
     try:
@@ -46,7 +46,7 @@ def read(folder: Path, tokenizer: Any, vocab_size: int) -> Stated:
     return Stated(frozenset(known), known[0] if known else None, sampling)
 
 
-def parameters(folder: Path) -> int:
+def count_parameters(folder: Path) -> int:
     """Return the number of parameters in the safetensors headers; 0 if there are none."""
     try:
         return sum(safetensors.elements(folder).values())

@@ -27,14 +27,14 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from servekit.engines.transformers.batching import scheduler as groups
 from servekit.engines.transformers.batching.kv_cache import Plan
 from servekit.engines.transformers.request_row import Row
-from servekit.engines.transformers.sampling import Sampler, best
+from servekit.engines.transformers.sampling import Sampler, best_tokens
 
 #: Smaller tensors of zeros are created as usual.
 LEAST_LAZY_BYTES = 2**20
 _FIELDS = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
 
 
-def manager(model: PreTrainedModel, plan: Plan, *, ranks: int = 1) -> Any:
+def make_manager(model: PreTrainedModel, plan: Plan, *, ranks: int = 1) -> Any:
     """Return the library's manager for this model, for the use of its parts without its thread.
 
     With several `ranks`, the cache that it creates is this rank's part.
@@ -70,7 +70,7 @@ def manager(model: PreTrainedModel, plan: Plan, *, ranks: int = 1) -> Any:
     return made
 
 
-def create(made: Any) -> Any:
+def create_processor(made: Any) -> Any:
     """Return a processor with an empty cache. Raises MemoryError, torch.OutOfMemoryError."""
     with LazyZeros():
         processor = made._create_batch_processor()
@@ -79,7 +79,7 @@ def create(made: Any) -> Any:
     return processor
 
 
-def capacity(cache: Any, plan: Plan) -> int:
+def request_capacity(cache: Any, plan: Plan) -> int:
     """Return the number of tokens that a single request can have in the cache."""
     groups = getattr(cache, "num_groups", 1)
     return int(plan.tokens // groups)
@@ -135,7 +135,7 @@ def take_best(scores: Tensor, output_ids: Tensor) -> None:
 
     `scores` is [1, requests, vocabulary] float32; ids are written to the start of `output_ids[0]`.
     """
-    tokens = best(scores[0])
+    tokens = best_tokens(scores[0])
     output_ids[0, : len(tokens)].copy_(tokens)
 
 
@@ -195,18 +195,20 @@ class LazyZeros(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.zeros and _suits(args, kwargs):
-            return torch.frombuffer(_pages(args[0]), dtype=torch.uint8)  # keeps the mapping alive
+        if func is torch.zeros and _is_lazy(args, kwargs):
+            return torch.frombuffer(
+                _map_pages(args[0]), dtype=torch.uint8
+            )  # keeps the mapping alive
         return func(*args, **kwargs)
 
 
-def _pages(size_bytes: int) -> mmap.mmap:
+def _map_pages(size_bytes: int) -> mmap.mmap:
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)  # as in NumPy: fewer page faults, and faster attention
     return pages
 
 
-def _suits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if len(args) != 1 or not isinstance(args[0], int) or args[0] < LEAST_LAZY_BYTES:
         return False
     if kwargs.keys() - {"dtype", "device"} or kwargs.get("dtype") is not torch.uint8:

@@ -78,7 +78,7 @@ class ContinuousRunner(CausalRunner):
         self._ranks = ranks
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self.plain_attention = str(model.config._attn_implementation)
-        self._manager = batch_processor.manager(
+        self._manager = batch_processor.make_manager(
             model, plan, ranks=1 if ranks is None else ranks.size
         )
         self._sampling = batch_processor.SamplingHook()
@@ -98,7 +98,7 @@ class ContinuousRunner(CausalRunner):
         self._full = False  # the library cannot begin a request until one ends
         self._processor: Any = None
         self.make_pages()
-        self.capacity = batch_processor.capacity(self._pages, plan)
+        self.capacity = batch_processor.request_capacity(self._pages, plan)
 
     @property
     def _pages(self) -> Any:
@@ -148,8 +148,8 @@ class ContinuousRunner(CausalRunner):
     @torch.no_grad()
     def step(self) -> list[tuple[Row, StepOutput]]:
         """Run one forward pass and return its output. Any exception ends the engine."""
-        self._admit()
-        outputs = self._run()
+        self._admit_waiting()
+        outputs = self._run_step()
         if any(row.broken or row.alone for row, _ in outputs):
             outputs = [(row, output) for row, output in outputs if not self._run_again(row, output)]
         return outputs
@@ -171,26 +171,26 @@ class ContinuousRunner(CausalRunner):
         self.add_first(row)
         return True
 
-    def _run(self) -> list[tuple[Row, StepOutput]]:
+    def _run_step(self) -> list[tuple[Row, StepOutput]]:
         decoder = self._decoder
         if decoder is None:
             return self._step_of_library()
-        if decoder.seated and (self._reading or self._full or not self._others(decoder)):
+        if decoder.seated and (self._reading or self._full or not self._has_others(decoder)):
             self._reading = False
-            return self._decode(decoder)
+            return self._decode_step(decoder)
         outputs = decoder.land()
         outputs += self._step_of_library()
         self._reading = True
         decoder.take_in()
         return outputs
 
-    def _decode(self, decoder: DecodeLoop) -> list[tuple[Row, StepOutput]]:
+    def _decode_step(self, decoder: DecodeLoop) -> list[tuple[Row, StepOutput]]:
         self._mixing.step = None  # rows in the decode loop have no adapter
         outputs = decoder.step()
         self._full &= not any(output.finish or output.error for _, output in outputs)
         return outputs
 
-    def _others(self, decoder: DecodeLoop) -> bool:
+    def _has_others(self, decoder: DecodeLoop) -> bool:
         """Return whether there are requests that the library has to run."""
         scheduler = self._processor.scheduler
         known = len(scheduler.active_requests) + len(scheduler.waiting_requests)
@@ -204,23 +204,23 @@ class ContinuousRunner(CausalRunner):
         self._idle_steps = 0
         model = self._lay_out()
         self._let_inputs_arrive()
-        if spans := self._spans():
+        if spans := self._find_spans():
             hidden = prompt_scores.Hidden(model)
             with hidden.kept():
                 processor._generation_step(model)
-            prompt_scores.score(hidden, spans, self._vocab_size)
+            prompt_scores.score_spans(hidden, spans, self._vocab_size)
         else:
             processor._generation_step(model)
         processor.update_batch()
-        return self._collect()
+        return self._collect_outputs()
 
-    def _spans(self) -> list[prompt_scores.Span]:
+    def _find_spans(self) -> list[prompt_scores.Span]:
         """Return the places in the batch where log probabilities of prompts are requested."""
         found, at = [], 0
         for future in self._processor.inputs_and_outputs.requests_in_batch:
             row, count = self._rows[future.state.request_id], future.query_length
             past = future.state.position_offset - count
-            if one := prompt_scores.span(row, at, past, count):
+            if one := prompt_scores.find_span(row, at, past, count):
                 found.append(one)
             at += count
         return found
@@ -238,7 +238,7 @@ class ContinuousRunner(CausalRunner):
     def make_pages(self) -> None:
         ranks = self._ranks
         with ranks.paging(self.plan, self.attention) if ranks else contextlib.nullcontext():
-            made = batch_processor.create(self._manager)
+            made = batch_processor.create_processor(self._manager)
         made.scheduler.rows = self._rows
         groups.keep_prefixes_apart(made.cache, self._rows, self._epochs)
         self._processor = made
@@ -270,17 +270,17 @@ class ContinuousRunner(CausalRunner):
 
     # ---- inside a step
 
-    def _admit(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._waiting and len(self._rows) < self.plan.slots:
             row = self._waiting[0]
-            if self._rows and self._promised() + _promise(row) > self.capacity:
+            if self._rows and self._promised_tokens() + _promised_to(row) > self.capacity:
                 return
             self._waiting.popleft()
             self._rows[row.key] = row
-            self._processor.scheduler.add_waiting_request(_state(row))
+            self._processor.scheduler.add_waiting_request(_request_state(row))
 
-    def _promised(self) -> int:
-        return sum(_promise(row) for row in self._rows.values())
+    def _promised_tokens(self) -> int:
+        return sum(_promised_to(row) for row in self._rows.values())
 
     def _be_patient(self) -> None:
         if self._decoder is not None and self._decoder.seated:
@@ -310,7 +310,7 @@ class ContinuousRunner(CausalRunner):
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
 
-    def _collect(self) -> list[tuple[Row, StepOutput]]:
+    def _collect_outputs(self) -> list[tuple[Row, StepOutput]]:
         outputs = []
         for future in self._processor.inputs_and_outputs.requests_in_batch:
             if future.has_new_token:
@@ -320,11 +320,11 @@ class ContinuousRunner(CausalRunner):
                 if row.prompt_scores:
                     row.tell_prompt(output)
                 if output.finish or output.error:
-                    self._finish(row, future.state)
+                    self._finish_row(row, future.state)
                 outputs.append((row, output))
         return outputs
 
-    def _finish(self, row: Row, state: RequestState) -> None:
+    def _finish_row(self, row: Row, state: RequestState) -> None:
         if state.status == RequestStatus.FINISHED:
             del self._rows[row.key]
         elif row.ends_itself:
@@ -333,11 +333,11 @@ class ContinuousRunner(CausalRunner):
             raise RuntimeError("the library and the engine disagree on where a request ends")
 
 
-def _promise(row: Row) -> int:
+def _promised_to(row: Row) -> int:
     return row.length + min(row.remaining, ADMISSION_TOKENS)
 
 
-def _state(row: Row) -> RequestState:
+def _request_state(row: Row) -> RequestState:
     """Return the library's record of a request, with another worker's tokens as prompt."""
     return RequestState(
         request_id=row.key,

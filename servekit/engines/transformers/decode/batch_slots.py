@@ -81,7 +81,7 @@ class BatchSlots:
         cached = row.length - 1
         seat = BatchSlot(index, row, state, kind, cached, cached, len(pages) * size)
         self.taken[row.key] = seat
-        self._moved[index] = _values(row, cached, kind, self.vocab_size)
+        self._moved[index] = _slot_values(row, cached, kind, self.vocab_size)
         self.lay(seat, pages)
         return seat
 
@@ -109,27 +109,31 @@ class BatchSlots:
     def upload(self) -> None:
         """Send changes to the device, in order with the steps and without waiting."""
         if self._moved:
-            where = self._index(self._moved)
+            where = self._index_tensor(self._moved)
             ints, floats = zip(*self._moved.values(), strict=True)
-            self.ints.index_copy_(0, where, self._sent(np.array(ints, np.int64)))
-            self.floats.index_copy_(0, where, self._sent(np.array(floats, np.float32)))
+            self.ints.index_copy_(0, where, self._send_values(np.array(ints, np.int64)))
+            self.floats.index_copy_(0, where, self._send_values(np.array(floats, np.float32)))
             self._moved.clear()
         if self._paged:
             rows = sorted(self._paged)
-            self.table.index_copy_(0, self._index(rows), self._sent(self._table[rows]))
+            self.table.index_copy_(
+                0, self._index_tensor(rows), self._send_values(self._table[rows])
+            )
             self._paged.clear()
 
-    def _index(self, seats: Iterable[int]) -> Tensor:
-        return self._sent(np.fromiter(seats, np.int64))
+    def _index_tensor(self, seats: Iterable[int]) -> Tensor:
+        return self._send_values(np.fromiter(seats, np.int64))
 
-    def _sent(self, values: Any) -> Tensor:
+    def _send_values(self, values: Any) -> Tensor:
         made = torch.from_numpy(values)
         if self.device.type == "cpu":
             return made
         return made.pin_memory().to(self.device, non_blocking=True)
 
 
-def _values(row: Row, cached: int, kind: int, vocab_size: int) -> tuple[list[int], list[float]]:
+def _slot_values(
+    row: Row, cached: int, kind: int, vocab_size: int
+) -> tuple[list[int], list[float]]:
     sampling: Sampling = row.sampling
     noise = noise_base(sampling.seed)
     token = row.context[-1]

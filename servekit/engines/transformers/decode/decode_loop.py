@@ -7,7 +7,7 @@ A request that ended with step n still takes part in n+1: that step writes past 
 that was still the request's own when the step started, and its token is discarded. A page that
 another request gets is written only by later steps, in the device's order.
 
-Rows that need the host between logits and token (`device_sampling.careful`) make the step
+Rows that need the host between logits and token (`device_sampling.needs_host`) make the step
 synchronous: the forward pass is the same, but `sampling` chooses the tokens of all rows.
 """
 
@@ -29,7 +29,7 @@ from servekit.engines.transformers.decode.graphs import Graphs
 from servekit.engines.transformers.decode.kernels import Kernel
 from servekit.engines.transformers.decode.page_table import Holder, Pages, Step
 from servekit.engines.transformers.request_row import Row
-from servekit.engines.transformers.sampling import Sampler, best
+from servekit.engines.transformers.sampling import Sampler, best_tokens
 
 Output = tuple[Row, StepOutput]
 #: transformers 5.17 allocates up to two blocks more than a request fills; one is for the extra
@@ -104,7 +104,7 @@ class DecodeLoop:
             if state.status == RequestStatus.DECODING and state.position_offset == row.length - 1:
                 kind = device_sampling.kind_of(row)
                 self._seats.take(row, state, kind, self._pages_of(key), self.pages.size)
-                if device_sampling.careful(row, self._vocab_size):
+                if device_sampling.needs_host(row, self._vocab_size):
                     self._watched.add(key)
 
     def leave(self, key: str) -> None:
@@ -131,27 +131,27 @@ class DecodeLoop:
 
         Without room for the step, all rows are returned to the library, which then frees some.
         """
-        self._watched = {key for key in self._watched if self._careful(key)}
+        self._watched = {key for key in self._watched if self._needs_host(key)}
         if self._watched:
             return self.land() + (self._look_on() if self.seated else [])
         if not self._make_room():
             return self._run_dry()
-        before, self._flight = self._flight, self._start()
-        return self._settle(before) + ([] if self._wish.ahead else self.land())
+        before, self._flight = self._flight, self._start_step()
+        return self._settle_step(before) + ([] if self._wish.ahead else self.land())
 
     def land(self) -> list[Output]:
         """Return the output of the running step, if any."""
         flight, self._flight = self._flight, None
-        return self._settle(flight)
+        return self._settle_step(flight)
 
-    def _careful(self, key: str) -> bool:
-        return device_sampling.careful(self.seated[key].row, self._vocab_size)
+    def _needs_host(self, key: str) -> bool:
+        return device_sampling.needs_host(self.seated[key].row, self._vocab_size)
 
     def _look_on(self) -> list[Output]:
         """Run a step whose tokens the host chooses."""
         if not self._make_room():
             return self._run_dry()
-        riders = self._run(device_sampling.FREE)
+        riders = self._run_slots(device_sampling.FREE)
         assert self._logits is not None
         ints = self._seats.ints
         where = torch.tensor([seat.index for seat in riders], device=ints.device)
@@ -160,17 +160,20 @@ class DecodeLoop:
             if row.noted is not None:
                 row.noted.append(logits.clone())
         self._sampler.apply(rows, scores)
-        tokens = best(scores)
+        tokens = best_tokens(scores)
         ints[where, batch_slots.TOKEN] = tokens.clamp(min=0)
-        _advance(ints)
-        return [self._say(seat, token) for seat, token in zip(riders, tokens.tolist(), strict=True)]
+        _advance_slots(ints)
+        return [
+            self._push_token(seat, token)
+            for seat, token in zip(riders, tokens.tolist(), strict=True)
+        ]
 
-    def _start(self) -> InflightStep | None:
+    def _start_step(self) -> InflightStep | None:
         """Start a step; return None if every slot's request ends with the running step."""
-        if all(_ending(seat) for seat in self.seated.values()):
+        if all(_is_ending(seat) for seat in self.seated.values()):
             return None
         kinds = {seat.kind for seat in self.seated.values()}
-        riders = self._run(
+        riders = self._run_slots(
             SamplingMode(plain=batch_slots.PLAIN in kinds, ranked=batch_slots.RANKED in kinds)
         )
         self._heard.reverse()
@@ -183,15 +186,15 @@ class DecodeLoop:
             arrived.record()
         return InflightStep(riders, heard, arrived)
 
-    def _settle(self, flight: InflightStep | None) -> list[Output]:
+    def _settle_step(self, flight: InflightStep | None) -> list[Output]:
         if flight is None:
             return []
         if flight.arrived is not None:
             flight.arrived.synchronize()
         tokens = flight.tokens.tolist()
-        return [self._say(seat, tokens[seat.index]) for seat in flight.riders if seat.taken]
+        return [self._push_token(seat, tokens[seat.index]) for seat in flight.riders if seat.taken]
 
-    def _say(self, seat: BatchSlot, token: int) -> Output:
+    def _push_token(self, seat: BatchSlot, token: int) -> Output:
         row = seat.row
         seat.done += 1
         output = row.push(token)
@@ -199,12 +202,12 @@ class DecodeLoop:
         if seat.done % self.pages.size == 0:
             seat.said()
             self.pages.complete(seat.state)
-            self._lay(seat)  # a block may have been exchanged for an equal one
+            self._lay_pages(seat)  # a block may have been exchanged for an equal one
         if output.finish or output.error:
-            self._end(seat)
+            self._end_row(seat)
         return row, output
 
-    def _end(self, seat: BatchSlot) -> None:
+    def _end_row(self, seat: BatchSlot) -> None:
         key = seat.row.key
         self.leave(key)
         self._scheduler.finish_request(key)
@@ -216,12 +219,12 @@ class DecodeLoop:
 
     def _make_room(self) -> bool:
         for seat in self.seated.values():
-            if seat.started < seat.room or _ending(seat):
+            if seat.started < seat.room or _is_ending(seat):
                 continue
             seat.state.position_offset = seat.started
             if not self.pages.reserve(seat.state):
                 return False
-            self._lay(seat)
+            self._lay_pages(seat)
         return True
 
     def _run_dry(self) -> list[Output]:
@@ -229,7 +232,7 @@ class DecodeLoop:
         self.give_back()
         return outputs
 
-    def _lay(self, seat: BatchSlot) -> None:
+    def _lay_pages(self, seat: BatchSlot) -> None:
         pages = self._pages_of(seat.row.key)
         seat.room = len(pages) * self.pages.size
         self._seats.lay(seat, pages)
@@ -239,33 +242,33 @@ class DecodeLoop:
 
     # ---- on the device
 
-    def _run(self, manner: SamplingMode) -> list[BatchSlot]:
+    def _run_slots(self, manner: SamplingMode) -> list[BatchSlot]:
         """Start a step of all slots, and return these."""
         self._seats.upload()
-        size = bucket(self._seats.reach, self._seats.count)
-        work = partial(self._work, size, manner)
+        size = bucket_size(self._seats.reach, self._seats.count)
+        work = partial(self._compute_step, size, manner)
         self._graphs.run((size, manner), work, self._seats.ints)
         riders = list(self.seated.values())
         for seat in riders:
             seat.started += 1
         return riders
 
-    def _work(self, size: int, manner: SamplingMode) -> None:
+    def _compute_step(self, size: int, manner: SamplingMode) -> None:
         """Run the step, using only tensors at fixed addresses and without waiting for any."""
         ints, floats = self._seats.ints[:size], self._seats.floats[:size]
-        logits = self._forward(ints, self._seats.table[:size])
+        logits = self._forward_slots(ints, self._seats.table[:size])
         if manner.free:
             if self._logits is None:
                 shape = (self._seats.count, logits.shape[-1])
                 self._logits = torch.empty(shape, dtype=torch.float32, device=logits.device)
             self._logits[:size].copy_(logits)
             return
-        tokens = device_sampling.choose(logits.float(), ints, floats, manner)
+        tokens = device_sampling.choose_tokens(logits.float(), ints, floats, manner)
         self._chosen[:size].copy_(tokens)
         ints[:, batch_slots.TOKEN].copy_(tokens.clamp(min=0))  # an invalid token ends its row later
-        _advance(ints)
+        _advance_slots(ints)
 
-    def _forward(self, ints: Tensor, table: Tensor) -> Tensor:
+    def _forward_slots(self, ints: Tensor, table: Tensor) -> Tensor:
         """Return the logits of each slot, [slots, vocabulary]."""
         position, size = ints[:, batch_slots.POSITION].contiguous(), self.pages.size
         place = (position // size).clamp(max=table.shape[1] - 1).unsqueeze(1)
@@ -282,15 +285,15 @@ class DecodeLoop:
         return logits[0]
 
 
-def bucket(seated: int, most: int) -> int:
+def bucket_size(seated: int, most: int) -> int:
     """Return the batch size for a number of slots: there are few sizes, each with its own graph."""
     return min(most, 1 << (seated - 1).bit_length())
 
 
-def _advance(ints: Tensor) -> None:
+def _advance_slots(ints: Tensor) -> None:
     ints[:, batch_slots.POSITION : batch_slots.COUNT + 1].add_(ints[:, batch_slots.ALIVE :])
 
 
-def _ending(seat: BatchSlot) -> bool:
+def _is_ending(seat: BatchSlot) -> bool:
     """Return whether the request's last token is being computed."""
     return seat.row.remaining <= seat.started - seat.done

@@ -1,7 +1,7 @@
 """Checks that an adapter must pass before it is served, on the device that it will run on.
 
 Alone:
-- every tensor is finite and on the worker's device (`peft_model.build`);
+- every tensor is finite and on the worker's device (`peft_model.build_peft_model`);
 - its layers have an effect, are accurate, and can be merged (`check_layers`);
 - the model's output with the adapter is finite and differs from the base's;
 - merged, if that is its mode, the model gives the same output as unmerged;
@@ -84,7 +84,7 @@ def tolerance_of(device: torch.device, dtype: torch.dtype) -> Tolerance:
     return _TABLE.get((device.type, dtype), _TABLE["cuda", torch.bfloat16])
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the relative error in float32; NaN if either tensor has one."""
     found, expected = found.float(), expected.float()
     return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
@@ -110,14 +110,16 @@ class Said:
     logits: Tensor
 
 
-def prompt(length: int, vocab_size: int) -> list[int]:
+def probe_prompt(length: int, vocab_size: int) -> list[int]:
     """Return the token ids of a test prompt, spread over the vocabulary."""
     return [(7919 * (index + length)) % vocab_size for index in range(length)]
 
 
-def alone(model: Any, skeletons: ModuleClones, vocab_size: int, tolerance: Tolerance) -> Alone:
+def verify_alone(
+    model: Any, skeletons: ModuleClones, vocab_size: int, tolerance: Tolerance
+) -> Alone:
     """Verify a PeftModel alone. Raises RequestError with the failed check."""
-    ids = prompt(LENGTHS[-1], vocab_size)
+    ids = probe_prompt(LENGTHS[-1], vocab_size)
     said: list[Tensor] = []
 
     def run() -> None:
@@ -127,7 +129,7 @@ def alone(model: Any, skeletons: ModuleClones, vocab_size: int, tolerance: Toler
     logits, base = said[0], skeletons.logits(ids, len(ids))
     if not torch.isfinite(logits).all():
         raise RequestError("The model's logits are NaN or Inf with the adapter.", param=PARAM)
-    effect = error(logits, base)
+    effect = relative_error(logits, base)
     if effect == 0:
         raise RequestError(
             "The adapter changes nothing: the model says with it what it says without.", param=PARAM
@@ -135,23 +137,29 @@ def alone(model: Any, skeletons: ModuleClones, vocab_size: int, tolerance: Toler
     return Alone(logits, effect, figures | {"effect": effect})
 
 
-def merged(model: Any, before: Alone, vocab_size: int, tolerance: Tolerance) -> dict[str, float]:
+def verify_merged(
+    model: Any, before: Alone, vocab_size: int, tolerance: Tolerance
+) -> dict[str, float]:
     """Compare a merged model with its output before merging. Raises RequestError."""
-    ids = prompt(LENGTHS[-1], vocab_size)
-    found = error(logits_of(model, ids, len(ids)), before.logits)
-    return {"merged_error": _require(found, before.effect, tolerance, "merged into the weights")}
+    ids = probe_prompt(LENGTHS[-1], vocab_size)
+    found = relative_error(logits_of(model, ids, len(ids)), before.logits)
+    return {
+        "merged_error": _require_agreement(
+            found, before.effect, tolerance, "merged into the weights"
+        )
+    }
 
 
-def batched(
+def verify_batched(
     said: Sequence[Tensor], expected: Sequence[Tensor], effect: float, tolerance: Tolerance
 ) -> float:
     """Compare logits [tokens, vocabulary] from the engine's batch with those computed alone."""
     pairs = zip(said, expected, strict=True)
-    found = max((error(a, b) for a, b in pairs), key=lambda value: (value != value, value))
-    return _require(found, effect, tolerance, "in a batch with others")
+    found = max((relative_error(a, b) for a, b in pairs), key=lambda value: (value != value, value))
+    return _require_agreement(found, effect, tolerance, "in a batch with others")
 
 
-def disturbed(said: Said, before: Said, tolerance: Tolerance, who: str) -> float:
+def verify_undisturbed(said: Said, before: Said, tolerance: Tolerance, who: str) -> float:
     """Compare the output of another model beside the adapter with its output without the adapter.
 
     The comparison ends where the completions diverge: between two almost equally likely tokens
@@ -159,7 +167,9 @@ def disturbed(said: Said, before: Said, tolerance: Tolerance, who: str) -> float
     """
     pairs = zip(said.completion, before.completion, strict=True)
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    found = error(said.logits[: alike + 1], before.logits[: alike + 1].to(said.logits.device))
+    found = relative_error(
+        said.logits[: alike + 1], before.logits[: alike + 1].to(said.logits.device)
+    )
     if not found <= tolerance.logits:
         raise RequestError(
             f"Beside the adapter {who} says something else: {found:.1%} off.", param=PARAM
@@ -167,7 +177,7 @@ def disturbed(said: Said, before: Said, tolerance: Tolerance, who: str) -> float
     return found
 
 
-def _require(found: float, effect: float, tolerance: Tolerance, how: str) -> float:
+def _require_agreement(found: float, effect: float, tolerance: Tolerance, how: str) -> float:
     allowed = tolerance.allowed(effect)
     if not found <= allowed:
         raise RequestError(
@@ -203,9 +213,9 @@ def check_layers(model: Any, run: Callable[[], object], tolerance: Tolerance) ->
 
     Raises RequestError with the name of the first wrong layer, or if no layer has any effect.
     """
-    seen = _record(model, run)
+    seen = _record_layers(model, run)
     _require_alive(seen)
-    if seen and not any(_effect(one) for one in seen):
+    if seen and not any(_has_effect(one) for one in seen):
         raise RequestError(
             f"The adapter changes nothing: each of its {len(seen)} layers, such as "
             f"{seen[0].name}, gives what the base's own gives.",
@@ -216,18 +226,20 @@ def check_layers(model: Any, run: Callable[[], object], tolerance: Tolerance) ->
     merged = [(one, _merged_error(one)) for one in chosen]
     known = [(one, value) for one, value in merged if value is not None]
     if known:
-        figures["merge_error"] = _worst(known, tolerance, "merged, it gives something else")
+        figures["merge_error"] = _require_accurate(
+            known, tolerance, "merged, it gives something else"
+        )
     against = [(one, _reference_error(one)) for one in chosen]
     if against:
         what = "it differs from the same layer in float32 on the CPU"
-        figures["layer_error"] = _worst(against, tolerance, what)
+        figures["layer_error"] = _require_accurate(against, tolerance, what)
     return figures
 
 
-def _record(model: Any, run: Callable[[], object]) -> list[Seen]:
+def _record_layers(model: Any, run: Callable[[], object]) -> list[Seen]:
     seen: list[Seen] = []
     handles = [
-        layer.register_forward_hook(_recorder(name, seen))
+        layer.register_forward_hook(_make_recorder(name, seen))
         for name, layer in batching_mode.tuner_layers(model)
     ]
     try:
@@ -238,7 +250,7 @@ def _record(model: Any, run: Callable[[], object]) -> list[Seen]:
     return seen
 
 
-def _recorder(name: str, seen: list[Seen]) -> Callable[[Any, tuple[Any, ...], Any], None]:
+def _make_recorder(name: str, seen: list[Seen]) -> Callable[[Any, tuple[Any, ...], Any], None]:
     def record(layer: Any, given: tuple[Any, ...], made: Any) -> None:
         if isinstance(made, Tensor):
             seen.append(Seen(name, layer, given, made.detach().clone()))
@@ -262,7 +274,7 @@ def _base_output(one: Seen) -> Tensor:
     return found
 
 
-def _effect(one: Seen) -> bool:
+def _has_effect(one: Seen) -> bool:
     return not torch.equal(one.made, _base_output(one))
 
 
@@ -272,7 +284,7 @@ def _within_budget(seen: list[Seen]) -> list[Seen]:
     return seen[::stride]
 
 
-def _worst(measured: list[tuple[Seen, float]], tolerance: Tolerance, what: str) -> float:
+def _require_accurate(measured: list[tuple[Seen, float]], tolerance: Tolerance, what: str) -> float:
     for one, value in measured:
         if not value <= tolerance.layers:  # NaN is no agreement
             raise RequestError(
@@ -287,29 +299,29 @@ def _merged_error(one: Seen) -> float | None:
     """Return the relative error of the merged layer; None if the tuner cannot be merged."""
     memo: dict[int, Any] = {id(p): p for p in (*one.layer.parameters(), *one.layer.buffers())}
     for parameter in one.layer.get_base_layer().parameters():
-        memo[id(parameter)] = _parameter(parameter.clone())
+        memo[id(parameter)] = _frozen_parameter(parameter.clone())
     layer: Any = copy.deepcopy(one.layer, memo)
     try:
         layer.merge()
     except Exception as reason:  # of many kinds, depending on the tuner
         log.info("%s cannot be merged: %s", one.name, reason)
         return None
-    return error(layer(*one.given), one.made)
+    return relative_error(layer(*one.given), one.made)
 
 
 def _reference_error(one: Seen) -> float:
     memo: dict[int, Any] = {}
     for parameter in one.layer.parameters():
-        memo[id(parameter)] = _parameter(_on_cpu(parameter))
+        memo[id(parameter)] = _frozen_parameter(_on_cpu(parameter))
     for buffer in one.layer.buffers():
         memo[id(buffer)] = _on_cpu(buffer)
     layer = copy.deepcopy(one.layer, memo)
     given = [_on_cpu(each) if isinstance(each, Tensor) else each for each in one.given]
     with _own_arithmetic():
-        return error(one.made.cpu(), layer(*given))
+        return relative_error(one.made.cpu(), layer(*given))
 
 
-def _parameter(tensor: Tensor) -> nn.Parameter:
+def _frozen_parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 

@@ -43,10 +43,10 @@ class SleepState:
             self._lie_down()
         except _NO_ROOM as error:
             self._runner.make_pages()
-            raise _told(error) from error
+            raise _as_load_error(error) from error
         self.asleep = True
         gc.collect()
-        _trim()
+        _trim_heap()
 
     def wake(self) -> None:
         """Wake the model, as `Engine.wake`."""
@@ -56,12 +56,12 @@ class SleepState:
             with self._ranks.waking() if self._ranks else contextlib.nullcontext():
                 self._bed.wake()
         except _NO_ROOM as error:
-            raise _told(error) from error
+            raise _as_load_error(error) from error
         try:
             self._runner.make_pages()
         except _NO_ROOM as error:
             self._lie_down()
-            raise _told(error) from error
+            raise _as_load_error(error) from error
         self.asleep = False
 
     def _lie_down(self) -> None:
@@ -69,14 +69,14 @@ class SleepState:
             self._bed.sleep()
 
 
-def _told(error: Exception) -> LoadError:
+def _as_load_error(error: Exception) -> LoadError:
     if isinstance(error, LoadError):
         return error
     first = next(iter(str(error).splitlines()), type(error).__name__)
     return LoadError(f"There is no room for the model: {first}", permanent=False)
 
 
-def _trim() -> None:
+def _trim_heap() -> None:
     """Make the C library return freed memory to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.remote.handshake import Greeted, greet
+from servekit.engines.remote.handshake import Greeted, greet_endpoint
 from servekit.engines.remote.request_builder import EndpointTraits
 from servekit.errors import LoadError
 from tests.unit.engines.remote.liar import (
@@ -25,7 +25,7 @@ MANNER = EndpointTraits("kimi", {"temperature": 0.3, "max_tokens": 9999})
 
 
 async def greeted(url: str, *, embeds: bool = False, **fields: Any) -> Greeted:
-    return await greet(address(url, **fields), MANNER, "KIMI_KEY", embeds=embeds)
+    return await greet_endpoint(address(url, **fields), MANNER, "KIMI_KEY", embeds=embeds)
 
 
 async def test_a_few_tokens_and_nothing_that_it_may_not_know() -> None:

@@ -68,7 +68,7 @@ def test_a_kernel_that_is_wrong_leaves_decoding_to_the_library(
     harness: Make, monkeypatch: pytest.MonkeyPatch, tiny: Harness
 ) -> None:
     def wrong(*case: Any) -> Any:
-        return 0 * kernels.reference(*case)
+        return 0 * kernels.reference_attention(*case)
 
     wish = StepOptions(kernels.Kernel("wrong", wrong), 512, graphs=False, ahead=True)
     monkeypatch.setattr(runner_factory, "step_options", lambda *asked: wish)

@@ -24,11 +24,11 @@ def test_rounding_to_a_type_is_within_its_own() -> None:
     torch.manual_seed(0)
     exact = torch.randn(1000)
     for dtype in (torch.bfloat16, torch.float16):
-        measured = verify.error(exact.to(dtype), exact)
+        measured = verify.relative_error(exact.to(dtype), exact)
         assert 0 < 4 * measured < verify.tolerance_of(torch.device("cpu"), dtype).layers
 
 
 def test_what_is_no_number_is_no_agreement() -> None:
     good, bad = torch.ones(3), torch.tensor([1.0, math.nan, 1.0])
-    assert math.isnan(verify.error(bad, good))
-    assert verify.error(good, good) == 0.0
+    assert math.isnan(verify.relative_error(bad, good))
+    assert verify.relative_error(good, good) == 0.0
