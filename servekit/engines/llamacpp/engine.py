@@ -129,9 +129,6 @@ class LlamaCppEngine(LoopedEngine):
             raise Unsupported("This model makes embeddings only.", param="model")
         check_job(job, self._limits)
         sampling = resolve_sampling(job.params, self._defaults, self.vocab_size)
-        bound = job.constraint is not None
-        if bound != (job.params.grammar is not None):
-            raise ValueError("a job with a grammar comes with what `constrain` made of it")
         ends = ends_of(job, self._eos)
         row = LlamaRow(
             *(self._key(job.id), job, sampling, ends, job.params.max_tokens or 1),

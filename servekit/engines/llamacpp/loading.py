@@ -101,7 +101,7 @@ def _plan_memory(
     binding: Binding, headers: list[Header], spec: WorkerSpec, pooling: int | None
 ) -> memory_fit.Plan:
     cache_type = _cache_type(spec)
-    wish = memory_fit.FitOptions(
+    options = memory_fit.FitOptions(
         slots=_count_slots(spec, pooling),
         batch=_count_batch_tokens(spec, pooling),
         max_context=spec.max_context,
@@ -110,7 +110,7 @@ def _plan_memory(
         budgets=_gpu_budgets(binding, spec),
         host_bytes=kv_cache.available_host_bytes(),
     )
-    return memory_fit.fit_memory(memory_fit.shape_of(headers, cache_type), wish)
+    return memory_fit.fit_memory(memory_fit.shape_of(headers, cache_type), options)
 
 
 def _gpu_budgets(binding: Binding, spec: WorkerSpec) -> tuple[int, ...]:

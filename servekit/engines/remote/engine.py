@@ -57,7 +57,7 @@ class OpenAIEngine(TextEngine):
         options: dict[str, Any] = spec.options
         self._options = options
         self._embeds = options.get("task", "generate") == "embed"
-        self._manner = EndpointTraits(
+        self._traits = EndpointTraits(
             spec.path, spec.sampling, template_arguments=options.get("chat_template_kwargs", False)
         )
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -72,9 +72,9 @@ class OpenAIEngine(TextEngine):
         report(Progress("greet"))
         self._address = _read_address(self._options)
         greeted = asyncio.run(
-            greet_endpoint(self._address, self._manner, self._name, embeds=self._embeds)
+            greet_endpoint(self._address, self._traits, self._name, embeds=self._embeds)
         )
-        self._manner = greeted.manner
+        self._traits = greeted.traits
         self._watch = HealthWatcher(lists=greeted.lists)
         context = self.spec.max_context or greeted.max_context or _MAX_CONTEXT
         self._most_chars = context * _CHARS_PER_TOKEN
@@ -116,7 +116,7 @@ class OpenAIEngine(TextEngine):
     # ---- from the worker's thread
 
     def ask(self, job: TextJob) -> None:
-        task = build_errand(job.request, self._manner)
+        task = build_errand(job.request, self._traits)
         self._loop.call_soon_threadsafe(self._begin_task, job.id, task)
 
     def cancel(self, job_id: int) -> None:
@@ -193,7 +193,7 @@ class OpenAIEngine(TextEngine):
         self._watch.listed(refusal, time.monotonic())
 
     async def _send_greeting(self) -> None:
-        task = make_greeting(self._manner, embeds=self._embeds)
+        task = make_greeting(self._traits, embeds=self._embeds)
         try:
             async with self._endpoint.ask(task, patient=False):
                 self._watch.answered(time.monotonic())

@@ -39,22 +39,22 @@ _MISUNDERSTOOD = (400, 422)
 class Greeted:
     """The result of a handshake."""
 
-    manner: EndpointTraits
+    traits: EndpointTraits
     lists: bool  # the endpoint has GET /models
     max_context: int  # tokens; 0: not reported
     embedding_size: int
 
 
 async def greet_endpoint(
-    address: Address, manner: EndpointTraits, key_name: str, *, embeds: bool
+    address: Address, traits: EndpointTraits, key_name: str, *, embeds: bool
 ) -> Greeted:
     """Run the handshake. Raises LoadError, permanent if the configuration or the key is wrong."""
     endpoint = Endpoint(address, RateLimiter(None, None))
     try:
         listed = await _list_models(endpoint)
-        context = 0 if listed is None else _find_context(listed, manner.model)
-        manner, size = await _try_traits(endpoint, manner, embeds=embeds)
-        return Greeted(manner, listed is not None, context, size)
+        context = 0 if listed is None else _find_context(listed, traits.model)
+        traits, size = await _try_traits(endpoint, traits, embeds=embeds)
+        return Greeted(traits, listed is not None, context, size)
     except Refused as refusal:
         raise _load_error(refusal, key_name, address.key) from None
     except RequestError as error:
@@ -63,12 +63,12 @@ async def greet_endpoint(
         await endpoint.close()
 
 
-def make_greeting(manner: EndpointTraits, *, embeds: bool) -> Errand:
+def make_greeting(traits: EndpointTraits, *, embeds: bool) -> Errand:
     """Return a request that costs next to nothing."""
     if embeds:
-        return build_errand(Generate(0, SamplingParams(), task="embed", inputs=["hello"]), manner)
+        return build_errand(Generate(0, SamplingParams(), task="embed", inputs=["hello"]), traits)
     params = SamplingParams(max_tokens=_TOKENS)
-    neutral = replace(manner, defaults={})
+    neutral = replace(traits, defaults={})
     return build_errand(Generate(0, params, messages=[ChatMessage("user", _HELLO)]), neutral)
 
 
@@ -93,11 +93,11 @@ def _find_context(listed: list[Any], model: str) -> int:
 
 
 async def _try_traits(
-    endpoint: Endpoint, manner: EndpointTraits, *, embeds: bool
+    endpoint: Endpoint, traits: EndpointTraits, *, embeds: bool
 ) -> tuple[EndpointTraits, int]:
     """Return the parameters that work, and the size of embeddings. Raises Refused."""
     first: Refused | None = None
-    for other in _list_traits(manner, embeds=embeds):
+    for other in _list_traits(traits, embeds=embeds):
         try:
             return other, await _hear_answer(endpoint, make_greeting(other, embeds=embeds))
         except Refused as refusal:
@@ -108,14 +108,14 @@ async def _try_traits(
     raise first
 
 
-def _list_traits(manner: EndpointTraits, *, embeds: bool) -> Iterator[EndpointTraits]:
+def _list_traits(traits: EndpointTraits, *, embeds: bool) -> Iterator[EndpointTraits]:
     """Yield parameter sets: the common one, OpenAI's newer one, and both without usage counts."""
     if embeds:
-        yield manner
+        yield traits
         return
     limits: tuple[Limit, ...] = ("max_tokens", "max_completion_tokens")
     for usage, limit in itertools.product((True, False), limits):
-        yield replace(manner, usage=usage, limit=limit)
+        yield replace(traits, usage=usage, limit=limit)
 
 
 async def _hear_answer(endpoint: Endpoint, task: Errand) -> int:

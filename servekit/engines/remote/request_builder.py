@@ -60,26 +60,26 @@ class Errand:
         return len(self.body) // BYTES_PER_TOKEN + 1
 
 
-def build_errand(request: Generate, manner: EndpointTraits) -> Errand:
+def build_errand(request: Generate, traits: EndpointTraits) -> Errand:
     """Build the request. Raises Unsupported for parameters that OpenAI's API cannot express."""
-    body: dict[str, Any] = {"model": manner.model}
+    body: dict[str, Any] = {"model": traits.model}
     if request.task == "embed":
         body |= {"input": request.inputs, "encoding_format": "float"}
         return Errand("/embeddings", msgspec.json.encode(body), request)
     body["stream"] = True
-    if manner.usage:
+    if traits.usage:
         body["stream_options"] = {"include_usage": True}
     if request.messages is None:
         body["prompt"] = request.prompt
         path = "/completions"
     else:
-        body |= _chat_body(request, manner)
+        body |= _chat_body(request, traits)
         path = "/chat/completions"
-    body |= _sampling_body(request, manner)
+    body |= _sampling_body(request, traits)
     return Errand(path, msgspec.json.encode(body), request)
 
 
-def _chat_body(request: Generate, manner: EndpointTraits) -> dict[str, Any]:
+def _chat_body(request: Generate, traits: EndpointTraits) -> dict[str, Any]:
     body: dict[str, Any] = {"messages": [_message_body(one) for one in request.messages or ()]}
     if request.tools:
         body["tools"] = request.tools
@@ -89,7 +89,7 @@ def _chat_body(request: Generate, manner: EndpointTraits) -> dict[str, Any]:
             body["parallel_tool_calls"] = False
     if request.continues:
         body |= {"continue_final_message": True, "add_generation_prompt": False}
-    return body | _template_body(request.template, manner)
+    return body | _template_body(request.template, traits)
 
 
 def _tool_choice(request: Generate) -> Any:
@@ -98,12 +98,12 @@ def _tool_choice(request: Generate) -> Any:
     return {"type": "function", "function": {"name": request.tools[0]["function"]["name"]}}
 
 
-def _template_body(given: Mapping[str, Any], manner: EndpointTraits) -> dict[str, Any]:
+def _template_body(given: Mapping[str, Any], traits: EndpointTraits) -> dict[str, Any]:
     """Convert template arguments; unsupported thinking switches are dropped, others are refused."""
     effort = given.get("reasoning_effort")
     body = {"reasoning_effort": effort} if isinstance(effort, str) else {}
     rest = {name: value for name, value in given.items() if name != "reasoning_effort"}
-    if manner.template_arguments:
+    if traits.template_arguments:
         return body | ({"chat_template_kwargs": rest} if rest else {})
     if unknown := sorted(rest.keys() - _SWITCHES):
         raise Unsupported(
@@ -135,14 +135,14 @@ def _message_body(message: ChatMessage) -> dict[str, Any]:
     return told
 
 
-def _sampling_body(request: Generate, manner: EndpointTraits) -> dict[str, Any]:
+def _sampling_body(request: Generate, traits: EndpointTraits) -> dict[str, Any]:
     params = request.params
-    body = dict(_changed_numbers(params, manner.defaults))
+    body = dict(_changed_numbers(params, traits.defaults))
     limit = (
-        params.max_tokens if params.max_tokens is not None else manner.defaults.get("max_tokens")
+        params.max_tokens if params.max_tokens is not None else traits.defaults.get("max_tokens")
     )
     if limit is not None:
-        body[manner.limit if request.messages is not None else "max_tokens"] = limit
+        body[traits.limit if request.messages is not None else "max_tokens"] = limit
     if params.stop:
         body["stop"] = list(params.stop)
     if params.logit_bias:

@@ -62,9 +62,9 @@ class TransformersEngine(LoopedEngine):
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._runner: Runner
-        self._shelf: AdapterManager | None = None
+        self._adapters: AdapterManager | None = None
         self._ranks: Ranks | None = None
-        self._rest: SleepState
+        self._sleep_state: SleepState
 
     # ---------------------------------------------------------------- loading
 
@@ -82,8 +82,8 @@ class TransformersEngine(LoopedEngine):
         self._head_size = loaded.head_size
         context, fills = loaded.info.max_context, self.fills_context
         self._limits = Limits(self.vocab_size, context, self._head_size, fills)
-        bed = loading.make_weight_store(loaded, self.spec, self._other_tensors)
-        self._rest = SleepState(loaded.runner, bed, loaded.ranks)
+        store = loading.make_weight_store(loaded, self.spec, self._other_tensors)
+        self._sleep_state = SleepState(loaded.runner, store, loaded.ranks)
         if isinstance(loaded.runner, embedding.EmbeddingRunner):
             return loaded.info
         return self._prepare_generation(loaded)
@@ -104,9 +104,9 @@ class TransformersEngine(LoopedEngine):
         if plan.is_spread(self.spec):
             return info
         runner = cast(CausalRunner, loaded.runner)
-        self._shelf = AdapterManager(model, loaded.attention, runner, self.spec, self)
+        self._adapters = AdapterManager(model, loaded.attention, runner, self.spec, self)
         with phase("adapters"):
-            adapters, refused = self._shelf.load_all(self.spec.adapters)
+            adapters, refused = self._adapters.load_all(self.spec.adapters)
         return structs.replace(info, adapters=adapters, refused_adapters=refused)
 
     def _list_capabilities(
@@ -136,9 +136,6 @@ class TransformersEngine(LoopedEngine):
         adapter = self._adapter_manager().get(job.adapter) if job.adapter else None
         check_job(job, self._limits, adapter.virtual_tokens if adapter else 0)
         sampling = resolve_sampling(job.params, self._defaults, self._head_size)
-        bound = job.constraint is not None
-        if bound != (job.params.grammar is not None):
-            raise ValueError("a job with a grammar comes with what `constrain` made of it")
         limit = job.params.max_tokens or 1
         ends = ends_of(job, self._eos)
         row = Row(self._key(job.id), job, sampling, ends, limit, self._pieces.of)
@@ -148,7 +145,7 @@ class TransformersEngine(LoopedEngine):
 
     def _take(self, row: Request) -> None:
         with self._changed:
-            if self._rest.asleep and not self.ended:
+            if self._sleep_state.asleep and not self.ended:
                 raise EngineFailed("The model is asleep.")
             super()._take(row)
 
@@ -161,20 +158,20 @@ class TransformersEngine(LoopedEngine):
             raise EngineFailed(str(error)) from error
 
     def unload_adapter(self, name: str) -> None:
-        shelf = self._adapter_manager()
+        adapters = self._adapter_manager()
         with self._changed:
             rows = [row for row in self._rows.values() if isinstance(row, Row)]
         if any(row.job.adapter == name for row in rows):
             raise RequestError(f"Requests with adapter {name!r} are under way.", param="lora_name")
-        shelf.unload(name)
+        adapters.unload(name)
 
     def _adapter_manager(self) -> AdapterManager:
-        if self._rest.asleep:
+        if self._sleep_state.asleep:
             raise LoadError("The model is asleep; wake it first.", permanent=False)
-        if self._shelf is None:
+        if self._adapters is None:
             why = plan.NO_ADAPTERS if plan.is_spread(self.spec) else EMBEDS_ONLY
             raise Unsupported(why, param="lora_name")
-        return self._shelf
+        return self._adapters
 
     def constrain(self, grammar: Grammar, emitted: Sequence[int]) -> Constraint:
         if self._grammars is None:
@@ -182,16 +179,16 @@ class TransformersEngine(LoopedEngine):
         return self._grammars.constraint(grammar, emitted)
 
     def sleep(self) -> None:
-        self.between_steps(self._rest.sleep)
+        self.between_steps(self._sleep_state.sleep)
 
     def wake(self) -> None:
-        self.between_steps(self._rest.wake)
+        self.between_steps(self._sleep_state.wake)
 
     def _other_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors on the device that are not the model's own."""
         yield from self._runner.tensors()
-        if self._shelf is not None:
-            yield from self._shelf.tensors()
+        if self._adapters is not None:
+            yield from self._adapters.tensors()
 
     def close(self) -> None:
         super().close()

@@ -105,7 +105,7 @@ def make_weight_store(
     embeds = isinstance(loaded.runner, embedding.EmbeddingRunner)
     again = partial(_load_model, loaded.folder, spec, lambda progress: None, for_embeddings=embeds)
     load_again = None if loaded.ranks else again
-    return weight_offload.bed_for(loaded.model, loaded.model.device, more, load_again)
+    return weight_offload.weight_store(loaded.model, loaded.model.device, more, load_again)
 
 
 def _count_threads(spec: WorkerSpec) -> int:

@@ -92,7 +92,7 @@ class ContinuousRunner(CausalRunner):
         self._rows: dict[str, Row] = {}
         self._sampling.rows = self._rows
         self._idle_steps = 0
-        self._wish = decode
+        self._step_options = decode
         self._decoder: DecodeLoop | None = None
         self._reading = False  # the last step was the library's
         self._full = False  # the library cannot begin a request until one ends
@@ -178,10 +178,10 @@ class ContinuousRunner(CausalRunner):
         if decoder.seated and (self._reading or self._full or not self._has_others(decoder)):
             self._reading = False
             return self._decode_step(decoder)
-        outputs = decoder.land()
+        outputs = decoder.finish_step()
         outputs += self._step_of_library()
         self._reading = True
-        decoder.take_in()
+        decoder.admit_rows()
         return outputs
 
     def _decode_step(self, decoder: DecodeLoop) -> list[tuple[Row, StepOutput]]:
@@ -242,9 +242,9 @@ class ContinuousRunner(CausalRunner):
         made.scheduler.rows = self._rows
         groups.keep_prefixes_apart(made.cache, self._rows, self._epochs)
         self._processor = made
-        if self._wish is not None:
+        if self._step_options is not None:
             slots = self.plan.slots
-            self._decoder = DecodeLoop(self._model, made, self._rows, slots, self._wish)
+            self._decoder = DecodeLoop(self._model, made, self._rows, slots, self._step_options)
             made.scheduler.elsewhere = self._decoder.seated
             made.scheduler.ample = self._decoder.pages.is_ample
 

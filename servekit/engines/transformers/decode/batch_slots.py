@@ -41,7 +41,7 @@ class BatchSlot:
     room: int  # tokens that fit into its pages
     taken: bool = True
 
-    def said(self) -> None:
+    def update_state(self) -> None:
         """Update the library's record to the host's state."""
         whole = self.row.context
         self.state.generated_tokens = whole[len(self.state.initial_tokens) :]
@@ -79,32 +79,32 @@ class BatchSlots:
         """Give a slot to a request whose last token has been chosen but not read yet."""
         index = heapq.heappop(self._free)
         cached = row.length - 1
-        seat = BatchSlot(index, row, state, kind, cached, cached, len(pages) * size)
-        self.taken[row.key] = seat
+        slot = BatchSlot(index, row, state, kind, cached, cached, len(pages) * size)
+        self.taken[row.key] = slot
         self._moved[index] = _slot_values(row, cached, kind, self.vocab_size)
-        self.lay(seat, pages)
-        return seat
+        self.set_pages(slot, pages)
+        return slot
 
-    def lay(self, seat: BatchSlot, pages: list[int]) -> None:
+    def set_pages(self, slot: BatchSlot, pages: list[int]) -> None:
         """Set the pages of a slot's tokens, in order."""
-        self._table[seat.index, : len(pages)] = pages
-        self._table[seat.index, len(pages) :] = self.trash
-        self._paged.add(seat.index)
+        self._table[slot.index, : len(pages)] = pages
+        self._table[slot.index, len(pages) :] = self.trash
+        self._paged.add(slot.index)
 
     def leave(self, key: str) -> BatchSlot | None:
         """Free a slot; later steps do not touch its pages, which another request may get."""
-        seat = self.taken.pop(key, None)
-        if seat is not None:
-            seat.taken = False
-            heapq.heappush(self._free, seat.index)
-            self._moved[seat.index] = ([0] * 7, [1.0] * 3)
-            self.lay(seat, [])
-        return seat
+        slot = self.taken.pop(key, None)
+        if slot is not None:
+            slot.taken = False
+            heapq.heappush(self._free, slot.index)
+            self._moved[slot.index] = ([0] * 7, [1.0] * 3)
+            self.set_pages(slot, [])
+        return slot
 
     @property
     def reach(self) -> int:
         """Return the number of slots up to the last taken one."""
-        return max((seat.index for seat in self.taken.values()), default=-1) + 1
+        return max((slot.index for slot in self.taken.values()), default=-1) + 1
 
     def upload(self) -> None:
         """Send changes to the device, in order with the steps and without waiting."""
@@ -121,8 +121,8 @@ class BatchSlots:
             )
             self._paged.clear()
 
-    def _index_tensor(self, seats: Iterable[int]) -> Tensor:
-        return self._send_values(np.fromiter(seats, np.int64))
+    def _index_tensor(self, slots: Iterable[int]) -> Tensor:
+        return self._send_values(np.fromiter(slots, np.int64))
 
     def _send_values(self, values: Any) -> Tensor:
         made = torch.from_numpy(values)

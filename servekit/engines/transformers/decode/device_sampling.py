@@ -48,23 +48,23 @@ def kind_of(row: Row) -> int:
     return batch_slots.RANKED if row.sampling.ranked else batch_slots.PLAIN
 
 
-def choose_tokens(logits: Tensor, ints: Tensor, floats: Tensor, manner: SamplingMode) -> Tensor:
+def choose_tokens(logits: Tensor, ints: Tensor, floats: Tensor, mode: SamplingMode) -> Tensor:
     """Return a token per slot, [slots] int64; see `sampling.best_tokens` for NaN logits.
 
     `logits` [slots, vocabulary] float32 are not changed.
     """
     tokens = sampling.best_tokens(logits)
-    if not (manner.plain or manner.ranked):
+    if not (mode.plain or mode.ranked):
         return tokens
     warm = logits / floats[:, batch_slots.TEMPERATURE, None]
     keys = noise_keys(ints[:, batch_slots.NOISE], ints[:, batch_slots.COUNT])
     floor, kind = floats[:, batch_slots.FLOOR, None], ints[:, batch_slots.KIND]
-    if manner.ranked:
+    if mode.ranked:
         width = min(CANDIDATES, logits.shape[1])
         limit, top_p = ints[:, batch_slots.LIMIT, None], floats[:, batch_slots.TOP_P, None]
         drawn, _ = sampling.draw_among(warm, keys, sampling.Bounds(limit, top_p, floor), width)
         tokens = torch.where((kind == batch_slots.RANKED) & (tokens >= 0), drawn, tokens)
-    if manner.plain:
+    if mode.plain:
         warm.masked_fill_(warm < warm.amax(-1, keepdim=True) + floor, -torch.inf)
         drawn = sampling.draw_loudest(warm, keys)
         tokens = torch.where((kind == batch_slots.PLAIN) & (tokens >= 0), drawn, tokens)

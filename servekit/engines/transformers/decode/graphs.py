@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from servekit.errors import describe_error
+
 log = logging.getLogger(__name__)
 
 
@@ -49,8 +51,7 @@ class Graphs:
         try:
             return self._record_graph(work, changed)
         except Exception as error:  # any failure of a model: it is served without a graph
-            first = next(iter(str(error).splitlines()), "")
-            self.failure = f"{type(error).__name__}: {first}"
+            self.failure = describe_error(error)
             log.warning("a step cannot be recorded as a CUDA graph: %s", self.failure)
             torch.cuda.synchronize(self._device)
             return None

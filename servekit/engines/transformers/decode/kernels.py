@@ -25,7 +25,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -33,6 +33,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from servekit.errors import describe_error
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +90,7 @@ def _try_kernel(name: str, shape: Shape) -> Kernel:
         if kernel.captured:
             check_kernel(kernel, shape)
     except Exception as error:  # a compiler's own error, a missing symbol: any failure excludes it
-        first = next(iter(str(error).splitlines()), "")
-        raise LookupError(f"{name}: {type(error).__name__}: {first}"[:300]) from error
+        raise LookupError(f"{name}: {describe_error(error)}"[:300]) from error
     return kernel
 
 
@@ -253,8 +254,3 @@ MAKERS: dict[str, Callable[[Shape], Kernel]] = {
     "flash3": _make_flash3,
     "flash4": _make_flash4,
 }
-
-
-def kernel_names() -> Iterable[str]:
-    """Return the names of all kernels, installed or not."""
-    return MAKERS

@@ -62,11 +62,6 @@ class ModuleClones:
         tensors = (parameter.detach() for parameter in self.base.parameters())
         return torch.stack([t.view(_INTEGERS[t.element_size()]).sum() for t in tensors])
 
-    @torch.no_grad()
-    def logits(self, ids: list[int], last: int) -> Tensor:
-        """Return the base's own logits: float32 [last, vocabulary]."""
-        return logits_of(self.base, ids, last)
-
 
 @torch.no_grad()
 def logits_of(model: Any, ids: list[int], last: int) -> Tensor:

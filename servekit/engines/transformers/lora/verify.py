@@ -126,7 +126,7 @@ def verify_alone(
         said.append(logits_of(model, ids, len(ids)))
 
     figures = check_layers(model, run, tolerance)
-    logits, base = said[0], skeletons.logits(ids, len(ids))
+    logits, base = said[0], logits_of(skeletons.base, ids, len(ids))
     if not torch.isfinite(logits).all():
         raise RequestError("The model's logits are NaN or Inf with the adapter.", param=PARAM)
     effect = relative_error(logits, base)

@@ -26,9 +26,9 @@ _NO_ROOM = (MemoryError, torch.OutOfMemoryError, LoadError)
 class SleepState:
     """The sleep state of one engine."""
 
-    def __init__(self, runner: Runner, bed: WeightStore, ranks: Ranks | None) -> None:
+    def __init__(self, runner: Runner, store: WeightStore, ranks: Ranks | None) -> None:
         self._runner = runner
-        self._bed = bed
+        self._store = store
         self._ranks = ranks
         self.asleep = False
 
@@ -54,7 +54,7 @@ class SleepState:
             return
         try:
             with self._ranks.waking() if self._ranks else contextlib.nullcontext():
-                self._bed.wake()
+                self._store.wake()
         except _NO_ROOM as error:
             raise _as_load_error(error) from error
         try:
@@ -66,7 +66,7 @@ class SleepState:
 
     def _lie_down(self) -> None:
         with self._ranks.falling_asleep() if self._ranks else contextlib.nullcontext():
-            self._bed.sleep()
+            self._store.sleep()
 
 
 def _as_load_error(error: Exception) -> LoadError:

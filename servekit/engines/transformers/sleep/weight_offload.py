@@ -56,7 +56,7 @@ def unique_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     return list({storage._cdata: storage for storage in found if storage.nbytes()}.values())
 
 
-def bed_for(
+def weight_store(
     model: nn.Module,
     device: torch.device,
     more: Tensors = list,

@@ -40,7 +40,7 @@ class Follower:
         self._model: Any = None
         self._attention = ""  # the library's name of its implementation
         self._spec: WorkerSpec
-        self._bed: weight_offload.WeightStore
+        self._store: weight_offload.WeightStore
         self._processor: Any = None
         self._past: Any = None  # cache of the running request, if requests run one at a time
 
@@ -77,9 +77,9 @@ class Follower:
                 self._drop_pages()
             case messages.FallAsleep():
                 self._drop_pages()
-                self._bed.sleep()
+                self._store.sleep()
             case messages.WakeUp():
-                self._bed.wake()
+                self._store.wake()
 
     def _begin_load(self, order: messages.Begin) -> None:
         torch.set_num_threads(order.threads)
@@ -95,7 +95,7 @@ class Follower:
             device=self._device,
         )
         self._attention = str(self._model.config._attn_implementation)
-        self._bed = weight_offload.bed_for(self._model, self._device)
+        self._store = weight_offload.weight_store(self._model, self._device)
 
     def _make_pages(self, order: messages.MakePages) -> None:
         self._drop_pages()

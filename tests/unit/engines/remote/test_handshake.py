@@ -31,7 +31,7 @@ async def greeted(url: str, *, embeds: bool = False, **fields: Any) -> Greeted:
 async def test_a_few_tokens_and_nothing_that_it_may_not_know() -> None:
     async with lying() as liar:
         found = await greeted(liar.url)
-        assert (found.manner, found.lists, found.max_context) == (MANNER, True, 0)
+        assert (found.traits, found.lists, found.max_context) == (MANNER, True, 0)
         [asked] = liar.greetings
         assert asked.body.keys() == {"model", "messages", "stream", "stream_options", "max_tokens"}
         assert asked.body["max_tokens"] <= 16
@@ -70,10 +70,10 @@ async def test_it_is_asked_in_its_own_manner() -> None:
     async with lying() as liar:
         liar.greets += [status(400, "use max_completion_tokens")]
         found = await greeted(liar.url)
-        assert (found.manner.limit, found.manner.usage) == ("max_completion_tokens", True)
+        assert (found.traits.limit, found.traits.usage) == ("max_completion_tokens", True)
         liar.greets += [status(422, "stream_options?")] * 2
         found = await greeted(liar.url)
-        assert (found.manner.limit, found.manner.usage) == ("max_tokens", False)
+        assert (found.traits.limit, found.traits.usage) == ("max_tokens", False)
         assert "stream_options" not in liar.greetings[-1].body
 
 

@@ -148,9 +148,9 @@ def test_a_seat_that_was_left_touches_no_page(tiny_model: Path) -> None:
     Crowd([(0, short), (0, long)]).run(engine)
     decoder = engine._decoder
     assert decoder is not None
-    decoder._seats.upload()
-    assert bool((decoder._seats.table == decoder.pages.trash).all())
-    assert int(decoder._seats.ints[:, TOKEN:].abs().sum()) == 0
+    decoder._slots.upload()
+    assert bool((decoder._slots.table == decoder.pages.trash).all())
+    assert int(decoder._slots.ints[:, TOKEN:].abs().sum()) == 0
 
 
 def test_sizes_of_batches_are_few() -> None:
