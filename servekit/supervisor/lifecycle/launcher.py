@@ -13,8 +13,8 @@ from servekit.config.schema import ModelConfig
 from servekit.protocol.transport.credentials import Credentials
 from servekit.supervisor.lifecycle.remote_process import RemoteChild
 from servekit.supervisor.process.child_process import ChildProcess
-from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.scheduling.remote_gpus import RemoteGpus
+from servekit.supervisor.scheduling.memory_requests import Assignment
+from servekit.supervisor.workers.gpu_memory import RemoteGpus
 
 Incoming = TypeVar("Incoming")
 AnyChild: TypeAlias = ChildProcess[Incoming] | RemoteChild[Incoming]
@@ -27,7 +27,7 @@ class Guest(Protocol):
     model: ModelConfig
     place: Assignment
 
-    def told_to_wait(self, what: str) -> None:
+    def show_wait(self, what: str) -> None:
         """Show what the worker waits for before it can start; "" when it can."""
 
     def measure_gpus(self, told: RemoteGpus) -> None:

@@ -6,17 +6,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from servekit.config.schema import ModelConfig
 from servekit.protocol.messages import Quarantined, WorkerState
 from servekit.supervisor.process.run_dir import RunDir
-from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.workers import fork_server_pool
-from servekit.supervisor.workers.fork_server import ForkServer
-from servekit.supervisor.workers.fork_server_pool import ForkServerPool
+from servekit.supervisor.scheduling.memory_requests import Assignment
+from servekit.supervisor.workers import fork_server
+from servekit.supervisor.workers.fork_server import ForkServer, ForkServerPool
+from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system import procfs
 from servekit.system.gpus import Gpu, Slot
 
@@ -56,8 +56,9 @@ def model(**settings: Any) -> ModelConfig:
     return ModelConfig.model_validate({"name": "a", "engine": "echo", "path": "a", **settings})
 
 
-def workers(of: ModelConfig, *slots: Slot) -> list[Worker]:
-    return [Worker(of, Assignment("a", n, slot, None)) for n, slot in enumerate(slots)]
+def workers(of: ModelConfig, *slots: Slot) -> list[WorkerProcess]:
+    some = [Worker(of, Assignment("a", n, slot, None)) for n, slot in enumerate(slots)]
+    return cast(list[WorkerProcess], some)
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ async def test_one_for_each_environment_once_all_workers_have_come_up(made: Made
     [
         ("auto", "echo", 2**40, 0),
         ("auto", "transformers", 2**40, 1),
-        ("auto", "transformers", fork_server_pool.ROOM_BYTES - 1, 0),
+        ("auto", "transformers", fork_server.ROOM_BYTES - 1, 0),
         (True, "transformers", 0, 1),
         (True, "echo", 0, 1),
         (False, "transformers", 2**40, 0),
@@ -114,6 +115,7 @@ async def test_who_wants_one(
     wanted = model(standby=wish, engine=engine)
     brood.tend(wanted, workers(wanted, ()))
     assert len(run) == count
+    assert brood.lacks_memory is (0 < available_bytes < fork_server.ROOM_BYTES)
 
 
 async def test_another_version_has_others(made: Made) -> None:

@@ -1,7 +1,7 @@
-"""The phases of a process's last two starts.
+"""The record of a child's last deaths, and of the phases of its last two starts.
 
-The supervisor records what it sees itself (reason, back-off, admission, spawn, death); a worker
-reports the rest. A phase whose end is not reported ends with the next report.
+Of a start, the supervisor records what it sees itself (reason, back-off, admission, spawn, death);
+a worker reports the rest. A phase whose end is not reported ends with the next report.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import structlog
 from msgspec.structs import replace
 
 from servekit.protocol.startup_messages import (
@@ -21,8 +23,18 @@ from servekit.protocol.startup_messages import (
     Start,
     Starts,
 )
+from servekit.protocol.types import ExitRecord
+from servekit.supervisor.event_log import journal
+from servekit.supervisor.process.child_process import Exit
 from servekit.system import procfs
 
+log: Any = structlog.get_logger("servekit.supervisor")
+
+#: Deaths kept per child, and for how many of them the stacks, which are long.
+_DEATHS = 10
+_WITH_STACKS = 2
+#: The messages of CUDA and torch when a GPU's memory is exhausted.
+_GPU_OUT_OF_MEMORY = ("CUDA out of memory", "OutOfMemoryError", "CUBLAS_STATUS_ALLOC_FAILED")
 #: A shorter phase is not recorded: there was no wait.
 _NOTHING_S = 0.001
 #: Starts kept: the present one, and the one before.
@@ -41,6 +53,86 @@ _BEFORE: dict[Cause, str] = {
 }
 #: The phase in which a worker produces its first token.
 FIRST_TOKEN = "warm-up"
+
+
+@dataclass(frozen=True, slots=True)
+class LastSeen:
+    """The last known state of a running child."""
+
+    pid: int = 0
+    lived_s: float = 0.0
+    phase: str = ""
+    served: int = 0
+    running: int = 0
+    rss_bytes: int = 0
+    gpu_bytes: int = 0
+    start: Start | None = None  # how far its start came, if it died before it was ready
+
+
+class ExitHistory:
+    """The last deaths of one child, the newest last."""
+
+    def __init__(self) -> None:
+        self._exits: deque[ExitRecord] = deque(maxlen=_DEATHS)
+
+    def add(self, exit_: Exit, known: LastSeen, what: str) -> ExitRecord:
+        death = make_record(exit_, known, what)
+        self._exits.append(death)
+        dumped = [i for i, old in enumerate(self._exits) if old.stacks]
+        for index in dumped[:-_WITH_STACKS]:
+            self._exits[index] = replace(self._exits[index], stacks=())
+        return death
+
+    def exits(self) -> tuple[ExitRecord, ...]:
+        return tuple(self._exits)
+
+
+def report_death(name: str, death: ExitRecord, after_s: float | None, *, crashed: bool) -> None:
+    """Log a death and record its event; `after_s` is the delay of the restart, if any."""
+    again = "not" if after_s is None else f"{after_s:.2f} s"
+    log.error("died" if crashed else "cannot start", child=name, reason=death.what, again_in=again)
+    journal.tell(
+        "exit",
+        death.what,
+        worker=name,
+        pid=death.pid,
+        code=death.code,
+        signal=death.signal,
+        phase=death.phase,
+        lived_s=round(death.lived_s, 2),
+        served=death.served,
+        out_of_memory=death.out_of_memory,
+        again_in_s=None if after_s is None else round(after_s, 2),
+    )
+
+
+def make_record(exit_: Exit, known: LastSeen, what: str) -> ExitRecord:
+    """Return the record of a death; `what` is its reason in a sentence."""
+    return ExitRecord(
+        at=time.time(),
+        pid=known.pid,
+        lived_s=known.lived_s,
+        what=what,
+        code=exit_.code,
+        signal=exit_.signal,
+        phase=known.phase,
+        out_of_memory=find_exhausted_memory(exit_, what),
+        served=known.served,
+        running=known.running,
+        rss_bytes=known.rss_bytes,
+        gpu_bytes=known.gpu_bytes,
+        tail=exit_.tail,
+        stacks=exit_.stacks,
+        start=known.start,
+    )
+
+
+def find_exhausted_memory(exit_: Exit, what: str) -> str:
+    """Return "host" by the kernel's own counter, "gpu" by an error of CUDA or torch, else ""."""
+    if exit_.out_of_memory:
+        return "host"
+    said = (what, *exit_.tail)
+    return "gpu" if any(sign in line for line in said for sign in _GPU_OUT_OF_MEMORY) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +186,9 @@ class _Life:
             cause=self.occasion.cause,
             at=self.at,
             state="up" if self.ready_s is not None else "starting" if over is None else "died",
-            phases=tuple(_since(zero, one) for one in sorted(phases, key=lambda one: one.began_s)),
+            phases=tuple(
+                _shift_phase(zero, one) for one in sorted(phases, key=lambda one: one.began_s)
+            ),
             total_s=(now if over is None else over) - zero,
             first_token_s=self._first_token_s(),
         )
@@ -179,6 +273,6 @@ class StartupTiming:
         self._lives[-1].told(Phase(name, began, max(began, at_s)))
 
 
-def _since(zero: float, phase: Phase) -> Phase:
+def _shift_phase(zero: float, phase: Phase) -> Phase:
     ended_s = None if phase.ended_s is None else phase.ended_s - zero
     return replace(phase, began_s=phase.began_s - zero, ended_s=ended_s)

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from tests.polling import poll_async
 from tests.unit.supervisor.lifecycle.test_managed_process import Play, Stage
 from tests.unit.supervisor.lifecycle.test_managed_process import play as play  # a fixture
 
@@ -34,24 +35,24 @@ async def die(stage: Stage) -> None:
 async def test_it_sleeps_and_is_woken(play: Play) -> None:
     stage = await up(play)
     replica = stage.replica
-    assert await replica.slumber.sleep(told) == ""
+    assert await replica.sleep(told) == ""
     assert not replica.serves
-    assert await replica.slumber.wake() == ""
+    assert await replica.wake() == ""
     assert replica.serves
     assert stage.host.states == ["starting", "loading", "ready", "asleep", "ready"]
 
 
 async def test_one_that_cannot_sleep_serves_on_and_says_why(play: Play) -> None:
     stage = await up(play, sleep_error="it is not tired")
-    assert await stage.replica.slumber.sleep(told) == "it is not tired"
+    assert await stage.replica.sleep(told) == "it is not tired"
     assert stage.replica.state == "ready"
     assert stage.replica.reason == "it could not be put to sleep: it is not tired"
 
 
 async def test_one_that_cannot_be_woken_sleeps_on_and_says_why(play: Play) -> None:
     stage = await up(play, wake_error="it sleeps too well")
-    assert await stage.replica.slumber.sleep(told) == ""
-    assert await stage.replica.slumber.wake() == "it sleeps too well"
+    assert await stage.replica.sleep(told) == ""
+    assert await stage.replica.wake() == "it sleeps too well"
     assert stage.replica.state == "asleep"
 
 
@@ -62,7 +63,7 @@ async def test_it_is_told_to_sleep_only_when_gateways_send_nothing_more(play: Pl
     async def wait() -> None:
         await knows.wait()
 
-    sleeping = asyncio.create_task(stage.replica.slumber.sleep(wait))
+    sleeping = asyncio.create_task(stage.replica.sleep(wait))
     await stage.until("asleep")
     assert not sleeping.done()
     knows.set()
@@ -71,7 +72,7 @@ async def test_it_is_told_to_sleep_only_when_gateways_send_nothing_more(play: Pl
 
 async def test_one_that_dies_before_it_is_told_is_not_asleep(play: Play) -> None:
     stage = await up(play)
-    assert await stage.replica.slumber.sleep(lambda: die(stage)) == "its worker died"
+    assert await stage.replica.sleep(lambda: die(stage)) == "its worker died"
     assert stage.replica.state == "ready"
 
 
@@ -80,31 +81,29 @@ async def test_one_that_dies_as_it_has_fallen_asleep_is_not_asleep(
 ) -> None:
     """What comes after it is awake, and is not to be taken for a sleeper."""
     stage = await up(play)
-    monkeypatch.setattr(stage.replica.vram, "fell_asleep", lambda: die(stage))
-    assert await stage.replica.slumber.sleep(told) == "its worker died"
+    monkeypatch.setattr(stage.replica.gpu, "fell_asleep", lambda: die(stage))
+    assert await stage.replica.sleep(told) == "its worker died"
     assert stage.replica.state == "ready"
 
 
 async def test_an_open_order_is_answered_by_its_death(play: Play) -> None:
     stage = await up(play, wake_s=30.0)
-    slumber = stage.replica.slumber
-    assert await slumber.sleep(told) == ""
-    waking = asyncio.ensure_future(slumber.wake())
-    async with asyncio.timeout(10):
-        while slumber._answer is None:  # noqa: ASYNC110 - nobody is told that it was sent
-            await asyncio.sleep(0.01)
+    replica = stage.replica
+    assert await replica.sleep(told) == ""
+    waking = asyncio.ensure_future(replica.wake())
+    await poll_async("the order is sent", lambda: replica.admin.open)
     os.kill(stage.replica.pid, signal.SIGKILL)
     assert await asyncio.wait_for(waking, 10) == "its worker died"
 
 
 async def test_one_that_takes_too_long_is_ended(play: Play) -> None:
     stage = await up(play, wake_s=60.0, settings={"load_timeout_s": 1.0})
-    assert await stage.replica.slumber.sleep(told) == ""
-    assert await stage.replica.slumber.wake() == "its worker died"
+    assert await stage.replica.sleep(told) == ""
+    assert await stage.replica.wake() == "its worker died"
     await stage.host.until(lambda: "did not wake within 1 s" in stage.replica.reason)
 
 
 async def test_who_has_no_process_cannot_be_woken(play: Play) -> None:
     stage = play(load_error="no such weights")
     await stage.until("failed")
-    assert await stage.replica.slumber.wake() == "worker m/0 is failed"
+    assert await stage.replica.wake() == "worker m/0 is failed"
