@@ -34,6 +34,7 @@ def of_model(fleet: Deployment, created: int, residence: ResidencyStatus | None)
         residence=residence,
         routing=model.routing,
         scale=fleet.scale,
+        changing=fleet.changing,
     )
 
 

@@ -91,8 +91,13 @@ class Deployment:
 
     def _begin(self, slots: Slots) -> None:
         task = asyncio.get_running_loop().create_task(self._converge(slots), name=self.model.name)
-        task.add_done_callback(_log_failure)
+        task.add_done_callback(self._end_change)
         self._change = task
+
+    def _end_change(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a change broke off", model=task.get_name(), exc_info=task.exception())
+        self._pool.host.changed()  # gateways wait for a new replica while `changing`
 
     def load(self, occasion: StartReason) -> None:
         """Load the model on its planned GPUs, and retry replicas that have failed."""
@@ -377,11 +382,6 @@ def list_adapters(model: ModelConfig) -> tuple[AdapterSpec, ...]:
     return tuple(
         AdapterSpec(one.name, one.path, one.revision, one.any_base) for one in model.adapters
     )
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.error("a change broke off", model=task.get_name(), exc_info=task.exception())
 
 
 def match_slots(
