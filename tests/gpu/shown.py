@@ -25,7 +25,8 @@ from servekit.config import keys
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.widgets import machine_tables
 from tests.gpu.nvml import Gpus, Table, show_tails
-from tests.integration.instance import Instance, poll
+from tests.integration.instance import Instance
+from tests.polling import poll
 
 HAS_UI = importlib.util.find_spec("gradio") is not None
 WITHIN_S = 30.0

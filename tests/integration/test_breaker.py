@@ -81,7 +81,7 @@ def until_half_open(instance: Instance) -> str:
     return name
 
 
-@pytest.mark.slow
+@pytest.mark.lane("waits")
 def test_a_probe_that_serves_closes_the_breaker(tmp_path: Path) -> None:
     cursed = Cursed(tmp_path, load_s=6.0)  # commands are run meanwhile
     with Instance.up(tmp_path, [cursed.model]) as instance:
@@ -104,7 +104,7 @@ def test_a_probe_that_serves_closes_the_breaker(tmp_path: Path) -> None:
         assert "breaker" not in told
 
 
-@pytest.mark.slow
+@pytest.mark.lane("waits")
 def test_a_probe_that_dies_opens_it_again_for_twice_as_long(tmp_path: Path) -> None:
     cursed = Cursed(tmp_path, load_s=600.0)
     with Instance.up(tmp_path, [cursed.model, echo("good")]) as instance:

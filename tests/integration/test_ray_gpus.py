@@ -30,6 +30,7 @@ from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu
 from tests.integration.ray_nodes import PATIENCE_S, ROOT, Nodes
 
 pytestmark = [
+    pytest.mark.lane("ray"),
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]

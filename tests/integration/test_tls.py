@@ -15,7 +15,8 @@ import openai
 import pytest
 
 from tests.integration.certificates import make
-from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
+from tests.integration.instance import PROGRAM, Instance, echo, write_config
+from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -28,7 +28,7 @@ START_S = 500.0
 #: The process below a worker that dies; "" is the worker itself.
 VICTIMS = ["", "EngineCore", "Worker"]
 pytestmark = [
-    pytest.mark.lane,
+    pytest.mark.lane("vllm"),
     pytest.mark.model,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(

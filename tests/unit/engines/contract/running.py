@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -140,11 +139,3 @@ class Running:
     def is_idle(self) -> bool:
         now = self.engine.load_now()
         return (now.running, now.waiting, now.progress_age_s) == (0, 0, 0.0)
-
-
-def poll(happened: Callable[[], bool], what: str) -> None:
-    """Wait for what brings no emission."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not happened():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s in vain until {what}"
-        threading.Event().wait(0.002)

@@ -158,6 +158,7 @@ def smol_gguf() -> Iterator[Harness]:
     shared.close()
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
 def test_ids_are_those_of_the_converted_model(smol_gguf: Harness, smollm2: Path) -> None:
     from transformers import AutoTokenizer
@@ -172,6 +173,7 @@ def test_ids_are_those_of_the_converted_model(smol_gguf: Harness, smollm2: Path)
     assert smol_gguf.engine._eos >= {tokenizer.eos_token_id}
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
 def test_digits_are_cut_off_as_the_models_own_tokenizer_cuts_them(smol_gguf: Harness) -> None:
     """What the conversion to `transformers` loses: white space before a digit is one token."""

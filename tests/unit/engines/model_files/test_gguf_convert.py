@@ -219,7 +219,7 @@ def test_a_tensor_that_is_lacking_is_not_made_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.slow
+@pytest.mark.lane("models")
 def test_smollm2_converted_equals_smollm2_loaded_from_its_gguf() -> None:
     import torch
 

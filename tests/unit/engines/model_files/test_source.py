@@ -207,6 +207,7 @@ class TestFolder:
 class TestProcesses:
     """Workers that race, die and run out of disk, as processes of their own."""
 
+    @pytest.mark.lane("models")
     def test_of_two_that_race_one_converts_and_the_other_shows_its_progress(
         self, tmp_path: Path
     ) -> None:
@@ -238,6 +239,7 @@ class TestProcesses:
         assert len({found["path"] for found, _ in ended}) == 1
         assert sum("converting" in logged for _, logged in ended) == 1
 
+    @pytest.mark.lane("models")
     def test_after_a_kill_midway_the_next_sweeps_and_converts(self, tmp_path: Path) -> None:
         path = write_tiny_gguf(tmp_path / "tiny.gguf")
         owner = start_resolving(path, tmp_path, stop_at="convert")
@@ -254,6 +256,7 @@ class TestProcesses:
         assert "which a dead worker left" in logged
         assert {p.name for p in models.iterdir()} == {".locks", Path(found["path"]).name}
 
+    @pytest.mark.lane("models")
     def test_a_disk_that_fills_up_midway_leaves_nothing(self, tmp_path: Path) -> None:
         path = write_tiny_gguf(tmp_path / "tiny.gguf")
         found, _ = outcome(start_resolving(path, tmp_path, limit_bytes=50_000))

@@ -312,6 +312,7 @@ def allowed(constraint: Any) -> list[int]:
 # ---------------------------------------------------------------- SmolLM2
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
 def test_smollm2_answers_in_json(smol: Harness) -> None:
     question = ChatMessage("user", "Describe Anna, who is 32 and likes red, as JSON.")
@@ -322,6 +323,7 @@ def test_smollm2_answers_in_json(smol: Harness) -> None:
         assert smol.finish(job) == "stop"
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
 def test_smollm2_answers_in_three_digits(smol: Harness) -> None:
     job = smol.submit("One hundred and twenty-three is", grammar=DIGITS, max_tokens=10)

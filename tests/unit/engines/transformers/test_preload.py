@@ -74,6 +74,7 @@ def test_a_fork_finds_what_was_prepared_and_says_what_a_fresh_engine_says(folder
     )
 
 
+@pytest.mark.lane("models")
 def test_forks_draw_different_numbers(folder: Path) -> None:
     run(
         folder,

@@ -14,7 +14,8 @@ from tests.unit.supervisor.made_up_fleet import config
 
 def fleet_of(**keys: Any) -> Deployment:
     known: dict[str, Any] = {"replicas": [], "info": None, "adapter_statuses": tuple, "scale": None}
-    known |= {"fork_servers": SimpleNamespace(standbys=()), "changing": False}
+    known["changing"] = False
+    known["fork_servers"] = SimpleNamespace(standbys=())
     return cast(Deployment, SimpleNamespace(model=config(**keys), **known))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 
 import structlog
@@ -15,6 +14,7 @@ from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers import gpu_memory
 from servekit.supervisor.workers.gpu_memory import Entry, GpuMemory, RemoteGpus
 from servekit.system.gpus import Gpu
+from tests.polling import poll_async
 
 GIB = 2**30
 GPUS = tuple(Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(3))
@@ -74,9 +74,7 @@ async def test_what_was_a_pid_of_its_last_life_may_be_anybodys_in_its_next() -> 
             held[os.getpid()] = {"GPU-0": 5 * GIB}
         gpu.forget()
         gpu.leave()
-        async with asyncio.timeout(60):
-            while ledger.claim_of("a/0"):  # noqa: ASYNC110 - the ledger tells nobody
-                await asyncio.sleep(0.01)
+        await poll_async("the claim is given up", lambda: not ledger.claim_of("a/0"))
 
 
 # ---------------------------------------------------------------- on another node

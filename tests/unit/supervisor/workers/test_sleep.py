@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from tests.polling import poll_async
 from tests.unit.supervisor.lifecycle.test_managed_process import Play, Stage
 from tests.unit.supervisor.lifecycle.test_managed_process import play as play  # a fixture
 
@@ -90,9 +91,7 @@ async def test_an_open_order_is_answered_by_its_death(play: Play) -> None:
     replica = stage.replica
     assert await replica.sleep(told) == ""
     waking = asyncio.ensure_future(replica.wake())
-    async with asyncio.timeout(10):
-        while not replica.admin.open:  # noqa: ASYNC110 - nobody is told that it was sent
-            await asyncio.sleep(0.01)
+    await poll_async("the order is sent", lambda: replica.admin.open)
     os.kill(stage.replica.pid, signal.SIGKILL)
     assert await asyncio.wait_for(waking, 10) == "its worker died"
 
