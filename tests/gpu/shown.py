@@ -87,7 +87,7 @@ class Watched:
         """
         if not HAS_UI:
             status = self.instance.status()
-            html = machine_tables.gpus(status.gpus, status.models, Say("en"))
+            html = machine_tables.render_gpus(status.gpus, status.models, Say("en"))
             return {"sk-gpus": self.save(f"{name}.html", f"<meta charset=utf-8>{html}")}
         with httpx.Client(base_url=f"{self.url}/ui", headers=AUTH, timeout=60) as client:
             page = client.get("/config").json()

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.supervisor.lifecycle.breaker import BreakerLimits
+from servekit.supervisor.lifecycle.restart_policy import BreakerLimits
 from tests.integration.instance import Instance, echo
 from tests.integration.test_faults_supervisor import cli, complete, names
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from servekit.supervisor.lifecycle.breaker import BreakerLimits
+from servekit.supervisor.lifecycle.restart_policy import BreakerLimits
 from servekit.supervisor.scheduling.gpu_admission import PATIENCE_S
 from servekit.system import procfs
 from tests.integration.instance import Instance, echo, write_config

@@ -17,15 +17,14 @@ from servekit.errors import ConfigError
 from servekit.protocol.messages import AccessRules
 from servekit.supervisor import access_rules as access
 from servekit.supervisor.process.environment import usable_cpus
-from servekit.supervisor.scheduling import host_memory
 from servekit.supervisor.scheduling import memory_estimator as estimates
 from servekit.supervisor.scheduling.memory_estimator import Estimate
-from servekit.supervisor.scheduling.placement import (
+from servekit.supervisor.scheduling.memory_requests import (
     Assignment,
     Misplaced,
-    place,
-    placed_elsewhere,
+    check_host_memory,
 )
+from servekit.supervisor.scheduling.placement import place, placed_elsewhere
 from servekit.system import procfs
 from servekit.system.gpus import Gpu, Slot
 
@@ -91,7 +90,7 @@ class Source:
         """
         try:
             places = place(config.models, gpus, usable_cpus(), held, config.gpus.reserve, counts)
-            host_memory.check(config.models, places, procfs.memory_bytes())
+            check_host_memory(config.models, places, procfs.memory_bytes())
         except Misplaced:
             if not counts:
                 raise

@@ -40,8 +40,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from servekit.supervisor.model_swap.capacity_view import CapacityView, told
-from servekit.supervisor.model_swap.eviction import gone, make_room, relieve
+from servekit.supervisor.model_swap.eviction import CapacityView, gone, make_room, relieve, told
 from servekit.supervisor.model_swap.types import PolicyInput, SwapAction
 
 #: Time within which the request that came with a keep_alive is reported, in seconds.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from servekit.config.engines.options import EngineKind
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.system.orphan_cleanup import MARK
 
 _ALWAYS = {

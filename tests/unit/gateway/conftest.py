@@ -90,7 +90,13 @@ class Service:
         await worker.start()
         return worker
 
-    def tell(self, *replicas: ReplicaStatus, draining: bool = False, gateways: int = 1) -> None:
+    def tell(
+        self,
+        *replicas: ReplicaStatus,
+        draining: bool = False,
+        gateways: int = 1,
+        changing: bool = False,
+    ) -> None:
         status = ModelStatus(
             "m",
             "echo",
@@ -100,6 +106,7 @@ class Service:
             aliases=("alias",),
             timeout_s=self.timeout_s,
             max_queue=self.max_queue,
+            changing=changing,
         )
         self.router.apply(Topology((status,), draining, gateways))
 
