@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ from servekit.bench.client.client_protocol import Api, Asking, Order, Target
 from servekit.bench.lengths import Lengths
 from servekit.bench.prompts import read_dataset
 from servekit.errors import ConfigError
+from servekit.units import parse_duration
 
 #: Default duration, without a number of requests.
 DEFAULT_S = 30.0
@@ -23,7 +24,6 @@ DEFAULT_S = 30.0
 _USERS_EACH = 256
 _RATE_EACH = 2000.0
 _KEYS = ("SERVEKIT_API_KEY", "OPENAI_API_KEY")
-_DURATION = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(s|m|min|h)?\s*")
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -161,9 +161,9 @@ def duration(text: str | None) -> float | None:
     """Parse `30`, `30s`, `5m` or `1h`. Raises ConfigError."""
     if text is None:
         return None
-    found = _DURATION.fullmatch(text)
-    factor = {"s": 1, "m": 60, "min": 60, "h": 3600}
-    seconds = float(found[1]) * factor[found[2] or "s"] if found else 0.0
+    seconds = 0.0
+    with contextlib.suppress(ValueError):
+        seconds = parse_duration(text)
     if not 0 < seconds <= 7 * 86400:
         raise ConfigError(f"--duration {text!r}: write a time above 0, as in 30s, 5m or 1h")
     return seconds

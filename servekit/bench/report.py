@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from servekit.bench.result import Result, Run, Spread
+from servekit.units import format_latency, format_number
 
 _LATENCIES = (
     ("time to first token", "ttft_s"),
@@ -40,20 +41,6 @@ def load_text(run: Run) -> str:
     if run.concurrency is not None:
         return f"{run.concurrency} at once"
     return f"{run.rate:g} arrivals/s"
-
-
-def seconds(value: float) -> str:
-    """Format a time with three digits, in a suitable unit."""
-    if value >= 0.9995:
-        return f"{number(value)} s"
-    if value >= 0.0001:
-        return f"{number(value * 1000)} ms"
-    return f"{value * 1e6:.0f} µs"
-
-
-def number(value: float) -> str:
-    """Format a number with three digits, or all digits of a large one."""
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
 def notes(runs: Sequence[Run]) -> Iterator[str]:
@@ -95,17 +82,22 @@ def _rates(runs: Sequence[Run]) -> Table:
     columns = ["LOAD", "TIME", "DONE", "FAILED", "REQUESTS/S", "TOKENS/S", "PROMPT", "ANSWER"]
     table = _table(*columns, *(("GOODPUT/S", "GOOD") if has_goodput else ()))
     for run in runs:
-        cells = [load_text(run), seconds(run.duration_s), str(run.completed), str(run.failed)]
-        cells += [number(run.requests_per_s), number(run.output_tokens_per_s)]
+        cells = [
+            load_text(run),
+            format_latency(run.duration_s),
+            str(run.completed),
+            str(run.failed),
+        ]
+        cells += [format_number(run.requests_per_s), format_number(run.output_tokens_per_s)]
         cells += [_mean(run.prompt_tokens), _mean(run.output_tokens)]
         if run.goodput is not None:
-            cells += [number(run.goodput.requests_per_s), f"{run.goodput.share:.1%}"]
+            cells += [format_number(run.goodput.requests_per_s), f"{run.goodput.share:.1%}"]
         table.add_row(*cells)
     return table
 
 
 def _mean(found: Spread | None) -> str:
-    return "-" if found is None else number(found.mean)
+    return "-" if found is None else format_number(found.mean)
 
 
 def _latencies(runs: Sequence[Run]) -> Table:
@@ -116,7 +108,7 @@ def _latencies(runs: Sequence[Run]) -> Table:
             found: Spread | None = getattr(run, field)
             if found is not None:
                 values = (found.mean, found.p50, found.p90, found.p99, found.max)
-                table.add_row(label, name, *map(seconds, values))
+                table.add_row(label, name, *map(format_latency, values))
                 label = ""
     # the second column is text as well
     table.columns[1].justify = "left"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import re
 from collections.abc import Mapping
 
 from servekit.bench.client.client_protocol import Record
 from servekit.bench.timing import Timing
 from servekit.errors import ConfigError
+from servekit.units import parse_duration
 
 #: The possible limits, with their meanings for one request.
 MEANINGS = {
@@ -39,8 +40,9 @@ def parse(text: str) -> dict[str, float]:
 
 
 def _seconds(part: str, value: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)?\s*", value)
-    seconds = float(found[1]) / (1000 if found[2] == "ms" else 1) if found else 0.0
+    seconds = 0.0
+    with contextlib.suppress(ValueError):
+        seconds = parse_duration(value)
     if not seconds > 0 or math.isinf(seconds):
         raise ConfigError(f"--slo {part!r}: write a time in seconds above 0, as in ttft=0.5")
     return seconds

@@ -136,10 +136,3 @@ class Tally:
         parts = [f"{count} × {what}" for what, count in self.failures.most_common(3)]
         parts += [f"{count} × {kind}" for kind, count in self.kinds.most_common()]
         return "; ".join(parts)
-
-
-def percentile(values: Sequence[float], part: float) -> float:
-    """Return the value below which `part` (0 to 1) of the values lie; nan if there are none."""
-    if not values:
-        return float("nan")
-    return sorted(values)[min(len(values) - 1, int(part * len(values)))]

@@ -9,7 +9,8 @@ import socket
 import time
 from dataclasses import replace
 
-from servekit.chaos.baseline_answers import Tally, percentile, prompt
+from servekit.bench.percentiles import Sample
+from servekit.chaos.baseline_answers import Tally, prompt
 from servekit.chaos.client import Answer, Client, Exchange, Question
 from servekit.chaos.finding import Finding, Judge, Scene
 from servekit.chaos.load import Load
@@ -41,7 +42,7 @@ async def slow_client(scene: Scene) -> Finding:
         for task in slow:
             task.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
-    alone_s, beside_s = (percentile(loaded.tally.took_s, 0.99) for loaded in (before, load))
+    alone_s, beside_s = (Sample(loaded.tally.took_s).at(99) for loaded in (before, load))
     judge.clean(load.tally)
     judge.soon("p99 of the others", beside_s, 2 * alone_s + _JITTER_S)
     judge.notes.append(f"p99 of the others {alone_s:.2f} s before, {beside_s:.2f} s beside them")
@@ -82,7 +83,7 @@ async def flood(scene: Scene) -> Finding:
     judge.promise(heavy.answered > 0, "no request of the crowd was answered")
     judge.promise(not heavy.unsaid, f"{heavy.unsaid} × 429 without Retry-After")
     judge.clean(tally)
-    judge.soon("p99 of the light client", percentile(tally.took_s, 0.99), limit_s)
+    judge.soon("p99 of the light client", Sample(tally.took_s).at(99), limit_s)
     judge.notes.append(f"of the crowd {heavy.answered} × 200, {heavy.refused} × 429")
     judge.notes.append(f"light client: {alone.took_s:.2f} s alone")
     return judge.finding(tally)
@@ -184,7 +185,7 @@ async def _engine_idle(scene: Scene) -> bool:
 def _first_s(scene: Scene) -> float:
     """Return the baseline time to the first chunk."""
     firsts = [(k.answer.first_s or k.answer.ended_s) - k.answer.began_s for k in scene.known]
-    return percentile(firsts, 0.5)
+    return Sample(firsts).at(50)
 
 
 async def _long_question(scene: Scene) -> Question:

@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from servekit.chaos.finding import Finding, Judge, Scene
 from servekit.protocol.messages import Status
-from servekit.system import procfs
+from servekit.system import cgroup, procfs
+from servekit.units import format_bytes
 
 #: The promise: no process, including grandchildren, is alive 2 s later.
 GONE_WITHIN_S = 2.0
@@ -35,8 +35,8 @@ async def memory_pressure(scene: Scene) -> Finding:
     """Take much of the memory in another process, under a cap: the service must answer."""
     if not scene.memory_bytes:
         return Judge("memory pressure", "").skip("only with --memory")
-    size_bytes = min(scene.memory_bytes, int(_free_bytes() * _MOST_OF_FREE))
-    judge = Judge("memory pressure", f"{size_bytes / 2**20:.0f} MB taken and touched beside it")
+    size_bytes = min(scene.memory_bytes, int(cgroup.available_memory_bytes() * _MOST_OF_FREE))
+    judge = Judge("memory pressure", f"{format_bytes(size_bytes)} taken and touched beside it")
     before = await scene.target.status()
     async with scene.load() as load:
         await load.until_busy()
@@ -66,18 +66,6 @@ async def _end(hog: asyncio.subprocess.Process) -> None:
     assert hog.stdin is not None
     hog.stdin.close()
     await hog.wait()
-
-
-def _free_bytes() -> int:
-    """Return the available memory: the kernel's estimate, limited by the cgroup."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else min(free, int(limit) - used)
 
 
 def _pids(status: Status) -> set[int]:

@@ -13,10 +13,10 @@ from pathlib import Path
 from servekit.chaos.client import Answer, Question
 from servekit.chaos.finding import Finding, Judge, Scene
 from servekit.chaos.load import Silences
-from servekit.chaos.report import seconds
 from servekit.protocol.messages import GatewayStatus, ReplicaStatus, Status
 from servekit.system import procfs
 from servekit.system.parent_death import CHAOS, FAIL_STEP
+from servekit.units import format_latency
 
 #: Limit from a death until the instance is whole, without loading the model.
 WHOLE_WITHIN_S = 30.0
@@ -74,7 +74,9 @@ async def _die(scene: Scene, judge: Judge, end: Callable[[int], None]) -> Findin
     judge.clean(load.tally)
     judge.soon("noticed", notice_s, NOTICE_WITHIN_S)
     judge.soon("whole again", whole_s, WHOLE_WITHIN_S)
-    judge.notes.append(f"longest silence of a stream {seconds(max(silences.silent_s, default=0))}")
+    judge.notes.append(
+        f"longest silence of a stream {format_latency(max(silences.silent_s, default=0))}"
+    )
     judge.notes.append(f"told as: {await _reason(scene, victim.name)}")
     return judge.finding(load.tally, notice_s, whole_s)
 
@@ -172,7 +174,7 @@ async def gateway_killed(scene: Scene) -> Finding:
     judge.soon("the gateway is back", whole_s, GATEWAY_BACK_S)
     judge.notes.append(
         f"{load.excuses} of its own {len(broken)} connections broke; the next request had its "
-        f"first chunk after {seconds(first_s)}"
+        f"first chunk after {format_latency(first_s)}"
     )
     return judge.finding(load.tally, None, whole_s)
 

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from servekit.chaos.finding import Finding
+from servekit.units import format_latency
 
 _COLOURS = {"kept": "green", "broken": "bold red", "skipped": "dim"}
 _COLUMNS = (
@@ -23,17 +24,10 @@ _COLUMNS = (
 )
 
 
-def seconds(time_s: float | None) -> str:
-    """Format a time: "8 ms", "1.25 s"; "-" for None."""
-    if time_s is None:
-        return "-"
-    return f"{time_s * 1000:.0f} ms" if time_s < 1 else f"{time_s:.2f} s"
-
-
 def cells(finding: Finding) -> list[str]:
     counts = (finding.sent, finding.answered, finding.failed, finding.wrong)
     numbers = [str(count) if finding.sent else "-" for count in counts]
-    times = [seconds(finding.notice_s), seconds(finding.whole_s)]
+    times = [format_latency(finding.notice_s), format_latency(finding.whole_s)]
     deed = finding.deed or finding.experiment
     return [deed, *numbers, *times, finding.verdict, finding.detail]
 

@@ -12,7 +12,8 @@ import typer
 
 from servekit.cli import instance_lookup
 from servekit.cli.instance_lookup import RunDirectory
-from servekit.errors import ServekitError, StartError, meant
+from servekit.errors import ConfigError, ServekitError, StartError, meant
+from servekit.units import parse_duration
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -66,13 +67,20 @@ def events(
     from servekit.event_store import FILE, Wanted
 
     folder = instance_lookup.folder(run_dir)
-    begin = time.time() - instance_lookup.span_s(since) if since else 0.0
+    begin = time.time() - _parse_since(since) if since else 0.0
     if not follow and not (folder / FILE).exists():
         instance_lookup.status(folder)  # raises if no instance runs
         raise StartError(f"no events in {folder}: the log says why they cannot be kept")
     wanted = Wanted(_named(folder, name, follow=follow), begin)
     for event in _events(folder, wanted, most, follow=follow):
         _write(event, as_json=as_json)
+
+
+def _parse_since(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is no span of time; say it as 90s, 10m, 2h or 1d") from None
 
 
 def _named(folder: Path, name: str, *, follow: bool) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from servekit.errors import ConfigError, ServekitError
+from servekit.errors import ServekitError
 
 if TYPE_CHECKING:
     from servekit.protocol.messages import Status
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 #: Timeout for completion: the user is waiting.
 _COMPLETE_S = 1.0
 _ANSWER_S = 10.0
-_SPAN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|min|h|d)?")
-_UNITS_S = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 RunDirectory = Annotated[
     Path | None,
@@ -72,14 +69,6 @@ async def status_soon(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
     if not isinstance(answer, Status):
         raise ServekitError("the supervisor gave an answer that does not belong to the question")
     return answer
-
-
-def span_s(text: str) -> float:
-    """Parse a time span ("90", "90s", "10m", "2h", "1d") to seconds. Raises ConfigError."""
-    found = _SPAN.fullmatch(text.strip().lower())
-    if found is None:
-        raise ConfigError(f"{text!r} is no span of time; say it as 90s, 10m, 2h or 1d")
-    return float(found[1]) * _UNITS_S[found[2] or "s"]
 
 
 # ---- completion: names of the running instance; errors must stay silent

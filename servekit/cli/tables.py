@@ -25,7 +25,8 @@ from servekit.ray import node_requirements
 from servekit.sanitize import plain
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.scheduling.memory_requests import host_claim_bytes
-from servekit.system import procfs
+from servekit.system import cgroup
+from servekit.units import format_bytes, format_duration
 
 _COLOURS = {
     "ready": "green",
@@ -115,7 +116,7 @@ def _needs(plan: Plan) -> Table:
     models = {model.name: model for model in plan.config.models}
     for name, found in plan.estimates.items():
         place = next(place for place in plan.places if place.model == name)
-        here = host_claim_bytes(models[name], procfs.memory_bytes())
+        here = host_claim_bytes(models[name], cgroup.total_memory_bytes())
         claim = min(place.claims, default=here)
         table.add_row(
             Text(name),
@@ -133,7 +134,7 @@ def status_tables(status: Status) -> Sequence[RenderableType]:
     """Return tables of a running instance: workers, gateways, and the supervisor itself."""
     head = Text(
         f"servekit {status.version} · {status.url} · {status.config} · pid {status.pid} · "
-        f"{size(status.rss_bytes)} · up {duration(time.time() - status.started_at)}"
+        f"{size(status.rss_bytes)} · up {format_duration(time.time() - status.started_at)}"
         + (" · draining" if status.draining else "")
     )
     adapters = {model.name: model.adapters for model in status.models if model.adapters}
@@ -159,8 +160,8 @@ def _residents(status: Status) -> Table:
             state(residence.tier),
             residence.load,
             str(residence.waiting),
-            duration(residence.idle_s) if residence.tier in ("resident", "asleep") else "-",
-            "-" if leaves_s is None else duration(leaves_s),
+            format_duration(residence.idle_s) if residence.tier in ("resident", "asleep") else "-",
+            "-" if leaves_s is None else format_duration(leaves_s),
             Text(plain(residence.reason)),
         )
     return table
@@ -172,7 +173,7 @@ def _scales(status: Status) -> Table:
     queued = {one.model: one.queued for one in status.traffic}
     for model in status.models:
         if (scale := model.scale) is not None:
-            ago = f"{duration(time.time() - scale.at)} ago" if scale.at else "-"
+            ago = f"{format_duration(time.time() - scale.at)} ago" if scale.at else "-"
             said = "; ".join(filter(None, (scale.reason, scale.waits)))
             waits = str(queued.get(model.name, 0))
             table.add_row(Text(model.name), span(model), waits, ago, Text(plain(said)))
@@ -199,7 +200,7 @@ def adapter_table(adapters: Mapping[str, Sequence[AdapterStatus]]) -> Renderable
                 info.kind if info else "-",
                 info.mode if info else "-",
                 size(info.bytes) if info else "-",
-                duration(time.time() - one.since),
+                format_duration(time.time() - one.since),
                 Text(adapter_note(one)),
             )
     return Fitted(table, "SINCE", "SIZE", "KIND")
@@ -306,22 +307,4 @@ def progress_text(progress: Progress) -> str:
 
 def size(size_bytes: int) -> str:
     """Format a number of bytes; "-" for 0."""
-    if not size_bytes:
-        return "-"
-    value = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
-
-
-def duration(time_s: float) -> str:
-    minutes, seconds = divmod(int(time_s), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+    return format_bytes(size_bytes) if size_bytes else "-"

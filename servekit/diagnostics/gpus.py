@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from servekit.diagnostics.finding import Finding, gib
+from servekit.diagnostics.finding import Finding
 from servekit.system import procfs
 from servekit.system.gpus import Gpu, restrict
 from servekit.system.orphan_cleanup import MARK
+from servekit.units import format_bytes
 
 #: Memory that the driver may use itself; only more is reported as held by unknown processes.
 _DRIVERS_OWN_BYTES = 2**30
@@ -40,7 +41,9 @@ def each(gpu: Mapping[str, Any], about: Callable[[int], str] | None = None) -> I
     """Check one GPU: its settings and processes. `about` describes the process of a PID."""
     name = f"GPU {gpu['index']} ({gpu['name']})"
     free, total = gpu["free_bytes"], gpu["total_bytes"]
-    yield Finding("gpu", "ok", f"{name}: {gib(free)} free of {gib(total)}, {gpu['uuid']}")
+    yield Finding(
+        "gpu", "ok", f"{name}: {format_bytes(free)} free of {format_bytes(total)}, {gpu['uuid']}"
+    )
     if gpu["compute_mode"] == "prohibited":
         said = f"{name} lets nobody compute; as root: nvidia-smi -i {gpu['index']} -c DEFAULT"
         yield Finding("gpu", "error", said)
@@ -65,14 +68,14 @@ def _holders(name: str, gpu: Mapping[str, Any], about: Callable[[int], str]) -> 
         known += held
         who = about(pid)
         ours = who.startswith("servekit")
-        said = f"{name}: pid {pid} ({who}) holds {gib(held)}"
+        said = f"{name}: pid {pid} ({who}) holds {format_bytes(held)}"
         if not ours:
             said += "; what it holds is not to be had by a model"
         yield Finding("gpu", "ok" if ours else "warning", said)
     unknown = gpu["total_bytes"] - gpu["free_bytes"] - known
     if unknown > _DRIVERS_OWN_BYTES:
-        said = f"{name}: {gib(unknown)} are held by nobody who can be seen from here, such as a "
-        said += "process of another container"
+        said = f"{name}: {format_bytes(unknown)} are held by nobody who can be seen from here, "
+        said += "such as a process of another container"
         yield Finding("gpu", "warning", said)
 
 

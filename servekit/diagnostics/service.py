@@ -16,6 +16,7 @@ from servekit.supervisor.process.run_dir import default_paths, read_record
 from servekit.supervisor.scheduling.wheels import look_up
 from servekit.system import procfs, sockets
 from servekit.system.gpus import Gpu
+from servekit.system.user_dirs import find_models_cache
 
 _RUN_DIR_BYTES = 100 * 2**20
 _CACHE_BYTES = 10 * 2**30
@@ -39,7 +40,7 @@ def service(
     folder = run_dir or (config and config.run_dir) or default_paths(os.environ)[0]
     yield from ports(config, folder)
     yield disk("run directory", folder, _RUN_DIR_BYTES)
-    yield disk("cache", cache_folder(os.environ), _CACHE_BYTES)
+    yield disk("cache", find_models_cache(os.environ), _CACHE_BYTES)
 
 
 def configuration(file: Path, plan: Plan, torch: Mapping[str, Any]) -> Finding:
@@ -76,9 +77,3 @@ def free_port(host: str, port: int) -> Finding:
     except StartError as error:
         return Finding("port", "error", error.message)
     return Finding("port", "ok", f"{host}:{port} is free" if port else "any free port will do")
-
-
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder of cached models, by the XDG base directory specification."""
-    base = Path(environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "servekit"

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 from servekit.system import procfs
 from servekit.system.gpus import Gpu, Holdings
+from servekit.units import format_bytes
 
 #: PIDs by process group, within `one_look`.
 _census: ContextVar[dict[int, set[int]] | None] = ContextVar("_census", default=None)
@@ -55,7 +56,7 @@ def stray_memory(
     if not found:
         return ""
     held = " and ".join(
-        f"{held_bytes / 2**20:.0f} MiB on {names.get(uuid, uuid)}"
+        f"{format_bytes(held_bytes)} on {names.get(uuid, uuid)}"
         for uuid, held_bytes in sorted(found.items())
     )
     return f"holds {held}, which is not its own"

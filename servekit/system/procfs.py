@@ -5,7 +5,6 @@ Source: proc(5), /proc/PID/stat and /proc/PID/statm.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Collection, Iterator
@@ -13,11 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
-#: Memory limits of a container's cgroup: v2, v1.
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -42,28 +36,6 @@ def read(pid: int) -> Process | None:
     # The second field is the command in parentheses, which may itself contain parentheses.
     fields = text[text.rindex(")") + 2 :].split()
     return Process(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
-
-
-def available_bytes() -> int:
-    """Return the memory that this machine can hand out without swapping; 0 if unknown."""
-    try:
-        lines = (_PROC / "meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(ln.split()[1]) * 1024 for ln in lines if ln.startswith("MemAvailable:")), 0)
-
-
-def memory_bytes() -> int:
-    """Return the memory of this machine, or its cgroup's limit; 0 if unknown."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for line in (_PROC / "meminfo").read_text().splitlines():
-            if line.startswith("MemTotal:"):
-                found.append(int(line.split()[1]) * 1024)
-    for path in _CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):
-            found.append(int(path.read_text()))  # "max" if unlimited
-    return min(found, default=0)
 
 
 def everyone() -> Iterator[Process]:
@@ -194,24 +166,3 @@ def _environ(pid: int) -> list[bytes]:
             return file.read().split(b"\0")
     except OSError:
         return []
-
-
-def oom_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory; 0 if unknown.
-
-    Counted in our own cgroup if possible, else on this host since boot. Source: kernel cgroup-v2
-    memory.events, /proc/vmstat.
-    """
-    for path in (*_memory_events(), _PROC / "vmstat"):
-        with contextlib.suppress(OSError, ValueError):
-            for line in path.read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-    return 0
-
-
-def _memory_events() -> Iterator[Path]:
-    with contextlib.suppress(OSError):
-        for line in (_PROC / "self/cgroup").read_text().splitlines():
-            if line.startswith("0::/"):
-                yield Path("/sys/fs/cgroup") / line[4:] / "memory.events"

@@ -27,10 +27,10 @@ from typing import Any
 from servekit.chaos.baseline_answers import Known, learn, prompt
 from servekit.chaos.client import Question
 from servekit.chaos.load import Load, Silences
-from servekit.chaos.report import seconds
 from servekit.chaos.target import Target
 from servekit.protocol.messages import Status
 from servekit.system.parent_death import CHAOS
+from servekit.units import format_latency
 from tests.gpu.reciting import TEXTS, prompts, write_reciter
 from tests.integration.instance import Instance, echo
 from tests.soak.kills import DEATHS
@@ -143,7 +143,7 @@ async def die(
     tally = load.tally
     ok = tally.clean and tally.answered > 0 and None not in (gone_s, back_s)
     numbers = [str(tally.sent), str(tally.failed), str(tally.wrong)]
-    times = [seconds(max(silences.silent_s, default=0.0)), seconds(back_s)]
+    times = [format_latency(max(silences.silent_s, default=0.0)), format_latency(back_s)]
     broken = f"; broken: {tally.complaints()}" if tally.complaints() else ""
     return known, [engine, way, *numbers, *times, reason + broken], ok
 

@@ -23,13 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from servekit.chaos.baseline_answers import Tally, learn, percentile, prompt
+from servekit.bench.percentiles import Sample
+from servekit.chaos.baseline_answers import Tally, learn, prompt
 from servekit.chaos.client import Question
 from servekit.chaos.load import Load
-from servekit.chaos.report import seconds
 from servekit.chaos.target import Target
 from servekit.config.load import load
 from servekit.system.parent_death import CHAOS
+from servekit.units import format_latency
 from tests.integration.instance import Instance, echo
 from tests.soak.kills import DEATHS, Kill, Killer
 
@@ -142,7 +143,7 @@ def deaths(kills: Sequence[Kill]) -> str:
 def _spread(values: Sequence[float]) -> tuple[str, str]:
     if not values:
         return "-", "-"
-    return seconds(percentile(values, 0.5)), seconds(percentile(values, 0.99))
+    return format_latency(Sample(values).at(50)), format_latency(Sample(values).at(99))
 
 
 def table(head: str, lines: Sequence[tuple[str, ...]]) -> str:

@@ -11,8 +11,8 @@ import msgspec
 
 from servekit.bench.client.client_protocol import Fate, Record
 from servekit.bench.client.response_schemas import decode, message_of, text_of
-from servekit.bench.client.sse import EventStream
 from servekit.bench.percentiles import bucket_of
+from servekit.sse import EventStream
 
 #: Maximum bytes of an answer without streaming; vectors may be long.
 _LONGEST_BODY_BYTES = 256 * 2**20

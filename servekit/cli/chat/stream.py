@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from servekit.errors import ServekitError, StartError
+from servekit.sse import EventStream, EventTooLong
 
 if TYPE_CHECKING:
     import httpx
 
-#: Maximum length of a line of the stream.
+#: Maximum length of an event of the stream.
 _LONGEST_BYTES = 4 * 2**20
 #: Maximum bytes read of an error page.
 _MOST_ERROR_BYTES = 2**16
@@ -83,15 +84,15 @@ def _of_event(event: dict[str, Any]) -> Iterator[Piece]:
 
 
 def _events(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the data of each event; one line each, as all such servers send it."""
-    rest = b""
-    for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        if len(rest) > _LONGEST_BYTES:
-            raise ServekitError(f"the server sent a line of more than {_LONGEST_BYTES} bytes")
-        for found in lines:
-            if found.startswith(b"data:"):
-                yield found[5:].strip()
+    """Yield the data of each event."""
+    events = EventStream(_LONGEST_BYTES)
+    try:
+        for chunk in chunks:
+            yield from events.feed(chunk)
+        yield from events.end()
+    except EventTooLong:
+        said = f"the server sent an event of more than {_LONGEST_BYTES} bytes"
+        raise ServekitError(said) from None
 
 
 _KEY_HINT = "(here: put it into SERVEKIT_API_KEY, or name its variable with --api-key)"

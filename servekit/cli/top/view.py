@@ -10,11 +10,12 @@ from rich.text import Text
 
 from servekit.cli.events import told
 from servekit.cli.responsive_table import shortened
-from servekit.cli.tables import duration, gateway_note, note, size, span, state
+from servekit.cli.tables import gateway_note, note, size, span, state
 from servekit.cli.top.sampler import View, queued
 from servekit.protocol.messages import GatewayStatus, ModelStatus, ReplicaStatus, Status
 from servekit.protocol.types import GpuStatus
 from servekit.sanitize import line
+from servekit.units import format_duration
 
 _HEAD = ("NAME", "STATE", "QUEUE", "RUN", "WAIT", "KV", "TOK/S", "REST", "MEMORY", "NOTE")
 _WIDTHS = (18, 9, 5, 4, 4, 4, 7, 4, 8)
@@ -72,7 +73,7 @@ def _head(view: View, width: int) -> Text:
     told = [
         (f"  {status.url}", ""),
         ("  draining" if status.draining else "", "yellow"),
-        (f"  up {duration(max(0.0, view.at - status.started_at))}", ""),
+        (f"  up {format_duration(max(0.0, view.at - status.started_at))}", ""),
         (f"  pid {status.pid}", "dim"),
         (f"  {size(status.rss_bytes)}", "dim"),
     ]

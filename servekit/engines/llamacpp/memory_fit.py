@@ -16,6 +16,7 @@ from servekit.errors import LoadError
 from servekit.model_metadata import kv_cache_shape
 from servekit.model_metadata.gguf import Gguf
 from servekit.model_metadata.gguf_header import Header, read_header
+from servekit.units import format_bytes
 
 #: Fraction of the host's available memory for the cache; weights and other processes need the rest.
 HOST_FRACTION = 0.4
@@ -155,8 +156,9 @@ def _on_gpus(shape: Shape, wish: FitOptions, context: int) -> Plan:
     tokens = max(0, room - on_gpu) // (cached + masks) if cached else wish.slots * context
     if on_gpu > room:
         raise LoadError(
-            f"{layers} layers of {_gib(on_gpu)} do not fit: of {_gib(sum(wish.budgets))} on the "
-            f"GPU there are {_gib(room)} for weights. Lower options.gpu_layers, or raise `memory`."
+            f"{layers} layers of {format_bytes(on_gpu)} do not fit: of "
+            f"{format_bytes(sum(wish.budgets))} on the GPU there are {format_bytes(room)} for "
+            "weights. Lower options.gpu_layers, or raise `memory`."
         )
     return _plan(shape, wish, layers, context, min(tokens, wish.slots * context))
 
@@ -175,8 +177,9 @@ def _layers_that_fit(shape: Shape, room: int, per_layer: int) -> int:
 def _plan(shape: Shape, wish: FitOptions, gpu_layers: int, context: int, tokens: int) -> Plan:
     if tokens < context and wish.max_context is not None:
         raise LoadError(
-            f"A context of {context} tokens takes {_gib(context * _token(shape))} of cache, and "
-            f"there is room for {tokens} tokens. Lower max_context, or options.cache_type."
+            f"A context of {context} tokens takes {format_bytes(context * _token(shape))} of "
+            f"cache, and there is room for {tokens} tokens. Lower max_context, or "
+            "options.cache_type."
         )
     context = min(context, tokens)
     if context < LEAST_CONTEXT:
@@ -201,7 +204,3 @@ def _masks(wish: FitOptions) -> int:
     """Return the bytes of masks per cached token, on all GPUs."""
     copies = _SPREAD_COPIES if len(wish.budgets) > 1 else 1
     return _MASK_BYTES * wish.batch * copies * len(wish.budgets)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

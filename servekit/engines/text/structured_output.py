@@ -36,6 +36,7 @@ from servekit.engines.text.grammar_trial import KEPT_BYTES as MOST_KEPT_BYTES
 from servekit.engines.text.grammar_trial import Trials, explain
 from servekit.errors import RequestError
 from servekit.protocol.messages import Grammar
+from servekit.units import format_bytes
 
 #: Longest grammar, in bytes of its text.
 MAX_BYTES = 256 * 1024
@@ -268,7 +269,7 @@ class Grammars:
         if verdict.signal:
             refusal = _sentence(grammar, explain(verdict, grammar), _UNUSABLE)
         elif verdict.kept_bytes > MOST_KEPT_BYTES:
-            size = f"compiled, it takes {verdict.kept_bytes / 2**20:.0f} MiB"
+            size = f"compiled, it takes {format_bytes(verdict.kept_bytes)}"
             refusal = _sentence(grammar, size, _UNUSABLE)
         if refusal:
             with self._lock:

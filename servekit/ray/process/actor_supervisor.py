@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 
-from servekit.system import procfs, python_command, subreaper
+from servekit.system import cgroup, python_command, subreaper
 from servekit.system.orphan_cleanup import kill_marked
 from servekit.system.parent_death import CHILD_MARK
 from servekit.system.rlimits import raise_file_limit
@@ -34,7 +34,7 @@ def main(role: str, mark: str, report_fd: int, args: list[str]) -> None:
     subreaper.become_subreaper()
     raise_file_limit()
     fds = [int(args[i + 1]) for i, arg in enumerate(args) if arg.endswith("-fd")]
-    oom_kills = procfs.oom_kills()
+    oom_kills = cgroup.count_oom_kills()
     worker = subreaper.start(
         [*python_command.module(f"servekit.{role}"), *args, "--parent-pid", str(os.getpid())],
         env={**os.environ, CHILD_MARK: mark},
@@ -48,7 +48,7 @@ def main(role: str, mark: str, report_fd: int, args: list[str]) -> None:
     _tell(report_fd, {"pid": worker.pid})
     _until_over(worker)
     code = _end(worker, mark)
-    oom = code == -signal.SIGKILL and procfs.oom_kills() > oom_kills
+    oom = code == -signal.SIGKILL and cgroup.count_oom_kills() > oom_kills
     _tell(report_fd, {"code": code, "out_of_memory": oom})
 
 

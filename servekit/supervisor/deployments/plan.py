@@ -16,7 +16,6 @@ from servekit.config.schema import Config
 from servekit.errors import ConfigError
 from servekit.protocol.messages import AccessRules
 from servekit.supervisor import access_rules as access
-from servekit.supervisor.process.environment import usable_cpus
 from servekit.supervisor.scheduling import host_memory
 from servekit.supervisor.scheduling import memory_estimator as estimates
 from servekit.supervisor.scheduling.memory_estimator import Estimate
@@ -26,7 +25,7 @@ from servekit.supervisor.scheduling.placement import (
     place,
     placed_elsewhere,
 )
-from servekit.system import procfs
+from servekit.system import cgroup
 from servekit.system.gpus import Gpu, Slot
 
 #: A file that was changed this recently may be half written; and the longest wait for it.
@@ -90,8 +89,10 @@ class Source:
         Models give up scaled-up replicas if the configuration does not fit with them.
         """
         try:
-            places = place(config.models, gpus, usable_cpus(), held, config.gpus.reserve, counts)
-            host_memory.check(config.models, places, procfs.memory_bytes())
+            places = place(
+                config.models, gpus, cgroup.count_usable_cpus(), held, config.gpus.reserve, counts
+            )
+            host_memory.check(config.models, places, cgroup.total_memory_bytes())
         except Misplaced:
             if not counts:
                 raise

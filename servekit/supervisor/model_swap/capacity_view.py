@@ -83,9 +83,3 @@ def _more(one: PolicyInput, kept: Mapping[str, int]) -> dict[str, int]:
 
 def lacking(need: Mapping[str, int], room: Mapping[str, int]) -> dict[str, int]:
     return {at: size - room[at] for at, size in need.items() if at in room and size > room[at]}
-
-
-def told(size_bytes: int) -> str:
-    if size_bytes >= 2**30:
-        return f"{size_bytes / 2**30:.1f} GiB"
-    return f"{size_bytes / 2**20:.0f} MiB"

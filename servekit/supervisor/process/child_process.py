@@ -29,7 +29,7 @@ import structlog
 from servekit.protocol.fork_server import MARK_CHARS
 from servekit.protocol.transport.connection import Connection, adopt
 from servekit.supervisor.process.log_capture import OnLine, Output, RotatingFile
-from servekit.system import procfs, python_command, shared_memory, subreaper
+from servekit.system import cgroup, procfs, python_command, shared_memory, subreaper
 from servekit.system.gpu_memory_audit import group_of
 from servekit.system.orphan_cleanup import kill_marked
 from servekit.system.parent_death import CHILD_MARK
@@ -125,7 +125,7 @@ class ChildProcess(Generic[Incoming]):
         self._connection: Connection[Incoming] | None = None
         self._cause = ""
         self._segments: set[Segment] = set()
-        self._oom_kills = procfs.oom_kills()
+        self._oom_kills = cgroup.count_oom_kills()
         self.forked = isinstance(process, Forked)
         self._watch()
 
@@ -281,7 +281,7 @@ class ChildProcess(Generic[Incoming]):
             code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
             tail=tuple(self._output.tail),
-            out_of_memory=killed and procfs.oom_kills() > self._oom_kills,
+            out_of_memory=killed and cgroup.count_oom_kills() > self._oom_kills,
             cause=self._cause,
             stacks=tuple(self._output.stacks),
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from servekit.supervisor.scheduling.memory_requests import gib
 from servekit.system import procfs
 from servekit.system.gpus import Gpu
+from servekit.units import format_bytes
 
 #: Shortages up to this size are ignored: driver overhead and CUDA's rounding.
 SLACK_BYTES = 256 * 2**20
@@ -48,27 +48,30 @@ def obstacle(scene: GpuSnapshot, about: Callable[[int], str] = procfs.command) -
     the free memory.
     """
     if scene.dead_bytes:
-        held = gib(scene.dead_bytes)
+        held = format_bytes(scene.dead_bytes)
         return f"{held} of {scene.gpu} are still held by a worker of ours that has ended"
     short, promised = short_bytes(scene), _promised(scene)
     if not short:
         return ""
-    less = f", less {gib(promised)} that others were promised and have not taken" * bool(promised)
+    less = f", less {format_bytes(promised)} that others were promised and have not taken" * bool(
+        promised
+    )
     return (
-        f"{scene.gpu} has {gib(scene.free_bytes)} free{less}, where {gib(scene.need_bytes)} are "
-        f"needed: {gib(short)} too few; {_to_blame(scene, about)}"
+        f"{scene.gpu} has {format_bytes(scene.free_bytes)} free{less}, where "
+        f"{format_bytes(scene.need_bytes)} are needed: {format_bytes(short)} too few; "
+        f"{_to_blame(scene, about)}"
     )
 
 
 def _to_blame(scene: GpuSnapshot, about: Callable[[int], str]) -> str:
     over = [
-        f"{name} holds {gib(held)} where it claims {gib(claim)}"
+        f"{name} holds {format_bytes(held)} where it claims {format_bytes(claim)}"
         for name, (claim, held) in scene.others.items()
         if held is not None and held > claim
     ]
     largest = sorted(scene.strangers.items(), key=lambda one: -one[1])
     seen = [
-        f"pid {pid} ({about(pid) or 'of another user or container'}) holds {gib(held)}"
+        f"pid {pid} ({about(pid) or 'of another user or container'}) holds {format_bytes(held)}"
         for pid, held in largest
         if held
     ]

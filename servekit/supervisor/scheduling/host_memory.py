@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from servekit.config.schema import ModelConfig
-from servekit.supervisor.scheduling.memory_requests import Misplaced, gib, host_claim_bytes
+from servekit.supervisor.scheduling.memory_requests import Misplaced, host_claim_bytes
 from servekit.supervisor.scheduling.placement import Assignment
+from servekit.units import format_bytes
 
 
 def check(models: Sequence[ModelConfig], places: Sequence[Assignment], total_bytes: int) -> None:
@@ -33,9 +34,11 @@ def _fit(
     """Raise Misplaced unless the claim fits beside the others."""
     short = claim + sum(size for _, size in beside) - total_bytes
     if claim and short > 0:
-        less = "".join(f", less {gib(size)} of {name}" for name, size in beside)
-        message = f"model {model.name!r} claims {gib(claim)} of this machine's memory, which "
-        message += f"has {gib(total_bytes)}{less}: {gib(short)} too much"
+        less = "".join(f", less {format_bytes(size)} of {name}" for name, size in beside)
+        message = (
+            f"model {model.name!r} claims {format_bytes(claim)} of this machine's memory, which "
+        )
+        message += f"has {format_bytes(total_bytes)}{less}: {format_bytes(short)} too much"
         raise Misplaced(message, "models", index, "memory")
 
 

@@ -19,13 +19,6 @@ class Misplaced(ConfigError):
         self.loc = loc
 
 
-def gib(size_bytes: int) -> str:
-    """Format bytes for people; sizes that would round to 0.0 GiB get a smaller unit."""
-    if 0 < size_bytes < 2**30 / 20:
-        return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 2**20 else f"{size_bytes} bytes"
-    return f"{size_bytes / 2**30:.1f} GiB"
-
-
 def reserve_bytes(gpu: Gpu, reserve: str | None) -> int:
     """Return the bytes of a GPU that `gpus.reserve` keeps for other programs."""
     return 0 if reserve is None else min(gpu.total_bytes, memory.of(reserve, gpu.total_bytes))

@@ -18,7 +18,7 @@ from servekit.supervisor.deployments.config_diff import same_worker
 from servekit.supervisor.lifecycle.managed_process import SupervisorContext
 from servekit.supervisor.scheduling.placement import Assignment
 from servekit.supervisor.workers.fork_server import ForkServer
-from servekit.system import procfs
+from servekit.system import cgroup
 from servekit.system.gpus import Slot
 from servekit.system.subreaper import Forked
 
@@ -88,7 +88,7 @@ class ForkServerPool:
         return await standby.fork(place.name, env, mark, control_fd, output_fd)
 
     def _start(self, model: ModelConfig, place: Assignment) -> None:
-        if model.standby == "auto" and procfs.available_bytes() < ROOM_BYTES:
+        if model.standby == "auto" and cgroup.available_memory_bytes() < ROOM_BYTES:
             return
         standby = ForkServer(model, place, self._host)
         self._at[place.gpus] = standby

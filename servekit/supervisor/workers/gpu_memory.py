@@ -12,11 +12,11 @@ import structlog
 from servekit.protocol.messages import GpuStatus
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.scheduling.gpu_admission import NOTHING, GpuAdmission
-from servekit.supervisor.scheduling.memory_requests import gib
 from servekit.supervisor.scheduling.placement import Assignment
 from servekit.supervisor.scheduling.remote_gpus import RemoteGpus
 from servekit.system.gpu_memory_audit import group_of, held_bytes, stray_memory, strays
 from servekit.system.gpus import Gpu, Holdings, gpu_memory_by_pid
+from servekit.units import format_bytes
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -159,7 +159,7 @@ class WorkerGpuMemory:
 
     def _excess(self) -> str:
         over = [
-            f"{gib(self.by_gpu[gpu.uuid])} of {gpu}, where it claims {gib(claim)}"
+            f"{format_bytes(self.by_gpu[gpu.uuid])} of {gpu}, where it claims {format_bytes(claim)}"
             for gpu in self.gpus
             if (claim := self.claims.get(gpu.uuid, 0))
             and self.by_gpu[gpu.uuid] > claim + _TOLERANCE_BYTES

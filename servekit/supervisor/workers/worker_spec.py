@@ -12,7 +12,7 @@ from servekit.protocol.messages import WorkerSpec
 from servekit.protocol.types import Parallel
 from servekit.supervisor.scheduling.memory_requests import host_claim_bytes
 from servekit.supervisor.scheduling.placement import Assignment
-from servekit.system import procfs
+from servekit.system import cgroup
 
 
 def worker_spec(
@@ -39,7 +39,7 @@ def worker_spec(
         gpus=devices(model, place),
         parallel=parallel(model, place),
         memory_bytes=_share(model, place),
-        host_memory_bytes=0 if on_gpus else host_claim_bytes(model, procfs.memory_bytes()),
+        host_memory_bytes=0 if on_gpus else host_claim_bytes(model, cgroup.total_memory_bytes()),
         sleeps=model.idle_sleep_s is not None,
         edition=edition(model),
         chat_template=model.chat_template or "",

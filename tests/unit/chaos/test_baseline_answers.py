@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import string
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servekit.chaos.baseline_answers import Known, Tally, difference, percentile, prompt
+from servekit.chaos.baseline_answers import Known, Tally, difference, prompt
 from servekit.chaos.client import Answer, Question, Usage
 
 #: A text in which no stretch occurs twice.
@@ -85,9 +84,3 @@ def test_an_error_after_text_is_a_failure() -> None:
 def test_prompts_differ_and_stay() -> None:
     assert prompt(1) == prompt(1) != prompt(2)
     assert len(prompt(3)) > 300
-
-
-def test_percentiles() -> None:
-    assert percentile([3, 1, 2], 0.5) == 2
-    assert percentile(list(range(100)), 0.99) == 99
-    assert math.isnan(percentile([], 0.5))

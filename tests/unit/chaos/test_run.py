@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from servekit.chaos.baseline_answers import Tally
 from servekit.chaos.finding import Judge, slowness
-from servekit.chaos.report import cells, markdown, seconds
+from servekit.chaos.report import cells, markdown
 from servekit.chaos.run import EXPERIMENTS, LAST, RunOptions
 from servekit.chaos.target import _same, lacking, whole
 from servekit.errors import ConfigError
@@ -105,7 +105,6 @@ def test_findings_are_readable() -> None:
     finding = Judge("x", "a|b").skip("why")
     assert cells(finding)[-2:] == ["skipped", "why"]
     assert "a\\|b" in markdown([finding])
-    assert (seconds(0.0081), seconds(1.256), seconds(None)) == ("8 ms", "1.26 s", "-")
 
 
 def test_what_does_not_serve_is_named_with_its_reason() -> None:

@@ -3,13 +3,10 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-import pytest
-
 from servekit.diagnostics.host import (
     disk,
     limit,
     memory,
-    memory_limit,
     processors,
     shared_memory,
 )
@@ -32,8 +29,6 @@ def root(tmp_path: Path, files: dict[str, str]) -> Path:
 
 
 V2 = {"proc/self/cgroup": "0::/user/job\n"}
-V1 = {"proc/self/cgroup": "9:memory:/docker/1\n4:cpu:/docker/1\n"}
-V1_FOLDER = "sys/fs/cgroup/memory/docker/1"
 
 
 def test_the_hosts_memory_where_no_cgroup_limits_it(tmp_path: Path) -> None:
@@ -61,15 +56,6 @@ def test_little_memory_is_a_warning(tmp_path: Path) -> None:
         "sys/fs/cgroup/user/job/memory.current": f"{3 * GIB}\n",
     }
     assert memory(root(tmp_path, {**V2, **groups})).level == "warning"
-
-
-@pytest.mark.parametrize(("limit_bytes", "expected"), [(2**63 - 4096, None), (GIB, GIB)])
-def test_the_older_cgroups(limit_bytes: int, expected: int | None, tmp_path: Path) -> None:
-    groups = {
-        f"{V1_FOLDER}/memory.limit_in_bytes": f"{limit_bytes}\n",
-        f"{V1_FOLDER}/memory.usage_in_bytes": "5\n",
-    }
-    assert memory_limit(root(tmp_path, {**V1, **groups}))[0] == expected
 
 
 def test_processors_that_are_kept_from_us_are_told() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from servekit.diagnostics.finding import Finding
-from servekit.diagnostics.service import cache_folder, free_port, service
+from servekit.diagnostics.service import free_port, service
 from servekit.system.gpus import Gpu
 from tests.integration.instance import echo, write_config
 
@@ -53,11 +53,3 @@ def test_a_busy_port_names_its_holder() -> None:
         found = free_port("127.0.0.1", taken.getsockname()[1])
     assert found.level == "error" and "already in use by pid" in found.said
     assert free_port("127.0.0.1", 0).level == "ok"
-
-
-def test_the_cache_is_where_the_engines_keep_it() -> None:
-    import os
-
-    from servekit.engines.model_files.cache import default_root
-
-    assert default_root().parent == cache_folder(os.environ)

@@ -13,6 +13,7 @@ from servekit.gateway.ui.widgets.metrics_history import Sample, Which, median_s,
 from servekit.gateway.ui.widgets.plots import STYLES, Line, Point, chart, number
 from servekit.gateway.ui.widgets.status_poller import SPAN_S
 from servekit.protocol.messages import Status
+from servekit.units import format_latency
 
 
 def figures(samples: Sequence[Sample], status: Status | None, say: Say) -> str:
@@ -104,15 +105,11 @@ def _tiles(
         _tile(say("tile.tokens"), number(tokens[-1] if tokens else 0.0)),
         _tile(say("tile.running"), str(last.running)),
         _tile(say("tile.waiting"), str(last.queued)),
-        _tile(say("tile.ttft"), "–" if first_s is None else _duration(first_s)),
+        _tile(say("tile.ttft"), "–" if first_s is None else format_latency(first_s)),
         _tile(say("tile.requests"), requests),
         _tile(say("tile.workers"), f"{ready} / {len(replicas)}"),
         _tile(say("tile.restarts"), str(sum(one.restarts for one in replicas)) if status else "–"),
     ]
-
-
-def _duration(seconds: float) -> str:
-    return f"{number(1000 * seconds)} ms" if seconds < 1 else f"{number(seconds)} s"
 
 
 def _tile(name: str, value: str) -> str:

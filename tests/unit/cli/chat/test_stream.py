@@ -93,10 +93,12 @@ def test_what_goes_wrong_is_a_sentence(server: Server) -> None:
         pieces(server)
 
 
-def test_a_line_without_an_end_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_without_an_end_is_given_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chat_stream, "_LONGEST_BYTES", 2**20)
     server.pieces, server.endless = [b"data: ", b"x" * 2**16], True
-    with pytest.raises(ServekitError, match="a line of more than 1048576 bytes"):
+    with pytest.raises(ServekitError, match="an event of more than 1048576 bytes"):
         pieces(server)
 
 

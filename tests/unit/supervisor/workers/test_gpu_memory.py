@@ -45,7 +45,7 @@ def test_excess_and_strays_are_told_apart() -> None:
         "holds 50.0 GiB of GPU 0 (H200), where it claims 40.0 GiB and 42.0 GiB of GPU 1 (H200), "
         "where it claims 40.0 GiB"
     )
-    assert vram.stray == "holds 1024 MiB on GPU 2 (H200), which is not its own"
+    assert vram.stray == "holds 1.0 GiB on GPU 2 (H200), which is not its own"
     assert vram.alert == f"{vram.stray}; {vram.excess}"
     vram.forget()
     assert (vram.pid, vram.alert, vram.by_gpu) == (0, "", {})
@@ -101,7 +101,7 @@ def test_what_a_worker_holds_on_another_node_is_told_by_that_node() -> None:
     vram = away()
     vram.measure(told(7, {"GPU-1": 30 * GIB, "GPU-0": GIB}))
     assert (vram.by_gpu, vram.held_bytes) == ({"GPU-1": 30 * GIB}, 31 * GIB)
-    assert vram.alert == "holds 1024 MiB on GPU 0 (H200) on 10.0.0.5, which is not its own"
+    assert vram.alert == "holds 1.0 GiB on GPU 0 (H200) on 10.0.0.5, which is not its own"
     assert [(one.uuid, one.node, one.used_bytes) for one in vram.in_use] == [
         ("GPU-1", NODE, 30 * GIB)
     ]
