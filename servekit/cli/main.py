@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from servekit.cli import adapters, bench, diagnostics, events, instance_lookup, logs, models
+from servekit.cli import adapters, bench, diagnostics, docs, events, instance_lookup, logs, models
 from servekit.cli.chat import command as chat
 from servekit.cli.init import command as init
 from servekit.cli.instance_lookup import RunDirectory
 from servekit.cli.top import command as top
-from servekit.docs import command
 from servekit.errors import ConfigError, NobodyRuns, ServekitError
 
 if TYPE_CHECKING:
@@ -300,7 +299,7 @@ def _one_sentence() -> Iterator[None]:
 app.command("doctor")(_one_sentence()(diagnostics.doctor))
 app.command("trace-cuda")(_one_sentence()(diagnostics.trace_cuda))
 app.command("bench")(_one_sentence()(bench.bench))
-app.command("docs")(_one_sentence()(command.docs))
+app.command("docs")(_one_sentence()(docs.docs))
 app.command("init")(_one_sentence()(init.init))
 app.command("events")(_one_sentence()(events.events))
 app.command("logs")(_one_sentence()(logs.logs))

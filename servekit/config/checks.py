@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from servekit.config import keys as api_keys
@@ -14,7 +14,7 @@ from servekit.config.engines.installed import Machine, lacking
 from servekit.config.engines.options import KINDS, EngineKind
 from servekit.config.error_reporting import Problem, dotted, short
 from servekit.config.scale import ReplicaRange
-from servekit.config.schema import Config, ModelConfig, names_of
+from servekit.config.schema import AdapterConfig, Config, ModelConfig, names_of
 from servekit.config.yaml.nodes import Node, find
 
 Place = tuple[str | int, ...]
@@ -182,27 +182,29 @@ def _chat_template(config: ModelConfig, text: str, at: Place, folder: Path) -> I
 
 
 def _path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
+    yield from _source(paths.check, config, at, folder)
+
+
+def _adapters(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
+    for i, adapter in enumerate(config.adapters):
+        yield from _source(paths.check_adapter, adapter, (*at, "adapters", i), folder)
+
+
+def _source(
+    check: Callable[[str, Path], paths.ModelPath],
+    config: ModelConfig | AdapterConfig,
+    at: Place,
+    folder: Path,
+) -> Iterator[Problem]:
+    """Find a `path` that names nothing, and a revision of what has none."""
     try:
-        path = paths.check(config.path, folder)
+        path = check(config.path, folder)
     except ValueError as error:
         yield Problem((*at, "path"), f"{error}.")
         return
     if config.revision is not None and path.kind != "hub":
         message = "only a hub id has revisions, and `path` is not one."
         yield Problem((*at, "revision"), message, at_key=True)
-
-
-def _adapters(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
-    for i, adapter in enumerate(config.adapters):
-        here = (*at, "adapters", i)
-        try:
-            path = paths.check_adapter(adapter.path, folder)
-        except ValueError as error:
-            yield Problem((*here, "path"), f"{error}.")
-            continue
-        if adapter.revision is not None and path.kind != "hub":
-            message = "only a hub id has revisions, and `path` is not one."
-            yield Problem((*here, "revision"), message, at_key=True)
 
 
 def _library(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:

@@ -16,8 +16,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from servekit.docs.anchors import make_anchor
-from servekit.docs.pages import FOLDER, INDEX, Page, find_page, list_pages, read_markdown
+from servekit.docs.pages import (
+    FOLDER,
+    INDEX,
+    Page,
+    find_page,
+    list_pages,
+    make_anchor,
+    read_markdown,
+)
 from servekit.errors import StartError
 
 if TYPE_CHECKING:
