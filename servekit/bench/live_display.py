@@ -23,7 +23,7 @@ _TELL_EVERY_S = 5.0
 
 
 @contextlib.contextmanager
-def watch(wish: Options) -> Iterator[Display]:
+def watch_load(wish: Options) -> Iterator[Display]:
     """Provide a display during the measurement."""
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     display = Display(wish, console)

@@ -19,21 +19,21 @@ _LATENCIES = (
 )
 
 
-def tables(result: Result) -> Iterator[RenderableType]:
+def result_tables(result: Result) -> Iterator[RenderableType]:
     """Yield rates by load, latencies by load, errors, and warnings."""
     if not result.runs:
         yield Text("Interrupted before anything was measured.")
         return
-    yield _heading(result)
+    yield _result_heading(result)
     yield Text()
-    yield _rates(result.runs)
+    yield _rate_table(result.runs)
     if any(run.completed for run in result.runs):
         yield Text()
-        yield _latencies(result.runs)
+        yield _latency_table(result.runs)
     if any(run.errors for run in result.runs):
         yield Text()
-        yield _errors(result.runs)
-    for sentence in notes(result.runs):
+        yield _error_table(result.runs)
+    for sentence in result_notes(result.runs):
         yield Text(f"\n{sentence}", style="yellow")
 
 
@@ -43,16 +43,16 @@ def load_text(run: Run) -> str:
     return f"{run.rate:g} arrivals/s"
 
 
-def notes(runs: Sequence[Run]) -> Iterator[str]:
+def result_notes(runs: Sequence[Run]) -> Iterator[str]:
     """Yield caveats about the figures; each once."""
     found: dict[str, None] = {}
     for run in runs:
-        for sentence in _notes(run):
+        for sentence in _run_notes(run):
             found[sentence if len(runs) == 1 else f"{load_text(run)}: {sentence}"] = None
     yield from found
 
 
-def _notes(run: Run) -> Iterator[str]:
+def _run_notes(run: Run) -> Iterator[str]:
     if run.interrupted:
         yield f"Interrupted; measured until then, {run.unfinished} requests were under way."
     if run.tokens_by == "chunks":
@@ -62,7 +62,7 @@ def _notes(run: Run) -> Iterator[str]:
     yield from run.client.limits
 
 
-def _heading(result: Result) -> Text:
+def _result_heading(result: Result) -> Text:
     about = result.asked
     how = "streams" if about["stream"] else "not streamed"
     prompts = about["dataset"] or f"prompts of {about['prompt_tokens']} tokens"
@@ -70,17 +70,17 @@ def _heading(result: Result) -> Text:
     return Text(f"{result.url}, {about['model']}: {about['api']}, {how}, {prompts}{answers}")
 
 
-def _table(*columns: str) -> Table:
+def _new_table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     return table
 
 
-def _rates(runs: Sequence[Run]) -> Table:
+def _rate_table(runs: Sequence[Run]) -> Table:
     has_goodput = any(run.goodput for run in runs)
     columns = ["LOAD", "TIME", "DONE", "FAILED", "REQUESTS/S", "TOKENS/S", "PROMPT", "ANSWER"]
-    table = _table(*columns, *(("GOODPUT/S", "GOOD") if has_goodput else ()))
+    table = _new_table(*columns, *(("GOODPUT/S", "GOOD") if has_goodput else ()))
     for run in runs:
         cells = [
             load_text(run),
@@ -89,19 +89,19 @@ def _rates(runs: Sequence[Run]) -> Table:
             str(run.failed),
         ]
         cells += [format_number(run.requests_per_s), format_number(run.output_tokens_per_s)]
-        cells += [_mean(run.prompt_tokens), _mean(run.output_tokens)]
+        cells += [_format_mean(run.prompt_tokens), _format_mean(run.output_tokens)]
         if run.goodput is not None:
             cells += [format_number(run.goodput.requests_per_s), f"{run.goodput.share:.1%}"]
         table.add_row(*cells)
     return table
 
 
-def _mean(found: Spread | None) -> str:
+def _format_mean(found: Spread | None) -> str:
     return "-" if found is None else format_number(found.mean)
 
 
-def _latencies(runs: Sequence[Run]) -> Table:
-    table = _table("LOAD", "LATENCY", "MEAN", "P50", "P90", "P99", "MAX")
+def _latency_table(runs: Sequence[Run]) -> Table:
+    table = _new_table("LOAD", "LATENCY", "MEAN", "P50", "P90", "P99", "MAX")
     for run in runs:
         label = load_text(run)
         for name, field in _LATENCIES:
@@ -115,8 +115,8 @@ def _latencies(runs: Sequence[Run]) -> Table:
     return table
 
 
-def _errors(runs: Sequence[Run]) -> Table:
-    table = _table("LOAD", "ERROR", "COUNT", "THE FIRST ONE SAYS")
+def _error_table(runs: Sequence[Run]) -> Table:
+    table = _new_table("LOAD", "ERROR", "COUNT", "THE FIRST ONE SAYS")
     table.columns[1].justify = table.columns[3].justify = "left"
     table.columns[3].no_wrap = False
     for run in runs:

@@ -23,7 +23,7 @@ MEANINGS = {
 Slo = Mapping[str, float]
 
 
-def parse(text: str) -> dict[str, float]:
+def parse_slo(text: str) -> dict[str, float]:
     """Parse `ttft=0.5,itl=0.05,e2e=10`, in seconds. Raises ConfigError."""
     limits: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -33,13 +33,13 @@ def parse(text: str) -> dict[str, float]:
             raise ConfigError(f"--slo {part!r}: write one of {', '.join(MEANINGS)}, as in ttft=0.5")
         if name in limits:
             raise ConfigError(f"--slo says {name} twice")
-        limits[name] = _seconds(part, value)
+        limits[name] = _parse_seconds(part, value)
     if not limits:
         raise ConfigError("--slo is empty: write a limit in seconds, as in ttft=0.5,e2e=10")
     return limits
 
 
-def _seconds(part: str, value: str) -> float:
+def _parse_seconds(part: str, value: str) -> float:
     seconds = 0.0
     with contextlib.suppress(ValueError):
         seconds = parse_duration(value)

@@ -247,12 +247,12 @@ class Client:
         self, question: Question, *, stream: bool, patience_s: float = PATIENCE_S
     ) -> Answer:
         """Send a request and wait for its answer, which also holds errors: none is raised."""
-        return await patiently(await self.begin(question, stream=stream), patience_s)
+        return await await_answer(await self.begin(question, stream=stream), patience_s)
 
     async def get(self, path: str, patience_s: float = 5.0) -> Answer:
         """Send a GET, of which only the status is read."""
         head = f"GET {path} HTTP/1.1\r\nhost: {self.host}\r\nconnection: close\r\n\r\n"
-        return await patiently(await self._send(head.encode(), stream=False), patience_s)
+        return await await_answer(await self._send(head.encode(), stream=False), patience_s)
 
     async def _send(self, request: bytes, *, stream: bool) -> Exchange:
         exchange = Exchange(request, stream=stream)
@@ -274,7 +274,7 @@ class Client:
         return sock
 
 
-async def patiently(exchange: Exchange, patience_s: float) -> Answer:
+async def await_answer(exchange: Exchange, patience_s: float) -> Answer:
     """Return the answer; an exchange that exceeds `patience_s` fails, and is abandoned."""
     await asyncio.wait((exchange.over,), timeout=patience_s)
     if not exchange.over.done():

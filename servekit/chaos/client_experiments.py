@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 from servekit.bench.percentiles import Sample
-from servekit.chaos.baseline_answers import Tally, prompt
+from servekit.chaos.baseline_answers import Tally, make_prompt
 from servekit.chaos.client import Answer, Client, Exchange, Question
 from servekit.chaos.finding import Finding, Judge, Scene
 from servekit.chaos.load import Load
@@ -32,7 +32,7 @@ async def slow_client(scene: Scene) -> Finding:
         await asyncio.sleep(scene.seconds)
     long = await _long_question(scene)
     slow = [
-        asyncio.create_task(_dawdle(scene.target.client.connect_slowly(long)))
+        asyncio.create_task(_read_slowly(scene.target.client.connect_slowly(long)))
         for _ in range(_SLOW_CLIENTS)
     ]
     try:
@@ -49,7 +49,7 @@ async def slow_client(scene: Scene) -> Finding:
     return judge.finding(load.tally)
 
 
-async def _dawdle(sock: socket.socket) -> None:
+async def _read_slowly(sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     with sock, contextlib.suppress(*_CLOSED):
         while True:
@@ -127,7 +127,7 @@ async def vanishing(scene: Scene) -> Finding:
     judge = Judge("vanishing", f"{count} clients on {slots} slots vanish mid-stream")
     long = await _long_question(scene)
     exchanges = [await scene.target.client.begin(long, stream=True) for _ in range(count)]
-    filled = await _started(exchanges, within_s=10.0)
+    filled = await _count_started(exchanges, within_s=10.0)
     judge.promise(filled == count, f"only {filled} streams began")
     for exchange in exchanges:
         exchange.abort()
@@ -158,7 +158,7 @@ async def _first_chunks(load: Load, count: int) -> float | None:
     return None
 
 
-async def _started(exchanges: list[Exchange], within_s: float) -> int:
+async def _count_started(exchanges: list[Exchange], within_s: float) -> int:
     """Wait until all streams have begun, or a timeout; return the number that have."""
     deadline, started = time.monotonic() + within_s, 0
     while time.monotonic() < deadline and started < len(exchanges):
@@ -194,7 +194,7 @@ async def _long_question(scene: Scene) -> Question:
     context = model.info.max_context if model.info else _LONG
     short = scene.known[0].question
     room = max(short.max_tokens, context - 2 * len(short.text))
-    return replace(short, text=prompt(10_001), max_tokens=min(_LONG, room))
+    return replace(short, text=make_prompt(10_001), max_tokens=min(_LONG, room))
 
 
 def _within_limits(count: int) -> int:

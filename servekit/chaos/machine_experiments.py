@@ -40,35 +40,37 @@ async def memory_pressure(scene: Scene) -> Finding:
     before = await scene.target.status()
     async with scene.load() as load:
         await load.until_busy()
-        hog = await _hog(size_bytes)
+        hog = await _start_hog(size_bytes)
         try:
-            judge.promise(await _touched(hog), "the memory could not be had")
+            judge.promise(await _await_touched(hog), "the memory could not be had")
             await asyncio.sleep(scene.seconds)
         finally:
-            await _end(hog)
+            await _end_hog(hog)
     judge.clean(load.tally)
-    judge.promise(_pids(before) == _pids(await scene.target.status()), "a process was lost")
+    judge.promise(
+        _process_pids(before) == _process_pids(await scene.target.status()), "a process was lost"
+    )
     return judge.finding(load.tally)
 
 
-async def _hog(size_bytes: int) -> asyncio.subprocess.Process:
+async def _start_hog(size_bytes: int) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-c", _HOG, str(size_bytes), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
 
 
-async def _touched(hog: asyncio.subprocess.Process) -> bool:
+async def _await_touched(hog: asyncio.subprocess.Process) -> bool:
     assert hog.stdout is not None
     return await asyncio.wait_for(hog.stdout.readline(), 60.0) == b"touched\n"
 
 
-async def _end(hog: asyncio.subprocess.Process) -> None:
+async def _end_hog(hog: asyncio.subprocess.Process) -> None:
     assert hog.stdin is not None
     hog.stdin.close()
     await hog.wait()
 
 
-def _pids(status: Status) -> set[int]:
+def _process_pids(status: Status) -> set[int]:
     replicas = {replica.pid for model in status.models for replica in model.replicas}
     return replicas | {gateway.pid for gateway in status.gateways}
 

@@ -18,7 +18,7 @@ class Finding:
     said: str
 
 
-def text(findings: Sequence[Finding]) -> str:
+def findings_text(findings: Sequence[Finding]) -> str:
     """Format findings for people: one line each, and the totals."""
     width = max((len(finding.area) for finding in findings), default=0)
     lines = [f"{f.level:<8} {f.area:<{width}}  {f.said}" for f in findings]

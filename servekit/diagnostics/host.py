@@ -21,14 +21,14 @@ _LITTLE_SHM_BYTES = 2**30
 _LITTLE_MEMORY_BYTES = 2 * 2**30
 
 
-def host(root: Path = Path("/")) -> Iterator[Finding]:
-    yield memory(root)
-    yield processors(cgroup.count_usable_cpus(), os.cpu_count() or 1)
-    yield shared_memory(shutil.disk_usage(root / "dev/shm").total)
-    yield from limits()
+def check_host(root: Path = Path("/")) -> Iterator[Finding]:
+    yield check_memory(root)
+    yield check_processors(cgroup.count_usable_cpus(), os.cpu_count() or 1)
+    yield check_shared_memory(shutil.disk_usage(root / "dev/shm").total)
+    yield from check_limits()
 
 
-def memory(root: Path) -> Finding:
+def check_memory(root: Path) -> Finding:
     """Check the memory available to this cgroup."""
     total, limit = cgroup.machine_memory_bytes(root), cgroup.memory_limit_bytes(root)
     available = cgroup.available_memory_bytes(root)
@@ -44,13 +44,13 @@ def memory(root: Path) -> Finding:
     return Finding("memory", "ok", said)
 
 
-def processors(usable: int, of_host: int) -> Finding:
+def check_processors(usable: int, of_host: int) -> Finding:
     if usable < of_host:
         return Finding("cpu", "ok", f"{usable} usable of {of_host}: the affinity or cgroup says so")
     return Finding("cpu", "ok", f"{usable} usable")
 
 
-def shared_memory(total_bytes: int) -> Finding:
+def check_shared_memory(total_bytes: int) -> Finding:
     said = f"/dev/shm holds {format_bytes(total_bytes)}"
     if total_bytes < _LITTLE_SHM_BYTES:
         said += "; engines that spread over several GPUs need more: docker run --shm-size=8g"
@@ -58,20 +58,22 @@ def shared_memory(total_bytes: int) -> Finding:
     return Finding("shared memory", "ok", said)
 
 
-def limits() -> Iterator[Finding]:
+def check_limits() -> Iterator[Finding]:
     """Check the limits of open files, processes and locked memory that children inherit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # the start raises the soft limit
-    yield limit(
+    yield check_limit(
         "open files (nofile)", hard, _FEW_FILES, "every connection is one: ulimit -Hn 65536"
     )
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    yield limit("processes (nproc)", soft, _FEW_PROCESSES, "threads count, too: ulimit -u 65536")
+    yield check_limit(
+        "processes (nproc)", soft, _FEW_PROCESSES, "threads count, too: ulimit -u 65536"
+    )
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shown = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes(locked)
     yield Finding("limits", "ok", f"{shown} of locked memory (memlock)")
 
 
-def limit(what: str, value: int, least: int, advice: str) -> Finding:
+def check_limit(what: str, value: int, least: int, advice: str) -> Finding:
     if value == resource.RLIM_INFINITY:
         return Finding("limits", "ok", f"unlimited {what}")
     if value < least:
@@ -79,7 +81,7 @@ def limit(what: str, value: int, least: int, advice: str) -> Finding:
     return Finding("limits", "ok", f"{value} {what}")
 
 
-def disk(what: str, path: Path, least_bytes: int) -> Finding:
+def check_disk(what: str, path: Path, least_bytes: int) -> Finding:
     """Check that a folder, existing or not, can be written and has room."""
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

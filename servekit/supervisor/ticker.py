@@ -29,6 +29,6 @@ async def ticking(look: Callable[[bool], None], measure: Callable[[int], None]) 
             measure(count)
         except Exception:  # a figure that cannot be read must not stop the ticks
             log.exception("cannot measure")
-        subreaper.look()
+        subreaper.reap_orphans()
         last = now
         await asyncio.sleep(TICK_S)

@@ -24,13 +24,13 @@ def total_memory_bytes(root: Path = _ROOT) -> int:
 
 def available_memory_bytes(root: Path = _ROOT) -> int:
     """Return the bytes that can be allocated without swapping, within the limits; 0 if unknown."""
-    available = _meminfo(root, "MemAvailable")
+    available = _read_meminfo(root, "MemAvailable")
     return min([available, *(room for _, room in _memory_limits(root))])
 
 
 def machine_memory_bytes(root: Path = _ROOT) -> int:
     """Return the memory of the whole machine; 0 if unknown."""
-    return _meminfo(root, "MemTotal")
+    return _read_meminfo(root, "MemTotal")
 
 
 def memory_limit_bytes(root: Path = _ROOT) -> int | None:
@@ -74,7 +74,7 @@ def cpu_quota(mount: Path) -> int | None:
     return -(-int(quota) // int(period))
 
 
-def _meminfo(root: Path, field: str) -> int:
+def _read_meminfo(root: Path, field: str) -> int:
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith(f"{field}:"):

@@ -21,7 +21,7 @@ def one_look() -> Iterator[None]:
     Otherwise each call reads every process of the machine.
     """
     census: dict[int, set[int]] = {}
-    for process in procfs.everyone():
+    for process in procfs.all_processes():
         census.setdefault(process.group, set()).add(process.pid)
     token = _census.set(census)
     try:
@@ -34,10 +34,10 @@ def group_of(pid: int) -> frozenset[int]:
     """Return the PIDs of a child and of the other processes in its process group."""
     if (census := _census.get()) is not None:
         return frozenset({pid, *census.get(pid, ())})
-    return frozenset({pid, *(p.pid for p in procfs.everyone() if p.group == pid)})
+    return frozenset({pid, *(p.pid for p in procfs.all_processes() if p.group == pid)})
 
 
-def strays(pids: Collection[int], own: Collection[str], holdings: Holdings) -> dict[str, int]:
+def find_strays(pids: Collection[int], own: Collection[str], holdings: Holdings) -> dict[str, int]:
     """Return the bytes that `pids` hold on GPUs other than `own`, by UUID."""
     found: dict[str, int] = {}
     for pid in pids:
@@ -52,7 +52,7 @@ def stray_memory(
 ) -> str:
     """Return a message about the GPUs other than `own` on which `pids` hold memory; "" if none."""
     names = {gpu.uuid: str(gpu) for gpu in gpus}
-    found = strays(pids, own, holdings)
+    found = find_strays(pids, own, holdings)
     if not found:
         return ""
     held = " and ".join(

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from servekit.chaos.baseline_answers import Known, learn, prompt
+from servekit.chaos.baseline_answers import Known, learn_answers, make_prompt
 from servekit.chaos.client import Question
 from servekit.chaos.load import Load, Silences
 from servekit.chaos.target import Target
@@ -158,8 +158,10 @@ async def undisturbed(target: Target, engine: str, device: str, streams: int) ->
     :raises RuntimeError: It answers otherwise even undisturbed.
     """
     recites = engine != "echo" and device == "cuda"
-    begun = prompts() if recites else [prompt(n, words=8) for n in range(len(TEXTS))]
-    found = await learn(target.client, [Question("m", b, TOKENS) for b in begun], at_once=streams)
+    begun = prompts() if recites else [make_prompt(n, words=8) for n in range(len(TEXTS))]
+    found = await learn_answers(
+        target.client, [Question("m", b, TOKENS) for b in begun], at_once=streams
+    )
     wrong = [
         one.answer.text
         for one, begin, text in zip(found, begun, TEXTS, strict=True)

@@ -24,7 +24,7 @@ _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTA
 
 
 def _make_metrics() -> str:
-    return f"{metrics.reference()}\n"
+    return f"{metrics.metrics_reference()}\n"
 
 
 def _make_events() -> str:

@@ -31,7 +31,7 @@ from servekit.engines.text.tool_format_detection import find_dialect, tool_capab
 from servekit.errors import Unsupported
 from servekit.model_metadata.gguf import quantization
 from servekit.protocol.messages import Capability, Dialect, Grammar, ModelInfo
-from servekit.protocol.tool_formats import markers
+from servekit.protocol.tool_formats import dialect_markers
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class LlamaCppEngine(LoopedEngine):
     def _dialect(self) -> Dialect:
         spec, codec = self.spec, cast(LlamaCodec, self.codec)
         found = find_dialect(codec.template, spec.tool_parser, spec.reasoning_parser)
-        known = codec.tokens_of(markers(found))
+        known = codec.tokens_of(dialect_markers(found))
         tokens = [(text, token) for text, token in known.items() if token not in self._eos]
         return structs.replace(found, tokens=tuple(tokens))
 

@@ -44,7 +44,7 @@ from servekit.engines.transformers.tensor_parallel.controller import Ranks
 from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import Capability, Dialect, Grammar, ModelInfo, WorkerSpec
-from servekit.protocol.tool_formats import markers
+from servekit.protocol.tool_formats import dialect_markers
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class TransformersEngine(LoopedEngine):
 
     def _dialect(self) -> Dialect:
         found = find_dialect(self.codec.template, self.spec.tool_parser, self.spec.reasoning_parser)
-        known = self.codec.tokens_of(markers(found))
+        known = self.codec.tokens_of(dialect_markers(found))
         tokens = [(text, token) for text, token in known.items() if token not in self._eos]
         return structs.replace(found, tokens=tuple(tokens))
 

@@ -54,7 +54,7 @@ from servekit.protocol.messages import (
     PromptToken,
     WorkerSpec,
 )
-from servekit.protocol.tool_formats import markers
+from servekit.protocol.tool_formats import dialect_markers
 from servekit.system import cgroup
 
 log = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class VllmEngine(Engine):
 
     def _dialect(self) -> Dialect:
         found = find_dialect(self.codec.template, self.spec.tool_parser, self.spec.reasoning_parser)
-        known = self.codec.tokens_of(markers(found))
+        known = self.codec.tokens_of(dialect_markers(found))
         tokens = [(text, token) for text, token in known.items() if token not in self._stated.eos]
         return structs.replace(found, tokens=tuple(tokens))
 

@@ -67,7 +67,7 @@ class LocalCapacity:
         model, there = fleet.model, cgroup.available_memory_bytes()
         if model.memory is not None:
             total = cgroup.total_memory_bytes()
-            takes, there = memory.of(model.memory, total), total - self._claimed(total)
+            takes, there = memory.memory_bytes(model.memory, total), total - self._claimed(total)
         else:
             takes = max((one.rss_bytes for one in fleet.living), default=0)
             there -= KEPT_BYTES
@@ -79,7 +79,8 @@ class LocalCapacity:
     def _claimed(self, total_bytes: int) -> int:
         """Return the memory claimed by all CPU replicas, including those of unloaded models."""
         return sum(
-            memory.of(fleet.model.memory, total_bytes) * sum(not slot for slot in fleet.planned)
+            memory.memory_bytes(fleet.model.memory, total_bytes)
+            * sum(not slot for slot in fleet.planned)
             for fleet in self._fleets.served
             if fleet.model.memory is not None
         )

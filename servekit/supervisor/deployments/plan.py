@@ -11,7 +11,7 @@ from pathlib import Path
 from servekit.config.cluster import RayConfig
 from servekit.config.engines.installed import Machine
 from servekit.config.engines.selection import Choice
-from servekit.config.load import complain, load_here
+from servekit.config.load import error_at, load_here
 from servekit.config.schema import Config
 from servekit.errors import ConfigError
 from servekit.protocol.messages import AccessRules
@@ -59,12 +59,12 @@ class Source:
         server = config.server.model_copy(update=dict(self.server))
         config = config.model_copy(update={"server": server})
         if not self.insecure and (reason := access.refuse_public(config)):
-            raise complain(self.path, ("server", "host"), f"{reason}.")
+            raise error_at(self.path, ("server", "host"), f"{reason}.")
         try:
             rules = access.rules(config, self.environ)
             access.check_handed(config, self.environ)
         except access.KeyMissing as error:
-            raise complain(self.path, error.at, str(error)) from None
+            raise error_at(self.path, error.at, str(error)) from None
         name = str(self.path.resolve())
         if config.launcher == "ray":
             cpus = (config.ray or RayConfig()).cpus
@@ -74,7 +74,7 @@ class Source:
             places = self._places(config, gpus, held or {}, counts or {})
             found = self._estimates(config, places)
         except Misplaced as error:
-            raise complain(self.path, error.loc, error.message) from None
+            raise error_at(self.path, error.loc, error.message) from None
         return Plan(config, name, places, tuple(gpus), self, rules, found, choices)
 
     def _places(

@@ -33,7 +33,7 @@ def claims(model: ModelConfig, slots: Slots, reserve: str | None) -> dict[str, i
         for gpu, size in zip(slot, claims_of(model, slot, reserve), strict=True):
             found[gpu.uuid] = found.get(gpu.uuid, 0) + size
         if not slot and model.memory is not None:
-            size = memory.of(model.memory, cgroup.total_memory_bytes())
+            size = memory.memory_bytes(model.memory, cgroup.total_memory_bytes())
             found[CPU] = found.get(CPU, 0) + size
     return found
 

@@ -40,7 +40,7 @@ def _promised(scene: GpuSnapshot) -> int:
     return sum(max(0, claim - held) for claim, held in known)
 
 
-def obstacle(scene: GpuSnapshot, about: Callable[[int], str] = procfs.command) -> str:
+def obstacle(scene: GpuSnapshot, about: Callable[[int], str] = procfs.command_line) -> str:
     """Return a message about what is in the way, or "". `about` returns the command of a PID.
 
     Memory that other workers claim and have not allocated yet does not count as free. Where a

@@ -24,7 +24,7 @@ def find(path: str, revision: str | None, environ: Mapping[str, str]) -> Path | 
     `environ` is the environment of the workers, which determines where the caches are.
     """
     try:
-        known = paths.check(path, Path("/"))
+        known = paths.check_model_path(path, Path("/"))
     except ValueError:
         return None
     if known.kind == "local":

@@ -21,7 +21,11 @@ class Misplaced(ConfigError):
 
 def reserve_bytes(gpu: Gpu, reserve: str | None) -> int:
     """Return the bytes of a GPU that `gpus.reserve` keeps for other programs."""
-    return 0 if reserve is None else min(gpu.total_bytes, memory.of(reserve, gpu.total_bytes))
+    return (
+        0
+        if reserve is None
+        else min(gpu.total_bytes, memory.memory_bytes(reserve, gpu.total_bytes))
+    )
 
 
 def room_bytes(gpu: Gpu, reserve: str | None) -> int:
@@ -33,7 +37,7 @@ def claim_bytes(model: ModelConfig, gpu: Gpu, reserve: str | None) -> int:
     """Return the bytes that one worker of `model` claims of `gpu`; without `memory`, all of it."""
     if model.memory is None:
         return room_bytes(gpu, reserve)
-    return memory.of(model.memory, gpu.total_bytes)
+    return memory.memory_bytes(model.memory, gpu.total_bytes)
 
 
 def claims_of(model: ModelConfig, slot: Sequence[Gpu], reserve: str | None) -> tuple[int, ...]:
@@ -46,7 +50,7 @@ def host_claim_bytes(model: ModelConfig, total_bytes: int) -> int:
 
     `total_bytes` is the host's memory, 0 where unknown.
     """
-    return 0 if model.memory is None else memory.of(model.memory, total_bytes)
+    return 0 if model.memory is None else memory.memory_bytes(model.memory, total_bytes)
 
 
 def least(model: ModelConfig) -> int:

@@ -27,7 +27,7 @@ from servekit.supervisor.scheduling.gpu_matching import match_whole
 from servekit.supervisor.scheduling.memory_requests import Misplaced as Misplaced
 from servekit.supervisor.scheduling.memory_requests import claims_of, least, most, settled
 from servekit.supervisor.scheduling.shared_placement import share
-from servekit.system.gpus import Gpu, Slot, match, on_node
+from servekit.system.gpus import Gpu, Slot, match_gpu, on_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def allowed(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> tuple[Gpu, .
         return tuple(gpus)
     found: list[Gpu] = []
     for number, entry in enumerate(model.gpus):
-        gpu = match(gpus, entry)
+        gpu = match_gpu(gpus, entry)
         if gpu is None:
             there = ", ".join(str(g) for g in gpus) or "no GPU at all"
             message = f"model {model.name!r} asks for GPU {entry!r}; there is {there}"

@@ -137,7 +137,7 @@ class ForkServer(ManagedProcess[FromStandby]):
                 return None
             case forked:
                 self.forks += 1
-                return subreaper.take(forked.pid)
+                return subreaper.register_fork(forked.pid)
 
     def status(self) -> ReplicaStatus:
         """Return its status as a replica's, without a socket or requests."""

@@ -14,7 +14,7 @@ from servekit.supervisor.event_log import journal
 from servekit.supervisor.scheduling.gpu_admission import NOTHING, GpuAdmission
 from servekit.supervisor.scheduling.placement import Assignment
 from servekit.supervisor.scheduling.remote_gpus import RemoteGpus
-from servekit.system.gpu_memory_audit import group_of, held_bytes, stray_memory, strays
+from servekit.system.gpu_memory_audit import find_strays, group_of, held_bytes, stray_memory
 from servekit.system.gpus import Gpu, Holdings, gpu_memory_by_pid
 from servekit.units import format_bytes
 
@@ -140,7 +140,7 @@ class WorkerGpuMemory:
         self.by_gpu = {
             uuid: sum(holdings.get(pid, {}).get(uuid, 0) for pid in group) for uuid in self.claims
         }
-        self.stray_by_gpu = strays(group, self.claims.keys(), holdings)
+        self.stray_by_gpu = find_strays(group, self.claims.keys(), holdings)
         self.stray = stray_memory(group, self.claims.keys(), holdings, self.gpus)
         known, self.excess = bool(self.excess), self._excess()
         if self.excess and not known:

@@ -7,7 +7,7 @@ import io
 import msgspec
 from rich.console import Console
 
-from servekit.bench.report import notes, tables
+from servekit.bench.report import result_notes, result_tables
 from servekit.bench.result import Result
 from tests.unit.bench.results import result
 
@@ -15,7 +15,7 @@ from tests.unit.bench.results import result
 def shown(found: Result) -> str:
     console = Console(file=io.StringIO(), width=200, markup=False, emoji=False, highlight=False)
     with console.capture() as told:
-        for table in tables(found):
+        for table in result_tables(found):
             console.print(table)
     return told.get()
 
@@ -53,6 +53,6 @@ def test_nothing_measured_is_said() -> None:
 def test_an_interruption_and_a_guess_are_said() -> None:
     (run,) = result(1).runs
     cut = msgspec.structs.replace(run, interrupted=True, unfinished=3, tokens_by="chunks")
-    told = list(notes([cut]))
+    told = list(result_notes([cut]))
     assert "3 requests were under way" in told[0]
     assert "counted as one token" in told[1]

@@ -12,4 +12,4 @@ from servekit.errors import StartError
 
 def test_no_run_directory_is_told_with_the_next_step(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"no servekit runs in .*servekit up.*--run-dir"):
-        instance_lookup.folder(tmp_path / "none")
+        instance_lookup.find_run_dir(tmp_path / "none")

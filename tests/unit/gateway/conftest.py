@@ -21,7 +21,7 @@ from servekit.protocol.messages import (
     WorkerSpec,
     WorkerState,
 )
-from servekit.protocol.transport.connection import listen
+from servekit.protocol.transport.connection import listen_at
 from servekit.worker.runner import Runner
 
 DEADLINE_S = 60.0
@@ -54,7 +54,7 @@ class EchoWorker:
 
     async def start(self) -> None:
         self.engine.start(self._emit)
-        self._server = await listen(self.path, self.runner.connect)
+        self._server = await listen_at(self.path, self.runner.connect)
 
     def _emit(self, outputs: Any) -> None:
         self.steps += outputs

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from servekit.cli.chat import stream as chat_stream
-from servekit.cli.chat.stream import Asked, Piece, answer
+from servekit.cli.chat.stream import Asked, Piece, stream_answer
 from servekit.errors import ServekitError, StartError
 
 
@@ -61,7 +61,9 @@ def server() -> Iterator[Server]:
 
 def pieces(server: Server, **parameters: object) -> list[Piece]:
     with httpx.Client(base_url=server.url, headers={"authorization": "Bearer k"}) as client:
-        return list(answer(client, Asked("m", parameters), [{"role": "user", "content": "hi"}]))
+        return list(
+            stream_answer(client, Asked("m", parameters), [{"role": "user", "content": "hi"}])
+        )
 
 
 def event(**delta: object) -> bytes:
@@ -105,7 +107,7 @@ def test_an_event_without_an_end_is_given_up(
 def test_to_stop_listening_is_to_hang_up(server: Server) -> None:
     server.pieces, server.endless = [event(content="a" * 1000)], True
     with httpx.Client(base_url=server.url) as client:
-        stream = answer(client, Asked("m"), [])
+        stream = stream_answer(client, Asked("m"), [])
         assert next(stream).text == "a" * 1000
         stream.close()  # type: ignore[attr-defined]  # a generator
         assert server.hung_up.wait(5)
@@ -113,4 +115,4 @@ def test_to_stop_listening_is_to_hang_up(server: Server) -> None:
 
 def test_nobody_there() -> None:
     with httpx.Client(base_url="http://127.0.0.1:1/v1") as client, pytest.raises(StartError):
-        list(answer(client, Asked("m"), []))
+        list(stream_answer(client, Asked("m"), []))
