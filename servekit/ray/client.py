@@ -30,8 +30,8 @@ from servekit.protocol.ray_messages import (
     Waits,
     Want,
 )
+from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
-from servekit.supervisor.lifecycle.startup_timing import StartReason
 from servekit.supervisor.process.child_process import Command
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -128,7 +128,7 @@ class Cluster(ManagedProcess[FromCluster]):
                 self._turn = turn
                 log.info("joined the Ray cluster", nodes=len(nodes))
                 self.there.set()
-                self.came_up()
+                self.mark_ready()
                 self.nodes, self.own = nodes, own
                 if not self.joined.done():
                     self.joined.set_result(nodes)
@@ -182,7 +182,7 @@ class Cluster(ManagedProcess[FromCluster]):
     def keep(self, names: tuple[str, ...]) -> None:
         self.tell(Keep(names))
 
-    def buried(self) -> None:
+    def forget_child(self) -> None:
         self.there.clear()
         for asked in self._asked.values():
             if not asked.done():

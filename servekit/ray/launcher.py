@@ -31,13 +31,15 @@ from servekit.ray.node_inventory import NodeInventory
 from servekit.ray.takeover import Takeover
 from servekit.supervisor import access_rules
 from servekit.supervisor.deployments.plan import Plan
-from servekit.supervisor.lifecycle.launcher import Guest
-from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
-from servekit.supervisor.lifecycle.remote_process import RemoteChild
+from servekit.supervisor.lifecycle.managed_process import (
+    ManagedProcess,
+    SupervisorContext,
+    wait_for_tasks,
+)
+from servekit.supervisor.lifecycle.remote_process import Guest, RemoteChild
 from servekit.supervisor.process import environment
-from servekit.supervisor.process.task_utils import ended
 from servekit.supervisor.scheduling.memory_requests import least
-from servekit.supervisor.workers.worker_spec import worker_spec
+from servekit.supervisor.workers.worker_spec import make_worker_spec
 
 
 class Instance(SupervisorContext, Protocol):
@@ -141,7 +143,9 @@ class RayLauncher:
             self._heritage.end()
         self.cluster.end(Stop(), VACATE_S)
         bootstrap.forget_authority(self._host.run_dir.path)
-        return await ended({tasks[self.cluster]} if self.cluster in tasks else set(), VACATE_S)
+        return await wait_for_tasks(
+            {tasks[self.cluster]} if self.cluster in tasks else set(), VACATE_S
+        )
 
     def gateway_credentials(self, name: str) -> Credentials:
         return self._certificates.issue("gateway", name)
@@ -162,7 +166,7 @@ class RayLauncher:
         want = bootstrap.model_want(guest.model)
         return await self.berths.enter(
             guest.name,
-            lambda what: guest.told_to_wait(what),
+            lambda what: guest.show_wait(what),
             lambda id: Berth(id, guest.name, guest.model.name, *claim, mark, want=want),
             lambda told: guest.measure_gpus(told),
         )
@@ -207,7 +211,7 @@ class RayLauncher:
 
     def _fingerprint(self, guest: Guest) -> str:
         """Return a hash of everything that a worker is started with, for the takeover."""
-        spec = worker_spec(guest.model, guest.place, "")
+        spec = make_worker_spec(guest.model, guest.place, "")
         env = sorted(self._environment(guest).items())
         parts = msgspec.msgpack.encode((spec, env, __version__, self.cluster_authority))
         return hashlib.sha256(parts).hexdigest()

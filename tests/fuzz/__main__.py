@@ -27,7 +27,8 @@ from tests.fuzz.cases import Maker
 from tests.fuzz.processes import Watched
 from tests.fuzz.report import failures_text, memory_table, requests_table
 from tests.fuzz.run import Fuzz
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
+from tests.polling import poll
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 GATEWAYS = 2

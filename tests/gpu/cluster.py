@@ -34,9 +34,10 @@ from servekit.protocol.messages import ReplicaStatus
 from servekit.system import procfs
 from tests.gpu.checks import MIB, PROMPT
 from tests.gpu.nvml import Gpus, Table, gpus, show_tails
-from tests.integration.instance import Instance, poll, write_config
+from tests.integration.instance import Instance, write_config
 from tests.integration.made_up_gpus import on_gpu
 from tests.integration.ray_nodes import PATIENCE_S, Nodes
+from tests.polling import poll
 
 GIB = 2**30
 NAMESPACE = "gpus"

@@ -31,7 +31,8 @@ from servekit.system.procfs import all_processes
 from tests.gpu.adapters import write_middle
 from tests.gpu.checks import MIB, PROMPT, Row, gpu_count
 from tests.gpu.reciting import TEXTS, prompts, write_reciter
-from tests.integration.instance import Instance, poll
+from tests.integration.instance import Instance
+from tests.polling import poll
 
 GIB = 2**30
 #: What each of two models on one GPU may take of it.

@@ -37,7 +37,8 @@ from servekit.system.procfs import all_processes
 from tests.gpu.checks import MIB, Row, gpu_count
 from tests.gpu.engines import PROMPTS, entry, held_by_group, recited, serving
 from tests.gpu.reciting import write_gguf, write_reciter
-from tests.integration.instance import Instance, poll
+from tests.integration.instance import Instance
+from tests.polling import poll
 from tests.unit.engines.harness import make_spec
 
 GIB = 2**30

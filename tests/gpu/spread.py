@@ -35,7 +35,8 @@ from servekit.protocol.messages import TokenLogprob
 from servekit.system import procfs
 from servekit.system.gpus import gpu_memory_by_pid
 from tests.gpu.checks import MIB, Row, ask
-from tests.integration.instance import Instance, poll
+from tests.integration.instance import Instance
+from tests.polling import poll
 from tests.unit.engines.harness import Harness, make_spec
 
 PROMPTS = [

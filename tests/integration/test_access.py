@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from servekit.config import keys
-from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
+from tests.integration.instance import PROGRAM, Instance, echo, write_config
+from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,8 +11,9 @@ import pytest
 
 from servekit.config import keys
 from servekit.errors import LONGEST_MESSAGE
-from tests.integration.instance import Instance, echo, poll, write_config
+from tests.integration.instance import Instance, echo, write_config
 from tests.integration.test_access import PLAIN, bearer, run
+from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(120)
 

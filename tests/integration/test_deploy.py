@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from servekit.config.load import load_config
-from servekit.supervisor.shutdown import END_S
+from servekit.supervisor.supervisor import END_S
 from tests.deploy.dockerfile import ROOT, Stage, stages
 
 DEPLOY = ROOT / "deploy"

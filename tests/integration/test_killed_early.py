@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from servekit.system import procfs
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
+from tests.polling import poll
 
 #: Its grandchildren empty their environments and begin sessions of their own.
 ESCAPING = echo("a", grandchildren=1, escaped_grandchildren=2, shared_memory_bytes=2**20)

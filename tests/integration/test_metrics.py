@@ -23,11 +23,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from servekit.config import keys
 from servekit.metrics import METRICS
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
 from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu
 from tests.integration.test_access import bearer
 from tests.integration.test_adapters import named
 from tests.integration.test_remote import free_port
+from tests.polling import poll
 from tests.unit.test_metrics import CONFIG, DASHBOARD, RULES, expressions, promtool, rules
 
 pytestmark = pytest.mark.timeout(120)

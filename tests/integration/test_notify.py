@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from servekit.system import procfs
-from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
+from tests.integration.instance import PROGRAM, Instance, echo, write_config
+from tests.polling import poll
 
 #: For systemd's sake a long one would do; the feeding is four times as often.
 WATCHDOG_S = 2.0

@@ -20,8 +20,9 @@ import httpx
 import pytest
 
 from servekit.event_store import FILE, Wanted, newest_events
-from tests.integration.instance import PROGRAM, Instance, echo, poll
+from tests.integration.instance import PROGRAM, Instance, echo
 from tests.integration.test_terminal import Terminal
+from tests.polling import poll
 
 EVIL = "no \x1b[2J\x1b]0;owned\x07weights"
 LEAVES_SCREEN, ENTERS_SCREEN = "\x1b[?1049l", "\x1b[?1049h"

@@ -30,6 +30,7 @@ from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu
 from tests.integration.ray_nodes import PATIENCE_S, ROOT, Nodes
 
 pytestmark = [
+    pytest.mark.lane("ray"),
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
@@ -141,7 +142,7 @@ def test_gpu_0_of_two_nodes_are_two_gpus(instance: Instance) -> None:
     }
     assert {(gpu.total_bytes, gpu.utilisation) for gpu in gpus} == {(100 * GIB, 0.42)}
     status = instance.status()
-    html = machine_tables.gpus(status.gpus, status.models, Say("en"))
+    html = machine_tables.render_gpus(status.gpus, status.models, Say("en"))
     shown = command(instance, "top", "--once")
     table = command(instance, "ps")
     for name, size in (("told/0", 3), ("ended/0", 5)):

@@ -17,8 +17,9 @@ import openai
 import pytest
 
 from servekit.system import procfs
-from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
+from tests.integration.instance import PROGRAM, Instance, echo, write_config
 from tests.integration.test_faults_supervisor import cli
+from tests.polling import poll
 from tests.unit.engines.conftest import SMOLLM2
 
 KEY = "sk-far-0123456789abcdef"
@@ -330,7 +331,7 @@ def test_its_worker_dies_and_what_was_not_streamed_is_asked_again(
     assert answers[0].json()["choices"][0]["message"]["content"] == "x" * 20
 
 
-@pytest.mark.slow
+@pytest.mark.lane("models")
 def test_a_real_model_by_a_schema(tmp_path: Path) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     there.mkdir()

@@ -20,14 +20,15 @@ from servekit.chaos import run as chaos
 from servekit.chaos.finding import Finding, Scene
 from servekit.chaos.target import Target
 from servekit.system import procfs
-from tests.integration.instance import Instance, poll
+from tests.integration.instance import Instance
 from tests.integration.test_faults_supervisor import cli
+from tests.polling import poll
 from tests.unit.engines.harness import write_tiny_llama
 
 RANKS = 2
 #: Importing torch and transformers, two processes to each replica, on a busy machine.
 UP_S = 180.0
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.lane("tensor-parallel"), pytest.mark.timeout(400)]
 
 
 def spread(path: Path, **keys: Any) -> dict[str, Any]:

@@ -21,7 +21,8 @@ import pytest
 
 from servekit.system import procfs
 from servekit.system.orphan_cleanup import MARK
-from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
+from tests.integration.instance import PROGRAM, Instance, echo, write_config
+from tests.polling import poll
 
 FORBIDDEN = ("torch", "transformers", "fastapi", "starlette", "uvicorn", "gradio", "uvloop")
 

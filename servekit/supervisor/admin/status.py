@@ -30,10 +30,11 @@ def of_model(fleet: Deployment, created: int, residence: ResidencyStatus | None)
         max_queue=model.max_queue,
         quarantine_s=model.quarantine_s,
         adapters=fleet.adapter_statuses(),
-        standbys=tuple(standby.status() for standby in fleet.nursery.standbys),
+        standbys=tuple(standby.status() for standby in fleet.fork_servers.standbys),
         residence=residence,
         routing=model.routing,
         scale=fleet.scale,
+        changing=fleet.changing,
     )
 
 
@@ -51,7 +52,7 @@ def traffic(served: Sequence[Deployment], gateways: Sequence[Gateway]) -> tuple[
 
 def gpus(here: Sequence[GpuStatus], replicas: Sequence[WorkerProcess]) -> tuple[GpuStatus, ...]:
     """Return this machine's GPUs, and those that workers on other nodes were given."""
-    there = {(one.node, one.uuid): one for replica in replicas for one in replica.vram.in_use}
+    there = {(one.node, one.uuid): one for replica in replicas for one in replica.gpu.in_use}
     return (*here, *sorted(there.values(), key=lambda one: (one.node, one.index)))
 
 

@@ -95,7 +95,7 @@ class LocalCapacity:
             own = want if other is fleet else own
         assert own is not None  # the deployment is served
         for slot in candidates(board, own):
-            if fleets.has_room(fleet.model, slot) and not self._lacks(fleet.model, slot):
+            if fleets.pool.has_room(fleet.model, slot) and not self._lacks(fleet.model, slot):
                 return slot
         gpus = "no GPU that it may use has" if own.width == 1 else f"no {own.width} GPUs have"
         return NoCapacity(f"no room: {gpus} what a replica claims")
@@ -106,8 +106,8 @@ class LocalCapacity:
 
     def _lacks(self, model: ModelConfig, slot: Slot) -> bool:
         """Return whether ended workers still claim the memory, because it is not free yet."""
-        claims = zip(slot, self._fleets.claims(model, slot), strict=True)
-        return bool(self._fleets.gate.ledger.lacking({gpu.uuid: size for gpu, size in claims}))
+        claims = zip(slot, self._fleets.pool.claims(model, slot), strict=True)
+        return bool(self._fleets.pool.gate.ledger.lacking({gpu.uuid: size for gpu, size in claims}))
 
 
 class RayCapacity:

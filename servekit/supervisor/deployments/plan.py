@@ -16,15 +16,14 @@ from servekit.config.schema import Config
 from servekit.errors import ConfigError
 from servekit.protocol.messages import AccessRules
 from servekit.supervisor import access_rules as access
-from servekit.supervisor.scheduling import host_memory
 from servekit.supervisor.scheduling import memory_estimator as estimates
 from servekit.supervisor.scheduling.memory_estimator import Estimate
-from servekit.supervisor.scheduling.placement import (
+from servekit.supervisor.scheduling.memory_requests import (
     Assignment,
     Misplaced,
-    place,
-    placed_elsewhere,
+    check_host_memory,
 )
+from servekit.supervisor.scheduling.placement import place, placed_elsewhere
 from servekit.system import cgroup
 from servekit.system.gpus import Gpu, Slot
 
@@ -88,11 +87,10 @@ class Source:
 
         Models give up scaled-up replicas if the configuration does not fit with them.
         """
+        cpus = cgroup.count_usable_cpus()
         try:
-            places = place(
-                config.models, gpus, cgroup.count_usable_cpus(), held, config.gpus.reserve, counts
-            )
-            host_memory.check(config.models, places, cgroup.total_memory_bytes())
+            places = place(config.models, gpus, cpus, held, config.gpus.reserve, counts)
+            check_host_memory(config.models, places, cgroup.total_memory_bytes())
         except Misplaced:
             if not counts:
                 raise

@@ -84,6 +84,6 @@ def lacks(fleet: Deployment) -> dict[str, int]:
     """Return the memory that workers waiting to load lack, by GPU, regardless of claims."""
     found: dict[str, int] = {}
     for replica in fleet.living:
-        for uuid, size in replica.vram.lacking.items():
+        for uuid, size in replica.gpu.lacking.items():
             found[uuid] = found.get(uuid, 0) + size
     return found

@@ -40,8 +40,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from servekit.supervisor.model_swap.capacity_view import CapacityView
-from servekit.supervisor.model_swap.eviction import gone, make_room, relieve
+from servekit.supervisor.model_swap.eviction import CapacityView, gone, make_room, relieve
 from servekit.supervisor.model_swap.types import PolicyInput, SwapAction
 from servekit.units import format_bytes
 

@@ -100,7 +100,7 @@ class Exit:
             return self.cause
         if self.signal is not None:
             oom = _BY_KERNEL if self.out_of_memory else ""
-            return f"killed by {_signal_name(self.signal)}{when}{oom}"
+            return f"killed by {_format_signal(self.signal)}{when}{oom}"
         # Our own log lines are JSON; the last plain text before an exit is its reason.
         plain = (line.strip() for line in reversed(self.tail) if not line.startswith("{"))
         last = next((line for line in plain if line), "")
@@ -154,8 +154,8 @@ class ChildProcess(Generic[Incoming]):
             pipe = undo.enter_context(os.fdopen(reading, "rb", buffering=0))
             theirs.callback(os.close, writing)
             mark = secrets.token_hex(MARK_CHARS // 2)
-            process = await _start(command, control_of_child.fileno(), writing, mark)
-            undo.callback(_abandon, process)
+            process = await _start_process(command, control_of_child.fileno(), writing, mark)
+            undo.callback(_kill_process, process)
             output = Output(RotatingFile(command.log_path), on_line)
             child = cls(command, process, output, mark)
             await child._hear(pipe, control, incoming, on_message)
@@ -291,15 +291,17 @@ class ChildProcess(Generic[Incoming]):
             self.exited.set_result(exit_)
 
 
-async def _start(command: Command, control_fd: int, output_fd: int, mark: str) -> Process:
+async def _start_process(command: Command, control_fd: int, output_fd: int, mark: str) -> Process:
     if command.forked is not None:
         forked = await command.forked(mark, control_fd, output_fd)
         if forked is not None:
             return forked
-    return _popen(command, control_fd, output_fd, mark)
+    return _start_interpreter(command, control_fd, output_fd, mark)
 
 
-def _popen(command: Command, control_fd: int, output_fd: int, mark: str) -> subprocess.Popen[bytes]:
+def _start_interpreter(
+    command: Command, control_fd: int, output_fd: int, mark: str
+) -> subprocess.Popen[bytes]:
     # No preexec_fn: it would run Python between fork and exec. The child sets its own
     # PR_SET_PDEATHSIG, and checks `--parent-pid` to see whether that came too late.
     return subreaper.start_process(
@@ -317,13 +319,13 @@ def _popen(command: Command, control_fd: int, output_fd: int, mark: str) -> subp
     )
 
 
-def _abandon(process: Process) -> None:
+def _kill_process(process: Process) -> None:
     process.kill()
     process.wait()
     subreaper.forget_process(process)
 
 
-def _signal_name(number: int) -> str:
+def _format_signal(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from servekit.config.engines.options import EngineKind
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.system.orphan_cleanup import MARK
 
 _ALWAYS = {

@@ -23,16 +23,15 @@ from servekit.model_metadata import gguf, kv_cache_shape, safetensors
 from servekit.model_metadata.kv_cache_shape import Attention
 from servekit.supervisor.scheduling import local_model_files
 from servekit.supervisor.scheduling.memory_requests import (
+    CONTEXT_BYTES,
+    Assignment,
     Misplaced,
     host_claim_bytes,
     reserve_bytes,
 )
-from servekit.supervisor.scheduling.placement import Assignment
 from servekit.system import cgroup
 from servekit.units import format_bytes
 
-#: A CUDA context with the kernels of torch's linear algebra.
-CONTEXT_BYTES = 640 * 2**20
 #: NCCL's buffers for one group of ranks.
 NCCL_BYTES = 512 * 2**20
 #: vLLM's CUDA graphs for its batch sizes.

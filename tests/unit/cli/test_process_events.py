@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from servekit.cli import events, logs, process_events
 from servekit.errors import ServekitError, StartError
 from servekit.event_store import Wanted, event_names, newest_events
 from servekit.supervisor.event_log import Journal
+from tests.polling import poll
 
 
 @pytest.fixture
@@ -27,10 +27,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     journal.tell(
         "exit", "killed by SIGKILL", worker="gone/1", lived_s=2.0, served=1, again_in_s=0.5
     )
-    deadline = time.monotonic() + 60
-    while len(newest_events(tmp_path, Wanted(), 10)) < 4:
-        assert time.monotonic() < deadline, "the journal does not write"
-        time.sleep(0.005)  # between two looks, up to the deadline
+    poll("the journal writes", lambda: len(newest_events(tmp_path, Wanted(), 10)) == 4)
     yield tmp_path
     journal.close()
 
@@ -70,12 +67,7 @@ def test_a_follower_hears_what_is_noted_later(folder: Path) -> None:
     journal.open(folder)
     journal.tell("stopped", "unloaded", worker="smol/0")
     journal.tell("ready", worker="other/0")
-    found: list[str] = []
-    deadline = time.monotonic() + 60
-    while not found:
-        assert time.monotonic() < deadline, "it is not told"
-        found += [line.text for line in follower.lines()]
-        time.sleep(0.005)  # between two looks, up to the deadline
+    found = poll("it is told", lambda: [line.text for line in follower.lines()])
     journal.close()
     assert len(found) == 1 and '"stopped: unloaded"' in found[0]
     assert [*follower.lines()] == [], "once"

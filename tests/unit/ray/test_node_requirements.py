@@ -20,7 +20,7 @@ from servekit.ray.node_requirements import (
     why_unfit,
 )
 from servekit.supervisor.scheduling.placement import placed_elsewhere
-from servekit.supervisor.workers.worker_spec import worker_spec
+from servekit.supervisor.workers.worker_spec import make_worker_spec
 
 OWN = Versions("0.1.0", "3.11.7", "2.60.0")
 HEAD = Node("h", "10.0.0.1", 0, 0, "3.11.7", "2.60.0", "0.1.0")
@@ -122,9 +122,9 @@ def test_a_worker_elsewhere_is_told_of_its_gpus() -> None:
     )
     (place,) = placed_elsewhere([model], threads=3)
     assert (place.gpus, place.threads) == ((), 3)
-    there = worker_spec(model, replace_place(place, elsewhere=2), "")
+    there = make_worker_spec(model, replace_place(place, elsewhere=2), "")
     assert (there.device, there.gpus, there.parallel) == ("cuda", 2, "tensor")
-    assert worker_spec(model, place, "").device == "cpu"
+    assert make_worker_spec(model, place, "").device == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ import pytest
 from servekit.event_store import FILE, Event, Wanted, newest_events
 from servekit.supervisor import event_log as journal_module
 from servekit.supervisor.event_log import Journal
+from tests.polling import poll
 
 ALL = Wanted()
 
@@ -26,13 +27,6 @@ def journal() -> Iterator[Journal]:
     made = Journal(again_s=0.05)
     yield made
     made.close()
-
-
-def until(what: str, probe: Callable[[], object], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not probe():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(0.005)  # between two looks, up to the deadline
 
 
 def kinds(folder: Path) -> list[str]:
@@ -46,7 +40,7 @@ def test_what_is_told_is_read_by_name_time_and_kind(journal: Journal, tmp_path: 
     journal.tell("breaker", "open: \ud800 half", model="a")
     journal.tell("exit", "killed", worker="b/0")
     journal.tell("ready", worker="gateway/0")
-    until("they are there", lambda: len(kinds(tmp_path)) == 4)
+    poll("they are there", lambda: len(kinds(tmp_path)) == 4)
     first, second = newest_events(tmp_path, Wanted(name="a"), 10)
     assert (first.kind, first.worker, first.model) == ("ready", "a/0", "a")
     assert first.detail == {"after_s": 1.5}
@@ -105,7 +99,7 @@ def test_a_broken_file_is_put_aside(journal: Journal, tmp_path: Path, content: b
     assert newest_events(tmp_path, ALL, 10) == [], "and it does a reader no harm"
     journal.open(tmp_path)
     journal.tell("up")
-    until("a new one is begun", lambda: kinds(tmp_path) == ["up"])
+    poll("a new one is begun", lambda: kinds(tmp_path) == ["up"])
     assert (tmp_path / f"{FILE}.broken").read_bytes() == content
 
 
@@ -120,25 +114,25 @@ def test_a_damaged_page_and_another_version(tmp_path: Path) -> None:
         file.write(os.urandom(3 * 4096))
     journal.open(tmp_path)
     journal.tell("again")
-    until("a new one is begun", lambda: kinds(tmp_path) == ["again"])
+    poll("a new one is begun", lambda: kinds(tmp_path) == ["again"])
     journal.close()
     with sqlite3.connect(tmp_path / FILE) as raw:
         raw.execute("PRAGMA user_version = 77")
     raw.close()
     journal.open(tmp_path)
     journal.tell("later")
-    until("a new one is begun", lambda: kinds(tmp_path) == ["later"])
+    poll("a new one is begun", lambda: kinds(tmp_path) == ["later"])
     journal.close()
 
 
 def test_a_file_that_is_removed_is_begun_anew(journal: Journal, tmp_path: Path) -> None:
     journal.open(tmp_path)
     journal.tell("one")
-    until("it is there", lambda: kinds(tmp_path) == ["one"])
+    poll("it is there", lambda: kinds(tmp_path) == ["one"])
     for path in tmp_path.iterdir():
         path.unlink()
     journal.tell("two")
-    until("it is there again", lambda: kinds(tmp_path) == ["two"])
+    poll("it is there again", lambda: kinds(tmp_path) == ["two"])
 
 
 def test_a_place_that_cannot_be_written_to_costs_events_only(
@@ -154,11 +148,11 @@ def test_a_place_that_cannot_be_written_to_costs_events_only(
         journal.tell("x", str(number))
     assert time.monotonic() - began < 0.5
     (tmp_path / FILE).rmdir()
-    until("it has caught up", lambda: len(kinds(tmp_path)) == 11)
+    poll("it has caught up", lambda: len(kinds(tmp_path)) == 11)
     *_, last = newest_events(tmp_path, ALL, 100)
     assert (last.kind, last.detail) == ("gap", {"lost": 15})
     journal.tell("y")
-    until("it goes on", lambda: kinds(tmp_path)[-1] == "y")
+    poll("it goes on", lambda: kinds(tmp_path)[-1] == "y")
     journal.close()
 
 
@@ -202,8 +196,8 @@ def test_its_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for number in range(400):
         journal.tell("x", "y" * 3000, worker=f"a/{number}")
         if number % 20 == 0:
-            until("the disk keeps up", lambda: not journal._waiting)
-    until("all are written", lambda: not journal._waiting)
+            poll("the disk keeps up", lambda: not journal._waiting)
+    poll("all are written", lambda: not journal._waiting)
     journal.close()
     found = newest_events(tmp_path, ALL, 1000)
     assert found[-1].worker == "a/399"
@@ -235,7 +229,7 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.M
 def test_rows_of_strangers_do_no_harm(journal: Journal, tmp_path: Path) -> None:
     journal.open(tmp_path)
     journal.tell("x")
-    until("it is there", lambda: kinds(tmp_path) == ["x"])
+    poll("it is there", lambda: kinds(tmp_path) == ["x"])
     with sqlite3.connect(tmp_path / FILE) as raw:
         raw.execute(
             "INSERT INTO events (at, kind, model, worker, what, detail) VALUES (1, 2, 3, 4, 5, ?)",

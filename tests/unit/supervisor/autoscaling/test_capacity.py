@@ -68,9 +68,11 @@ def one_more(*fleets: Deployment, dead: dict[str, dict[str, int]] | None = None)
                 gpus=GPUS,
                 served=list(fleets),
                 everyone=lambda: list(fleets),
-                has_room=has_room,
-                claims=lambda model, slot: claims_of(model, slot, None),
-                gate=SimpleNamespace(ledger=ledger),
+                pool=SimpleNamespace(
+                    has_room=has_room,
+                    claims=lambda model, slot: claims_of(model, slot, None),
+                    gate=SimpleNamespace(ledger=ledger),
+                ),
             ),
         )
     )

@@ -1,4 +1,4 @@
-"""Life and Replica with real echo workers: every way from one state to the next."""
+"""Worker processes with real echo workers: every way from one state to the next."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ from servekit.protocol.messages import (
 from servekit.protocol.transport.connection import Connection, dial_address
 from servekit.supervisor.adapters.rollout import Adapters, Worker
 from servekit.supervisor.adapters.state import Refusal
-from servekit.supervisor.deployments.deployment import adapters_of
-from servekit.supervisor.lifecycle.breaker import BreakerLimits
-from servekit.supervisor.lifecycle.circuit_breaker import CircuitBreaker
-from servekit.supervisor.lifecycle.restart_policy import Limits, RestartPolicy
+from servekit.supervisor.deployments.deployment import list_adapters
+from servekit.supervisor.lifecycle.restart_policy import (
+    BreakerLimits,
+    CircuitBreaker,
+    Limits,
+    RestartPolicy,
+)
 from servekit.supervisor.process.child_process import Exit
 from servekit.supervisor.process.run_dir import RunDir
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system import procfs
 from servekit.system.gpus import Gpu
@@ -103,6 +106,14 @@ class Stage:
         await self.host.until(lambda: self.replica.state == state)
 
 
+def worker(host: Host, gpus: tuple[Gpu, ...] = (), **settings: object) -> WorkerProcess:
+    model = ModelConfig.model_validate({"name": "m", "path": "p", "engine": "echo", **settings})
+    circuit = CircuitBreaker("m", BreakerLimits(lives=3, first_s=600))
+    adapters = Adapters("m", list_adapters(model), host)
+    host.replica = WorkerProcess(model, Assignment("m", 0, (), 1), gpus, host, circuit, adapters)
+    return host.replica
+
+
 Play = Callable[..., Stage]
 
 
@@ -114,14 +125,7 @@ async def play(tmp_path: Path) -> AsyncIterator[Play]:
     def start(
         gpus: tuple[Gpu, ...] = (), settings: dict[str, object] | None = None, **options: object
     ) -> Stage:
-        model = ModelConfig.model_validate(
-            {"name": "m", "path": "p", "engine": "echo", "options": options, **(settings or {})}
-        )
-        place = Assignment("m", 0, (), 1)
-        circuit = CircuitBreaker("m", BreakerLimits(lives=3, first_s=600))
-        adapters = Adapters("m", adapters_of(model), host)
-        replica = WorkerProcess(model, place, gpus, host, circuit, adapters)
-        stages.append(Stage(host, replica))
+        stages.append(Stage(host, worker(host, gpus, options=options, **(settings or {}))))
         return stages[-1]
 
     yield start
@@ -235,14 +239,14 @@ async def test_now_means_now(play: Play) -> None:
 async def test_a_pong_brings_the_load(play: Play) -> None:
     stage = play()
     await stage.until("ready")
-    await stage.host.until(lambda: stage.replica.pulse.last.seq == 1)
+    await stage.host.until(lambda: stage.replica.liveness.last.seq == 1)
     stage.replica.measure()
     assert stage.replica.status().rss_bytes > 2**20
 
 
 async def test_it_counts_requests_and_is_of_use_by_tokens_too(play: Play) -> None:
     stage = play()
-    stage.replica.pulse.answered(Pong(1, 0.0, 2, 0, 0.0, served=193, finished=24))
+    stage.replica.liveness.answered(Pong(1, 0.0, 2, 0, 0.0, served=193, finished=24))
     assert (stage.replica.load(), stage.replica.use()) == ((24, 2), 193)
 
 
@@ -272,7 +276,7 @@ async def test_memory_that_strays_later_is_told_once_and_by_option_ends_it(
 ) -> None:
     stage = play(settings={"stray_memory": said})
     replica = stage.replica
-    replica.vram.gpus = (GPU,)  # as on a machine that has one; its NVML is made up
+    replica.gpu.gpus = (GPU,)  # as on a machine that has one; its NVML is made up
     await stage.until("ready")
     pid = replica.pid
     replica.measure_gpus({pid: {"GPU-aa": 520 * 2**20}})

@@ -34,7 +34,7 @@ class Stage:
             plan=plan,
             served=list(fleets),
             everyone=lambda: list(fleets),
-            gate=SimpleNamespace(ledger=GpuReservations(())),
+            pool=SimpleNamespace(gate=SimpleNamespace(ledger=GpuReservations(()))),
             gpus=(),
         )
         self.residents = SwapManager(cast(DeploymentManager, made), [cast(Gateway, self.gateway)])

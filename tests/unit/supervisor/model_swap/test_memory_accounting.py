@@ -83,5 +83,5 @@ def test_what_workers_that_wait_do_not_find() -> None:
     fleet.have("starting", "starting", "ready")
     assert memory_accounting.lacks(fleet.real) == {}
     for replica in fleet.replicas[:2]:
-        replica.vram.lacking = {"GPU-0": GIB}
+        replica.gpu.lacking = {"GPU-0": GIB}
     assert memory_accounting.lacks(fleet.real) == {"GPU-0": 2 * GIB}

@@ -11,7 +11,7 @@ from servekit.supervisor.process.environment import (
     for_remote_worker,
     for_worker,
 )
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.system.gpus import Gpu
 
 BASE = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "7"}
