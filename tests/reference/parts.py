@@ -15,63 +15,32 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from servekit import metrics
 from servekit.errors import ConfigError
+from servekit.event_store import KINDS
+from tests.reference import api, commands, configuration, parameters, status
 
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def _make_configuration() -> str:
-    from servekit.docs.configuration import make_tables
-
-    return make_tables()
-
-
-def _make_commands() -> str:
-    from servekit.docs.commands import make_sections
-
-    return make_sections()
-
-
-def _make_api() -> str:
-    from servekit.docs.api import make_sections
-
-    return make_sections()
-
-
-def _make_parameters() -> str:
-    from servekit.docs.parameters import make_table
-
-    return make_table()
-
-
 def _make_metrics() -> str:
-    from servekit.metrics import reference
-
-    return f"{reference()}\n"
+    return f"{metrics.metrics_reference()}\n"
 
 
 def _make_events() -> str:
-    from servekit.event_store import KINDS
-
     rows = [f"| `{kind}` | {meaning} |" for kind, meaning in KINDS.items()]
     return "\n".join(["| kind | |", "|---|---|", *rows]) + "\n"
 
 
-def _make_status() -> str:
-    from servekit.docs.status import make_tables
-
-    return make_tables()
-
-
-#: The generators of the parts, by name. Each imports its sources lazily.
+#: The generators of the parts, by name.
 PARTS: dict[str, Callable[[], str]] = {
-    "configuration": _make_configuration,
-    "commands": _make_commands,
-    "api": _make_api,
-    "parameters": _make_parameters,
+    "configuration": configuration.make_tables,
+    "commands": commands.make_sections,
+    "api": api.make_sections,
+    "parameters": parameters.make_table,
     "metrics": _make_metrics,
     "events": _make_events,
-    "status": _make_status,
+    "status": status.make_tables,
 }
 
 
