@@ -47,7 +47,8 @@ def add_option(parser: pytest.Parser) -> None:
 def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the lanes that are asked for, or those of no lane."""
     wanted = _wanted(config)
-    kept, left = [], []
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
     for item in items:
         (kept if _lane(item) in wanted else left).append(item)
     items[:] = kept

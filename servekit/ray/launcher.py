@@ -31,13 +31,12 @@ from servekit.ray.node_inventory import NodeInventory
 from servekit.ray.takeover import Takeover
 from servekit.supervisor import access_rules
 from servekit.supervisor.deployments.plan import Plan
-from servekit.supervisor.lifecycle.launcher import Guest
 from servekit.supervisor.lifecycle.managed_process import (
     ManagedProcess,
     SupervisorContext,
     wait_for_tasks,
 )
-from servekit.supervisor.lifecycle.remote_process import RemoteChild
+from servekit.supervisor.lifecycle.remote_process import Guest, RemoteChild
 from servekit.supervisor.process import environment
 from servekit.supervisor.scheduling.memory_requests import least
 from servekit.supervisor.workers.worker_spec import make_worker_spec

@@ -35,8 +35,8 @@ from servekit.ray.launcher import RayLauncher
 from servekit.ray.node_requirements import sites_of
 from servekit.ray.takeover import PATIENCE_S
 from servekit.supervisor.gateway_process import Gateway
-from servekit.supervisor.lifecycle.launcher import AnyChild
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
+from servekit.supervisor.lifecycle.remote_process import AnyChild
 from servekit.supervisor.process import environment
 
 log: Any = structlog.get_logger("servekit.supervisor")

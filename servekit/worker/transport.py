@@ -84,9 +84,9 @@ class InheritedChannel:
         self._path = spec.socket
         # The server lives only as long as a reference to it.
         self._server = await listen(spec.socket, runner.connect)
-        self._keeping = asyncio.get_running_loop().create_task(self._keep(runner))
+        self._keeping = asyncio.get_running_loop().create_task(self._keep_socket(runner))
 
-    async def _keep(self, runner: Runner) -> None:
+    async def _keep_socket(self, runner: Runner) -> None:
         """Create the socket again if its file was removed, for gateways that connect later."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)

@@ -24,7 +24,7 @@ from pathlib import Path
 import httpx
 
 from servekit.config.load import load
-from servekit.engines.model_files.source import resolve
+from servekit.engines.model_files.source import resolve_folder
 from tests.clients.environments import Environment, NotInstalled
 from tests.clients.table import Check, table
 from tests.integration.instance import Instance
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _tokenizer() -> str:
     """The demo model's folder; it is converted already where it is served from here."""
-    return str(resolve(load(DEMO).models[0].path, None, lambda progress: None))
+    return str(resolve_folder(load(DEMO).models[0].path, None, lambda progress: None))
 
 
 if __name__ == "__main__":

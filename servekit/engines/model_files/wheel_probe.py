@@ -21,7 +21,7 @@ TIMEOUT_S = 3.0
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "UV_OFFLINE")
 
 
-def probe(requirement: str, environ: Mapping[str, str]) -> tuple[str, str]:
+def probe_wheel(requirement: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """Return a level (ok, warning, error) and a message on a wheel that is not cached."""
     for name in _OFFLINE:
         if environ.get(name, "").lower() in ("1", "true", "yes", "on"):
@@ -31,7 +31,7 @@ def probe(requirement: str, environ: Mapping[str, str]) -> tuple[str, str]:
         package_index.Settings.of(environ), timeout_s=TIMEOUT_S, read_timeout_s=TIMEOUT_S, retries=0
     )
     try:
-        wheel = package_index.find(requirement, settings)
+        wheel = package_index.find_wheel(requirement, settings)
     except package_index.NoSuchWheel as error:
         return "error", error.message
     except LoadError as error:
@@ -57,7 +57,7 @@ def _mib(size_bytes: int) -> str:
 
 
 def main() -> None:
-    level, said = probe(sys.argv[1], os.environ)
+    level, said = probe_wheel(sys.argv[1], os.environ)
     sys.stdout.write(json.dumps({"level": level, "said": said}) + "\n")
 
 

@@ -23,7 +23,7 @@ LORAS = 8
 CPU_CACHE_BYTES = 2**30
 
 
-def arguments(
+def engine_arguments(
     spec: WorkerSpec, folder: Path, memory: tuple[int, int], *, embeds: bool
 ) -> dict[str, Any]:
     """Return keyword arguments for `vllm.EngineArgs`.
@@ -31,7 +31,7 @@ def arguments(
     `memory` is the total and free memory, in bytes, of the worker's smallest GPU, or of the host
     for a worker on the CPU. Raises LoadError if the worker's share of the memory is too small.
     """
-    made = _common(spec, folder, embeds=embeds)
+    made = _common_arguments(spec, folder, embeds=embeds)
     made |= _on_cpu(spec, folder, memory[1]) if spec.device == "cpu" else _on_gpus(spec, memory)
     options = spec.options
     given = {
@@ -45,7 +45,7 @@ def arguments(
     return made | lora_arguments(spec, embeds=embeds)
 
 
-def _common(spec: WorkerSpec, folder: Path, *, embeds: bool) -> dict[str, Any]:
+def _common_arguments(spec: WorkerSpec, folder: Path, *, embeds: bool) -> dict[str, Any]:
     options = spec.options
     return {
         "model": str(folder),
@@ -63,7 +63,7 @@ def _common(spec: WorkerSpec, folder: Path, *, embeds: bool) -> dict[str, Any]:
 def _on_gpus(spec: WorkerSpec, memory: tuple[int, int]) -> dict[str, Any]:
     return {
         "dtype": spec.dtype,
-        "gpu_memory_utilization": utilization(spec, *memory),
+        "gpu_memory_utilization": gpu_utilization(spec, *memory),
         "enforce_eager": False,
         "enable_sleep_mode": spec.sleeps,
         "distributed_executor_backend": "mp" if spec.gpus > 1 else "uni",
@@ -113,7 +113,7 @@ def lora_arguments(spec: WorkerSpec, *, embeds: bool) -> dict[str, Any]:
     }
 
 
-def utilization(spec: WorkerSpec, total_bytes: int, free_bytes: int) -> float:
+def gpu_utilization(spec: WorkerSpec, total_bytes: int, free_bytes: int) -> float:
     """Return the fraction of a GPU for weights, activations and KV cache. Raises LoadError."""
     overhead = OVERHEAD_BYTES + (NCCL_BYTES if spec.gpus > 1 else 0)
     claim = min(spec.memory_bytes or total_bytes, int(total_bytes * SHARE))
@@ -138,7 +138,9 @@ def memory_of(visible: str) -> tuple[int, int]:
     try:
         pynvml.nvmlInit()
         try:
-            found = [pynvml.nvmlDeviceGetMemoryInfo(_handle(entry)) for entry in visible.split(",")]
+            found = [
+                pynvml.nvmlDeviceGetMemoryInfo(_gpu_handle(entry)) for entry in visible.split(",")
+            ]
         finally:
             pynvml.nvmlShutdown()
     except (pynvml.NVMLError, ValueError) as error:
@@ -146,7 +148,7 @@ def memory_of(visible: str) -> tuple[int, int]:
     return min(int(one.total) for one in found), min(int(one.free) for one in found)
 
 
-def _handle(entry: str) -> Any:
+def _gpu_handle(entry: str) -> Any:
     import pynvml
 
     if entry.isdecimal():

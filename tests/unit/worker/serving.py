@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from servekit.engines import create
+from servekit.engines import create_engine
 from servekit.engines.api.base import Engine
 from servekit.protocol.messages import (
     PROTOCOL,
@@ -102,7 +102,7 @@ class Client:
 @contextlib.asynccontextmanager
 async def serving(spec: WorkerSpec) -> AsyncIterator[Client]:
     """Load an engine, serve it, and connect."""
-    engine = create(spec)
+    engine = create_engine(spec)
     info = await asyncio.to_thread(engine.load, lambda progress: None)
     runner = Runner(engine, info, on_idle=lambda: None)
     engine.start(runner.emit)

@@ -42,8 +42,7 @@ from servekit.protocol.transport.credentials import Role
 from servekit.protocol.transport.remote_server import ListenOptions
 from servekit.protocol.transport.resumable_channel import Attach, Attached, SupervisorReplaced
 from servekit.protocol.transport.tls import Authority
-from servekit.worker.remote import TcpChannel
-from servekit.worker.state_summary import Summary
+from servekit.worker.remote import Summary, TcpChannel
 from tests.unit.gateway.conftest import until
 
 DEADLINE_S = 30.0

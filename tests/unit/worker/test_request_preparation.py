@@ -26,7 +26,7 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.transport.connection import dial
 from servekit.worker.request_preparation import LONG_PROMPT_CHARS, completion_limit
-from servekit.worker.warmup import warm_up
+from servekit.worker.worker import warm_up
 from tests.unit.engines.harness import write_tiny_llama
 from tests.unit.engines.transformers.test_embedding import bert
 from tests.unit.gateway.conftest import DEADLINE_S, until

@@ -211,7 +211,7 @@ class Scene:
         return await asyncio.wait_for(asyncio.shield(self.exit), DEADLINE_S)
 
     async def end(self) -> None:
-        self.worker._end(0)
+        self.worker._set_exit(0)
         with contextlib.suppress(asyncio.CancelledError):
             await self.exit
         for task in (self.worker._probe_task, self.worker._boot_task):
@@ -243,7 +243,7 @@ async def start(
 
     async def start(engine: type[Engine] = Puppet) -> Scene:
         scene = Scene(tmp_path, engine(spec(tmp_path)))
-        monkeypatch.setattr(module, "create", lambda spec: scene.engine)
+        monkeypatch.setattr(module, "create_engine", lambda spec: scene.engine)
         scenes.append(scene)
         await scene.start()
         return scene

@@ -99,7 +99,7 @@ def shape_of(config: Any, itemsize: int) -> Shape:
     )
 
 
-def plan(
+def plan_cache(
     shape: Shape,
     *,
     cuda: bool,

@@ -41,11 +41,11 @@ class Choice:
     why: str  # a sentence
 
 
-def choose(kind: str, model: Any, skeletons: ModuleClones) -> Choice:
+def choose_mode(kind: str, model: Any, skeletons: ModuleClones) -> Choice:
     """Choose the mode for a PeftModel of this kind, whose weights are loaded."""
     if kind in PROMPTS:
         return Choice("mixed", "Its virtual tokens stand before the prompt as tokens of its own.")
-    obstacle = _unmixable(kind, model, skeletons)
+    obstacle = _explain_unmixable(kind, model, skeletons)
     if not obstacle:
         return Choice("mixed", "Low-rank factors are added token by token, beside all others.")
     if kind not in COSTLY:
@@ -99,7 +99,7 @@ def copied_bytes(model: Any) -> int:
     return sum(p.numel() * p.element_size() for base in bases for p in base.parameters())
 
 
-def _unmixable(kind: str, model: Any, skeletons: ModuleClones) -> str:
+def _explain_unmixable(kind: str, model: Any, skeletons: ModuleClones) -> str:
     """Return why tokens of this adapter cannot share a step with others, or ""."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -112,11 +112,11 @@ def _unmixable(kind: str, model: Any, skeletons: ModuleClones) -> str:
         return "It brings weights of the base, changed"
     layers = tuner_layers(model)
     head = inner.get_output_embeddings()
-    odd = next((n for n, layer in layers if not _plain(layer) or layer.base_layer is head), "")
+    odd = next((n for n, layer in layers if not _is_plain(layer) or layer.base_layer is head), "")
     return f"Its layer {odd} is more than low-rank factors on a linear layer" if odd else ""
 
 
-def _plain(layer: Any) -> bool:
+def _is_plain(layer: Any) -> bool:
     from peft.tuners.lora.layer import Linear
     from transformers.pytorch_utils import Conv1D
 
@@ -141,7 +141,7 @@ def _free_bytes(skeletons: ModuleClones) -> int:
 
 
 @torch.no_grad()
-def merge(model: Any) -> Any:
+def merge_adapter(model: Any) -> Any:
     """Merge a PeftModel into copies of the weights that it changes; return the bare model."""
     for _, layer in tuner_layers(model):
         base = layer.get_base_layer()

@@ -14,7 +14,7 @@ CONTEXT_BYTES = 640 * 2**20
 NCCL_BYTES = 512 * 2**20
 
 
-def bound(spec: WorkerSpec, device: torch.device) -> None:
+def limit_memory(spec: WorkerSpec, device: torch.device) -> None:
     """Make torch enforce `spec.memory_bytes`, if set."""
     if not spec.memory_bytes or device.type != "cuda":
         return

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from servekit.engines import create
+from servekit.engines import create_engine
 from servekit.engines.api.base import EmbedJob, Job, StepOutput
 from servekit.errors import RequestError
 from servekit.protocol.messages import (
@@ -27,7 +27,7 @@ class Running:
     def __init__(self, spec: WorkerSpec, *, exact: bool = True) -> None:
         self.spec = spec
         self.exact = exact
-        self.engine = create(spec)
+        self.engine = create_engine(spec)
         self.progress: list[Progress] = []
         self.info: ModelInfo = self.engine.load(self.progress.append)
         self.outputs: dict[int, list[StepOutput]] = {}

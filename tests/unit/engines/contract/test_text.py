@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from servekit.engines import create
+from servekit.engines import create_engine
 from servekit.engines.api.base import Job, StepOutput
 from servekit.engines.api.text_engine import TextEngine, TextJob, TextOutput
 from servekit.errors import Unsupported
@@ -73,7 +73,7 @@ async def reached() -> AsyncIterator[tuple[Liar, Running]]:
     """It is left alive and silent about jobs that had ended."""
     async with lying() as liar:
         options = {"url": liar.url, "slots": SLOTS, "retries": 0}
-        engine = create(spec("openai", "kimi", options=options))
+        engine = create_engine(spec("openai", "kimi", options=options))
         assert isinstance(engine, TextEngine)
         progress: list[Progress] = []
         info = await asyncio.to_thread(engine.load, progress.append)

@@ -154,9 +154,9 @@ def test_a_layout_that_is_not_known_is_refused() -> None:
     known = bindings.open_binding("xllamacpp")
     assert isinstance(known, bindings.XLlamaCpp)
     params = known._module.CommonParams()
-    known._check(params, id(params) + object.__basicsize__)
+    known._check_layout(params, id(params) + object.__basicsize__)
     with pytest.raises(LoadError, match="does not know"):
-        known._check(params, id(params) + object.__basicsize__ + 4)
+        known._check_layout(params, id(params) + object.__basicsize__ + 4)
 
 
 def test_neither_torch_nor_transformers_is_imported(gguf_file: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from servekit.engines.api.base import TooManyTokens
 from servekit.engines.llamacpp.tokenizer import LlamaCodec
-from servekit.engines.text.tool_format_detection import find_dialect, takes_tools
+from servekit.engines.text.tool_format_detection import find_dialect
 from servekit.errors import RequestError
 from servekit.protocol.messages import ChatMessage, Grammar
 from tests.unit.engines.conftest import SMOLLM2, llamacpp
@@ -95,7 +95,7 @@ def test_how_the_model_writes_calls_is_told_by_its_template(codec: LlamaCodec) -
     found = find_dialect(qwen.template)
     assert found.tools == "hermes"
     assert (found.think_begin, found.think_end) == ("<think>", "</think>")
-    assert takes_tools(qwen.template)
+    assert qwen.template.takes_tools
 
 
 def test_sentencepieces_first_space_is_not_the_texts(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from servekit.engines import create
+from servekit.engines import create_engine
 from servekit.engines.remote import client as endpoint
 from servekit.engines.remote import health, rate_limiter
 from servekit.engines.remote.engine import OpenAIEngine
@@ -269,12 +269,12 @@ async def test_its_loop_turns_while_it_waits(tmp_path: Path) -> None:
 def test_a_key_that_is_not_there(tmp_path: Path) -> None:
     options = {"url": "http://127.0.0.1:9/v1", "key_environment": "NO_SUCH_VARIABLE"}
     with pytest.raises(LoadError, match="the variable NO_SUCH_VARIABLE") as told:
-        create(spec(tmp_path, "openai", "kimi", **options)).load(lambda _: None)
+        create_engine(spec(tmp_path, "openai", "kimi", **options)).load(lambda _: None)
     assert told.value.permanent
 
 
 def test_it_may_be_told_to_end_before_it_has_begun(tmp_path: Path) -> None:
-    create(spec(tmp_path, "openai", "kimi", url="http://127.0.0.1:9/v1")).close()
+    create_engine(spec(tmp_path, "openai", "kimi", url="http://127.0.0.1:9/v1")).close()
 
 
 async def test_many_at_once(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ GIB = 2**30
 
 def made(free: int = 80 * GIB, *, embeds: bool = False, **fields: Any) -> dict[str, Any]:
     spec = make_spec("/model", engine="vllm", device="cuda", **fields)
-    return engine_args.arguments(spec, Path("/model"), (80 * GIB, free), embeds=embeds)
+    return engine_args.engine_arguments(spec, Path("/model"), (80 * GIB, free), embeds=embeds)
 
 
 def test_a_gpu_of_its_own_is_used_but_for_a_margin() -> None:
@@ -68,7 +68,7 @@ def test_without_a_gpu_it_is_said() -> None:
 
 def on_cpu(folder: Path, free: int = 16 * GIB, **fields: Any) -> dict[str, Any]:
     spec = make_spec(str(folder), engine="vllm", device="cpu", **fields)
-    return engine_args.arguments(spec, folder, (free, free), embeds=False)
+    return engine_args.engine_arguments(spec, folder, (free, free), embeds=False)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Life and Replica with real echo workers: every way from one state to the next."""
+"""Worker processes with real echo workers: every way from one state to the next."""
 
 from __future__ import annotations
 

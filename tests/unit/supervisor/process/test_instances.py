@@ -58,7 +58,7 @@ def test_one_whose_directory_is_just_not_there_is_waited_for(
     shutil.rmtree(tmp_path / "servekit")
 
     def restore() -> None:
-        time.sleep(0.3)
+        time.sleep(0.3)  # it is looked for before, and for longer
         made.restore()
 
     thread = threading.Thread(target=restore)

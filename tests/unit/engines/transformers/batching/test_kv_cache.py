@@ -10,7 +10,7 @@ from servekit.engines.transformers.batching.kv_cache import (
     Plan,
     Shape,
     available_host_bytes,
-    plan,
+    plan_cache,
 )
 from servekit.errors import LoadError
 
@@ -97,7 +97,7 @@ def test_a_cgroup_over_its_limit_has_nothing(tmp_path: Path) -> None:
 
 def small_plan(available_bytes: int, **options: int | None) -> Plan:
     known = {"max_context": 8192, "block_size": 32}
-    return plan(SMALL, cuda=False, available_bytes=available_bytes, **known | options)  # type: ignore[arg-type]
+    return plan_cache(SMALL, cuda=False, available_bytes=available_bytes, **known | options)  # type: ignore[arg-type]
 
 
 def test_plenty_of_memory_is_not_wasted_on_a_cpu() -> None:
@@ -139,9 +139,9 @@ def test_every_slot_gets_a_token_in_a_batch() -> None:
 
 def test_a_gpu_gives_the_slots_all_they_could_use_and_no_more() -> None:
     half = Shape(**{**{f: getattr(SMALL, f) for f in SMALL.__slots__}, "itemsize": 2})
-    rich = plan(half, cuda=True, available_bytes=900 * GIB, max_context=2048, block_size=32)
+    rich = plan_cache(half, cuda=True, available_bytes=900 * GIB, max_context=2048, block_size=32)
     assert rich.tokens == 256 * 2048
-    scarce = plan(half, cuda=True, available_bytes=8 * GIB, max_context=8192, block_size=32)
+    scarce = plan_cache(half, cuda=True, available_bytes=8 * GIB, max_context=8192, block_size=32)
     assert 4 * GIB < scarce.bytes < 7 * GIB
 
 

@@ -218,7 +218,7 @@ def test_unloading_frees_its_memory_and_restores_the_base(
     before = held_bytes()
     bare.engine.load_adapter(making.spec(adapters[name]))
     ask(bare, name, PROMPTS[0])
-    shelf: Any = bare.engine._shelf
+    shelf: Any = bare.engine._adapters
     tensors = [weakref.ref(tensor) for tensor in own_tensors(shelf.get(name), shelf)]
     assert tensors and held_bytes() > before
     bare.engine.unload_adapter(name)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from servekit.engines.api.base import Job
 from servekit.engines.text.sampling_params import LEAST, Sampling
 from servekit.engines.transformers.request_row import Row
-from servekit.engines.transformers.sampling.logprobs import Report
+from servekit.engines.transformers.sampling import Report
 from servekit.errors import RequestError
 from servekit.protocol.messages import Grammar, SamplingParams
 from tests.unit.engines.harness import PROMPTS, Harness, assert_alive

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from servekit.engines.api.base import Job
-from servekit.engines.text.sampling_params import CANDIDATES, Sampling, resolve
+from servekit.engines.text.sampling_params import CANDIDATES, Sampling, resolve_sampling
 from servekit.engines.transformers.request_row import Row
-from servekit.engines.transformers.sampling.sampler import Sampler, _gumbel, draw
+from servekit.engines.transformers.sampling import Sampler, _gumbel_noise, draw_tokens
 from servekit.protocol.messages import SamplingParams
 
 
 def draws(logits: Tensor, sampling: Sampling, count: int) -> Tensor:
     """How often each token is drawn at `count` positions."""
-    tokens = draw(logits.expand(count, -1).clone(), [sampling] * count, list(range(count)))
+    tokens = draw_tokens(logits.expand(count, -1).clone(), [sampling] * count, list(range(count)))
     return torch.bincount(tokens, minlength=logits.shape[-1]).double()
 
 
@@ -40,14 +40,14 @@ def test_draws_follow_the_softmax(seed: int) -> None:
 def test_draws_across_seeds_follow_the_softmax() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     samplings = [Sampling(seed=seed) for seed in range(20_000)]
-    tokens = draw(logits.expand(20_000, -1).clone(), samplings, [0] * 20_000)
+    tokens = draw_tokens(logits.expand(20_000, -1).clone(), samplings, [0] * 20_000)
     counts = torch.bincount(tokens, minlength=4).double()
     assert chi_square(counts, logits.softmax(-1)) < 30
 
 
 def test_neighbouring_positions_are_independent() -> None:
     count = 20_000
-    tokens = draw(torch.zeros(count, 4), [Sampling(seed=7)] * count, list(range(count)))
+    tokens = draw_tokens(torch.zeros(count, 4), [Sampling(seed=7)] * count, list(range(count)))
     pairs = torch.bincount(tokens[:-1] * 4 + tokens[1:], minlength=16).double()
     assert chi_square(pairs, torch.full((16,), 1 / 16)) < 50
 
@@ -127,35 +127,35 @@ def test_a_row_draws_the_same_alone_and_in_any_company() -> None:
         Sampling(seed=5),
     ]
     positions = [0, 5, 9, 2, 7, 1000]
-    together = draw(logits.clone(), samplings, positions)
+    together = draw_tokens(logits.clone(), samplings, positions)
     for index, sampling in enumerate(samplings):
-        alone = draw(logits[index : index + 1].clone(), [sampling], [positions[index]])
+        alone = draw_tokens(logits[index : index + 1].clone(), [sampling], [positions[index]])
         assert alone.item() == together[index].item()
 
 
 def test_the_same_noise_whether_or_not_a_filter_is_on() -> None:
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(2)) * 6
     for position in range(200):
-        plain = draw(logits.clone(), [Sampling(seed=8)], [position])
-        ranked = draw(logits.clone(), [Sampling(seed=8, top_p=0.999999)], [position])
+        plain = draw_tokens(logits.clone(), [Sampling(seed=8)], [position])
+        ranked = draw_tokens(logits.clone(), [Sampling(seed=8, top_p=0.999999)], [position])
         assert plain.item() == ranked.item()
 
 
 def test_noise_is_finite_and_in_chunks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = torch.tensor([[0, 0], [0xFFFFFFFF, 0xFFFFFFFF], [1, 2]])
-    noise = _gumbel(torch.arange(200_000).unsqueeze(0), keys)
+    noise = _gumbel_noise(torch.arange(200_000).unsqueeze(0), keys)
     assert noise.isfinite().all()
     logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(2))
-    whole = draw(logits.clone(), [Sampling(seed=1)] * 8, list(range(8)))
-    monkeypatch.setattr("servekit.engines.transformers.sampling.sampler._NOISE_CHUNK", 700)
-    assert draw(logits.clone(), [Sampling(seed=1)] * 8, list(range(8))).equal(whole)
+    whole = draw_tokens(logits.clone(), [Sampling(seed=1)] * 8, list(range(8)))
+    monkeypatch.setattr("servekit.engines.transformers.sampling._NOISE_CHUNK", 700)
+    assert draw_tokens(logits.clone(), [Sampling(seed=1)] * 8, list(range(8))).equal(whole)
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-3, 100.0])
 def test_extreme_temperatures_draw_a_token(temperature: float) -> None:
     logits = torch.tensor([[50.0, -50.0, 10.0, 49.0]])
     for sampling in (Sampling(temperature, seed=1), Sampling(temperature, seed=1, top_p=0.5)):
-        token = draw(logits.clone(), [sampling], [0]).item()
+        token = draw_tokens(logits.clone(), [sampling], [0]).item()
         assert 0 <= token < 4
         assert temperature > 1 or token == 0
 
@@ -167,7 +167,7 @@ def test_greedy_rows_are_not_touched() -> None:
     sampled = row(Sampling(seed=1), [1], [], frozenset())
     Sampler().apply([greedy, sampled], logits)
     assert logits[0].equal(before[0])
-    assert int(logits[1].argmax()) == int(draw(before[1:], [sampled.sampling], [0]))
+    assert int(logits[1].argmax()) == int(draw_tokens(before[1:], [sampled.sampling], [0]))
 
 
 def test_penalties_count_the_completion_and_repetition_counts_all() -> None:
@@ -201,17 +201,17 @@ def test_min_tokens_forbids_the_end_until_then() -> None:
 
 def test_resolve_prefers_the_request_then_the_model_then_openai() -> None:
     model = {"temperature": 0.6, "top_k": 50, "top_p": None}
-    asked = resolve(SamplingParams(temperature=0.2, seed=9), model, 1000)
+    asked = resolve_sampling(SamplingParams(temperature=0.2, seed=9), model, 1000)
     assert (asked.temperature, asked.top_k, asked.top_p, asked.seed) == (0.2, 50, 1.0, 9)
-    bare = resolve(SamplingParams(), {}, 1000)
+    bare = resolve_sampling(SamplingParams(), {}, 1000)
     assert (bare.temperature, bare.top_k, bare.top_p, bare.min_p) == (1.0, 0, 1.0, 0.0)
-    assert resolve(SamplingParams(top_k=0), model, 1000).top_k == 0
+    assert resolve_sampling(SamplingParams(top_k=0), model, 1000).top_k == 0
 
 
 def test_resolve_turns_off_a_top_k_above_the_vocabulary() -> None:
-    assert resolve(SamplingParams(top_k=10**12), {}, 1000).top_k == 0
-    assert resolve(SamplingParams(), {"top_k": 1000}, 1000).top_k == 0
+    assert resolve_sampling(SamplingParams(top_k=10**12), {}, 1000).top_k == 0
+    assert resolve_sampling(SamplingParams(), {"top_k": 1000}, 1000).top_k == 0
 
 
 def test_unseeded_requests_get_seeds_of_their_own() -> None:
-    assert len({resolve(SamplingParams(), {}, 10).seed for _ in range(100)}) == 100
+    assert len({resolve_sampling(SamplingParams(), {}, 10).seed for _ in range(100)}) == 100
