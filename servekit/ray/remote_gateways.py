@@ -117,7 +117,7 @@ class RemoteGateway(Gateway):
         server, here = self._service.server, self.node.host
         return (
             *("--name", self.name),
-            *("--control", f"tcp://{bootstrap.every(here)}:0", "--advertise", here),
+            *("--control", f"tcp://{bootstrap.any_address(here)}:0", "--advertise", here),
             *("--max-body-bytes", str(server.max_body_bytes)),
             *("--grace-s", f"{self._service.launcher.grace_s:g}"),
             *(("--tls-handed",) if server.tls else ()),

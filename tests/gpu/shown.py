@@ -30,7 +30,7 @@ from tests.polling import poll
 
 HAS_UI = importlib.util.find_spec("gradio") is not None
 WITHIN_S = 30.0
-ADMIN, HASH = keys.new("boss")
+ADMIN, HASH = keys.new_key("boss")
 AUTH = {"authorization": f"Bearer {ADMIN}"}
 ESCAPES = re.compile(r"\x1b[\[(][0-9;?]*[A-Za-z]")
 SERIES = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(180)
 
 TEXT = "the quick brown fox "
 FOR_S = 15.0
-GOOD, GOOD_HASH = keys.new("good")
-BAD, BAD_HASH = keys.new("bad")
+GOOD, GOOD_HASH = keys.new_key("good")
+BAD, BAD_HASH = keys.new_key("bad")
 INNOCENTS = 20  # more of one address than a key may have waiting
 
 

@@ -10,6 +10,7 @@ from servekit.gateway.routing.router import ModelQueue, Router, describe
 from servekit.gateway.ui.chat_session import Progress
 from servekit.gateway.ui.pages.language import SAY_ENGLISH, Say
 from servekit.protocol.messages import ReplicaStatus
+from servekit.units import format_bytes, format_latency
 
 MARK = {"ready": "good", "failed": "bad", "stopped": "bad", "backoff": "bad"}
 
@@ -131,7 +132,7 @@ def _render_replica(replica: ReplicaStatus, say: Say) -> str:
         facts.append(say("running", count=replica.running))
         facts += [say("waiting", count=replica.waiting)] if replica.waiting else []
     if used_bytes := replica.gpu_bytes or replica.rss_bytes:
-        facts.append(format_gigabytes(used_bytes))
+        facts.append(format_bytes(used_bytes))
     if replica.restarts:
         facts.append(say.count("restart", replica.restarts))
     return (
@@ -177,20 +178,9 @@ def _describe_progress(progress: Progress, busy: bool, say: Say) -> str:
     if progress.rate is not None:
         parts.append(say("rate", rate=f"{progress.rate:.1f}"))
     if progress.first_s is not None:
-        parts.append(say("first", after=_format_duration(progress.first_s)))
+        parts.append(say("first", after=format_latency(progress.first_s)))
     if progress.finish == "cancelled":
         parts.append(say("cancelled"))
     if progress.finish == "length":
         parts.append(say("length"))
     return " · ".join(parts)
-
-
-def format_gigabytes(size_bytes: int) -> str:
-    """Return a readable size, in the units of the configuration file and of `servekit ps`."""
-    if size_bytes < 2**30:
-        return f"{size_bytes / 2**20:.0f} MiB"
-    return f"{size_bytes / 2**30:.1f} GiB"
-
-
-def _format_duration(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -31,7 +31,7 @@ from servekit.protocol.adapters import AdapterSpec, SetAdapters
 from servekit.protocol.messages import PROTOCOL, Hello, Ping, WorkerSpec
 from servekit.protocol.startup_messages import GatewayConnected, PhaseReport
 from servekit.protocol.transport.certificate_holder import CertificateHolder
-from servekit.protocol.transport.connection import LOST_S, Connection, dial
+from servekit.protocol.transport.connection import LOST_S, Connection, dial_address
 from servekit.protocol.transport.credentials import Credentials, Role
 from servekit.protocol.transport.resumable_channel import (
     FLEETING,
@@ -234,7 +234,7 @@ class RemoteChild(Generic[Incoming]):
     async def _dial(self) -> None:
         """Attach, for the first time or again. Raises OSError."""
         self._attached = attached = self._loop.create_future()
-        connection: Connection[Any] = await dial(
+        connection: Connection[Any] = await dial_address(
             self.address,
             lambda: Connection(Hello, self._on_hello, self._on_close),
             self._identity,

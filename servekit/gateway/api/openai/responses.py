@@ -11,8 +11,8 @@ import msgspec
 from servekit.errors import ServekitError
 from servekit.gateway.api.endpoint import Endpoint, EndpointFactory
 from servekit.gateway.api.openai.response import logprob_of, new_id
+from servekit.gateway.api.openai.responses_events import EVENTS, Response
 from servekit.gateway.api.openai.responses_schema import ResponsesRequest, ask_of
-from servekit.gateway.api.openai.responses_types import EVENTS, Response
 from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.api.responder import ResponseEncoder

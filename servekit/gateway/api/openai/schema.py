@@ -39,14 +39,16 @@ PLAIN_MAX_TOKENS = 16
 INT32 = 2**31
 Temperature = Annotated[float, doc("0 is greedy; the default is the model's own", ge=0, le=2)]
 TopP = Annotated[
-    float, doc("Sample from the most probable tokens with this probability in sum", gt=0, le=1)
+    float,
+    doc("Sample from the most probable tokens that together have this probability", gt=0, le=1),
 ]
 MinP = Annotated[
-    float, doc("Sample from tokens with this share of the best one's probability", ge=0, le=1)
+    float,
+    doc("Sample from tokens with at least this share of the best one's probability", ge=0, le=1),
 ]
 TOP_K = doc("Sample from this many most probable tokens; 0 and -1: from all")
 PresencePenalty = Annotated[
-    float, doc("Subtracted from the logit of each token that the answer has", ge=-2, le=2)
+    float, doc("Subtracted from the logit of each token that the answer has already", ge=-2, le=2)
 ]
 FrequencyPenalty = Annotated[
     float, doc("Subtracted from a token's logit for each time it is in the answer", ge=-2, le=2)

@@ -17,7 +17,7 @@ from typing import Any
 
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.widgets.answer_html import clean_text
-from servekit.log_files import Line, files, is_of, last, stamp
+from servekit.log_files import Line, find_log_files, is_of, last_lines, timestamp_of
 
 LINES = 150
 LINE_CHARS = 600
@@ -58,14 +58,14 @@ class Tail:
 
 def read_log(folder: Path, name: str) -> list[Line]:
     """Return the last lines of the files in `folder`. Blocks on the disk."""
-    found = [(one, path) for one, path in files(folder).items() if is_of(one, name)]
+    found = [(one, path) for one, path in find_log_files(folder).items() if is_of(one, name)]
     found = sorted(found, key=lambda one: -_get_mtime(one[1]))[:FILES]
-    each = [last(one, path, LINES, FILE_BYTES) for one, path in found]
+    each = [last_lines(one, path, LINES, FILE_BYTES) for one, path in found]
     return list(heapq.merge(*each, key=lambda line: line.at))[-LINES:]
 
 
 def _list_names(folder: Path) -> list[str]:
-    return list(files(folder))
+    return list(find_log_files(folder))
 
 
 def _get_mtime(path: Path) -> float:
@@ -89,7 +89,7 @@ def render_log(lines: list[Line], say: Say) -> str:
 def _render_row(line: Line) -> str:
     level, text = parse_line(line.text)
     mark = f' class="sk-{level}"' if level in _LEVELS else ""
-    at = stamp(line.text)[11:19]
+    at = timestamp_of(line.text)[11:19]
     when = f"<time>{escape(at)}</time> " if at else ""
     return f"<li{mark}>{when}<b>{escape(line.name)}</b> {escape(text)}</li>"
 

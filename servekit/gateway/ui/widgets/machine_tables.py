@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from servekit.gateway.ui.pages.language import Say
-from servekit.gateway.ui.status_html import MARK, format_gigabytes, state_words
+from servekit.gateway.ui.status_html import MARK, state_words
 from servekit.gateway.ui.widgets.answer_html import clean_text
 from servekit.gateway.ui.widgets.status_poller import Happening
 from servekit.protocol.messages import GatewayStatus, GpuStatus, ModelStatus, ReplicaStatus
+from servekit.units import format_bytes
 
 #: The most characters of a reason: `servekit why` has the rest.
 REASON_CHARS = 400
@@ -41,10 +42,10 @@ def _render_gpu(gpu: GpuStatus, workers: Iterable[ReplicaStatus], say: Say) -> s
     )
     names = "".join(
         f'<li><span class="sk-swatch sk-share{at % COLOURS}"></span>{escape(name)} '
-        f"<b>{format_gigabytes(size)}</b></li>"
+        f"<b>{format_bytes(size)}</b></li>"
         for at, (name, size) in enumerate(held)
     )
-    of = f"{format_gigabytes(gpu.used_bytes)} / {format_gigabytes(gpu.total_bytes)}"
+    of = f"{format_bytes(gpu.used_bytes)} / {format_bytes(gpu.total_bytes)}"
     busy = "" if gpu.utilisation is None else say("gpu.busy", percent=round(100 * gpu.utilisation))
     kind = " · ".join(filter(None, (gpu.name, gpu.node)))
     return (
@@ -71,9 +72,7 @@ def render_workers(models: Sequence[ModelStatus], say: Say) -> str:
 
 def _render_worker(one: ReplicaStatus, names: Sequence[str], say: Say) -> str:
     mark = MARK.get(one.state, "busy")
-    memory = (
-        format_gigabytes(one.gpu_bytes or one.rss_bytes) if one.gpu_bytes or one.rss_bytes else "–"
-    )
+    memory = format_bytes(one.gpu_bytes or one.rss_bytes) if one.gpu_bytes or one.rss_bytes else "–"
     cells = (
         escape(one.name),
         f'<span class="sk-dot sk-{mark}"></span> {escape(state_words(one, say))}',
@@ -113,7 +112,7 @@ def render_gateways(found: Sequence[GatewayStatus], say: Say) -> str:
         f'<li><span class="sk-dot sk-{MARK.get(one.state, "busy")}"></span> <b>{escape(one.name)}'
         f"</b> {escape(say(f'state.{one.state}'))} · "
         f"{escape(say('gateways.counts', requests=f'{one.requests:,}', open=one.in_flight))} · "
-        f"{format_gigabytes(one.rss_bytes)} · {escape(say.count('restart', one.restarts))}"
+        f"{format_bytes(one.rss_bytes)} · {escape(say.count('restart', one.restarts))}"
         f"{' · ' if one.reason else ''}{escape(_shorten_reason(one.reason))}</li>"
         for one in found
     )
