@@ -569,7 +569,7 @@ def test_down_now_does_not_wait(tmp_path: Path) -> None:
         instance.until("it is in flight", lambda: instance.gateway().in_flight == 1)
         began = time.monotonic()
         assert cli("down", "--now", "--run-dir", str(instance.run_dir)).returncode == 0
-        assert time.monotonic() - began < 6.0
+        assert time.monotonic() - began < 25.0, "a drain takes 30 s"
 
 
 def test_down_twice_does_not_cut_off_what_is_in_flight(tmp_path: Path) -> None:
