@@ -33,8 +33,8 @@ TOOLS = (
 )
 OF_CUDA = ("torchvision", "torchaudio", "torchcodec")
 PARTS = {
-    "contract": ("tests/unit/engines/contract", "-k", "vllm-cpu"),
-    "engine": ("tests/unit/engines/vllm",),
+    "contract": ("tests/unit/engines/contract", "-k", "vllm-cpu", "--lanes", "vllm"),
+    "engine": ("tests/unit/engines/vllm", "--lanes", "ordinary,vllm"),
     "instance": ("tests/integration/test_vllm.py", "--lanes", "vllm"),
 }
 

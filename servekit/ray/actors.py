@@ -135,7 +135,7 @@ class RayActors:
             on_message,
             RemoteControl(
                 kill=lambda cause: self._kill(name),
-                exited=lambda: _exit(ended, output),
+                exited=lambda: _make_exit(ended, output),
                 dump=lambda: self._dump(name, output),
             ),
             role=order.role,
@@ -242,7 +242,7 @@ class RayActors:
         return tuple(output.stacks)
 
 
-async def _exit(ended: asyncio.Future[Exited], output: Output) -> Exit:
+async def _make_exit(ended: asyncio.Future[Exited], output: Output) -> Exit:
     told = await asyncio.shield(ended)
     return Exit(
         code=told.code,

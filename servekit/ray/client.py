@@ -78,7 +78,7 @@ class Cluster(ManagedProcess[FromCluster]):
         super().__init__("ray", host)
         self.starting.occasion = StartReason.up()
         self.joined: asyncio.Future[tuple[Node, ...]] = self._loop.create_future()
-        self.joined.add_done_callback(_seen)
+        self.joined.add_done_callback(_retrieve_error)
         self.there = asyncio.Event()  # set while joined
         self.nodes: tuple[Node, ...] = ()
         self.own = ""  # Ray's id of our own node
@@ -199,7 +199,7 @@ class Cluster(ManagedProcess[FromCluster]):
         return int(self._ready_at is not None and time.monotonic() - self._ready_at > 60), 0
 
 
-def _seen(future: asyncio.Future[Any]) -> None:
+def _retrieve_error(future: asyncio.Future[Any]) -> None:
     """Retrieve the error, so that asyncio does not report it if no one waits for the future."""
     if not future.cancelled():
         future.exception()

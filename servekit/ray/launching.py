@@ -26,7 +26,7 @@ def grace_s(launcher: RayLauncher | None) -> float:
     return 0.0 if launcher is None else launcher.grace_s
 
 
-async def opened(
+async def open_launcher(
     launcher: RayLauncher | None, plan: Plan, until_told: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
     """Open the launcher; return False if a shutdown was requested first."""

@@ -30,8 +30,8 @@ from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.socket_handover import heir_path
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.lifecycle.history import StartReason
-from servekit.supervisor.lifecycle.launcher import AnyChild
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
+from servekit.supervisor.lifecycle.remote_process import AnyChild
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command
 from servekit.supervisor.quarantine import aged

@@ -32,7 +32,7 @@ from servekit.protocol.messages import (
     Topology,
     Why,
 )
-from servekit.ray.launching import grace_s, launcher_of, opened
+from servekit.ray.launching import grace_s, launcher_of, open_launcher
 from servekit.ray.remote_gateways import remote_gateways
 from servekit.supervisor import access_rules
 from servekit.supervisor.admin import status as snapshot
@@ -156,7 +156,7 @@ class Supervisor:
             last.callback(self._end_all)
             last.callback(self._loop.create_task(ticking(self._look, self._measures.tick)).cancel)
             await self._operators.listen(self.run_dir.control)
-            if await opened(self.launcher, self._fleets.plan, self._until_told):
+            if await open_launcher(self.launcher, self._fleets.plan, self._until_told):
                 for gateway in self._gateways:
                     self._run(gateway)
                 self._everywhere.begin()
@@ -208,7 +208,7 @@ class Supervisor:
         log.info("draining", at_most_s=drain_s)
         self._draining = True
         self._notifier.stopping(drain_s + END_S)
-        sockets.close(self._listeners)
+        sockets.close_listeners(self._listeners)
         self._fleets.halt()
         self._everywhere.halt()
         self._residents.halt()
@@ -252,7 +252,7 @@ class Supervisor:
 
     def _leave(self) -> None:
         self._operators.close()
-        sockets.close(self._listeners)
+        sockets.close_listeners(self._listeners)
         self.run_dir.release()
 
     # ---- requests from operators
@@ -419,7 +419,7 @@ async def ticking(look: Callable[[bool], None], measure: Callable[[int], None]) 
             measure(count)
         except Exception:  # a figure that cannot be read must not stop the ticks
             log.exception("cannot measure")
-        subreaper.look()
+        subreaper.reap_orphans()
         last = now
         await asyncio.sleep(TICK_S)
 

@@ -48,7 +48,7 @@ def run_fork_server(control: socket.socket, orders: socket.socket, supervisor: i
 
     Raises ForkedChild in each forked worker.
     """
-    message = fork_server.receive(control)
+    message = fork_server.receive_message(control)
     if not isinstance(message, Load):
         return 0
     own_way = _ASK_NVML not in os.environ
@@ -56,14 +56,14 @@ def run_fork_server(control: socket.socket, orders: socket.socket, supervisor: i
     try:
         engines.prepare_engine(message.spec)
     except LoadError as error:
-        fork_server.send(control, BootFailed(error.message, error.permanent))
+        fork_server.send_message(control, BootFailed(error.message, error.permanent))
         return EXIT_NOT_PREPARED
     if own_way:
         del os.environ[_ASK_NVML]
     gc.collect()
     gc.freeze()  # garbage collection would write to every shared page
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-    fork_server.send(control, Prepared())
+    fork_server.send_message(control, Prepared())
     return _serve_orders(control, orders, supervisor)
 
 
@@ -71,7 +71,7 @@ def _serve_orders(control: socket.socket, orders: socket.socket, supervisor: int
     while True:
         readable, _, _ = select.select([control, orders], [], [])
         if control in readable:
-            if fork_server.receive(control) is None:
+            if fork_server.receive_message(control) is None:
                 end_group()  # the supervisor is gone
             return 0
         data, fds, _, _ = socket.recv_fds(orders, fork_server.MAX_ORDER_BYTES, 2)

@@ -34,9 +34,9 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.residency import Asleep, Awake
 from servekit.protocol.startup_messages import GatewayConnected, PhaseReport
-from servekit.protocol.transport.address import host_and_port, is_tcp, tcp
-from servekit.protocol.transport.connection import LOST_S, Connection, Factory, dial
-from servekit.protocol.transport.credentials import read
+from servekit.protocol.transport.address import host_and_port, is_tcp, tcp_address
+from servekit.protocol.transport.connection import LOST_S, Connection, Factory, dial_address
+from servekit.protocol.transport.credentials import read_credentials
 from servekit.protocol.transport.remote_server import GRACE_S, ListenOptions, TcpServer
 from servekit.protocol.transport.resumable_channel import Attached
 from servekit.worker.gateway_connection import GatewayConnection
@@ -51,7 +51,7 @@ def make_channel(args: argparse.Namespace) -> TcpChannel:
         raise StartError(f"{args.listen!r} is not of the form tcp://HOST:PORT")
     grace_s = GRACE_S if args.grace_s is None else args.grace_s
     lost_s = LOST_S if args.lost_s is None else args.lost_s
-    credentials = read(args.credentials_fd)
+    credentials = read_credentials(args.credentials_fd)
     return TcpChannel(
         ListenOptions(args.listen, args.advertise, credentials, args.report_fd, grace_s, lost_s)
     )
@@ -79,7 +79,7 @@ class TcpChannel(TcpServer):
     async def dial(self, factory: Factory) -> Connection[object]:
         host, _ = host_and_port(self._post.listen)
         here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return await dial(tcp(here, self.port), factory, self.identity)
+        return await dial_address(tcp_address(here, self.port), factory, self.identity)
 
     def send(self, message: Any) -> None:
         self._summary.note(message)

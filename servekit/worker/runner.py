@@ -111,7 +111,7 @@ class Runner:
         return any(peer.jobs for peer in self.peers)
 
     def connect(self) -> Connection[GatewayToWorker]:
-        """Return a new connection; used as factory by `protocol.transport.connection.listen`."""
+        """Return a new connection; used as factory by `protocol.transport.connection.listen_at`."""
         peer = GatewayConnection(self)
         self.peers.add(peer)
         return peer.connection

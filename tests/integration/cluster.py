@@ -42,7 +42,7 @@ from servekit.protocol.messages import (
     WorkerSpec,
 )
 from servekit.protocol.transport.certificate_authority import LIFE_S
-from servekit.protocol.transport.connection import LOST_S, Connection, adopt
+from servekit.protocol.transport.connection import LOST_S, Connection, adopt_socket
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.tls import Authority, Credentials
 from servekit.ray.certificates import Certificates
@@ -268,7 +268,7 @@ class Cluster:
         self._control = control = Connection[FromGateway](
             FromGateway, heard.append, lambda error: None
         )
-        await adopt(ours, lambda: control)
+        await adopt_socket(ours, lambda: control)
         self.publish()
         await poll_async("the gateway serves", lambda: any(isinstance(m, Serving) for m in heard))
 

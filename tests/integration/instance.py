@@ -213,7 +213,7 @@ class Instance:
 
         A process with an environment of its own does not carry the mark: `end` remembers it.
         """
-        found = [process for process in procfs.marked(self._mark) if process.pid != self.pid]
+        found = [process for process in procfs.find_marked(self._mark) if process.pid != self.pid]
         known = {process.pid for process in found}
         return found + [
             process
@@ -223,13 +223,13 @@ class Instance:
 
     def end(self) -> None:
         """Kill what runs; fail if anything outlives its supervisor by two seconds."""
-        self._unmarked = procfs.descendants(self.pid)
+        self._unmarked = procfs.find_descendants(self.pid)
         self.process.kill()
         self.process.wait()
         try:
             poll("nothing survives", lambda: not self.survivors(), within_s=2.0)
         except AssertionError:
-            left = [(p.pid, procfs.command(p.pid)) for p in self.survivors()]
+            left = [(p.pid, procfs.command_line(p.pid)) for p in self.survivors()]
             for process in self.survivors():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)

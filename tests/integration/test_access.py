@@ -21,8 +21,8 @@ from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(120)
 
-ALICE, ALICE_HASH = keys.new("alice")
-BOB, BOB_HASH = keys.new("bob")
+ALICE, ALICE_HASH = keys.new_key("alice")
+BOB, BOB_HASH = keys.new_key("bob")
 CI = "the-key-of-the-pipeline"
 PLAIN = {"model": "a", "prompt": "hello", "max_tokens": 5}
 KEYS: list[dict[str, Any]] = [

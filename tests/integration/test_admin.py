@@ -17,8 +17,8 @@ from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(120)
 
-ROOT, ROOT_HASH = keys.new("root")
-USER, USER_HASH = keys.new("user")
+ROOT, ROOT_HASH = keys.new_key("root")
+USER, USER_HASH = keys.new_key("user")
 KEYS: list[dict[str, Any]] = [
     {"name": "root", "hash": ROOT_HASH, "admin": True, "models": ["a"]},
     {"name": "user", "hash": USER_HASH},

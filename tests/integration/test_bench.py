@@ -15,7 +15,7 @@ import jsonschema
 import psutil
 import pytest
 
-from servekit.bench.result import schema
+from servekit.bench.result import result_schema
 from tests.integration import certificates
 from tests.integration.instance import PROGRAM, Instance, echo
 from tests.polling import poll
@@ -54,7 +54,7 @@ def measured(instance: Instance, *args: str, env: Mapping[str, str] | None = Non
     told = bench(instance.url, "--json", "-", *args, env=env)
     assert told.stdout, told.stderr
     found = json.loads(told.stdout)
-    jsonschema.validate(found, schema())
+    jsonschema.validate(found, result_schema())
     return found
 
 
@@ -163,11 +163,11 @@ def test_a_table_and_plain_lines(instance: Instance, tmp_path: Path) -> None:
     assert "time to first token" in told.stdout
     assert told.stderr.startswith("8 at once: 50 requests in ")
     assert "\x1b" not in told.stdout + told.stderr
-    jsonschema.validate(json.loads(file.read_text()), schema())
+    jsonschema.validate(json.loads(file.read_text()), result_schema())
 
 
 def test_the_schema_is_printed() -> None:
-    assert json.loads(bench("--schema").stdout) == schema()
+    assert json.loads(bench("--schema").stdout) == result_schema()
 
 
 # ---------------------------------------------------------------- what is refused

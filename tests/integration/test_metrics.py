@@ -37,8 +37,8 @@ PROMETHEUS = shutil.which("prometheus")
 needs_prometheus = pytest.mark.skipif(
     PROMETHEUS is None, reason="needs Debian's package prometheus"
 )
-SCRAPER, SCRAPER_HASH = keys.new("scraper")
-TEAM, TEAM_HASH = keys.new("team")
+SCRAPER, SCRAPER_HASH = keys.new_key("scraper")
+TEAM, TEAM_HASH = keys.new_key("team")
 KEYS = [
     {"name": "scraper", "hash": SCRAPER_HASH, "metrics": True},
     {"name": "team", "hash": TEAM_HASH},

@@ -102,7 +102,7 @@ def feeds_stop_while_no_gateway_answers(instance: Instance, manager: Manager) ->
     gateway = instance.gateway().pid
     os.kill(gateway, signal.SIGSTOP)
     poll("no feed for long", lambda: not manager.heard(WATCHDOG_S), 25)
-    started = procfs.read(gateway)
+    started = procfs.read_process(gateway)
     assert started is not None and started.state == "T", "it was not replaced yet"
     os.kill(gateway, signal.SIGCONT)
     manager.until("WATCHDOG=1", after=len(manager.lines))

@@ -208,7 +208,7 @@ def test_nothing_is_left_of_an_instance_that_ends(service: Service, nodes: Nodes
     service.up.signal(signal.SIGTERM)
     assert service.up.wait(PATIENCE_S) == 0
     assert not nodes.left()
-    assert not [pid for pid in pids if procfs.read(pid)]
+    assert not [pid for pid in pids if procfs.read_process(pid)]
 
 
 # ---------------------------------------------------------------- a supervisor that stays away
@@ -235,7 +235,7 @@ def test_load_brings_a_worker_more_and_all_end_when_no_supervisor_comes(
     instance.process.kill()
     instance.process.wait()
     poll("the gateway ends", lambda: not instance.survivors(), PATIENCE_S)
-    poll("the workers end", lambda: not any(map(procfs.read, pids)), PATIENCE_S)
+    poll("the workers end", lambda: not any(map(procfs.read_process, pids)), PATIENCE_S)
     poll("nothing is left in the cluster", lambda: not nodes.left(), PATIENCE_S)
 
 
@@ -368,16 +368,16 @@ def test_when_the_head_is_lost_workers_serve_for_the_grace_time_and_end(tmp_path
             up.process.wait()
             beheaded.behead()
             assert say(url, "without a head") == "without a head"
-            assert all(map(procfs.read, at_work))
-            poll("all of it ends", lambda: not any(map(procfs.read, at_work)), GRACE_S + 40)
+            assert all(map(procfs.read_process, at_work))
+            poll("all of it ends", lambda: not any(map(procfs.read_process, at_work)), GRACE_S + 40)
             assert not up.survivors()
 
 
 def above(worker: int) -> list[int]:
     """The processes on its node that are there for a worker: itself, its warden, its actor."""
     found = [worker]
-    while "raylet/raylet" not in procfs.command(found[-1], 2**20):
-        above = procfs.read(found[-1])
+    while "raylet/raylet" not in procfs.command_line(found[-1], 2**20):
+        above = procfs.read_process(found[-1])
         assert above is not None and above.parent > 0, "no node of Ray above it"
         found.append(above.parent)
     return found[:-1]

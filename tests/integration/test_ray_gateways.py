@@ -44,7 +44,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 FIRST, SECOND, LATE = "127.0.0.2", "127.0.0.3", "127.0.0.4"
-KEY, HASH = keys.new("alice")
+KEY, HASH = keys.new_key("alice")
 MODELS = echo("a", replicas=2, step_s=0.02), echo("b")
 TLS = {"certificate": "server.pem", "key": "server.key"}
 
@@ -177,7 +177,7 @@ def test_all_of_them_end_when_no_supervisor_comes(nodes: Nodes, tmp_path: Path) 
         pids = other.pids()
         other.up.process.kill()
         other.up.process.wait()
-        poll("the gateways end", lambda: not any(map(procfs.read, pids)), PATIENCE_S)
+        poll("the gateways end", lambda: not any(map(procfs.read_process, pids)), PATIENCE_S)
         poll("nothing is left in the cluster", lambda: not nodes.left(), PATIENCE_S)
         poll("ours have ended, too", lambda: not other.up.survivors(), PATIENCE_S)
     finally:
@@ -418,4 +418,4 @@ def test_nothing_is_left_of_an_instance_that_ends(service: Service, nodes: Nodes
     service.up.signal(signal.SIGTERM)
     assert service.up.wait(PATIENCE_S) == 0
     assert not nodes.left()
-    assert not [pid for pid in pids if procfs.read(pid)]
+    assert not [pid for pid in pids if procfs.read_process(pid)]

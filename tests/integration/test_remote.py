@@ -191,8 +191,10 @@ def test_nobody_but_its_workers_has_the_key(instance: Instance) -> None:
     assert remote < {process.pid for process in everybody}
     for process in everybody:
         environ = Path(f"/proc/{process.pid}/environ").read_bytes()
-        assert (KEY.encode() in environ) == (process.pid in remote), procfs.command(process.pid)
-        assert KEY not in procfs.command(process.pid)
+        assert (KEY.encode() in environ) == (process.pid in remote), procfs.command_line(
+            process.pid
+        )
+        assert KEY not in procfs.command_line(process.pid)
 
 
 def test_the_key_is_in_no_log_and_no_status(instance: Instance) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from servekit.supervisor.lifecycle.restart_policy import BreakerLimits
 from servekit.supervisor.scheduling.gpu_admission import PATIENCE_S
-from servekit.system import procfs
+from servekit.system import cgroup
 from tests.integration.instance import Instance, echo, write_config
 from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu
 from tests.integration.test_adapters import OPEN, folder, load, unload
@@ -146,7 +146,7 @@ def test_an_operator_is_told_that_the_host_lacks_memory_for_a_sleeper(
     tmp_path: Path, gpus: MadeUpGpus
 ) -> None:
     """Its weights are not known, so it would take all that it claims: more than there is."""
-    gpus.grow(1 + procfs.memory_bytes() // GIB)
+    gpus.grow(1 + cgroup.total_memory_bytes() // GIB)
     model = {**on_demand_gpu("a", "100%", 1), "idle_sleep_s": 600.0}
     with Instance.up(tmp_path, [model], env=gpus.env) as instance:
         instance.until_settled()

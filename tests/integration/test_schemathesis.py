@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.gateway.api.openapi.examples import MODEL
+from servekit.gateway.api.fields import MODEL
 from tests.integration.instance import Instance, echo
 
 CHECKS = (

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(180)
 
 TEXT = "the quick brown fox "
 FOR_S = 15.0
-GOOD, GOOD_HASH = keys.new("good")
-BAD, BAD_HASH = keys.new("bad")
+GOOD, GOOD_HASH = keys.new_key("good")
+BAD, BAD_HASH = keys.new_key("bad")
 INNOCENTS = 20  # more of one address than a key may have waiting
 
 
@@ -84,7 +84,7 @@ def test_poison_whose_client_hangs_up_at_once_takes_few_workers(
         while time.monotonic() < until_s:
             number += 1
             hang_up(url, "poison" if same else f"poison {number}")
-            time.sleep(0.08)
+            time.sleep(0.08)  # ten a second are what is tested
         over.set()
         done = [one.result(90) for one in innocents]
         taken = restarts(instance)
@@ -136,7 +136,7 @@ def test_workers_killed_from_outside_are_held_against_nobody(tmp_path: Path) -> 
         clients = [pool.submit(keep_asking, url, over) for _ in range(16)]
         until_s, dice = time.monotonic() + FOR_S, random.Random(7)
         while time.monotonic() < until_s:
-            time.sleep(dice.uniform(0.5, 1.5))
+            time.sleep(dice.uniform(0.5, 1.5))  # between two kills, which are what is tested
             living = [one.pid for one in instance.model("m").replicas if one.state == "ready"]
             if living:
                 with contextlib.suppress(ProcessLookupError):

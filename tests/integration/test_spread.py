@@ -61,14 +61,15 @@ def ranks(worker: int) -> list[int]:
     """The other ranks of a worker."""
     return [
         process.pid
-        for process in procfs.descendants(worker)
-        if "servekit.engines.transformers.tensor_parallel.rank" in procfs.command(process.pid, 4096)
+        for process in procfs.find_descendants(worker)
+        if "servekit.engines.transformers.tensor_parallel.rank"
+        in procfs.command_line(process.pid, 4096)
     ]
 
 
 def is_forked(pid: int) -> bool:
     """From a standby: a fresh interpreter is told of its channel on its command line."""
-    return "--control-fd" not in procfs.command(pid, 4096)
+    return "--control-fd" not in procfs.command_line(pid, 4096)
 
 
 def answer(instance: Instance) -> str:
@@ -94,7 +95,7 @@ def test_a_rank_that_dies_takes_its_own_replica_down_and_up_again(instance: Inst
     (rank,) = ranks(before.pid)
     os.kill(rank, signal.SIGKILL)
     killed_at = time.monotonic()
-    poll("its worker is gone", lambda: procfs.read(before.pid) is None, within_s=1.0)
+    poll("its worker is gone", lambda: procfs.read_process(before.pid) is None, within_s=1.0)
     assert time.monotonic() - killed_at < 1.0
     assert answer(instance) == expected  # by the other, meanwhile
 
@@ -129,7 +130,7 @@ def test_a_worker_that_is_killed_takes_its_ranks_with_it(instance: Instance) -> 
     worker = instance.replica("tiny/1").pid
     (rank,) = ranks(worker)
     os.kill(worker, signal.SIGKILL)
-    poll("its rank is gone", lambda: procfs.read(rank) is None, within_s=2.0)
+    poll("its rank is gone", lambda: procfs.read_process(rank) is None, within_s=2.0)
     instance.until(
         "it serves again",
         lambda: instance.replica("tiny/1").state == "ready",

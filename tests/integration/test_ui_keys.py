@@ -23,9 +23,9 @@ from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
-KEY, HASH = keys.new("alice")
+KEY, HASH = keys.new_key("alice")
 RULE = {"name": "alice", "hash": HASH, "requests_per_minute": 2, "models": ["a"]}
-BOB, BOB_HASH = keys.new("bob")
+BOB, BOB_HASH = keys.new_key("bob")
 BOB_RULE = {"name": "bob", "hash": BOB_HASH}
 PHONE = {"viewport": {"width": 390, "height": 844}}
 

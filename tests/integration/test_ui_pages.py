@@ -29,8 +29,8 @@ from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
-ADMIN, ADMIN_HASH = keys.new("boss")
-GUEST, GUEST_HASH = keys.new("guest")
+ADMIN, ADMIN_HASH = keys.new_key("boss")
+GUEST, GUEST_HASH = keys.new_key("guest")
 KEYS = [
     {"name": "boss", "hash": ADMIN_HASH, "admin": True},
     {"name": "guest", "hash": GUEST_HASH, "models": ["talker", "narrow", "tooler"]},

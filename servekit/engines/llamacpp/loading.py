@@ -14,10 +14,11 @@ from servekit.engines.llamacpp import memory_fit
 from servekit.engines.llamacpp.bindings import POOLINGS, Binding, Settings, open_binding
 from servekit.engines.llamacpp.model import Context, Model
 from servekit.engines.model_files.source import resolve_file
-from servekit.engines.transformers.batching import kv_cache
 from servekit.errors import LoadError
 from servekit.model_metadata.gguf import Header
 from servekit.protocol.messages import Progress, WorkerSpec
+from servekit.system import cgroup
+from servekit.units import format_bytes
 
 #: Tokens in one pass. Small on a CPU, so that a long prompt does not hold up other requests.
 CPU_BATCH_TOKENS = 256
@@ -108,7 +109,7 @@ def _plan_memory(
         gpu_layers=spec.options.get("gpu_layers"),
         cache_type=cache_type,
         budgets=_gpu_budgets(binding, spec),
-        host_bytes=kv_cache.available_host_bytes(),
+        host_bytes=cgroup.available_memory_bytes(),
     )
     return memory_fit.fit_memory(memory_fit.shape_of(headers, cache_type), options)
 
@@ -201,6 +202,6 @@ def _new_context(
         model.close()
         raise LoadError(
             f"llama.cpp makes no context of {plan.context} tokens "
-            f"({plan.cache_bytes / 2**30:.1f} GiB of cache): {why}."
+            f"({format_bytes(plan.cache_bytes)} of cache): {why}."
         )
     return Context(binding, model, address, settings)

@@ -15,6 +15,7 @@ from servekit.engines.llamacpp.bindings import CACHE_TYPES, PROMPT_OUTPUTS
 from servekit.errors import LoadError
 from servekit.model_metadata import kv_cache_shape
 from servekit.model_metadata.gguf import Gguf, Header, read_header
+from servekit.units import format_bytes
 
 #: Fraction of the host's available memory for the cache; weights and other processes need the rest.
 HOST_FRACTION = 0.4
@@ -154,8 +155,9 @@ def _on_gpus(shape: Shape, options: FitOptions, context: int) -> Plan:
     tokens = max(0, room - on_gpu) // (cached + masks) if cached else options.slots * context
     if on_gpu > room:
         raise LoadError(
-            f"{layers} layers of {_gib(on_gpu)} do not fit: of {_gib(sum(options.budgets))} on the "
-            f"GPU there are {_gib(room)} for weights. Lower options.gpu_layers, or raise `memory`."
+            f"{layers} layers of {format_bytes(on_gpu)} do not fit: of "
+            f"{format_bytes(sum(options.budgets))} on the GPU there are {format_bytes(room)} for "
+            "weights. Lower options.gpu_layers, or raise `memory`."
         )
     return _make_plan(shape, options, layers, context, min(tokens, options.slots * context))
 
@@ -176,8 +178,9 @@ def _make_plan(
 ) -> Plan:
     if tokens < context and options.max_context is not None:
         raise LoadError(
-            f"A context of {context} tokens takes {_gib(context * _token(shape))} of cache, and "
-            f"there is room for {tokens} tokens. Lower max_context, or options.cache_type."
+            f"A context of {context} tokens takes {format_bytes(context * _token(shape))} of "
+            f"cache, and there is room for {tokens} tokens. Lower max_context, or "
+            "options.cache_type."
         )
     context = min(context, tokens)
     if context < LEAST_CONTEXT:
@@ -202,7 +205,3 @@ def _mask_bytes(options: FitOptions) -> int:
     """Return the bytes of masks per cached token, on all GPUs."""
     copies = _SPREAD_COPIES if len(options.budgets) > 1 else 1
     return _MASK_BYTES * options.batch * copies * len(options.budgets)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

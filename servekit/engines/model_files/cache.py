@@ -30,6 +30,7 @@ from servekit.engines.api.base import Report
 from servekit.engines.model_files import file_lock
 from servekit.errors import LoadError
 from servekit.model_metadata.model_folder import damage
+from servekit.system.user_dirs import find_models_cache
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +62,8 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 def default_root() -> Path:
-    """Return the models' folder in this user's cache, by the XDG base directory specification."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "servekit" / "models"
+    """Return the models' folder in this user's cache."""
+    return find_models_cache(os.environ)
 
 
 def disk_free_bytes(folder: Path) -> int:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from servekit.engines.model_files import package_index
 from servekit.engines.model_files.cache import default_root, disk_free_bytes
 from servekit.errors import LoadError
+from servekit.units import format_bytes
 
 #: Timeout of each answer of the index; there are no retries.
 TIMEOUT_S = 3.0
@@ -45,15 +46,11 @@ def _of_room(requirement: str, size_bytes: int) -> tuple[str, str]:
     root = default_root()
     there = next(folder for folder in (root, *root.parents) if folder.exists())
     free_bytes = disk_free_bytes(there)
-    said = f"{requirement} is to be fetched: {_mib(size_bytes)}"
+    said = f"{requirement} is to be fetched: {format_bytes(size_bytes)}"
     if free_bytes < 2 * size_bytes:  # the wheel and its extracted files exist at once
-        free = f"{_mib(free_bytes)} are free in {root}"
+        free = f"{format_bytes(free_bytes)} are free in {root}"
         return "warning", f"{said}, and twice that on the disk; {free}. Free some."
     return "ok", f"{said}; the disk has room."
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"
 
 
 def main() -> None:

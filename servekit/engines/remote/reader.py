@@ -8,9 +8,11 @@ from collections.abc import Callable
 from servekit.engines.remote.client import Reply
 from servekit.engines.remote.errors import wrong_answer
 from servekit.engines.remote.response_parser import Answer
-from servekit.engines.remote.sse import MAX_EVENT_BYTES, Events, EventTooLong
 from servekit.errors import EndpointFailed
+from servekit.sse import EventStream, EventTooLong
 
+#: Limit of one event: more than any answer needs, and little memory for each slot.
+MAX_EVENT_BYTES = 4 * 2**20
 #: Time for usage counts and anything else after the end of an answer.
 _AFTERWARDS_S = 5.0
 _DRAIN_S = 1.0
@@ -41,7 +43,7 @@ async def _take_events(
     reply: Reply, answer: Answer, tell: Callable[[], None], limit: asyncio.Timeout
 ) -> bool:
     """Read the stream; return whether it said [DONE], or has nothing more to offer."""
-    events = Events()
+    events = EventStream(MAX_EVENT_BYTES)
     while piece := await reply.next():
         done = _feed_events(events, piece, answer)
         tell()
@@ -52,7 +54,7 @@ async def _take_events(
     return _feed_events(events, None, answer)
 
 
-def _feed_events(events: Events, piece: bytes | None, answer: Answer) -> bool:
+def _feed_events(events: EventStream, piece: bytes | None, answer: Answer) -> bool:
     try:
         found = events.end() if piece is None else events.feed(piece)
     except EventTooLong:

@@ -37,6 +37,7 @@ from servekit.engines.text.grammar_trial import KEPT_BYTES as MOST_KEPT_BYTES
 from servekit.engines.text.grammar_trial import Trials, explain_verdict
 from servekit.errors import RequestError
 from servekit.protocol.messages import Grammar
+from servekit.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -280,7 +281,7 @@ class Grammars:
         if verdict.signal:
             refusal = _refusal_sentence(grammar, explain_verdict(verdict, grammar), _UNUSABLE)
         elif verdict.kept_bytes > MOST_KEPT_BYTES:
-            size = f"compiled, it takes {verdict.kept_bytes / 2**20:.0f} MiB"
+            size = f"compiled, it takes {format_bytes(verdict.kept_bytes)}"
             refusal = _refusal_sentence(grammar, size, _UNUSABLE)
         if refusal:
             with self._lock:

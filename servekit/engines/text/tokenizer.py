@@ -23,7 +23,7 @@ from servekit.engines.text.chat_template import ChatTemplate
 from servekit.engines.text.tool_format_detection import find_dialect
 from servekit.errors import RequestError
 from servekit.protocol.messages import ChatMessage, Dialect, WorkerSpec
-from servekit.protocol.tool_formats import markers
+from servekit.protocol.tool_formats import dialect_markers
 
 REPLACEMENT = "�"
 #: Tokens after which a window that still ends in U+FFFD is broken rather than incomplete.
@@ -63,7 +63,7 @@ class Prompts(ABC):
     def find_dialect(self, spec: WorkerSpec, ends: Collection[int]) -> Dialect:
         """Return the dialect of chats with the tokens of its markers, without those in `ends`."""
         found = find_dialect(self.template, spec.tool_parser, spec.reasoning_parser)
-        known = self.tokens_of(markers(found))
+        known = self.tokens_of(dialect_markers(found))
         tokens = tuple((text, token) for text, token in known.items() if token not in ends)
         return replace(found, tokens=tokens)
 

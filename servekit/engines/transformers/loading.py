@@ -38,6 +38,7 @@ from servekit.engines.transformers.sleep import weight_offload
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.engines.transformers.tensor_parallel.controller import Ranks, threads_each
 from servekit.protocol.messages import ModelInfo, WorkerSpec
+from servekit.units import format_bytes
 
 #: torch threads beside a GPU. The host's share of the work is small; more threads mostly wait for
 #: one another and for those of other workers.
@@ -150,7 +151,7 @@ def _pack_weights(model: PreTrainedModel, spec: WorkerSpec, *, embeds: bool) -> 
             )
     if not size:
         return ""
-    return f"; weights packed, {size / 2**20:.0f} MiB"
+    return f"; weights packed, {format_bytes(size)}"
 
 
 def _make_runner(

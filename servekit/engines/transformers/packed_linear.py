@@ -34,9 +34,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from servekit.engines.model_files import file_lock
-from servekit.engines.transformers.batching import kv_cache
 from servekit.errors import LoadError
 from servekit.protocol.messages import WorkerSpec
+from servekit.system import cgroup
+from servekit.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -192,10 +193,10 @@ def make_copies(layers: Iterable[PackedLinear]) -> bool:
     Without enough memory the layers continue with their plain weights.
     """
     layers = [layer for layer in layers if layer.packed.weight is None]
-    size, room = _size_of(layers), kv_cache.available_host_bytes()
+    size, room = _size_of(layers), cgroup.available_memory_bytes()
     try:
         if layers and size > room * layers[0].packed.share:
-            raise MemoryError(f"{size / 2**30:.1f} GiB for copies, {room / 2**30:.1f} available")
+            raise MemoryError(f"{format_bytes(size)} for copies, {format_bytes(room)} available")
         for layer in layers:
             if layer.packed.weight is None:
                 layer.packed.make(layer.weight)
@@ -265,7 +266,7 @@ def _no_gain(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def _explain_lack(size: int, spec: WorkerSpec, wish: bool | None) -> str:
     """Return why memory does not allow packing, or ""."""
-    room = kv_cache.available_host_bytes() - int(spec.options.get("kv_cache_bytes") or 0)
+    room = cgroup.available_memory_bytes() - int(spec.options.get("kv_cache_bytes") or 0)
     if not wish:
         room = int(room * SHARE)
     if spec.host_memory_bytes:
@@ -273,7 +274,7 @@ def _explain_lack(size: int, spec: WorkerSpec, wish: bool | None) -> str:
     if size + _KERNELS_BYTES <= room:
         return ""
     more, room = size + _KERNELS_BYTES, max(0, room)
-    return f"packed they take {more / 2**30:.1f} GiB more, and {room / 2**30:.1f} GiB are for that"
+    return f"packed they take {format_bytes(more)} more, and {format_bytes(room)} are for that"
 
 
 def _reorder_weight(weight: Tensor) -> Tensor:

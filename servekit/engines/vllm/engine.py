@@ -30,7 +30,6 @@ from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.text.tool_format_detection import tool_capabilities
 from servekit.engines.transformers import pooling, weights
-from servekit.engines.transformers.batching import kv_cache
 from servekit.engines.vllm import (
     engine_args,
     generation_defaults,
@@ -54,6 +53,7 @@ from servekit.protocol.messages import (
     PromptToken,
     WorkerSpec,
 )
+from servekit.system import cgroup
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class VllmEngine(Engine):
                 "in an environment without it."
             )
         if on_cpu:
-            free = kv_cache.available_host_bytes()
+            free = cgroup.available_memory_bytes()
             return free, free
         return engine_args.memory_of(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 

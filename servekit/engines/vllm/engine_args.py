@@ -10,6 +10,7 @@ from servekit.engines.transformers.batching import kv_cache
 from servekit.errors import LoadError
 from servekit.model_metadata import kv_cache_shape
 from servekit.protocol.messages import WorkerSpec
+from servekit.units import format_bytes
 
 #: Memory of a process on a GPU that vLLM does not count: the CUDA context with its modules, and the
 #: buffers of NCCL with several GPUs.
@@ -120,8 +121,8 @@ def gpu_utilization(spec: WorkerSpec, total_bytes: int, free_bytes: int) -> floa
     room = min(claim, free_bytes) - overhead
     if room <= 0:
         raise LoadError(
-            f"{spec.model} may take {claim / 2**30:.1f} GiB of its GPU, of which "
-            f"{free_bytes / 2**30:.1f} GiB are free, and vLLM needs {overhead / 2**30:.2f} GiB "
+            f"{spec.model} may take {format_bytes(claim)} of its GPU, of which "
+            f"{format_bytes(free_bytes)} are free, and vLLM needs {format_bytes(overhead)} "
             "for itself alone.",
             permanent=claim <= overhead,
         )

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from servekit.errors import ModelNotFound, ModelUnavailable, meant
+from servekit.errors import ModelNotFound, ModelUnavailable, did_you_mean
 from servekit.gateway.routing.fair_queue import FairQueue
 from servekit.gateway.routing.load_balancer import Balancer
 from servekit.gateway.routing.request import InflightRequest
@@ -131,7 +131,7 @@ class ModelQueue:
         A model that only an operator loads counts as available while it is unloaded; /readyz thus
         ignores it. `readiness` has the table.
         """
-        return readiness.able(self.status, reached=self.ready)
+        return readiness.is_able(self.status, reached=self.ready)
 
     @property
     def _states(self) -> set[str]:
@@ -377,7 +377,7 @@ def unknown(model: str, usable: Iterable[ModelStatus]) -> ModelNotFound:
     found = [*usable]
     aliases = sorted(alias for one in found for alias in one.aliases)
     known = [*sorted(one.name for one in found), *aliases]
-    served = f"{', '.join(known) or 'none yet'}{meant(model, known[:_MOST_COMPARED])}"
+    served = f"{', '.join(known) or 'none yet'}{did_you_mean(model, known[:_MOST_COMPARED])}"
     said = f"the model {model[:128]!r} is not served here; served are: {served}"
     return ModelNotFound(said, param="model")
 

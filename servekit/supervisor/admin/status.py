@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from servekit.errors import meant
+from servekit.errors import did_you_mean
 from servekit.protocol.admin_messages import ModelTraffic
 from servekit.protocol.messages import GpuStatus, ModelStatus, Refused, ReplicaHistory, Why
 from servekit.protocol.residency import ResidencyStatus
@@ -82,9 +82,8 @@ def why(
     known += [one.name for fleet in fleets for one in fleet.adapter_statuses()]
     known += [replica.name for fleet in fleets for replica in fleet.replicas]
     known += [life.name for life in others]
-    return Refused(
-        f"nothing here is called {name!r}; there are: {', '.join(known)}{meant(name, known)}", True
-    )
+    there = f"{', '.join(known)}{did_you_mean(name, known)}"
+    return Refused(f"nothing here is called {name!r}; there are: {there}", True)
 
 
 def _stories(fleet: Deployment) -> tuple[ReplicaHistory, ...]:

@@ -42,8 +42,8 @@ from servekit.supervisor.lifecycle.history import (
     StartupTiming,
     report_death,
 )
-from servekit.supervisor.lifecycle.launcher import AnyChild as AnyChild
-from servekit.supervisor.lifecycle.launcher import Launcher
+from servekit.supervisor.lifecycle.remote_process import AnyChild as AnyChild
+from servekit.supervisor.lifecycle.remote_process import Launcher
 from servekit.supervisor.lifecycle.restart_policy import CircuitBreaker, RestartPolicy
 from servekit.supervisor.process.child_process import GOODBYE_S, ChildProcess, Command, Exit
 from servekit.supervisor.process.run_dir import RunDir
@@ -248,7 +248,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         """Run until `end` was called and the last child is reaped."""
         after_s: float | None = 0.0
         lives = 0
-        while await self._admitted(after_s):
+        while await self._wait_for_start(after_s):
             self.restarts += lives > 0
             lives += 1
             after_s = await self._live_once()
@@ -395,7 +395,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             if self.ending:
                 return None
             if refusal:
-                return self._judge(Exit(None, None, (), cause=refusal))
+                return self._record_exit(Exit(None, None, (), cause=refusal))
             return await self._incarnate()
         finally:
             self.starting.died(time.monotonic())
@@ -407,7 +407,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             self.child = child = await self.spawn()
         except OSError as error:
             reason = f"cannot be started: {error.strerror or error}"
-            return self._judge(Exit(None, None, (), cause=reason))
+            return self._record_exit(Exit(None, None, (), cause=reason))
         self.starting.awaits("fork" if child.forked else self.begins_with, self._began_at)
         log.info("started", child=self.name, pid=child.pid)
         journal.tell("started", worker=self.name, pid=child.pid)
@@ -415,7 +415,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self.greet()
         try:
             exit_ = await self._until_exit(child)
-            return None if self.ending else self._judge(exit_)
+            return None if self.ending else self._record_exit(exit_)
         finally:
             self.child, self.rss_bytes = None, 0
             self.forget_child()
@@ -431,7 +431,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             await asyncio.wait((child.exited,), timeout=self.notice_s)
         return await child.stop(ending.ask, ending.grace_s)
 
-    def _judge(self, exit_: Exit) -> float | None:
+    def _record_exit(self, exit_: Exit) -> float | None:
         """Record the death, inform the breaker, and return the delay of the restart."""
         crashed = self._ready_at is not None and self._boot_failed is None
         said = self._boot_failed
@@ -442,7 +442,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             self._died_of = said.message
         else:
             self._died_of = exit_.explain("" if crashed else " before it was ready")
-        death = self.history.add(exit_, self._known(), self._died_of)
+        death = self.history.add(exit_, self._describe_child(), self._died_of)
         after_s = None if permanent else self.policy.after_s(fruitful=fruitful)
         report_death(self.name, death, after_s, crashed=crashed)
         if self.circuit is not None:
@@ -454,7 +454,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             return False
         return self.policy.is_fruitful(self.use(), time.monotonic() - self._ready_at)
 
-    def _known(self) -> LastSeen:
+    def _describe_child(self) -> LastSeen:
         served, running = self.load()
         phase: str = self.state
         if phase == "stalled":
@@ -472,7 +472,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
 
     # ---- between two incarnations
 
-    async def _admitted(self, after_s: float | None) -> bool:
+    async def _wait_for_start(self, after_s: float | None) -> bool:
         """Wait until the next incarnation may start; return False if it was told to end instead."""
         self._due = math.inf if after_s is None else time.monotonic() + after_s
         while not self.ending:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from servekit.supervisor.model_swap.types import PolicyInput, SwapAction
+from servekit.units import format_bytes
 
 
 class CapacityView:
@@ -87,12 +88,6 @@ def lacking(need: Mapping[str, int], room: Mapping[str, int]) -> dict[str, int]:
     return {at: size - room[at] for at, size in need.items() if at in room and size > room[at]}
 
 
-def told(size_bytes: int) -> str:
-    if size_bytes >= 2**30:
-        return f"{size_bytes / 2**30:.1f} GiB"
-    return f"{size_bytes / 2**20:.0f} MiB"
-
-
 #: A turn is TURNS times the cost of the swap, within these limits.
 TURNS = 4.0
 LEAST_TURN_S, LONGEST_TURN_S = 2.0, 60.0
@@ -135,7 +130,7 @@ def relieve(
     able = _able(_goers(others, lacking))
     if not lacking or not _covers(able, lacking):
         return [], ""
-    short = told(max(lacking.values()))
+    short = format_bytes(max(lacking.values()))
     steps = _evict(able, one, lacking, room, now, f"which lacks {short}")
     return steps, f"it lacks {short}; it waits for {_names(able, steps)}"
 
@@ -174,7 +169,7 @@ def _names(able: Iterable[PolicyInput], steps: Sequence[SwapAction] = ()) -> str
 def _short(one: PolicyInput, room: CapacityView) -> str:
     """Return such as "30.0 GiB needed, 12.0 GiB free", for the place that is shortest."""
     at = max(one.need, key=lambda place: one.need[place] - room.now.get(place, math.inf))
-    return f"{told(one.need[at])} needed, {told(max(0, room.now.get(at, 0)))} free"
+    return f"{format_bytes(one.need[at])} needed, {format_bytes(max(0, room.now.get(at, 0)))} free"
 
 
 def _may_go(victim: PolicyInput, other: PolicyInput, now: float) -> bool:

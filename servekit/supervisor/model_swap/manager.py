@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from servekit.errors import meant
+from servekit.errors import did_you_mean
 from servekit.protocol.messages import Accepted, Refused
 from servekit.protocol.residency import KeepAlive, ResidencyStatus, SetResidency
 from servekit.supervisor.deployments.deployment import Deployment
@@ -217,7 +217,7 @@ class SwapManager:
         row = self._row(wish.model)
         if row is None:
             names = [fleet.model.name for fleet in self._fleets.served]
-            there = f"{', '.join(names)}{meant(wish.model, names)}"
+            there = f"{', '.join(names)}{did_you_mean(wish.model, names)}"
             return Refused(f"no model is called {wish.model!r}; there are: {there}", True)
         if self._halted:
             return Refused("servekit is shutting down")

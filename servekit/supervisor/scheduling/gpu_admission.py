@@ -21,10 +21,11 @@ from typing import Any, NamedTuple, Protocol
 import structlog
 
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations, InsufficientMemory
-from servekit.supervisor.scheduling.memory_requests import CONTEXT_BYTES, Assignment, gib
+from servekit.supervisor.scheduling.memory_requests import CONTEXT_BYTES, Assignment
 from servekit.system import procfs
 from servekit.system.gpu_memory_audit import group_of, one_look
 from servekit.system.gpus import Gpu, Holdings, free_bytes, gpu_memory_by_pid
+from servekit.units import format_bytes
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -115,7 +116,7 @@ def _promised(scene: GpuSnapshot) -> int:
     return sum(max(0, claim - held) for claim, held in known)
 
 
-def obstacle(scene: GpuSnapshot, about: Callable[[int], str] = procfs.command) -> str:
+def obstacle(scene: GpuSnapshot, about: Callable[[int], str] = procfs.command_line) -> str:
     """Return a message about what is in the way, or "". `about` returns the command of a PID.
 
     Memory that other workers claim and have not allocated yet does not count as free. Where a
@@ -123,27 +124,30 @@ def obstacle(scene: GpuSnapshot, about: Callable[[int], str] = procfs.command) -
     the free memory.
     """
     if scene.dead_bytes:
-        held = gib(scene.dead_bytes)
+        held = format_bytes(scene.dead_bytes)
         return f"{held} of {scene.gpu} are still held by a worker of ours that has ended"
     short, promised = short_bytes(scene), _promised(scene)
     if not short:
         return ""
-    less = f", less {gib(promised)} that others were promised and have not taken" * bool(promised)
+    less = ""
+    if promised:
+        less = f", less {format_bytes(promised)} that others were promised and have not taken"
     return (
-        f"{scene.gpu} has {gib(scene.free_bytes)} free{less}, where {gib(scene.need_bytes)} are "
-        f"needed: {gib(short)} too few; {_to_blame(scene, about)}"
+        f"{scene.gpu} has {format_bytes(scene.free_bytes)} free{less}, where "
+        f"{format_bytes(scene.need_bytes)} are needed: {format_bytes(short)} too few; "
+        f"{_to_blame(scene, about)}"
     )
 
 
 def _to_blame(scene: GpuSnapshot, about: Callable[[int], str]) -> str:
     over = [
-        f"{name} holds {gib(held)} where it claims {gib(claim)}"
+        f"{name} holds {format_bytes(held)} where it claims {format_bytes(claim)}"
         for name, (claim, held) in scene.others.items()
         if held is not None and held > claim
     ]
     largest = sorted(scene.strangers.items(), key=lambda one: -one[1])
     seen = [
-        f"pid {pid} ({about(pid) or 'of another user or container'}) holds {gib(held)}"
+        f"pid {pid} ({about(pid) or 'of another user or container'}) holds {format_bytes(held)}"
         for pid, held in largest
         if held
     ]

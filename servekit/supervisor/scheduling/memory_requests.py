@@ -10,6 +10,7 @@ from servekit.config.scale import ReplicaRange
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError
 from servekit.system.gpus import Gpu, Slot, on_node
+from servekit.units import format_bytes
 
 #: A CUDA context with the kernels of torch's linear algebra.
 CONTEXT_BYTES = 640 * 2**20
@@ -55,16 +56,13 @@ class Misplaced(ConfigError):
         self.loc = loc
 
 
-def gib(size_bytes: int) -> str:
-    """Format bytes for people; sizes that would round to 0.0 GiB get a smaller unit."""
-    if 0 < size_bytes < 2**30 / 20:
-        return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 2**20 else f"{size_bytes} bytes"
-    return f"{size_bytes / 2**30:.1f} GiB"
-
-
 def reserve_bytes(gpu: Gpu, reserve: str | None) -> int:
     """Return the bytes of a GPU that `gpus.reserve` keeps for other programs."""
-    return 0 if reserve is None else min(gpu.total_bytes, memory.of(reserve, gpu.total_bytes))
+    return (
+        0
+        if reserve is None
+        else min(gpu.total_bytes, memory.memory_bytes(reserve, gpu.total_bytes))
+    )
 
 
 def room_bytes(gpu: Gpu, reserve: str | None) -> int:
@@ -76,7 +74,7 @@ def claim_bytes(model: ModelConfig, gpu: Gpu, reserve: str | None) -> int:
     """Return the bytes that one worker of `model` claims of `gpu`; without `memory`, all of it."""
     if model.memory is None:
         return room_bytes(gpu, reserve)
-    return memory.of(model.memory, gpu.total_bytes)
+    return memory.memory_bytes(model.memory, gpu.total_bytes)
 
 
 def claims_of(model: ModelConfig, slot: Sequence[Gpu], reserve: str | None) -> tuple[int, ...]:
@@ -89,7 +87,7 @@ def host_claim_bytes(model: ModelConfig, total_bytes: int) -> int:
 
     `total_bytes` is the host's memory, 0 where unknown.
     """
-    return 0 if model.memory is None else memory.of(model.memory, total_bytes)
+    return 0 if model.memory is None else memory.memory_bytes(model.memory, total_bytes)
 
 
 def least(model: ModelConfig) -> int:
@@ -143,9 +141,9 @@ def _fit_beside(
     """Raise Misplaced unless the claim fits beside the others."""
     short = claim + sum(size for _, size in beside) - total_bytes
     if claim and short > 0:
-        less = "".join(f", less {gib(size)} of {name}" for name, size in beside)
-        message = f"model {model.name!r} claims {gib(claim)} of this machine's memory, which "
-        message += f"has {gib(total_bytes)}{less}: {gib(short)} too much"
+        less = "".join(f", less {format_bytes(size)} of {name}" for name, size in beside)
+        message = f"model {model.name!r} claims {format_bytes(claim)} of this machine's memory, "
+        message += f"which has {format_bytes(total_bytes)}{less}: {format_bytes(short)} too much"
         raise Misplaced(message, "models", index, "memory")
 
 

@@ -32,7 +32,7 @@ from servekit.supervisor.scheduling.memory_requests import (
     settled,
 )
 from servekit.supervisor.scheduling.shared_placement import share
-from servekit.system.gpus import Gpu, Slot, match
+from servekit.system.gpus import Gpu, Slot, match_gpu
 
 
 def place(
@@ -104,7 +104,7 @@ def allowed(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> tuple[Gpu, .
         return tuple(gpus)
     found: list[Gpu] = []
     for number, entry in enumerate(model.gpus):
-        gpu = match(gpus, entry)
+        gpu = match_gpu(gpus, entry)
         if gpu is None:
             there = ", ".join(str(g) for g in gpus) or "no GPU at all"
             message = f"model {model.name!r} asks for GPU {entry!r}; there is {there}"

@@ -34,7 +34,7 @@ from servekit.supervisor.process.child_process import Command
 from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.supervisor.workers.worker_spec import make_worker_spec
-from servekit.system import procfs, subreaper
+from servekit.system import cgroup, subreaper
 from servekit.system.gpus import Slot
 from servekit.system.subreaper import Forked
 
@@ -147,7 +147,7 @@ class ForkServer(ManagedProcess[FromStandby]):
                 return None
             case forked:
                 self.forks += 1
-                return subreaper.take(forked.pid)
+                return subreaper.register_fork(forked.pid)
 
     def status(self) -> ReplicaStatus:
         """Return its status as a replica's, without a socket or requests."""
@@ -218,7 +218,7 @@ class ForkServerPool:
         return await standby.fork(place.name, env, mark, control_fd, output_fd)
 
     def _start(self, model: ModelConfig, place: Assignment) -> None:
-        if model.standby == "auto" and procfs.available_bytes() < ROOM_BYTES:
+        if model.standby == "auto" and cgroup.available_memory_bytes() < ROOM_BYTES:
             self.lacks_memory = True
             return
         standby = ForkServer(model, place, self._host)

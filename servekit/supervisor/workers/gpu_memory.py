@@ -14,9 +14,10 @@ from servekit.protocol.messages import GpuStatus
 from servekit.protocol.ray_messages import Measured, RemoteGpu
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.scheduling.gpu_admission import NOTHING, GpuAdmission
-from servekit.supervisor.scheduling.memory_requests import Assignment, gib
-from servekit.system.gpu_memory_audit import group_of, held_bytes, stray_memory, strays
+from servekit.supervisor.scheduling.memory_requests import Assignment
+from servekit.system.gpu_memory_audit import find_strays, group_of, held_bytes, stray_memory
 from servekit.system.gpus import Gpu, Holdings, Slot, gpu_memory_by_pid
+from servekit.units import format_bytes
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -170,7 +171,7 @@ class GpuMemory:
         self.by_gpu = {
             uuid: sum(holdings.get(pid, {}).get(uuid, 0) for pid in group) for uuid in self.claims
         }
-        self.stray_by_gpu = strays(group, self.claims.keys(), holdings)
+        self.stray_by_gpu = find_strays(group, self.claims.keys(), holdings)
         self.stray = stray_memory(group, self.claims.keys(), holdings, self.gpus)
         known, self.excess = bool(self.excess), self._excess()
         if self.excess and not known:
@@ -189,7 +190,7 @@ class GpuMemory:
 
     def _excess(self) -> str:
         over = [
-            f"{gib(self.by_gpu[gpu.uuid])} of {gpu}, where it claims {gib(claim)}"
+            f"{format_bytes(self.by_gpu[gpu.uuid])} of {gpu}, where it claims {format_bytes(claim)}"
             for gpu in self.gpus
             if (claim := self.claims.get(gpu.uuid, 0))
             and self.by_gpu[gpu.uuid] > claim + _TOLERANCE_BYTES

@@ -69,6 +69,8 @@ class PendingRequests:
         """
         loop = asyncio.get_running_loop()
         number = _SLEEP if isinstance(request, Sleep | Wake) else request.seq
+        if number in self._open:
+            return Refusal("it was asked to sleep or wake already, and has not answered")
         pending = _Open(what, isinstance(request, LoadAdapter), loop.create_future())
         self._open[number] = pending
         timer = loop.call_later(deadline_s, late)

@@ -167,7 +167,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         match message:
             case Loading(progress):
                 self._on_progress(progress)
-            case Ready(info, timings_s) if self.accepts("serve"):
+            case Ready(info, timings_s) if self.accepts("serve"):  # else it comes too late
                 self._on_ready(info, timings_s)
             case PhaseReport() | GatewayConnected():
                 self.starting.heard(message)
@@ -182,8 +182,6 @@ class WorkerProcess(ManagedProcess[FromWorker]):
                 self.admin.take_answer(message)
             case Asleep() | Awake() | SleepFailed():
                 self.admin.take_answer(message)
-            case Ready():
-                pass  # too late
 
     def forget_child(self) -> None:
         if self._socket is not None:

@@ -11,7 +11,7 @@ from servekit.protocol.adapters import AdapterSpec
 from servekit.protocol.messages import WorkerSpec
 from servekit.protocol.types import Parallel
 from servekit.supervisor.scheduling.memory_requests import Assignment, host_claim_bytes
-from servekit.system import procfs
+from servekit.system import cgroup
 
 
 def make_worker_spec(
@@ -38,7 +38,7 @@ def make_worker_spec(
         gpus=count_devices(model, place),
         parallel=choose_parallel(model, place),
         memory_bytes=_limit_memory(model, place),
-        host_memory_bytes=0 if on_gpus else host_claim_bytes(model, procfs.memory_bytes()),
+        host_memory_bytes=0 if on_gpus else host_claim_bytes(model, cgroup.total_memory_bytes()),
         sleeps=model.idle_sleep_s is not None,
         edition=digest_settings(model),
         chat_template=model.chat_template or "",

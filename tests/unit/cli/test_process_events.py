@@ -10,7 +10,7 @@ import pytest
 
 from servekit.cli import events, logs, process_events
 from servekit.errors import ServekitError, StartError
-from servekit.event_store import Wanted, names, newest
+from servekit.event_store import Wanted, event_names, newest_events
 from servekit.supervisor.event_log import Journal
 from tests.polling import poll
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     journal.tell(
         "exit", "killed by SIGKILL", worker="gone/1", lived_s=2.0, served=1, again_in_s=0.5
     )
-    poll("the journal writes", lambda: len(newest(tmp_path, Wanted(), 10)) == 4)
+    poll("the journal writes", lambda: len(newest_events(tmp_path, Wanted(), 10)) == 4)
     yield tmp_path
     journal.close()
 
@@ -51,7 +51,7 @@ def test_who_has_written_nothing_began_and_ended(
 def test_what_it_wrote_stands_between_by_its_time(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started, ready = process_events.lines(folder, "smol/0", 10)
+    started, ready = process_events.last_lines(folder, "smol/0", 10)
     assert started.at < ready.at
     said = f'{{"event": "hello", "timestamp": "{started.at}"}}\n'
     (folder / "logs" / "smol~0.log").write_text(said)
@@ -78,12 +78,14 @@ def test_a_follower_hears_what_is_noted_later(folder: Path) -> None:
     [(0, []), (1, ["ready"]), (2, ["started", "ready"]), (9, ["started", "ready"])],
 )
 def test_the_last_ones_are_told(folder: Path, most: int, kinds: list[str]) -> None:
-    told = [json.loads(line.text)["event"] for line in process_events.lines(folder, "smol/0", most)]
+    told = [
+        json.loads(line.text)["event"] for line in process_events.last_lines(folder, "smol/0", most)
+    ]
     assert [event.partition(":")[0] for event in told] == kinds
 
 
 def test_who_was_never_there_is_told_with_what_may_have_been_meant(folder: Path) -> None:
-    assert names(folder) == ["gone", "gone/1", "smol", "smol/0"]
+    assert event_names(folder) == ["gone", "gone/1", "smol", "smol/0"]
     with pytest.raises(StartError, match=r"'smoll'; there are: .*did you mean 'smol'\?"):
         events.events(name="smoll", run_dir=folder, follow=False, as_json=False, since="", most=5)
 

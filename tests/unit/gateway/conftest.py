@@ -20,7 +20,7 @@ from servekit.protocol.messages import (
     WorkerSpec,
     WorkerState,
 )
-from servekit.protocol.transport.connection import listen
+from servekit.protocol.transport.connection import listen_at
 from servekit.worker.runner import Runner
 from tests.polling import poll_async
 
@@ -51,7 +51,7 @@ class EchoWorker:
 
     async def start(self) -> None:
         self.engine.start(self._emit)
-        self._server = await listen(self.path, self.runner.connect)
+        self._server = await listen_at(self.path, self.runner.connect)
 
     def _emit(self, outputs: Any) -> None:
         self.steps += outputs

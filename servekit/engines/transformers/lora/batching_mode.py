@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from servekit.engines.transformers.batching import kv_cache
 from servekit.engines.transformers.lora.adapter import Factors
 from servekit.engines.transformers.lora.adapter_files import PARAM
 from servekit.engines.transformers.lora.module_clone import ModuleClones
 from servekit.engines.transformers.lora.peft_model import NAME
 from servekit.errors import RequestError
 from servekit.protocol.adapters import AdapterMode
+from servekit.system import cgroup
+from servekit.units import format_bytes
 
 #: Tuners that compute a whole weight, or invert a matrix, in each layer and step.
 COSTLY = {
@@ -54,13 +55,13 @@ def choose_mode(kind: str, model: Any, skeletons: ModuleClones) -> Choice:
     if needed > free * MERGE_FRACTION:
         return Choice(
             "grouped",
-            f"{obstacle}, and merging needs {needed / 2**20:.0f} MiB for copies of the weights "
-            f"where {free / 2**20:.0f} MiB are free.",
+            f"{obstacle}, and merging needs {format_bytes(needed)} for copies of the weights "
+            f"where {format_bytes(free)} are free.",
         )
     return Choice(
         "merged",
         f"{obstacle}, and its own layers are costly: it is merged into copies of the weights that "
-        f"it changes, {needed / 2**20:.1f} MiB.",
+        f"it changes, {format_bytes(needed)}.",
     )
 
 
@@ -135,7 +136,7 @@ def _changes_the_base(inner: nn.Module, skeletons: ModuleClones) -> bool:
 def _free_bytes(skeletons: ModuleClones) -> int:
     device = next(skeletons.base.parameters()).device
     if device.type != "cuda":
-        return kv_cache.available_host_bytes()
+        return cgroup.available_memory_bytes()
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + held
 

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from servekit.engines.transformers import packed_linear
-from servekit.engines.transformers.batching import kv_cache
 from servekit.errors import LoadError
+from servekit.system import cgroup
+from servekit.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -130,10 +131,10 @@ def _host_memory(size: int) -> Tensor:
 
     It is locked in place, because torch's pinned memory comes in powers of two.
     """
-    room = kv_cache.available_host_bytes()
+    room = cgroup.available_memory_bytes()
     if size > room:
         raise LoadError(
-            f"The weights take {size / 2**30:.1f} GiB, and the host has {room / 2**30:.1f} GiB to "
+            f"The weights take {format_bytes(size)}, and the host has {format_bytes(room)} to "
             "keep them in.",
             permanent=False,
         )

@@ -9,9 +9,8 @@ import pytest
 
 from servekit.engines.remote import reader
 from servekit.engines.remote.client import Endpoint
-from servekit.engines.remote.reader import drain_reply, read_reply
+from servekit.engines.remote.reader import MAX_EVENT_BYTES, drain_reply, read_reply
 from servekit.engines.remote.response_parser import Answer
-from servekit.engines.remote.sse import MAX_EVENT_BYTES
 from servekit.errors import EndpointFailed
 from servekit.protocol.messages import Generate, SamplingParams
 from tests.unit.engines.remote.liar import (

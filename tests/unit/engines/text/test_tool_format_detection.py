@@ -10,7 +10,7 @@ import pytest
 from servekit.engines.text.chat_template import ChatTemplate
 from servekit.engines.text.tool_format_detection import find_dialect
 from servekit.protocol.messages import Dialect
-from servekit.protocol.tool_formats import MARKERS, THOUGHTS, markers
+from servekit.protocol.tool_formats import MARKERS, THOUGHTS, dialect_markers
 from tests.unit.engines.harness import byte_level_tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
@@ -149,11 +149,11 @@ def test_the_file_has_the_last_word() -> None:
 
 
 def test_markers_are_all_that_the_text_must_keep() -> None:
-    assert markers(Dialect("hermes", **THINK)) == (
+    assert dialect_markers(Dialect("hermes", **THINK)) == (
         "<tool_call>", "</tool_call>", "<think>", "</think>",
     )  # fmt: skip
-    assert markers(Dialect("template", "<a>")) == ("<a>",)
-    assert markers(Dialect()) == ()
+    assert dialect_markers(Dialect("template", "<a>")) == ("<a>",)
+    assert dialect_markers(Dialect()) == ()
 
 
 def test_the_file_knows_all_names() -> None:

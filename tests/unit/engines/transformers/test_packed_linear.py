@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from servekit.engines.model_files import file_lock
 from servekit.engines.transformers import packed_linear
-from servekit.engines.transformers.batching import kv_cache
 from servekit.engines.transformers.lora.module_clone import ModuleClones
 from servekit.engines.transformers.packed_linear import PackedLinear, pack_layers, packed_in
 from servekit.engines.transformers.sleep.weight_offload import DiskReload
 from servekit.errors import LoadError
 from servekit.protocol.messages import WorkerSpec
+from servekit.system import cgroup
 from tests.unit.engines.harness import PROMPTS, Harness, make_spec, write_tiny_llama
 
 IDS = torch.tensor([list(range(3, 15))])
@@ -182,7 +182,7 @@ def test_with_no_room_to_wake_it_goes_on_with_the_weights_as_they_are(
         raise MemoryError
 
     if seen:
-        monkeypatch.setattr(kv_cache, "available_host_bytes", lambda: SIZE - 1)
+        monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: SIZE - 1)
     else:
         monkeypatch.setattr(packed_linear, "_reorder_weight", refuse)
     bed.wake()
@@ -246,7 +246,7 @@ def test_memory_decides(
         options = {"packed_weights": wish, "kv_cache_bytes": cache}
         return make_spec(wide, options=options, host_memory_bytes=claim)
 
-    monkeypatch.setattr(kv_cache, "available_host_bytes", lambda: available)
+    monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: available)
     assert bool(pack_layers(load(wide), spec(None))) == by_itself
     if asked:
         assert pack_layers(load(wide), spec(True))

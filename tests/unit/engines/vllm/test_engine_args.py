@@ -40,7 +40,7 @@ def test_no_more_than_is_free() -> None:
 @pytest.mark.parametrize(("claim", "permanent"), [(GIB // 2, True), (20 * GIB, False)])
 def test_too_little_is_refused_with_the_figures(claim: int, permanent: bool) -> None:
     with pytest.raises(
-        LoadError, match=r"of which 0\.5 GiB are free, and vLLM needs 0\.75"
+        LoadError, match=r"of which 512 MiB are free, and vLLM needs 768 MiB"
     ) as told:
         made(GIB // 2, memory_bytes=claim)
     assert told.value.permanent is permanent

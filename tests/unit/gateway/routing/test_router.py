@@ -651,7 +651,7 @@ async def test_an_unknown_name_is_told_with_what_may_have_been_meant(service: Se
 
 async def test_no_name_is_suggested_that_the_key_may_not_use(service: Service) -> None:
     await service.up()
-    rule = KeyRule("none", keys.new("none")[1], models=("other",))
+    rule = KeyRule("none", keys.new_key("none")[1], models=("other",))
     service.router.access.apply(AccessRules((rule,)))
     with pytest.raises(ModelNotFound, match=r"served are: none yet$"):
         service.router.find("aliass")

@@ -1,4 +1,4 @@
-"""Life and Replica with real echo workers: every way from one state to the next."""
+"""Worker processes with real echo workers: every way from one state to the next."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from servekit.protocol.messages import (
     Stop,
     WorkerToGateway,
 )
-from servekit.protocol.transport.connection import Connection, dial
+from servekit.protocol.transport.connection import Connection, dial_address
 from servekit.supervisor.adapters.rollout import Adapters, Worker
 from servekit.supervisor.adapters.state import Refusal
 from servekit.supervisor.deployments.deployment import list_adapters
@@ -133,7 +133,7 @@ async def play(tmp_path: Path) -> AsyncIterator[Play]:
         child = stage.replica.child
         stage.replica.end(Stop(), 0.2)
         await asyncio.wait_for(stage.task, 10)
-        assert child is None or procfs.read(child.pid) is None
+        assert child is None or procfs.read_process(child.pid) is None
     host.run_dir.release()
 
 
@@ -166,7 +166,7 @@ async def test_an_engines_death_is_told_in_its_own_words(play: Play) -> None:
     stage = play(raise_on="(raise)")
     await stage.until("ready")
     first = stage.replica.status()
-    asked: Connection[WorkerToGateway] = await dial(
+    asked: Connection[WorkerToGateway] = await dial_address(
         first.socket, lambda: Connection(WorkerToGateway, lambda message: None, lambda error: None)
     )
     asked.send(Hello(PROTOCOL, "gateway", "g"))
@@ -266,7 +266,7 @@ async def test_memory_on_a_gpu_that_is_not_its_own_is_final(
     expected = "worker m/0 holds 520 MiB on GPU 0 (H200), which is not its own"
     assert stage.replica.reason == expected
     assert stage.replica.restarts == 0
-    assert procfs.read(pids[0]) is None
+    assert procfs.read_process(pids[0]) is None
     assert "ready" not in stage.host.states
 
 
@@ -358,7 +358,7 @@ async def test_one_that_was_told_to_end_counts_for_nothing(play: Play, tmp_path:
 
 async def request(stage: Stage, prompt: str) -> None:
     """Have the worker run a request, as a gateway would; its answer is of no interest."""
-    connection = await dial(
+    connection = await dial_address(
         stage.replica.status().socket,
         lambda: Connection(WorkerToGateway, lambda message: None, lambda error: None),
     )

@@ -17,7 +17,7 @@ from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers import fork_server
 from servekit.supervisor.workers.fork_server import ForkServer, ForkServerPool
 from servekit.supervisor.workers.worker_process import WorkerProcess
-from servekit.system import procfs
+from servekit.system import cgroup
 from servekit.system.gpus import Gpu, Slot
 
 GPUS = tuple(Gpu(index, f"GPU-{index}", "H200", 10, 10) for index in range(2))
@@ -110,7 +110,7 @@ async def test_who_wants_one(
     available_bytes: int,
     count: int,
 ) -> None:
-    monkeypatch.setattr(procfs, "available_bytes", lambda: available_bytes)
+    monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: available_bytes)
     brood, run = made
     wanted = model(standby=wish, engine=engine)
     brood.tend(wanted, workers(wanted, ()))

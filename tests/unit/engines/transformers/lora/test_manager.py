@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from servekit.engines.transformers.batching import kv_cache
 from servekit.engines.transformers.lora.adapter import Adapter
 from servekit.errors import ContextLengthExceeded, LoadError, RequestError
+from servekit.system import cgroup
 from tests.unit.engines.harness import PROMPTS, Harness, assert_alive, make_spec
 from tests.unit.engines.text.test_structured_output import DIGITS
 from tests.unit.engines.transformers.lora import making
@@ -145,7 +145,7 @@ def test_in_bfloat16_every_kind_is_verified_too(
 def test_without_memory_for_copies_a_costly_one_is_grouped(
     bare: Harness, adapters: dict[str, Path], answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_cache, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: 1000)
     for name in ("boft", "dora"):
         info = bare.engine.load_adapter(making.spec(adapters[name]))
         assert info.mode == "grouped" and "are free" in info.why

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from servekit.docs.anchors import make_anchor
+from servekit.docs.pages import make_anchor
 
 _NAMES = {str: "text", int: "whole number", float: "number", bool: "yes or no", bytes: "bytes"}
 

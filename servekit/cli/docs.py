@@ -49,14 +49,14 @@ def docs(
     if as_html:
         sys.stdout.write(site.make_html(found.name, is_live=False))
     elif sys.stdout.isatty():
-        _show(found)
+        _show_page(found)
     elif found.name == pages.INDEX:
         sys.stdout.write(_make_index())
     else:
         sys.stdout.write(pages.read_markdown(found))
 
 
-def _show(page: "Page") -> None:
+def _show_page(page: "Page") -> None:
     """Format a page for the terminal and show it in the user's pager."""
     from rich.console import Console
     from rich.markdown import Markdown

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from servekit.config.json_schema import json_schema
-from servekit.docs import fields
+from tests.reference import fields
 
 #: The head of each table.
 _HEAD = "| key | value | default | |\n|---|---|---|---|"

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from servekit.docs import fields
-from servekit.docs.anchors import make_anchor
+from servekit.docs.pages import make_anchor
+from tests.reference import fields
 
 Json = dict[str, Any]
 _METHODS = ("get", "post", "put", "patch", "delete")

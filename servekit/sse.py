@@ -10,31 +10,48 @@ from __future__ import annotations
 _BOM = b"\xef\xbb\xbf"
 
 
+class EventTooLong(Exception):
+    """An event exceeds the limit."""
+
+
 class EventStream:
-    """An incremental parser, which returns the data of completed events."""
+    """An incremental parser, which returns the data of completed events.
 
-    __slots__ = ("_began", "_skip_lf", "_unread")
+    `max_event_bytes` limits the memory of an event that does not end; without it there is no limit.
+    """
 
-    def __init__(self) -> None:
-        self._unread = b""
+    __slots__ = ("_began", "_most_bytes", "_skip_lf", "_unread")
+
+    def __init__(self, max_event_bytes: int | None = None) -> None:
+        self._most_bytes = max_event_bytes
+        self._unread = bytearray()
         self._skip_lf = False  # the last byte was a CR, which already ended its line
         self._began = False
 
     @property
     def unread(self) -> bytes:
         """Return the bytes of an incomplete event."""
-        return self._unread
+        return bytes(self._unread)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of each completed event, in order; events without data are skipped."""
+        """Return the data of each completed event, in order; events without data are skipped.
+
+        Raises EventTooLong.
+        """
         if not self._began or self._skip_lf or b"\r" in data:
-            data = self._plain(data)
+            data = self._normalize(data)
         if self._unread:
-            data = self._unread + data
-        if b"\n\n" not in data and data[:1] != b"\n":
-            self._unread = data
+            searched = len(self._unread) - 1
+            self._unread += data
+            if self._unread.find(b"\n\n", searched) < 0:
+                self._check_size()
+                return []
+            data = bytes(self._unread)
+        elif b"\n\n" not in data and data[:1] != b"\n":
+            self._unread += data
+            self._check_size()
             return []
-        *events, self._unread = data.split(b"\n\n")
+        *events, rest = data.split(b"\n\n")
         found = []
         for event in events:
             # The fast path for the usual form: one line, one space.
@@ -42,16 +59,24 @@ class EventStream:
                 found.append(event[6:])
             elif (payload := _data_of(event)) is not None:
                 found.append(payload)
-        while self._unread[:1] == b"\n":  # further empty lines end no event
-            self._unread = self._unread[1:]
+        self._unread = bytearray(rest.lstrip(b"\n"))  # further empty lines end no event
+        self._check_size()
         return found
 
-    def _plain(self, data: bytes) -> bytes:
+    def end(self) -> list[bytes]:
+        """Return the data of a last event that lacks its empty line, as some servers send it."""
+        return self.feed(b"\n\n\n")
+
+    def _check_size(self) -> None:
+        if self._most_bytes is not None and len(self._unread) > self._most_bytes:
+            raise EventTooLong
+
+    def _normalize(self, data: bytes) -> bytes:
         """Normalise line ends to LF, and drop the byte order mark at the beginning."""
         if not self._began:
-            data, self._unread = self._unread + data, b""
+            data, self._unread = bytes(self._unread) + data, bytearray()
             if _BOM.startswith(data[:3]) and len(data) < 3:
-                self._unread = data  # possibly a partial mark
+                self._unread += data  # possibly a partial mark
                 return b""
             self._began = True
             data = data.removeprefix(_BOM)

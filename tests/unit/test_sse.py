@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servekit.bench.client.sse import EventStream
+from servekit.sse import EventStream, EventTooLong
 
 LINES = st.sampled_from(
     [
@@ -91,3 +92,32 @@ def test_several_in_one_read() -> None:
 def test_what_the_end_cuts_off_is_dropped() -> None:
     reader = EventStream()
     assert reader.feed(b"data: a\n\ndata: b\n") == [b"a"]
+
+
+def test_careless_servers_leave_out_the_last_empty_line() -> None:
+    for rest, found in (
+        (b"data: b", [b"b"]),
+        (b"data: b\r", [b"b"]),
+        (b": nothing", []),
+        (b"", []),
+    ):
+        reader = EventStream()
+        assert reader.feed(b"data: a\n\n" + rest) == [b"a"]
+        assert reader.end() == found
+
+
+@pytest.mark.parametrize("line", [b"data: " + b"x" * 1000, b"x" * 1000, b"data: y\n" * 100])
+def test_an_event_without_an_end_is_given_up(line: bytes) -> None:
+    reader = EventStream(2**20)
+    fed = 0
+    with pytest.raises(EventTooLong):
+        while fed < 2**21:
+            reader.feed(line)
+            fed += len(line)
+    assert fed > 2**19
+
+
+def test_a_stream_may_be_longer_than_an_event() -> None:
+    reader = EventStream(2**20)
+    event = b"data: " + b"x" * 2**19 + b"\n\n"
+    assert sum(len(reader.feed(event)) for _ in range(4)) == 4

@@ -25,10 +25,6 @@ NEEDS = {
     "tool_choice": "tools",
     "parallel_tool_calls": "tools",
 }
-#: Parameters without effect, accepted for the clients that send them.
-IDLE = {"user", "metadata", "truncation", "store", "service_tier", "safety_identifier"}
-IDLE |= {"prompt_cache_retention", "guided_decoding_backend", "request_id", "max_tool_calls"}
-IDLE |= {"verbosity"}
 #: The echo engine has one candidate for each token, so these do not change its choice.
 IDLE_FOR_ECHO = {"top_p", "top_k"}
 
@@ -38,23 +34,29 @@ def make_table() -> str:
     from servekit.engines.echo.engine import SERVES
     from servekit.gateway.api.openai.embeddings import EmbeddingRequest
     from servekit.gateway.api.openai.responses_schema import STATEFUL, ResponsesRequest
-    from servekit.gateway.api.openai.schema import NOTHING, ChatRequest, CompletionRequest
+    from servekit.gateway.api.openai.schema import (
+        ChatRequest,
+        CompletionRequest,
+        unserved_fields,
+    )
+    from servekit.gateway.api.openapi.schemas import make_schemas
 
     kinds = (ChatRequest, CompletionRequest, ResponsesRequest, EmbeddingRequest)
-    fields = [kind.__struct_fields__ for kind in kinds]
-    names = {name for own in fields for name in own}
+    _, components = make_schemas(kinds)
+    fields = [components[kind.__name__]["properties"] for kind in kinds]
+    unserved = {name for kind in kinds for name in unserved_fields(kind)}
+    names = {name for own in fields for name in own} - {"model", *unserved, *STATEFUL}
     head = "parameter | chat | completions | responses | embeddings | transformers | echo"
     lines = [f"| {head} |", "|---|:-:|:-:|:-:|:-:|---|---|"]
     for name in sorted(names):
-        if name in {"model", *NOTHING, *STATEFUL}:
-            continue
         marks = ["✓" if name in own else "" for own in fields]
         need = NEEDS.get(name)
         ours = "if its template has tools" if need == "tools" else "✓"
         echos = "✓" if need in (None, *SERVES) else "400"
         if need == "tools":
             echos = "with `tool_parser` in the file"
-        if name in IDLE:
+        texts = [own[name].get("description", "") for own in fields if name in own]
+        if all(text.startswith("Has no effect") for text in texts):
             ours = echos = "no effect"
         if name in IDLE_FOR_ECHO:
             echos = "no effect"

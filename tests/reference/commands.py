@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from servekit.docs.anchors import make_anchor
+from servekit.docs.pages import make_anchor
 
 _WORDS = {"int": "NUMBER", "integer": "NUMBER", "float": "NUMBER", "Path": "PATH", "path": "PATH"}
 
