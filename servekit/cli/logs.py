@@ -161,17 +161,16 @@ def told(line: "Line") -> "Text":
     from rich.text import Text
 
     from servekit.cli.startup_display import read_line
+    from servekit.log_events import sentence
     from servekit.log_files import stamp
     from servekit.sanitize import plain
 
     colour = _COLOURS[sum(line.name.encode()) % len(_COLOURS)]
     text = Text(f"{plain(line.name)} | ", style=colour)
     level, event, fields = read_line(line.text)
-    fields.pop("process", None)
-    shown = " ".join([event, *(f"{key}={value}" for key, value in fields.items())])
     if at := stamp(line.text):
         text.append(f"{plain(at)} ", style="dim")
     style = _LEVELS.get(level, "")
-    for number, part in enumerate(plain(shown).split("\n")):
+    for number, part in enumerate(plain(sentence(event, fields)).split("\n")):
         text.append(f"\n{'':4}{part}" if number else part, style=style)
     return text

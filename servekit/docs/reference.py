@@ -57,6 +57,15 @@ def _make_events() -> str:
     return "\n".join(["| kind | |", "|---|---|", *rows]) + "\n"
 
 
+def _make_log_events() -> str:
+    from servekit.log_events import EVENTS
+
+    # A cell ends at a bar, also within a code span, unless it is escaped.
+    cell = {event: said.replace("|", "\\|") for event, said in EVENTS.items()}
+    rows = [f"| `{event}` | `{said}` |" for event, said in cell.items()]
+    return "\n".join(["| event | sentence |", "|---|---|", *rows]) + "\n"
+
+
 def _make_status() -> str:
     from servekit.docs.status import make_tables
 
@@ -71,6 +80,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "parameters": _make_parameters,
     "metrics": _make_metrics,
     "events": _make_events,
+    "log-events": _make_log_events,
     "status": _make_status,
 }
 

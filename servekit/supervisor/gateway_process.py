@@ -185,7 +185,7 @@ class Gateway(ManagedProcess[FromGateway]):
         match message:
             case Serving():
                 took_s = round(time.monotonic() - self._began_at, 2)
-                log.info("serving", child=self.name, after_s=took_s)
+                log.info("gateway_ready", child=self.name, after_s=took_s)
                 self.has_served = True
                 self.came_up()
             case Quarantined():
@@ -226,7 +226,7 @@ class Gateway(ManagedProcess[FromGateway]):
             self.child.send(Ping(0))
 
     def _give_up(self, child: AnyChild[FromGateway], cause: str) -> None:
-        log.error("stalled", child=self.name, pid=child.pid, reason=cause)
+        log.error("process_stalled", child=self.name, pid=child.pid, reason=cause)
         journal.tell("stalled", cause, worker=self.name, pid=child.pid)
         self.stalls += 1
         self.set("stalled", cause)

@@ -25,7 +25,7 @@ def last_words(stuck: Collection[str]) -> int:
     names = sorted(stuck)
     journal.tell("down", f"stuck in the kernel: {names}" if stuck else "stopped")
     if stuck:
-        log.error("killed, but stuck in the kernel", children=names)
+        log.error("processes_stuck", children=names)
         return 1
-    log.info("stopped")
+    log.info("supervisor_stopped")
     return 0

@@ -28,7 +28,7 @@ async def ticking(look: Callable[[bool], None], measure: Callable[[int], None]) 
             look(now - last > SLEPT_S)
             measure(count)
         except Exception:  # a figure that cannot be read must not stop the ticks
-            log.exception("cannot measure")
+            log.exception("measurement_failed")
         subreaper.look()
         last = now
         await asyncio.sleep(TICK_S)

@@ -40,7 +40,8 @@ MAY_IMPORT = {
     "errors": set(),
     "metrics": set(),
     "sanitize": set(),
-    "logging_config": set(),
+    "log_events": set(),
+    "logging_config": {"log_events", "sanitize"},
     # files that the supervisor or its children write, and that clients read
     "event_store": set(),
     "log_files": set(),
@@ -50,9 +51,9 @@ MAY_IMPORT = {
     "protocol": {"errors"},
     "model_metadata": {"errors"},
     "config": {"errors", "model_metadata"},
-    "engines": _BASE | {"model_metadata"},
+    "engines": _BASE | {"model_metadata", "logging_config"},
     "worker": _BASE | {"config", "logging_config", "engines"},
-    "gateway": _BASE | {"config", "logging_config", "metrics", "log_files"},
+    "gateway": _BASE | {"config", "logging_config", "log_events", "metrics", "log_files"},
     "supervisor": _BASE
     | {"config", "logging_config", "model_metadata", "metrics", "event_store", "ray"},
     "ray": _BASE | {"config", "logging_config", "supervisor"},
@@ -61,9 +62,10 @@ MAY_IMPORT = {
     "diagnostics": {"errors", "system", "config", "supervisor"},
     "cli": _BASE
     | {"config", "supervisor", "ray", "chaos", "bench", "diagnostics", "docs", "logging_config"}
-    | {"metrics", "event_store", "log_files", "sanitize"},
+    | {"metrics", "event_store", "log_events", "log_files", "sanitize"},
     # its generators read what they describe
-    "docs": {"errors", "config", "gateway", "metrics", "event_store", "protocol", "engines", "cli"},
+    "docs": {"errors", "config", "gateway", "metrics", "event_store", "log_events", "protocol"}
+    | {"engines", "cli"},
 }
 #: The modules of engines that the worker may import; the registry names each engine itself.
 ENGINES_FRONT = {

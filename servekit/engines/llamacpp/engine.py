@@ -10,10 +10,10 @@ Imports neither torch nor transformers.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
+import structlog
 from msgspec import structs
 
 from servekit.engines.api.base import EmbedJob, Job, Report
@@ -33,7 +33,7 @@ from servekit.model_metadata.gguf import quantization
 from servekit.protocol.messages import Capability, Dialect, Grammar, ModelInfo
 from servekit.protocol.tool_formats import markers
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
@@ -121,7 +121,7 @@ class LlamaCppEngine(LoopedEngine):
         try:
             return Grammars.over(vocabulary.for_grammars(), vocabulary.size, vocabulary.eos)
         except Exception as error:  # of many types; the model serves without grammars
-            log.warning("no structured output: %s", error)
+            log.warning("structured_output_unavailable", reason=str(error))
             return None
 
     def _dialect(self) -> Dialect:

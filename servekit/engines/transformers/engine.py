@@ -8,7 +8,6 @@ embedding model, which `embedding.EmbeddingRunner` runs. The loop is always that
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
@@ -45,8 +44,6 @@ from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import Capability, Dialect, Grammar, ModelInfo, WorkerSpec
 from servekit.protocol.tool_formats import markers
-
-log = logging.getLogger(__name__)
 
 #: Capabilities of every causal model.
 SERVES: tuple[Capability, ...] = (

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
@@ -38,7 +38,7 @@ from servekit.engines.transformers.batching import kv_cache
 from servekit.errors import LoadError
 from servekit.protocol.messages import WorkerSpec
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: Maximum share of available memory to use, unless packing is requested.
 SHARE = 0.25
@@ -122,7 +122,7 @@ def pack(model: nn.Module, spec: WorkerSpec) -> int:
                 "with its weights as they are.",
                 permanent=False,
             )
-        log.info("%s runs with its weights as they are: %s", spec.model, why)
+        log.info("weights_not_packed", model=spec.model, reason=why)
         return 0
     return size
 
@@ -197,7 +197,7 @@ def make(layers: Iterable[PackedLinear]) -> bool:
                 layer.packed.make(layer.weight)
     except (RuntimeError, MemoryError) as error:
         drop(layers)
-        log.warning("weights stay as they are: %s", _first_line(error))
+        log.warning("weight_packing_failed", reason=_first_line(error))
         return False
     return True
 

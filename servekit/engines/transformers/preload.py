@@ -6,11 +6,11 @@ grammars. A worker that was not forked from a fork server prepares them itself.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 import transformers
 
@@ -20,7 +20,7 @@ from servekit.engines.transformers import pooling, weights
 from servekit.engines.transformers.runner_factory import eos_ids, vocab_size
 from servekit.protocol.messages import WorkerSpec
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -86,5 +86,5 @@ def _make(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars | No
     try:
         return Grammars(tokenizer, vocab_size, eos)
     except Exception as error:  # of many kinds; the model serves without
-        log.warning("no structured output: %s", error)
+        log.warning("structured_output_unavailable", reason=str(error))
         return None

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
 import transformers
 
 from servekit.engines.text.structured_output import Grammars
 from servekit.engines.text.tool_format_detection import turn_ends
 from servekit.model_metadata import safetensors
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -63,5 +63,5 @@ def grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars |
     try:
         return Grammars(tokenizer, vocab_size, eos)
     except Exception as error:  # the library raises many types; the model serves without grammars
-        log.warning("no structured output: %s", error)
+        log.warning("structured_output_unavailable", reason=str(error))
         return None

@@ -159,5 +159,5 @@ class _Outspoken(ssl.SSLObject):
             now = time.monotonic()
             if now - _Outspoken._told_at >= _TELL_EVERY_S:
                 _Outspoken._told_at = now
-                log.warning("a connection was refused", reason=explain(error))
+                log.warning("connection_refused", reason=explain(error))
             raise

@@ -215,7 +215,7 @@ def sweep() -> None:
         label = found["name"]
         gone = found["state"] == "REMOVED" or "#" not in label or label in actors
         if not gone and (group := _group(label)) is not None:  # else it is in another namespace
-            log.info("an empty place is given back", worker=name_of(label))
+            log.info("placement_released", worker=name_of(label))
             remove_placement_group(group)
 
 

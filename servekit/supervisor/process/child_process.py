@@ -266,7 +266,7 @@ class ChildProcess(Generic[Incoming]):
     async def _clear_shared_memory(self) -> None:
         segments = self._segments | shared_memory.named_after({self.pid})
         if segments and (removed := await asyncio.to_thread(shared_memory.remove, segments)):
-            log.info("removed the shared memory it left", child=self.name, segments=removed)
+            log.info("shared_memory_removed", child=self.name, segments=removed)
 
     async def _conclude(self, code: int) -> None:
         await self._end_escaped()

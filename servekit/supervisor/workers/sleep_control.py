@@ -53,7 +53,7 @@ class SleepControl:
         if replica.child is not child:
             return _DIED  # and its next incarnation is awake
         if not isinstance(answer, SleepFailed):
-            log.info("asleep", child=replica.name, after_s=answer.took_s)
+            log.info("worker_asleep", child=replica.name, after_s=answer.took_s)
             return ""
         if replica.state == "asleep" and child is not None and not replica.ending:
             replica.set("ready", f"it could not be put to sleep: {answer.message}")
@@ -80,7 +80,7 @@ class SleepControl:
                 replica.vram.loaded()
         if isinstance(answer, SleepFailed):
             return answer.message
-        log.info("awake", child=replica.name, after_s=answer.took_s)
+        log.info("worker_awake", child=replica.name, after_s=answer.took_s)
         return await replica.adapters.join(replica, {}, functools.partial(self._is_awake, child))
 
     def _is_awake(self, child: object) -> None:

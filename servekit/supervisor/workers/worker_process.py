@@ -216,7 +216,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             return  # too late
         self.info, self.timings_s, self.progress = info, timings_s, None
         took_s = round(time.monotonic() - self._began_at, 2)
-        log.info("ready", child=self.name, device=self.device, after_s=took_s)
+        log.info("worker_ready", child=self.name, device=self.device, after_s=took_s)
         self.pulse = Liveness(time.monotonic())  # forgets the figures of the load
         self.vram.loaded()
         self.came_up()
@@ -238,7 +238,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         """Kill a worker that has stalled, after a stack dump."""
         if self.child is None or self.ending:
             return
-        log.error("stalled", child=self.name, pid=self.pid, reason=cause)
+        log.error("process_stalled", child=self.name, pid=self.pid, reason=cause)
         journal.tell("stalled", cause, worker=self.name, pid=self.pid)
         self.progress = None
         self.stalls += 1
@@ -341,7 +341,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     def _on_stray(self, stray: str, known: bool) -> None:
         if not known:
-            self.vram.complain("stray memory", stray)
+            self.vram.complain("gpu_memory_stray", stray)
         if self.model.stray_memory == "fail" and self.child is not None:
             self.child.kill(f"it {stray}")
 

@@ -51,7 +51,6 @@ from servekit.engines.transformers.lora.batched_lora import BatchedLora, Part
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
 
-log = logging.getLogger(__name__)
 # The library's logger reports every cache that it creates, in its own format.
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
 

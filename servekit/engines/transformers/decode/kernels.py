@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -33,8 +32,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-log = logging.getLogger(__name__)
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 

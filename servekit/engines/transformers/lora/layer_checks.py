@@ -10,12 +10,12 @@ The inputs of each layer in one forward pass are recorded and passed again to
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ from servekit.engines.transformers.lora.adapter_files import PARAM
 from servekit.engines.transformers.lora.tolerance import Tolerance, error
 from servekit.errors import RequestError
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: Maximum size of the weights copied to the CPU; of a larger model every n-th layer is compared.
 REFERENCE_BYTES = 4 * 2**30
@@ -135,7 +135,7 @@ def _merged_error(one: Seen) -> float | None:
     try:
         layer.merge()
     except Exception as reason:  # of many kinds, depending on the tuner
-        log.info("%s cannot be merged: %s", one.name, reason)
+        log.info("layer_merge_failed", layer=one.name, reason=str(reason))
         return None
     return error(layer(*one.given), one.made)
 

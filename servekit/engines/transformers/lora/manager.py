@@ -13,11 +13,11 @@ A failure at any point leaves nothing behind.
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any, Protocol
 
+import structlog
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -40,7 +40,7 @@ from servekit.errors import LoadError, RequestError
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import SamplingParams, WorkerSpec
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: Number of served adapters beside which a new one is verified.
 _NEIGHBOURS = 2
@@ -91,7 +91,7 @@ class AdapterManager:
             try:
                 loaded.append(self.load(spec))
             except (RequestError, LoadError) as error:
-                log.warning("adapter %s is refused: %s", spec.name, error)
+                log.warning("adapter_refused", adapter=spec.name, reason=str(error))
                 refused[spec.name] = str(error)
         return tuple(loaded), refused
 
