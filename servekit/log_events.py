@@ -93,8 +93,8 @@ EVENTS = {
     # gateways
     "worker_connected": "Connected to {worker}",
     "worker_unreachable": "{worker} cannot be reached: {error}",
-    "worker_lost": "{worker} is lost, and {sent_elsewhere} of its {in_flight} requests run"
-    " elsewhere: {error}",
+    "worker_lost": "The connection to {worker} is lost, and {sent_elsewhere} of its {in_flight}"
+    " requests are sent elsewhere: {error}",
     "supervisor_lost": "The connection to the supervisor is lost: {error}",
     "request_quarantined": "A request to {model} is quarantined for {for_s} s: workers died of it"
     " {deaths} times",
@@ -184,19 +184,21 @@ EVENTS = {
     "embedding_submit_failed": "Texts cannot be sent to the engine: {reason}",
 }
 _FIELD = re.compile(r"\{(\w+)\}")
+_EMPTY: tuple[Any, ...] = (None, "", [])
 _OPTIONAL = re.compile(r"\[([^]|]*)\|?([^]]*)\]")
 
 
 def sentence(event: str, fields: Mapping[str, Any]) -> str:
-    """Return an event for people: its sentence, and as NAME=VALUE the fields not in it.
+    """Return an event for people: its sentence, and as NAME=VALUE the other fields with a value.
 
     An event that is not in the catalogue, such as a plugin's, is its own sentence.
     """
     template = EVENTS.get(event)
     said = event if template is None else _fill(template, fields)
     in_it = () if template is None else _FIELD.findall(template)
-    rest = (f"{key}={_shown(value)}" for key, value in fields.items() if key not in in_it)
-    return " ".join((said, *rest))
+    rest = {key: value for key, value in fields.items() if key not in in_it}
+    shown = (f"{key}={_shown(value)}" for key, value in rest.items() if value not in _EMPTY)
+    return " ".join((said, *shown))
 
 
 def _fill(template: str, fields: Mapping[str, Any]) -> str:

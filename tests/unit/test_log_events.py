@@ -95,7 +95,7 @@ def test_all_loggers_are_structlog_s() -> None:
         ("model_loading", {"model": "{reason}"}, "Loading {reason}"),
         ("worker_ready", {"device": "cpu", "after_s": 1.0}, "The worker serves on cpu after 1 s"),
         ("worker_ready", {}, "The worker serves on ? after ? s"),
-        ("shutdown_forced", {"x": 1}, "Stopping now; requests in flight are cut off x=1"),
+        ("supervisor_stopped", {"x": 0, "y": None, "z": [], "u": ""}, "Stopped x=0"),
         ("unknown_parameters_ignored", {"names": ["a", "b"]}, "…: a, b"),
         (
             "process_exited",
