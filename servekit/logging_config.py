@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from servekit import log_events
-from servekit.sanitize import plain
+from servekit.sanitize import strip_controls
 
 _Line = MutableMapping[str, Any]
 
@@ -127,16 +127,16 @@ class _TerminalRenderer:
         self._in_colour = not os.environ.get("NO_COLOR")
 
     def __call__(self, logger: Any, name: str, line: _Line) -> str:
-        level, component = line["level"], plain(str(line["component"]))
+        level, component = line["level"], strip_controls(str(line["component"]))
         fields = {key: value for key, value in line.items() if key not in _APART}
-        said = plain(log_events.sentence(str(line["event"]), fields))
+        said = strip_controls(log_events.sentence(str(line["event"]), fields))
         if level in ("warning", "error", "critical"):
             said = f"{level}: {said}"
         at, component = time.strftime("%H:%M:%S"), f"{component:<{_COMPONENT_COLUMNS}}"
         shown = _wrapped(said, len(at) + len(component) + 2)
         for more in ("stack", "exception"):
             if more in line:
-                shown += f"\n{plain(str(line[more]))}"
+                shown += f"\n{strip_controls(str(line[more]))}"
         if not self._in_colour:
             return f"{at} {component} {shown}"
         colour = _COLOURS.get(level, "")

@@ -18,7 +18,7 @@ LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 RELAYS = {"line"}  # a child's line
 VARIABLES = {
     "complain": {"gpu_memory_over_claim", "gpu_memory_stray"},
-    "lament": {"process_exited", "process_start_failed"},
+    "report_death": {"process_exited", "process_start_failed"},
 }
 #: Events whose names are not in a call of a logger.
 RENDERED = {"output", "library_logged"}
@@ -66,6 +66,16 @@ def test_every_event_of_the_source_is_in_the_catalogue_and_the_other_way_round()
         assert events <= EVENTS.keys(), f"{place}: not in the catalogue: {events - EVENTS.keys()}"
         used |= events
     assert used == EVENTS.keys(), f"nothing logs these: {EVENTS.keys() - used}"
+
+
+def test_events_that_reach_a_logger_in_a_variable_are_constants_elsewhere() -> None:
+    constants = {
+        node.value
+        for _, function in functions()
+        for node in ast.walk(function)
+        if isinstance(node, ast.Constant)
+    }
+    assert set().union(*VARIABLES.values()) <= constants
 
 
 def test_every_sentence_has_its_fields() -> None:

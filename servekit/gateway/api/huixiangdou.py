@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -22,7 +23,9 @@ from msgspec import Meta
 
 from servekit.errors import ClientClosed, ModelUnavailable, RequestError, ServekitError
 from servekit.gateway.api.endpoint import Endpoint, Refuse
+from servekit.gateway.api.fields import ANSWER, QUESTION, doc
 from servekit.gateway.api.openai.schema import decode
+from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.api.responder import DisconnectWatcher, ResponseEncoder, respond
 from servekit.gateway.generation.generation import (
     Choice,
@@ -59,10 +62,19 @@ Round = Annotated[list[str | None], Meta(min_length=2)]
 class InferenceRequest(msgspec.Struct):
     """Body of POST /inference and /stream. `history` has pairs of a question and its answer."""
 
-    prompt: str = ""
-    history: Annotated[list[Round], Meta(max_length=2048)] | None = None
+    prompt: Annotated[str, doc("The question", QUESTION)] = ""
+    history: Annotated[list[Round], Meta(max_length=2048, examples=[[]])] | None = None
+    """The rounds before the question: a question and its answer each."""
     backend: str | None = None
-    remote: bool | None = None  # sent by older clients instead of `backend`
+    """The name of a model; any other name means the first model of the file."""
+    remote: Annotated[bool, doc("Has no effect; older clients send it")] | None = None
+
+
+class InferenceAnswer(msgspec.Struct):
+    """The answer of /inference, with status 200 also if there is none, and errors of both paths."""
+
+    text: Annotated[str, doc("The text", ANSWER)]
+    error: Annotated[str, doc("Why there is no text; empty if there is")]
 
 
 class Cut(Exception):
@@ -72,13 +84,13 @@ class Cut(Exception):
 async def refuse(send: Send, error: ServekitError) -> None:
     """Answer `{"text": "", "error": "..."}`, with 200 unless the method is not allowed."""
     status = error.status if isinstance(error, MethodNotAllowed) else 200
-    body = {"text": "", "error": error.message or error.code}
+    body = InferenceAnswer("", error.message or error.code)
     await send_json(send, _encode(body), status, error_headers(error))
 
 
 async def refuse_stream(send: Send, error: ServekitError) -> None:
     """Answer with the error's own status, the only thing that this client looks at."""
-    body = {"text": "", "error": error.message or error.code}
+    body = InferenceAnswer("", error.message or error.code)
     await send_json(send, _encode(body), error.status, error_headers(error))
 
 
@@ -90,7 +102,7 @@ class Whole(ResponseEncoder):
         error = ""
         if choice.reasoning and not choice.text:
             error = f"the model did not get past its thoughts, {turn.completion_tokens} tokens long"
-        return _encode({"text": choice.text, "error": error})
+        return _encode(InferenceAnswer(choice.text, error))
 
     async def refuse(self, send: Send, error: ServekitError) -> None:
         await refuse(send, error)
@@ -246,3 +258,16 @@ def _messages(request: InferenceRequest) -> list[ChatMessage]:
             messages.append(ChatMessage("user", question))
             messages.append(ChatMessage("assistant", answer))
     return [*messages, ChatMessage("user", request.prompt)]
+
+
+_operation = partial(
+    Operation,
+    request=InferenceRequest,
+    response=InferenceAnswer,
+    tag="HuixiangDou",
+    error=InferenceAnswer,
+)
+OPERATIONS = (
+    _operation("/inference", "An answer in the format of HuixiangDou's own LLM server"),
+    _operation("/stream", "The same, streamed", pieces=(str,)),
+)

@@ -26,12 +26,20 @@ from servekit.gateway.api.openai.request import (
     completion_sampling,
 )
 from servekit.gateway.api.openai.response import ChatForm, CompletionForm
+from servekit.gateway.api.openai.response_types import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    OpenAIError,
+)
 from servekit.gateway.api.openai.schema import (
     ChatRequest,
     Common,
     CompletionRequest,
     decode,
 )
+from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.api.responder import (
     DisconnectWatcher,
     FastResponseAsgi,
@@ -332,3 +340,21 @@ async def stream_with_places(answer: OpenAIEncoder, call: InflightRequest, send:
         await send({"type": "http.response.body", "body": comment, "more_body": True})
         place = await call.place_after(place)
     await stream(answer, call, send, started=True)
+
+
+OPERATIONS = (
+    Operation(
+        "/v1/chat/completions",
+        "A chat completion",
+        ChatRequest,
+        ChatCompletion,
+        (ChatChunk, OpenAIError),
+    ),
+    Operation(
+        "/v1/completions",
+        "A completion",
+        CompletionRequest,
+        Completion,
+        (CompletionChunk, OpenAIError),
+    ),
+)

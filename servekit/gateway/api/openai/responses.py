@@ -11,8 +11,10 @@ import msgspec
 from servekit.errors import ServekitError
 from servekit.gateway.api.endpoint import Endpoint, EndpointFactory
 from servekit.gateway.api.openai.response import logprob_of, new_id
+from servekit.gateway.api.openai.responses_events import EVENTS, Response
 from servekit.gateway.api.openai.responses_schema import ResponsesRequest, ask_of
 from servekit.gateway.api.openai.schema import decode
+from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.api.responder import ResponseEncoder
 from servekit.gateway.generation.generation import (
     Choice,
@@ -272,3 +274,8 @@ def _usage(turn: Generation) -> Json:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + completion,
     }
+
+
+OPERATIONS = (
+    Operation("/v1/responses", "A response; none is stored", ResponsesRequest, Response, EVENTS),
+)
