@@ -397,7 +397,7 @@ class ErrorMiddleware:
         try:
             await self._app(scope, receive, watched)
         except Exception:
-            self._log.exception("unexpected error", path=scope["path"])
+            self._log.exception("unexpected_error", path=scope["path"])
             if not started:
                 refuse = self._envelopes.get(scope["path"], send_error)
                 await refuse(send, ServekitError("an internal error; see the logs"))

@@ -133,7 +133,7 @@ def test_ctrl_c_finishes_what_is_in_flight(tmp_path: Path) -> None:
         url = instance.until_settled().url
         request = slow_request(pool, instance)
         instance.signal(signal.SIGINT)
-        instance.until("it drains", lambda: "draining" in instance.log)
+        instance.until("it drains", lambda: "supervisor_draining" in instance.log)
         host, port = url.removeprefix("http://").split(":")
 
         def refused() -> bool:
@@ -146,7 +146,7 @@ def test_ctrl_c_finishes_what_is_in_flight(tmp_path: Path) -> None:
         instance.until("it accepts no more", refused)
         assert request.result(30).json()["usage"]["completion_tokens"] == 60
         assert instance.wait() == 0
-        assert "finishing 1 request, press Ctrl-C again to stop now" in instance.log
+        assert "requests_finishing" in instance.log
 
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
         pool.submit(complete, instance.url, "slow", "x", max_tokens=5000)
         instance.until("it is in flight", lambda: instance.gateway().in_flight == 1)
         instance.signal(signal.SIGINT)
-        instance.until("it drains", lambda: "draining" in instance.log)
+        instance.until("it drains", lambda: "supervisor_draining" in instance.log)
         assert instance.process.poll() is None
         began = time.monotonic()
         instance.signal(signal.SIGINT)
@@ -232,7 +232,7 @@ def test_nothing_survives_kill_9(tmp_path: Path, moment: str) -> None:
             pool.submit(complete, instance.url, "b", "x", max_tokens=5000)
             instance.until("it is in flight", lambda: instance.gateway().in_flight == 1)
             instance.signal(signal.SIGTERM)
-            instance.until("it drains", lambda: "draining" in instance.log)
+            instance.until("it drains", lambda: "supervisor_draining" in instance.log)
         assert instance.survivors()
         instance.signal(signal.SIGKILL)
         instance.process.wait()

@@ -21,6 +21,7 @@ from servekit import metrics
 from servekit.engines.api import base
 from servekit.errors import ConfigError
 from servekit.event_store import KINDS
+from servekit.log_events import EVENTS
 from servekit.protocol.types import ModelInfo
 from servekit.supervisor.deployments.config_diff import LIVE_SERVER_KEYS
 from tests import markov
@@ -36,6 +37,13 @@ def _make_metrics() -> str:
 def _make_events() -> str:
     rows = [f"| `{kind}` | {meaning} |" for kind, meaning in KINDS.items()]
     return "\n".join(["| kind | |", "|---|---|", *rows]) + "\n"
+
+
+def _make_log_events() -> str:
+    # A cell ends at a bar, also within a code span, unless it is escaped.
+    cell = {event: said.replace("|", "\\|") for event, said in EVENTS.items()}
+    rows = [f"| `{event}` | `{said}` |" for event, said in cell.items()]
+    return "\n".join(["| event | sentence |", "|---|---|", *rows]) + "\n"
 
 
 def _make_live_keys() -> str:
@@ -66,6 +74,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "parameters": parameters.make_table,
     "metrics": _make_metrics,
     "events": _make_events,
+    "log-events": _make_log_events,
     "status": status.make_tables,
     "live-keys": _make_live_keys,
     "engine-types": _make_engine_types,

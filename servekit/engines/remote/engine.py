@@ -220,7 +220,7 @@ class OpenAIEngine(TextEngine):
         except RequestError as error:
             failure = error
         except Exception:
-            log.exception("a request to the endpoint failed")
+            log.exception("endpoint_request_failed")
             failure = EndpointFailed("the request to the endpoint failed; see the logs")
         self._queue_output(TextOutput(job_id, [], failure=failure))
 

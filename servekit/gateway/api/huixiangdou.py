@@ -164,7 +164,7 @@ class Legacy:
         except Cut as cut:
             # the server closes the connection when an ASGI app returns before its answer is
             # complete
-            log.warning("stream cut off", path=scope["path"], error=str(cut))
+            log.warning("stream_cut_off", path=scope["path"], error=str(cut))
 
     async def _answer(
         self, scope: Scope, receive: Receive, send: Send, form: ResponseEncoder, *, stream: bool
@@ -179,7 +179,7 @@ class Legacy:
         except ServekitError as error:
             await form.refuse(send, error)
         except Exception:
-            log.exception("unexpected error", path=scope["path"])
+            log.exception("unexpected_error", path=scope["path"])
             await form.refuse(send, ServekitError("an internal error; see the logs"))
         else:
             await respond(turn, form, receive, send)

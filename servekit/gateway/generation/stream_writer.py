@@ -78,7 +78,7 @@ class StreamWriter:
             if not isinstance(error, ClientClosed):
                 exchange.fail(error)
         except Exception:
-            log.exception("unexpected error", request=exchange.origin.name)
+            log.exception("unexpected_error", request=exchange.origin.name)
             exchange.fail(ServekitError("an internal error; see the logs"))
             self._call.cancel()
 

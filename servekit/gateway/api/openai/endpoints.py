@@ -227,7 +227,7 @@ class OpenAI:
     def _on_done(self, exchange: FastResponse, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("unexpected error", exc_info=error)
+            log.error("unexpected_error", exc_info=error)
             exchange.fail(ServekitError("an internal error; see the logs"))
 
     def _answer_to(self, shape: Shape, request: Common, call: InflightRequest) -> OpenAIEncoder:

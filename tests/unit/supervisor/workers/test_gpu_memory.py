@@ -56,7 +56,7 @@ def test_excess_is_logged_once_as_long_as_it_lasts() -> None:
     with structlog.testing.capture_logs() as logs:
         for told in (too_much, too_much, enough, too_much):
             gpu.measure(told)
-    assert [entry["event"] for entry in logs] == ["more than its claim"] * 2
+    assert [entry["event"] for entry in logs] == ["gpu_memory_over_claim"] * 2
     assert logs[0]["child"] == "a/0"
 
 
