@@ -138,7 +138,7 @@ def test_one_that_dies_while_it_waits_to_wake_is_loaded_anew(
             instance.until("that is the end of it", lambda: "its worker died" in instance.log)
             gpus.hold({})
             assert text(waits.result()) == "hello"
-        assert count(instance, "loading", "a") == 2
+        assert count(instance, "model_loading", "a") == 2
 
 
 @pytest.mark.lane("residents")
@@ -264,7 +264,7 @@ def test_adapters_are_added_to_models_that_are_away(tmp_path: Path) -> None:
         refused = complete(url, "wrong")
         assert (refused.status_code, "not valid JSON" in refused.text) == (503, True)
         assert text(complete(url, "lout")) == "HELLO"
-        assert count(instance, "loading", "a") == 2
+        assert count(instance, "model_loading", "a") == 2
 
 
 @pytest.mark.lane("residents")
