@@ -267,13 +267,16 @@ def test_gateways_share_a_limit(tmp_path: Path) -> None:
             url = f"{instance.url}/v1/completions"
             return httpx.post(url, json=PLAIN, headers=bearer(ALICE)).status_code
 
+        answers: list[int] = []
+
         def all_refused() -> bool:  # all at once: one more is allowed every three seconds
             with ThreadPoolExecutor(10) as pool:
-                return {*pool.map(ask_anew, range(10))} == {429}
+                answers.extend(pool.map(ask_anew, range(10)))
+            return {*answers[-10:]} == {429}
 
         poll("both know that it is used up", all_refused, 30)
-        served = sum(gateway.requests for gateway in instance.status().gateways)
-        assert 20 <= served <= 45  # at most a second's worth of the other's more, and the refill
+        # at most a second's worth of the other's more, and the refill
+        assert 20 <= answers.count(200) <= 45
 
 
 # ---------------------------------------------------------------- reload
