@@ -15,7 +15,6 @@ import structlog
 
 from servekit.errors import Forbidden, RequestError, ServekitError
 from servekit.gateway.api.admin.endpoints import NothingSuch, Supervisor
-from servekit.gateway.api.endpoint import Endpoint
 from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.auth.authorization import ACTING, Access
 from servekit.gateway.http.asgi import (
@@ -26,6 +25,7 @@ from servekit.gateway.http.asgi import (
     read_body,
     send_error,
 )
+from servekit.gateway.http.response import Endpoint
 from servekit.protocol.adapters import AdapterSpec, AddAdapter, RemoveAdapter
 from servekit.protocol.messages import Accepted
 

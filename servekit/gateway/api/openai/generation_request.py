@@ -14,7 +14,7 @@ from servekit.gateway.api.openai.schema import ChatRequest, CompletionRequest
 from servekit.gateway.generation.generation import GenerationRequest
 
 
-def chat_ask(request: ChatRequest, key: str) -> GenerationRequest:
+def chat_request(request: ChatRequest, key: str) -> GenerationRequest:
     """Return the generation request of a chat. Raises RequestError for a wrong body."""
     options = request.stream_options
     return GenerationRequest(
@@ -37,7 +37,7 @@ def chat_ask(request: ChatRequest, key: str) -> GenerationRequest:
     )
 
 
-def completion_ask(
+def completion_request(
     request: CompletionRequest, prompts: list[Prompt], key: str
 ) -> GenerationRequest:
     """Return the generation request of completions of `prompts`. Raises RequestError."""
