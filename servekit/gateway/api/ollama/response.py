@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -51,7 +52,13 @@ def now() -> str:
 
 def timestamp(at: float) -> str:
     """Return a Unix time, in seconds, in Ollama's format."""
-    return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
+    second, micros = divmod(round(at * 1e6), 1_000_000)
+    return f"{_second(second)}.{micros:06d}Z" if micros else f"{_second(second)}Z"
+
+
+@lru_cache(maxsize=4)
+def _second(at: int) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat().removesuffix("+00:00")
 
 
 class OllamaEncoder(ResponseEncoder):
