@@ -207,18 +207,18 @@ class DeadlineExceeded(RequestError):
     code = "timeout"
 
 
-def _tree(root: type[RequestError]) -> dict[str, type[RequestError]]:
+def _error_tree(root: type[RequestError]) -> dict[str, type[RequestError]]:
     found = {root.code: root}
     for child in root.__subclasses__():
-        found |= _tree(child)
+        found |= _error_tree(child)
     return found
 
 
 #: `code` to class: on the wire an error is (code, message, param).
-REQUEST_ERRORS: dict[str, type[RequestError]] = _tree(RequestError)
+REQUEST_ERRORS: dict[str, type[RequestError]] = _error_tree(RequestError)
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a "did you mean" suffix for an error about an unknown name, or ""."""
     import difflib
 

@@ -71,51 +71,51 @@ class Wanted:
     kinds: tuple[str, ...] = ()
 
 
-def newest(folder: Path, wanted: Wanted, most: int) -> list[Event]:
+def newest_events(folder: Path, wanted: Wanted, most: int) -> list[Event]:
     """Return the last `most` matching events in ascending order; [] if no file is readable."""
     path = folder / FILE
     if not path.is_file():
         return []
-    query, values = _where(wanted)
+    query, values = _where_clause(wanted)
     try:
-        with contextlib.closing(_opened(path)) as file:
+        with contextlib.closing(_open_store(path)) as file:
             rows = file.execute(
                 f"SELECT {_COLUMNS} FROM events WHERE {query} ORDER BY id DESC LIMIT ?",
                 (*values, most),
             ).fetchall()
     except sqlite3.Error:  # the supervisor repairs a corrupt file
         return []
-    return [event(row) for row in reversed(rows)]
+    return [event_of_row(row) for row in reversed(rows)]
 
 
-def names(folder: Path) -> list[str]:
+def event_names(folder: Path) -> list[str]:
     """Return the sorted names of all models and processes that have events."""
     path = folder / FILE
     if not path.is_file():
         return []
     query = "SELECT model FROM events UNION SELECT worker FROM events"
     try:
-        with contextlib.closing(_opened(path)) as file:
+        with contextlib.closing(_open_store(path)) as file:
             return sorted(str(name) for (name,) in file.execute(query) if name)
     except sqlite3.Error:
         return []
 
 
-def _opened(path: Path) -> sqlite3.Connection:
+def _open_store(path: Path) -> sqlite3.Connection:
     # Not read-only: SQLite may first have to recover the journal of a killed supervisor.
     file = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=_BUSY_S)
     file.execute("PRAGMA query_only = 1")
     return file
 
 
-def event(row: tuple[Any, ...]) -> Event:
+def event_of_row(row: tuple[Any, ...]) -> Event:
     """Convert a row of the table to an Event. Unexpected contents do no harm."""
     number, at, kind, model, worker, what, detail = row
     told = str(kind), str(what), str(model), str(worker)
-    return Event(float(at), *told, detail=details(detail), id=int(number))
+    return Event(float(at), *told, detail=parse_details(detail), id=int(number))
 
 
-def details(text: str) -> dict[str, Any]:
+def parse_details(text: str) -> dict[str, Any]:
     """Parse the JSON figures of an event; return {} if they are malformed."""
     found: Any = None
     with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -123,7 +123,7 @@ def details(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _where(wanted: Wanted) -> tuple[str, list[Any]]:
+def _where_clause(wanted: Wanted) -> tuple[str, list[Any]]:
     parts: list[str] = ["at >= ?", "id > ?"]
     values: list[Any] = [wanted.since, wanted.after]
     if wanted.name:

@@ -29,7 +29,7 @@ class Line:
     text: str
 
 
-def files(folder: Path) -> dict[str, Path]:
+def find_log_files(folder: Path) -> dict[str, Path]:
     """Return the current log file of each process, by process name."""
     found = sorted((folder / "logs").glob("*.log"))
     return {process_of(path): path for path in found if path.is_file()}
@@ -46,7 +46,7 @@ def is_of(process: str, name: str) -> bool:
     return name in ("", process, process.rpartition("/")[0])
 
 
-def last(name: str, path: Path, most: int, most_bytes: int = _MOST_BYTES) -> list[Line]:
+def last_lines(name: str, path: Path, most: int, most_bytes: int = _MOST_BYTES) -> list[Line]:
     """Return the last `most` lines of one process in order, including rotated files.
 
     At most `most_bytes` of each file are read.
@@ -57,13 +57,13 @@ def last(name: str, path: Path, most: int, most_bytes: int = _MOST_BYTES) -> lis
         older = path.with_name(f"{path.name}.{number}") if number else path
         with contextlib.suppress(OSError):  # just rotated, or absent
             written = written or older.stat().st_mtime
-            texts = [*_end(older, most - len(texts), most_bytes), *texts]
+            texts = [*_read_end(older, most - len(texts), most_bytes), *texts]
         if len(texts) >= most:
             break
-    return _dated(name, texts[-most:] if most else [], written)
+    return _date_lines(name, texts[-most:] if most else [], written)
 
 
-def _end(path: Path, most: int, most_bytes: int) -> list[str]:
+def _read_end(path: Path, most: int, most_bytes: int) -> list[str]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         wanted = min(size, max(_LEAST_BYTES, most * _LINE_BYTES), most_bytes)
@@ -73,12 +73,12 @@ def _end(path: Path, most: int, most_bytes: int) -> list[str]:
         del lines[0]  # an incomplete line
     if not lines[-1]:
         lines.pop()
-    return [_text(line) for line in lines[-most:]] if most > 0 else []
+    return [_decode_line(line) for line in lines[-most:]] if most > 0 else []
 
 
-def _dated(name: str, texts: list[str], written: float) -> list[Line]:
+def _date_lines(name: str, texts: list[str], written: float) -> list[Line]:
     """Date the lines. A line without a time gets that of the line before, or of the first after."""
-    known = [stamp(text) for text in texts]
+    known = [timestamp_of(text) for text in texts]
     at = next(filter(None, known), time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(written)))
     lines = []
     for text, own in zip(texts, known, strict=True):
@@ -87,7 +87,7 @@ def _dated(name: str, texts: list[str], written: float) -> list[Line]:
     return lines
 
 
-def stamp(text: str) -> str:
+def timestamp_of(text: str) -> str:
     """Return the timestamp of a line of servekit's own JSON logging, or ""."""
     if text.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
@@ -97,7 +97,7 @@ def stamp(text: str) -> str:
     return ""
 
 
-def _text(line: bytes) -> str:
+def _decode_line(line: bytes) -> str:
     cut = line[:LONGEST_BYTES].decode(errors="replace")
     more = len(line) - LONGEST_BYTES
     return f"{cut} … ({more} bytes more)" if more > 0 else cut
@@ -146,10 +146,10 @@ class Tail:
             *lines, rest = (self._rest + piece).split(b"\n")
             for line in lines:
                 if not self._cut:
-                    yield _text(line)
+                    yield _decode_line(line)
                 self._cut = False
             if len(rest) > LONGEST_BYTES:
                 if not self._cut:
-                    yield f"{_text(rest[:LONGEST_BYTES])} …"
+                    yield f"{_decode_line(rest[:LONGEST_BYTES])} …"
                 self._cut, rest = True, b""
             self._rest = rest

@@ -245,7 +245,7 @@ METRICS: tuple[Metric, ...] = (
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 
-def reference() -> str:
+def metrics_reference() -> str:
     """Return all metrics as a Markdown table."""
     rows = ["| metric | kind | labels | |", "|---|---|---|---|"]
     for metric in METRICS:

@@ -22,24 +22,24 @@ _PICTURES |= dict.fromkeys(
 _PICTURES |= dict.fromkeys((*range(0xFFF9, 0xFFFC), *range(0xD800, 0xE000)), 0xFFFD)
 
 
-def plain(text: str) -> str:
+def strip_controls(text: str) -> str:
     """Remove escape sequences, control characters and bidi marks; keep newlines and tabs."""
     return _CONTROL.sub("", text)
 
 
-def line(text: str, most: int = 2000) -> str:
+def one_line(text: str, most: int = 2000) -> str:
     """Return sanitized text on one line, truncated to `most` characters."""
-    shown = " ".join(plain(text[: 4 * most]).split())
+    shown = " ".join(strip_controls(text[: 4 * most]).split())
     return shown if len(shown) <= most and len(text) <= 4 * most else f"{shown[:most]} …"
 
 
-def counted(number: int, what: str) -> str:
+def count_noun(number: int, what: str) -> str:
     """Return a number with its noun: "1 restart", "2 restarts"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def visible(text: str) -> str:
-    """Replace each character that `plain` removes by a picture, one for one.
+def show_controls(text: str) -> str:
+    """Replace each character that `strip_controls` removes by a picture, one for one.
 
     Suitable for streamed text: no sequence has to be awaited, and none can slip through
     between two pieces.

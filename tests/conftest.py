@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
 from hypothesis import settings
+
+from tests import lanes
 
 # Under nohup, or in the background of some shells, hangups or Ctrl-C are ignored, and so they would
 # be by every process that the tests start: servekit heeds them, but not where they are off.
@@ -25,6 +29,7 @@ if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
 # Where bytecode is not kept, each of the many processes that the tests start would compile servekit
 # anew: a third of a second that a user's machine spends once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Five seconds, unless it is told otherwise: on a busy machine that is a process that starts.
 for _what in ("connect", "read", "write", "pool"):
@@ -34,22 +39,31 @@ for _what in ("connect", "read", "write", "pool"):
 # on a busy machine. `--hypothesis-profile default` looks for others.
 settings.load_profile("ci")
 
+# The imports of all files of tests make no garbage that matters: not before they are done.
+gc.disable()
+
 INTEGRATION = Path(__file__).parent / "integration"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--lanes", action="store_true", help="also run what takes minutes each")
+    lanes.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # of xdist, which tells its reports to the one above
+        config.pluginmanager.register(lanes.WholeRun())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What starts real processes comes first: the longest files do not end up last."""
+    lanes.choose(config, items)
     items.sort(key=lambda item: INTEGRATION not in item.path.parents)
-    for item in items:
-        # Thousands of deadlines, and hundreds of real starts and kills, on whatever machine this
-        # is: a test that fails is tried once more, and the summary names it as RERUN. What is
-        # wrong fails twice.
-        item.add_marker(pytest.mark.flaky(reruns=1))
-    if not config.getoption("--lanes"):
-        for item in items:
-            if item.get_closest_marker("lane"):
-                item.add_marker(pytest.mark.skip(reason="a slow lane: pytest --lanes"))
+
+
+def pytest_collection_finish() -> None:
+    """Spare every later collection of garbage the objects of all modules that are imported by now.
+
+    With all files of tests they are a million, and tests that look for leaks collect at each step.
+    """
+    gc.freeze()
+    gc.enable()

@@ -28,14 +28,14 @@ ROOT = Path(__file__).parents[1]
 TORCH = "2.13.0"
 #: What the tests themselves need beside servekit.
 TOOLS = (
-    *("pytest", "pytest-timeout", "pytest-xdist", "pytest-asyncio", "pytest-rerunfailures"),
+    *("pytest", "pytest-timeout", "pytest-xdist", "pytest-asyncio"),
     *("psutil", "httpx", "hypothesis"),
 )
 OF_CUDA = ("torchvision", "torchaudio", "torchcodec")
 PARTS = {
-    "contract": ("tests/unit/engines/contract", "-k", "vllm-cpu"),
-    "engine": ("tests/unit/engines/vllm",),
-    "instance": ("tests/integration/test_vllm.py", "--lanes"),
+    "contract": ("tests/unit/engines/contract", "-k", "vllm-cpu", "--lanes", "vllm"),
+    "engine": ("tests/unit/engines/vllm", "--lanes", "ordinary,vllm"),
+    "instance": ("tests/integration/test_vllm.py", "--lanes", "vllm"),
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from servekit.bench.client.client_protocol import Ended, Record, Report
-from servekit.bench.client_saturation import Clients, limits
+from servekit.bench.client_saturation import Clients, saturation_limits
 from servekit.bench.percentiles import Histogram, Sample
 from servekit.bench.result import ClientFigures, Failure, Goodput, Run, Second, Spread
 from servekit.bench.slo import is_good
@@ -133,12 +133,12 @@ class Tally:
             output_tokens_per_s=self._tokens_in_time / duration_s,
             prompt_tokens_per_s=self._prompts_in_time / duration_s if self._prompts else None,
             tokens_by=self.tokens_by(),
-            prompt_tokens=spread(self._prompts),
-            output_tokens=spread(self._outputs),
-            ttft_s=spread(self.ttft),
-            itl_s=spread(self.gaps),
-            tpot_s=spread(self.tpot),
-            e2e_s=spread(self.e2e),
+            prompt_tokens=compute_spread(self._prompts),
+            output_tokens=compute_spread(self._outputs),
+            ttft_s=compute_spread(self.ttft),
+            itl_s=compute_spread(self.gaps),
+            tpot_s=compute_spread(self.tpot),
+            e2e_s=compute_spread(self.e2e),
             goodput=self._goodput(duration_s, ended),
             errors=[
                 Failure(kind, count, self._messages[kind])
@@ -181,7 +181,7 @@ class Tally:
             machine.has_server,
         )
         resent = sum(ended.resent for ended in self._ends)
-        told = list(limits(found))
+        told = list(saturation_limits(found))
         return ClientFigures(len(cpu_cores), list(cpu_cores), lag_p99_s, late_p99_s, resent, told)
 
     def _timeline(self) -> list[Second]:
@@ -190,7 +190,7 @@ class Tally:
         return [Second(int(done), int(failed), tokens) for done, failed, tokens in found]
 
 
-def spread(values: Sample | Histogram) -> Spread | None:
+def compute_spread(values: Sample | Histogram) -> Spread | None:
     if not len(values):
         return None
     at = [values.at(percent) for percent in range(101)]

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 
-def poisson(rate: float, source: random.Random) -> Iterator[float]:
+def poisson_arrivals(rate: float, source: random.Random) -> Iterator[float]:
     """Yield arrival times in seconds from the start, `rate` per second on average, without end.
 
     The gaps are exponential and independent. Several such processes add up to one with the sum of

@@ -27,23 +27,24 @@ class Clients:
     beside_server: bool = False  # the server runs on this machine too
 
 
-def limits(found: Clients) -> Iterator[str]:
+def saturation_limits(found: Clients) -> Iterator[str]:
     """Yield a sentence with a figure for each way in which the clients were the bottleneck."""
     busiest = max(found.cpu_cores, default=0.0)
     if busiest >= BUSY_CORES:
         yield (
             f"The load generator was the limit: its busiest process took {busiest:.0%} of a core"
-            f"; {_advice(found)}."
+            f"; {_give_advice(found)}."
         )
     if found.lag_p99_s >= LAG_S:
         yield (
-            f"The load generator was late to look: 1 % of the times by {_ms(found.lag_p99_s)} "
-            f"or more, which is in the latencies; {_advice(found)}."
+            "The load generator was late to look: 1 % of the times by "
+            f"{_format_ms(found.lag_p99_s)} or more, which is in the latencies; "
+            f"{_give_advice(found)}."
         )
     if found.late_p99_s is not None and found.late_p99_s >= LATE_S:
         yield (
-            f"Arrivals were sent late, 1 % of them by {_ms(found.late_p99_s)} or more; "
-            f"latencies are from when they should have been sent; {_advice(found)}."
+            f"Arrivals were sent late, 1 % of them by {_format_ms(found.late_p99_s)} or more; "
+            f"latencies are from when they should have been sent; {_give_advice(found)}."
         )
     if found.machine >= BUSY_MACHINE and found.beside_server:
         yield (
@@ -52,11 +53,11 @@ def limits(found: Clients) -> Iterator[str]:
         )
 
 
-def _advice(found: Clients) -> str:
+def _give_advice(found: Clients) -> str:
     if found.machine < BUSY_MACHINE and len(found.cpu_cores) < found.cores:
         return f"use more processes (--processes {len(found.cpu_cores) + 1})"
     return "run it where there are more free cores"
 
 
-def _ms(seconds: float) -> str:
+def _format_ms(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms"

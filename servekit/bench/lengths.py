@@ -59,12 +59,12 @@ class Lengths(msgspec.Struct, frozen=True):
         return f"{self.kind}:{self.a:g},{self.b:g}"
 
 
-def parse(text: str, option: str) -> Lengths:
+def parse_lengths(text: str, option: str) -> Lengths:
     """Parse `256`, `128..512`, `uniform:128,512`, `normal:256,64` or `lognormal:256,64`.
 
     Raises ConfigError, which names the option.
     """
-    lengths = _read(text)
+    lengths = _read_lengths(text)
     if lengths is None:
         raise ConfigError(
             f"{option} {text!r} is no distribution of lengths: write 256, 128..512, "
@@ -79,7 +79,7 @@ def parse(text: str, option: str) -> Lengths:
     return lengths
 
 
-def _read(text: str) -> Lengths | None:
+def _read_lengths(text: str) -> Lengths | None:
     if found := _FIXED.fullmatch(text):
         return Lengths("fixed", float(found[1]))
     if found := _RANGE.fullmatch(text):

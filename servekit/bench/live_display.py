@@ -14,15 +14,16 @@ from rich.text import Text
 
 from servekit.bench.aggregator import Tally
 from servekit.bench.options import Load, Options
-from servekit.bench.report import load_text, number, seconds
+from servekit.bench.report import load_text
 from servekit.bench.result import Run
+from servekit.units import format_latency, format_number
 
 _DRAW_EVERY_S = 0.25
 _TELL_EVERY_S = 5.0
 
 
 @contextlib.contextmanager
-def watch(wish: Options) -> Iterator[Display]:
+def watch_load(wish: Options) -> Iterator[Display]:
     """Provide a display during the measurement."""
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     display = Display(wish, console)
@@ -64,7 +65,7 @@ class Display:
     def ended(self, run: Run) -> None:
         self.close()
         self._console.print(
-            f"{load_text(run)}: {run.completed} requests in {seconds(run.duration_s)}, "
+            f"{load_text(run)}: {run.completed} requests in {format_latency(run.duration_s)}, "
             f"{run.failed} failed",
             soft_wrap=True,
         )
@@ -85,11 +86,11 @@ class Display:
     def _line(self, tally: Tally) -> str:
         requests, chunks = self._rates(tally)
         recent = tally.ttft.lately()
-        ttft = f", first token after {seconds(recent.at(50))} (p50)" if recent else ""
+        ttft = f", first token after {format_latency(recent.at(50))} (p50)" if recent else ""
         return (
             f"{self._load}: {self._progress(tally)[2]}, {tally.completed} done, {tally.failed} "
-            f"failed, {tally.in_flight} under way, {number(requests)} requests/s, "
-            f"{number(chunks)} chunks/s{ttft}"
+            f"failed, {tally.in_flight} under way, {format_number(requests)} requests/s, "
+            f"{format_number(chunks)} chunks/s{ttft}"
         )
 
     def _picture(self, tally: Tally) -> RenderableType:
@@ -100,14 +101,20 @@ class Display:
         figures = Table.grid(padding=(0, 3))
         failed = Text(f"{tally.failed} failed", style="red" if tally.failed else "")
         figures.add_row(f"{tally.completed} done", failed, f"{tally.in_flight} under way")
-        figures.add_row(f"{number(requests)} requests/s", f"{number(chunks)} chunks/s", "")
+        figures.add_row(
+            f"{format_number(requests)} requests/s", f"{format_number(chunks)} chunks/s", ""
+        )
         latencies = Table.grid(padding=(0, 3))
         for name, all_of_it in (("first token", tally.ttft), ("end to end", tally.e2e)):
             if found := all_of_it.lately():
-                values = (f"{p} {seconds(found.at(at))}" for p, at in (("p50", 50), ("p99", 99)))
+                values = (
+                    f"{p} {format_latency(found.at(at))}" for p, at in (("p50", 50), ("p99", 99))
+                )
                 latencies.add_row(name, *values)
         if tally.gaps.counts:
-            gaps = (f"{p} {seconds(tally.gaps.at(at))}" for p, at in (("p50", 50), ("p99", 99)))
+            gaps = (
+                f"{p} {format_latency(tally.gaps.at(at))}" for p, at in (("p50", 50), ("p99", 99))
+            )
             latencies.add_row("between chunks", *gaps)
         errors = [Text(f"{kind}: {n}", style="red") for kind, n in tally.failures.most_common(5)]
         return Group(bar, figures, latencies, *errors)

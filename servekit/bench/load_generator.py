@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Coroutine
 
-from servekit.bench.arrivals import poisson
+from servekit.bench.arrivals import poisson_arrivals
 from servekit.bench.client.client_protocol import (
     PATHS,
     Ended,
@@ -44,7 +44,7 @@ class Driver:
         self._order = order
         self._prompts = Prompts(order.asking, order.seed)
         self._dialer = Dialer(order.target)
-        self._head = head(order.target, PATHS[order.asking.api])
+        self._head = request_head(order.target, PATHS[order.asking.api])
         self._keep_text = order.asking.turns != Lengths("fixed", 1)
         self._under_way: dict[Exchange, Connection | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -130,7 +130,7 @@ class Driver:
     async def _open(self, rate: float, at: float) -> None:
         self._sent, self._limit, self._closed_loop = 0, self._order.requests, False
         source = random.Random(f"arrivals {self._order.seed} {self._order.index}")
-        for count, after_s in enumerate(poisson(rate, source)):
+        for count, after_s in enumerate(poisson_arrivals(rate, source)):
             due = at + after_s
             if (wait_s := due - time.monotonic()) > 0:
                 await self._sleep(wait_s)
@@ -268,7 +268,7 @@ class Driver:
         task.add_done_callback(self._tasks.discard)
 
 
-def head(target: Target, path: str) -> bytes:
+def request_head(target: Target, path: str) -> bytes:
     """Return the head of a POST up to the value of its content-length."""
     key = f"authorization: Bearer {target.key}\r\n" if target.key else ""
     return (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ from servekit.bench.client.client_protocol import Api, Asking, Order, Target
 from servekit.bench.lengths import Lengths
 from servekit.bench.prompts import read_dataset
 from servekit.errors import ConfigError
+from servekit.units import parse_duration
 
 #: Default duration, without a number of requests.
 DEFAULT_S = 30.0
@@ -23,7 +24,6 @@ DEFAULT_S = 30.0
 _USERS_EACH = 256
 _RATE_EACH = 2000.0
 _KEYS = ("SERVEKIT_API_KEY", "OPENAI_API_KEY")
-_DURATION = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(s|m|min|h)?\s*")
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -68,16 +68,16 @@ class Options(msgspec.Struct, frozen=True):
                 index=index,
                 clients=clients,
                 seed=self.seed,
-                users=None if load.users is None else share(load.users, clients, index),
+                users=None if load.users is None else share_of(load.users, clients, index),
                 rate=None if load.rate is None else load.rate / clients,
-                requests=None if self.requests is None else share(self.requests, clients, index),
+                requests=None if self.requests is None else share_of(self.requests, clients, index),
                 duration_s=self.duration_s,
-                warmup=share(self.warmup, clients, index),
+                warmup=share_of(self.warmup, clients, index),
                 timeout_s=self.timeout_s,
             )
 
 
-def share(whole: int, parts: int, index: int) -> int:
+def share_of(whole: int, parts: int, index: int) -> int:
     """Return the part with this index, where parts differ by at most one."""
     return whole // parts + (index < whole % parts)
 
@@ -85,7 +85,7 @@ def share(whole: int, parts: int, index: int) -> int:
 # ---------------------------------------------------------------- parsing
 
 
-def target(
+def parse_target(
     url: str, key: str | None, *, ca: Path | None, insecure: bool, environ: Mapping[str, str]
 ) -> Target:
     """Parse `http://HOST:PORT`, with an optional base such as /v1. Raises ConfigError."""
@@ -112,11 +112,11 @@ def target(
         tls=is_tls,
         ca=None if ca is None else str(ca),
         insecure=insecure,
-        key=_key(key, environ),
+        key=_read_key(key, environ),
     )
 
 
-def _key(name: str | None, environ: Mapping[str, str]) -> str | None:
+def _read_key(name: str | None, environ: Mapping[str, str]) -> str | None:
     """Return the value of the variable. Errors do not repeat the name, which may be a key."""
     if name is None:
         return next((environ[known] for known in _KEYS if environ.get(known)), None)
@@ -130,18 +130,18 @@ def _key(name: str | None, environ: Mapping[str, str]) -> str | None:
     return environ[name]
 
 
-def loads(concurrency: str | None, rate: str | None) -> tuple[Load, ...]:
+def parse_loads(concurrency: str | None, rate: str | None) -> tuple[Load, ...]:
     """Parse load levels, separated by commas. Raises ConfigError."""
     if concurrency is not None and rate is not None:
         raise ConfigError("say --concurrency (so many at once) or --rate (arrivals), not both")
     if rate is not None:
-        return tuple(Load(rate=_positive("--rate", part)) for part in rate.split(","))
+        return tuple(Load(rate=_parse_positive("--rate", part)) for part in rate.split(","))
     return tuple(
-        Load(users=_count("--concurrency", part)) for part in (concurrency or "8").split(",")
+        Load(users=_parse_count("--concurrency", part)) for part in (concurrency or "8").split(",")
     )
 
 
-def _positive(option: str, text: str) -> float:
+def _parse_positive(option: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -151,25 +151,25 @@ def _positive(option: str, text: str) -> float:
     return value
 
 
-def _count(option: str, text: str) -> int:
+def _parse_count(option: str, text: str) -> int:
     if not text.strip().isdecimal() or not 0 < int(text) <= 100_000:
         raise ConfigError(f"{option} {text.strip()!r}: write whole numbers from 1, as in 1,8,64")
     return int(text)
 
 
-def duration(text: str | None) -> float | None:
+def parse_run_time(text: str | None) -> float | None:
     """Parse `30`, `30s`, `5m` or `1h`. Raises ConfigError."""
     if text is None:
         return None
-    found = _DURATION.fullmatch(text)
-    factor = {"s": 1, "m": 60, "min": 60, "h": 3600}
-    seconds = float(found[1]) * factor[found[2] or "s"] if found else 0.0
+    seconds = 0.0
+    with contextlib.suppress(ValueError):
+        seconds = parse_duration(text)
     if not 0 < seconds <= 7 * 86400:
         raise ConfigError(f"--duration {text!r}: write a time above 0, as in 30s, 5m or 1h")
     return seconds
 
 
-def asking(
+def make_asking(
     *,
     api: str,
     model: str,
@@ -184,18 +184,18 @@ def asking(
     dataset: Path | None,
 ) -> Asking:
     """Check and combine the options about requests. Raises ConfigError."""
-    kind = _api(api)
+    kind = _parse_api(api)
     found = Asking(
         api=kind,
         model=model,
         stream=stream and kind != "embeddings",
-        prompt_tokens=lengths.parse(prompt_tokens or "256", "--prompt-tokens"),
-        output_tokens=lengths.parse(output_tokens, "--output-tokens"),
-        turns=lengths.parse(turns, "--turns"),
+        prompt_tokens=lengths.parse_lengths(prompt_tokens or "256", "--prompt-tokens"),
+        output_tokens=lengths.parse_lengths(output_tokens, "--output-tokens"),
+        turns=lengths.parse_lengths(turns, "--turns"),
         shared_prefix_tokens=shared_prefix_tokens,
         prefixes=prefixes,
         ignore_eos=ignore_eos,
-        extra=_extra(extra),
+        extra=_parse_extra(extra),
         dataset=None if dataset is None else str(dataset.absolute()),
     )
     _check_turns(found)
@@ -209,7 +209,7 @@ def asking(
     return found
 
 
-def _api(text: str) -> Api:
+def _parse_api(text: str) -> Api:
     try:
         api: Api = msgspec.convert(text, Api)
         return api
@@ -226,7 +226,7 @@ def _check_turns(asking: Asking) -> None:
         raise ConfigError("--turns: each line of --dataset is one request; leave one of them out")
 
 
-def _extra(text: str | None) -> dict[str, object]:
+def _parse_extra(text: str | None) -> dict[str, object]:
     if text is None:
         return {}
     try:
@@ -237,5 +237,5 @@ def _extra(text: str | None) -> dict[str, object]:
         ) from None
 
 
-def limits(text: str | None) -> dict[str, float]:
-    return {} if text is None else slo.parse(text)
+def parse_limits(text: str | None) -> dict[str, float]:
+    return {} if text is None else slo.parse_slo(text)

@@ -14,7 +14,9 @@ _LEAST_S = 1e-6
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Interpolate linearly between the nearest ranks (numpy's default); `ordered` is not empty."""
+    """Interpolate linearly between the nearest ranks (numpy's default); nan without values."""
+    if not ordered:
+        return math.nan
     rank = (len(ordered) - 1) * percent / 100
     below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from servekit.bench.report import load_text, tables
+from servekit.bench.report import load_text, result_tables
 from servekit.bench.result import Result, Run, Spread
 from servekit.errors import ConfigError, StartError
 
@@ -38,7 +38,7 @@ svg {{ max-width: 100%; height: auto; background: white; }}
 """
 
 
-def check(path: Path) -> None:
+def check_plot(path: Path) -> None:
     """Check that such a file can be drawn here. Raises ConfigError."""
     if path.suffix.lower() not in (".png", ".html"):
         raise ConfigError(f"--plot {path}: write FILE.png or FILE.html")
@@ -46,27 +46,27 @@ def check(path: Path) -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'servekit[bench]'")
 
 
-def draw(result: Result, path: Path) -> None:
+def draw_plot(result: Result, path: Path) -> None:
     """Write the file. Raises StartError."""
     if not result.runs:
         return
     form = "png" if path.suffix.lower() == ".png" else "svg"
     picture = io.BytesIO()
-    figure(result).savefig(picture, format=form, dpi=130)
+    make_figure(result).savefig(picture, format=form, dpi=130)
     content = picture.getvalue()
     if form == "svg":
-        content = page(result, content.decode()).encode()
+        content = plot_page(result, content.decode()).encode()
     try:
         path.write_bytes(content)
     except OSError as error:
         raise StartError(f"--plot {path}: {error.strerror}") from None
 
 
-def page(result: Result, svg: str) -> str:
+def plot_page(result: Result, svg: str) -> str:
     """Return an HTML page with the plot and the tables."""
     console = Console(file=io.StringIO(), width=140, markup=False, emoji=False, highlight=False)
     with console.capture() as told:
-        for table in tables(result):
+        for table in result_tables(result):
             console.print(table)
     return _PAGE.format(
         title=html.escape(result.url),
@@ -77,7 +77,7 @@ def page(result: Result, svg: str) -> str:
     )
 
 
-def figure(result: Result) -> Any:
+def make_figure(result: Result) -> Any:
     """Return a matplotlib Figure."""
     from matplotlib.figure import Figure
 
@@ -90,7 +90,7 @@ def figure(result: Result) -> Any:
     else:
         _over_time(rates, result.runs[0])
     for axes, (name, field) in zip(others, _LATENCIES, strict=True):
-        _spreads(axes, name, [(load_text(run), getattr(run, field)) for run in result.runs])
+        _draw_spreads(axes, name, [(load_text(run), getattr(run, field)) for run in result.runs])
     return drawn
 
 
@@ -128,7 +128,7 @@ def _over_time(axes: Any, run: Run) -> None:
     axes.grid(alpha=0.3)
 
 
-def _spreads(axes: Any, name: str, found: Sequence[tuple[str, Spread | None]]) -> None:
+def _draw_spreads(axes: Any, name: str, found: Sequence[tuple[str, Spread | None]]) -> None:
     """Plot the distribution of a latency, one line per load."""
     axes.set_title(name, fontsize=10)
     known = [(label, spread) for label, spread in found if spread is not None]
@@ -139,7 +139,7 @@ def _spreads(axes: Any, name: str, found: Sequence[tuple[str, Spread | None]]) -
     for label, spread in known:
         axes.plot([1000 * value for value in spread.percentiles], range(101), label=label)
     if all(spread.percentiles[1] > 0 for _, spread in known):
-        _logarithmic(axes)
+        _set_logarithmic(axes)
     axes.set_xlabel("milliseconds", fontsize=9)
     axes.set_ylabel("% of them took at most", fontsize=9)
     axes.set_ylim(0, 100)
@@ -147,7 +147,7 @@ def _spreads(axes: Any, name: str, found: Sequence[tuple[str, Spread | None]]) -
     axes.legend(fontsize=8)
 
 
-def _logarithmic(axes: Any) -> None:
+def _set_logarithmic(axes: Any) -> None:
     """Set a logarithmic axis with readable ticks (1, 2, 5, 10) instead of powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 

@@ -11,7 +11,7 @@ import msgspec
 
 from servekit.bench.client.client_protocol import PATHS, Asking, Target
 from servekit.bench.client.connection_pool import CONNECT_S, tls_context
-from servekit.bench.client.response_schemas import Answer, decode, message_of
+from servekit.bench.client.response_schemas import Answer, decode_answer, message_of
 from servekit.bench.prompts import Prompts
 from servekit.errors import ConfigError, StartError
 
@@ -29,11 +29,11 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-def models(target: Target) -> list[str] | None:
+def list_models(target: Target) -> list[str] | None:
     """Return the names of the models; None if the server has no list. Raises StartError."""
-    status, body = _ask(target, "GET", f"{target.base}/models", None, CONNECT_S)
+    status, body = _send_request(target, "GET", f"{target.base}/models", None, CONNECT_S)
     if status in (401, 403):
-        raise StartError(_refused(target, status, body))
+        raise StartError(_describe_refusal(target, status, body))
     if status in (404, 405, 501):
         return None
     try:
@@ -47,7 +47,7 @@ def models(target: Target) -> list[str] | None:
         ) from None
 
 
-def choose(wanted: str | None, known: Sequence[str] | None, url: str) -> str:
+def choose_model(wanted: str | None, known: Sequence[str] | None, url: str) -> str:
     """Return the model to use. Raises ConfigError, which lists the available ones."""
     if known is None:
         if wanted is None:
@@ -64,16 +64,16 @@ def choose(wanted: str | None, known: Sequence[str] | None, url: str) -> str:
     raise ConfigError(f"{url} has no model {wanted!r}; {there}")
 
 
-def calibrated(target: Target, asking: Asking, seed: int, timeout_s: float) -> Asking:
+def calibrate_tokens(target: Target, asking: Asking, seed: int, timeout_s: float) -> Asking:
     """Calibrate the length of tokens by two short requests and the server's token counts.
 
     They also prove that the server answers such requests. Raises StartError.
     """
     if asking.dataset is not None:
-        _count(target, asking, seed, 0, timeout_s)
+        _count_tokens(target, asking, seed, 0, timeout_s)
         return asking
-    short, first = _count(target, asking, seed, _SHORT, timeout_s)
-    long, second = _count(target, asking, seed, _LONG, timeout_s)
+    short, first = _count_tokens(target, asking, seed, _SHORT, timeout_s)
+    long, second = _count_tokens(target, asking, seed, _LONG, timeout_s)
     if first is None or second is None or second <= first:
         return asking  # without counts, four characters per token
     token_chars = (long - short) / (second - first)
@@ -81,7 +81,7 @@ def calibrated(target: Target, asking: Asking, seed: int, timeout_s: float) -> A
     return msgspec.structs.replace(asking, token_chars=token_chars, overhead_tokens=overhead)
 
 
-def _count(
+def _count_tokens(
     target: Target, asking: Asking, seed: int, tokens: int, timeout_s: float
 ) -> tuple[int, int | None]:
     """Return the characters of a prompt, and the server's count of its tokens."""
@@ -94,18 +94,18 @@ def _count(
     )
     body = Prompts(sizes, seed).conversation(0).next_body()
     path = target.base + PATHS[asking.api]
-    status, answered = _ask(target, "POST", path, body, timeout_s)
-    answer = _answer(target, path, status, answered)
+    status, answered = _send_request(target, "POST", path, body, timeout_s)
+    answer = _check_answer(target, path, status, answered)
     return tokens * 4, None if answer.usage is None else answer.usage.prompt_tokens
 
 
-def _answer(target: Target, path: str, status: int, body: bytes) -> Answer:
+def _check_answer(target: Target, path: str, status: int, body: bytes) -> Answer:
     if status in (401, 403):
-        raise StartError(_refused(target, status, body))
+        raise StartError(_describe_refusal(target, status, body))
     if status != 200:
         raise StartError(f"{target.url} answers POST {path} with HTTP {status}: {message_of(body)}")
     try:
-        answer = decode(body)
+        answer = decode_answer(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise StartError(f"{target.url} does not speak OpenAI's API: {error}") from None
     if answer.failed:
@@ -115,7 +115,7 @@ def _answer(target: Target, path: str, status: int, body: bytes) -> Answer:
     return answer
 
 
-def _refused(target: Target, status: int, body: bytes) -> str:
+def _describe_refusal(target: Target, status: int, body: bytes) -> str:
     what = "wants another key" if target.key else "wants a key"
     return (
         f"{target.url} {what} (HTTP {status}: {message_of(body)}): put it into SERVEKIT_API_KEY, "
@@ -123,13 +123,13 @@ def _refused(target: Target, status: int, body: bytes) -> str:
     )
 
 
-def _ask(
+def _send_request(
     target: Target, method: str, path: str, body: bytes | None, timeout_s: float
 ) -> tuple[int, bytes]:
     headers = {"content-type": "application/json"} if body is not None else {}
     if target.key:
         headers["authorization"] = f"Bearer {target.key}"
-    connection = _connection(target, timeout_s)
+    connection = _open_connection(target, timeout_s)
     try:
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
@@ -151,7 +151,7 @@ def _ask(
         connection.close()
 
 
-def _connection(target: Target, timeout_s: float) -> http.client.HTTPConnection:
+def _open_connection(target: Target, timeout_s: float) -> http.client.HTTPConnection:
     try:
         context = tls_context(target)
     except (OSError, ssl.SSLError) as error:

@@ -22,11 +22,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)  # the hot path makes no cycles
-    with asyncio.Runner(loop_factory=_loop) as runner:
-        runner.run(_live())
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        runner.run(_run_client())
 
 
-def _loop() -> asyncio.AbstractEventLoop:
+def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
     except ImportError:
@@ -45,7 +45,7 @@ class _Sent(asyncio.BaseProtocol):
         self.closed.set_result(None)
 
 
-async def _live() -> None:
+async def _run_client() -> None:
     loop = asyncio.get_running_loop()
     told = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(told), sys.stdin)
@@ -53,18 +53,18 @@ async def _live() -> None:
     order = msgspec.json.decode(await told.readline(), type=Order)
     driver = Driver(order)
     go: asyncio.Future[Go | None] = loop.create_future()
-    listening = asyncio.create_task(_listen(told, driver, go))
+    listening = asyncio.create_task(_listen_for_end(told, driver, go))
     await driver.warm_up()
-    _tell(out, Ready())
+    _send_message(out, Ready())
     if (begin := await go) is not None:
-        await _measure(driver, begin.at, out)
+        await _measure_load(driver, begin.at, out)
     listening.cancel()
     driver.close()
     out.close()  # after the buffered data
     await sent.closed
 
 
-async def _listen(
+async def _listen_for_end(
     told: asyncio.StreamReader, driver: Driver, go: asyncio.Future[Go | None]
 ) -> None:
     """Wait for the start, then for the end of stdin, which means stop, even if the parent died."""
@@ -74,21 +74,21 @@ async def _listen(
     driver.stop()
 
 
-async def _measure(driver: Driver, at: float, out: asyncio.WriteTransport) -> None:
-    reporting = asyncio.create_task(_report(driver, out))
+async def _measure_load(driver: Driver, at: float, out: asyncio.WriteTransport) -> None:
+    reporting = asyncio.create_task(_send_reports(driver, out))
     try:
         await driver.measure(at)
     finally:
         reporting.cancel()
-    _tell(out, driver.report())
-    _tell(out, driver.ended())
+    _send_message(out, driver.report())
+    _send_message(out, driver.ended())
 
 
-async def _report(driver: Driver, out: asyncio.WriteTransport) -> None:
+async def _send_reports(driver: Driver, out: asyncio.WriteTransport) -> None:
     while True:
         await asyncio.sleep(_REPORT_EVERY_S)
-        _tell(out, driver.report())
+        _send_message(out, driver.report())
 
 
-def _tell(out: asyncio.WriteTransport, message: FromClient) -> None:
+def _send_message(out: asyncio.WriteTransport, message: FromClient) -> None:
     out.write(msgspec.json.encode(message) + b"\n")

@@ -44,13 +44,15 @@ def read_dataset(path: Path, api: Api) -> list[Line]:
         texts = path.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"--dataset {path}: {error.strerror}") from None
-    lines = [_line(f"{path}:{n}", text, api) for n, text in enumerate(texts, 1) if text.strip()]
+    lines = [
+        _parse_line(f"{path}:{n}", text, api) for n, text in enumerate(texts, 1) if text.strip()
+    ]
     if not lines:
         raise ConfigError(f"--dataset {path} has no lines")
     return lines
 
 
-def _line(where: str, text: bytes, api: Api) -> Line:
+def _parse_line(where: str, text: bytes, api: Api) -> Line:
     try:
         found = msgspec.json.decode(text, type=Line | str)
     except msgspec.DecodeError as error:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from servekit.bench.result import Result, Run, Spread
+from servekit.units import format_latency, format_number
 
 _LATENCIES = (
     ("time to first token", "ttft_s"),
@@ -18,21 +19,21 @@ _LATENCIES = (
 )
 
 
-def tables(result: Result) -> Iterator[RenderableType]:
+def result_tables(result: Result) -> Iterator[RenderableType]:
     """Yield rates by load, latencies by load, errors, and warnings."""
     if not result.runs:
         yield Text("Interrupted before anything was measured.")
         return
-    yield _heading(result)
+    yield _result_heading(result)
     yield Text()
-    yield _rates(result.runs)
+    yield _rate_table(result.runs)
     if any(run.completed for run in result.runs):
         yield Text()
-        yield _latencies(result.runs)
+        yield _latency_table(result.runs)
     if any(run.errors for run in result.runs):
         yield Text()
-        yield _errors(result.runs)
-    for sentence in notes(result.runs):
+        yield _error_table(result.runs)
+    for sentence in result_notes(result.runs):
         yield Text(f"\n{sentence}", style="yellow")
 
 
@@ -42,30 +43,16 @@ def load_text(run: Run) -> str:
     return f"{run.rate:g} arrivals/s"
 
 
-def seconds(value: float) -> str:
-    """Format a time with three digits, in a suitable unit."""
-    if value >= 0.9995:
-        return f"{number(value)} s"
-    if value >= 0.0001:
-        return f"{number(value * 1000)} ms"
-    return f"{value * 1e6:.0f} µs"
-
-
-def number(value: float) -> str:
-    """Format a number with three digits, or all digits of a large one."""
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
-
-
-def notes(runs: Sequence[Run]) -> Iterator[str]:
+def result_notes(runs: Sequence[Run]) -> Iterator[str]:
     """Yield caveats about the figures; each once."""
     found: dict[str, None] = {}
     for run in runs:
-        for sentence in _notes(run):
+        for sentence in _run_notes(run):
             found[sentence if len(runs) == 1 else f"{load_text(run)}: {sentence}"] = None
     yield from found
 
 
-def _notes(run: Run) -> Iterator[str]:
+def _run_notes(run: Run) -> Iterator[str]:
     if run.interrupted:
         yield f"Interrupted; measured until then, {run.unfinished} requests were under way."
     if run.tokens_by == "chunks":
@@ -75,7 +62,7 @@ def _notes(run: Run) -> Iterator[str]:
     yield from run.client.limits
 
 
-def _heading(result: Result) -> Text:
+def _result_heading(result: Result) -> Text:
     about = result.asked
     how = "streams" if about["stream"] else "not streamed"
     prompts = about["dataset"] or f"prompts of {about['prompt_tokens']} tokens"
@@ -83,48 +70,53 @@ def _heading(result: Result) -> Text:
     return Text(f"{result.url}, {about['model']}: {about['api']}, {how}, {prompts}{answers}")
 
 
-def _table(*columns: str) -> Table:
+def _new_table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     return table
 
 
-def _rates(runs: Sequence[Run]) -> Table:
+def _rate_table(runs: Sequence[Run]) -> Table:
     has_goodput = any(run.goodput for run in runs)
     columns = ["LOAD", "TIME", "DONE", "FAILED", "REQUESTS/S", "TOKENS/S", "PROMPT", "ANSWER"]
-    table = _table(*columns, *(("GOODPUT/S", "GOOD") if has_goodput else ()))
+    table = _new_table(*columns, *(("GOODPUT/S", "GOOD") if has_goodput else ()))
     for run in runs:
-        cells = [load_text(run), seconds(run.duration_s), str(run.completed), str(run.failed)]
-        cells += [number(run.requests_per_s), number(run.output_tokens_per_s)]
-        cells += [_mean(run.prompt_tokens), _mean(run.output_tokens)]
+        cells = [
+            load_text(run),
+            format_latency(run.duration_s),
+            str(run.completed),
+            str(run.failed),
+        ]
+        cells += [format_number(run.requests_per_s), format_number(run.output_tokens_per_s)]
+        cells += [_format_mean(run.prompt_tokens), _format_mean(run.output_tokens)]
         if run.goodput is not None:
-            cells += [number(run.goodput.requests_per_s), f"{run.goodput.share:.1%}"]
+            cells += [format_number(run.goodput.requests_per_s), f"{run.goodput.share:.1%}"]
         table.add_row(*cells)
     return table
 
 
-def _mean(found: Spread | None) -> str:
-    return "-" if found is None else number(found.mean)
+def _format_mean(found: Spread | None) -> str:
+    return "-" if found is None else format_number(found.mean)
 
 
-def _latencies(runs: Sequence[Run]) -> Table:
-    table = _table("LOAD", "LATENCY", "MEAN", "P50", "P90", "P99", "MAX")
+def _latency_table(runs: Sequence[Run]) -> Table:
+    table = _new_table("LOAD", "LATENCY", "MEAN", "P50", "P90", "P99", "MAX")
     for run in runs:
         label = load_text(run)
         for name, field in _LATENCIES:
             found: Spread | None = getattr(run, field)
             if found is not None:
                 values = (found.mean, found.p50, found.p90, found.p99, found.max)
-                table.add_row(label, name, *map(seconds, values))
+                table.add_row(label, name, *map(format_latency, values))
                 label = ""
     # the second column is text as well
     table.columns[1].justify = "left"
     return table
 
 
-def _errors(runs: Sequence[Run]) -> Table:
-    table = _table("LOAD", "ERROR", "COUNT", "THE FIRST ONE SAYS")
+def _error_table(runs: Sequence[Run]) -> Table:
+    table = _new_table("LOAD", "ERROR", "COUNT", "THE FIRST ONE SAYS")
     table.columns[1].justify = table.columns[3].justify = "left"
     table.columns[3].no_wrap = False
     for run in runs:

@@ -117,6 +117,6 @@ class Result(msgspec.Struct, frozen=True):
     runs: list[Run]
 
 
-def schema() -> dict[str, Any]:
+def result_schema() -> dict[str, Any]:
     """Return the JSON schema of a result."""
     return msgspec.json.schema(Result)

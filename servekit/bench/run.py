@@ -34,24 +34,24 @@ class Watcher(Protocol):
     def ended(self, run: Run) -> None: ...
 
 
-def run(
+def run_benchmark(
     wish: Options,
     program: Sequence[str],
     environ: Mapping[str, str],
     watcher: Callable[[Options], contextlib.AbstractContextManager[Watcher]],
 ) -> Result:
     """Measure all loads; after a Ctrl-C return the results so far. Raises ServekitError."""
-    known = probe.models(wish.target)
-    model = probe.choose(wish.asking.model or None, known, wish.target.url)
+    known = probe.list_models(wish.target)
+    model = probe.choose_model(wish.asking.model or None, known, wish.target.url)
     wish = msgspec.structs.replace(wish, asking=msgspec.structs.replace(wish.asking, model=model))
-    told = probe.calibrated(wish.target, wish.asking, wish.seed, wish.timeout_s)
+    told = probe.calibrate_tokens(wish.target, wish.asking, wish.seed, wish.timeout_s)
     began_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with watcher(wish) as shown:
         runs = asyncio.run(_Course(wish, told, program, environ, shown).loads())
-    return Result(VERSION, __version__, began_at, wish.target.url, asked(wish), runs)
+    return Result(VERSION, __version__, began_at, wish.target.url, describe_request(wish), runs)
 
 
-def asked(wish: Options) -> dict[str, object]:
+def describe_request(wish: Options) -> dict[str, object]:
     """Return the request parameters in the command line's terms, without the key."""
     about = wish.asking
     return {
@@ -92,7 +92,7 @@ class _Course:
 
     async def loads(self) -> list[Run]:
         runs = []
-        with _interrupts(self._stop):
+        with _handle_interrupts(self._stop):
             for load in self._wish.loads:
                 if self._stop.is_set():
                     break
@@ -164,7 +164,7 @@ def machine_cpu_s() -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def _interrupts(stop: asyncio.Event) -> Iterator[None]:
+def _handle_interrupts(stop: asyncio.Event) -> Iterator[None]:
     """Handle signals: a first Ctrl-C ends the measurement with its results, a second one aborts."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import re
 from collections.abc import Mapping
 
 from servekit.bench.client.client_protocol import Record
 from servekit.bench.timing import Timing
 from servekit.errors import ConfigError
+from servekit.units import parse_duration
 
 #: The possible limits, with their meanings for one request.
 MEANINGS = {
@@ -22,7 +23,7 @@ MEANINGS = {
 Slo = Mapping[str, float]
 
 
-def parse(text: str) -> dict[str, float]:
+def parse_slo(text: str) -> dict[str, float]:
     """Parse `ttft=0.5,itl=0.05,e2e=10`, in seconds. Raises ConfigError."""
     limits: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -32,15 +33,16 @@ def parse(text: str) -> dict[str, float]:
             raise ConfigError(f"--slo {part!r}: write one of {', '.join(MEANINGS)}, as in ttft=0.5")
         if name in limits:
             raise ConfigError(f"--slo says {name} twice")
-        limits[name] = _seconds(part, value)
+        limits[name] = _parse_seconds(part, value)
     if not limits:
         raise ConfigError("--slo is empty: write a limit in seconds, as in ttft=0.5,e2e=10")
     return limits
 
 
-def _seconds(part: str, value: str) -> float:
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)?\s*", value)
-    seconds = float(found[1]) / (1000 if found[2] == "ms" else 1) if found else 0.0
+def _parse_seconds(part: str, value: str) -> float:
+    seconds = 0.0
+    with contextlib.suppress(ValueError):
+        seconds = parse_duration(value)
     if not seconds > 0 or math.isinf(seconds):
         raise ConfigError(f"--slo {part!r}: write a time in seconds above 0, as in ttft=0.5")
     return seconds

@@ -50,13 +50,15 @@ class Known:
     sure: bool
 
 
-def prompt(number: int, words: int = 60) -> str:
+def make_prompt(number: int, words: int = 60) -> str:
     """Return a distinct random text for each number."""
     draw = random.Random(number)
     return f"Tell a story ({number}) with: " + " ".join(draw.choice(_WORDS) for _ in range(words))
 
 
-async def learn(client: Client, questions: Sequence[Question], at_once: int = 8) -> list[Known]:
+async def learn_answers(
+    client: Client, questions: Sequence[Question], at_once: int = 8
+) -> list[Known]:
     """Ask every question twice without any fault.
 
     Raises ServekitError for a failed request: chaos needs a healthy instance.
@@ -78,7 +80,7 @@ async def learn(client: Client, questions: Sequence[Question], at_once: int = 8)
     ]
 
 
-def difference(expected: str, got: str) -> str:
+def classify_difference(expected: str, got: str) -> str:
     """Classify the difference between texts: "", "missing", "repeated" or "wrong"."""
     if got == expected:
         return ""
@@ -118,7 +120,7 @@ class Tally:
             self._compare(known.answer, answer)
 
     def _compare(self, expected: Answer, got: Answer) -> None:
-        if kind := difference(expected.text, got.text):
+        if kind := classify_difference(expected.text, got.text):
             self.wrong += 1
             self.kinds[kind] += 1
         elif got.finishes != expected.finishes:
@@ -136,10 +138,3 @@ class Tally:
         parts = [f"{count} × {what}" for what, count in self.failures.most_common(3)]
         parts += [f"{count} × {kind}" for kind, count in self.kinds.most_common()]
         return "; ".join(parts)
-
-
-def percentile(values: Sequence[float], part: float) -> float:
-    """Return the value below which `part` (0 to 1) of the values lie; nan if there are none."""
-    if not values:
-        return float("nan")
-    return sorted(values)[min(len(values) - 1, int(part * len(values)))]

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from servekit.sse import EventStream
+
 #: Timeout of a request.
 PATIENCE_S = 120.0
 
@@ -119,7 +121,8 @@ class Exchange(asyncio.Protocol):
         self.over: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._request = request
         self._parser = httptools.HttpResponseParser(self)
-        self._unread = b""
+        self._body = b""  # of an answer that is no stream
+        self._events = EventStream()
         self._whole = False
         self._texts: list[str] = []
         self._transport: asyncio.Transport | None = None
@@ -169,27 +172,24 @@ class Exchange(asyncio.Protocol):
         self.answer.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        self._unread += body
-        if self.answer.stream and self.answer.status == 200:
-            *events, self._unread = self._unread.split(b"\n\n")
-            for event in events:
-                self._on_event(event)
+        if not self.answer.stream or self.answer.status != 200:
+            self._body += body
+            return
+        for event in self._events.feed(body):
+            if event == b"[DONE]":
+                self.answer.dones += 1
+            else:
+                self._take(event)
 
     def on_message_complete(self) -> None:
         self._whole = True
-        if self._unread:
-            self._take(self._unread)
+        if body := self._body or self._events.unread:
+            self._take(body)
         if self._transport is not None:
             self._transport.close()
         self._end()
 
     # ---- events
-
-    def _on_event(self, event: bytes) -> None:
-        if event == b"data: [DONE]":
-            self.answer.dones += 1
-        elif event.startswith(b"data: "):
-            self._take(event[6:])
 
     def _take(self, body: bytes) -> None:
         found, answer = _decode(body), self.answer
@@ -247,12 +247,12 @@ class Client:
         self, question: Question, *, stream: bool, patience_s: float = PATIENCE_S
     ) -> Answer:
         """Send a request and wait for its answer, which also holds errors: none is raised."""
-        return await patiently(await self.begin(question, stream=stream), patience_s)
+        return await await_answer(await self.begin(question, stream=stream), patience_s)
 
     async def get(self, path: str, patience_s: float = 5.0) -> Answer:
         """Send a GET, of which only the status is read."""
         head = f"GET {path} HTTP/1.1\r\nhost: {self.host}\r\nconnection: close\r\n\r\n"
-        return await patiently(await self._send(head.encode(), stream=False), patience_s)
+        return await await_answer(await self._send(head.encode(), stream=False), patience_s)
 
     async def _send(self, request: bytes, *, stream: bool) -> Exchange:
         exchange = Exchange(request, stream=stream)
@@ -274,7 +274,7 @@ class Client:
         return sock
 
 
-async def patiently(exchange: Exchange, patience_s: float) -> Answer:
+async def await_answer(exchange: Exchange, patience_s: float) -> Answer:
     """Return the answer; an exchange that exceeds `patience_s` fails, and is abandoned."""
     await asyncio.wait((exchange.over,), timeout=patience_s)
     if not exchange.over.done():

@@ -9,7 +9,8 @@ import socket
 import time
 from dataclasses import replace
 
-from servekit.chaos.baseline_answers import Tally, percentile, prompt
+from servekit.bench.percentiles import Sample
+from servekit.chaos.baseline_answers import Tally, make_prompt
 from servekit.chaos.client import Answer, Client, Exchange, Question
 from servekit.chaos.finding import Finding, Judge, Scene
 from servekit.chaos.load import Load
@@ -31,7 +32,7 @@ async def slow_client(scene: Scene) -> Finding:
         await asyncio.sleep(scene.seconds)
     long = await _long_question(scene)
     slow = [
-        asyncio.create_task(_dawdle(scene.target.client.connect_slowly(long)))
+        asyncio.create_task(_read_slowly(scene.target.client.connect_slowly(long)))
         for _ in range(_SLOW_CLIENTS)
     ]
     try:
@@ -41,14 +42,14 @@ async def slow_client(scene: Scene) -> Finding:
         for task in slow:
             task.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
-    alone_s, beside_s = (percentile(loaded.tally.took_s, 0.99) for loaded in (before, load))
+    alone_s, beside_s = (Sample(loaded.tally.took_s).at(99) for loaded in (before, load))
     judge.clean(load.tally)
     judge.soon("p99 of the others", beside_s, 2 * alone_s + _JITTER_S)
     judge.notes.append(f"p99 of the others {alone_s:.2f} s before, {beside_s:.2f} s beside them")
     return judge.finding(load.tally)
 
 
-async def _dawdle(sock: socket.socket) -> None:
+async def _read_slowly(sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     with sock, contextlib.suppress(*_CLOSED):
         while True:
@@ -82,7 +83,7 @@ async def flood(scene: Scene) -> Finding:
     judge.promise(heavy.answered > 0, "no request of the crowd was answered")
     judge.promise(not heavy.unsaid, f"{heavy.unsaid} × 429 without Retry-After")
     judge.clean(tally)
-    judge.soon("p99 of the light client", percentile(tally.took_s, 0.99), limit_s)
+    judge.soon("p99 of the light client", Sample(tally.took_s).at(99), limit_s)
     judge.notes.append(f"of the crowd {heavy.answered} × 200, {heavy.refused} × 429")
     judge.notes.append(f"light client: {alone.took_s:.2f} s alone")
     return judge.finding(tally)
@@ -126,7 +127,7 @@ async def vanishing(scene: Scene) -> Finding:
     judge = Judge("vanishing", f"{count} clients on {slots} slots vanish mid-stream")
     long = await _long_question(scene)
     exchanges = [await scene.target.client.begin(long, stream=True) for _ in range(count)]
-    filled = await _started(exchanges, within_s=10.0)
+    filled = await _count_started(exchanges, within_s=10.0)
     judge.promise(filled == count, f"only {filled} streams began")
     for exchange in exchanges:
         exchange.abort()
@@ -157,7 +158,7 @@ async def _first_chunks(load: Load, count: int) -> float | None:
     return None
 
 
-async def _started(exchanges: list[Exchange], within_s: float) -> int:
+async def _count_started(exchanges: list[Exchange], within_s: float) -> int:
     """Wait until all streams have begun, or a timeout; return the number that have."""
     deadline, started = time.monotonic() + within_s, 0
     while time.monotonic() < deadline and started < len(exchanges):
@@ -184,7 +185,7 @@ async def _engine_idle(scene: Scene) -> bool:
 def _first_s(scene: Scene) -> float:
     """Return the baseline time to the first chunk."""
     firsts = [(k.answer.first_s or k.answer.ended_s) - k.answer.began_s for k in scene.known]
-    return percentile(firsts, 0.5)
+    return Sample(firsts).at(50)
 
 
 async def _long_question(scene: Scene) -> Question:
@@ -193,7 +194,7 @@ async def _long_question(scene: Scene) -> Question:
     context = model.info.max_context if model.info else _LONG
     short = scene.known[0].question
     room = max(short.max_tokens, context - 2 * len(short.text))
-    return replace(short, text=prompt(10_001), max_tokens=min(_LONG, room))
+    return replace(short, text=make_prompt(10_001), max_tokens=min(_LONG, room))
 
 
 def _within_limits(count: int) -> int:

@@ -12,19 +12,21 @@ import msgspec
 from rich.console import Console
 
 from servekit.chaos.finding import Finding
-from servekit.chaos.report import markdown, table
+from servekit.chaos.report import findings_markdown, findings_table
 from servekit.chaos.run import RunOptions
-from servekit.chaos.run import run as experiment
+from servekit.chaos.run import run_experiments as experiment
 from servekit.chaos.target import Target
 
 
-def run(url: str, run_dir: Path, model: str | None, wish: RunOptions) -> list[Finding]:
+def run_chaos(url: str, run_dir: Path, model: str | None, wish: RunOptions) -> list[Finding]:
     """Run the experiments, with progress on stderr. Raises ServekitError."""
     wish.experiments()  # reject a wrong name early
-    return asyncio.run(_run(url, run_dir, model, wish))
+    return asyncio.run(_run_experiments(url, run_dir, model, wish))
 
 
-async def _run(url: str, run_dir: Path, model: str | None, wish: RunOptions) -> list[Finding]:
+async def _run_experiments(
+    url: str, run_dir: Path, model: str | None, wish: RunOptions
+) -> list[Finding]:
     target = await Target.find(url, run_dir, model)
     findings = []
     console = Console(stderr=True, highlight=False, markup=False)
@@ -34,13 +36,13 @@ async def _run(url: str, run_dir: Path, model: str | None, wish: RunOptions) -> 
     return findings
 
 
-def told(findings: Sequence[Finding], *, as_json: bool) -> str:
+def format_findings(findings: Sequence[Finding], *, as_json: bool) -> str:
     """Format findings as JSON, as a table on a terminal, or as Markdown for a file."""
     if as_json:
         return msgspec.json.format(msgspec.json.encode(findings)).decode()
     if not sys.stdout.isatty():
-        return markdown(findings)
+        return findings_markdown(findings)
     console = Console(file=io.StringIO(), force_terminal=True, width=Console().width, emoji=False)
     with console.capture() as captured:
-        console.print(table(findings))
+        console.print(findings_table(findings))
     return captured.get()

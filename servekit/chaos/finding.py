@@ -58,7 +58,7 @@ class Scene:
         return Load(self.target.client, self.known, self.streams, self.wholes)
 
 
-def slowness() -> float:
+def measure_slowness() -> float:
     """Return the factor, at least 1, by which other processes slow down this one now.
 
     Promises hold for an idle machine: their limits are stretched by this factor.
@@ -75,7 +75,7 @@ class Judge:
 
     experiment: str
     deed: str
-    slowness: float = field(default_factory=slowness)
+    slowness: float = field(default_factory=measure_slowness)
     broken: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

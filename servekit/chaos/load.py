@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from servekit.chaos.baseline_answers import Known, Tally
-from servekit.chaos.client import PATIENCE_S, Answer, Client, Exchange, patiently
+from servekit.chaos.client import PATIENCE_S, Answer, Client, Exchange, await_answer
 
 
 class Load:
@@ -56,7 +56,7 @@ class Load:
             if stream:
                 self.active.add(exchange)
             try:
-                answer = await patiently(exchange, PATIENCE_S)
+                answer = await await_answer(exchange, PATIENCE_S)
             finally:
                 self.active.discard(exchange)
                 exchange.abort()

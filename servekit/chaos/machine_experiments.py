@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from servekit.chaos.finding import Finding, Judge, Scene
 from servekit.protocol.messages import Status
-from servekit.system import procfs
+from servekit.system import cgroup, procfs
+from servekit.units import format_bytes
 
 #: The promise: no process, including grandchildren, is alive 2 s later.
 GONE_WITHIN_S = 2.0
@@ -35,52 +35,42 @@ async def memory_pressure(scene: Scene) -> Finding:
     """Take much of the memory in another process, under a cap: the service must answer."""
     if not scene.memory_bytes:
         return Judge("memory pressure", "").skip("only with --memory")
-    size_bytes = min(scene.memory_bytes, int(_free_bytes() * _MOST_OF_FREE))
-    judge = Judge("memory pressure", f"{size_bytes / 2**20:.0f} MB taken and touched beside it")
+    size_bytes = min(scene.memory_bytes, int(cgroup.available_memory_bytes() * _MOST_OF_FREE))
+    judge = Judge("memory pressure", f"{format_bytes(size_bytes)} taken and touched beside it")
     before = await scene.target.status()
     async with scene.load() as load:
         await load.until_busy()
-        hog = await _hog(size_bytes)
+        hog = await _start_hog(size_bytes)
         try:
-            judge.promise(await _touched(hog), "the memory could not be had")
+            judge.promise(await _await_touched(hog), "the memory could not be had")
             await asyncio.sleep(scene.seconds)
         finally:
-            await _end(hog)
+            await _end_hog(hog)
     judge.clean(load.tally)
-    judge.promise(_pids(before) == _pids(await scene.target.status()), "a process was lost")
+    judge.promise(
+        _process_pids(before) == _process_pids(await scene.target.status()), "a process was lost"
+    )
     return judge.finding(load.tally)
 
 
-async def _hog(size_bytes: int) -> asyncio.subprocess.Process:
+async def _start_hog(size_bytes: int) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-c", _HOG, str(size_bytes), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
 
 
-async def _touched(hog: asyncio.subprocess.Process) -> bool:
+async def _await_touched(hog: asyncio.subprocess.Process) -> bool:
     assert hog.stdout is not None
     return await asyncio.wait_for(hog.stdout.readline(), 60.0) == b"touched\n"
 
 
-async def _end(hog: asyncio.subprocess.Process) -> None:
+async def _end_hog(hog: asyncio.subprocess.Process) -> None:
     assert hog.stdin is not None
     hog.stdin.close()
     await hog.wait()
 
 
-def _free_bytes() -> int:
-    """Return the available memory: the kernel's estimate, limited by the cgroup."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else min(free, int(limit) - used)
-
-
-def _pids(status: Status) -> set[int]:
+def _process_pids(status: Status) -> set[int]:
     replicas = {replica.pid for model in status.models for replica in model.replicas}
     return replicas | {gateway.pid for gateway in status.gateways}
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from servekit.chaos.client import Answer, Question
 from servekit.chaos.finding import Finding, Judge, Scene
 from servekit.chaos.load import Silences
-from servekit.chaos.report import seconds
 from servekit.protocol.messages import GatewayStatus, ReplicaStatus, Status
 from servekit.system import procfs
 from servekit.system.parent_death import CHAOS, FAIL_STEP
+from servekit.units import format_latency
 
 #: Limit from a death until the instance is whole, without loading the model.
 WHOLE_WITHIN_S = 30.0
@@ -40,7 +40,7 @@ _DUMPED = "most recent call first"
 async def worker_killed(scene: Scene) -> Finding:
     """SIGKILL a worker under load: streams continue, answers arrive, clients notice nothing."""
     judge = Judge("worker killed", "SIGKILL to the busiest worker")
-    return await _die(scene, judge, lambda pid: os.kill(pid, signal.SIGKILL))
+    return await _kill_worker(scene, judge, lambda pid: os.kill(pid, signal.SIGKILL))
 
 
 async def step_raises(scene: Scene) -> Finding:
@@ -49,7 +49,7 @@ async def step_raises(scene: Scene) -> Finding:
     for replica in await scene.target.ready_replicas():
         if not takes_fail_step(replica.pid):
             return judge.skip(f"it was not started with {CHAOS}=1 in its environment")
-    return await _die(scene, judge, lambda pid: os.kill(pid, FAIL_STEP))
+    return await _kill_worker(scene, judge, lambda pid: os.kill(pid, FAIL_STEP))
 
 
 async def engine_process_killed(scene: Scene) -> Finding:
@@ -58,14 +58,16 @@ async def engine_process_killed(scene: Scene) -> Finding:
     for replica in await scene.target.ready_replicas():
         if not engine_processes(replica.pid):
             return judge.skip("its engine has no process but the worker's (vLLM and ranks have)")
-    return await _die(scene, judge, lambda pid: os.kill(engine_processes(pid)[0], signal.SIGKILL))
+    return await _kill_worker(
+        scene, judge, lambda pid: os.kill(engine_processes(pid)[0], signal.SIGKILL)
+    )
 
 
-async def _die(scene: Scene, judge: Judge, end: Callable[[int], None]) -> Finding:
+async def _kill_worker(scene: Scene, judge: Judge, end: Callable[[int], None]) -> Finding:
     """End the busiest worker, given its PID, under load."""
     async with scene.load() as load:
         await load.until_busy()
-        victim = await _busiest(scene)
+        victim = await _find_busiest(scene)
         silences, at = Silences(load.active), time.time()
         end(victim.pid)
         whole_s = await scene.target.until_whole(WHOLE_WITHIN_S, without=victim.pid)
@@ -74,8 +76,10 @@ async def _die(scene: Scene, judge: Judge, end: Callable[[int], None]) -> Findin
     judge.clean(load.tally)
     judge.soon("noticed", notice_s, NOTICE_WITHIN_S)
     judge.soon("whole again", whole_s, WHOLE_WITHIN_S)
-    judge.notes.append(f"longest silence of a stream {seconds(max(silences.silent_s, default=0))}")
-    judge.notes.append(f"told as: {await _reason(scene, victim.name)}")
+    judge.notes.append(
+        f"longest silence of a stream {format_latency(max(silences.silent_s, default=0))}"
+    )
+    judge.notes.append(f"told as: {await _exit_reason(scene, victim.name)}")
     return judge.finding(load.tally, notice_s, whole_s)
 
 
@@ -87,8 +91,10 @@ def takes_fail_step(pid: int) -> bool:
 
 def engine_processes(pid: int) -> list[int]:
     """Return the engine processes below a worker, the leading one first."""
-    below = [process.pid for process in procfs.descendants(pid)]
-    return [one for one in below if any(mark in procfs.command(one, 4096) for mark in _ENGINES)]
+    below = [process.pid for process in procfs.find_descendants(pid)]
+    return [
+        one for one in below if any(mark in procfs.command_line(one, 4096) for mark in _ENGINES)
+    ]
 
 
 async def worker_stopped(scene: Scene) -> Finding:
@@ -99,12 +105,12 @@ async def worker_stopped(scene: Scene) -> Finding:
         return judge.skip("the model has no stall_timeout_s")
     async with scene.load() as load:
         await load.until_busy()
-        victim = await _busiest(scene)
+        victim = await _find_busiest(scene)
         os.kill(victim.pid, signal.SIGSTOP)
         try:
-            notice_s, whole_s = await _replaced(scene, victim, stall_s)
+            notice_s, whole_s = await _await_replacement(scene, victim, stall_s)
         finally:
-            _continue(victim.pid)
+            _resume_process(victim.pid)
         await asyncio.sleep(scene.seconds)
     judge.clean(load.tally)
     judge.soon("noticed", notice_s, stall_s + STALL_GRACE_S)
@@ -127,8 +133,8 @@ async def engine_stalled(scene: Scene) -> Finding:
     async with scene.load() as load:
         await load.until_busy()
         at, before = time.monotonic(), await scene.target.status()
-        written = _written(scene)
-        hanging = asyncio.create_task(_hang(scene, mark))
+        written = _log_lengths(scene)
+        hanging = asyncio.create_task(_hang_engine(scene, mark))
         notice_s = await scene.target.until(
             lambda status: _lost_any(before, status), stall_s + STALL_GRACE_S + 1
         )
@@ -139,13 +145,13 @@ async def engine_stalled(scene: Scene) -> Finding:
     judge.clean(load.tally)
     judge.soon("noticed", notice_s, stall_s + STALL_GRACE_S)
     judge.promise(whole_s is not None, f"not whole within {WHOLE_WITHIN_S:g} s of its end")
-    judge.promise(_dumped(scene, written), "no stack dump in the logs")
+    judge.promise(_has_dumped(scene, written), "no stack dump in the logs")
     judge.promise(answer.status >= 400 or bool(answer.error), "the request that hangs succeeded?")
     judge.notes.append(f"the hanging request: {answer.failure} after {answer.took_s:.1f} s")
     return judge.finding(load.tally, notice_s, whole_s)
 
 
-async def _hang(scene: Scene, mark: str) -> Answer:
+async def _hang_engine(scene: Scene, mark: str) -> Answer:
     # A new text each time: the last one may be quarantined.
     question = Question(scene.target.name, f"please hang {time.time_ns()}: {mark}", 8)
     return await scene.target.client.ask(question, stream=False)
@@ -172,7 +178,7 @@ async def gateway_killed(scene: Scene) -> Finding:
     judge.soon("the gateway is back", whole_s, GATEWAY_BACK_S)
     judge.notes.append(
         f"{load.excuses} of its own {len(broken)} connections broke; the next request had its "
-        f"first chunk after {seconds(first_s)}"
+        f"first chunk after {format_latency(first_s)}"
     )
     return judge.finding(load.tally, None, whole_s)
 
@@ -192,17 +198,17 @@ def _kill_busiest_gateway(scene: Scene, status: Status) -> tuple[GatewayStatus, 
 # ---------------------------------------------------------------- shared helpers
 
 
-async def _busiest(scene: Scene) -> ReplicaStatus:
+async def _find_busiest(scene: Scene) -> ReplicaStatus:
     return max(await scene.target.ready_replicas(), key=lambda replica: replica.running)
 
 
-async def _reason(scene: Scene, name: str) -> str:
+async def _exit_reason(scene: Scene, name: str) -> str:
     """Return the reason for a worker's last exit, as `servekit ps` shows it."""
     replicas = (await scene.target.model()).replicas
     return next((replica.reason for replica in replicas if replica.name == name), "")
 
 
-async def _replaced(
+async def _await_replacement(
     scene: Scene, victim: ReplicaStatus, stall_s: float
 ) -> tuple[float | None, float | None]:
     """Return the seconds until the supervisor has given up the worker, and until all is whole."""
@@ -231,23 +237,23 @@ def _lost_any(before: Status, now: Status) -> bool:
     return bool(ready[0] - ready[1])
 
 
-def _continue(pid: int) -> None:
+def _resume_process(pid: int) -> None:
     """Resume the process, so that none stays stopped."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
 
 
-def _written(scene: Scene) -> dict[Path, int]:
+def _log_lengths(scene: Scene) -> dict[Path, int]:
     """Return the lengths of the workers' logs, in characters."""
     logs = (scene.target.run_dir / "logs").glob("*~*.log")
     return {path: len(path.read_text(errors="replace")) for path in logs}
 
 
-def _dumped(scene: Scene, before: dict[Path, int]) -> bool:
+def _has_dumped(scene: Scene, before: dict[Path, int]) -> bool:
     """Return whether a worker has dumped its stacks since then."""
     return any(
         _DUMPED in path.read_text(errors="replace")[before.get(path, 0) :]
-        for path in _written(scene)
+        for path in _log_lengths(scene)
     )
 
 

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from servekit.chaos import client_experiments, machine_experiments, process_experiments
-from servekit.chaos.baseline_answers import Known, learn, prompt
+from servekit.chaos.baseline_answers import Known, learn_answers, make_prompt
 from servekit.chaos.client import Question
 from servekit.chaos.finding import Finding, Scene
-from servekit.chaos.target import Target, lacking
+from servekit.chaos.target import Target, describe_lacking
 from servekit.errors import ConfigError, ServekitError
 
 Experiment = Callable[[Scene], Awaitable[Finding]]
@@ -53,7 +53,7 @@ class RunOptions:
         return {name: EXPERIMENTS[name] for name in sorted(wanted, key=list(EXPERIMENTS).index)}
 
 
-async def run(target: Target, wish: RunOptions) -> AsyncIterator[Finding]:
+async def run_experiments(target: Target, wish: RunOptions) -> AsyncIterator[Finding]:
     """Yield a finding per experiment. Raises ServekitError if the instance is not healthy."""
     experiments = wish.experiments()
     known = await known_answers(target)
@@ -70,7 +70,7 @@ async def known_answers(target: Target, count: int = _QUESTIONS) -> list[Known]:
     """Return questions whose baseline answers take about a second or two."""
     if await target.until_whole(_RECOVER_WITHIN_S) is None:
         raise ServekitError(await _not_whole(target))
-    first = await learn(target.client, [Question(target.name, prompt(0), _FEWEST)])
+    first = await learn_answers(target.client, [Question(target.name, make_prompt(0), _FEWEST)])
     prompt_tokens = sum(usage.prompt_tokens for usage in first[0].answer.usages[:1])
     token_s = max(1e-6, first[0].answer.took_s / _FEWEST)
     info = (await target.model()).info
@@ -78,10 +78,10 @@ async def known_answers(target: Target, count: int = _QUESTIONS) -> list[Known]:
     longest = _MOST if info is None else info.max_context - prompt_tokens * 9 // 8
     tokens = max(_FEWEST, min(_MOST, longest, int(_ANSWER_S / token_s)))
     sizes = [max(_FEWEST, tokens * (count + number) // (2 * count)) for number in range(count)]
-    questions = [Question(target.name, prompt(n + 1), size) for n, size in enumerate(sizes)]
-    return await learn(target.client, questions)
+    questions = [Question(target.name, make_prompt(n + 1), size) for n, size in enumerate(sizes)]
+    return await learn_answers(target.client, questions)
 
 
 async def _not_whole(target: Target) -> str:
-    why = lacking(await target.status()) or "/readyz is not 200"
+    why = describe_lacking(await target.status()) or "/readyz is not 200"
     return f"the instance did not serve whole within {_RECOVER_WITHIN_S:g} s ({why})"

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from servekit.chaos.client import Client
-from servekit.config.load import load
+from servekit.config.load import load_config
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.protocol.messages import GetStatus, ModelStatus, ReplicaStatus, Status
@@ -41,10 +41,10 @@ class Target:
     async def find(cls, url: str, run_dir: Path, model: str | None) -> Target:
         """Return the target. Raises StartError unless `url` is the user's instance of `run_dir`."""
         record = read_record(run_dir)
-        status = await _status(run_dir)
+        status = await _read_status(run_dir)
         if record is None or record.pid != status.pid:
             raise nobody(run_dir)
-        if not _same(url, status.url):
+        if not _is_same(url, status.url):
             raise StartError(
                 f"the instance of {run_dir} serves {status.url}, not {url}; "
                 "say --run-dir of the one you mean"
@@ -59,7 +59,7 @@ class Target:
     # ---- status
 
     async def status(self) -> Status:
-        return await _status(self.run_dir)
+        return await _read_status(self.run_dir)
 
     async def model(self) -> ModelStatus:
         return next(m for m in (await self.status()).models if m.name == self.name)
@@ -70,7 +70,7 @@ class Target:
     def settings(self) -> ModelConfig | None:
         """Return the model's section of the current file; None if the file is gone or invalid."""
         try:
-            models = load(self.config_path).models
+            models = load_config(self.config_path).models
         except ServekitError:
             return None
         return next((model for model in models if model.name == self.name), None)
@@ -99,7 +99,7 @@ class Target:
         timeout.
         """
         began = time.monotonic()
-        if await self.until(lambda status: whole(status, without), within_s) is None:
+        if await self.until(lambda status: is_whole(status, without), within_s) is None:
             return None
         while (passed := time.monotonic() - began) < within_s:
             if (await self.client.get("/readyz")).status == 200:
@@ -114,8 +114,8 @@ class Target:
         their
         descendants.
         """
-        found = {process.pid: process for process in procfs.marked(self._mark)}
-        living = list(procfs.everyone())
+        found = {process.pid: process for process in procfs.find_marked(self._mark)}
+        living = list(procfs.all_processes())
         found |= {process.pid: process for process in living if process.pid == self.pid}
         for _ in living:  # bounds the depth of the tree
             children = [p for p in living if p.parent in found and p.pid not in found]
@@ -138,7 +138,7 @@ class Target:
         """Yield the gateways' log events since then (Unix time), with `at` added as Unix time."""
         for path in sorted((self.run_dir / "logs").glob("gateway-*.log*")):
             for line in path.read_text(errors="replace").splitlines():
-                if (event := _parsed(line)) is not None and event["at"] >= since:
+                if (event := _parse_line(line)) is not None and event["at"] >= since:
                     yield event
 
     def noticed(self, worker: str, since: float) -> float | None:
@@ -151,7 +151,7 @@ class Target:
         return max(times) - since if times else None
 
 
-def whole(status: Status, without: int = 0) -> bool:
+def is_whole(status: Status, without: int = 0) -> bool:
     """Return whether every replica and gateway is ready, and none is the process `without`."""
     children = [
         *((gateway.state, gateway.pid) for gateway in status.gateways),
@@ -160,7 +160,7 @@ def whole(status: Status, without: int = 0) -> bool:
     return all(state == "ready" and pid != without for state, pid in children)
 
 
-def lacking(status: Status) -> str:
+def describe_lacking(status: Status) -> str:
     """Describe the replicas and gateways that do not serve; "" if all do."""
     found = [f"{one.name} is {one.state}" for one in status.gateways if one.state != "ready"]
     found += [
@@ -172,7 +172,7 @@ def lacking(status: Status) -> str:
     return "; ".join(found)
 
 
-async def _status(run_dir: Path) -> Status:
+async def _read_status(run_dir: Path) -> Status:
     answer = await ask(run_dir / "control.sock", GetStatus())
     if not isinstance(answer, Status):
         raise ServekitError("the supervisor gave an answer that does not belong to the question")
@@ -183,7 +183,7 @@ def _is_ours(pid: int) -> bool:
     return Path(f"/proc/{pid}").stat().st_uid == os.getuid()
 
 
-def _same(asked: str, serves: str) -> bool:
+def _is_same(asked: str, serves: str) -> bool:
     one, other = urlsplit(asked), urlsplit(serves)
     if (one.port or 80) != (other.port or 80):
         return False
@@ -200,7 +200,7 @@ def _tcp_connections(pid: int) -> Iterator[tuple[int, str]]:
             yield int(fields[2].rsplit(":", 1)[1], 16), fields[9]
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def _parse_line(line: str) -> dict[str, Any] | None:
     try:
         event: dict[str, Any] = json.loads(line)
         event["at"] = datetime.fromisoformat(event["timestamp"]).timestamp()

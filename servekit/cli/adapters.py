@@ -24,7 +24,10 @@ _ANSWER_S = 10.0
 
 Name = Annotated[str, typer.Argument(help="The name that requests use.")]
 Served = Annotated[
-    str, typer.Argument(help="The name that requests use.", autocompletion=instance_lookup.adapters)
+    str,
+    typer.Argument(
+        help="The name that requests use.", autocompletion=instance_lookup.complete_adapters
+    ),
 ]
 Model = Annotated[
     str,
@@ -32,7 +35,7 @@ Model = Annotated[
         "--model",
         "-m",
         help="Its base model; not needed if there is only one.",
-        autocompletion=instance_lookup.models,
+        autocompletion=instance_lookup.complete_models,
     ),
 ]
 RunDirectory = Annotated[
@@ -62,7 +65,7 @@ def add(
     is_local = path.startswith((".", "~", "/")) or folder.exists()
     spec = AdapterSpec(name, str(folder.absolute()) if is_local else path, revision, any_base)
     try:
-        done = _ask(run_dir, AddAdapter(model, spec, in_place), Accepted, _CHANGE_S)
+        done = _ask_supervisor(run_dir, AddAdapter(model, spec, in_place), Accepted, _CHANGE_S)
     except ServekitError as error:  # the message names the API's parameter
         said = error.message.replace("set 'load_inplace' to True", "say --in-place")
         raise type(error)(said) from None
@@ -74,7 +77,7 @@ def rm(name: Served, run_dir: RunDirectory = None) -> None:
     from servekit.protocol.adapters import RemoveAdapter
     from servekit.protocol.messages import Accepted
 
-    done = _ask(run_dir, RemoveAdapter(name), Accepted, _CHANGE_S)
+    done = _ask_supervisor(run_dir, RemoveAdapter(name), Accepted, _CHANGE_S)
     sys.stdout.write(f"{done.message}\n")
 
 
@@ -86,7 +89,7 @@ def ls(
     """Show the adapters: how each is run and why, or why it has failed."""
     from servekit.protocol.adapters import Adapters, GetAdapters
 
-    answer = _ask(run_dir, GetAdapters(model), Adapters, _ANSWER_S)
+    answer = _ask_supervisor(run_dir, GetAdapters(model), Adapters, _ANSWER_S)
     if as_json:
         import json
 
@@ -94,17 +97,19 @@ def ls(
 
         sys.stdout.write(f"{json.dumps(as_builtins(answer.adapters), indent=2)}\n")
         return
-    from servekit.cli.tables import adapter_table, show
+    from servekit.cli.tables import adapter_table, print_tables
 
-    show(adapter_table(answer.adapters))
+    print_tables(adapter_table(answer.adapters))
 
 
-def _ask(run_dir: Path | None, question: "ToSupervisor", kind: type[A], timeout_s: float) -> A:
+def _ask_supervisor(
+    run_dir: Path | None, question: "ToSupervisor", kind: type[A], timeout_s: float
+) -> A:
     import asyncio
 
     from servekit.supervisor.admin.control_socket import ask
 
-    path = instance_lookup.instance(run_dir) / "control.sock"
+    path = instance_lookup.find_instance(run_dir) / "control.sock"
     answer = asyncio.run(ask(path, question, timeout_s))
     if not isinstance(answer, kind):
         raise ServekitError("the supervisor gave an answer that does not belong to the question")

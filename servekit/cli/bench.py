@@ -121,10 +121,10 @@ def bench(
         _print_schema()
         return
     _check_outputs(json_file, plot)
-    where = url or _running(run_dir)
+    where = url or _find_running_url(run_dir)
     wish = wishes.Options(
-        target=wishes.target(where, api_key, ca=ca, insecure=insecure, environ=os.environ),
-        asking=wishes.asking(
+        target=wishes.parse_target(where, api_key, ca=ca, insecure=insecure, environ=os.environ),
+        asking=wishes.make_asking(
             api=api,
             model=model or "",
             stream=stream,
@@ -137,29 +137,29 @@ def bench(
             extra=extra,
             dataset=dataset,
         ),
-        loads=wishes.loads(concurrency, rate),
+        loads=wishes.parse_loads(concurrency, rate),
         requests=requests,
-        duration_s=wishes.duration(duration) or (None if requests else wishes.DEFAULT_S),
+        duration_s=wishes.parse_run_time(duration) or (None if requests else wishes.DEFAULT_S),
         warmup=warmup,
         seed=seed,
         timeout_s=timeout,
         processes=processes,
-        slo=wishes.limits(slo),
+        slo=wishes.parse_limits(slo),
     )
-    raise typer.Exit(_tell(_measure(wish), json_file, plot))
+    raise typer.Exit(_report_result(_run_benchmark(wish), json_file, plot))
 
 
 def _print_schema() -> None:
     import json
 
-    from servekit.bench.result import schema
+    from servekit.bench.result import result_schema
 
-    sys.stdout.write(f"{json.dumps(schema(), indent=2)}\n")
+    sys.stdout.write(f"{json.dumps(result_schema(), indent=2)}\n")
 
 
 def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
     """Check the output paths before the measurement, not after it."""
-    from servekit.bench.plot import check
+    from servekit.bench.plot import check_plot
 
     for option, path in (("--json", json_file), ("--plot", plot)):
         if path is None or str(path) == "-":
@@ -170,10 +170,10 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
         if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
             raise ConfigError(f"{option} {path}: it cannot be written")
     if plot is not None:
-        check(plot)
+        check_plot(plot)
 
 
-def _running(run_dir: Path | None) -> str:
+def _find_running_url(run_dir: Path | None) -> str:
     """Return the URL of the running instance on this machine."""
     import asyncio
 
@@ -188,23 +188,25 @@ def _running(run_dir: Path | None) -> str:
         raise StartError(f"{error.message}, a URL as argument measures another server") from None
     if not isinstance(status, Status):
         raise StartError(f"the instance of {folder} does not say where it serves")
-    return _dialable(status.url)
+    return _make_dialable(status.url)
 
 
-def _dialable(url: str) -> str:
+def _make_dialable(url: str) -> str:
     """Replace an address that means every interface by loopback."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def _measure(wish: "Options") -> "Result":
-    from servekit.bench.live_display import watch
-    from servekit.bench.run import run
+def _run_benchmark(wish: "Options") -> "Result":
+    from servekit.bench.live_display import watch_load
+    from servekit.bench.run import run_benchmark
     from servekit.system import python_command
 
-    return run(wish, python_command.module("servekit.bench"), os.environ, watch)
+    return run_benchmark(
+        wish, python_command.module_command("servekit.bench"), os.environ, watch_load
+    )
 
 
-def _tell(result: "Result", json_file: Path | None, plot: Path | None) -> int:
+def _report_result(result: "Result", json_file: Path | None, plot: Path | None) -> int:
     """Print and write the result; return the exit code, 1 if no request was answered."""
     import msgspec
 
@@ -212,20 +214,20 @@ def _tell(result: "Result", json_file: Path | None, plot: Path | None) -> int:
     if str(json_file) == "-":
         sys.stdout.write(f"{text}\n")
     else:
-        from servekit.bench.report import tables
-        from servekit.cli.tables import show
+        from servekit.bench.report import result_tables
+        from servekit.cli.tables import print_tables
 
-        show(*tables(result))
+        print_tables(*result_tables(result))
         if json_file is not None:
-            _write(json_file, f"{text}\n")
+            _write_file(json_file, f"{text}\n")
     if plot is not None:
-        from servekit.bench.plot import draw
+        from servekit.bench.plot import draw_plot
 
-        draw(result, plot)
+        draw_plot(result, plot)
     return 0 if any(run.completed for run in result.runs) else 1
 
 
-def _write(path: Path, text: str) -> None:
+def _write_file(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:

@@ -29,9 +29,11 @@ def trace_cuda(
     from servekit.system import procfs
 
     def descendants(pid: int) -> list[int]:
-        return [process.pid for process in procfs.descendants(pid)]
+        return [process.pid for process in procfs.find_descendants(pid)]
 
-    told, code = tracing.run(command or (), module, descendants, as_json=as_json, check=check)
+    told, code = tracing.trace_command(
+        command or (), module, descendants, as_json=as_json, check=check
+    )
     # The program has its own stdout; with --json that was redirected to stderr.
     (sys.stdout if as_json else sys.stderr).write(f"{told}\n")
     raise typer.Exit(code)
@@ -48,8 +50,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check whether this machine is fit to serve: drivers, GPUs, libraries, limits, disk, ports."""
-    from servekit.diagnostics.runner import examine, told
+    from servekit.diagnostics.runner import format_findings, run_checks
 
-    findings = examine(config, run_dir)
-    sys.stdout.write(f"{told(findings, as_json=as_json)}\n")
+    findings = run_checks(config, run_dir)
+    sys.stdout.write(f"{format_findings(findings, as_json=as_json)}\n")
     raise typer.Exit(any(finding.level == "error" for finding in findings))

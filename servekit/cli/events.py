@@ -12,7 +12,8 @@ import typer
 
 from servekit.cli import instance_lookup
 from servekit.cli.instance_lookup import RunDirectory
-from servekit.errors import ServekitError, StartError, meant
+from servekit.errors import ConfigError, ServekitError, StartError, did_you_mean
+from servekit.units import parse_duration
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -53,7 +54,7 @@ def events(
             "-m",
             metavar="NAME",
             help="Only events of this model or process.",
-            autocompletion=instance_lookup.workers,
+            autocompletion=instance_lookup.complete_workers,
         ),
     ] = "",
     since: Annotated[
@@ -65,59 +66,66 @@ def events(
     """Show the events: starts, exits and their causes, reloads, loads, breakers, adapters."""
     from servekit.event_store import FILE, Wanted
 
-    folder = instance_lookup.folder(run_dir)
-    begin = time.time() - instance_lookup.span_s(since) if since else 0.0
+    folder = instance_lookup.find_run_dir(run_dir)
+    begin = time.time() - _parse_since(since) if since else 0.0
     if not follow and not (folder / FILE).exists():
-        instance_lookup.status(folder)  # raises if no instance runs
+        instance_lookup.read_status(folder)  # raises if no instance runs
         raise StartError(f"no events in {folder}: the log says why they cannot be kept")
-    wanted = Wanted(_named(folder, name, follow=follow), begin)
-    for event in _events(folder, wanted, most, follow=follow):
-        _write(event, as_json=as_json)
+    wanted = Wanted(_resolve_name(folder, name, follow=follow), begin)
+    for event in _follow_events(folder, wanted, most, follow=follow):
+        _write_event(event, as_json=as_json)
 
 
-def _named(folder: Path, name: str, *, follow: bool) -> str:
+def _parse_since(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is no span of time; say it as 90s, 10m, 2h or 1d") from None
+
+
+def _resolve_name(folder: Path, name: str, *, follow: bool) -> str:
     """Return the name used in events, resolving an alias.
 
     Raises StartError for an unknown name; a follower accepts it, unless a running instance does
     not know it.
     """
-    from servekit.event_store import names
+    from servekit.event_store import event_names
 
-    before = names(folder) if name else []
+    before = event_names(folder) if name else []
     if not name or name in before:
         return name
     try:
-        status = instance_lookup.status(folder)
+        status = instance_lookup.read_status(folder)
     except ServekitError:
         if follow:
             return name
         known = {}
     else:
-        now = [*(model.name for model in status.models), *instance_lookup.processes(status)]
+        now = [*(model.name for model in status.models), *instance_lookup.process_names(status)]
         known = {one: one for one in now}
         known |= {alias: model.name for model in status.models for alias in model.aliases}
     if name in known:
         return known[name]
     there = list(dict.fromkeys((*known, *before)))
-    told = f"there are: {', '.join(there) or 'none yet'}{meant(name, there)}"
+    told = f"there are: {', '.join(there) or 'none yet'}{did_you_mean(name, there)}"
     raise StartError(f"nothing here is or was called {name!r}; {told}")
 
 
-def _events(folder: Path, wanted: "Wanted", most: int, *, follow: bool) -> "Iterator[Event]":
+def _follow_events(folder: Path, wanted: "Wanted", most: int, *, follow: bool) -> "Iterator[Event]":
     from dataclasses import replace
 
-    from servekit.event_store import Wanted, newest
+    from servekit.event_store import Wanted, newest_events
 
     last = 0
     if follow and not most:
-        last = max((event.id for event in newest(folder, Wanted(), 1)), default=0)
-    for event in newest(folder, wanted, min(most, _MOST)) if most else []:
+        last = max((event.id for event in newest_events(folder, Wanted(), 1)), default=0)
+    for event in newest_events(folder, wanted, min(most, _MOST)) if most else []:
         last = event.id
         yield event
     while follow:
         time.sleep(_LOOK_EVERY_S)
-        newer = newest(folder, replace(wanted, after=last), _MOST)
-        latest = newest(folder, Wanted(), 1)
+        newer = newest_events(folder, replace(wanted, after=last), _MOST)
+        latest = newest_events(folder, Wanted(), 1)
         if not newer and latest and latest[0].id < last:
             last = 0  # the file was moved away, and a new one begun
         for event in newer:
@@ -125,7 +133,7 @@ def _events(folder: Path, wanted: "Wanted", most: int, *, follow: bool) -> "Iter
             yield event
 
 
-def _write(event: "Event", *, as_json: bool) -> None:
+def _write_event(event: "Event", *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(f"{json.dumps(as_object(event))}\n")
     else:
@@ -133,7 +141,7 @@ def _write(event: "Event", *, as_json: bool) -> None:
 
         # soft_wrap: one line per event, also for grep
         console = Console(markup=False, emoji=False, highlight=False)
-        console.print(told(event), soft_wrap=True)
+        console.print(format_event(event), soft_wrap=True)
     sys.stdout.flush()
 
 
@@ -150,23 +158,23 @@ def as_object(event: "Event") -> dict[str, object]:
     }
 
 
-def told(event: "Event", *, day: bool = True) -> "Text":
+def format_event(event: "Event", *, day: bool = True) -> "Text":
     """Format an event as a line for people."""
     from rich.text import Text
 
-    from servekit.sanitize import line
+    from servekit.sanitize import one_line
 
     form = "%Y-%m-%d %H:%M:%S" if day else "%H:%M:%S"
     text = Text(time.strftime(form, time.localtime(event.at)), style="dim")
-    text.append(f"  {line(event.kind, 20):<10}", style=_COLOURS.get(event.kind, "bold"))
+    text.append(f"  {one_line(event.kind, 20):<10}", style=_COLOURS.get(event.kind, "bold"))
     if name := event.worker or event.model:
-        text.append(f"  {line(name, 100)}", style="bold")
-    if shown := ", ".join(filter(None, (line(event.what), figures(event)))):
+        text.append(f"  {one_line(name, 100)}", style="bold")
+    if shown := ", ".join(filter(None, (one_line(event.what), format_figures(event)))):
         text.append(f"  {shown}", style="")
     return text
 
 
-def figures(event: "Event") -> str:
+def format_figures(event: "Event") -> str:
     """Format the figures of an event."""
     detail = event.detail
     parts = [f"pid {detail['pid']}"] if event.kind in ("started", "up") and "pid" in detail else []
@@ -175,9 +183,9 @@ def figures(event: "Event") -> str:
         parts += [f"lived {detail.get('lived_s')} s", f"{detail.get('served')} served"]
         again = detail.get("again_in_s")
         parts.append("not started again" if again is None else f"again in {again} s")
-    from servekit.sanitize import line
+    from servekit.sanitize import one_line
 
-    return line(", ".join(parts), 200)
+    return one_line(", ".join(parts), 200)
 
 
 def post_mortem(folder: Path, name: str, nobody: ServekitError, *, as_json: bool) -> None:
@@ -185,28 +193,32 @@ def post_mortem(folder: Path, name: str, nobody: ServekitError, *, as_json: bool
 
     Raises `nobody` if no event is about that name.
     """
-    from servekit.event_store import Wanted, newest
+    from servekit.event_store import Wanted, newest_events
 
-    exits = newest(folder, Wanted(name, kinds=("exit",)), _MOST_EARLIER)
+    exits = newest_events(folder, Wanted(name, kinds=("exit",)), _MOST_EARLIER)
     if not exits:
         raise nobody
-    ends = newest(folder, Wanted(kinds=("down", "crash")), 1)
+    ends = newest_events(folder, Wanted(kinds=("down", "crash")), 1)
     if not as_json:
         sys.stdout.write(f"No servekit runs in {folder}; its events tell:\n")
     for event in sorted((*exits, *ends), key=lambda event: event.id):
-        _write(event, as_json=as_json)
+        _write_event(event, as_json=as_json)
 
 
-def earlier(folder: Path, name: str, model: str) -> "list[Text]":
+def earlier_exits(folder: Path, name: str, model: str) -> "list[Text]":
     """Return, for `why`, the last exits of a model or process under earlier supervisors."""
     from rich.text import Text
 
-    from servekit.event_store import Wanted, newest
+    from servekit.event_store import Wanted, newest_events
 
-    began = newest(folder, Wanted(kinds=("up",)), 1)
+    began = newest_events(folder, Wanted(kinds=("up",)), 1)
     about = name if name.startswith(f"{model}/") else model
-    exits = newest(folder, Wanted(about, kinds=("exit",)), _MOST_EARLIER * 4) if began else []
+    exits = (
+        newest_events(folder, Wanted(about, kinds=("exit",)), _MOST_EARLIER * 4) if began else []
+    )
     before = [event for event in exits if event.at < began[0].at][-_MOST_EARLIER:]
     return (
-        [Text("\nbefore this start of servekit:"), *(told(one) for one in before)] if before else []
+        [Text("\nbefore this start of servekit:"), *(format_event(one) for one in before)]
+        if before
+        else []
     )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from servekit.errors import ConfigError, ServekitError
+from servekit.errors import ServekitError
 
 if TYPE_CHECKING:
     from servekit.protocol.messages import Status
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 #: Timeout for completion: the user is waiting.
 _COMPLETE_S = 1.0
 _ANSWER_S = 10.0
-_SPAN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|min|h|d)?")
-_UNITS_S = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 RunDirectory = Annotated[
     Path | None,
@@ -39,7 +36,7 @@ Authority = Annotated[Path | None, typer.Option(help="PEM file of an authority t
 Insecure = Annotated[bool, typer.Option("--insecure", help="Accept any certificate of the server.")]
 
 
-def folder(run_dir: Path | None) -> Path:
+def find_run_dir(run_dir: Path | None) -> Path:
     """Return the run directory of the instance, running or not.
 
     Raises StartError if there is none, or if several instances run and none is the default.
@@ -49,14 +46,14 @@ def folder(run_dir: Path | None) -> Path:
     return find_last(run_dir, os.environ)
 
 
-def instance(run_dir: Path | None) -> Path:
-    """Return the run directory of the running instance. Raises StartError, as `folder`."""
+def find_instance(run_dir: Path | None) -> Path:
+    """Return the run directory of the running instance. Raises StartError, as `find_run_dir`."""
     from servekit.supervisor.process.instances import find
 
     return find(run_dir, os.environ)
 
 
-def status(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
+def read_status(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
     """Return the status of the instance. Raises ServekitError if it does not answer."""
     import asyncio
 
@@ -74,32 +71,28 @@ async def status_soon(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
     return answer
 
 
-def span_s(text: str) -> float:
-    """Parse a time span ("90", "90s", "10m", "2h", "1d") to seconds. Raises ConfigError."""
-    found = _SPAN.fullmatch(text.strip().lower())
-    if found is None:
-        raise ConfigError(f"{text!r} is no span of time; say it as 90s, 10m, 2h or 1d")
-    return float(found[1]) * _UNITS_S[found[2] or "s"]
-
-
 # ---- completion: names of the running instance; errors must stay silent
 
 
-def models(ctx: typer.Context, incomplete: str) -> list[str]:
+def complete_models(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the names of models, including aliases."""
-    return _names(ctx, incomplete, lambda found: _of_models(found))
+    return _complete_names(ctx, incomplete, lambda found: _of_models(found))
 
 
-def workers(ctx: typer.Context, incomplete: str) -> list[str]:
+def complete_workers(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the names of models and of all processes."""
-    return _names(ctx, incomplete, lambda found: [*_of_models(found), *processes(found)])
+    return _complete_names(
+        ctx, incomplete, lambda found: [*_of_models(found), *process_names(found)]
+    )
 
 
-def adapters(ctx: typer.Context, incomplete: str) -> list[str]:
-    return _names(ctx, incomplete, lambda found: [a.name for m in found.models for a in m.adapters])
+def complete_adapters(ctx: typer.Context, incomplete: str) -> list[str]:
+    return _complete_names(
+        ctx, incomplete, lambda found: [a.name for m in found.models for a in m.adapters]
+    )
 
 
-def processes(found: Status) -> list[str]:
+def process_names(found: Status) -> list[str]:
     """Return the names of workers, fork servers and gateways."""
     of_models = [one.name for model in found.models for one in (*model.replicas, *model.standbys)]
     return [*of_models, *(gateway.name for gateway in found.gateways)]
@@ -109,10 +102,10 @@ def _of_models(found: Status) -> list[str]:
     return [name for model in found.models for name in (model.name, *model.aliases)]
 
 
-def _names(ctx: typer.Context, incomplete: str, read: Any) -> list[str]:
+def _complete_names(ctx: typer.Context, incomplete: str, read: Any) -> list[str]:
     try:
-        run_dir = folder(ctx.params.get("run_dir"))
-        found: list[str] = read(status(run_dir, _COMPLETE_S))
+        run_dir = find_run_dir(ctx.params.get("run_dir"))
+        found: list[str] = read(read_status(run_dir, _COMPLETE_S))
     except (ServekitError, OSError):  # no instance: no names
         return []
     return [name for name in found if name.startswith(incomplete)]

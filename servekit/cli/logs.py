@@ -12,7 +12,7 @@ import typer
 
 from servekit.cli import instance_lookup
 from servekit.cli.instance_lookup import RunDirectory
-from servekit.errors import ConfigError, ServekitError, StartError, meant
+from servekit.errors import ConfigError, ServekitError, StartError, did_you_mean
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -37,7 +37,7 @@ def logs(
             "-w",
             metavar="NAME",
             help="Only this process, or all processes of this model.",
-            autocompletion=instance_lookup.workers,
+            autocompletion=instance_lookup.complete_workers,
         ),
     ] = "",
     most: Annotated[
@@ -52,72 +52,76 @@ def logs(
     """
     from servekit.cli.process_events import Follower
 
-    folder = instance_lookup.folder(run_dir)
-    worker = _unaliased(folder, worker)
-    _check(folder, worker, follow=follow)
-    tails = _tails(folder, worker) if follow else {}
+    folder = instance_lookup.find_run_dir(run_dir)
+    worker = _resolve_alias(folder, worker)
+    _check_names(folder, worker, follow=follow)
+    tails = _open_tails(folder, worker) if follow else {}
     noted = Follower(folder, worker)
-    _show(_last(folder, worker, most))
+    _show_lines(_last_lines(folder, worker, most))
     while follow:
-        _show(noted.lines())
-        _show(_news(folder, worker, tails))
+        _show_lines(noted.lines())
+        _show_lines(_read_news(folder, worker, tails))
         time.sleep(_LOOK_EVERY_S)
 
 
-def _unaliased(folder: Path, worker: str) -> str:
+def _resolve_alias(folder: Path, worker: str) -> str:
     """Resolve an alias to the model's name, which its log files have."""
-    from servekit.log_files import files, is_of
+    from servekit.log_files import find_log_files, is_of
 
-    if not worker or any(is_of(name, worker) for name in files(folder)):
+    if not worker or any(is_of(name, worker) for name in find_log_files(folder)):
         return worker
     try:
-        models = instance_lookup.status(folder, _ANSWER_S).models
+        models = instance_lookup.read_status(folder, _ANSWER_S).models
     except ServekitError:
         return worker
     return next((model.name for model in models if worker in model.aliases), worker)
 
 
-def _check(folder: Path, worker: str, *, follow: bool) -> None:
+def _check_names(folder: Path, worker: str, *, follow: bool) -> None:
     from servekit.cli import process_events
-    from servekit.log_files import files, is_of
+    from servekit.log_files import find_log_files, is_of
 
-    names = list(files(folder))
-    if any(is_of(name, worker) for name in names) or process_events.lines(folder, worker, 1):
+    names = list(find_log_files(folder))
+    if any(is_of(name, worker) for name in names) or process_events.last_lines(folder, worker, 1):
         return
     if follow:
         _check_known(folder, worker)
     elif not names:
-        instance_lookup.status(folder)  # raises if no instance runs
+        instance_lookup.read_status(folder)  # raises if no instance runs
         raise StartError(f"nothing has been written in {folder}/logs yet")
     else:
-        others = f"others have: {', '.join(names)}{meant(worker, names)}"
+        others = f"others have: {', '.join(names)}{did_you_mean(worker, names)}"
         raise ConfigError(f"{worker!r} has written nothing here; {others}")
 
 
 def _check_known(folder: Path, worker: str) -> None:
     """Accept a process without output yet, unless a running instance does not know its name."""
     try:
-        status = instance_lookup.status(folder, _ANSWER_S)
+        status = instance_lookup.read_status(folder, _ANSWER_S)
     except ServekitError:
         return
-    known = [*(model.name for model in status.models), *instance_lookup.processes(status)]
+    known = [*(model.name for model in status.models), *instance_lookup.process_names(status)]
     if worker and worker not in known:
-        there = f"there are: {', '.join(known)}{meant(worker, known)}"
+        there = f"there are: {', '.join(known)}{did_you_mean(worker, known)}"
         raise ConfigError(f"nothing here is called {worker!r}; {there}")
 
 
-def _last(folder: Path, worker: str, most: int) -> "Iterable[Line]":
+def _last_lines(folder: Path, worker: str, most: int) -> "Iterable[Line]":
     """Return the last lines of all processes together, by their times."""
     from servekit.cli import process_events
-    from servekit.log_files import files, is_of, last
+    from servekit.log_files import find_log_files, is_of, last_lines
 
-    each = [last(name, path, most) for name, path in files(folder).items() if is_of(name, worker)]
-    each.append(process_events.lines(folder, worker, most))
-    merged = list(heapq.merge(*(_ascending(lines) for lines in each), key=lambda line: line.at))
+    each = [
+        last_lines(name, path, most)
+        for name, path in find_log_files(folder).items()
+        if is_of(name, worker)
+    ]
+    each.append(process_events.last_lines(folder, worker, most))
+    merged = list(heapq.merge(*(_order_by_time(lines) for lines in each), key=lambda line: line.at))
     return merged[len(merged) - min(most, len(merged)) :]
 
 
-def _ascending(lines: "list[Line]") -> "list[Line]":
+def _order_by_time(lines: "list[Line]") -> "list[Line]":
     """Keep the order of one file even if the clock was set back in between."""
     from dataclasses import replace
 
@@ -129,17 +133,17 @@ def _ascending(lines: "list[Line]") -> "list[Line]":
     return ordered
 
 
-def _tails(folder: Path, worker: str) -> "dict[str, Tail]":
-    from servekit.log_files import Tail, files, is_of
+def _open_tails(folder: Path, worker: str) -> "dict[str, Tail]":
+    from servekit.log_files import Tail, find_log_files, is_of
 
-    found = files(folder).items()
+    found = find_log_files(folder).items()
     return {name: Tail(path, from_start=False) for name, path in found if is_of(name, worker)}
 
 
-def _news(folder: Path, worker: str, tails: "dict[str, Tail]") -> "Iterator[Line]":
-    from servekit.log_files import Line, Tail, files, is_of
+def _read_news(folder: Path, worker: str, tails: "dict[str, Tail]") -> "Iterator[Line]":
+    from servekit.log_files import Line, Tail, find_log_files, is_of
 
-    for name, path in files(folder).items():
+    for name, path in find_log_files(folder).items():
         if name not in tails and is_of(name, worker):
             tails[name] = Tail(path, from_start=True)
     for name, tail in tails.items():
@@ -147,31 +151,31 @@ def _news(folder: Path, worker: str, tails: "dict[str, Tail]") -> "Iterator[Line
             yield Line("", name, text)
 
 
-def _show(lines: "Iterable[Line]") -> None:
+def _show_lines(lines: "Iterable[Line]") -> None:
     from rich.console import Console
 
     console = Console(markup=False, emoji=False, highlight=False)
     for line in lines:
-        console.print(told(line), soft_wrap=True)
+        console.print(format_line(line), soft_wrap=True)
     sys.stdout.flush()
 
 
-def told(line: "Line") -> "Text":
+def format_line(line: "Line") -> "Text":
     """Format a line with its process's name; servekit's own log lines look as in `servekit up`."""
     from rich.text import Text
 
     from servekit.cli.startup_display import read_line
-    from servekit.log_files import stamp
-    from servekit.sanitize import plain
+    from servekit.log_files import timestamp_of
+    from servekit.sanitize import strip_controls
 
     colour = _COLOURS[sum(line.name.encode()) % len(_COLOURS)]
-    text = Text(f"{plain(line.name)} | ", style=colour)
+    text = Text(f"{strip_controls(line.name)} | ", style=colour)
     level, event, fields = read_line(line.text)
     fields.pop("process", None)
     shown = " ".join([event, *(f"{key}={value}" for key, value in fields.items())])
-    if at := stamp(line.text):
-        text.append(f"{plain(at)} ", style="dim")
+    if at := timestamp_of(line.text):
+        text.append(f"{strip_controls(at)} ", style="dim")
     style = _LEVELS.get(level, "")
-    for number, part in enumerate(plain(shown).split("\n")):
+    for number, part in enumerate(strip_controls(shown).split("\n")):
         text.append(f"\n{'':4}{part}" if number else part, style=style)
     return text

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from servekit.cli import adapters, bench, diagnostics, events, instance_lookup, logs, models
+from servekit.cli import adapters, bench, diagnostics, docs, events, instance_lookup, logs, models
 from servekit.cli.chat import command as chat
 from servekit.cli.init import command as init
 from servekit.cli.instance_lookup import RunDirectory
 from servekit.cli.top import command as top
-from servekit.docs import command
 from servekit.errors import ConfigError, NobodyRuns, ServekitError
 
 if TYPE_CHECKING:
@@ -89,10 +88,10 @@ def up(
     with _one_sentence():
         if log_format not in ("", "pretty", "json"):
             raise ConfigError(f"--log-format is pretty or json, not {log_format!r}")
-        plan = _plan(_source(config, host, port, insecure=insecure))
+        plan = _make_plan(_make_source(config, host, port, insecure=insecure))
         as_json = (log_format or plan.config.logging.format) == "json"
         folder = run_dir or plan.config.run_dir
-        raise typer.Exit(_run(plan, folder, quiet=quiet, as_json=as_json))
+        raise typer.Exit(_run_plan(plan, folder, quiet=quiet, as_json=as_json))
 
 
 @app.command()
@@ -101,12 +100,12 @@ def check(
 ) -> None:
     """Check a file and show what would run where; start nothing."""
     with _one_sentence():
-        from servekit.cli.tables import plan_tables, show
+        from servekit.cli.tables import plan_tables, print_tables
         from servekit.supervisor.scheduling.model_files import problems
         from servekit.supervisor.scheduling.wheels import look_up
 
-        plan = _plan(_source(file))
-        show(*plan_tables(plan))
+        plan = _make_plan(_make_source(file))
+        print_tables(*plan_tables(plan))
         found = list(problems(plan))
         for told in look_up(plan):
             if told.level == "error":
@@ -136,7 +135,7 @@ def ps(
     with _one_sentence():
         from servekit.protocol.messages import GetStatus, Status
 
-        status = _ask(instance_lookup.instance(run_dir), GetStatus(), Status)
+        status = _ask_supervisor(instance_lookup.find_instance(run_dir), GetStatus(), Status)
         if ready:
             from servekit.supervisor.admin.systemd import refuse_unready
 
@@ -150,9 +149,9 @@ def ps(
             print(json.dumps(as_builtins(status), indent=2))
             return
         from servekit.cli.startup_timings import timing_tables
-        from servekit.cli.tables import show, status_tables
+        from servekit.cli.tables import print_tables, status_tables
 
-        show(*(timing_tables(status) if timings else status_tables(status)))
+        print_tables(*(timing_tables(status) if timings else status_tables(status)))
         if run_dir is None:
             _tell_others(status.pid)
 
@@ -163,7 +162,7 @@ def why(
         str,
         typer.Argument(
             help="A model, an alias, or a process such as MODEL/0.",
-            autocompletion=instance_lookup.workers,
+            autocompletion=instance_lookup.complete_workers,
         ),
     ],
     run_dir: RunDirectory = None,
@@ -173,9 +172,9 @@ def why(
     with _one_sentence():
         from servekit.protocol.messages import GetWhy, Why
 
-        folder = instance_lookup.folder(run_dir)
+        folder = instance_lookup.find_run_dir(run_dir)
         try:
-            answer = _ask(folder, GetWhy(name), Why)
+            answer = _ask_supervisor(folder, GetWhy(name), Why)
         except NobodyRuns as error:
             events.post_mortem(folder, name, error, as_json=as_json)
             return
@@ -186,10 +185,10 @@ def why(
 
             print(json.dumps(as_builtins(answer), indent=2))
             return
-        from servekit.cli.tables import show
+        from servekit.cli.tables import print_tables
         from servekit.cli.why import why_tables
 
-        show(*why_tables(answer), *events.earlier(folder, name, answer.model))
+        print_tables(*why_tables(answer), *events.earlier_exits(folder, name, answer.model))
 
 
 @app.command()
@@ -198,7 +197,11 @@ def reload(run_dir: RunDirectory = None) -> None:
     with _one_sentence():
         from servekit.protocol.messages import Accepted, Reload
 
-        print(_ask(instance_lookup.instance(run_dir), Reload(), Accepted, timeout_s=60.0).message)
+        print(
+            _ask_supervisor(
+                instance_lookup.find_instance(run_dir), Reload(), Accepted, timeout_s=60.0
+            ).message
+        )
 
 
 @app.command()
@@ -210,7 +213,7 @@ def down(
     with _one_sentence():
         from servekit.supervisor.admin.control_socket import shut_down
 
-        pid = shut_down(instance_lookup.instance(run_dir), now=now)
+        pid = shut_down(instance_lookup.find_instance(run_dir), now=now)
         print(f"servekit (pid {pid}) has stopped")
 
 
@@ -243,11 +246,11 @@ def chaos(
         wish = RunOptions(
             seconds, names, memory_bytes=memory * 2**20, kill_supervisor=kill_supervisor
         )
-        here = instance_lookup.instance(run_dir)
+        here = instance_lookup.find_instance(run_dir)
         if not yes:
             typer.confirm(f"Kill and stop processes of the instance in {here}?", abort=True)
-        findings = command.run(url, here, model, wish)
-        print(command.told(findings, as_json=as_json))
+        findings = command.run_chaos(url, here, model, wish)
+        print(command.format_findings(findings, as_json=as_json))
         raise typer.Exit(any(finding.verdict == "broken" for finding in findings))
 
 
@@ -261,7 +264,7 @@ def key_new(
 
         if not keys.is_name(name):
             raise ConfigError(keys.NAME_RULE)
-        made, line = keys.new(name)
+        made, line = keys.new_key(name)
         print(f"{made}\n", flush=True)
         print("Keep it: nothing can show it again. For the configuration file:", file=sys.stderr)
         print(f"\nkeys:\n  - name: {name}\n    hash: {line}")
@@ -280,7 +283,7 @@ def schema() -> None:
 @app.command("metrics")
 def reference() -> None:
     """Print all metrics of /metrics with their labels, as a Markdown table."""
-    from servekit.metrics import reference as table
+    from servekit.metrics import metrics_reference as table
 
     print(table())
 
@@ -300,7 +303,7 @@ def _one_sentence() -> Iterator[None]:
 app.command("doctor")(_one_sentence()(diagnostics.doctor))
 app.command("trace-cuda")(_one_sentence()(diagnostics.trace_cuda))
 app.command("bench")(_one_sentence()(bench.bench))
-app.command("docs")(_one_sentence()(command.docs))
+app.command("docs")(_one_sentence()(docs.docs))
 app.command("init")(_one_sentence()(init.init))
 app.command("events")(_one_sentence()(events.events))
 app.command("logs")(_one_sentence()(logs.logs))
@@ -312,7 +315,7 @@ for what in (adapters.add, adapters.rm, adapters.ls):
     adapter.command()(_one_sentence()(what))
 
 
-def _source(
+def _make_source(
     path: Path, host: str | None = None, port: int | None = None, *, insecure: bool = False
 ) -> "Source":
     from servekit.supervisor.deployments.plan import Source
@@ -322,20 +325,20 @@ def _source(
     return Source(path.absolute(), said, insecure)
 
 
-def _plan(source: "Source") -> "Plan":
+def _make_plan(source: "Source") -> "Plan":
     from servekit.system.gpus import find_gpus
 
     return source.plan(find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
-def _run(plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json: bool) -> int:
-    from servekit.system.import_guard import guarded
+def _run_plan(plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json: bool) -> int:
+    from servekit.system.import_guard import guard_process
 
-    with guarded("supervisor"):
-        return _supervise(plan, run_dir, quiet=quiet, as_json=as_json)
+    with guard_process("supervisor"):
+        return _run_supervisor(plan, run_dir, quiet=quiet, as_json=as_json)
 
 
-def _supervise(plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json: bool) -> int:
+def _run_supervisor(plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json: bool) -> int:
     import asyncio
 
     from servekit import logging_config as logs
@@ -376,7 +379,9 @@ def _tell_others(pid: int) -> None:
         print(f"Other instances that run:\n{listing(others)}", file=sys.stderr)
 
 
-def _ask(run_dir: Path, question: "ToSupervisor", kind: type[A], timeout_s: float = 10.0) -> A:
+def _ask_supervisor(
+    run_dir: Path, question: "ToSupervisor", kind: type[A], timeout_s: float = 10.0
+) -> A:
     """Return the answer of the instance in `run_dir`, which must be of this kind."""
     import asyncio
 

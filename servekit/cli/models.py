@@ -21,7 +21,9 @@ _PATIENCE_S = 3600.0
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="Its name, or an alias.", autocompletion=instance_lookup.models
+        metavar="MODEL",
+        help="Its name, or an alias.",
+        autocompletion=instance_lookup.complete_models,
     ),
 ]
 RunDirectory = Annotated[
@@ -35,35 +37,35 @@ NoWait = Annotated[
 
 def load(model: Model, run_dir: RunDirectory = None, no_wait: NoWait = False) -> None:
     """Load a model, or wake it; models on demand make room for it."""
-    _reside(model, "load", run_dir, wait=not no_wait)
+    _set_residency(model, "load", run_dir, wait=not no_wait)
 
 
 def unload(model: Model, run_dir: RunDirectory = None, no_wait: NoWait = False) -> None:
     """Unload a model, once its requests are done. On demand, the next request loads it."""
-    _reside(model, "unload", run_dir, wait=not no_wait)
+    _set_residency(model, "unload", run_dir, wait=not no_wait)
 
 
 def sleep(model: Model, run_dir: RunDirectory = None, no_wait: NoWait = False) -> None:
     """Put a model to sleep, once its requests are done; a request wakes it."""
-    _reside(model, "sleep", run_dir, wait=not no_wait)
+    _set_residency(model, "sleep", run_dir, wait=not no_wait)
 
 
 def wake(model: Model, run_dir: RunDirectory = None, no_wait: NoWait = False) -> None:
     """Wake a model."""
-    _reside(model, "wake", run_dir, wait=not no_wait)
+    _set_residency(model, "wake", run_dir, wait=not no_wait)
 
 
-def _reside(model: str, want: "Want", run_dir: Path | None, *, wait: bool) -> None:
+def _set_residency(model: str, want: "Want", run_dir: Path | None, *, wait: bool) -> None:
     import asyncio
 
-    path = instance_lookup.instance(run_dir) / "control.sock"
+    path = instance_lookup.find_instance(run_dir) / "control.sock"
     began = time.monotonic()
-    said = asyncio.run(_ask(path, model, want, wait=wait))
+    said = asyncio.run(_ask_supervisor(path, model, want, wait=wait))
     took = wait and " is already " not in said
     typer.echo(f"{said} after {time.monotonic() - began:.1f} s" if took else said)
 
 
-async def _ask(path: Path, model: str, want: "Want", *, wait: bool) -> str:
+async def _ask_supervisor(path: Path, model: str, want: "Want", *, wait: bool) -> str:
     """Return the supervisor's final answer; progress until then goes to stderr."""
     import asyncio
 
@@ -74,7 +76,7 @@ async def _ask(path: Path, model: str, want: "Want", *, wait: bool) -> str:
     asking = asyncio.create_task(ask(path, SetResidency(model, want, wait), _PATIENCE_S))
     told = ""
     while not (await asyncio.wait((asking,), timeout=_LOOK_EVERY_S))[0]:
-        if (news := _progress(await _look(path, model))) not in ("", told):
+        if (news := _describe_progress(await _read_model(path, model))) not in ("", told):
             told = news
             typer.echo(f"{model}: {news}", err=True)
     answer = await asking
@@ -83,7 +85,7 @@ async def _ask(path: Path, model: str, want: "Want", *, wait: bool) -> str:
     return answer.message
 
 
-async def _look(path: Path, model: str) -> "ModelStatus | None":
+async def _read_model(path: Path, model: str) -> "ModelStatus | None":
     from servekit.protocol.messages import GetStatus, Status
     from servekit.supervisor.admin.control_socket import ask
 
@@ -92,7 +94,7 @@ async def _look(path: Path, model: str) -> "ModelStatus | None":
     return next((one for one in models if model in (one.name, *one.aliases)), None)
 
 
-def _progress(found: "ModelStatus | None") -> str:
+def _describe_progress(found: "ModelStatus | None") -> str:
     """Return the model's tier, with the progress of its load or the reason of its wait."""
     from servekit.cli.tables import progress_text
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from servekit.cli.events import figures
-from servekit.event_store import Event, Wanted, newest
+from servekit.cli.events import format_figures
+from servekit.event_store import Event, Wanted, newest_events
 from servekit.log_files import Line, is_of
 
 _KINDS = ("started", "ready", "stalled", "exit", "stopped")
@@ -21,9 +21,13 @@ _WARNINGS = ("stalled", "exit")
 _MOST = 10_000
 
 
-def lines(folder: Path, name: str, most: int) -> list[Line]:
+def last_lines(folder: Path, name: str, most: int) -> list[Line]:
     """Return the last events of a process or a model ("": of all), the newest last."""
-    told = [_line(one) for one in newest(folder, Wanted(kinds=_KINDS), _MOST) if _is_of(one, name)]
+    told = [
+        _format_event(one)
+        for one in newest_events(folder, Wanted(kinds=_KINDS), _MOST)
+        if _is_of(one, name)
+    ]
     return told[len(told) - min(most, len(told)) :]
 
 
@@ -33,13 +37,13 @@ class Follower:
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         self._after = Wanted(kinds=_KINDS)
-        self._pass_by(newest(folder, self._after, 1))
+        self._pass_by(newest_events(folder, self._after, 1))
 
     def lines(self) -> Iterator[Line]:
         """Yield the events since the last call."""
-        found = newest(self._folder, self._after, _MOST)
+        found = newest_events(self._folder, self._after, _MOST)
         self._pass_by(found)
-        yield from (_line(one) for one in found if _is_of(one, self._name))
+        yield from (_format_event(one) for one in found if _is_of(one, self._name))
 
     def _pass_by(self, found: list[Event]) -> None:
         if found:
@@ -50,10 +54,10 @@ def _is_of(event: Event, name: str) -> bool:
     return bool(event.worker) and is_of(event.worker, name)
 
 
-def _line(event: Event) -> Line:
+def _format_event(event: Event) -> Line:
     """Format an event as a line of servekit's own log, so that it has a time and a level."""
     at = datetime.fromtimestamp(event.at, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-    said = ", ".join(filter(None, (event.what, figures(event))))
+    said = ", ".join(filter(None, (event.what, format_figures(event))))
     line = {
         "event": f"{event.kind}: {said}" if said else event.kind,
         "level": "warning" if event.kind in _WARNINGS else "info",

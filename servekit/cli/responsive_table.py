@@ -17,7 +17,7 @@ _LEAST_NAME, _LEAST_NOTE = 12, 20
 _AT_LENGTH = ("NOTE", "PATH")
 
 
-def shortened(text: str, room: int) -> str:
+def shorten_text(text: str, room: int) -> str:
     """Cut text in its middle: the end of a name distinguishes the workers of a model."""
     if cell_len(text) <= room:
         return text
@@ -43,21 +43,21 @@ class Fitted:
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
         columns = {
-            str(one.header): [_text(cell) for cell in one.cells] for one in self._table.columns
+            str(one.header): [_as_text(cell) for cell in one.cells] for one in self._table.columns
         }
         last = [*columns][-1]
-        own = _width(last, columns[last])
+        own = _column_width(last, columns[last])
         about = columns.pop(last) if last in _AT_LENGTH else []
         if about:
-            rest = options.max_width - _needs(columns) - _GAP
+            rest = options.max_width - _needed_width(columns) - _GAP
             if rest >= min(own, _LEAST_NOTE):
                 yield self._table
                 return
-        elif _needs(columns) <= options.max_width:
+        elif _needed_width(columns) <= options.max_width:
             yield self._table
             return
         names = [name.plain for name in next(iter(columns.values()))]
-        yield _small(columns, self._drops, options.max_width)
+        yield _make_table(columns, self._drops, options.max_width)
         yield from (
             Text(f"{name}: ", style="dim").append_text(text)
             for name, text in zip(names, about, strict=False)
@@ -65,19 +65,19 @@ class Fitted:
         )
 
 
-def _small(columns: dict[str, list[Text]], drops: Sequence[str], width: int) -> Table:
-    if _needs(columns) > width:
+def _make_table(columns: dict[str, list[Text]], drops: Sequence[str], width: int) -> Table:
+    if _needed_width(columns) > width:
         columns = {_two_lines(header): cells for header, cells in columns.items()}
     for drop in drops:
-        if _needs(columns) > width:
+        if _needed_width(columns) > width:
             columns.pop(_two_lines(drop), None)
     first = next(iter(columns))
-    room = width - _needs(columns) + _width(first, columns[first])
-    while room < min(_LEAST_NAME, _width(first, columns[first])) and len(columns) > 2:
+    room = width - _needed_width(columns) + _column_width(first, columns[first])
+    while room < min(_LEAST_NAME, _column_width(first, columns[first])) and len(columns) > 2:
         header, cells = columns.popitem()
-        room += _width(header, cells) + _GAP
+        room += _column_width(header, cells) + _GAP
     columns[first] = [
-        Text(shortened(cell.plain, max(room, 1)), cell.style) for cell in columns[first]
+        Text(shorten_text(cell.plain, max(room, 1)), cell.style) for cell in columns[first]
     ]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for header in columns:
@@ -87,12 +87,12 @@ def _small(columns: dict[str, list[Text]], drops: Sequence[str], width: int) -> 
     return table
 
 
-def _needs(columns: dict[str, list[Text]]) -> int:
-    widths = [_width(header, cells) for header, cells in columns.items()]
+def _needed_width(columns: dict[str, list[Text]]) -> int:
+    widths = [_column_width(header, cells) for header, cells in columns.items()]
     return sum(widths) + _GAP * (len(widths) - 1)
 
 
-def _width(header: str, cells: Sequence[Text]) -> int:
+def _column_width(header: str, cells: Sequence[Text]) -> int:
     return max(
         cell_len(line)
         for text in (header, *(one.plain for one in cells))
@@ -100,7 +100,7 @@ def _width(header: str, cells: Sequence[Text]) -> int:
     )
 
 
-def _text(cell: RenderableType) -> Text:
+def _as_text(cell: RenderableType) -> Text:
     return cell if isinstance(cell, Text) else Text(str(cell))
 
 

@@ -24,10 +24,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from servekit.cli.tables import note, progress_text, state
+from servekit.cli.tables import progress_text, replica_note, state_text
 from servekit.config.engines.options import KINDS
 from servekit.protocol.messages import ModelStatus, Progress, ReplicaStatus, Status
-from servekit.sanitize import plain
+from servekit.sanitize import strip_controls
 
 log: Any = structlog.get_logger("servekit")
 
@@ -191,13 +191,13 @@ def picture(status: Status) -> RenderableType:
         for replica in model.replicas:
             grid.add_row(
                 Text(replica.name, style="bold"),
-                state(replica.state),
+                state_text(replica.state),
                 Text(replica.device, style="dim"),
                 _bar(replica),
-                Text(note(model, replica)),
+                Text(replica_note(model, replica)),
             )
     for gateway in status.gateways:
-        grid.add_row(Text(gateway.name, style="bold"), state(gateway.state), "", "", "")
+        grid.add_row(Text(gateway.name, style="bold"), state_text(gateway.state), "", "", "")
     return Group(Text(), grid)
 
 
@@ -267,8 +267,8 @@ def read_line(text: str) -> tuple[str, str, dict[str, Any]]:
             level = fields.get("level", "info")
             event = str(fields.get("event", text))
             rest = {key: value for key, value in fields.items() if key not in _OURS}
-            return level if level in _LEVELS else "info", plain(event), rest
-    return "info", plain(text), {}
+            return level if level in _LEVELS else "info", strip_controls(event), rest
+    return "info", strip_controls(text), {}
 
 
 def _replicas(status: Status) -> Iterator[ReplicaStatus]:

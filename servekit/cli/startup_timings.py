@@ -11,7 +11,7 @@ from rich.text import Text
 
 from servekit.protocol.messages import Status
 from servekit.protocol.startup_messages import Cause, Phase, Start, Starts
-from servekit.sanitize import line
+from servekit.sanitize import one_line
 
 #: Minimum overlap of two phases that count as concurrent.
 _BESIDE_S = 0.02
@@ -33,11 +33,11 @@ def timing_tables(status: Status) -> Sequence[RenderableType]:
     shown: list[RenderableType] = []
     for known in status.starts:
         if known.starts:
-            shown += [*([""] if shown else []), heading(known), _table(known)]
+            shown += [*([""] if shown else []), start_heading(known), _phase_table(known)]
     return shown
 
 
-def heading(known: Starts) -> Text:
+def start_heading(known: Starts) -> Text:
     """Return the time, the cause and the duration of a start."""
     start = known.starts[-1]
     at = time.strftime("%H:%M:%S", time.localtime(start.at))
@@ -71,7 +71,7 @@ def how_far(start: Start) -> str:
     return f"died {how}, {start.total_s:.2f} s {_SINCE[start.cause]}"
 
 
-def _table(known: Starts) -> Table:
+def _phase_table(known: Starts) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("PHASE", no_wrap=True, min_width=16)
     for column in ("BEGAN", "SECONDS", "SHARE", "BEFORE"):
@@ -79,19 +79,21 @@ def _table(known: Starts) -> Table:
     table.add_column("MEANWHILE")
     start = known.starts[-1]
     before = known.starts[-2] if len(known.starts) > 1 else None
-    for depth, phase in _tree(start.phases):
-        table.add_row(Text("  " * depth + phase.name), *_cells(phase, start, before))
+    for depth, phase in _walk_phases(start.phases):
+        table.add_row(Text("  " * depth + phase.name), *_phase_cells(phase, start, before))
     if (rest_s := start.total_s - covered_s(start)) >= _LINE_S:
-        table.add_row("(between)", "", f"{rest_s:.2f}", _share(rest_s, start), "", "")
+        table.add_row("(between)", "", f"{rest_s:.2f}", _format_share(rest_s, start), "", "")
     return table
 
 
-def _tree(phases: Sequence[Phase], above: tuple[Phase, ...] = ()) -> Iterator[tuple[int, Phase]]:
+def _walk_phases(
+    phases: Sequence[Phase], above: tuple[Phase, ...] = ()
+) -> Iterator[tuple[int, Phase]]:
     """Yield each phase after its enclosing phase, with its depth."""
     for phase in phases:
         if (is_part(phase, above[-1]) if above else not phase.within) and phase not in above:
             yield len(above), phase
-            yield from _tree(phases, (*above, phase))
+            yield from _walk_phases(phases, (*above, phase))
 
 
 def is_part(phase: Phase, of: Phase) -> bool:
@@ -100,20 +102,20 @@ def is_part(phase: Phase, of: Phase) -> bool:
     return phase.within == of.name and phase.began_s >= of.began_s and not over
 
 
-def _cells(phase: Phase, start: Start, before: Start | None) -> Iterator[Text]:
+def _phase_cells(phase: Phase, start: Start, before: Start | None) -> Iterator[Text]:
     took_s = _end_s(phase, start) - phase.began_s
     then = [] if before is None else [one for one in before.phases if one.name == phase.name]
     then_s = sum(_end_s(one, before) - one.began_s for one in then if before is not None)
     yield Text(f"{phase.began_s:.2f}")
     yield Text(f"{took_s:.2f}", style="red" if phase.failed else "")
-    yield Text(_share(took_s, start))
+    yield Text(_format_share(took_s, start))
     yield Text(f"{then_s:.2f}" if then else "", style="dim")
-    beside = ", ".join(dict.fromkeys(one.name for one in _beside(phase, start)))
-    yield Text("; ".join(filter(None, (_note(phase, start), beside))))
+    beside = ", ".join(dict.fromkeys(one.name for one in _concurrent_phases(phase, start)))
+    yield Text("; ".join(filter(None, (_phase_note(phase, start), beside))))
 
 
-def _note(phase: Phase, start: Start) -> str:
-    why = line(phase.why)
+def _phase_note(phase: Phase, start: Start) -> str:
+    why = one_line(phase.why)
     if phase.failed:
         return f"failed: {why}" if why else "failed"
     if phase.why:
@@ -123,18 +125,18 @@ def _note(phase: Phase, start: Start) -> str:
     return ""
 
 
-def _beside(phase: Phase, start: Start) -> Iterator[Phase]:
+def _concurrent_phases(phase: Phase, start: Start) -> Iterator[Phase]:
     """Yield the phases that ran at the same time, except its enclosing and inner ones."""
-    kin = {phase.name, *_above(phase, start.phases)}
+    kin = {phase.name, *_enclosing_names(phase, start.phases)}
     for other in start.phases:
-        if other.name in kin or phase.name in _above(other, start.phases):
+        if other.name in kin or phase.name in _enclosing_names(other, start.phases):
             continue
         ends_s = min(_end_s(phase, start), _end_s(other, start))
         if ends_s - max(phase.began_s, other.began_s) >= _BESIDE_S:
             yield other
 
 
-def _above(phase: Phase, phases: Iterable[Phase]) -> set[str]:
+def _enclosing_names(phase: Phase, phases: Iterable[Phase]) -> set[str]:
     """Return the names of all enclosing phases."""
     within, found = {one.name: one.within for one in phases}, set[str]()
     name = phase.within
@@ -158,5 +160,5 @@ def _end_s(phase: Phase, start: Start) -> float:
     return start.total_s if phase.ended_s is None else phase.ended_s
 
 
-def _share(time_s: float, start: Start) -> str:
+def _format_share(time_s: float, start: Start) -> str:
     return f"{100 * time_s / start.total_s:.0f} %" if start.total_s else ""

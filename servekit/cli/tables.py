@@ -22,10 +22,11 @@ from servekit.protocol.messages import (
     Status,
 )
 from servekit.ray import node_requirements
-from servekit.sanitize import plain
+from servekit.sanitize import strip_controls
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.scheduling.memory_requests import host_claim_bytes
-from servekit.system import procfs
+from servekit.system import cgroup
+from servekit.units import format_bytes, format_duration
 
 _COLOURS = {
     "ready": "green",
@@ -49,7 +50,7 @@ _COLOURS = {
 _WIDE = 200
 
 
-def show(*renderables: RenderableType) -> None:
+def print_tables(*renderables: RenderableType) -> None:
     """Print to stdout, in colour on a terminal."""
     # No markup: a path may contain [brackets], a model's name :colons:.
     width = None if sys.stdout.isatty() else _WIDE
@@ -62,39 +63,41 @@ def plan_tables(plan: Plan) -> Sequence[RenderableType]:
     """Return tables of the planned workers, and of the available GPUs and engines."""
     used = {gpu for place in plan.places for gpu in place.gpus}
     gpus = [f"{gpu}{'' if gpu in used else ', idle'}" for gpu in plan.gpus]
-    shown: list[RenderableType] = [Fitted(_places(plan), "THREADS", "DTYPE", "DEVICE")]
+    shown: list[RenderableType] = [Fitted(_placement_table(plan), "THREADS", "DTYPE", "DEVICE")]
     if any(model.adapters for model in plan.config.models):
         shown.append(Fitted(_named_adapters(plan)))
     if plan.estimates:
-        shown.append(Fitted(_needs(plan), "CONTEXT", "KV / 1K TOKENS"))
+        shown.append(Fitted(_memory_table(plan), "CONTEXT", "KV / 1K TOKENS"))
     shown += [Text(f"{name}: engine {choice}") for name, choice in plan.choices.items()]
     if plan.config.launcher == "ray":
         address = (plan.config.ray or RayConfig()).address
         shown.append(Text(f"GPUs: those of the Ray cluster at {address}, which `up` asks for them"))
     else:
         shown.append(Text("; ".join(gpus) or "no NVIDIA GPU found"))
-    return [*shown, *_engines()]
+    return [*shown, *_engine_lines()]
 
 
 def _named_adapters(plan: Plan) -> Table:
-    table = _table("ADAPTER", "MODEL", "PATH")
+    table = _new_table("ADAPTER", "MODEL", "PATH")
     for model in plan.config.models:
         for adapter in model.adapters:
             table.add_row(Text(adapter.name), Text(model.name), Text(adapter.path))
     return table
 
 
-def _engines() -> Iterator[Text]:
+def _engine_lines() -> Iterator[Text]:
     """Yield the available engines, and the unusable plugins."""
-    yield Text("engines: " + "; ".join(f"{name} ({what})" for name, what in installed.engines()))
-    yield from (Text(sentence, style="yellow") for sentence in installed.refused())
+    yield Text(
+        "engines: " + "; ".join(f"{name} ({what})" for name, what in installed.list_engines())
+    )
+    yield from (Text(sentence, style="yellow") for sentence in installed.refused_plugins())
 
 
-def _places(plan: Plan) -> Table:
+def _placement_table(plan: Plan) -> Table:
     models = {model.name: model for model in plan.config.models}
     by_need = any(model.load != "on_start" for model in plan.config.models)
     load = ("LOAD",) if by_need else ()
-    table = _table("WORKER", *load, "ENGINE", "DEVICE", "THREADS", "DTYPE", "PATH")
+    table = _new_table("WORKER", *load, "ENGINE", "DEVICE", "THREADS", "DTYPE", "PATH")
     for place in plan.places:
         model = models[place.model]
         device = (
@@ -107,23 +110,25 @@ def _places(plan: Plan) -> Table:
     return table
 
 
-def _needs(plan: Plan) -> Table:
+def _memory_table(plan: Plan) -> Table:
     """Return each model's estimated and claimed memory, per GPU or of the host."""
     each = " PER GPU" if any(place.gpus or place.elsewhere for place in plan.places) else ""
-    table = _table("MODEL", "WEIGHTS", "KV / 1K TOKENS", "CONTEXT", f"LEAST{each}", f"CLAIM{each}")
+    table = _new_table(
+        "MODEL", "WEIGHTS", "KV / 1K TOKENS", "CONTEXT", f"LEAST{each}", f"CLAIM{each}"
+    )
     table.add_column("NOTE")
     models = {model.name: model for model in plan.config.models}
     for name, found in plan.estimates.items():
         place = next(place for place in plan.places if place.model == name)
-        here = host_claim_bytes(models[name], procfs.memory_bytes())
+        here = host_claim_bytes(models[name], cgroup.total_memory_bytes())
         claim = min(place.claims, default=here)
         table.add_row(
             Text(name),
-            size(found.weights_bytes),
-            size(found.kv_1k_bytes),
+            format_size(found.weights_bytes),
+            format_size(found.kv_1k_bytes),
             str(found.context or "-"),
-            size(found.on_each_least_bytes),
-            size(claim),
+            format_size(found.on_each_least_bytes),
+            format_size(claim),
             Text(found.note(claim)),
         )
     return table
@@ -133,53 +138,55 @@ def status_tables(status: Status) -> Sequence[RenderableType]:
     """Return tables of a running instance: workers, gateways, and the supervisor itself."""
     head = Text(
         f"servekit {status.version} · {status.url} · {status.config} · pid {status.pid} · "
-        f"{size(status.rss_bytes)} · up {duration(time.time() - status.started_at)}"
+        f"{format_size(status.rss_bytes)} · up {format_duration(time.time() - status.started_at)}"
         + (" · draining" if status.draining else "")
     )
     adapters = {model.name: model.adapters for model in status.models if model.adapters}
     shown: list[RenderableType] = [head]
     if any(model.residence is not None for model in status.models):
-        shown.append(Fitted(_residents(status), "UNUSED", "LOAD"))
+        shown.append(Fitted(_residency_table(status), "UNUSED", "LOAD"))
     if any(model.scale is not None for model in status.models):
-        shown.append(Fitted(_scales(status), "LAST SCALED"))
-    shown.append(Fitted(_workers(status), "PID", "DEVICE", "RSS"))
+        shown.append(Fitted(_scaling_table(status), "LAST SCALED"))
+    shown.append(Fitted(_worker_table(status), "PID", "DEVICE", "RSS"))
     shown += [adapter_table(adapters)] if adapters else []
-    return [*shown, Fitted(_gateways(status), "PID", "RSS")]
+    return [*shown, Fitted(_gateway_table(status), "PID", "RSS")]
 
 
-def _residents(status: Status) -> Table:
+def _residency_table(status: Status) -> Table:
     """Return a table of the models that come and go."""
-    table = _table("MODEL", "STATE", "LOAD", "WAIT", "UNUSED", "LEAVES IN", "NOTE")
+    table = _new_table("MODEL", "STATE", "LOAD", "WAIT", "UNUSED", "LEAVES IN", "NOTE")
     for model in status.models:
         if (residence := model.residence) is None:
             continue
         leaves_s = residence.leaves_in_s
         table.add_row(
             Text(model.name),
-            state(residence.tier),
+            state_text(residence.tier),
             residence.load,
             str(residence.waiting),
-            duration(residence.idle_s) if residence.tier in ("resident", "asleep") else "-",
-            "-" if leaves_s is None else duration(leaves_s),
-            Text(plain(residence.reason)),
+            format_duration(residence.idle_s) if residence.tier in ("resident", "asleep") else "-",
+            "-" if leaves_s is None else format_duration(leaves_s),
+            Text(strip_controls(residence.reason)),
         )
     return table
 
 
-def _scales(status: Status) -> Table:
+def _scaling_table(status: Status) -> Table:
     """Return a table of the models that scale with their load."""
-    table = _table("MODEL", "REPLICAS", "QUEUE", "LAST SCALED", "NOTE")
+    table = _new_table("MODEL", "REPLICAS", "QUEUE", "LAST SCALED", "NOTE")
     queued = {one.model: one.queued for one in status.traffic}
     for model in status.models:
         if (scale := model.scale) is not None:
-            ago = f"{duration(time.time() - scale.at)} ago" if scale.at else "-"
+            ago = f"{format_duration(time.time() - scale.at)} ago" if scale.at else "-"
             said = "; ".join(filter(None, (scale.reason, scale.waits)))
             waits = str(queued.get(model.name, 0))
-            table.add_row(Text(model.name), span(model), waits, ago, Text(plain(said)))
+            table.add_row(
+                Text(model.name), replica_span(model), waits, ago, Text(strip_controls(said))
+            )
     return table
 
 
-def span(model: ModelStatus) -> str:
+def replica_span(model: ModelStatus) -> str:
     """Return the number of ready replicas, with the range of a model that scales: "2 (1–4)"."""
     scale = model.scale
     serving = sum(replica.state == "ready" for replica in model.replicas)
@@ -188,18 +195,18 @@ def span(model: ModelStatus) -> str:
 
 def adapter_table(adapters: Mapping[str, Sequence[AdapterStatus]]) -> RenderableType:
     """Return a table of the adapters: their modes, or their errors."""
-    table = _table("ADAPTER", "STATE", "MODEL", "KIND", "MODE", "SIZE", "SINCE", "NOTE")
+    table = _new_table("ADAPTER", "STATE", "MODEL", "KIND", "MODE", "SIZE", "SINCE", "NOTE")
     for model, statuses in adapters.items():
         for one in statuses:
             info = one.info
             table.add_row(
                 Text(one.name),
-                state(one.state),
+                state_text(one.state),
                 Text(model),
                 info.kind if info else "-",
                 info.mode if info else "-",
-                size(info.bytes) if info else "-",
-                duration(time.time() - one.since),
+                format_size(info.bytes) if info else "-",
+                format_duration(time.time() - one.since),
                 Text(adapter_note(one)),
             )
     return Fitted(table, "SINCE", "SIZE", "KIND")
@@ -208,41 +215,41 @@ def adapter_table(adapters: Mapping[str, Sequence[AdapterStatus]]) -> Renderable
 def adapter_note(adapter: AdapterStatus) -> str:
     """Return the reason for an adapter's failure, else for its mode."""
     if adapter.reason:
-        return plain(adapter.reason)
-    return plain(adapter.path if adapter.info is None else adapter.info.why).rstrip(".")
+        return strip_controls(adapter.reason)
+    return strip_controls(adapter.path if adapter.info is None else adapter.info.why).rstrip(".")
 
 
-def _workers(status: Status) -> Table:
-    table = _table("WORKER", "STATE", "PID", "DEVICE", "RSS", "GPU", "RESTARTS", "RUN", "WAIT")
+def _worker_table(status: Status) -> Table:
+    table = _new_table("WORKER", "STATE", "PID", "DEVICE", "RSS", "GPU", "RESTARTS", "RUN", "WAIT")
     table.add_column("NOTE")
     for model in status.models:
         for replica in (*model.replicas, *model.standbys):
             table.add_row(
                 replica.name,
-                state(replica.state),
+                state_text(replica.state),
                 str(replica.pid or "-"),
                 replica.device,
-                size(replica.rss_bytes),
+                format_size(replica.rss_bytes),
                 gpu_use(replica),
                 str(replica.restarts),
                 str(replica.running),
                 str(replica.waiting),
-                Text(note(model, replica)),
+                Text(replica_note(model, replica)),
             )
     return table
 
 
-def _gateways(status: Status) -> Table:
-    table = _table("GATEWAY", "STATE", "PID", "RSS", "RESTARTS", "IN FLIGHT", "REQUESTS")
+def _gateway_table(status: Status) -> Table:
+    table = _new_table("GATEWAY", "STATE", "PID", "RSS", "RESTARTS", "IN FLIGHT", "REQUESTS")
     told = any(gateway.reason for gateway in status.gateways)
     if told:
         table.add_column("NOTE")
     for gateway in status.gateways:
         table.add_row(
             gateway.name,
-            state(gateway.state),
+            state_text(gateway.state),
             str(gateway.pid or "-"),
-            size(gateway.rss_bytes),
+            format_size(gateway.rss_bytes),
             str(gateway.restarts),
             str(gateway.in_flight),
             str(gateway.requests),
@@ -253,27 +260,27 @@ def _gateways(status: Status) -> Table:
 
 def gateway_note(gateway: GatewayStatus) -> str:
     """Return why a gateway does not serve, or the reason of its last end."""
-    said = plain(gateway.reason)
+    said = strip_controls(gateway.reason)
     return f"last: {said}" if said and gateway.state == "ready" else said
 
 
-def _table(*columns: str) -> Table:
+def _new_table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, no_wrap=column in ("WORKER", "STATE", "PID"))
     return table
 
 
-def state(name: str) -> Text:
+def state_text(name: str) -> Text:
     return Text(name, style=_COLOURS.get(name, ""))
 
 
-def note(model: ModelStatus, replica: ReplicaStatus) -> str:
+def replica_note(model: ModelStatus, replica: ReplicaStatus) -> str:
     """Return a note about a replica: its progress, why it is down, else its model."""
-    return plain(_note(model, replica))
+    return strip_controls(_model_note(model, replica))
 
 
-def _note(model: ModelStatus, replica: ReplicaStatus) -> str:
+def _model_note(model: ModelStatus, replica: ReplicaStatus) -> str:
     if replica.stray or replica.excess:
         return "; ".join(filter(None, (replica.stray, replica.excess)))
     if replica.trouble:
@@ -291,8 +298,8 @@ def _note(model: ModelStatus, replica: ReplicaStatus) -> str:
 
 def gpu_use(replica: ReplicaStatus) -> str:
     """Return the memory that a replica holds on GPUs, and its claim."""
-    held = size(replica.gpu_bytes)
-    return f"{held} of {size(replica.claim_bytes)}" if replica.claim_bytes else held
+    held = format_size(replica.gpu_bytes)
+    return f"{held} of {format_size(replica.claim_bytes)}" if replica.claim_bytes else held
 
 
 def progress_text(progress: Progress) -> str:
@@ -300,28 +307,10 @@ def progress_text(progress: Progress) -> str:
     if not progress.total:
         return progress.phase
     if progress.unit == "bytes":
-        return f"{progress.phase} {size(progress.done)} of {size(progress.total)}"
+        return f"{progress.phase} {format_size(progress.done)} of {format_size(progress.total)}"
     return f"{progress.phase} {progress.done} of {progress.total} {progress.unit}".rstrip()
 
 
-def size(size_bytes: int) -> str:
+def format_size(size_bytes: int) -> str:
     """Format a number of bytes; "-" for 0."""
-    if not size_bytes:
-        return "-"
-    value = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
-
-
-def duration(time_s: float) -> str:
-    minutes, seconds = divmod(int(time_s), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+    return format_bytes(size_bytes) if size_bytes else "-"

@@ -9,12 +9,12 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from servekit.cli.startup_timings import how_far
-from servekit.cli.tables import size, state
+from servekit.cli.tables import format_size, state_text
 from servekit.protocol.adapters import AdapterStatus
 from servekit.protocol.messages import ReplicaHistory, Why
 from servekit.protocol.residency import ResidencyStatus
 from servekit.protocol.types import ExitRecord, ScaleStatus
-from servekit.sanitize import counted, plain
+from servekit.sanitize import count_noun, strip_controls
 
 #: Output lines shown of each death; the newest death shows all.
 _FEW_LINES = 3
@@ -22,9 +22,9 @@ _FEW_LINES = 3
 
 def why_tables(why: Why) -> Sequence[RenderableType]:
     """Return the whole answer, for a person."""
-    shown: list[RenderableType] = [Text(diagnosis(why), style="bold")]
+    shown: list[RenderableType] = [Text(explain_state(why), style="bold")]
     if why.breaker != "closed":
-        shown.append(Text(f"breaker: {plain(why.breaker)}", style="red"))
+        shown.append(Text(f"breaker: {strip_controls(why.breaker)}", style="red"))
     if why.scale is not None:
         shown.append(Text(_scale(why.scale)))
     for adapter in why.adapters:
@@ -35,11 +35,13 @@ def why_tables(why: Why) -> Sequence[RenderableType]:
             shown += _death(exit_, lines=_FEW_LINES)
         if replica.exits:
             shown += _death(replica.exits[-1], lines=len(replica.exits[-1].tail))
-            shown += [Text(f"    {plain(line)}", "dim") for line in replica.exits[-1].stacks]
+            shown += [
+                Text(f"    {strip_controls(line)}", "dim") for line in replica.exits[-1].stacks
+            ]
     return shown
 
 
-def diagnosis(why: Why) -> str:
+def explain_state(why: Why) -> str:
     """Return a sentence with the problem and the next step."""
     last = max((exit_ for r in why.replicas for exit_ in r.exits), key=lambda e: e.at, default=None)
     serving = sum(replica.state == "ready" for replica in why.replicas)
@@ -56,7 +58,7 @@ def _standing(residence: ResidencyStatus | None) -> str:
     """Describe a model that comes and goes: "stopped at 21:03:11: evicted for b, …"."""
     if residence is None or residence.tier == "resident":
         return ""
-    tier, reason = residence.tier, plain(residence.reason)
+    tier, reason = residence.tier, strip_controls(residence.reason)
     if reason.startswith(tier):
         return reason
     return f"{tier}; {reason}" if reason else tier
@@ -66,14 +68,16 @@ def _scale(scale: ScaleStatus) -> str:
     """Describe the range of replicas, the last scaling with its reason, and what prevents more."""
     said = [f"replicas: {scale.desired}, between {scale.min} and {scale.max} by its load"]
     if scale.at:
-        said.append(f"{time.strftime('%H:%M:%S', time.localtime(scale.at))} {plain(scale.reason)}")
+        said.append(
+            f"{time.strftime('%H:%M:%S', time.localtime(scale.at))} {strip_controls(scale.reason)}"
+        )
     if scale.waits:
-        said.append(f"not scaled up: {plain(scale.waits)}")
+        said.append(f"not scaled up: {strip_controls(scale.waits)}")
     return "; ".join(said)
 
 
 def _sentence(exit_: ExitRecord) -> str:
-    return plain(exit_.what).rstrip(".") + "."
+    return strip_controls(exit_.what).rstrip(".") + "."
 
 
 def _advice(why: Why, last: ExitRecord) -> str:
@@ -104,49 +108,55 @@ def _advice(why: Why, last: ExitRecord) -> str:
 
 def _adapter(adapter: AdapterStatus) -> Iterator[Text]:
     """Yield an adapter's mode with the reason and measurements, or its error."""
-    line = Text(f"adapter {plain(adapter.name)}", style="bold").append(" ")
-    yield line.append_text(state(adapter.state)).append(f", from {plain(adapter.path)}", "")
+    line = Text(f"adapter {strip_controls(adapter.name)}", style="bold").append(" ")
+    yield line.append_text(state_text(adapter.state)).append(
+        f", from {strip_controls(adapter.path)}", ""
+    )
     if adapter.reason:
-        yield Text(f"    {plain(adapter.reason)}", style="red")
+        yield Text(f"    {strip_controls(adapter.reason)}", style="red")
     if (info := adapter.info) is None:
         return
     rank = f", rank {info.rank}" if info.rank else ""
-    yield Text(f"    {info.kind}{rank}, {info.mode}: {plain(info.why)}")
+    yield Text(f"    {info.kind}{rank}, {info.mode}: {strip_controls(info.why)}")
     facts = [f"{info.parameters} parameters"] if info.parameters else []
-    facts += [size(info.bytes)] if info.bytes else []
+    facts += [format_size(info.bytes)] if info.bytes else []
     facts += [f"{name} {value:.3g}" for name, value in info.figures.items()]
     if facts:
         yield Text(f"    {', '.join(facts)}", style="dim")
 
 
 def _head(replica: ReplicaHistory) -> Text:
-    line = Text(plain(replica.name), style="bold").append(" ").append_text(state(replica.state))
-    line.append(f", {counted(replica.restarts, 'restart')}", "")
+    line = (
+        Text(strip_controls(replica.name), style="bold")
+        .append(" ")
+        .append_text(state_text(replica.state))
+    )
+    line.append(f", {count_noun(replica.restarts, 'restart')}", "")
     if replica.next_attempt_s is not None:
         line.append(f", next attempt in {replica.next_attempt_s:.1f} s")
     if replica.reason:
-        line.append(f": {plain(replica.reason)}")
+        line.append(f": {strip_controls(replica.reason)}")
     if replica.alert:
-        line.append(f"\n  {plain(replica.alert)}", style="red")
+        line.append(f"\n  {strip_controls(replica.alert)}", style="red")
     return line
 
 
 def _death(exit_: ExitRecord, *, lines: int) -> Iterator[Text]:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(exit_.at))
-    yield Text(f"  {at}  pid {exit_.pid}  {plain(exit_.what)}")
+    yield Text(f"  {at}  pid {exit_.pid}  {strip_controls(exit_.what)}")
     facts = [
         f"lived {exit_.lived_s:.1f} s, {exit_.phase}",
-        f"{counted(exit_.served, 'request')} served, {exit_.running} running",
+        f"{count_noun(exit_.served, 'request')} served, {exit_.running} running",
     ]
     if exit_.rss_bytes:
-        facts.append(f"{size(exit_.rss_bytes)} of memory")
+        facts.append(f"{format_size(exit_.rss_bytes)} of memory")
     if exit_.gpu_bytes:
-        facts.append(f"{size(exit_.gpu_bytes)} on the GPU")
+        facts.append(f"{format_size(exit_.gpu_bytes)} on the GPU")
     if exit_.out_of_memory:
         facts.append(f"probably out of memory ({exit_.out_of_memory})")
     yield Text(f"    {'; '.join(facts)}", style="dim")
     if exit_.start is not None:
-        yield Text(f"    {plain(how_far(exit_.start))}", style="dim")
+        yield Text(f"    {strip_controls(how_far(exit_.start))}", style="dim")
     for line in exit_.tail[len(exit_.tail) - min(lines, len(exit_.tail)) :]:
         yield from (Text(f"    | {shown}", style="dim") for shown in _said(line))
 
@@ -158,7 +168,7 @@ def _said(line: str) -> Iterator[str]:
     _, event, fields = read_line(line)
     fields.pop("process", None)
     shown = " ".join([event, *(f"{key}={value}" for key, value in fields.items())])
-    yield from plain(shown).split("\n")
+    yield from strip_controls(shown).split("\n")
 
 
 def _ago(exit_: ExitRecord) -> str:

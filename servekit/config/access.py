@@ -20,7 +20,7 @@ def _key_name(value: str) -> str:
 
 
 def _hash(value: str) -> str:
-    keys.parse(value)
+    keys.parse_hash(value)
     return value
 
 

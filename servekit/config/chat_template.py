@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from servekit.config.paths import resolve
+from servekit.config.paths import resolve_path
 from servekit.model_metadata.chat_template import syntax_error
 
 _TEXT = ("\n", "{{", "{%", "{#")
@@ -23,8 +23,8 @@ def read_template(text: str, folder: Path) -> str:
     text names the line of the template.
     """
     is_text = any(sign in text for sign in _TEXT)
-    path = None if is_text else resolve(text, folder)
-    source = text if path is None else _read(path)
+    path = None if is_text else resolve_path(text, folder)
+    source = text if path is None else _read_file(path)
     line, why = syntax_error(source)
     if line:
         where = f"line {line} of the template" if path is None else f"{path}:{line}"
@@ -32,7 +32,7 @@ def read_template(text: str, folder: Path) -> str:
     return source
 
 
-def _read(path: Path) -> str:
+def _read_file(path: Path) -> str:
     try:
         if not path.is_file():
             raise ValueError(f"{path} is not a file; write a .jinja file, or the template itself")

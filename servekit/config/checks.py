@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from servekit.config import keys as api_keys
@@ -10,12 +10,12 @@ from servekit.config import paths
 from servekit.config.access import KeyConfig
 from servekit.config.chat_template import read_template
 from servekit.config.engines import requirements
-from servekit.config.engines.installed import Machine, lacking
+from servekit.config.engines.installed import Machine, install_command
 from servekit.config.engines.options import KINDS, EngineKind
-from servekit.config.error_reporting import Problem, dotted, short
+from servekit.config.error_reporting import Problem, dotted_path, shorten_text
 from servekit.config.scale import ReplicaRange
-from servekit.config.schema import Config, ModelConfig, names_of
-from servekit.config.yaml.nodes import Node, find
+from servekit.config.schema import AdapterConfig, Config, ModelConfig, names_of
+from servekit.config.yaml.nodes import Node, find_node
 
 Place = tuple[str | int, ...]
 
@@ -23,70 +23,72 @@ Place = tuple[str | int, ...]
 _MAX_ALIKE = 3
 
 
-def names(root: Node) -> Iterator[Problem]:
+def check_names(root: Node) -> Iterator[Problem]:
     """Find names that two models share, in a file that may have other errors."""
     seen: dict[str, Place] = {}
-    for loc, name in _names(root):
+    for loc, name in _names_of_models(root):
         first = seen.setdefault(name, loc)
         if first != loc:
-            line = find(root, first).node.mark.line
-            yield Problem(loc, f"'{short(name)}' is taken by {dotted(first)} on line {line}.")
+            line = find_node(root, first).node.mark.line
+            yield Problem(
+                loc, f"'{shorten_text(name)}' is taken by {dotted_path(first)} on line {line}."
+            )
 
 
-def _names(root: Node) -> Iterator[tuple[Place, str]]:
-    models = _items(find(root, ("models",)).node)
+def _names_of_models(root: Node) -> Iterator[tuple[Place, str]]:
+    models = _list_items(find_node(root, ("models",)).node)
     for i, model in enumerate(models):
         entries = model.value if isinstance(model.value, dict) else {}
         if (name := entries.get("name")) and isinstance(name.value, str):
             yield ("models", i, "name"), name.value
-        for j, alias in enumerate(_items(entries.get("aliases"))):
+        for j, alias in enumerate(_list_items(entries.get("aliases"))):
             if isinstance(alias.value, str):
                 yield ("models", i, "aliases", j), alias.value
-        for j, adapter in enumerate(_items(entries.get("adapters"))):
+        for j, adapter in enumerate(_list_items(entries.get("adapters"))):
             keys = adapter.value if isinstance(adapter.value, dict) else {}
             if (name := keys.get("name")) and isinstance(name.value, str):
                 yield ("models", i, "adapters", j, "name"), name.value
 
 
-def _items(node: Node | None) -> list[Node]:
+def _list_items(node: Node | None) -> list[Node]:
     return node.value if node and isinstance(node.value, list) else []
 
 
-def model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
+def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
     """Find errors in a model whose keys are each valid. Not every engine reads a file."""
     kind = kind_of(config)
     if kind.needs_files:
-        yield from _path(config, at, folder)
+        yield from _check_path(config, at, folder)
     if "remote" in kind.formats:
-        yield from _remote(config, at)
+        yield from _check_remote(config, at)
     if config.engine != "auto":
-        for lack in requirements.lacks(kind, requirements.asked(config, folder)):
+        for lack in requirements.find_lacks(kind, requirements.requirements_of(config, folder)):
             message = f"the engine {config.engine} {lack.what}."
             yield Problem((*at, *lack.at), message, at_key=lack.at_key)
     if kind.adapters:
-        yield from _adapters(config, at, folder)
+        yield from _check_adapters(config, at, folder)
     if kind.instead in config.options:
-        yield from _library(config, (*at, "options", kind.instead), folder)
+        yield from _check_library(config, (*at, "options", kind.instead), folder)
     if config.chat_template is not None and not kind.is_remote:
-        yield from _chat_template(config, config.chat_template, at, folder)
+        yield from _check_chat_template(config, config.chat_template, at, folder)
     if config.gpus is not None:
-        yield from _gpus(config, config.gpus, at)
-    yield from _residency(config, at)
-    yield from _scaling(config, at)
+        yield from _check_gpus(config, config.gpus, at)
+    yield from _check_residency(config, at)
+    yield from _check_scaling(config, at)
     longest, context = config.sampling.max_tokens, config.max_context
     if longest and context and longest >= context:
         message = f"{longest} tokens and a prompt do not fit max_context, {context}."
         yield Problem((*at, "sampling", "max_tokens"), message)
 
 
-def _residency(config: ModelConfig, at: Place) -> Iterator[Problem]:
+def _check_residency(config: ModelConfig, at: Place) -> Iterator[Problem]:
     sleeps_s, unloads_s = config.idle_sleep_s, config.idle_unload_s
     if sleeps_s is not None and unloads_s is not None and unloads_s <= sleeps_s:
         message = f"it is unloaded before it sleeps, which it does after {sleeps_s:g} s."
         yield Problem((*at, "idle_unload_s"), message)
 
 
-def _scaling(config: ModelConfig, at: Place) -> Iterator[Problem]:
+def _check_scaling(config: ModelConfig, at: Place) -> Iterator[Problem]:
     """Find scaling options without effect, and models that could never scale up from 0."""
     if not isinstance(config.replicas, ReplicaRange):
         if "scale" in config.model_fields_set:
@@ -97,14 +99,14 @@ def _scaling(config: ModelConfig, at: Place) -> Iterator[Problem]:
         yield Problem((*at, "replicas", "min"), message)
 
 
-def tracing(config: Config, machine: Machine) -> Iterator[Problem]:
+def check_tracing(config: Config, machine: Machine) -> Iterator[Problem]:
     """Find what tracing needs and this machine lacks."""
     if config.tracing is not None and not machine.has("opentelemetry.exporter.otlp.proto.http"):
         message = "OpenTelemetry's exporter is not installed; pip install 'servekit[otel]'."
         yield Problem(("tracing",), message, at_key=True)
 
 
-def launcher(config: Config, machine: Machine | None) -> Iterator[Problem]:
+def check_launcher(config: Config, machine: Machine | None) -> Iterator[Problem]:
     """Find keys that are invalid where a cluster places the workers, and missing packages."""
     if config.launcher == "local":
         if config.ray is not None:
@@ -135,17 +137,17 @@ def kind_of(config: ModelConfig) -> EngineKind:
     return KINDS[config.engine]
 
 
-def here(
+def check_machine(
     config: ModelConfig, at: Place, machine: Machine, *, elsewhere: bool = False
 ) -> Iterator[Problem]:
     """Find what a model's engine needs and this machine lacks; `elsewhere`: for remote workers."""
     kind = KINDS[config.engine]
-    if remedy := lacking(kind, machine.has, config.options):
+    if remedy := install_command(kind, machine.has, config.options):
         message = f"the engine {config.engine} is not installed; {remedy}."
         yield Problem((*at, "engine"), message)
     elif kind.gpu_here == "must" and not (machine.has_gpu or elsewhere) and config.device == "auto":
         message = f"the engine {config.engine} runs on GPUs only, and no NVIDIA GPU was found here"
-        yield Problem((*at, "engine"), f"{message}{requirements.instead(kind)}.")
+        yield Problem((*at, "engine"), f"{message}{requirements.suggest_engines(kind)}.")
 
 
 #: Keys about loading a model, without meaning for a remote model.
@@ -155,7 +157,7 @@ _OF_LOADING = [
 ]
 
 
-def _remote(config: ModelConfig, at: Place) -> Iterator[Problem]:
+def _check_remote(config: ModelConfig, at: Place) -> Iterator[Problem]:
     """Reject keys without effect on a remote model: they show a wrong expectation."""
     for key in _OF_LOADING:
         if key in config.model_fields_set:
@@ -169,7 +171,9 @@ def _remote(config: ModelConfig, at: Place) -> Iterator[Problem]:
         yield Problem((*at, "replicas"), message)
 
 
-def _chat_template(config: ModelConfig, text: str, at: Place, folder: Path) -> Iterator[Problem]:
+def _check_chat_template(
+    config: ModelConfig, text: str, at: Place, folder: Path
+) -> Iterator[Problem]:
     at = (*at, "chat_template")
     if config.engine != "auto" and not kind_of(config).chat_templates:
         message = f"the engine {config.engine} renders no chat template."
@@ -181,9 +185,24 @@ def _chat_template(config: ModelConfig, text: str, at: Place, folder: Path) -> I
         yield Problem(at, f"{error}.")
 
 
-def _path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
+def _check_path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
+    yield from _check_source(paths.check_model_path, config, at, folder)
+
+
+def _check_adapters(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
+    for i, adapter in enumerate(config.adapters):
+        yield from _check_source(paths.check_adapter_path, adapter, (*at, "adapters", i), folder)
+
+
+def _check_source(
+    check: Callable[[str, Path], paths.ModelPath],
+    config: ModelConfig | AdapterConfig,
+    at: Place,
+    folder: Path,
+) -> Iterator[Problem]:
+    """Find a `path` that names nothing, and a revision of what has none."""
     try:
-        path = paths.check(config.path, folder)
+        path = check(config.path, folder)
     except ValueError as error:
         yield Problem((*at, "path"), f"{error}.")
         return
@@ -192,24 +211,11 @@ def _path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
         yield Problem((*at, "revision"), message, at_key=True)
 
 
-def _adapters(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
-    for i, adapter in enumerate(config.adapters):
-        here = (*at, "adapters", i)
-        try:
-            path = paths.check_adapter(adapter.path, folder)
-        except ValueError as error:
-            yield Problem((*here, "path"), f"{error}.")
-            continue
-        if adapter.revision is not None and path.kind != "hub":
-            message = "only a hub id has revisions, and `path` is not one."
-            yield Problem((*here, "revision"), message, at_key=True)
-
-
-def _library(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
+def _check_library(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
     if config.options.get("binding", "auto") != "auto":
         yield Problem(at, "`binding` says where llama.cpp is, too; leave one out.", at_key=True)
     try:
-        path = paths.resolve(str(config.options[str(at[-1])]), folder)
+        path = paths.resolve_path(str(config.options[str(at[-1])]), folder)
     except ValueError as error:
         yield Problem(at, f"{error}.")
         return
@@ -217,7 +223,7 @@ def _library(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
         yield Problem(at, f"there is no libllama.so in {path}.")
 
 
-def _gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> Iterator[Problem]:
+def _check_gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> Iterator[Problem]:
     if config.device == "cpu":
         yield Problem((*at, "gpus"), "`device: cpu` uses no GPUs.", at_key=True)
     for i, gpu in enumerate(gpus):
@@ -233,11 +239,11 @@ def _gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> Iterat
         yield Problem((*at, "replicas"), message)
 
 
-def run_dir(config: Config, folder: Path) -> Iterator[Problem]:
+def check_run_dir(config: Config, folder: Path) -> Iterator[Problem]:
     if config.run_dir is None:
         return
     try:
-        path = paths.resolve(str(config.run_dir), folder)
+        path = paths.resolve_path(str(config.run_dir), folder)
     except ValueError as error:
         yield Problem(("run_dir",), f"{error}.")
         return
@@ -245,7 +251,7 @@ def run_dir(config: Config, folder: Path) -> Iterator[Problem]:
         yield Problem(("run_dir",), f"{path} is not a folder.")
 
 
-def keys(config: Config) -> Iterator[Problem]:
+def check_keys(config: Config) -> Iterator[Problem]:
     """Find keys that share a name, or that name an unknown model."""
     known = set(names_of(config))
     names: set[str] = set()
@@ -254,46 +260,46 @@ def keys(config: Config) -> Iterator[Problem]:
         if key.name in names:
             yield Problem(("keys", i, "name"), f"two keys are named '{key.name}'.")
         names.add(key.name)
-        yield from _models(key, ("keys", i, "models"), known)
+        yield from _check_models(key, ("keys", i, "models"), known)
         if key.hash is not None:
-            prefixes.append(prefix := api_keys.parse(key.hash).prefix)
+            prefixes.append(prefix := api_keys.parse_hash(key.hash).prefix)
             if prefixes.count(prefix) > _MAX_ALIKE:
                 message = f"more than {_MAX_ALIKE} hashes begin with {prefix.decode()}."
                 yield Problem(("keys", i, "hash"), message)
 
 
-def _models(key: KeyConfig, at: Place, known: set[str]) -> Iterator[Problem]:
+def _check_models(key: KeyConfig, at: Place, known: set[str]) -> Iterator[Problem]:
     for i, model in enumerate(key.models or ()):
         if model not in known:
-            yield _unknown(model, (*at, i), known)
+            yield _unknown_model(model, (*at, i), known)
 
 
-def _unknown(model: str, at: Place, known: Collection[str]) -> Problem:
+def _unknown_model(model: str, at: Place, known: Collection[str]) -> Problem:
     there = ", ".join(sorted(known))
-    return Problem(at, f"no model is called '{short(model)}'; there are: {there}.")
+    return Problem(at, f"no model is called '{shorten_text(model)}'; there are: {there}.")
 
 
-def default_model(config: Config) -> Iterator[Problem]:
+def check_default_model(config: Config) -> Iterator[Problem]:
     """Find a default model that does not exist."""
     model, known = config.server.default_model, names_of(config)
     if model is not None and model not in known:
-        yield _unknown(model, ("server", "default_model"), known)
+        yield _unknown_model(model, ("server", "default_model"), known)
 
 
-def tls(config: Config, folder: Path) -> Iterator[Problem]:
+def check_tls(config: Config, folder: Path) -> Iterator[Problem]:
     """Find a certificate that cannot be used to serve."""
     if (files := config.server.tls) is None:
         return
     from servekit.config import tls  # OpenSSL loads slowly
 
     try:
-        certificate = paths.resolve(str(files.certificate), folder)
-        tls.check(certificate, paths.resolve(str(files.key), folder))
+        certificate = paths.resolve_path(str(files.certificate), folder)
+        tls.check_certificate(certificate, paths.resolve_path(str(files.key), folder))
     except ValueError as error:
         yield Problem(("server", "tls"), f"{error}.")
 
 
-def legacy(config: Config) -> Iterator[Problem]:
+def check_legacy(config: Config) -> Iterator[Problem]:
     """Find a legacy port without a legacy API, or equal to the main port."""
     server = config.server
     if server.legacy_port is None:

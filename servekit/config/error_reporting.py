@@ -18,7 +18,7 @@ from servekit.config.engines import plugins
 from servekit.config.engines.options import ENGINE_OPTIONS
 from servekit.config.scale import BRANCHES
 from servekit.config.schema import AdapterConfig, Config, ModelConfig, Section
-from servekit.config.yaml.nodes import Loc, Node, find, place
+from servekit.config.yaml.nodes import Loc, Node, find_node, format_place
 from servekit.errors import ConfigError
 
 MAX_PROBLEMS = 20
@@ -80,22 +80,22 @@ def config_error(path: Path, root: Node, problems: Iterable[Problem]) -> ConfigE
 
 
 def _line(path: Path, root: Node, problem: Problem) -> tuple[tuple[int, int], str]:
-    found = find(root, problem.loc)
+    found = find_node(root, problem.loc)
     mark = found.key if problem.at_key or found.depth < len(problem.loc) else found.node.mark
-    where = f" {dotted(problem.loc)}:" if problem.loc else ""
-    return (mark.line, mark.column), f"{place(path, mark)}:{where} {problem.message}"
+    where = f" {dotted_path(problem.loc)}:" if problem.loc else ""
+    return (mark.line, mark.column), f"{format_place(path, mark)}:{where} {problem.message}"
 
 
-def dotted(loc: Loc) -> str:
+def dotted_path(loc: Loc) -> str:
     """Format `("models", 0, "name")` as `models[0].name`."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{short(part)}" for part in loc)
+    parts = (f"[{part}]" if isinstance(part, int) else f".{shorten_text(part)}" for part in loc)
     return "".join(parts).removeprefix(".")
 
 
 # ---------------------------------------------------------------- from pydantic
 
 
-def explain(errors: Sequence[ErrorDetails], root: Node, prefix: Loc = ()) -> list[Problem]:
+def explain_errors(errors: Sequence[ErrorDetails], root: Node, prefix: Loc = ()) -> list[Problem]:
     """Turn pydantic's errors into problems; the branches of a union become one."""
     placed = [(_trim((*prefix, *error["loc"]), error, root), error) for error in errors]
     placed = [(loc, error) for loc, error in placed if not _is_consequence(error)]
@@ -106,7 +106,7 @@ def explain(errors: Sequence[ErrorDetails], root: Node, prefix: Loc = ()) -> lis
 def _trim(loc: tuple[str | int, ...], error: ErrorDetails, root: Node) -> tuple[str | int, ...]:
     """Cut the parts that pydantic appends: the branch of a union, `[key]`."""
     loc = tuple(part for part in loc if part not in BRANCHES)
-    depth = find(root, loc).depth
+    depth = find_node(root, loc).depth
     return loc[: depth + 1] if error["type"] == "missing" else loc[:depth]
 
 
@@ -118,17 +118,17 @@ def _is_consequence(error: ErrorDetails) -> bool:
 def _problem(loc: tuple[str | int, ...], errors: list[ErrorDetails], root: Node) -> Problem:
     first = errors[0]
     if first["type"] == "missing":
-        is_written = find(root, loc).depth == len(loc)
+        is_written = find_node(root, loc).depth == len(loc)
         return Problem(loc, f"{'has no value' if is_written else 'missing'}; {_purpose(loc)}")
     if first["type"] == "extra_forbidden":
         return Problem(loc, _unknown_key(loc, root), at_key=True)
-    node = find(root, loc).node
+    node = find_node(root, loc).node
     wanted = [_wanted(e) for e in errors if e["type"] in _EXPECTED]
     if not wanted:
         is_key = first["loc"][-1:] == ("[key]",)
         return Problem(loc, f"{_own_words(first)}.", at_key=is_key)
     wanted = [text.replace("'", "") for text in dict.fromkeys(wanted)]
-    message = f"must be {' or '.join(wanted)}, but is {describe(node)}."
+    message = f"must be {' or '.join(wanted)}, but is {describe_value(node)}."
     return Problem(loc, message + _hint(node, wanted, first))
 
 
@@ -144,7 +144,7 @@ def _own_words(error: ErrorDetails) -> str:
     return str(error.get("ctx", {}).get("error", error["msg"])).rstrip(".")
 
 
-def describe(node: Node) -> str:
+def describe_value(node: Node) -> str:
     """Describe a value in the terms of a reader of the file."""
     match node.value:
         case None:
@@ -152,15 +152,15 @@ def describe(node: Node) -> str:
         case bool():
             return f"the truth value {node.text}"
         case int() | float():
-            return f"the number {short(node.text)}"
+            return f"the number {shorten_text(node.text)}"
         case str():
-            return f"the text '{short(node.value)}'"
+            return f"the text '{shorten_text(node.value)}'"
         case list():
             return "a list" if node.value else "an empty list"
     return "a mapping"
 
 
-def short(text: str) -> str:
+def shorten_text(text: str) -> str:
     """Return `text` on one line, truncated for a message."""
     line = " ".join(text.split())
     return line if len(line) <= 60 else line[:57] + "..."
@@ -169,9 +169,9 @@ def short(text: str) -> str:
 def _hint(node: Node, wanted: list[str], error: ErrorDetails) -> str:
     scalar = not isinstance(node.value, list | dict)
     if wanted == ["text"] and scalar and not isinstance(node.value, str):
-        return f' Put it in quotes: "{short(node.text)}".'
+        return f' Put it in quotes: "{shorten_text(node.text)}".'
     if wanted == ["a list"] and scalar:
-        return f" Write [{short(node.text)}]."
+        return f" Write [{shorten_text(node.text)}]."
     if error["type"] == "literal_error" and isinstance(node.value, str):
         choices = error.get("ctx", {}).get("expected", "").replace("'", "")
         return _did_you_mean(node.value, choices.replace(" or ", ", ").split(", "))
@@ -186,7 +186,7 @@ def _section(loc: Loc, root: Node) -> type[Section] | None:
     """Return the schema of the mapping at `loc`; None where the schema defines no keys there."""
     match tuple(loc):
         case ("models", int() as index, "options"):
-            engine = find(root, ("models", index, "engine"))
+            engine = find_node(root, ("models", index, "engine"))
             name = engine.node.value if engine.depth == 3 else "transformers"
             return plugins.options_of(str(name))
     section: type[Section] | None = Config
@@ -220,7 +220,7 @@ def _home_of(key: str, loc: tuple[str | int, ...], root: Node) -> str:
     for home in [*homes, ("server",), ("gpus",), ()]:
         section = _section(home, root)
         if section and key in section.model_fields and home != loc[:-1]:
-            where = f"under {dotted(home)}" if home else "at the top of the file"
+            where = f"under {dotted_path(home)}" if home else "at the top of the file"
             return f"'{key}' belongs {where}"
     for engine, options in ENGINE_OPTIONS.items():
         if "options" in loc[:-1] and key in options.model_fields:

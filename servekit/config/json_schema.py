@@ -17,16 +17,18 @@ def json_schema() -> Schema:
     Installed engine plugins are included.
     """
     schema = Config.model_json_schema()
-    engines = [name for name in plugins.names() if plugins.options_of(name) is not None]
+    engines = [name for name in plugins.engine_names() if plugins.options_of(name) is not None]
     definitions = schema["$defs"]
-    definitions |= {_title(engine): KINDS[engine].options.model_json_schema() for engine in engines}
+    definitions |= {
+        _options_title(engine): KINDS[engine].options.model_json_schema() for engine in engines
+    }
     model = definitions["ModelConfig"]
     model["allOf"] = [_options_of(engine) for engine in engines]
     model["properties"]["engine"]["enum"] = ["auto", *engines]
     model["properties"]["options"].pop("additionalProperties", None)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **_tidy(schema),
+        **_tidy_schema(schema),
         "title": "servekit configuration",
     }
 
@@ -36,23 +38,23 @@ def _options_of(engine: str) -> Schema:
     says: Schema = {"properties": {"engine": {"const": engine}}}
     if engine != ModelConfig.model_fields["engine"].default:
         says["required"] = ["engine"]
-    target = {"$ref": f"#/$defs/{_title(engine)}"}
+    target = {"$ref": f"#/$defs/{_options_title(engine)}"}
     return {"if": says, "then": {"properties": {"options": target}}}
 
 
-def _title(engine: str) -> str:
+def _options_title(engine: str) -> str:
     """Return the title of an engine's options, with the engine's name for plugins."""
     name = KINDS[engine].options.__name__
-    return name if plugins.plugin(engine) is None else f"{name}.{engine}"
+    return name if plugins.find_plugin(engine) is None else f"{name}.{engine}"
 
 
-def _tidy(schema: Any) -> Any:
+def _tidy_schema(schema: Any) -> Any:
     """Drop the titles that pydantic derives from keys, and the line breaks of docstrings."""
     if isinstance(schema, list):
-        return [_tidy(item) for item in schema]
+        return [_tidy_schema(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    tidy = {k: _tidy(v) for k, v in schema.items() if k != "title" or not isinstance(v, str)}
+    tidy = {k: _tidy_schema(v) for k, v in schema.items() if k != "title" or not isinstance(v, str)}
     if isinstance(text := tidy.get("description"), str):
         tidy["description"] = " ".join(text.split())
     return tidy

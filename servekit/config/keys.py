@@ -54,7 +54,7 @@ class Hash:
         """Return whether this is the key, in constant time. Takes tens of milliseconds: use a
         thread.
         """
-        return hmac.compare_digest(_scrypt(key, self.salt, self.ln, self.r, self.p), self.digest)
+        return hmac.compare_digest(_hash_key(key, self.salt, self.ln, self.r, self.p), self.digest)
 
 
 def is_name(text: str) -> bool:
@@ -62,16 +62,19 @@ def is_name(text: str) -> bool:
     return re.fullmatch(_NAME, text) is not None
 
 
-def new(name: str) -> tuple[str, str]:
+def new_key(name: str) -> tuple[str, str]:
     """Return a new key of that name, and its hash for the file."""
     prefix = f"sk-{name}-"
     key = prefix + "".join(secrets.choice(_ALPHABET) for _ in range(_RANDOM_CHARS))
     salt = secrets.token_bytes(16)
-    digest = _scrypt(key.encode(), salt, _LN, _R, _P)
-    return key, f"{prefix}$scrypt$ln={_LN},r={_R},p={_P}${_text(salt)}${_text(digest)}"
+    digest = _hash_key(key.encode(), salt, _LN, _R, _P)
+    return (
+        key,
+        f"{prefix}$scrypt$ln={_LN},r={_R},p={_P}${_encode_base64(salt)}${_encode_base64(digest)}",
+    )
 
 
-def parse(text: str) -> Hash:
+def parse_hash(text: str) -> Hash:
     """Parse a hash of the file; raises ValueError with a sentence for the user."""
     found = _HASH.fullmatch(text)
     if found is None:
@@ -86,7 +89,7 @@ def parse(text: str) -> Hash:
         _MAX_MEMORY_BYTES
     ):
         raise ValueError("its scrypt parameters are out of bounds: 128 MiB at most")
-    salt, digest = _bytes(found["salt"]), _bytes(found["hash"])
+    salt, digest = _decode_base64(found["salt"]), _decode_base64(found["hash"])
     return Hash(found["prefix"].encode(), ln, r, p, salt, digest)
 
 
@@ -104,7 +107,7 @@ def fast_digest(key: bytes, salt: bytes) -> bytes:
     return hashlib.blake2b(key, key=salt, digest_size=32).digest()
 
 
-def _scrypt(key: bytes, salt: bytes, ln: int, r: int, p: int) -> bytes:
+def _hash_key(key: bytes, salt: bytes, ln: int, r: int, p: int) -> bytes:
     limit = 2 * _memory_bytes(ln, r) + 2**20
     return hashlib.scrypt(key, salt=salt, n=1 << ln, r=r, p=p, maxmem=limit, dklen=32)
 
@@ -113,9 +116,9 @@ def _memory_bytes(ln: int, r: int) -> int:
     return 128 * r << ln
 
 
-def _text(data: bytes) -> str:
+def _encode_base64(data: bytes) -> str:
     return base64.b64encode(data).decode().rstrip("=")
 
 
-def _bytes(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     return base64.b64decode(text + "=" * (-len(text) % 4))

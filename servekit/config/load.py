@@ -7,8 +7,8 @@ All problems are reported at once, one per line, in the order of the file:
 An empty key counts as absent. Text is never taken for a number nor a number for text. Local paths
 are relative to the file's own folder, and `~` is the user's home.
 
-`load` reads the file alone; `load_here` also checks it against this machine, and resolves every
-`engine: auto`.
+`load_config` reads the file alone; `load_here` also checks it against this machine, and resolves
+every `engine: auto`.
 """
 
 from __future__ import annotations
@@ -27,82 +27,82 @@ from servekit.config.access import KeyConfig, TlsConfig
 from servekit.config.chat_template import read_template
 from servekit.config.engines import plugins, requirements
 from servekit.config.engines.installed import Machine
-from servekit.config.engines.selection import Choice, choose
-from servekit.config.error_reporting import Problem, config_error, explain
+from servekit.config.engines.selection import Choice, choose_engine
+from servekit.config.error_reporting import Problem, config_error, explain_errors
 from servekit.config.json_schema import json_schema
 from servekit.config.schema import Config, ModelConfig, Section
-from servekit.config.yaml.file_reader import read
-from servekit.config.yaml.nodes import Loc, Node, find, plain
+from servekit.config.yaml.file_reader import read_document
+from servekit.config.yaml.nodes import Loc, Node, find_node, plain_value
 from servekit.errors import ConfigError
 
-__all__ = ["complain", "json_schema", "load", "load_here"]
+__all__ = ["error_at", "json_schema", "load_config", "load_here"]
 
 S = TypeVar("S", bound=Section)
 #: Engine choices by model name, for models with `engine: auto`.
 Choices = dict[str, Choice]
 
 
-def load(path: Path) -> Config:
+def load_config(path: Path) -> Config:
     """Return the configuration in `path`, local paths made absolute; raises ConfigError."""
-    return _load(path, None)[0]
+    return _load_resolved(path, None)[0]
 
 
 def load_here(path: Path, machine: Machine) -> tuple[Config, Choices]:
-    """Load as `load` does, for this machine; also return the choices for `engine: auto`."""
+    """Load as `load_config` does, for this machine; also return the choices for `engine: auto`."""
     plugins.look_again()
-    return _load(path, machine)
+    return _load_resolved(path, machine)
 
 
-def _load(path: Path, machine: Machine | None) -> tuple[Config, Choices]:
-    root = read(path)
+def _load_resolved(path: Path, machine: Machine | None) -> tuple[Config, Choices]:
+    root = read_document(path)
     folder = path.absolute().parent
-    config, problems = _validate(Config, plain(root), root, ())
+    config, problems = _validate_section(Config, plain_value(root), root, ())
     choices: Choices = {}
     if config is not None and machine is not None:
-        choices = dict(_choices(config, folder, machine))
-        config = _settle(config, root, choices)
-    problems += [*_engine_options(root), *checks.names(root)]
+        choices = dict(_choose_engines(config, folder, machine))
+        config = _replace_auto(config, root, choices)
+    problems += [*_engine_options(root), *checks.check_names(root)]
     if config is not None and not problems:
-        problems += _meaning(config, folder, machine)
+        problems += _check_meaning(config, folder, machine)
     if config is None or problems:
         raise config_error(path, root, problems)
     try:
-        return _absolute(config, folder), choices
+        return _resolve_paths(config, folder), choices
     except ValueError as error:  # a file has changed meanwhile
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _choices(config: Config, folder: Path, machine: Machine) -> Iterator[tuple[str, Choice]]:
+def _choose_engines(config: Config, folder: Path, machine: Machine) -> Iterator[tuple[str, Choice]]:
     for model in config.models:
         if model.engine == "auto":
-            yield model.name, choose(requirements.asked(model, folder), machine)
+            yield model.name, choose_engine(requirements.requirements_of(model, folder), machine)
 
 
-def _settle(config: Config, root: Node, choices: Choices) -> Config:
+def _replace_auto(config: Config, root: Node, choices: Choices) -> Config:
     """Replace each `auto` by the chosen engine: in `config`, and in the nodes with their marks."""
     models = list(config.models)
     for index, model in enumerate(models):
         if (choice := choices.get(model.name)) is not None:
             models[index] = model.model_copy(update={"engine": choice.engine})
-            keys = find(root, ("models", index)).node.value
+            keys = find_node(root, ("models", index)).node.value
             assert isinstance(keys, dict)  # the section is valid
             keys["engine"] = replace(keys["engine"], value=choice.engine)
     return config.model_copy(update={"models": tuple(models)})
 
 
-def complain(path: Path, loc: Loc, message: str) -> ConfigError:
+def error_at(path: Path, loc: Loc, message: str) -> ConfigError:
     """Return the error that blames the value at `loc` in the file `path`.
 
-    For errors that only the machine reveals after `load`, such as too few GPUs:
+    For errors that only the machine reveals after `load_config`, such as too few GPUs:
     `raise complain(path, ("models", 0, "replicas"), "8 replicas, but there are 2 GPUs.")`
     """
     try:
-        return config_error(path, read(path), [Problem(tuple(loc), message)])
+        return config_error(path, read_document(path), [Problem(tuple(loc), message)])
     except ConfigError:  # the file has changed since
         return ConfigError(f"{path}: {message}")
 
 
-def _validate(
+def _validate_section(
     schema: type[S], data: object, root: Node, at: tuple[str | int, ...]
 ) -> tuple[S | None, list[Problem]]:
     """Validate strictly, by way of JSON, where strict mode accepts a list for a tuple."""
@@ -111,13 +111,13 @@ def _validate(
     except ValidationError as error:
         details = error.errors(include_url=False)
         ours = [e for e in details if e["loc"] or e["type"] != "value_error"]  # checks.names
-        return None, explain(ours, root, at)
+        return None, explain_errors(ours, root, at)
 
 
 def _engine_options(root: Node) -> list[Problem]:
     """Return the problems in the options of each model whose engine is known."""
     problems: list[Problem] = []
-    data = plain(root)
+    data = plain_value(root)
     models = data.get("models") if isinstance(data, dict) else None
     for i, model in enumerate(models if isinstance(models, list) else []):
         options = model.get("options") if isinstance(model, dict) else None
@@ -131,26 +131,26 @@ def _own_options(
     engine: str, options: object, root: Node, at: tuple[str | int, ...]
 ) -> list[Problem]:
     schema = plugins.options_of(engine)  # None if the engine is unknown or `auto`
-    return [] if schema is None else _validate(schema, options, root, at)[1]
+    return [] if schema is None else _validate_section(schema, options, root, at)[1]
 
 
-def _meaning(config: Config, folder: Path, machine: Machine | None) -> list[Problem]:
-    problems = [*checks.run_dir(config, folder), *checks.keys(config)]
-    problems += [*checks.tls(config, folder), *checks.legacy(config)]
-    problems += checks.default_model(config)
-    problems += checks.launcher(config, machine)
+def _check_meaning(config: Config, folder: Path, machine: Machine | None) -> list[Problem]:
+    problems = [*checks.check_run_dir(config, folder), *checks.check_keys(config)]
+    problems += [*checks.check_tls(config, folder), *checks.check_legacy(config)]
+    problems += checks.check_default_model(config)
+    problems += checks.check_launcher(config, machine)
     elsewhere = config.launcher == "ray"
     if machine is not None:
-        problems += checks.tracing(config, machine)
+        problems += checks.check_tracing(config, machine)
     for i, model in enumerate(config.models):
-        problems += checks.model(model, ("models", i), folder)
+        problems += checks.check_model(model, ("models", i), folder)
         if machine is not None:
-            problems += checks.here(model, ("models", i), machine, elsewhere=elsewhere)
+            problems += checks.check_machine(model, ("models", i), machine, elsewhere=elsewhere)
     return problems
 
 
-def _absolute(config: Config, folder: Path) -> Config:
-    run_dir = config.run_dir and paths.resolve(str(config.run_dir), folder)
+def _resolve_paths(config: Config, folder: Path) -> Config:
+    run_dir = config.run_dir and paths.resolve_path(str(config.run_dir), folder)
     models = tuple(_absolute_model(model, folder) for model in config.models)
     keys = tuple(_absolute_key(key, folder) for key in config.keys)
     server = config.server.model_copy(update={"tls": _absolute_tls(config.server.tls, folder)})
@@ -161,20 +161,20 @@ def _absolute(config: Config, folder: Path) -> Config:
 def _absolute_key(key: KeyConfig, folder: Path) -> KeyConfig:
     if key.file is None:
         return key
-    return key.model_copy(update={"file": paths.resolve(str(key.file), folder)})
+    return key.model_copy(update={"file": paths.resolve_path(str(key.file), folder)})
 
 
 def _absolute_tls(tls: TlsConfig | None, folder: Path) -> TlsConfig | None:
     if tls is None:
         return None
-    certificate = paths.resolve(str(tls.certificate), folder)
-    return TlsConfig(certificate=certificate, key=paths.resolve(str(tls.key), folder))
+    certificate = paths.resolve_path(str(tls.certificate), folder)
+    return TlsConfig(certificate=certificate, key=paths.resolve_path(str(tls.key), folder))
 
 
 def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
     update: dict[str, object] = {
         "adapters": tuple(
-            adapter.model_copy(update={"path": paths.check_adapter(adapter.path, folder).text})
+            adapter.model_copy(update={"path": paths.check_adapter_path(adapter.path, folder).text})
             for adapter in model.adapters
         )
     }
@@ -182,9 +182,9 @@ def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
     if model.chat_template is not None:
         update["chat_template"] = read_template(model.chat_template, folder)
     if kind.instead in model.options:
-        library = paths.resolve(str(model.options[kind.instead]), folder)
+        library = paths.resolve_path(str(model.options[kind.instead]), folder)
         update["options"] = {**model.options, kind.instead: str(library)}
     if kind.reads_files:
         with contextlib.suppress(ValueError):  # the engine may need no files
-            update["path"] = paths.check(model.path, folder).text
+            update["path"] = paths.check_model_path(model.path, folder).text
     return model.model_copy(update=update)

@@ -13,7 +13,7 @@ _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
 }
 
 
-def parse(text: str) -> tuple[float, bool]:
+def parse_memory(text: str) -> tuple[float, bool]:
     """Return a number of bytes, or of percent (True). Raises ValueError with a sentence."""
     match = _AMOUNT.fullmatch(text.strip())
     if match is None or (match["unit"] != "%" and match["unit"].lower() not in _UNITS):
@@ -28,7 +28,7 @@ def parse(text: str) -> tuple[float, bool]:
     return number * _UNITS[match["unit"].lower()], False
 
 
-def of(text: str, total_bytes: int) -> int:
+def memory_bytes(text: str, total_bytes: int) -> int:
     """Return an amount in bytes; a share is one of `total_bytes`."""
-    amount, is_share = parse(text)
+    amount, is_share = parse_memory(text)
     return int(total_bytes * amount / 100) if is_share else int(amount)

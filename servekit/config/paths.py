@@ -33,7 +33,7 @@ class ModelPath:
     text: str
 
 
-def check(text: str, folder: Path) -> ModelPath:
+def check_model_path(text: str, folder: Path) -> ModelPath:
     """Classify `text`, relative to `folder`; raises ValueError with a sentence for the user."""
     if text.startswith("pypi:"):
         return _check_pypi(text)
@@ -41,15 +41,15 @@ def check(text: str, folder: Path) -> ModelPath:
         raise ValueError(f"a URL is not a path; write the hub id: {url['id']}")
     if "://" in text:
         raise ValueError("URLs are not supported; use a folder, a .gguf file or a hub id")
-    if _looks_local(text) or _exists(resolve(text, folder)):
+    if _looks_local(text) or _path_exists(resolve_path(text, folder)):
         return ModelPath("local", str(_check_local(text, folder)))
     return _check_hub(text, folder)
 
 
-def check_adapter(text: str, folder: Path) -> ModelPath:
+def check_adapter_path(text: str, folder: Path) -> ModelPath:
     """Check the path of an adapter: a hub id, or a folder with adapter_config.json."""
     try:
-        path = check(text, folder)
+        path = check_model_path(text, folder)
     except ValueError as error:
         raise ValueError(str(error).replace("folder or .gguf file", "folder")) from None
     if path.kind == "hub" and (folder / text.partition("/")[0]).is_dir():
@@ -61,7 +61,7 @@ def check_adapter(text: str, folder: Path) -> ModelPath:
     return path
 
 
-def resolve(text: str, folder: Path) -> Path:
+def resolve_path(text: str, folder: Path) -> Path:
     """Return an absolute path with `~` expanded; raises ValueError.
 
     A link at its end is kept: in the hub's cache a .gguf is a link to a file without a suffix.
@@ -86,7 +86,7 @@ def _looks_local(text: str) -> bool:
     return is_relative or text.startswith(("/", "~")) or is_file
 
 
-def _exists(path: Path) -> bool:
+def _path_exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError:  # e.g. a name that is too long
@@ -94,7 +94,7 @@ def _exists(path: Path) -> bool:
 
 
 def _check_local(text: str, folder: Path) -> Path:
-    path = resolve(text, folder)
+    path = resolve_path(text, folder)
     try:
         path.stat()
     except OSError as error:

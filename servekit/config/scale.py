@@ -51,7 +51,7 @@ class ScaleConfig(Section):
     """A replica is removed when the others could have carried its load for this long."""
 
 
-def _branch(value: object) -> str:
+def _branch_of(value: object) -> str:
     is_range = isinstance(value, Mapping | ReplicaRange)
     return "{min, max}" if is_range else "number or auto"
 
@@ -59,5 +59,5 @@ def _branch(value: object) -> str:
 _Number = Annotated[int | Literal["auto"], Field(union_mode="left_to_right")]
 Replicas = Annotated[
     Annotated[_Number, Tag("number or auto")] | Annotated[ReplicaRange, Tag("{min, max}")],
-    Discriminator(_branch),
+    Discriminator(_branch_of),
 ]

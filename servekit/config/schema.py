@@ -63,17 +63,17 @@ def _gpu(value: int | str) -> int | str:
 
 
 def _memory(value: str) -> str:
-    memory.parse(value)
+    memory.parse_memory(value)
     return value
 
 
 def _engine(value: str) -> str:
-    if refusal := plugins.refusal(value):
+    if refusal := plugins.refusal_of(value):
         raise ValueError(refusal)
     if value in KINDS or value == "auto":
         return value
-    if plugins.plugin(value) is None:
-        *known, last = ["auto", *plugins.names()]
+    if plugins.find_plugin(value) is None:
+        *known, last = ["auto", *plugins.engine_names()]
         expected = f"{', '.join(known)} or {last}"
         raise PydanticKnownError("literal_error", {"expected": expected})
     plugins.kind_of(value)

@@ -9,11 +9,11 @@ from pathlib import Path
 _NOT_YET_VALID, _EXPIRED = 9, 10
 
 
-def check(certificate: Path, key: Path) -> None:
+def check_certificate(certificate: Path, key: Path) -> None:
     """Raise ValueError with a sentence unless a server can use these two PEM files now."""
     for path, what in ((certificate, "certificate"), (key, "private key")):
-        _readable(path, what)
-    server = _server(certificate, key)
+        _check_pem(path, what)
+    server = _server_context(certificate, key)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     # trust the certificate itself, whoever signed it: the check is for its dates
@@ -22,12 +22,12 @@ def check(certificate: Path, key: Path) -> None:
     try:
         _shake_hands(client, server)
     except ssl.SSLCertVerificationError as error:
-        raise ValueError(f"{certificate}: {_said(error)}") from None
+        raise ValueError(f"{certificate}: {_explain_error(error)}") from None
     except ssl.SSLError as error:
         raise ValueError(f"{certificate}: no client can connect with it: {error.reason}") from None
 
 
-def _readable(path: Path, what: str) -> None:
+def _check_pem(path: Path, what: str) -> None:
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -37,7 +37,7 @@ def _readable(path: Path, what: str) -> None:
         raise ValueError(f"{path} is not a {what} in PEM form")
 
 
-def _server(certificate: Path, key: Path) -> ssl.SSLContext:
+def _server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     asked = False
 
@@ -76,7 +76,7 @@ def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
                 continue
 
 
-def _said(error: ssl.SSLCertVerificationError) -> str:
+def _explain_error(error: ssl.SSLCertVerificationError) -> str:
     if error.verify_code == _EXPIRED:
         return "the certificate has expired"
     if error.verify_code == _NOT_YET_VALID:

@@ -18,14 +18,7 @@ class Finding:
     said: str
 
 
-def gib(size_bytes: int) -> str:
-    """Format a size: "3.4 GiB", "64 MiB"."""
-    if size_bytes < 2**30:
-        return f"{size_bytes / 2**20:.0f} MiB"
-    return f"{size_bytes / 2**30:.1f} GiB"
-
-
-def text(findings: Sequence[Finding]) -> str:
+def findings_text(findings: Sequence[Finding]) -> str:
     """Format findings for people: one line each, and the totals."""
     width = max((len(finding.area) for finding in findings), default=0)
     lines = [f"{f.level:<8} {f.area:<{width}}  {f.said}" for f in findings]

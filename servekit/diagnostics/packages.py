@@ -41,14 +41,18 @@ PATIENCE_S = 90.0
 Probed = Mapping[str, Mapping[str, Any]]
 
 
-def probe(names: Sequence[str], patience_s: float = PATIENCE_S) -> dict[str, dict[str, Any]]:
+def probe_modules(
+    names: Sequence[str], patience_s: float = PATIENCE_S
+) -> dict[str, dict[str, Any]]:
     """Import each module in a child; return its `version` and `error`. See `probe.py` for torch."""
     with ThreadPoolExecutor(2) as pool:  # limited by the disk
-        return dict(zip(names, pool.map(lambda n: _probe(n, patience_s), names), strict=True))
+        return dict(
+            zip(names, pool.map(lambda n: _probe_module(n, patience_s), names), strict=True)
+        )
 
 
-def _probe(name: str, patience_s: float) -> dict[str, Any]:
-    command = [*python_command.module("servekit.diagnostics.probe"), name]
+def _probe_module(name: str, patience_s: float) -> dict[str, Any]:
+    command = [*python_command.module_command("servekit.diagnostics.probe"), name]
     try:
         done = subprocess.run(
             command, capture_output=True, stdin=subprocess.DEVNULL, timeout=patience_s, check=False
@@ -56,23 +60,23 @@ def _probe(name: str, patience_s: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"version": "", "error": f"its import took more than {patience_s:g} s"}
     if done.returncode != 0:
-        return {"version": "", "error": f"its import {_death(done.returncode)}"}
+        return {"version": "", "error": f"its import {_describe_death(done.returncode)}"}
     said: dict[str, Any] = json.loads(done.stdout)
     return said
 
 
-def _death(returncode: int) -> str:
+def _describe_death(returncode: int) -> str:
     if returncode < 0:
         return f"died of {signal.Signals(-returncode).name}"
     return f"ended the process with exit code {returncode}"
 
 
-def installed(names: Sequence[str]) -> list[str]:
+def installed_modules(names: Sequence[str]) -> list[str]:
     """Return the modules that are installed, without importing them."""
     return [name for name in names if importlib.util.find_spec(name) is not None]
 
 
-def versions() -> Finding:
+def check_versions() -> Finding:
     found = [f"servekit {servekit.__version__}", f"Python {platform.python_version()}"]
     for name in _NAMED:
         try:
@@ -82,24 +86,24 @@ def versions() -> Finding:
     return Finding("versions", "ok", ", ".join(found))
 
 
-def software(probed: Probed) -> Iterator[Finding]:
-    yield versions()
-    yield from engines()
+def check_software(probed: Probed) -> Iterator[Finding]:
+    yield check_versions()
+    yield from check_engines()
     for name, said in probed.items():
         if name != "torch":
-            yield extension(name, said)
-    yield torch(probed["torch"])
+            yield check_extension(name, said)
+    yield check_torch(probed["torch"])
 
 
-def engines() -> Iterator[Finding]:
+def check_engines() -> Iterator[Finding]:
     """List the available engines, and the unusable plugins."""
-    for name, what in known.engines():
+    for name, what in known.list_engines():
         yield Finding("engines", "ok", f"{name}: {what}")
-    for sentence in known.refused():
+    for sentence in known.refused_plugins():
         yield Finding("engines", "warning", sentence)
 
 
-def extension(name: str, said: Mapping[str, Any]) -> Finding:
+def check_extension(name: str, said: Mapping[str, Any]) -> Finding:
     if said["error"]:
         first = said["error"].splitlines()[0]
         return Finding(
@@ -111,7 +115,7 @@ def extension(name: str, said: Mapping[str, Any]) -> Finding:
     return Finding("extensions", "ok", f"{name} {said['version']}".rstrip())
 
 
-def torch(said: Mapping[str, Any]) -> Finding:
+def check_torch(said: Mapping[str, Any]) -> Finding:
     if said["error"]:
         first = said["error"].splitlines()[0]
         return Finding(

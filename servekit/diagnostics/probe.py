@@ -22,14 +22,14 @@ def main() -> None:
         module = importlib.import_module(name)
         said = {"version": str(getattr(module, "__version__", "")), "error": ""}
         if name == "torch":
-            said |= _torch(module)
+            said |= _probe_torch(module)
     except BaseException as error:
         said = {"version": "", "error": f"{type(error).__name__}: {error}"}
     os.write(out, json.dumps(said).encode() + b"\n")
     os._exit(0)  # skip the libraries' exit handlers
 
 
-def _torch(torch: Any) -> dict[str, Any]:
+def _probe_torch(torch: Any) -> dict[str, Any]:
     said: dict[str, Any] = {"cuda": torch.version.cuda, "gpus": [], "reason": ""}
     if torch.version.cuda is None:
         return said

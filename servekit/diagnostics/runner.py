@@ -8,28 +8,28 @@ from pathlib import Path
 
 from servekit.diagnostics import finding, packages
 from servekit.diagnostics.finding import Finding
-from servekit.diagnostics.gpus import gpus, visible_devices
-from servekit.diagnostics.host import host
-from servekit.diagnostics.service import service
+from servekit.diagnostics.gpus import check_gpus, visible_devices
+from servekit.diagnostics.host import check_host
+from servekit.diagnostics.service import check_service
 from servekit.system.gpus import find_gpus
 from servekit.system.nvml_client import driver, is_present
 
 
-def examine(file: Path | None, run_dir: Path | None) -> list[Finding]:
+def run_checks(file: Path | None, run_dir: Path | None) -> list[Finding]:
     """Run all checks, within the time of the imports: seconds. Never imports torch itself."""
     visible = visible_devices()
-    probed = packages.probe(["torch", *packages.installed(packages.EXTENSIONS)])
+    probed = packages.probe_modules(["torch", *packages.installed_modules(packages.EXTENSIONS)])
     details = driver.ask("details") if is_present() else None
     torch = probed["torch"]
     return [
-        *packages.software(probed),
-        *gpus(is_present(), details, torch, visible),
-        *host(),
-        *service(file, run_dir, find_gpus(visible), torch),
+        *packages.check_software(probed),
+        *check_gpus(is_present(), details, torch, visible),
+        *check_host(),
+        *check_service(file, run_dir, find_gpus(visible), torch),
     ]
 
 
-def told(findings: list[Finding], *, as_json: bool) -> str:
+def format_findings(findings: list[Finding], *, as_json: bool) -> str:
     if as_json:
         return json.dumps([asdict(found) for found in findings], indent=2)
-    return finding.text(findings)
+    return finding.findings_text(findings)

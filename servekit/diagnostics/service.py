@@ -9,20 +9,21 @@ from typing import Any
 
 from servekit.config.schema import Config, ServerConfig
 from servekit.diagnostics.finding import Finding
-from servekit.diagnostics.host import disk
+from servekit.diagnostics.host import check_disk
 from servekit.errors import ConfigError, StartError
 from servekit.supervisor.deployments.plan import Plan, Source
 from servekit.supervisor.process.run_dir import default_paths, read_record
 from servekit.supervisor.scheduling.wheels import look_up
 from servekit.system import procfs, sockets
 from servekit.system.gpus import Gpu
+from servekit.system.user_dirs import find_models_cache
 
 _RUN_DIR_BYTES = 100 * 2**20
 _CACHE_BYTES = 10 * 2**30
 _ON_TORCH = {"transformers", "vllm"}
 
 
-def service(
+def check_service(
     file: Path | None, run_dir: Path | None, gpus: Sequence[Gpu], torch: Mapping[str, Any]
 ) -> Iterator[Finding]:
     """Check a start with `file`; without one, a start with the defaults."""
@@ -34,15 +35,15 @@ def service(
             yield Finding("configuration", "error", error.message)
         else:
             config = plan.config
-            yield configuration(file, plan, torch)
+            yield check_configuration(file, plan, torch)
             yield from (Finding("wheel", w.level, f"{w.place}: {w.said}") for w in look_up(plan))
     folder = run_dir or (config and config.run_dir) or default_paths(os.environ)[0]
-    yield from ports(config, folder)
-    yield disk("run directory", folder, _RUN_DIR_BYTES)
-    yield disk("cache", cache_folder(os.environ), _CACHE_BYTES)
+    yield from check_ports(config, folder)
+    yield check_disk("run directory", folder, _RUN_DIR_BYTES)
+    yield check_disk("cache", find_models_cache(os.environ), _CACHE_BYTES)
 
 
-def configuration(file: Path, plan: Plan, torch: Mapping[str, Any]) -> Finding:
+def check_configuration(file: Path, plan: Plan, torch: Mapping[str, Any]) -> Finding:
     """Check that torch can use the GPUs of the plan, which exist, as the plan succeeded."""
     if plan.config.launcher == "ray":
         said = f"{file}: {len(plan.places)} workers, which Ray places"
@@ -57,28 +58,22 @@ def configuration(file: Path, plan: Plan, torch: Mapping[str, Any]) -> Finding:
     return Finding("configuration", "ok", f"{file}: {len(plan.places)} workers, {where}")
 
 
-def ports(config: Config | None, run_dir: Path) -> Iterator[Finding]:
+def check_ports(config: Config | None, run_dir: Path) -> Iterator[Finding]:
     server = config.server if config else ServerConfig()
     record = read_record(run_dir)
-    if record and (process := procfs.read(record.pid)) and process.state not in "ZX":
+    if record and (process := procfs.read_process(record.pid)) and process.state not in "ZX":
         said = f"an instance (pid {record.pid}) runs in {run_dir} at {record.url}"
         yield Finding("port", "ok", said)
         return
     for port in (server.port, server.legacy_port):
         if port is not None:
-            yield free_port(server.host, port)
+            yield check_port(server.host, port)
 
 
-def free_port(host: str, port: int) -> Finding:
+def check_port(host: str, port: int) -> Finding:
     """Check that a port is free, by listening on it for a moment."""
     try:
-        sockets.bind(host, port).close()
+        sockets.bind_listener(host, port).close()
     except StartError as error:
         return Finding("port", "error", error.message)
     return Finding("port", "ok", f"{host}:{port} is free" if port else "any free port will do")
-
-
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder of cached models, by the XDG base directory specification."""
-    base = Path(environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "servekit"

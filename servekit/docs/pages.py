@@ -93,3 +93,9 @@ def replace_outside_code(
         parts += [pattern.sub(replacement, text[start : block.start()]), block[0]]
         start = block.end()
     return "".join([*parts, pattern.sub(replacement, text[start:])])
+
+
+def make_anchor(heading: str) -> str:
+    """Return the anchor of a heading, as GitHub makes it."""
+    kept = "".join(one for one in heading.lower() if one.isalnum() or one in " -_")
+    return kept.replace(" ", "-")

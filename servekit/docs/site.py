@@ -16,8 +16,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from servekit.docs.anchors import make_anchor
-from servekit.docs.pages import FOLDER, INDEX, Page, find_page, list_pages, read_markdown
+from servekit.docs.pages import (
+    FOLDER,
+    INDEX,
+    Page,
+    find_page,
+    list_pages,
+    make_anchor,
+    read_markdown,
+)
 from servekit.errors import StartError
 
 if TYPE_CHECKING:
@@ -59,7 +66,8 @@ def make_html(name: str, *, is_live: bool) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title>{_ICON}<style>{style}</style>"
-        f'<script src="{_address(SCRIPT, is_live)}" data-search="{_address(SEARCH, is_live)}" '
+        f'<script src="{_file_address(SCRIPT, is_live)}" '
+        f'data-search="{_file_address(SEARCH, is_live)}" '
         f'data-page="{escape(_page_address("NAME", is_live))}"></script></head>'
         '<body><a class="skip" href="#content">Skip to the text</a><header>'
         f'<a class="brand" href="{_page_address(INDEX, is_live)}">servekit <span>docs</span></a>'
@@ -68,9 +76,9 @@ def make_html(name: str, *, is_live: bool) -> str:
         f'<span class="beside">{beside}</span>'
         '<button type="button" id="menu" aria-expanded="false" aria-controls="pages">Pages</button>'
         '</header><div class="columns"><nav id="pages" aria-label="Pages">'
-        f'{_sidebar(page, headings, is_live)}</nav><main id="content" tabindex="-1">'
+        f'{_make_sidebar(page, headings, is_live)}</nav><main id="content" tabindex="-1">'
         '<section id="results" aria-label="Search results" aria-live="polite" hidden></section>'
-        f"<article>{body}</article>{_neighbours(page, is_live)}</main></div></body></html>\n"
+        f"<article>{body}</article>{_make_neighbours(page, is_live)}</main></div></body></html>\n"
     )
 
 
@@ -83,7 +91,7 @@ def make_search_index() -> str:
             continue
         tokens = parser.parse(read_markdown(page))
         _mark_headings(tokens)
-        found += [[page.name, page.title, *one] for one in _sections(tokens)]
+        found += [[page.name, page.title, *one] for one in _page_sections(tokens)]
     return f"window.servekitSearch = {json.dumps(found, ensure_ascii=False)};\n"
 
 
@@ -116,10 +124,10 @@ def write_site(folder: Path, *, as_html: bool) -> list[Path]:
 def _make_parser() -> MarkdownIt:
     from markdown_it import MarkdownIt
 
-    return MarkdownIt("commonmark", {"html": False, "highlight": _highlight}).enable("table")
+    return MarkdownIt("commonmark", {"html": False, "highlight": _highlight_code}).enable("table")
 
 
-def _highlight(code: str, language: str, _attributes: str) -> str:
+def _highlight_code(code: str, language: str, _attributes: str) -> str:
     """Return code with the classes of Pygments; "" leaves it to the renderer."""
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
@@ -142,7 +150,7 @@ def _mark_headings(tokens: Sequence[Token]) -> list[tuple[int, str, str]]:
     found = []
     for at, token in enumerate(tokens):
         if token.type == "heading_open":
-            text = _text(tokens[at + 1])
+            text = _plain_text(tokens[at + 1])
             anchor = make_anchor(text)
             count = seen[anchor] = seen.get(anchor, -1) + 1
             token.attrSet("id", f"{anchor}-{count}" if count else anchor)
@@ -150,7 +158,7 @@ def _mark_headings(tokens: Sequence[Token]) -> list[tuple[int, str, str]]:
     return found
 
 
-def _text(inline: Token) -> str:
+def _plain_text(inline: Token) -> str:
     """Return the text of an inline token without its markup."""
     return "".join(" " if one.type == "softbreak" else one.content for one in inline.children or ())
 
@@ -165,11 +173,11 @@ def _point_to_site(token: Token, is_live: bool) -> None:
     if path.endswith(".md"):
         path = _page_address(Path(path).stem, is_live)
     else:
-        path = _address(f"images/{Path(path).name}", is_live)
+        path = _file_address(f"images/{Path(path).name}", is_live)
     token.attrSet(kind, f"{path}#{anchor}" if anchor else path)
 
 
-def _address(file: str, is_live: bool) -> str:
+def _file_address(file: str, is_live: bool) -> str:
     return f"/docs/{file}" if is_live else file
 
 
@@ -179,7 +187,7 @@ def _page_address(name: str, is_live: bool) -> str:
     return f"{name}.html"
 
 
-def _sidebar(page: Page, headings: list[tuple[int, str, str]], is_live: bool) -> str:
+def _make_sidebar(page: Page, headings: list[tuple[int, str, str]], is_live: bool) -> str:
     """Return the list of pages, with the sections of the open page below it."""
     parts = []
     for section, group in groupby(list_pages().values(), key=lambda one: one.section):
@@ -191,13 +199,13 @@ def _sidebar(page: Page, headings: list[tuple[int, str, str]], is_live: bool) ->
             to = _page_address(one.name, is_live)
             parts.append(f'<li><a href="{to}"{current}>{escape(one.title)}</a>')
             if current and page.name != INDEX:
-                parts.append(_contents(headings))
+                parts.append(_make_contents(headings))
             parts.append("</li>")
         parts.append("</ul>")
     return "".join(parts)
 
 
-def _contents(headings: list[tuple[int, str, str]]) -> str:
+def _make_contents(headings: list[tuple[int, str, str]]) -> str:
     second = [(anchor, text) for level, anchor, text in headings if level == 2]
     if len(second) < 2:
         return ""
@@ -205,7 +213,7 @@ def _contents(headings: list[tuple[int, str, str]]) -> str:
     return f"<ul>{links}</ul>"
 
 
-def _neighbours(page: Page, is_live: bool) -> str:
+def _make_neighbours(page: Page, is_live: bool) -> str:
     """Return links to the page before and the page after this one."""
     pages = list(list_pages().values())
     at = pages.index(page)
@@ -219,7 +227,7 @@ def _neighbours(page: Page, is_live: bool) -> str:
     return f'<footer class="neighbours">{"".join(links)}</footer>'
 
 
-def _sections(tokens: Sequence[Token]) -> Iterator[list[str]]:
+def _page_sections(tokens: Sequence[Token]) -> Iterator[list[str]]:
     """Yield anchor, heading and text of each part of a page that has a heading."""
     anchor, heading, texts = "", "", list[str]()
     opens = False
@@ -229,9 +237,9 @@ def _sections(tokens: Sequence[Token]) -> Iterator[list[str]]:
                 yield [anchor, heading, " ".join(texts)[:_MOST_CHARS]]
             anchor, texts, opens = str(token.attrGet("id") or ""), [], True
         elif token.type == "inline" and opens:
-            heading, opens = _text(token), False
+            heading, opens = _plain_text(token), False
         elif token.type == "inline":
-            texts.append(_text(token))
+            texts.append(_plain_text(token))
         elif token.type == "fence":
             texts.append(token.content)
     if heading:

@@ -43,28 +43,28 @@ FETCHES = {"transformers": True, "vllm": True, "llamacpp": False}
 GROUP = "servekit.engines"
 
 
-def create(spec: WorkerSpec) -> Engine:
+def create_engine(spec: WorkerSpec) -> Engine:
     """Create the engine named `spec.engine`. Raises LoadError if there is none of that name."""
-    return _kind(spec.engine)(spec)
+    return _import_engine(spec.engine)(spec)
 
 
 def fetch_ahead(spec: WorkerSpec, report: Report) -> None:
-    """Start fetching the model's files, so that `create` can import the engine meanwhile."""
+    """Start fetching the model's files, so that `create_engine` can import the engine meanwhile."""
     if (converts := FETCHES.get(spec.engine)) is not None:
         from servekit.engines.model_files import prefetch
 
-        prefetch.begin(spec, report, converts=converts)
+        prefetch.begin_fetch(spec, report, converts=converts)
 
 
-def prepare(spec: WorkerSpec) -> None:
+def prepare_engine(spec: WorkerSpec) -> None:
     """Do the slow part of loading that touches no device, in a process that will fork.
 
     Raises LoadError.
     """
-    _kind(spec.engine).prepare(spec)
+    _import_engine(spec.engine).prepare(spec)
 
 
-def reborn() -> None:
+def reinitialize_libraries() -> None:
     """Reinitialise the libraries after a fork. Raises LoadError if CUDA is already initialised."""
     torch = sys.modules.get("torch")
     if torch is None:
@@ -76,10 +76,10 @@ def reborn() -> None:
         numpy.random.seed()
 
 
-def _kind(name: str) -> type[Engine]:
+def _import_engine(name: str) -> type[Engine]:
     target = ENGINES.get(name)
     if target is None:
-        return _brought(name)
+        return _load_plugin(name)
     module, _, attribute = target.partition(":")
     with _no_collections():
         for library in LIBRARIES.get(name, ()):
@@ -90,7 +90,7 @@ def _kind(name: str) -> type[Engine]:
     return kind
 
 
-def _brought(name: str) -> type[Engine]:
+def _load_plugin(name: str) -> type[Engine]:
     """Return the engine class of another package; the supervisor has checked that it exists."""
     from servekit.engines.api.base import Engine
 

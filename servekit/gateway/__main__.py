@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
     from servekit.system import import_guard
 
-    import_guard.stand("gateway")
+    import_guard.install_guard("gateway")
 
     import faulthandler
     import signal
@@ -54,7 +54,7 @@ if __name__ == "__main__":
     from servekit.gateway.supervisor_channel import InheritedChannel, TcpChannel
     from servekit.protocol.transport.certificate_holder import CertificateHolder
     from servekit.protocol.transport.connection import LOST_S
-    from servekit.protocol.transport.credentials import read
+    from servekit.protocol.transport.credentials import read_credentials
     from servekit.protocol.transport.remote_server import ListenOptions
 
     faulthandler.enable()
@@ -62,7 +62,7 @@ if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     logging_config.configure(args.name, json=True)
     lost_s = LOST_S if args.lost_s is None else args.lost_s
-    credentials = None if args.credentials_fd is None else read(args.credentials_fd)
+    credentials = None if args.credentials_fd is None else read_credentials(args.credentials_fd)
     line: InheritedChannel | TcpChannel
     if args.control is None:
         line = InheritedChannel(args.control_fd)

@@ -19,10 +19,19 @@ from servekit.gateway.api.admin.endpoints import Supervisor, add_administration
 from servekit.gateway.api.admin.lora import Lora
 from servekit.gateway.api.admin.metrics import add_metrics
 from servekit.gateway.api.anthropic.endpoints import Anthropic
+from servekit.gateway.api.health_types import (
+    Health,
+    Live,
+    LoadProgress,
+    ModelHealth,
+    ReplicaHealth,
+    Version,
+)
 from servekit.gateway.api.huixiangdou import Legacy
 from servekit.gateway.api.ollama.endpoints import Ollama, add_reads
 from servekit.gateway.api.openai.embeddings import Vectors
 from servekit.gateway.api.openai.endpoints import OpenAI
+from servekit.gateway.api.openai.response_types import Model, ModelList
 from servekit.gateway.api.openai.responses import Responses
 from servekit.gateway.api.openapi import docs_pages
 from servekit.gateway.api.openapi.document import describe_hot_routes
@@ -48,6 +57,7 @@ from servekit.gateway.routing.router import ModelQueue, Router
 from servekit.gateway.telemetry.metrics import OTHER
 from servekit.gateway.ui import login
 from servekit.protocol.transport.rpc import Way
+from servekit.protocol.types import Progress
 
 
 class Application:
@@ -179,8 +189,8 @@ def build_rest(
     describe_hot_routes(app, hot)
 
     @app.get("/version", tags=["service"], summary="servekit's version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
+    async def version() -> Response:
+        return _encode(Version(__version__))
 
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
@@ -191,8 +201,8 @@ def build_rest(
 
 def _add_health(app: FastAPI, router: Router) -> None:
     @app.get("/livez", tags=["service"], summary="The gateway answers")
-    async def livez() -> dict[str, str]:
-        return {"status": "ok"}
+    async def livez() -> Response:
+        return _encode(Live("ok"))
 
     no: dict[int | str, dict[str, Any]] = {
         503: {"description": "Some model cannot; `models` tells the reasons"}
@@ -223,43 +233,48 @@ def _add_health(app: FastAPI, router: Router) -> None:
         With keys, `models` are those that the caller's key may use; without a key it is left out.
         """
         ready = is_ready()
-        state = "ready" if ready else "draining" if router.draining else "not ready"
-        body: dict[str, Any] = {"status": state}
+        body = Health("ready" if ready else "draining" if router.draining else "not ready")
         if not router.access.closed or ACTING.get() is not None:
-            body["models"] = {
+            body.models = {
                 name: model_health(route)
                 for name, route in router.routes.items()
                 if router.access.may_use(name)
             }
-        return Response(
-            msgspec.json.encode(body), 200 if ready else 503, media_type="application/json"
-        )
+        return _encode(body, 200 if ready else 503)
 
 
-def model_health(route: ModelQueue) -> dict[str, Any]:
+def _encode(body: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def model_health(route: ModelQueue) -> ModelHealth:
     """Return a model's entry in /readyz: whether it is ready, and the state of each replica."""
     residence = route.status.residence
     replicas = [
-        {
-            "name": replica.name,
-            "state": replica.state,
-            "device": replica.device,
-            "restarts": replica.restarts,
-            "progress": replica.progress and msgspec.structs.asdict(replica.progress),
-            "reason": replica.trouble or replica.reason or None,
-        }
+        ReplicaHealth(
+            name=replica.name,
+            state=replica.state,
+            device=replica.device,
+            restarts=replica.restarts,
+            progress=_describe_load(replica.progress) if replica.progress else None,
+            reason=replica.trouble or replica.reason or None,
+        )
         for replica in route.status.replicas
     ]
-    return {
-        "ready": route.ready and not route.in_trouble,
-        "state": model_state(route),
-        "running": route.running,
-        "waiting": route.waiting,
-        "replicas": replicas,
-        "adapters": {one.name: one.state for one in route.status.adapters},
-        "residency": residence.tier if residence is not None else "resident",
-        "reason": (residence.reason or None) if residence is not None else None,
-    }
+    return ModelHealth(
+        ready=route.ready and not route.in_trouble,
+        state=model_state(route),
+        running=route.running,
+        waiting=route.waiting,
+        replicas=replicas,
+        adapters={one.name: one.state for one in route.status.adapters},
+        residency=residence.tier if residence is not None else "resident",
+        reason=(residence.reason or None) if residence is not None else None,
+    )
+
+
+def _describe_load(progress: Progress) -> LoadProgress:
+    return LoadProgress(progress.phase, progress.done, progress.total, progress.unit)
 
 
 def model_state(route: ModelQueue) -> str:
@@ -279,50 +294,45 @@ def model_state(route: ModelQueue) -> str:
 
 def _add_models(app: FastAPI, router: Router) -> None:
     @app.get("/v1/models", tags=["OpenAI"], summary="The models served")
-    async def models() -> dict[str, Any]:
+    async def models() -> Response:
         listed = [_model(route) for route in router.models()]
-        ends = [one["id"] for one in (*listed[:1], *listed[-1:])]  # Anthropic clients read these
+        ends = [one.id for one in (*listed[:1], *listed[-1:])]  # Anthropic clients read these
         first, last = ends or (None, None)
-        return {
-            "object": "list",
-            "data": listed,
-            "has_more": False,
-            "first_id": first,
-            "last_id": last,
-        }
+        return _encode(ModelList("list", listed, has_more=False, first_id=first, last_id=last))
 
     @app.get("/v1/models/{model:path}", tags=["OpenAI"], summary="One model")
-    async def model(model: str) -> dict[str, Any]:
+    async def model(model: str) -> Response:
         if not model:
             raise ModelNotFound("name a model", param="model")
         route = router.find(model)
         router.access.require_model(route.status.name, base_of(route))
-        return _model(route)
+        return _encode(_model(route))
 
 
-def _model(route: ModelQueue) -> dict[str, Any]:
+def _model(route: ModelQueue) -> Model:
     status = route.status
     info = status.info
-    return {
-        "id": status.name,
-        "object": "model",
-        "created": status.created,
-        "owned_by": "servekit",
-        "max_model_len": info.max_context if info else None,
-        "engine": status.engine,
-        "aliases": list(status.aliases),
-        "state": model_state(route),
+    context = info.max_context if info else None
+    return Model(
+        id=status.name,
+        object="model",
+        created=status.created,
+        owned_by="servekit",
+        max_model_len=context,
+        engine=status.engine,
+        aliases=list(status.aliases),
+        state=model_state(route),
         # same fields as vLLM's: the path, and an adapter's base model
-        "root": status.path,
-        "parent": base_of(route) or None,
+        root=status.path,
+        parent=base_of(route) or None,
         # Anthropic's fields, because its clients read the same list
-        "type": "model",
-        "display_name": status.name,
-        "created_at": f"{datetime.fromtimestamp(status.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
-        "lifecycle": "active",
-        "max_input_tokens": info.max_context if info else None,
-        "max_tokens": info.max_context if info else None,
-    }
+        type="model",
+        display_name=status.name,
+        created_at=f"{datetime.fromtimestamp(status.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
+        lifecycle="active",
+        max_input_tokens=context,
+        max_tokens=context,
+    )
 
 
 def _add_errors(app: FastAPI) -> None:

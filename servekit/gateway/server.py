@@ -265,9 +265,9 @@ class Gateway:
             self._app.ui_state = "the UI failed to start; see the gateway's log"
 
     async def _serve_ui(self) -> None:
-        from servekit.gateway.ui.app import build
+        from servekit.gateway.ui.app import build_app
 
-        ui = await asyncio.to_thread(build, self._router, self._app.supervisor)
+        ui = await asyncio.to_thread(build_app, self._router, self._app.supervisor)
         await ui.startup()
         self._app.ui = ui.app
         keep_out_of_collections()

@@ -30,7 +30,7 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.remote_gateway import AdminRequest, AdminResponse, ToRemoteGateway
 from servekit.protocol.residency import ModelDemand
-from servekit.protocol.transport.connection import Connection, adopt
+from servekit.protocol.transport.connection import Connection, adopt_socket
 from servekit.protocol.transport.remote_server import ListenOptions, TcpServer
 from servekit.protocol.transport.resumable_channel import Attached
 
@@ -66,7 +66,7 @@ class InheritedChannel:
 
     async def open(self, on_message: OnMessage, on_end: OnEnd) -> None:
         self._connection = connection = Connection[ToGateway](ToGateway, on_message, on_end)
-        await adopt(socket.socket(fileno=self._fd), lambda: connection)
+        await adopt_socket(socket.socket(fileno=self._fd), lambda: connection)
 
     def send(self, message: FromGateway) -> None:
         if self._connection is not None:
@@ -115,7 +115,7 @@ class TcpChannel(TcpServer):
     # ---- requests of operators
 
     async def put(self, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
-        """Send an operator's request and return the answer; raises the errors of `rpc.put`."""
+        """Send an operator's request and return the answer; raises as `rpc.ask_supervisor`."""
         if not self.heard:
             raise ConnectionRefusedError("there is no supervisor now")
         id, answer = next(self._ids), asyncio.get_running_loop().create_future()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def compile_template(source: str) -> Template:
     """Return the template, ready to be rendered; raises jinja2.TemplateSyntaxError."""
-    return _environment().from_string(source)
+    return _make_environment().from_string(source)
 
 
 def syntax_error(source: str) -> tuple[int, str]:
@@ -32,7 +32,7 @@ def syntax_error(source: str) -> tuple[int, str]:
     return 0, ""
 
 
-def _environment() -> Environment:
+def _make_environment() -> Environment:
     import jinja2
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -1,7 +1,8 @@
-"""The metadata and the size of the weights of a GGUF file, or one in parts.
+"""GGUF files: their metadata, sizes and special tokens, read without torch.
 
 Source: the format's specification (github.com/ggml-org/ggml, docs/gguf.md), versions 2 and 3.
-`gguf_header` checks that a file is whole; this reads only the inputs of an estimate.
+`read_header` checks that a file is whole; `read` reads only the inputs of an estimate, of a file or
+one in parts.
 """
 
 from __future__ import annotations
@@ -11,16 +12,37 @@ import mmap
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from servekit.errors import LoadError
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
-_STRING, ARRAY = 8, 9
+_STRING, _ARRAY = 8, 9
 #: Longer arrays are vocabularies; arrays of per-layer numbers are shorter.
 _MOST_KEPT = 1024
 _PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
+#: Errors from reading a hostile or damaged file, besides ValueError.
 _MALFORMED = (struct.error, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError)
+_SPECIAL = (
+    *(("bos_token", "bos"), ("eos_token", "eos")),
+    *(("unk_token", "unknown"), ("pad_token", "padding")),
+)
+#: Texts of tokens that end a generation if the vocabulary has them as special tokens, whatever the
+#: file's end of sequence is. Source: llama.cpp, src/llama-vocab.cpp, `special_eog_ids`.
+END_TOKENS = frozenset(
+    {
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
+        *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>"),
+        *("[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>"),
+        "<|tool_response>",
+    }
+)
+#: Ends of a generation by key: `tokenizer.ggml.eos_token_id`, and so on. Same source.
+_END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+_TOKENS, _KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+_CONTROL, _USER_DEFINED = 3, 4  # token types that ordinary text does not produce
 #: general.file_type (llama.cpp's llama_ftype) to the usual name of the quantisation.
 _FILE_TYPES: dict[int, str] = {
     int(number): name
@@ -34,6 +56,69 @@ _FILE_TYPES: dict[int, str] = {
 }
 #: Words in a description for the last letter of a name.
 _MIXES = {"Small": "_S", "Medium": "_M", "Large": "_L"}
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """A file's content; `metadata` has scalars, texts, and short lists of numbers, else None."""
+
+    metadata: dict[str, Any]
+    elements: int
+    weights_bytes: int
+
+    def of_architecture(self, key: str) -> Any:
+        """Return a value under the architecture's name, or None."""
+        return self.metadata.get(f"{self.metadata.get('general.architecture', '')}.{key}")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a GGUF file."""
+
+    architecture: str
+    tensors: int
+    parameters: int  # elements of all tensors
+    special_ids: dict[str, int]  # token ids by transformers' name, e.g. "eos_token"
+    metadata: dict[str, Any] = field(default_factory=dict)  # None for a long array
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes of each tensor
+    end_ids: tuple[int, ...] = ()  # tokens that end a generation, as in llama.cpp
+
+
+def read(path: Path) -> Gguf:
+    """Read a model's file or files. Raises ValueError, OSError."""
+    metadata: dict[str, Any] = {}
+    elements = size = 0
+    for at, part in enumerate(parts(path)):
+        try:
+            content = _read_content(part)
+        except _MALFORMED as error:
+            raise ValueError(f"{part} is no GGUF file that can be read: {error}") from error
+        metadata = content.metadata if not at else metadata
+        elements += sum(tensor.elements for tensor in content.tensors)
+        size += max(0, content.size - content.start)
+    return Gguf(metadata, elements, size)
+
+
+def parts(path: Path) -> list[Path]:
+    """Return all files of a model, given the first."""
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    count = int(found[2])
+    return [path.with_name(f"{found[1]}-{n:05d}-of-{found[2]}.gguf") for n in range(1, count + 1)]
+
+
+def read_header(path: Path, *, part: bool = False) -> Header:
+    """Read and check `path`; `part`: it may be one of several parts.
+
+    Raises LoadError if it is no GGUF file, is truncated, or is an unexpected part.
+    """
+    try:
+        return _check_content(path, _read_content(path), part)
+    except (*_MALFORMED, ValueError) as error:
+        raise LoadError(f"{path} is not a whole GGUF file: {error}. Fetch it again.") from error
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def quantization(metadata: Mapping[str, Any], description: str = "") -> str:
@@ -50,67 +135,132 @@ def quantization(metadata: Mapping[str, Any], description: str = "") -> str:
     return f"{found[1]}{_MIXES.get(found[2] or '', '')}"
 
 
-@dataclass(frozen=True, slots=True)
-class Gguf:
-    """A file's content; `metadata` has scalars, texts, and short lists of numbers, else None."""
+# ---------------------------------------------------------------- the format
+
+
+class _Tensor(NamedTuple):
+    """An entry of the table of tensors."""
+
+    name: str
+    elements: int
+    kind: int  # ggml_type
+    offset: int  # from the start of the data
+
+
+class _Content(NamedTuple):
+    """A file up to the data of its tensors, which begin at `start`; `size` is the whole file's."""
 
     metadata: dict[str, Any]
-    elements: int
-    weights_bytes: int
-
-    def of_architecture(self, key: str) -> Any:
-        """Return a value under the architecture's name, or None."""
-        return self.metadata.get(f"{self.metadata.get('general.architecture', '')}.{key}")
+    tensors: list[_Tensor]
+    start: int
+    size: int
+    end_ids: tuple[int, ...]
 
 
-def read(path: Path) -> Gguf:
-    """Read a model's file or files. Raises ValueError, OSError."""
-    first, *others = (_read(part) for part in parts(path))
-    return Gguf(
-        first.metadata,
-        first.elements + sum(other.elements for other in others),
-        first.weights_bytes + sum(other.weights_bytes for other in others),
+def _read_content(path: Path) -> _Content:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _Reader(data).read()
+
+
+def _check_content(path: Path, content: _Content, part: bool) -> Header:
+    """Raise LoadError or ValueError unless the file is whole."""
+    metadata = content.metadata
+    if not part and int(metadata.get("split.count") or 1) > 1:
+        raise LoadError(
+            f"{path} is one of {metadata['split.count']} parts: join them with "
+            "`llama-gguf-split --merge FIRST_PART OUT.gguf`."
+        )
+    sizes = {tensor.name: _size_bytes(tensor) for tensor in content.tensors}
+    ends = (tensor.offset + sizes[tensor.name] for tensor in content.tensors)
+    end = content.start + max(ends, default=0)
+    if content.size < end:
+        raise ValueError(f"it has {content.size} bytes where {end} belong")
+    special = {ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in _SPECIAL}
+    return Header(
+        architecture=str(metadata.get("general.architecture", "")),
+        tensors=len(content.tensors),
+        parameters=sum(tensor.elements for tensor in content.tensors),
+        special_ids={name: int(value) for name, value in special.items() if value is not None},
+        metadata=metadata,
+        sizes=sizes,
+        end_ids=content.end_ids,
     )
 
 
-def parts(path: Path) -> list[Path]:
-    """Return all files of a model, given the first."""
-    found = _PART.fullmatch(path.name)
-    if found is None:
-        return [path]
-    count = int(found[2])
-    return [path.with_name(f"{found[1]}-{n:05d}-of-{found[2]}.gguf") for n in range(1, count + 1)]
+def _size_bytes(tensor: _Tensor) -> int:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
+    return tensor.elements // block * block_bytes
 
 
-def _read(path: Path) -> Gguf:
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data).read()
-    except _MALFORMED as error:
-        raise ValueError(f"{path} is no GGUF file that can be read: {error}") from error
-
-
-class Cursor:
+class _Reader:
     """A reader of a header, value by value. Raises ValueError, and the errors of `struct`."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._at = 0
+        self._ends: dict[str, int] = {}  # the END_TOKENS in the vocabulary
+        self._kinds: tuple[int, ...] = ()  # of all tokens
 
-    def _field(self) -> tuple[str, Any]:
-        name = self._string()
+    def read(self) -> _Content:
+        magic, version, tensors, fields = self._unpack("4sIQQ")
+        if magic != b"GGUF":
+            raise ValueError("it does not start with GGUF")
+        if version not in (2, 3):
+            raise ValueError(
+                f"its version is {version:#x}; versions 2 and 3, little endian, are known"
+            )
+        metadata = dict(self._read_field() for _ in range(fields))
+        table = [self._read_tensor() for _ in range(tensors)]
+        alignment = int(metadata.get("general.alignment") or 32)
+        start = -(-self._at // alignment) * alignment
+        return _Content(metadata, table, start, len(self._data), self._end_ids(metadata))
+
+    def _read_field(self) -> tuple[str, Any]:
+        name = self._read_string()
         (kind,) = self._unpack("I")
-        return name, self._value(kind)
+        if name in (_TOKENS, _KINDS) and kind == _ARRAY:
+            self._read_vocabulary(name)
+            return name, None
+        return name, self._read_value(kind)
 
-    def _value(self, kind: int) -> Any:
+    def _read_vocabulary(self, name: str) -> None:
+        """Read one of the two long arrays that determine the end tokens."""
+        kind, count = self._unpack("IQ")
+        if name == _KINDS:
+            self._kinds = self._unpack(f"{count}{_scalar(kind)}")
+            return
+        for token in range(count):
+            text = self._read_value(kind)
+            if text in END_TOKENS:
+                self._ends[text] = token
+
+    def _end_ids(self, metadata: dict[str, Any]) -> tuple[int, ...]:
+        """Return all ids that end a generation: those with a key, and those known by their text."""
+        stated = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS]
+        kinds = dict(enumerate(self._kinds))
+        own = (_CONTROL, _USER_DEFINED)
+        named = {text: id for text, id in self._ends.items() if kinds.get(id, _CONTROL) in own}
+        if "<|return|>" in named and "<|call|>" in named:
+            named.pop("<|end|>", None)  # in the harmony dialect it ends a message, not the turn
+        return tuple(sorted({int(id) for id in stated if id is not None} | set(named.values())))
+
+    def _read_tensor(self) -> _Tensor:
+        name = self._read_string()
+        (dimensions,) = self._unpack("I")
+        elements = math.prod(self._unpack(f"{dimensions}Q"))
+        return _Tensor(name, elements, *self._unpack("IQ"))
+
+    def _read_value(self, kind: int) -> Any:
         """Read a metadata value; long arrays are skipped, since they are vocabularies."""
         if kind == _STRING:
-            return self._string()
-        if kind == ARRAY:
-            return self._array()
-        return self._unpack(scalar(kind))[0]
+            return self._read_string()
+        if kind == _ARRAY:
+            return self._read_array()
+        return self._unpack(_scalar(kind))[0]
 
-    def _array(self) -> list[Any] | None:
+    def _read_array(self) -> list[Any] | None:
         kind, count = self._unpack("IQ")
         if kind in _SCALARS and count <= _MOST_KEPT:
             return list(self._unpack(f"{count}{_SCALARS[kind]}"))
@@ -118,10 +268,10 @@ class Cursor:
             self._at += struct.calcsize("<" + _SCALARS[kind]) * count
         else:
             for _ in range(count):
-                self._value(kind)
+                self._read_value(kind)
         return None
 
-    def _string(self) -> str:
+    def _read_string(self) -> str:
         (length,) = self._unpack("Q")
         return bytes(self._unpack(f"{length}s")[0]).decode(errors="replace")
 
@@ -131,26 +281,7 @@ class Cursor:
         return values
 
 
-class _Reader(Cursor):
-    def read(self) -> Gguf:
-        magic, version, tensors, fields = self._unpack("4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError("it does not start as one")
-        metadata = dict(self._field() for _ in range(fields))
-        elements = sum(self._tensor() for _ in range(tensors))
-        alignment = int(metadata.get("general.alignment") or 32)
-        start = -(-self._at // alignment) * alignment
-        return Gguf(metadata, elements, max(0, len(self._data) - start))
-
-    def _tensor(self) -> int:
-        self._string()
-        (dimensions,) = self._unpack("I")
-        shape = self._unpack(f"{dimensions}Q")
-        self._unpack("IQ")
-        return math.prod(shape)
-
-
-def scalar(kind: int) -> str:
+def _scalar(kind: int) -> str:
     """Return the `struct` layout of a scalar of GGUF's type `kind`. Raises ValueError."""
     if kind not in _SCALARS:
         raise ValueError(f"it has a metadata value of unknown type {kind}")

@@ -46,19 +46,19 @@ def of_config(config: Mapping[str, Any]) -> Attention:
     text = config.get("text_config") or config.get("llm_config") or config
     if not isinstance(text, Mapping):
         raise ValueError("text_config is no mapping")
-    heads = _count(text, "num_attention_heads", "n_head", "num_heads")
-    hidden = _count(text, "hidden_size", "n_embd", "d_model")
-    layers = _count(text, "num_hidden_layers", "n_layer", "num_layers")
+    heads = _first_count(text, "num_attention_heads", "n_head", "num_heads")
+    hidden = _first_count(text, "hidden_size", "n_embd", "d_model")
+    layers = _first_count(text, "num_hidden_layers", "n_layer", "num_layers")
     if not (heads and hidden and layers):
         raise ValueError("config.json does not tell its layers, heads and size")
-    head = _count(text, "head_dim") or hidden // heads
-    kv_heads = _count(text, "num_key_value_heads") or heads
-    rank, rotary = _count(text, "kv_lora_rank"), _count(text, "qk_rope_head_dim")
+    head = _first_count(text, "head_dim") or hidden // heads
+    kv_heads = _first_count(text, "num_key_value_heads") or heads
+    rank, rotary = _first_count(text, "kv_lora_rank"), _first_count(text, "qk_rope_head_dim")
     keys, values = head, head
     if rank:
-        keys = _count(text, "qk_nope_head_dim") + rotary
-        values, kv_heads = _count(text, "v_head_dim") or keys, heads
-    full, windowed, window = _layers(text, layers)
+        keys = _first_count(text, "qk_nope_head_dim") + rotary
+        values, kv_heads = _first_count(text, "v_head_dim") or keys, heads
+    full, windowed, window = _count_layers(text, layers)
     return Attention(
         per_token=kv_heads * (keys + values),
         latent=rank + rotary if rank else 0,
@@ -68,8 +68,10 @@ def of_config(config: Mapping[str, Any]) -> Attention:
         kv_heads=kv_heads,
         hidden=hidden,
         heads_width=heads * max(head, keys),
-        vocabulary=_count(text, "vocab_size") or _count(config, "vocab_size"),
-        max_context=_count(text, "max_position_embeddings", "n_positions", "max_sequence_length"),
+        vocabulary=_first_count(text, "vocab_size") or _first_count(config, "vocab_size"),
+        max_context=_first_count(
+            text, "max_position_embeddings", "n_positions", "max_sequence_length"
+        ),
     )
 
 
@@ -81,13 +83,15 @@ def of_gguf(file: Gguf) -> Attention:
         return int(value) if isinstance(value, int | float) else 0
 
     layers, hidden = stated("block_count"), stated("embedding_length")
-    heads = stated("attention.head_count") or max(_each(file, "attention.head_count"), default=0)
+    heads = stated("attention.head_count") or max(
+        _list_numbers(file, "attention.head_count"), default=0
+    )
     if not (layers and hidden and heads):
         raise ValueError("its metadata does not tell its layers, heads and size")
     head = hidden // heads
     keys, values = stated("attention.key_length") or head, stated("attention.value_length") or head
     by_layer = (
-        _each(file, "attention.head_count_kv")
+        _list_numbers(file, "attention.head_count_kv")
         or [stated("attention.head_count_kv") or heads] * layers
     )
     attending = [count for count in by_layer if count]
@@ -107,20 +111,20 @@ def of_gguf(file: Gguf) -> Attention:
     )
 
 
-def _each(file: Gguf, key: str) -> list[int]:
+def _list_numbers(file: Gguf, key: str) -> list[int]:
     value = file.of_architecture(key)
     return [int(one) for one in value] if isinstance(value, list) else []
 
 
-def _layers(text: Mapping[str, Any], layers: int) -> tuple[int, int, int]:
+def _count_layers(text: Mapping[str, Any], layers: int) -> tuple[int, int, int]:
     """Return the numbers of full and windowed layers, and the window."""
-    window = _count(text, "sliding_window", "attention_chunk_size")
+    window = _first_count(text, "sliding_window", "attention_chunk_size")
     kinds = text.get("layer_types")
     if isinstance(kinds, Sequence) and not isinstance(kinds, str) and kinds:
         attending = [kind for kind in kinds if kind in _ATTENDING]
         full = sum(kind in ("full_attention", "attention") for kind in attending)
         return (full, len(attending) - full, window) if window else (len(attending), 0, 0)
-    pattern = _count(text, "sliding_window_pattern")
+    pattern = _first_count(text, "sliding_window_pattern")
     if window and pattern > 1:  # one full layer per pattern
         full = layers // pattern
         return full, layers - full, window
@@ -129,7 +133,7 @@ def _layers(text: Mapping[str, Any], layers: int) -> tuple[int, int, int]:
     return layers, 0, 0
 
 
-def _count(config: Mapping[str, Any], *names: str) -> int:
+def _first_count(config: Mapping[str, Any], *names: str) -> int:
     """Return the first of these values that is a positive number; else 0."""
     for name in names:
         value = config.get(name)

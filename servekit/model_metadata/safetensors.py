@@ -31,8 +31,8 @@ def elements(folder: Path) -> dict[str, int]:
     With an index only the files in it count: some folders hold the weights twice.
     """
     found: dict[str, int] = {}
-    for path in _files(folder):
-        for kind, count in _elements(path).items():
+    for path in _list_files(folder):
+        for kind, count in _count_file_elements(path).items():
             found[kind] = found.get(kind, 0) + count
     if not found:
         raise ValueError(f"{folder} has no weights as safetensors")
@@ -48,13 +48,13 @@ def size_bytes(elements: Mapping[str, int], float_bytes: float | None = None) ->
     return int(bits / 8)
 
 
-def _files(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     for index in sorted(folder.glob("*.safetensors.index.json")):
-        return _named(index)
+        return _indexed_files(index)
     return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
 
 
-def _named(index: Path) -> list[Path]:
+def _indexed_files(index: Path) -> list[Path]:
     """Return the files in an index: {"weight_map": {tensor: file}}."""
     try:
         files = [index.parent / name for name in set(_weight_map(index).values())]
@@ -74,7 +74,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def _elements(path: Path) -> dict[str, int]:
+def _count_file_elements(path: Path) -> dict[str, int]:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

@@ -67,26 +67,26 @@ def decode_answer(data: bytes) -> Forked | NotForked:
     return _answer.decode(data)
 
 
-def receive(control: socket.socket) -> Load | Stop | None:
+def receive_message(control: socket.socket) -> Load | Stop | None:
     """Return the next message, or None at EOF. Blocks; raises OSError, WireError, MsgspecError."""
-    head = _exactly(control, 4)
+    head = _read_exactly(control, 4)
     if head is None:
         return None
     length = int.from_bytes(head, "big")
     if length > MAX_FRAME_BYTES:
         raise WireError(f"a frame of {length} bytes is over the limit")
-    body = _exactly(control, length)
+    body = _read_exactly(control, length)
     message: Load | Stop | None = None if body is None else _to_standby.decode(body)
     return message
 
 
-def send(control: socket.socket, message: msgspec.Struct) -> None:
+def send_message(control: socket.socket, message: msgspec.Struct) -> None:
     """Send a message. Blocks; raises OSError."""
     body = encode(message)
     control.sendall(len(body).to_bytes(4, "big") + body)
 
 
-def _exactly(control: socket.socket, count: int) -> bytes | None:
+def _read_exactly(control: socket.socket, count: int) -> bytes | None:
     data = b""
     while len(data) < count:
         more = control.recv(count - len(data))

@@ -21,7 +21,7 @@ def in_trouble(model: ModelStatus) -> bool:
     return bool(ready) and all(replica.trouble for replica in ready)
 
 
-def able(model: ModelStatus, *, reached: bool = True) -> bool:
+def is_able(model: ModelStatus, *, reached: bool = True) -> bool:
     """Apply the table above; `reached`: the caller can reach a ready worker, if there is one."""
     serves = reached and any(replica.state == "ready" for replica in model.replicas)
     residence = model.residence

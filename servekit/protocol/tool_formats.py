@@ -72,7 +72,7 @@ FRAMED = "framed"
 TEXT, THOUGHT, CALL, NAME, ARGUMENTS = MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
 
 
-def markers(dialect: Dialect) -> tuple[str, ...]:
+def dialect_markers(dialect: Dialect) -> tuple[str, ...]:
     """Return all strings that must stay in the text for this dialect to be parsed."""
     own = (dialect.tool_begin, dialect.tool_end, dialect.think_begin, dialect.think_end)
     found = [*MARKERS.get(dialect.tools, ()), *own]

@@ -257,6 +257,7 @@ class ModelStatus(Value, frozen=True):
     residence: ResidencyStatus | None = None  # None: it is loaded at the start, and stays
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"  # as the file says
     scale: ScaleStatus | None = None  # None: its number of replicas is fixed
+    changing: bool = False  # its replicas are being replaced: one will come, even if none is there
 
 
 class TokenLogprob(Value, frozen=True):

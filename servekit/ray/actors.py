@@ -30,9 +30,9 @@ from servekit.ray.client import Cluster, Unable
 from servekit.supervisor.lifecycle.remote_process import RemoteChild, RemoteControl
 from servekit.supervisor.process.child_process import Exit
 from servekit.supervisor.process.log_capture import Output, RotatingFile
-from servekit.supervisor.scheduling import remote_gpus
-from servekit.supervisor.scheduling.placement import device
-from servekit.supervisor.scheduling.remote_gpus import RemoteGpus
+from servekit.supervisor.scheduling.memory_requests import device
+from servekit.supervisor.workers import gpu_memory
+from servekit.supervisor.workers.gpu_memory import RemoteGpus
 from servekit.system.gpus import Slot
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -105,7 +105,7 @@ class RayActors:
             return error.message
         finally:
             wait("")
-        place.gpus = remote_gpus.given(found.gpus, found.host)
+        place.gpus = gpu_memory.make_slot(found.gpus, found.host)
         place.host, place.running = found.host, found.running
         measure(RemoteGpus(place.gpus, place.gpus))
         return ""
@@ -135,7 +135,7 @@ class RayActors:
             on_message,
             RemoteControl(
                 kill=lambda cause: self._kill(name),
-                exited=lambda: _exit(ended, output),
+                exited=lambda: _make_exit(ended, output),
                 dump=lambda: self._dump(name, output),
             ),
             role=order.role,
@@ -211,7 +211,7 @@ class RayActors:
     def measured(self, message: Measured) -> None:
         place = self._places.get(message.name)
         if place is not None and place.host:
-            place.measure(remote_gpus.measured(place.gpus, place.host, message))
+            place.measure(gpu_memory.read_measurements(place.gpus, place.host, message))
             if place.child is not None and place.child.pid == message.pid:
                 place.child.rss_bytes = message.rss_bytes
 
@@ -242,7 +242,7 @@ class RayActors:
         return tuple(output.stacks)
 
 
-async def _exit(ended: asyncio.Future[Exited], output: Output) -> Exit:
+async def _make_exit(ended: asyncio.Future[Exited], output: Output) -> Exit:
     told = await asyncio.shield(ended)
     return Exit(
         code=told.code,

@@ -22,18 +22,18 @@ _AUTHORITY = "authority"
 _REACH_S = 5.0
 
 
-def namespace(settings: RayConfig, run_dir: Path) -> str:
+def ray_namespace(settings: RayConfig, run_dir: Path) -> str:
     """Return the Ray namespace of this instance's actors."""
     here = f"{socket.gethostname()}:{run_dir}"
     return settings.namespace or f"servekit-{hashlib.sha256(here.encode()).hexdigest()[:12]}"
 
 
-def forget(run_dir: Path) -> None:
+def forget_authority(run_dir: Path) -> None:
     """Remove the authority, since nothing is left that could be taken over."""
     (run_dir / _AUTHORITY).unlink(missing_ok=True)
 
 
-async def reach(address: str) -> None:
+async def reach_head(address: str) -> None:
     """Connect to the head node as a test. Raises StartError: Ray itself takes minutes to fail."""
     if address == "auto":
         return
@@ -52,7 +52,7 @@ async def reach(address: str) -> None:
     writer.close()
 
 
-def authority(run_dir: Path) -> Authority:
+def load_authority(run_dir: Path) -> Authority:
     """Return the authority of a previous supervisor that was killed, or else a new one."""
     try:
         return Authority.from_bytes((run_dir / _AUTHORITY).read_bytes())
@@ -60,7 +60,7 @@ def authority(run_dir: Path) -> Authority:
         return Authority.new("servekit")
 
 
-def leave(run_dir: Path, authority: Authority) -> None:
+def store_authority(run_dir: Path, authority: Authority) -> None:
     """Store the authority for the next supervisor. Raises OSError."""
     path = run_dir / _AUTHORITY
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -68,15 +68,15 @@ def leave(run_dir: Path, authority: Authority) -> None:
         file.write(authority.to_bytes())
 
 
-def wants(models: Sequence[ModelConfig]) -> tuple[Want, ...]:
+def model_wants(models: Sequence[ModelConfig]) -> tuple[Want, ...]:
     """Return what each model needs on a node: its engine, and its files unless they are fetched."""
-    return tuple(map(want, models))
+    return tuple(map(model_want, models))
 
 
-def want(model: ModelConfig) -> Want:
+def model_want(model: ModelConfig) -> Want:
     here = KINDS[model.engine].needs_files and Path(model.path).is_absolute()
     return Want(model.name, model.engine, model.path if here else "")
 
 
-def every(host: str) -> str:
+def any_address(host: str) -> str:
     return "[::]" if ":" in host else "0.0.0.0"

@@ -30,8 +30,8 @@ from servekit.protocol.ray_messages import (
     Waits,
     Want,
 )
+from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
-from servekit.supervisor.lifecycle.startup_timing import StartReason
 from servekit.supervisor.process.child_process import Command
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -78,7 +78,7 @@ class Cluster(ManagedProcess[FromCluster]):
         super().__init__("ray", host)
         self.starting.occasion = StartReason.up()
         self.joined: asyncio.Future[tuple[Node, ...]] = self._loop.create_future()
-        self.joined.add_done_callback(_seen)
+        self.joined.add_done_callback(_retrieve_error)
         self.there = asyncio.Event()  # set while joined
         self.nodes: tuple[Node, ...] = ()
         self.own = ""  # Ray's id of our own node
@@ -128,7 +128,7 @@ class Cluster(ManagedProcess[FromCluster]):
                 self._turn = turn
                 log.info("joined the Ray cluster", nodes=len(nodes))
                 self.there.set()
-                self.came_up()
+                self.mark_ready()
                 self.nodes, self.own = nodes, own
                 if not self.joined.done():
                     self.joined.set_result(nodes)
@@ -182,7 +182,7 @@ class Cluster(ManagedProcess[FromCluster]):
     def keep(self, names: tuple[str, ...]) -> None:
         self.tell(Keep(names))
 
-    def buried(self) -> None:
+    def forget_child(self) -> None:
         self.there.clear()
         for asked in self._asked.values():
             if not asked.done():
@@ -199,7 +199,7 @@ class Cluster(ManagedProcess[FromCluster]):
         return int(self._ready_at is not None and time.monotonic() - self._ready_at > 60), 0
 
 
-def _seen(future: asyncio.Future[Any]) -> None:
+def _retrieve_error(future: asyncio.Future[Any]) -> None:
     """Retrieve the error, so that asyncio does not report it if no one waits for the future."""
     if not future.cancelled():
         future.exception()

@@ -31,13 +31,15 @@ from servekit.ray.node_inventory import NodeInventory
 from servekit.ray.takeover import Takeover
 from servekit.supervisor import access_rules
 from servekit.supervisor.deployments.plan import Plan
-from servekit.supervisor.lifecycle.launcher import Guest
-from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
-from servekit.supervisor.lifecycle.remote_process import RemoteChild
+from servekit.supervisor.lifecycle.managed_process import (
+    ManagedProcess,
+    SupervisorContext,
+    wait_for_tasks,
+)
+from servekit.supervisor.lifecycle.remote_process import Guest, RemoteChild
 from servekit.supervisor.process import environment
-from servekit.supervisor.process.task_utils import ended
 from servekit.supervisor.scheduling.memory_requests import least
-from servekit.supervisor.workers.worker_spec import worker_spec
+from servekit.supervisor.workers.worker_spec import make_worker_spec
 
 
 class Instance(SupervisorContext, Protocol):
@@ -63,7 +65,7 @@ class RayLauncher:
         self.grace_s = self._settings.grace_s
         self._run = run
         self._survey = NodeInventory(self._settings)
-        authority = bootstrap.authority(host.run_dir.path)
+        authority = bootstrap.load_authority(host.run_dir.path)
         self.cluster_authority = authority.certificate  # PEM
         self._certificates = Certificates(authority, self._settings.certificate_life_s)
         self.gateways_everywhere = self._settings.gateways == "every_node"
@@ -71,8 +73,8 @@ class RayLauncher:
         self.cluster = self.berths.cluster = Cluster(
             host,
             self._settings,
-            bootstrap.namespace(self._settings, host.run_dir.path),
-            bootstrap.wants(plan.config.models),
+            bootstrap.ray_namespace(self._settings, host.run_dir.path),
+            bootstrap.model_wants(plan.config.models),
             self.berths,
             watch=self.gateways_everywhere,
         )
@@ -82,7 +84,7 @@ class RayLauncher:
     async def open(self, plan: Plan) -> None:
         """Join the cluster and check its nodes. Raises StartError if it cannot serve the plan."""
         address, within_s = self._settings.address, self._settings.connect_s
-        await bootstrap.reach(address)
+        await bootstrap.reach_head(address)
         self._run(self.cluster)
         try:
             async with asyncio.timeout(within_s):
@@ -97,7 +99,7 @@ class RayLauncher:
         refusal = self._survey.refusal(plan.config.models)
         if refusal := refusal or self._unreachable(plan.config.server.host):
             raise StartError(refusal)
-        bootstrap.leave(self._host.run_dir.path, self._certificates.authority)
+        bootstrap.store_authority(self._host.run_dir.path, self._certificates.authority)
         self.keep(plan.config.models)
         if self._heritage is not None:
             drain_s = plan.config.server.drain_timeout_s
@@ -140,8 +142,10 @@ class RayLauncher:
             self._settling.cancel()
             self._heritage.end()
         self.cluster.end(Stop(), VACATE_S)
-        bootstrap.forget(self._host.run_dir.path)
-        return await ended({tasks[self.cluster]} if self.cluster in tasks else set(), VACATE_S)
+        bootstrap.forget_authority(self._host.run_dir.path)
+        return await wait_for_tasks(
+            {tasks[self.cluster]} if self.cluster in tasks else set(), VACATE_S
+        )
 
     def gateway_credentials(self, name: str) -> Credentials:
         return self._certificates.issue("gateway", name)
@@ -159,10 +163,10 @@ class RayLauncher:
     async def enter(self, guest: Guest) -> str:
         mark = self._fingerprint(guest)
         claim = (guest.place.elsewhere, self._settings.cpus, self._settings.strategy)
-        want = bootstrap.want(guest.model)
+        want = bootstrap.model_want(guest.model)
         return await self.berths.enter(
             guest.name,
-            lambda what: guest.told_to_wait(what),
+            lambda what: guest.show_wait(what),
             lambda id: Berth(id, guest.name, guest.model.name, *claim, mark, want=want),
             lambda told: guest.measure_gpus(told),
         )
@@ -178,7 +182,7 @@ class RayLauncher:
         order = StartOrder(
             args=(
                 *("--name", guest.name),
-                *("--listen", f"tcp://{bootstrap.every(host)}:0", "--advertise", host),
+                *("--listen", f"tcp://{bootstrap.any_address(host)}:0", "--advertise", host),
                 *("--grace-s", f"{self._settings.grace_s:g}"),
             ),
             env=self._environment(guest),
@@ -207,7 +211,7 @@ class RayLauncher:
 
     def _fingerprint(self, guest: Guest) -> str:
         """Return a hash of everything that a worker is started with, for the takeover."""
-        spec = worker_spec(guest.model, guest.place, "")
+        spec = make_worker_spec(guest.model, guest.place, "")
         env = sorted(self._environment(guest).items())
         parts = msgspec.msgpack.encode((spec, env, __version__, self.cluster_authority))
         return hashlib.sha256(parts).hexdigest()

@@ -8,8 +8,7 @@ from typing import Any
 from servekit.ray.launcher import Instance, RayLauncher
 from servekit.ray.takeover import Takeover
 from servekit.supervisor.deployments.plan import Plan
-from servekit.supervisor.lifecycle.managed_process import ManagedProcess
-from servekit.supervisor.process.task_utils import undisturbed
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess, complete_before
 
 
 def launcher_of(
@@ -27,8 +26,8 @@ def grace_s(launcher: RayLauncher | None) -> float:
     return 0.0 if launcher is None else launcher.grace_s
 
 
-async def opened(
+async def open_launcher(
     launcher: RayLauncher | None, plan: Plan, until_told: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
     """Open the launcher; return False if a shutdown was requested first."""
-    return launcher is None or await undisturbed(until_told(), launcher.open(plan))
+    return launcher is None or await complete_before(until_told(), launcher.open(plan))

@@ -30,13 +30,13 @@ class NodeInventory:
         """Return why the last seen nodes cannot serve these models; "" if they can."""
         cpus = self._settings.cpus
         needs = [node_requirements.Need(model.name, self.gpus_for(model), cpus) for model in models]
-        return node_requirements.refusal(
+        return node_requirements.refusal_of_nodes(
             self.nodes, own_versions(), needs, grows=self._settings.autoscaled
         )
 
     async def again(self, cluster: Cluster, models: Sequence[ModelConfig]) -> str:
         """Query the current nodes for these models; return why they cannot be served, or ""."""
-        wants, within_s = bootstrap.wants(models), self._settings.connect_s
+        wants, within_s = bootstrap.model_wants(models), self._settings.connect_s
         try:
             async with asyncio.timeout(within_s):
                 looked: Looked = await cluster.ask(lambda id: Look(id, within_s, wants))
@@ -50,12 +50,12 @@ class NodeInventory:
     async def fault(self, cluster: Cluster, node: Node) -> str:
         """Return why no process of ours can run on a node, regardless of room; "" if one can."""
         own, within_s = own_versions(), self._settings.connect_s
-        if said := node_requirements.fault(node, own):
+        if said := node_requirements.node_fault(node, own):
             try:  # the last report may be outdated: the node may have been busy, or repaired since
                 looked: Looked = await cluster.ask(lambda id: Look(id, within_s, (), node.node))
             except Unable as error:
                 return error.message
-            said = node_requirements.fault(looked.nodes[0], own)
+            said = node_requirements.node_fault(looked.nodes[0], own)
         return said
 
 

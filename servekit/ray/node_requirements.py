@@ -45,43 +45,45 @@ def in_words(model: ModelConfig) -> str:
     least, most = (gpus_for(model, any_there=any_there) for any_there in (False, True))
     if not most:
         return "cpu, on a Ray node"
-    return f"{_count(most, 'GPU')} of a Ray node{'' if least else ', or its cpu if none has any'}"
+    return (
+        f"{_count_noun(most, 'GPU')} of a Ray node{'' if least else ', or its cpu if none has any'}"
+    )
 
 
-def refusal(
+def refusal_of_nodes(
     nodes: Sequence[Node], own: Versions, needs: Sequence[Need], *, grows: bool = False
 ) -> str:
     """Return why these nodes cannot serve the configuration; "" if they can.
 
     `grows`: other nodes may join later, including larger ones.
     """
-    return next(filter(None, _refusals(nodes, own, needs, grows)), "")
+    return next(filter(None, _list_refusals(nodes, own, needs, grows)), "")
 
 
-def _refusals(
+def _list_refusals(
     nodes: Sequence[Node], own: Versions, needs: Sequence[Need], grows: bool
 ) -> Iterator[str]:
     for need in needs:
-        if not grows and not any(fits(node, need) for node in nodes):
+        if not grows and not any(fits_node(node, need) for node in nodes):
             yield _too_large(nodes, need)
     for node in nodes:
         for need in needs:
-            if fits(node, need):
-                yield unfit(node, own, need.model)
+            if fits_node(node, need):
+                yield why_unfit(node, own, need.model)
 
 
-def unfit(node: Node, own: Versions, model: str) -> str:
+def why_unfit(node: Node, own: Versions, model: str) -> str:
     """Return why no worker of a model can run on a node, regardless of room; "" if one can."""
     if node.problem:
         return f"the Ray node {node.host} cannot run workers: {node.problem}"
     lack = node.lacks.get(model)
     lacking = f"model {model!r} could be placed on the Ray node {node.host}, and {lack}"
-    return next(_differing(node, own), lacking if lack else "")
+    return next(_list_differences(node, own), lacking if lack else "")
 
 
-def fault(node: Node, own: Versions) -> str:
+def node_fault(node: Node, own: Versions) -> str:
     """Return why no process of ours can run on a node; "" if one can."""
-    return node.problem or next(_differing(node, own), "")
+    return node.problem or next(_list_differences(node, own), "")
 
 
 def sites_of(nodes: Sequence[Node], own: str, in_use: Mapping[str, str]) -> dict[str, Node]:
@@ -97,7 +99,7 @@ def sites_of(nodes: Sequence[Node], own: str, in_use: Mapping[str, str]) -> dict
     return found
 
 
-def fits(node: Node, need: Need) -> bool:
+def fits_node(node: Node, need: Need) -> bool:
     """Return whether a worker fits the node while nothing else runs there."""
     return node.gpus >= need.gpus and node.cpus >= need.cpus
 
@@ -106,23 +108,23 @@ def _too_large(nodes: Sequence[Node], need: Need) -> str:
     if need.gpus and not any(node.gpus >= need.gpus for node in nodes):
         most = max(nodes, key=lambda node: node.gpus)
         return (
-            f"model {need.model!r} needs {_count(need.gpus, 'GPU')} on one node of the Ray cluster"
-            f" for each replica, and the largest, {most.host}, has {most.gpus:g}"
+            f"model {need.model!r} needs {_count_noun(need.gpus, 'GPU')} on one node of the Ray "
+            f"cluster for each replica, and the largest, {most.host}, has {most.gpus:g}"
         )
     with_gpus = [node for node in nodes if node.gpus >= need.gpus]
     most = max(with_gpus, key=lambda node: node.cpus)
-    beside = f" beside {_count(need.gpus, 'GPU')}" if need.gpus else ""
+    beside = f" beside {_count_noun(need.gpus, 'GPU')}" if need.gpus else ""
     return (
-        f"model {need.model!r} needs {_count(need.cpus, 'CPU')}{beside} on one node of the Ray"
+        f"model {need.model!r} needs {_count_noun(need.cpus, 'CPU')}{beside} on one node of the Ray"
         f" cluster for each replica, and the largest, {most.host}, has {most.cpus:g}; `ray.cpus`"
         " says how many"
     )
 
 
-def _differing(node: Node, own: Versions) -> Iterator[str]:
+def _list_differences(node: Node, own: Versions) -> Iterator[str]:
     pairs = (
         ("servekit", node.servekit, own.servekit),
-        ("Python", _minor(node.python), _minor(own.python)),
+        ("Python", _minor_version(node.python), _minor_version(own.python)),
         ("Ray", node.ray, own.ray),
     )
     for what, there, here in pairs:
@@ -134,9 +136,9 @@ def _differing(node: Node, own: Versions) -> Iterator[str]:
             )
 
 
-def _minor(version: str) -> str:
+def _minor_version(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _count(number: float, what: str) -> str:
+def _count_noun(number: float, what: str) -> str:
     return f"{number:g} {what}{'s' * (number != 1)}"

@@ -35,8 +35,8 @@ from servekit.ray.launcher import RayLauncher
 from servekit.ray.node_requirements import sites_of
 from servekit.ray.takeover import PATIENCE_S
 from servekit.supervisor.gateway_process import Gateway
-from servekit.supervisor.lifecycle.launcher import AnyChild
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
+from servekit.supervisor.lifecycle.remote_process import AnyChild
 from servekit.supervisor.process import environment
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -117,7 +117,7 @@ class RemoteGateway(Gateway):
         server, here = self._service.server, self.node.host
         return (
             *("--name", self.name),
-            *("--control", f"tcp://{bootstrap.every(here)}:0", "--advertise", here),
+            *("--control", f"tcp://{bootstrap.any_address(here)}:0", "--advertise", here),
             *("--max-body-bytes", str(server.max_body_bytes)),
             *("--grace-s", f"{self._service.launcher.grace_s:g}"),
             *(("--tls-handed",) if server.tls else ()),

@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from servekit.protocol.messages import Status
-from servekit.protocol.transport.socket_handover import DRAIN, inherit
+from servekit.protocol.transport.socket_handover import DRAIN, inherit_sockets
 from servekit.supervisor.process.run_dir import read_record
 from servekit.system.orphan_cleanup import Started, end_leftovers, read_children
 
@@ -40,7 +40,7 @@ class Takeover:
     def of(cls, run_dir: Path, port: int) -> Takeover | None:
         """Take over what serves on that port (0: any); None if nothing does."""
         record = read_record(run_dir)
-        found = inherit(run_dir.glob("heir-*.sock"))
+        found = inherit_sockets(run_dir.glob("heir-*.sock"))
         if not found or record is None:
             return None
         (_, listeners), *others = found
@@ -70,12 +70,12 @@ class Takeover:
         """Drain the old gateways once ours serve, and end whatever is left."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
-                while not _serves(status()):  # noqa: ASYNC110 - looked at from outside
+                while not _is_serving(status()):  # noqa: ASYNC110 - looked at from outside
                     await asyncio.sleep(_LOOK_EVERY_S)
         log.info("what the last supervisor had started may end", gateways=len(self.elders))
         self.dismiss()
         await asyncio.wait(
-            [asyncio.ensure_future(_gone(one)) for one in self.elders], timeout=drain_s
+            [asyncio.ensure_future(_await_end(one)) for one in self.elders], timeout=drain_s
         )
         self.end()
 
@@ -86,7 +86,7 @@ class Takeover:
             elder.close()
 
 
-def _serves(status: Status) -> bool:
+def _is_serving(status: Status) -> bool:
     ours = [gateway for gateway in status.gateways if not gateway.node]
     workers = [replica for model in status.models for replica in model.replicas]
     return (
@@ -96,7 +96,7 @@ def _serves(status: Status) -> bool:
     )
 
 
-async def _gone(elder: socket.socket) -> None:
+async def _await_end(elder: socket.socket) -> None:
     elder.setblocking(False)
     with contextlib.suppress(OSError):
         await asyncio.get_running_loop().sock_recv(elder, 1)

@@ -193,7 +193,7 @@ def _note_crash(file: sqlite3.Connection) -> None:
     last = file.execute(query).fetchone()
     if last is None or last[0] != "up":
         return
-    pid = event_store.details(last[1]).get("pid", "unknown")
+    pid = event_store.parse_details(last[1]).get("pid", "unknown")
     what = f"the supervisor before (pid {pid}) was killed, or its machine went down"
     with file:
         file.execute(_INSERT, _row(Event(time.time(), "crash", what)))

@@ -29,9 +29,9 @@ from servekit.protocol.residency import KeepAlive, ModelDemand
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.socket_handover import heir_path
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.launcher import AnyChild
+from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
-from servekit.supervisor.lifecycle.startup_timing import StartReason
+from servekit.supervisor.lifecycle.remote_process import AnyChild
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command
 from servekit.supervisor.quarantine import aged
@@ -187,7 +187,7 @@ class Gateway(ManagedProcess[FromGateway]):
                 took_s = round(time.monotonic() - self._began_at, 2)
                 log.info("serving", child=self.name, after_s=took_s)
                 self.has_served = True
-                self.came_up()
+                self.mark_ready()
             case Quarantined():
                 self.host.quarantine(message)
                 one = Series("servekit_quarantines_total", (message.model,), [1])
@@ -226,13 +226,14 @@ class Gateway(ManagedProcess[FromGateway]):
             self.child.send(Ping(0))
 
     def _give_up(self, child: AnyChild[FromGateway], cause: str) -> None:
+        if not self.change_state("stall", cause):
+            return
         log.error("stalled", child=self.name, pid=child.pid, reason=cause)
         journal.tell("stalled", cause, worker=self.name, pid=child.pid)
         self.stalls += 1
-        self.set("stalled", cause)
         self._killing = self._loop.create_task(child.dump_and_kill(cause))
 
-    def slept(self) -> None:
+    def forgive_suspension(self) -> None:
         """Restart the silence timer: the supervisor was suspended and could read no answer."""
         self._asked_at = self.answered_at = time.monotonic()
 
@@ -248,7 +249,7 @@ class Gateway(ManagedProcess[FromGateway]):
         """Return the tokens it has generated for `model`, in all its lives."""
         return self._past_tokens[model] + self.traffic.tokens.get(model, 0)
 
-    def buried(self) -> None:
+    def forget_child(self) -> None:
         self._past_tokens.update(self.traffic.tokens)
         self.traffic = Traffic(0, 0, {})
         self._unused.clear()

@@ -49,9 +49,9 @@ class StartupResources:
         if heritage is not None:
             return cls(RunDir.take(heir_of, sweep=False), heritage.listeners, heritage)
         with contextlib.ExitStack() as taken:
-            listeners = [taken.enter_context(sockets.bind(host, port))]
+            listeners = [taken.enter_context(sockets.bind_listener(host, port))]
             if legacy_port is not None:
-                legacy = sockets.bind(host, legacy_port, setting="server.legacy_port")
+                legacy = sockets.bind_listener(host, legacy_port, setting="server.legacy_port")
                 listeners.append(taken.enter_context(legacy))
             taken_dir = RunDir.take_default(environ) if run_dir is None else RunDir.take(run_dir)
             ground = cls(taken_dir, tuple(listeners))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import structlog
 from msgspec.structs import replace
@@ -31,7 +32,7 @@ from servekit.protocol.messages import (
     Topology,
     Why,
 )
-from servekit.ray.launching import grace_s, launcher_of, opened
+from servekit.ray.launching import grace_s, launcher_of, open_launcher
 from servekit.ray.remote_gateways import remote_gateways
 from servekit.supervisor import access_rules
 from servekit.supervisor.admin import status as snapshot
@@ -47,17 +48,13 @@ from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.gateway_process import gateways_of, in_vain
-from servekit.supervisor.lifecycle.managed_process import ManagedProcess
+from servekit.supervisor.lifecycle.managed_process import ManagedProcess, Tasks, wait_for_tasks
 from servekit.supervisor.model_swap.manager import SwapManager
 from servekit.supervisor.process.orphan_guard import OrphanGuard
 from servekit.supervisor.process.run_dir import Record, boot_id
 from servekit.supervisor.process.signals import Signals
-from servekit.supervisor.process.task_utils import Tasks, ended
 from servekit.supervisor.quarantine import Quarantine, alike
-from servekit.supervisor.shutdown import END_S, KILL_S, WORKER_GRACE_S, last_words
 from servekit.supervisor.startup_resources import StartupResources, has_terminal
-from servekit.supervisor.status_listener import StatusListener
-from servekit.supervisor.ticker import ticking
 from servekit.supervisor.workers.fork_server import ForkServer
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system import procfs, sockets, subreaper
@@ -66,8 +63,29 @@ from servekit.system.orphan_cleanup import Started, end_leftovers, mark_by_limit
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
+#: From the end of the grace time to giving up on a process that SIGKILL does not end: it is stuck
+#: in the kernel, as with a broken GPU driver.
+KILL_S = 15.0
+#: From Stop to SIGTERM for a worker that has nothing in flight.
+WORKER_GRACE_S = 5.0
+#: The longest shutdown beyond `drain_timeout_s`; systemd waits as long.
+END_S = WORKER_GRACE_S + 2 * KILL_S
+#: The interval of ticks, and the gap between two ticks that means we were suspended.
+TICK_S = 0.2
+SLEPT_S = 2.0
+
 #: A request to end. The second signal means "now", as a second Ctrl-C does elsewhere.
 Request = Literal["signal", "drain", "now", "hangup"]
+
+
+class StatusListener(Protocol):
+    """An observer of an instance, such as the command line's display."""
+
+    def changed(self, status: Status) -> None:
+        """Show the whole state; called at most once per event-loop tick."""
+
+    def line(self, name: str, text: str) -> None:
+        """Show a line that a child wrote."""
 
 
 class Supervisor:
@@ -138,7 +156,7 @@ class Supervisor:
             last.callback(self._end_all)
             last.callback(self._loop.create_task(ticking(self._look, self._measures.tick)).cancel)
             await self._operators.listen(self.run_dir.control)
-            if await opened(self.launcher, self._fleets.plan, self._until_told):
+            if await open_launcher(self.launcher, self._fleets.plan, self._until_told):
                 for gateway in self._gateways:
                     self._run(gateway)
                 self._everywhere.begin()
@@ -186,11 +204,11 @@ class Supervisor:
 
         Gateways end first: they need the workers for the requests in flight.
         """
-        drain_s = self._fleets.drain_timeout_s
+        drain_s = self._fleets.pool.drain_timeout_s
         log.info("draining", at_most_s=drain_s)
         self._draining = True
         self._notifier.stopping(drain_s + END_S)
-        sockets.close(self._listeners)
+        sockets.close_listeners(self._listeners)
         self._fleets.halt()
         self._everywhere.halt()
         self._residents.halt()
@@ -198,12 +216,12 @@ class Supervisor:
         hurrying = self._loop.create_task(self._hurry_if_told_again())
         for gateway in self._gateways:
             gateway.end(Drain(), drain_s)
-        stuck = await ended(self._tasks_of(self._gateways), drain_s + KILL_S)
+        stuck = await wait_for_tasks(self._tasks_of(self._gateways), drain_s + KILL_S)
         workers = self._fleets.replicas()
         for replica in workers:
             replica.end(Stop(), WORKER_GRACE_S)
         rest: list[ManagedProcess[Any]] = [*workers, *self._fleets.standbys()]
-        stuck |= await ended(self._tasks_of(rest), WORKER_GRACE_S + KILL_S)
+        stuck |= await wait_for_tasks(self._tasks_of(rest), WORKER_GRACE_S + KILL_S)
         if self.launcher is not None:
             stuck |= await self.launcher.close(self._tasks)
         hurrying.cancel()
@@ -234,7 +252,7 @@ class Supervisor:
 
     def _leave(self) -> None:
         self._operators.close()
-        sockets.close(self._listeners)
+        sockets.close_listeners(self._listeners)
         self.run_dir.release()
 
     # ---- requests from operators
@@ -306,7 +324,6 @@ class Supervisor:
             self._topology = topology
             for gateway in self._gateways:
                 gateway.publish(topology)
-        self._fleets.stir()
         if why := self._fleets.in_vain() or in_vain(self._gateways):
             self._requests.put_nowait(StartError(why))
         else:
@@ -317,10 +334,11 @@ class Supervisor:
         self._restore_run_dir()
         for life in self._lives():
             if slept:
-                life.slept()
+                life.forgive_suspension()
             life.look()
         if self._guard.look():
             log.warning("the guard had died, and is started again")
+        self._fleets.look()
         self._scaler.look()
         self._residents.look()
         self._accounts.look()
@@ -389,3 +407,29 @@ class Supervisor:
             log.warning("another run directory is used", path=str(self.run_dir.path), reason=reason)
         journal.open(self.run_dir.path)
         journal.tell("up", f"servekit {__version__} at {self.url}", pid=os.getpid(), config=config)
+
+
+async def ticking(look: Callable[[bool], None], measure: Callable[[int], None]) -> None:
+    """Call `look(suspended)` and `measure(tick count)` at each tick, until cancelled."""
+    last = time.monotonic()
+    for count in itertools.count():
+        now = time.monotonic()
+        try:
+            look(now - last > SLEPT_S)
+            measure(count)
+        except Exception:  # a figure that cannot be read must not stop the ticks
+            log.exception("cannot measure")
+        subreaper.reap_orphans()
+        last = now
+        await asyncio.sleep(TICK_S)
+
+
+def last_words(stuck: Collection[str]) -> int:
+    """Log how the instance has ended, with the names of stuck processes. Returns the exit code."""
+    names = sorted(stuck)
+    journal.tell("down", f"stuck in the kernel: {names}" if stuck else "stopped")
+    if stuck:
+        log.error("killed, but stuck in the kernel", children=names)
+        return 1
+    log.info("stopped")
+    return 0

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 from servekit.system import procfs
 from servekit.system.gpus import Gpu, Holdings
+from servekit.units import format_bytes
 
 #: PIDs by process group, within `one_look`.
 _census: ContextVar[dict[int, set[int]] | None] = ContextVar("_census", default=None)
@@ -20,7 +21,7 @@ def one_look() -> Iterator[None]:
     Otherwise each call reads every process of the machine.
     """
     census: dict[int, set[int]] = {}
-    for process in procfs.everyone():
+    for process in procfs.all_processes():
         census.setdefault(process.group, set()).add(process.pid)
     token = _census.set(census)
     try:
@@ -33,10 +34,10 @@ def group_of(pid: int) -> frozenset[int]:
     """Return the PIDs of a child and of the other processes in its process group."""
     if (census := _census.get()) is not None:
         return frozenset({pid, *census.get(pid, ())})
-    return frozenset({pid, *(p.pid for p in procfs.everyone() if p.group == pid)})
+    return frozenset({pid, *(p.pid for p in procfs.all_processes() if p.group == pid)})
 
 
-def strays(pids: Collection[int], own: Collection[str], holdings: Holdings) -> dict[str, int]:
+def find_strays(pids: Collection[int], own: Collection[str], holdings: Holdings) -> dict[str, int]:
     """Return the bytes that `pids` hold on GPUs other than `own`, by UUID."""
     found: dict[str, int] = {}
     for pid in pids:
@@ -51,11 +52,11 @@ def stray_memory(
 ) -> str:
     """Return a message about the GPUs other than `own` on which `pids` hold memory; "" if none."""
     names = {gpu.uuid: str(gpu) for gpu in gpus}
-    found = strays(pids, own, holdings)
+    found = find_strays(pids, own, holdings)
     if not found:
         return ""
     held = " and ".join(
-        f"{held_bytes / 2**20:.0f} MiB on {names.get(uuid, uuid)}"
+        f"{format_bytes(held_bytes)} on {names.get(uuid, uuid)}"
         for uuid, held_bytes in sorted(found.items())
     )
     return f"holds {held}, which is not its own"

@@ -39,7 +39,7 @@ def find_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
     """
     found = driver.ask("gpus") if is_present() else None
     gpus = [Gpu(**{**gpu, "linked": tuple(gpu["linked"])}) for gpu in found or ()]
-    return restrict(gpus, visible)
+    return restrict_gpus(gpus, visible)
 
 
 def gpu_memory_by_pid() -> Holdings:
@@ -64,7 +64,7 @@ def gpus_in_use(ours: Sequence[Gpu] | None = None) -> tuple[GpuStatus, ...]:
     return tuple(gpu for gpu in found if gpu.uuid in known)
 
 
-def restrict(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
+def restrict_gpus(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
     """Apply CUDA_VISIBLE_DEVICES as CUDA does: indexes or UUID prefixes, up to the first bad one.
 
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
@@ -73,7 +73,7 @@ def restrict(gpus: Sequence[Gpu], visible: str | None) -> tuple[Gpu, ...]:
         return tuple(gpus)
     chosen: list[Gpu] = []
     for entry in visible.split(","):
-        gpu = match(gpus, entry.strip())
+        gpu = match_gpu(gpus, entry.strip())
         if gpu is None or gpu in chosen:
             break
         chosen.append(gpu)
@@ -85,7 +85,7 @@ def on_node(name: str) -> str:
     return f" on {name}" if name else ""
 
 
-def match(gpus: Sequence[Gpu], entry: int | str) -> Gpu | None:
+def match_gpu(gpus: Sequence[Gpu], entry: int | str) -> Gpu | None:
     """Return the GPU that an NVML index, a UUID or an unambiguous UUID prefix names."""
     text = str(entry)
     if text.isdecimal():

@@ -57,7 +57,7 @@ class ImportGuard(MetaPathFinder, Loader):
         return f"{name} was imported in the {self._process}, which stays without CUDA: {led}"
 
 
-def stand(process: str) -> ImportGuard:
+def install_guard(process: str) -> ImportGuard:
     """Guard this process from now on. Raises ForbiddenImport for modules already imported."""
     guard = ImportGuard(process)
     for name in sorted(NO_CUDA & sys.modules.keys()):
@@ -67,9 +67,9 @@ def stand(process: str) -> ImportGuard:
 
 
 @contextlib.contextmanager
-def guarded(process: str) -> Iterator[None]:
+def guard_process(process: str) -> Iterator[None]:
     """Guard this process for the duration of the block."""
-    guard = stand(process)
+    guard = install_guard(process)
     try:
         yield
     finally:

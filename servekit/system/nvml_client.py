@@ -48,7 +48,7 @@ class Driver:
         answer_s: float = _ANSWER_S,
         rest_s: float = _REST_S,
     ) -> None:
-        self._command = command or python_command.module("servekit.system.nvml_process")
+        self._command = command or python_command.module_command("servekit.system.nvml_process")
         self._first_s, self._answer_s, self._rest_s = first_s, answer_s, rest_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -81,10 +81,10 @@ class Driver:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         process.stdin.write(f"{question}\n".encode())
-        return json.loads(_line(process.stdout.fileno(), time.monotonic() + patience_s))
+        return json.loads(_read_line(process.stdout.fileno(), time.monotonic() + patience_s))
 
     def _start(self) -> None:
-        self._process = subreaper.start(
+        self._process = subreaper.start_process(
             [*self._command, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -105,10 +105,10 @@ class Driver:
         # SIGKILL is delayed during a driver call: do not wait long for the process to be reaped.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=1.0)
-        subreaper.reaped(process)
+        subreaper.forget_process(process)
 
 
-def _line(fd: int, deadline: float) -> bytes:
+def _read_line(fd: int, deadline: float) -> bytes:
     """Return one line from a pipe. Raises TimeoutError, or OSError if the pipe ends before."""
     line = b""
     with selectors.DefaultSelector() as selector:

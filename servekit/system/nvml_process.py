@@ -37,13 +37,13 @@ def main() -> None:
     die_with(int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ignore a terminal's signals
         signal.signal(number, signal.SIG_IGN)
-    nvml = _initialised()
+    nvml = _initialise_nvml()
     questions: dict[str, Callable[[Any], Any]] = {
-        "gpus": _gpus,
-        "free": _free,
-        "memory": _memory,
-        "use": _use,
-        "details": _details,
+        "gpus": _list_gpus,
+        "free": _free_memory,
+        "memory": _memory_by_process,
+        "use": _gpu_use,
+        "details": _gpu_details,
     }
     for line in sys.stdin:
         answer = questions[line.strip()](nvml)
@@ -51,7 +51,7 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _initialised() -> Any:
+def _initialise_nvml() -> Any:
     """Return NVML, or None without library, driver or permission: then there is no usable GPU."""
     try:
         import pynvml
@@ -63,13 +63,13 @@ def _initialised() -> Any:
     return pynvml
 
 
-def _gpus(nvml: Any) -> list[dict[str, Any]]:
-    found = [] if nvml is None else list(_handles(nvml))
+def _list_gpus(nvml: Any) -> list[dict[str, Any]]:
+    found = [] if nvml is None else list(_gpu_handles(nvml))
     return [
-        _read(nvml, index, handle)
+        _read_gpu(nvml, index, handle)
         | {
             "linked": [
-                _text(nvml.nvmlDeviceGetUUID(other))
+                _as_text(nvml.nvmlDeviceGetUUID(other))
                 for number, other in found
                 if number != index and _is_linked(nvml, handle, other)
             ]
@@ -87,32 +87,32 @@ def _is_linked(nvml: Any, one: Any, other: Any) -> bool:
         return False
 
 
-def _free(nvml: Any) -> dict[str, int]:
-    handles = [] if nvml is None else [handle for _, handle in _handles(nvml)]
-    return {_text(nvml.nvmlDeviceGetUUID(one)): _memory_of(nvml, one)[1] for one in handles}
+def _free_memory(nvml: Any) -> dict[str, int]:
+    handles = [] if nvml is None else [handle for _, handle in _gpu_handles(nvml)]
+    return {_as_text(nvml.nvmlDeviceGetUUID(one)): _memory_of(nvml, one)[1] for one in handles}
 
 
-def _memory(nvml: Any) -> dict[int, dict[str, int]]:
+def _memory_by_process(nvml: Any) -> dict[int, dict[str, int]]:
     holdings: dict[int, dict[str, int]] = {}
-    for _, handle in [] if nvml is None else _handles(nvml):
-        uuid = _text(nvml.nvmlDeviceGetUUID(handle))
-        for pid, held_bytes in _processes(nvml, handle):
+    for _, handle in [] if nvml is None else _gpu_handles(nvml):
+        uuid = _as_text(nvml.nvmlDeviceGetUUID(handle))
+        for pid, held_bytes in _gpu_processes(nvml, handle):
             of_pid = holdings.setdefault(pid, {})
             of_pid[uuid] = of_pid.get(uuid, 0) + held_bytes
     return holdings
 
 
-def _use(nvml: Any) -> list[dict[str, Any]]:
-    found = [] if nvml is None else list(_handles(nvml))
-    return [_used(nvml, _read(nvml, index, handle), handle) for index, handle in found]
+def _gpu_use(nvml: Any) -> list[dict[str, Any]]:
+    found = [] if nvml is None else list(_gpu_handles(nvml))
+    return [_use_of(nvml, _read_gpu(nvml, index, handle), handle) for index, handle in found]
 
 
-def _used(nvml: Any, gpu: dict[str, Any], handle: Any) -> dict[str, Any]:
+def _use_of(nvml: Any, gpu: dict[str, Any], handle: Any) -> dict[str, Any]:
     used_bytes = gpu["total_bytes"] - gpu.pop("free_bytes")
-    return {**gpu, "used_bytes": max(0, used_bytes), "utilisation": _utilisation(nvml, handle)}
+    return {**gpu, "used_bytes": max(0, used_bytes), "utilisation": _read_utilisation(nvml, handle)}
 
 
-def _utilisation(nvml: Any, handle: Any) -> float | None:
+def _read_utilisation(nvml: Any, handle: Any) -> float | None:
     """Return the utilisation, or None under MIG.
 
     Source: NVML API reference, nvmlDeviceGetUtilizationRates.
@@ -123,15 +123,15 @@ def _utilisation(nvml: Any, handle: Any) -> float | None:
         return None
 
 
-def _details(nvml: Any) -> dict[str, Any]:
+def _gpu_details(nvml: Any) -> dict[str, Any]:
     if nvml is None:
         return {"error": _why_not()}
     cuda = nvml.nvmlSystemGetCudaDriverVersion()
     return {
         "error": "",
-        "driver": _text(nvml.nvmlSystemGetDriverVersion()),
+        "driver": _as_text(nvml.nvmlSystemGetDriverVersion()),
         "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
-        "gpus": [_detailed(nvml, index, handle) for index, handle in _handles(nvml)],
+        "gpus": [_details_of(nvml, index, handle) for index, handle in _gpu_handles(nvml)],
     }
 
 
@@ -145,7 +145,7 @@ def _why_not() -> str:
     return "it did not answer at first, and does now"
 
 
-def _detailed(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
+def _details_of(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
     def asked(name: str) -> Any:
         try:
             return getattr(nvml, name)(handle)
@@ -155,15 +155,15 @@ def _detailed(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
     mode, mig = asked("nvmlDeviceGetComputeMode"), asked("nvmlDeviceGetMigMode")
     persistence = asked("nvmlDeviceGetPersistenceMode")
     modes = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive"}
-    return _read(nvml, index, handle) | {
+    return _read_gpu(nvml, index, handle) | {
         "compute_mode": None if mode is None else modes.get(mode, str(mode)),
         "mig": None if mig is None else bool(mig[0]),
         "persistence": None if persistence is None else bool(persistence),
-        "processes": sorted(_processes(nvml, handle)),
+        "processes": sorted(_gpu_processes(nvml, handle)),
     }
 
 
-def _handles(nvml: Any) -> Iterator[tuple[int, Any]]:
+def _gpu_handles(nvml: Any) -> Iterator[tuple[int, Any]]:
     """Yield index and handle of each GPU that answers; a GPU that fell off the bus is left out."""
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -174,12 +174,12 @@ def _handles(nvml: Any) -> Iterator[tuple[int, Any]]:
         yield index, handle
 
 
-def _read(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
+def _read_gpu(nvml: Any, index: int, handle: Any) -> dict[str, Any]:
     total_bytes, free_bytes = _memory_of(nvml, handle)
     return {
         "index": index,
-        "uuid": _text(nvml.nvmlDeviceGetUUID(handle)),
-        "name": _text(nvml.nvmlDeviceGetName(handle)),
+        "uuid": _as_text(nvml.nvmlDeviceGetUUID(handle)),
+        "name": _as_text(nvml.nvmlDeviceGetName(handle)),
         "total_bytes": total_bytes,
         "free_bytes": free_bytes,
     }
@@ -199,7 +199,7 @@ def _memory_of(nvml: Any, handle: Any) -> tuple[int, int]:
         return int(memory.total), int(memory.free)
 
 
-def _processes(nvml: Any, handle: Any) -> Iterator[tuple[int, int]]:
+def _gpu_processes(nvml: Any, handle: Any) -> Iterator[tuple[int, int]]:
     # A process that also draws is in both lists; the larger figure is the total.
     held: dict[int, int] = {}
     queries: tuple[Callable[[Any], Any], ...] = (
@@ -216,7 +216,7 @@ def _processes(nvml: Any, handle: Any) -> Iterator[tuple[int, int]]:
     yield from held.items()
 
 
-def _text(value: str | bytes) -> str:
+def _as_text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 

@@ -41,7 +41,7 @@ def end_leftovers(children: Iterable[Started], mark: str, within_s: float = 5.0)
     deadline = time.monotonic() + within_s
     for child in children:
         if procfs.is_alive(child.pid, child.started):
-            _kill(child.pid)
+            _kill_group(child.pid)
     while left := kill_marked(MARK, mark) + _kill_limited(mark):
         if time.monotonic() > deadline:
             return left
@@ -57,7 +57,7 @@ def mark_by_limit(mark: str) -> None:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
     if hard == resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_RTTIME, (_limit(mark), hard))
+        resource.setrlimit(resource.RLIMIT_RTTIME, (_realtime_limit(mark), hard))
 
 
 def unmark_by_limit(pid: int) -> None:
@@ -66,17 +66,17 @@ def unmark_by_limit(pid: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_RTTIME, (hard, hard))
 
 
-def _limit(mark: str) -> int:
+def _realtime_limit(mark: str) -> int:
     return 2**61 + int(mark[:15], 16)
 
 
 def _kill_limited(mark: str) -> int:
     """SIGKILL our processes that carry `mark` as a limit; return how many there were."""
     try:
-        limit = _limit(mark)
+        limit = _realtime_limit(mark)
     except ValueError:  # not one of our marks
         return 0
-    found = [one for one in procfs.limited(limit) if procfs.is_ours(one.pid)]
+    found = [one for one in procfs.find_limited(limit) if procfs.is_ours(one.pid)]
     for process in found:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, signal.SIGKILL)
@@ -88,14 +88,14 @@ def kill_marked(name: str, mark: str) -> int:
 
     Repeat until it finds none: processes forked during the search are found the next time.
     """
-    found = list(procfs.marked(f"{name}={mark}")) if mark else []
+    found = list(procfs.find_marked(f"{name}={mark}")) if mark else []
     for process in found:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, signal.SIGKILL)
     return len(found)
 
 
-def _kill(pid: int) -> None:
+def _kill_group(pid: int) -> None:
     """SIGKILL the process, and its group if it leads one."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):

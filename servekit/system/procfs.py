@@ -5,7 +5,6 @@ Source: proc(5), /proc/PID/stat and /proc/PID/statm.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Collection, Iterator
@@ -13,11 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
-#: Memory limits of a container's cgroup: v2, v1.
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -32,7 +26,7 @@ class Process:
     started: int
 
 
-def read(pid: int) -> Process | None:
+def read_process(pid: int) -> Process | None:
     """Return the process with that PID, even if it is a zombie; None if there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123  (pathlib: 4 ×)
@@ -44,39 +38,17 @@ def read(pid: int) -> Process | None:
     return Process(pid, fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
 
 
-def available_bytes() -> int:
-    """Return the memory that this machine can hand out without swapping; 0 if unknown."""
-    try:
-        lines = (_PROC / "meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(ln.split()[1]) * 1024 for ln in lines if ln.startswith("MemAvailable:")), 0)
-
-
-def memory_bytes() -> int:
-    """Return the memory of this machine, or its cgroup's limit; 0 if unknown."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for line in (_PROC / "meminfo").read_text().splitlines():
-            if line.startswith("MemTotal:"):
-                found.append(int(line.split()[1]) * 1024)
-    for path in _CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):
-            found.append(int(path.read_text()))  # "max" if unlimited
-    return min(found, default=0)
-
-
-def everyone() -> Iterator[Process]:
+def all_processes() -> Iterator[Process]:
     """Yield all processes except zombies."""
-    for process in map(read, all_pids()):
+    for process in map(read_process, all_pids()):
         if process is not None and process.state not in "ZX":
             yield process
 
 
-def descendants(pid: int) -> list[Process]:
+def find_descendants(pid: int) -> list[Process]:
     """Return all living descendants of a process."""
     of: dict[int, list[Process]] = {}
-    for process in everyone():
+    for process in all_processes():
         of.setdefault(process.parent, []).append(process)
     found, parents = list[Process](), [pid]
     while parents:
@@ -93,13 +65,13 @@ def all_pids() -> list[int]:
 
 def is_alive(pid: int, started: int) -> bool:
     """Return whether this very process still runs; another one with its PID does not count."""
-    process = read(pid)
+    process = read_process(pid)
     return process is not None and process.started == started and process.state not in "ZX"
 
 
 def age_s() -> float:
     """Return the age of this process in seconds, to a clock tick; 0 if unknown."""
-    own = read(os.getpid())
+    own = read_process(os.getpid())
     if own is None:
         return 0.0
     return time.clock_gettime(time.CLOCK_BOOTTIME) - own.started / os.sysconf("SC_CLK_TCK")
@@ -111,11 +83,11 @@ def rss_bytes(pid: int, others: Collection[int] = ()) -> int:
     For `others`, memory that may be shared with the process does not count: files and shared
     memory.
     """
-    resident, _ = _resident(pid)
-    return resident + sum(own - shared for own, shared in map(_resident, others))
+    resident, _ = _resident_memory(pid)
+    return resident + sum(own - shared for own, shared in map(_resident_memory, others))
 
 
-def _resident(pid: int) -> tuple[int, int]:
+def _resident_memory(pid: int) -> tuple[int, int]:
     """Return resident bytes, and how many may be shared. Source: proc(5), /proc/PID/statm."""
     try:
         _, resident, shared, *_ = (_PROC / str(pid) / "statm").read_text().split()
@@ -124,7 +96,7 @@ def _resident(pid: int) -> tuple[int, int]:
     return int(resident) * _PAGE_BYTES, int(shared) * _PAGE_BYTES
 
 
-def command(pid: int, longest: int = 80) -> str:
+def command_line(pid: int, longest: int = 80) -> str:
     """Return the command line, shortened for messages; "" if it is gone or not readable."""
     try:
         words = (_PROC / str(pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
@@ -137,23 +109,23 @@ def command(pid: int, longest: int = 80) -> str:
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
-def marked(mark: str) -> Iterator[Process]:
+def find_marked(mark: str) -> Iterator[Process]:
     """Yield other living processes whose initial environment has `mark` (NAME=VALUE).
 
     Only those that we may read: our own user's.
     """
     wanted = mark.encode()
-    for process in everyone():
-        if process.pid != os.getpid() and wanted in _environ(process.pid):
+    for process in all_processes():
+        if process.pid != os.getpid() and wanted in _read_environ(process.pid):
             yield process
 
 
-def limited(realtime_us: int) -> Iterator[Process]:
+def find_limited(realtime_us: int) -> Iterator[Process]:
     """Yield other living processes with that soft limit on real-time CPU time.
 
     Source: proc(5), /proc/PID/limits; getrlimit(2), RLIMIT_RTTIME.
     """
-    for process in everyone():
+    for process in all_processes():
         if process.pid != os.getpid() and _realtime_limit(process.pid) == b"%d" % realtime_us:
             yield process
 
@@ -175,43 +147,22 @@ def is_ours(pid: int) -> bool:
         return False
 
 
-def has(pid: int, name: str) -> bool:
+def has_variable(pid: int, name: str) -> bool:
     """Return whether the process started with that environment variable."""
     start = f"{name}=".encode()
-    return any(entry.startswith(start) for entry in _environ(pid))
+    return any(entry.startswith(start) for entry in _read_environ(pid))
 
 
-def variable(pid: int, name: str) -> str | None:
+def read_variable(pid: int, name: str) -> str | None:
     """Return the initial value of an environment variable; None if unset or not readable."""
     start = f"{name}=".encode()
-    found = [entry for entry in _environ(pid) if entry.startswith(start)]
+    found = [entry for entry in _read_environ(pid) if entry.startswith(start)]
     return found[0].removeprefix(start).decode(errors="replace") if found else None
 
 
-def _environ(pid: int) -> list[bytes]:
+def _read_environ(pid: int) -> list[bytes]:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
             return file.read().split(b"\0")
     except OSError:
         return []
-
-
-def oom_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory; 0 if unknown.
-
-    Counted in our own cgroup if possible, else on this host since boot. Source: kernel cgroup-v2
-    memory.events, /proc/vmstat.
-    """
-    for path in (*_memory_events(), _PROC / "vmstat"):
-        with contextlib.suppress(OSError, ValueError):
-            for line in path.read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-    return 0
-
-
-def _memory_events() -> Iterator[Path]:
-    with contextlib.suppress(OSError):
-        for line in (_PROC / "self/cgroup").read_text().splitlines():
-            if line.startswith("0::/"):
-                yield Path("/sys/fs/cgroup") / line[4:] / "memory.events"

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 
-def module(name: str) -> tuple[str, ...]:
+def module_command(name: str) -> tuple[str, ...]:
     """Return the command for `python -m NAME`, with `-P` unless we run from the source folder.
 
     With `-m`, Python puts the working directory first on its path, and a user's file with the name

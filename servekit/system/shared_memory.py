@@ -39,7 +39,7 @@ def changed_at() -> int:
     return 0
 
 
-def mapped(pids: Iterable[int]) -> set[Segment]:
+def mapped_segments(pids: Iterable[int]) -> set[Segment]:
     """Return the segments that these processes have mapped, except unlinked ones."""
     return {segment for pid in pids for segment in _mapped_by(pid)}
 
@@ -60,12 +60,12 @@ def named_after(pids: Collection[int]) -> set[Segment]:
     return found
 
 
-def remove(segments: Collection[Segment]) -> int:
+def remove_segments(segments: Collection[Segment]) -> int:
     """Remove the segments that no living process maps; return how many were removed."""
-    left = [segment for segment in segments if _inode(segment.name) == segment.inode]
+    left = [segment for segment in segments if _inode_of(segment.name) == segment.inode]
     if not left:
         return 0
-    in_use = mapped(process.pid for process in procfs.everyone())
+    in_use = mapped_segments(process.pid for process in procfs.all_processes())
     removed = 0
     for segment in left:
         if segment not in in_use:
@@ -75,14 +75,14 @@ def remove(segments: Collection[Segment]) -> int:
     return removed
 
 
-def note(run_dir: Path, segments: Iterable[Segment]) -> None:
+def record_segments(run_dir: Path, segments: Iterable[Segment]) -> None:
     """Record the segments to remove once their makers are gone. Raises OSError."""
     fresh = run_dir / f"{SEGMENTS}.new"
     fresh.write_text(json.dumps([asdict(segment) for segment in segments]))
     fresh.replace(run_dir / SEGMENTS)
 
 
-def read(run_dir: Path) -> set[Segment]:
+def recorded_segments(run_dir: Path) -> set[Segment]:
     """Return the segments that were last recorded in a run directory."""
     try:
         return {Segment(**entry) for entry in json.loads((run_dir / SEGMENTS).read_text())}
@@ -90,9 +90,9 @@ def read(run_dir: Path) -> set[Segment]:
         return set()
 
 
-def sweep(run_dir: Path, pids: Collection[int]) -> None:
+def sweep_segments(run_dir: Path, pids: Collection[int]) -> None:
     """Remove the segments of an instance's dead processes, recorded or named after their PIDs."""
-    remove(read(run_dir) | named_after(pids))
+    remove_segments(recorded_segments(run_dir) | named_after(pids))
 
 
 def _mapped_by(pid: int) -> Iterable[Segment]:
@@ -109,7 +109,7 @@ def _mapped_by(pid: int) -> Iterable[Segment]:
                 yield Segment(fields[5].removeprefix(start), int(fields[4]))
 
 
-def _inode(name: str) -> int | None:
+def _inode_of(name: str) -> int | None:
     with contextlib.suppress(OSError):
         return (DIRECTORY / name).lstat().st_ino
     return None

@@ -15,12 +15,12 @@ _BACKLOG = 2048
 _LISTENING = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
-def bind(host: str, port: int, *, setting: str = "--port") -> socket.socket:
+def bind_listener(host: str, port: int, *, setting: str = "--port") -> socket.socket:
     """Return a listening socket on `host`:`port`; port 0 takes a free one.
 
     Raises StartError, which names `setting` as the place to configure another port.
     """
-    family, address = _resolve(host, port)
+    family, address = _resolve_address(host, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -28,12 +28,12 @@ def bind(host: str, port: int, *, setting: str = "--port") -> socket.socket:
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
-        raise StartError(_refusal(host, port, error, setting)) from error
+        raise StartError(_explain_refusal(host, port, error, setting)) from error
     sock.setblocking(False)
     return sock
 
 
-def close(listeners: Iterable[socket.socket]) -> None:
+def close_listeners(listeners: Iterable[socket.socket]) -> None:
     """Close our own copies; processes that inherited the sockets keep theirs."""
     for sock in listeners:
         sock.close()
@@ -52,13 +52,13 @@ def holder_of(port: int) -> str:
     inodes = set(_listening_inodes(port))
     if not inodes:
         return ""
-    for process in procfs.everyone():
+    for process in procfs.all_processes():
         if any(link in inodes for link in _open_sockets(process.pid)):
-            return f"pid {process.pid} ({procfs.command(process.pid)})"
+            return f"pid {process.pid} ({procfs.command_line(process.pid)})"
     return ""
 
 
-def _resolve(host: str, port: int) -> tuple[int, tuple[object, ...]]:
+def _resolve_address(host: str, port: int) -> tuple[int, tuple[object, ...]]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
@@ -68,7 +68,7 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[object, ...]]:
     return family, address
 
 
-def _refusal(host: str, port: int, error: OSError, setting: str) -> str:
+def _explain_refusal(host: str, port: int, error: OSError, setting: str) -> str:
     where = f"{host}:{port}"
     if error.errno == errno.EADDRINUSE:
         holder = holder_of(port)

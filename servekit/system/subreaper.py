@@ -45,8 +45,8 @@ def become_subreaper() -> None:
     _adopting = True
 
 
-def start(args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a `subprocess.Popen`; call `reaped` after waiting for it. Raises OSError."""
+def start_process(args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a `subprocess.Popen`; call `forget_process` after waiting for it. Raises OSError."""
     with _lock:
         process: subprocess.Popen[bytes] = subprocess.Popen(args, **options)
         _own.add(process.pid)
@@ -82,7 +82,7 @@ Process = subprocess.Popen[bytes] | Forked
 Fork = Callable[[Mapping[str, str], str, int, int], Awaitable[Forked | None]]
 
 
-def take(pid: int) -> Forked:
+def register_fork(pid: int) -> Forked:
     """Register a child that was forked for us, and that the caller will wait for.
 
     Raises ChildProcessError if it is not our child, or has ended and was reaped.
@@ -93,7 +93,7 @@ def take(pid: int) -> Forked:
     return Forked(pid)
 
 
-def reaped(process: Process) -> None:
+def forget_process(process: Process) -> None:
     """Forget a reaped child: its PID may be reused."""
     _own.discard(process.pid)
 
@@ -103,24 +103,24 @@ def is_own(pid: int) -> bool:
     return pid in _own
 
 
-def adopted() -> list[procfs.Process]:
+def adopted_children() -> list[procfs.Process]:
     """Return the children that others started, zombies included; none unless we are a subreaper."""
     if not _adopting:
         return []
     with _lock:
-        others = (pid for pid in _children() if pid not in _own)  # reading all is slow
-        found = [process for pid in others if (process := procfs.read(pid)) is not None]
+        others = (pid for pid in _own_children() if pid not in _own)  # reading all is slow
+        found = [process for pid in others if (process := procfs.read_process(pid)) is not None]
         return [process for process in found if process.parent == os.getpid()]
 
 
-def look() -> None:
+def reap_orphans() -> None:
     """Reap ended orphans and remember the living ones; call this often.
 
     Orphans seen at two looks in a row were left behind by a worker that lives on; those that appear
     at a worker's death are new.
     """
     global _before, _settled
-    living = {(p.pid, p.started) for p in _reap(adopted())}
+    living = {(p.pid, p.started) for p in _reap_ended(adopted_children())}
     _before, _settled = living, living & _before
 
 
@@ -130,21 +130,22 @@ def kill_strays(mark: str) -> int:
     Call this at a child's death, and repeat until 0: these are processes that it left behind with
     an emptied environment; others are found by their mark.
     """
-    return _kill(
+    return _kill_processes(
         process
-        for process in _reap(adopted())
-        if (process.pid, process.started) not in _settled and not procfs.has(process.pid, mark)
+        for process in _reap_ended(adopted_children())
+        if (process.pid, process.started) not in _settled
+        and not procfs.has_variable(process.pid, mark)
     )
 
 
 def end_adopted(within_s: float = 5.0) -> None:
     """SIGKILL and reap all orphans."""
     deadline = time.monotonic() + within_s
-    while _kill(_reap(adopted())) and time.monotonic() < deadline:
+    while _kill_processes(_reap_ended(adopted_children())) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def _reap(found: Iterable[procfs.Process]) -> list[procfs.Process]:
+def _reap_ended(found: Iterable[procfs.Process]) -> list[procfs.Process]:
     """Reap those that have ended; return the others."""
     living = []
     for process in found:
@@ -156,7 +157,7 @@ def _reap(found: Iterable[procfs.Process]) -> list[procfs.Process]:
     return living
 
 
-def _kill(processes: Iterable[procfs.Process]) -> int:
+def _kill_processes(processes: Iterable[procfs.Process]) -> int:
     killed = 0
     for process in processes:
         killed += 1
@@ -165,7 +166,7 @@ def _kill(processes: Iterable[procfs.Process]) -> int:
     return killed
 
 
-def _children() -> Iterator[int]:
+def _own_children() -> Iterator[int]:
     """Yield the PIDs of all our children, from the kernel's lists or else from all processes.
 
     The lists are quicker, but not in every kernel (CONFIG_PROC_CHILDREN).

@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
     from servekit import logging_config
     from servekit.worker.transport import InheritedChannel
-    from servekit.worker.worker import run
+    from servekit.worker.worker import run_worker
 
     faulthandler.enable()
     # The handler is written in C, so stack traces are printed even while the GIL is held.
@@ -53,10 +53,10 @@ if __name__ == "__main__":
     logging_config.configure(args.name, json=True)
     if args.listen is not None:
         from servekit.errors import ServekitError
-        from servekit.worker.remote import posted
+        from servekit.worker.remote import make_channel
 
         try:
-            sys.exit(run(args.name, posted(args), began_s))
+            sys.exit(run_worker(args.name, make_channel(args), began_s))
         except (ServekitError, OSError, ValueError) as error:
             sys.exit(f"cannot listen on {args.listen}: {error}")
     name, control = args.name, socket.socket(fileno=args.control_fd)
@@ -65,8 +65,10 @@ if __name__ == "__main__":
 
         try:
             sys.exit(
-                fork_server.run(control, socket.socket(fileno=args.orders_fd), args.parent_pid)
+                fork_server.run_fork_server(
+                    control, socket.socket(fileno=args.orders_fd), args.parent_pid
+                )
             )
         except fork_server.ForkedChild as born:
             name, control, began_s = born.name, born.control, time.monotonic()
-    sys.exit(run(name, InheritedChannel(control), began_s))
+    sys.exit(run_worker(name, InheritedChannel(control), began_s))

@@ -38,7 +38,7 @@ class Adapters:
         self._runner = runner
         self._send = send
         self._orders: asyncio.Queue[Order] = asyncio.Queue()
-        self._working = asyncio.get_running_loop().create_task(self._work())
+        self._working = asyncio.get_running_loop().create_task(self._run_orders())
 
     def take(self, order: Order) -> None:
         """Queue a command of the supervisor behind those not yet carried out."""
@@ -47,7 +47,7 @@ class Adapters:
     def close(self) -> None:
         self._working.cancel()
 
-    async def _work(self) -> None:
+    async def _run_orders(self) -> None:
         while True:
             order = await self._orders.get()
             try:
@@ -63,10 +63,10 @@ class Adapters:
 
     async def _carry_out(self, order: Order) -> Answer:
         if isinstance(order, LoadAdapter):
-            return await self._load(order)
-        return await self._unload(order)
+            return await self._load_adapter(order)
+        return await self._unload_adapter(order)
 
-    async def _load(self, order: LoadAdapter) -> AdapterLoaded:
+    async def _load_adapter(self, order: LoadAdapter) -> AdapterLoaded:
         name, served = order.adapter.name, self._runner.adapters
         if name in served:
             raise RequestError(f"the adapter {name!r} is loaded already")
@@ -76,7 +76,7 @@ class Adapters:
         log.info("adapter loaded", adapter=name, kind=info.kind, mode=info.mode)
         return AdapterLoaded(order.seq, info)
 
-    async def _unload(self, order: UnloadAdapter) -> AdapterUnloaded:
+    async def _unload_adapter(self, order: UnloadAdapter) -> AdapterUnloaded:
         name, runner = order.name, self._runner
         if name not in runner.adapters:
             raise RequestError(f"the adapter {name!r} is not loaded")

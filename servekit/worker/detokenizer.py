@@ -84,7 +84,7 @@ class TextStream:
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that may be sent; `stopped` is set once a stop string has been found."""
         text = self.decode(token_ids)
-        return text if self.plain else self._scan(text)
+        return text if self.plain else self._scan_text(text)
 
     def finish(self, stop_token: int = -1) -> str:
         """Return the remaining text after the last token; `stop_token` ended the completion."""
@@ -92,16 +92,16 @@ class TextStream:
         text += self._decoder.flush()
         if self.plain:
             return text
-        text = self._scan(text)
-        return text if self.stopped else text + self._unsent(self._scanner.flush())
+        text = self._scan_text(text)
+        return text if self.stopped else text + self._skip_sent(self._scanner.flush())
 
-    def _scan(self, decoded: str) -> str:
+    def _scan_text(self, decoded: str) -> str:
         if self.stopped:  # text after a stop string is not part of the answer
             return ""
         text, self.stopped = self._scanner.push(decoded)
-        return self._unsent(text)
+        return self._skip_sent(text)
 
-    def _unsent(self, text: str) -> str:
+    def _skip_sent(self, text: str) -> str:
         if not self._skip:
             return text
         skip = min(self._skip, len(text))
@@ -120,10 +120,10 @@ class CountedText(TextStream):
         super().__init__(decoder, stops, sent_chars, include)
         self.decoded = self.certain = 0
 
-    def _scan(self, decoded: str) -> str:
+    def _scan_text(self, decoded: str) -> str:
         self.decoded += len(decoded)
-        return super()._scan(decoded)
+        return super()._scan_text(decoded)
 
-    def _unsent(self, text: str) -> str:
+    def _skip_sent(self, text: str) -> str:
         self.certain += len(text)
-        return super()._unsent(text)
+        return super()._skip_sent(text)

@@ -43,46 +43,48 @@ class ForkedChild(Exception):
         self.control = control
 
 
-def run(control: socket.socket, orders: socket.socket, supervisor: int) -> int:
+def run_fork_server(control: socket.socket, orders: socket.socket, supervisor: int) -> int:
     """Wait and fork until told to stop; return the exit code.
 
     Raises ForkedChild in each forked worker.
     """
-    message = fork_server.receive(control)
+    message = fork_server.receive_message(control)
     if not isinstance(message, Load):
         return 0
     own_way = _ASK_NVML not in os.environ
     os.environ.setdefault(_ASK_NVML, "1")
     try:
-        engines.prepare(message.spec)
+        engines.prepare_engine(message.spec)
     except LoadError as error:
-        fork_server.send(control, BootFailed(error.message, error.permanent))
+        fork_server.send_message(control, BootFailed(error.message, error.permanent))
         return EXIT_NOT_PREPARED
     if own_way:
         del os.environ[_ASK_NVML]
     gc.collect()
     gc.freeze()  # garbage collection would write to every shared page
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-    fork_server.send(control, Prepared())
-    return _serve(control, orders, supervisor)
+    fork_server.send_message(control, Prepared())
+    return _serve_orders(control, orders, supervisor)
 
 
-def _serve(control: socket.socket, orders: socket.socket, supervisor: int) -> int:
+def _serve_orders(control: socket.socket, orders: socket.socket, supervisor: int) -> int:
     while True:
         readable, _, _ = select.select([control, orders], [], [])
         if control in readable:
-            if fork_server.receive(control) is None:
+            if fork_server.receive_message(control) is None:
                 end_group()  # the supervisor is gone
             return 0
         data, fds, _, _ = socket.recv_fds(orders, fork_server.MAX_ORDER_BYTES, 2)
         if not data:
             return 0
-        _fork(fork_server.decode_order(data), fds, (control, orders), supervisor)
+        _fork_worker(fork_server.decode_order(data), fds, (control, orders), supervisor)
         for fd in fds:
             os.close(fd)
 
 
-def _fork(order: Fork, fds: list[int], ours: tuple[socket.socket, ...], supervisor: int) -> None:
+def _fork_worker(
+    order: Fork, fds: list[int], ours: tuple[socket.socket, ...], supervisor: int
+) -> None:
     """Fork twice, so that the worker becomes a child of the supervisor.
 
     The parent waits for the intermediate process.
@@ -96,7 +98,7 @@ def _fork(order: Fork, fds: list[int], ours: tuple[socket.socket, ...], supervis
         os._exit(0)
     control, orders = ours
     try:
-        born = _become(order, fds, between, supervisor)
+        born = _become_worker(order, fds, between, supervisor)
     except Exception as error:  # on any failure the supervisor starts a fresh interpreter
         orders.send(fork_server.encode(NotForked(str(error)[:1000])))
         os._exit(1)
@@ -106,19 +108,19 @@ def _fork(order: Fork, fds: list[int], ours: tuple[socket.socket, ...], supervis
     raise born
 
 
-def _become(order: Fork, fds: list[int], between: int, supervisor: int) -> ForkedChild:
+def _become_worker(order: Fork, fds: list[int], between: int, supervisor: int) -> ForkedChild:
     """Turn the forked process into an equivalent of a fresh worker. Raises OSError, LoadError."""
     os.setsid()
     _await_adoption(between, supervisor)
     die_with(supervisor)
-    _mark(order.mark)
+    _replace_mark(order.mark)
     control_fd, output_fd = fds
     os.dup2(output_fd, 1)
     os.dup2(output_fd, 2)
     os.close(output_fd)
     logging_config.configure(order.name, json=True)
-    engines.reborn()
-    _rename(order.name)
+    engines.reinitialize_libraries()
+    _rename_process(order.name)
     return ForkedChild(order.name, socket.socket(fileno=control_fd))
 
 
@@ -130,7 +132,7 @@ def _await_adoption(between: int, supervisor: int) -> None:
         raise LoadError(f"orphans are given to {os.getppid()}, not to {supervisor}")
 
 
-def _rename(name: str) -> None:
+def _rename_process(name: str) -> None:
     """Make `ps` show the worker's name if the fork server's command line has room for it."""
     shown = Path("/proc/self/cmdline").read_bytes()
     words = shown.rstrip(b"\0").split(b"\0")
@@ -143,7 +145,7 @@ def _rename(name: str) -> None:
         ctypes.memmove(start, new.ljust(len(shown), b"\0"), len(shown))
 
 
-def _mark(mark: str) -> None:
+def _replace_mark(mark: str) -> None:
     """Overwrite the fork server's mark with the worker's in /proc/PID/environ. Raises LoadError.
 
     /proc/PID/environ is a view of the memory in which the process received its initial environment.

@@ -64,8 +64,8 @@ class IsolationQueue:
         self._line[held.job_id] = held
         if not self.closed:
             self.closed = True
-            self._serving = asyncio.get_running_loop().create_task(self._serve())
-            self._serving.add_done_callback(self._served)
+            self._serving = asyncio.get_running_loop().create_task(self._serve_queue())
+            self._serving.add_done_callback(self._on_served)
 
     def withdraw(self, job_id: int) -> None:
         """Remove a cancelled request, whether it is queued or running."""
@@ -79,42 +79,42 @@ class IsolationQueue:
     def greet(self, peer: GatewayConnection) -> None:
         """Inform a gateway that has just connected of the request that runs alone."""
         if self._alone is not None:
-            peer.connection.send(self._word(peer))
+            peer.connection.send(self._isolation_message(peer))
 
     # ---- the turns
 
-    async def _serve(self) -> None:
+    async def _serve_queue(self) -> None:
         """Serve until the queue is empty and the gateways know that isolation has ended."""
         while self._line or self._alone is not None:
             first = next(iter(self._line.values()), None)
             if first is not None and first.request.alone_until:
-                await self._try(first)
+                await self._try_suspect(first)
             elif self._alone is not None:
-                await self._tell(None)
+                await self._tell_gateways(None)
             else:
                 self._start_others()
         self.closed = False
 
-    def _served(self, task: asyncio.Task[None]) -> None:
+    def _on_served(self, task: asyncio.Task[None]) -> None:
         """Fail the engine if the queue's task failed, so that the worker is replaced."""
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._runner.engine.fatal = error
 
-    async def _try(self, suspect: QueuedRequest) -> None:
+    async def _try_suspect(self, suspect: QueuedRequest) -> None:
         """Run a suspect, and return when no other request has to wait for it any more."""
-        await self._until(lambda: self._runner.settled or suspect.job_id not in self._line)
+        await self._wait_until(lambda: self._runner.settled or suspect.job_id not in self._line)
         if suspect.job_id not in self._line:
             return  # cancelled while it waited
-        heard = await _heard(suspect.peer) and await self._tell(suspect)
+        heard = await _has_heard(suspect.peer) and await self._tell_gateways(suspect)
         if self._line.pop(suspect.job_id, None) is None:
             return  # cancelled while the gateways were told
         if heard:
             self._runner.start(*suspect)
-            await self._until(lambda: self._runner.cleared(suspect))
+            await self._wait_until(lambda: self._runner.cleared(suspect))
             return
         self._line[suspect.job_id] = suspect
         if self._alone is not None:
-            await self._tell(None)
+            await self._tell_gateways(None)
 
     def _start_others(self) -> None:
         """Start all queued requests up to the next suspect."""
@@ -124,7 +124,7 @@ class IsolationQueue:
             del self._line[held.job_id]
             self._runner.start(*held)
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -132,23 +132,23 @@ class IsolationQueue:
 
     # ---- messages to the gateways
 
-    async def _tell(self, alone: QueuedRequest | None) -> bool:
+    async def _tell_gateways(self, alone: QueuedRequest | None) -> bool:
         """Tell all gateways which request runs alone; return whether its own gateway knows."""
         self._alone = alone
         peers = [peer for peer in self._runner.peers if peer.greeted]
         for peer in peers:
             peer.flush()  # results that prove a request must arrive before the message
-            peer.connection.send(self._word(peer))
-        heard = await asyncio.gather(*map(_heard, peers))
+            peer.connection.send(self._isolation_message(peer))
+        heard = await asyncio.gather(*map(_has_heard, peers))
         return alone is None or (alone.peer, True) in zip(peers, heard, strict=True)
 
-    def _word(self, peer: GatewayConnection) -> IsolationStarted | IsolationEnded:
+    def _isolation_message(self, peer: GatewayConnection) -> IsolationStarted | IsolationEnded:
         if self._alone is None:
             return IsolationEnded()
         return IsolationStarted(self._alone.request.id if self._alone.peer is peer else 0)
 
 
-async def _heard(peer: GatewayConnection) -> bool:
+async def _has_heard(peer: GatewayConnection) -> bool:
     """Return whether all messages to a gateway are in its socket."""
     try:
         async with asyncio.timeout(HEARD_WITHIN_S):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.api.text_engine import TextOutput
@@ -19,7 +22,7 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.types import FinishReason
 from servekit.worker.detokenizer import CountedText, TextStream
-from servekit.worker.request_preparation import packed
+from servekit.worker.request_preparation import pack_ids
 
 if TYPE_CHECKING:
     from servekit.worker.gateway_connection import GatewayConnection
@@ -74,7 +77,7 @@ class OutputState:
         """
         assert self.begins is not None
         (ids, limit), self.begins = self.begins, None
-        return Continuation(generation(self.adapter), limit, packed(ids) if self.chats else b"")
+        return Continuation(generation(self.adapter), limit, pack_ids(ids) if self.chats else b"")
 
     def pass_on(self, output: StepOutput) -> bool:
         """Send the step's output if it is exactly one token; requires `plain`.
@@ -129,7 +132,7 @@ class SilentTask(OutputState):
         return Delta(self.id, "", [], "length", *counts, [], [], "", self.cached)
 
 
-def failure(output: StepOutput) -> RequestError | None:
+def find_failure(output: StepOutput) -> RequestError | None:
     """Return the error with which a step ended a request, if any."""
     if output.error is not None:
         message, param = output.error, output.param
@@ -186,13 +189,13 @@ class ScoredTask(OutputState):
 
     def delta(self, output: StepOutput) -> Delta:
         """Return the tokens that may be sent by now, as the message for the gateway."""
-        text = self.held + self._read(output)
+        text = self.held + self._read_tokens(output)
         self.held = ""
         finish: FinishReason | None = "stop" if self.text.stopped else output.finish
         if finish is not None and not self.text.stopped:
             text += self.text.finish(output.stop_token)
             finish = "stop" if self.text.stopped else finish
-        told = self._certain(all_of_them=finish is not None and not self.text.stopped)
+        told = self._take_certain(all_of_them=finish is not None and not self.text.stopped)
         ids, logprobs = [id for _, id, _ in told], [logprob for _, _, logprob in told]
         completion = 0 if finish is None else self.completion
         self.cached = max(self.cached, min(output.cached_tokens, self.prompt_tokens))
@@ -200,7 +203,7 @@ class ScoredTask(OutputState):
         ended = -1 if self.text.stop else output.stop_token
         return Delta(self.id, text, ids, finish, *counts, logprobs, [], *rest, stop_token=ended)
 
-    def _read(self, output: StepOutput) -> str:
+    def _read_tokens(self, output: StepOutput) -> str:
         """Decode the step's tokens, record where each begins, and return the text to send."""
         self.completion += len(output.token_ids)
         text = ""
@@ -209,10 +212,49 @@ class ScoredTask(OutputState):
             text += self._counted.push([id])
         return text
 
-    def _certain(self, *, all_of_them: bool) -> list[tuple[int, int, TokenLogprob]]:
+    def _take_certain(self, *, all_of_them: bool) -> list[tuple[int, int, TokenLogprob]]:
         """Return the held tokens that begin before the end of the certain text, or all."""
         told = []
         while self._kept and (all_of_them or self._kept[0][0] < self._counted.certain):
             told.append(self._kept.popleft())
         self._told += len(told)
         return told
+
+
+class Stopwatch:
+    """Timestamps of traced jobs, Unix times in ns; other jobs are not recorded."""
+
+    __slots__ = ("_times",)
+
+    def __init__(self) -> None:
+        self._times: dict[int, list[int]] = {}  # accepted, submitted to the engine, first token
+
+    @property
+    def runs(self) -> bool:
+        """Return whether any job is timed."""
+        return bool(self._times)
+
+    def accept(self, job_id: int) -> None:
+        """Start timing a job."""
+        self._times[job_id] = [time.time_ns()]
+
+    def note(self, job_id: int) -> None:
+        """Record the time at which a job is submitted to the engine."""
+        if (times := self._times.get(job_id)) is not None:
+            times.append(time.time_ns())
+
+    def stamp(self, job_id: int, delta: Delta) -> Delta:
+        """Record the time of a delta; the last one of a job carries all times (`times_ns`)."""
+        times = self._times.get(job_id)
+        if times is None:
+            return delta
+        now = time.time_ns()
+        if len(times) == 2:
+            times.append(now)
+        if delta.finish is None or len(times) < 3:
+            return delta
+        return replace(delta, times_ns=(*times, now))
+
+    def forget(self, job_id: int) -> None:
+        """Drop the times of a job that has ended."""
+        self._times.pop(job_id, None)

@@ -10,30 +10,48 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec.structs import replace
 
 from servekit.errors import StartError, WireError
-from servekit.protocol.adapters import SetAdapters
-from servekit.protocol.messages import FromWorker, Hello, Load, ToWorker, WorkerSpec
-from servekit.protocol.transport.address import host_and_port, is_tcp, tcp
-from servekit.protocol.transport.connection import LOST_S, Connection, Factory, dial
-from servekit.protocol.transport.credentials import read
+from servekit.protocol.adapters import (
+    AdapterInfo,
+    AdapterLoaded,
+    AdapterSpec,
+    AdapterUnloaded,
+    SetAdapters,
+)
+from servekit.protocol.messages import (
+    BootFailed,
+    FromWorker,
+    Hello,
+    Load,
+    Loading,
+    Ready,
+    ToWorker,
+    WorkerSpec,
+)
+from servekit.protocol.residency import Asleep, Awake
+from servekit.protocol.startup_messages import GatewayConnected, PhaseReport
+from servekit.protocol.transport.address import host_and_port, is_tcp, tcp_address
+from servekit.protocol.transport.connection import LOST_S, Connection, Factory, dial_address
+from servekit.protocol.transport.credentials import read_credentials
 from servekit.protocol.transport.remote_server import GRACE_S, ListenOptions, TcpServer
 from servekit.protocol.transport.resumable_channel import Attached
 from servekit.worker.gateway_connection import GatewayConnection
-from servekit.worker.state_summary import Summary
 
 if TYPE_CHECKING:
     from servekit.worker.runner import Runner
 
 
-def posted(args: argparse.Namespace) -> TcpChannel:
+def make_channel(args: argparse.Namespace) -> TcpChannel:
     """Create the channel from the command line. Raises StartError, OSError."""
     if not is_tcp(args.listen):
         raise StartError(f"{args.listen!r} is not of the form tcp://HOST:PORT")
     grace_s = GRACE_S if args.grace_s is None else args.grace_s
     lost_s = LOST_S if args.lost_s is None else args.lost_s
-    credentials = read(args.credentials_fd)
+    credentials = read_credentials(args.credentials_fd)
     return TcpChannel(
         ListenOptions(args.listen, args.advertise, credentials, args.report_fd, grace_s, lost_s)
     )
@@ -61,7 +79,7 @@ class TcpChannel(TcpServer):
     async def dial(self, factory: Factory) -> Connection[object]:
         host, _ = host_and_port(self._post.listen)
         here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return await dial(tcp(here, self.port), factory, self.identity)
+        return await dial_address(tcp_address(here, self.port), factory, self.identity)
 
     def send(self, message: Any) -> None:
         self._summary.note(message)
@@ -97,3 +115,62 @@ class TcpChannel(TcpServer):
         peer = GatewayConnection(self._runner, connection)
         self._runner.peers.add(peer)
         peer.meet(hello)
+
+
+class Summary:
+    """Summary of the messages sent so far, for a supervisor that connects later.
+
+    Its size is bounded by the worker's state, not by its uptime.
+    """
+
+    def __init__(self) -> None:
+        self._phases: dict[str, PhaseReport] = {}
+        self._gateways: dict[str, GatewayConnected] = {}
+        self._loading: Loading | None = None
+        self._ready: Ready | None = None
+        self._failed: BootFailed | None = None
+        self._adapters: dict[str, AdapterInfo] = {}
+        self._asleep: Asleep | None = None
+        self.added: tuple[AdapterSpec, ...] = ()  # by operators, as last set by the supervisor
+
+    def note(self, message: Any) -> None:
+        """Record a message of the worker to the supervisor."""
+        match message:
+            case PhaseReport(phase):
+                self._phases[phase.name] = message
+            case GatewayConnected(gateway):
+                self._gateways[gateway] = message
+            case Loading():
+                self._loading = message
+            case Ready(info):
+                self._ready = message
+                self._adapters = {adapter.name: adapter for adapter in info.adapters}
+            case BootFailed():
+                self._failed = message
+            case AdapterLoaded(_, adapter):
+                self._adapters[adapter.name] = adapter
+            case AdapterUnloaded(_, name):
+                self._adapters.pop(name, None)
+            case Asleep():
+                self._asleep = message
+            case Awake():
+                self._asleep = None
+
+    def state(self, *, loading: bool) -> Literal["empty", "loading", "ready", "failed"]:
+        """Return the worker's stage of start-up."""
+        if self._failed is not None:
+            return "failed"
+        if self._ready is not None:
+            return "ready"
+        return "loading" if loading else "empty"
+
+    def told(self) -> list[Any]:
+        """Return the messages that reproduce the worker's state."""
+        told: list[Any] = list(self._phases.values())
+        if self._failed is not None:
+            return [*told, self._failed]
+        if self._ready is None:
+            return [*told, *([] if self._loading is None else [self._loading])]
+        info = replace(self._ready.info, adapters=tuple(self._adapters.values()))
+        told += [Ready(info, self._ready.timings_s), *self._gateways.values()]
+        return [*told, *([] if self._asleep is None else [self._asleep])]

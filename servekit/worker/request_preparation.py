@@ -19,7 +19,7 @@ import msgspec
 from servekit.engines.api.base import Engine, TooManyTokens
 from servekit.errors import ContextLengthExceeded, RequestError
 from servekit.protocol.messages import ChatMessage, Continuation, Generate, ModelInfo
-from servekit.worker.request_validation import check
+from servekit.worker.request_validation import check_request
 
 #: Prompts longer than this are tokenised off the event loop (about 5 ms of work).
 LONG_PROMPT_CHARS = 16_384
@@ -56,21 +56,23 @@ class RequestPreparer:
     def takes_long(self, request: Generate) -> bool:
         """Return whether preparation is too slow for the event loop."""
         slow = request.params.grammar is not None or bool(request.tools)
-        return slow or _length(request) > LONG_PROMPT_CHARS
+        return slow or _request_length(request) > LONG_PROMPT_CHARS
 
     def prepare(self, request: Generate) -> Prepared:
         """Validate and prepare a request, in any thread. Raises RequestError."""
-        check(request, self._info, self._engine.spec)
+        check_request(request, self._info, self._engine.spec)
         match request.task:
             case "detokenize":
-                return self._detokenized(request)
+                return self._detokenize_ids(request)
             case "tokenize":
-                return Prepared(self._told(request))
+                return Prepared(self._tokenize_text(request))
             case "embed":
-                return Prepared(inputs=self._inputs(request.inputs))
+                return Prepared(inputs=self._encode_inputs(request.inputs))
             case _:
                 return Prepared(
-                    self._prompt(request), self._constraint(request), self._banned(request)
+                    self._prompt_ids(request),
+                    self._compile_grammar(request),
+                    self._banned_sequences(request),
                 )
 
     async def prepare_aside(self, request: Generate, wanted: Callable[[], bool]) -> Prepared:
@@ -83,16 +85,16 @@ class RequestPreparer:
             return self.prepare(request) if wanted() else Prepared()
 
         def prepare_prompt() -> Prepared:
-            check(request, self._info, self._engine.spec)
-            return Prepared(self._prompt(request)) if wanted() else Prepared()
+            check_request(request, self._info, self._engine.spec)
+            return Prepared(self._prompt_ids(request)) if wanted() else Prepared()
 
         def constrain() -> object | None:
-            return self._constraint(request) if wanted() else None
+            return self._compile_grammar(request) if wanted() else None
 
         loop = asyncio.get_running_loop()
         if request.params.grammar is None or request.task != "generate":
             return await loop.run_in_executor(self._thread_for(request), prepare)
-        if _length(request) <= LONG_PROMPT_CHARS:
+        if _request_length(request) <= LONG_PROMPT_CHARS:
             return await loop.run_in_executor(self._compilers, prepare)
         prepared = await loop.run_in_executor(self._reader, prepare_prompt)
         prepared.constraint = await loop.run_in_executor(self._compilers, constrain)
@@ -103,17 +105,17 @@ class RequestPreparer:
 
         The default executor serves short texts that are slow for another reason.
         """
-        if _length(request) <= LONG_PROMPT_CHARS:
+        if _request_length(request) <= LONG_PROMPT_CHARS:
             return None
         return self._reader if request.task in ("generate", "embed") else self._teller
 
-    def _prompt(self, request: Generate) -> list[int]:
+    def _prompt_ids(self, request: Generate) -> list[int]:
         """Return the prompt's ids, with an early error if it is far longer than the context."""
         context, params = self._room(request), request.params
         if params.truncate_prompt:
-            return self._truncated(request, context)
+            return self._truncated_ids(request, context)
         try:
-            ids = self._encode(request, context)
+            ids = self._encode_prompt(request, context)
             if params.prompt_logprobs is not None:
                 _check_told(len(ids), params.prompt_logprobs + 1)
             return ids
@@ -121,7 +123,7 @@ class RequestPreparer:
             found = f"more than {error.count}"
             raise _too_long(context, found, params.max_tokens) from None
 
-    def _truncated(self, request: Generate, context: int) -> list[int]:
+    def _truncated_ids(self, request: Generate, context: int) -> list[int]:
         """Return the last tokens of the prompt: as many as requested, or as fit."""
         kept = request.params.truncate_prompt
         if kept < 0:
@@ -129,14 +131,14 @@ class RequestPreparer:
             none = asked == 0 and self._engine.fills_context
             kept = max(1, context - (0 if none else asked or 1))
         try:
-            ids = self._encode(request, MAX_TOKENS_TOLD)[-kept:]
+            ids = self._encode_prompt(request, MAX_TOKENS_TOLD)[-kept:]
         except TooManyTokens as error:
             raise _too_long(context, f"more than {error.count}", None) from None
         if request.params.prompt_logprobs is not None:
             _check_told(len(ids), request.params.prompt_logprobs + 1)
         return ids
 
-    def _banned(self, request: Generate) -> tuple[tuple[int, ...], ...]:
+    def _banned_sequences(self, request: Generate) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences of bad words, at the start of a text and after a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in request.params.bad_words:
@@ -145,10 +147,10 @@ class RequestPreparer:
                     found[ids] = None
         return tuple(found)
 
-    def _encode(self, request: Generate, limit: int | None = None) -> list[int]:
+    def _encode_prompt(self, request: Generate, limit: int | None = None) -> list[int]:
         if (began := request.continuation) is not None:
             if began.prompt:
-                return unpacked(began.prompt)
+                return unpack_ids(began.prompt)
             limit = None  # `limit_of_continuation` decides whether it fits
         if request.messages is not None:
             return self._engine.codec.render_chat(
@@ -160,35 +162,35 @@ class RequestPreparer:
         self._check_ids(ids, "prompt")
         return ids
 
-    def _constraint(self, request: Generate) -> object | None:
+    def _compile_grammar(self, request: Generate) -> object | None:
         grammar = request.params.grammar
         return None if grammar is None else self._engine.constrain(grammar, request.emitted)
 
-    def _told(self, request: Generate) -> list[int]:
+    def _tokenize_text(self, request: Generate) -> list[int]:
         try:
-            ids = self._encode(request, MAX_TOKENS_TOLD)
+            ids = self._encode_prompt(request, MAX_TOKENS_TOLD)
         except TooManyTokens as error:
             raise _too_many_to_tell(f"more than {error.count}") from None
         if len(ids) > MAX_TOKENS_TOLD:
             raise _too_many_to_tell(str(len(ids)))
         return ids
 
-    def _detokenized(self, request: Generate) -> Prepared:
+    def _detokenize_ids(self, request: Generate) -> Prepared:
         ids = request.prompt if isinstance(request.prompt, list) else []
         self._check_ids(ids, "tokens")
         decoder = self._engine.codec.decoder()
         return Prepared(ids, text=decoder.push(ids) + decoder.flush())
 
-    def _inputs(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
+    def _encode_inputs(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
         if not inputs:
             raise RequestError("there is no input", param="input")
         several = len(inputs) > 1
         return [
-            self._input(one, f"input[{index}]" if several else "input")
+            self._encode_input(one, f"input[{index}]" if several else "input")
             for index, one in enumerate(inputs)
         ]
 
-    def _input(self, one: str | list[int], name: str) -> list[int]:
+    def _encode_input(self, one: str | list[int], name: str) -> list[int]:
         limit = self._info.max_context
         try:
             ids = self._engine.codec.encode(one, limit) if isinstance(one, str) else one
@@ -244,7 +246,7 @@ def limit_of_continuation(prompt: int, began: Continuation, limits: tuple[int, i
     return min(began.max_tokens, limits[0] - prompt)
 
 
-def packed(ids: Sequence[int]) -> bytes:
+def pack_ids(ids: Sequence[int]) -> bytes:
     """Pack token ids for `Continuation.prompt`, as little-endian 32-bit integers."""
     found = array("I", ids)
     if sys.byteorder == "big":
@@ -252,8 +254,8 @@ def packed(ids: Sequence[int]) -> bytes:
     return found.tobytes()
 
 
-def unpacked(ids: bytes) -> list[int]:
-    """Return the ids that `packed` has packed. Raises ValueError."""
+def unpack_ids(ids: bytes) -> list[int]:
+    """Return the ids that `pack_ids` has packed. Raises ValueError."""
     found = array("I", ids)
     if sys.byteorder == "big":
         found.byteswap()
@@ -298,7 +300,7 @@ def _input_too_long(name: str, tokens: str, limit: int) -> ContextLengthExceeded
     )
 
 
-def _length(request: Generate) -> int:
+def _request_length(request: Generate) -> int:
     """Return the number of characters, or the number of token ids to be decoded."""
     if request.inputs:
         return sum(map(len, request.inputs))

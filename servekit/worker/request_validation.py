@@ -21,23 +21,23 @@ _NEUTRAL = (None, 1.0)
 _ORDERED = ("grammar", "tools")
 
 
-def check(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
+def check_request(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
     """Raise Unsupported for a task or parameter that is not in `info.serves`."""
     if request.task not in info.serves:
         raise Unsupported(
             f"model: the {spec.engine} engine of '{spec.model}' does not {_TASKS[request.task]}"
-            f"{_hint(request, info)}",
+            f"{_task_hint(request, info)}",
             param="model",
         )
-    for capability, param in _asked(request):
-        if capability not in info.serves and not _forced(capability, request, info):
+    for capability, param in _list_asked(request):
+        if capability not in info.serves and not _is_forced(capability, request, info):
             what = "keep calls to a schema" if (capability, param) == _ORDERED else "take it"
             raise Unsupported(
                 f"{param}: the {spec.engine} engine of '{spec.model}' does not {what}", param=param
             )
 
 
-def _forced(capability: Capability, request: Generate, info: ModelInfo) -> bool:
+def _is_forced(capability: Capability, request: Generate, info: ModelInfo) -> bool:
     """Return whether tool calls are served because a grammar forces them."""
     return (
         capability == "tools"
@@ -67,7 +67,7 @@ def check_text(request: Generate, spec: WorkerSpec) -> None:
             )
 
 
-def _hint(request: Generate, info: ModelInfo) -> str:
+def _task_hint(request: Generate, info: ModelInfo) -> str:
     if request.task == "generate" and "embed" in info.serves:
         return "; it is an embedding model, for /v1/embeddings"
     if request.task == "embed" and "generate" in info.serves:
@@ -75,7 +75,7 @@ def _hint(request: Generate, info: ModelInfo) -> str:
     return ""
 
 
-def _asked(request: Generate) -> Iterator[tuple[Capability, str]]:
+def _list_asked(request: Generate) -> Iterator[tuple[Capability, str]]:
     """Yield the optional capabilities that a request needs, each with its parameter's name."""
     params = request.params
     if params.logprobs is not None:

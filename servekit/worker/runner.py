@@ -39,16 +39,22 @@ from servekit.protocol.transport.connection import Connection
 from servekit.worker.detokenizer import CountedText, TextStream
 from servekit.worker.gateway_connection import GatewayConnection
 from servekit.worker.isolation_queue import IsolationQueue, QueuedRequest
-from servekit.worker.output_state import OutputState, ScoredTask, SilentTask, TextTask, failure
+from servekit.worker.output_state import (
+    OutputState,
+    ScoredTask,
+    SilentTask,
+    Stopwatch,
+    TextTask,
+    find_failure,
+)
 from servekit.worker.request_preparation import (
     Prepared,
     RequestPreparer,
     completion_limit,
     limit_of_continuation,
 )
-from servekit.worker.request_validation import check, check_text
+from servekit.worker.request_validation import check_request, check_text
 from servekit.worker.slot_lending import Lending
-from servekit.worker.trace_timing import Stopwatch
 
 log: Any = structlog.get_logger("servekit.worker")
 
@@ -92,7 +98,7 @@ class Runner:
         self._tasks: dict[int, OutputState] = {}  # job id → task
         self._next_job = 0
         self._stopwatch = Stopwatch()
-        self._intake = RequestPreparer(engine, info, self._context)
+        self._intake = RequestPreparer(engine, info, self._context_tokens)
         self._encoding: set[asyncio.Task[None]] = set()
         self._going: dict[tuple[GatewayConnection, int], float] = {}  # time of cancellation
         self._watching: asyncio.Task[None] | None = None
@@ -105,7 +111,7 @@ class Runner:
         return any(peer.jobs for peer in self.peers)
 
     def connect(self) -> Connection[GatewayToWorker]:
-        """Return a new connection; used as factory by `protocol.transport.connection.listen`."""
+        """Return a new connection; used as factory by `protocol.transport.connection.listen_at`."""
         peer = GatewayConnection(self)
         self.peers.add(peer)
         return peer.connection
@@ -131,7 +137,7 @@ class Runner:
         if request.trace:
             self._stopwatch.accept(self._next_job)
         if request.adapter:
-            self._adapt(self._next_job, request.adapter)
+            self._note_adapter(self._next_job, request.adapter)
         if self.ward.closed or request.alone_until:
             self.ward.hold(QueuedRequest(peer, request, self._next_job))
         else:
@@ -146,11 +152,11 @@ class Runner:
             return
         try:
             if self._speaks is not None:
-                self._ask(self._speaks, peer, request, job_id)
+                self._ask_text_engine(self._speaks, peer, request, job_id)
             else:
-                self._start(peer, request, job_id, self._intake.prepare(request))
+                self._start_prepared(peer, request, job_id, self._intake.prepare(request))
         except Exception as error:
-            self._refuse(peer, request, job_id, error)
+            self._refuse_request(peer, request, job_id, error)
 
     def _takes_no_more(self, request: Generate) -> bool:
         """Return whether a new request must be refused.
@@ -194,10 +200,10 @@ class Runner:
 
     def uses(self, adapter: str) -> bool:
         """Return whether a request of the adapter is in flight."""
-        self._prune()
+        self._prune_adapted()
         return adapter in self._adapted.values()
 
-    def _adapt(self, job_id: int, adapter: str) -> None:
+    def _note_adapter(self, job_id: int, adapter: str) -> None:
         """Record the adapter of a request.
 
         Jobs end in many ways, so ended ones are pruned from time to time: at most ADAPTED of them,
@@ -205,10 +211,10 @@ class Runner:
         """
         self._adapted[job_id] = adapter
         if len(self._adapted) > self._prune_at:
-            self._prune()
+            self._prune_adapted()
             self._prune_at = max(ADAPTED, 2 * len(self._adapted))
 
-    def _prune(self) -> None:
+    def _prune_adapted(self) -> None:
         alive = {job_id for peer in self.peers for job_id in peer.jobs.values()}
         self._adapted = {job: name for job, name in self._adapted.items() if job in alive}
 
@@ -233,11 +239,11 @@ class Runner:
         try:
             prepared = await self._intake.prepare_aside(request, wanted)
             if wanted():
-                self._start(peer, request, job_id, prepared)
+                self._start_prepared(peer, request, job_id, prepared)
         except Exception as error:
-            self._refuse(peer, request, job_id, error)
+            self._refuse_request(peer, request, job_id, error)
 
-    def _refuse(
+    def _refuse_request(
         self, peer: GatewayConnection, request: Generate, job_id: int, error: Exception
     ) -> None:
         """Fail a single request after an error.
@@ -257,23 +263,23 @@ class Runner:
             peer.fail(request.id, error)
             self._check_idle()
 
-    def _start(
+    def _start_prepared(
         self, peer: GatewayConnection, request: Generate, job_id: int, prepared: Prepared
     ) -> None:
         match request.task:
             case "generate":
-                self._generate(peer, request, job_id, prepared)
+                self._submit_generation(peer, request, job_id, prepared)
             case "embed":
-                self._embed(peer, request, job_id, prepared)
+                self._submit_embedding(peer, request, job_id, prepared)
             case _:
-                self._answer(peer, request, prepared)
+                self._answer_directly(peer, request, prepared)
 
-    def _generate(
+    def _submit_generation(
         self, peer: GatewayConnection, request: Generate, job_id: int, prepared: Prepared
     ) -> None:
         ids = prepared.ids
         params = request.params
-        limits = self._limits(request)
+        limits = self._token_limits(request)
         if (began := request.continuation) is not None:
             limit = limit_of_continuation(len(ids), began, limits)
         else:
@@ -283,12 +289,12 @@ class Runner:
             )
         if params.max_tokens != limit:
             params = replace(params, max_tokens=limit)
-        text = self._begin(peer, request, job_id, len(ids))
+        text = self._begin_output(peer, request, job_id, len(ids))
         if params.echo or params.prompt_logprobs is not None:
             told = self._text_of(ids) if params.echo else ""
             self._tasks[job_id].prompt = Prompt(told)
         if len(request.emitted) >= limit or text.stopped:
-            self._deliver([StepOutput(job_id, [], "length")], stepped=False)
+            self._deliver_outputs([StepOutput(job_id, [], "length")], stepped=False)
             return
         if began is None:
             self._tasks[job_id].begins = ids, limit
@@ -297,19 +303,19 @@ class Runner:
         whose = request.adapter, prepared.banned, request.cache_salt
         self.engine.submit(Job(job_id, ids, params, emitted, constraint, *whose))
 
-    def _ask(
+    def _ask_text_engine(
         self, engine: TextEngine, peer: GatewayConnection, request: Generate, job_id: int
     ) -> None:
-        check(request, self.info, engine.spec)
+        check_request(request, self.info, engine.spec)
         check_text(request, engine.spec)
         self._tasks[job_id] = TextTask(peer, request)
         self._stopwatch.note(job_id)
         engine.ask(TextJob(job_id, request))
 
-    def _begin(
+    def _begin_output(
         self, peer: GatewayConnection, request: Generate, job_id: int, prompt_tokens: int
     ) -> TextStream:
-        params, decoder = request.params, self._decoder(request)
+        params, decoder = request.params, self._make_decoder(request)
         if params.max_tokens == 0:
             text = TextStream(decoder, ())
             self._tasks[job_id] = SilentTask(peer, request, prompt_tokens, text)
@@ -326,7 +332,7 @@ class Runner:
         decoder = self.engine.codec.decoder()
         return decoder.push(ids) + decoder.flush()
 
-    def _embed(
+    def _submit_embedding(
         self, peer: GatewayConnection, request: Generate, job_id: int, prepared: Prepared
     ) -> None:
         count = sum(map(len, prepared.inputs))
@@ -335,14 +341,16 @@ class Runner:
         self._stopwatch.note(job_id)
         self.engine.embed(EmbedJob(job_id, prepared.inputs))
 
-    def _answer(self, peer: GatewayConnection, request: Generate, prepared: Prepared) -> None:
+    def _answer_directly(
+        self, peer: GatewayConnection, request: Generate, prepared: Prepared
+    ) -> None:
         """Answer a request that needs no engine."""
         ids = prepared.ids if request.task == "tokenize" else []
         peer.add(Delta(request.id, prepared.text, ids, "stop", len(prepared.ids)))
         del peer.jobs[request.id]
         self._check_idle()
 
-    def _decoder(self, request: Generate) -> Decoder:
+    def _make_decoder(self, request: Generate) -> Decoder:
         """Return a request's decoder; in chats it keeps the markers that the gateway parses."""
         dialect = self.info.dialect
         if request.messages is None or not dialect.tokens:
@@ -350,13 +358,13 @@ class Runner:
         reads = request.tools or dialect.think_end or dialect.tools == "harmony"
         return self.engine.codec.decoder([text for text, _ in dialect.tokens] if reads else ())
 
-    def _context(self, request: Generate) -> int:
+    def _context_tokens(self, request: Generate) -> int:
         """Return the number of tokens available to prompt and completion."""
         return self.info.max_context - self.adapters.get(request.adapter, 0)
 
-    def _limits(self, request: Generate) -> tuple[int, int | None]:
+    def _token_limits(self, request: Generate) -> tuple[int, int | None]:
         default = self.engine.spec.sampling.get("max_tokens")
-        return self._context(request), None if default is None else int(default)
+        return self._context_tokens(request), None if default is None else int(default)
 
     def cancel(self, peer: GatewayConnection, request_id: int, *, tells: bool = False) -> None:
         """Cancel a request; with `tells`, send Cancelled once it can do no harm in the engine."""
@@ -367,11 +375,11 @@ class Runner:
         job_id = peer.jobs.pop(request_id, None)
         if job_id is not None:
             self._stopwatch.forget(job_id)
-            self._cancel(job_id, self._tasks.pop(job_id, None))
+            self._cancel_job(job_id, self._tasks.pop(job_id, None))
             self.ward.withdraw(job_id)
             self._check_idle()
 
-    def _cancel(self, job_id: int, task: OutputState | None) -> None:
+    def _cancel_job(self, job_id: int, task: OutputState | None) -> None:
         self.engine.cancel(job_id)
         if task is not None and not task.proven:
             self._stepped_at = self.loop.time() + STEP_S
@@ -426,7 +434,7 @@ class Runner:
     def emit(self, outputs: Sequence[StepOutput]) -> None:
         """Take the outputs of one engine step; callable from any thread."""
         if threading.get_ident() == self._thread:
-            self._deliver(outputs)
+            self._deliver_outputs(outputs)
             return
         self._steps.append(outputs)
         self.loop.call_soon_threadsafe(self._drain_steps)
@@ -434,9 +442,9 @@ class Runner:
     def _drain_steps(self) -> None:
         # Later outputs wait, so that pings and cancellations are served.
         for _ in range(len(self._steps)):
-            self._deliver(self._steps.popleft())
+            self._deliver_outputs(self._steps.popleft())
 
-    def _deliver(self, outputs: Sequence[StepOutput], *, stepped: bool = True) -> None:
+    def _deliver_outputs(self, outputs: Sequence[StepOutput], *, stepped: bool = True) -> None:
         """Pass outputs on to their requests; `stepped` if an engine step produced them."""
         tasks, tokens, ends = self._tasks, 0, 0
         for output in outputs:
@@ -448,18 +456,18 @@ class Runner:
                 continue  # cancelled while the step ran
             try:
                 if not (task.plain and task.pass_on(output)):
-                    self._tell(task, output)
+                    self._send_output(task, output)
             except Exception:  # fails only this request
                 log.exception("an answer cannot be told", request=task.id)
-                self._spoil(output.id, task)
+                self._fail_undecodable(output.id, task)
         if stepped:
             self.on_step(tokens, ends)
         if self.ward.closed:
             self.ward.wake()
 
-    def _tell(self, task: OutputState, output: StepOutput) -> None:
-        if (error := failure(output)) is not None:
-            self._end(output.id, task)
+    def _send_output(self, task: OutputState, output: StepOutput) -> None:
+        if (error := find_failure(output)) is not None:
+            self._end_request(output.id, task)
             task.peer.fail(task.id, error)
             return
         delta = task.delta(output)
@@ -469,22 +477,22 @@ class Runner:
         if self._stopwatch.runs:
             delta = self._stopwatch.stamp(output.id, delta)
         if delta.finish is not None:
-            self._end(output.id, task)
+            self._end_request(output.id, task)
             if output.finish is None:
-                self._cancel(output.id, task)  # ended by a stop string, not by the engine
+                self._cancel_job(output.id, task)  # ended by a stop string, not by the engine
         if delta.text or delta.token_ids or delta.finish or delta.prompt:
             if task.begins is not None and delta.token_ids and delta.finish is None:
                 delta = replace(delta, continuation=task.continuation(self.generation))
             task.peer.add(delta)
 
-    def _spoil(self, job_id: int, task: OutputState) -> None:
+    def _fail_undecodable(self, job_id: int, task: OutputState) -> None:
         """Fail a request whose tokens cannot be decoded."""
         if job_id in self._tasks:
-            self._end(job_id, task)
-            self._cancel(job_id, task)
+            self._end_request(job_id, task)
+            self._cancel_job(job_id, task)
             task.peer.fail(task.id, EngineFailed("the answer's tokens cannot be decoded"))
 
-    def _end(self, job_id: int, task: OutputState) -> None:
+    def _end_request(self, job_id: int, task: OutputState) -> None:
         del self._tasks[job_id]
         self._stopwatch.forget(job_id)
         task.peer.jobs.pop(task.id, None)
@@ -494,9 +502,9 @@ class Runner:
         if self.lending.active:
             self.lending.change()
         if self.draining and not self.busy and self._leaving is None and not self.dead:
-            self._leaving = self.loop.create_task(self._leave())
+            self._leaving = self.loop.create_task(self._leave_gateways())
 
-    async def _leave(self) -> None:
+    async def _leave_gateways(self) -> None:
         """Close all connections, and report idleness once the last answers are sent."""
         peers = list(self.peers)
         for peer in peers:

@@ -55,7 +55,7 @@ class SleepControl:
         began = time.monotonic()
         try:
             async with self._runner.engine_turn:  # no adapter is loaded meanwhile
-                await (self._sleep() if isinstance(order, Sleep) else self._wake())
+                await (self._put_to_sleep() if isinstance(order, Sleep) else self._wake_engine())
         except ServekitError as error:
             self._send(SleepFailed(error.message))
         except Exception as error:
@@ -65,7 +65,7 @@ class SleepControl:
             took_s = round(time.monotonic() - began, 3)
             self._send(Asleep(took_s) if isinstance(order, Sleep) else Awake(took_s))
 
-    async def _sleep(self) -> None:
+    async def _put_to_sleep(self) -> None:
         runner = self._runner
         runner.asleep = True
         try:
@@ -78,7 +78,7 @@ class SleepControl:
             raise
         log.info("asleep")
 
-    async def _wake(self) -> None:
+    async def _wake_engine(self) -> None:
         await asyncio.to_thread(self._runner.engine.wake)
         self._runner.asleep = False
         try:

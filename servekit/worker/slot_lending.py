@@ -51,9 +51,9 @@ class Lending:
         """Divide the slots again at the end of this event-loop tick."""
         if not self._due:
             self._due = True
-            asyncio.get_running_loop().call_soon(self._divide)
+            asyncio.get_running_loop().call_soon(self._divide_slots)
 
-    def _divide(self) -> None:
+    def _divide_slots(self) -> None:
         self._due = False
         shares = self._shares
         used = sum(len(peer.jobs) for peer in self._runner.peers if peer not in shares)

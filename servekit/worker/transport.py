@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import structlog
 
 from servekit.protocol.messages import FromWorker, ToWorker, WorkerSpec
-from servekit.protocol.transport.connection import Connection, Factory, adopt, dial, listen
+from servekit.protocol.transport.connection import (
+    Connection,
+    Factory,
+    adopt_socket,
+    dial_address,
+    listen_at,
+)
 
 if TYPE_CHECKING:
     from servekit.worker.runner import Runner
@@ -74,7 +80,7 @@ class InheritedChannel:
 
     async def open(self, on_message: OnMessage, on_end: OnEnd) -> None:
         self._connection = connection = Connection[ToWorker](ToWorker, on_message, on_end)
-        await adopt(self._socket, lambda: connection)
+        await adopt_socket(self._socket, lambda: connection)
 
     def send(self, message: FromWorker) -> None:
         if self._connection is not None:
@@ -83,10 +89,10 @@ class InheritedChannel:
     async def serve(self, spec: WorkerSpec, runner: Runner) -> None:
         self._path = spec.socket
         # The server lives only as long as a reference to it.
-        self._server = await listen(spec.socket, runner.connect)
-        self._keeping = asyncio.get_running_loop().create_task(self._keep(runner))
+        self._server = await listen_at(spec.socket, runner.connect)
+        self._keeping = asyncio.get_running_loop().create_task(self._keep_socket(runner))
 
-    async def _keep(self, runner: Runner) -> None:
+    async def _keep_socket(self, runner: Runner) -> None:
         """Create the socket again if its file was removed, for gateways that connect later."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -95,7 +101,7 @@ class InheritedChannel:
             if self._server is not None:
                 self._server.close()  # first, as some event loops remove the path on close
             with contextlib.suppress(OSError):  # the supervisor recreates the directory
-                self._server = await listen(self._path, runner.connect)
+                self._server = await listen_at(self._path, runner.connect)
                 log.warning("the socket was removed, and is made anew", path=self._path)
 
     def stop_serving(self) -> None:
@@ -103,7 +109,7 @@ class InheritedChannel:
             self._server.close()
 
     async def dial(self, factory: Factory) -> Connection[object]:
-        return await dial(self._path, factory)
+        return await dial_address(self._path, factory)
 
     async def close(self) -> None:
         if self._keeping is not None:

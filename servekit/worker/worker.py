@@ -18,21 +18,27 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import structlog
 from msgspec.structs import replace
 
-from servekit.engines import create, fetch_ahead
+from servekit.engines import create_engine, fetch_ahead
 from servekit.engines.api.base import Engine
 from servekit.engines.api.load_phases import heard_by, phase
 from servekit.engines.api.text_engine import TextEngine
 from servekit.errors import LoadError, Unsupported, describe_error
 from servekit.protocol.adapters import LoadAdapter, UnloadAdapter
 from servekit.protocol.messages import (
+    PROTOCOL,
     BootFailed,
+    DeltaBatch,
     Drain,
     EngineDied,
+    Failed,
+    Generate,
+    Hello,
     Load,
     Loading,
     ModelInfo,
@@ -40,18 +46,20 @@ from servekit.protocol.messages import (
     Pong,
     Progress,
     Ready,
+    SamplingParams,
     Stop,
     ToWorker,
     WorkerSpec,
+    WorkerToGateway,
 )
 from servekit.protocol.residency import Sleep, Wake
 from servekit.protocol.startup_messages import GatewayConnected, Phase, PhaseReport
+from servekit.protocol.transport.connection import Connection, Factory
 from servekit.system.parent_death import CHAOS, FAIL_STEP, end_group
 from servekit.worker.adapters import Adapters
 from servekit.worker.runner import Runner
 from servekit.worker.sleep import SleepControl
 from servekit.worker.transport import Channel
-from servekit.worker.warmup import warm_up
 
 log: Any = structlog.get_logger("servekit.worker")
 
@@ -66,7 +74,7 @@ PROBE_EVERY_S = 15.0
 TOKENS_OF_USE = 8
 
 
-def run(name: str, line: Channel, began_s: float) -> int:
+def run_worker(name: str, line: Channel, began_s: float) -> int:
     """Run a worker until it is told to stop; return the exit code.
 
     `began_s` is the monotonic time at which this process became a worker.
@@ -74,14 +82,14 @@ def run(name: str, line: Channel, began_s: float) -> int:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code, stuck = runner.run(_live(name, line, began_s))
+        code, stuck = runner.run(_run_on_loop(name, line, began_s))
         if stuck:  # still loading, or hanging in a broken device: do not wait for the thread
             sys.stderr.flush()
             os._exit(code)
         return code
 
 
-async def _live(name: str, line: Channel, began_s: float) -> tuple[int, bool]:
+async def _run_on_loop(name: str, line: Channel, began_s: float) -> tuple[int, bool]:
     """Return the exit code, and whether a thread that cannot be stopped may be left."""
     worker = Worker(name, line, began_s)
     code = await worker.live()
@@ -115,7 +123,7 @@ class Worker:
 
     async def live(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._end, 0)
+            self._loop.add_signal_handler(number, self._set_exit, 0)
         if os.environ.get(CHAOS) == "1":
             self._loop.add_signal_handler(FAIL_STEP, self._fail_step)
         await self._line.open(self._on_message, self._on_eof)
@@ -132,7 +140,7 @@ class Worker:
         """Return whether a thread is loading the engine; it outlives the event loop."""
         return self._boot_task is not None and self._runner is None and not self._boot_task.done()
 
-    def _end(self, code: int) -> None:
+    def _set_exit(self, code: int) -> None:
         if not self._exit.done():
             self._exit.set_result(code)
 
@@ -141,13 +149,13 @@ class Worker:
     def _on_message(self, message: ToWorker) -> None:
         match message:
             case Load(spec):
-                self._boot_task = self._loop.create_task(self._boot(spec))
+                self._boot_task = self._loop.create_task(self._boot_engine(spec))
             case Ping(seq):
-                self._line.send(self._pong(seq))
+                self._line.send(self._make_pong(seq))
             case Drain():
-                self._drain()
+                self._start_draining()
             case Stop():
-                self._end(0)
+                self._set_exit(0)
             case LoadAdapter() | UnloadAdapter():
                 assert self._adapters is not None  # sent only after Ready
                 self._adapters.take(message)
@@ -160,7 +168,7 @@ class Worker:
             log.error("the supervisor is gone", error=str(error or "EOF"))
             end_group()
 
-    def _pong(self, seq: int) -> Pong:
+    def _make_pong(self, seq: int) -> Pong:
         if self._runner is None or self._engine is None:
             return Pong(seq, time.monotonic() - self._progress_at, 0, 0, 0.0)
         if self._engine.fatal is not None:
@@ -180,13 +188,13 @@ class Worker:
         # Tokens of an unfinished long answer count, so that a life cut short was still useful.
         return max(self._completed, self._tokens // TOKENS_OF_USE)
 
-    def _drain(self) -> None:
+    def _start_draining(self) -> None:
         if self._runner is None:
-            self._end(0)
+            self._set_exit(0)
             return
         self._runner.draining = True
         if not self._runner.busy:
-            self._end(0)
+            self._set_exit(0)
 
     def _fail_step(self) -> None:
         """Make the engine's next step fail, for chaos tests."""
@@ -204,12 +212,12 @@ class Worker:
 
     def _on_death(self) -> None:
         assert self._engine is not None and self._engine.fatal is not None
-        self._die(describe_error(self._engine.fatal))
+        self._report_death(describe_error(self._engine.fatal))
 
-    def _broken(self, error: str) -> None:
-        self._die(f"the health probe failed: {error}")
+    def _on_broken(self, error: str) -> None:
+        self._report_death(f"the health probe failed: {error}")
 
-    def _die(self, cause: str) -> None:
+    def _report_death(self, cause: str) -> None:
         """Report the engine's death to the supervisor, disconnect the gateways and exit."""
         if self._dying is None and not self._exit.done():
             log.error("the engine died", cause=cause)
@@ -222,18 +230,18 @@ class Worker:
             if self._runner is not None:
                 await self._runner.lose()
         finally:
-            self._end(EXIT_ENGINE_DIED)
+            self._set_exit(EXIT_ENGINE_DIED)
 
     # ---- boot
 
-    async def _boot(self, spec: WorkerSpec) -> None:
+    async def _boot_engine(self, spec: WorkerSpec) -> None:
         try:
-            info = await self._load(spec)
-            await self._listen(spec, info)
+            info = await self._load_engine(spec)
+            await self._start_serving(spec, info)
             if not self._watches_itself:
                 with phase("warm-up"):
-                    self._report(Progress("warm-up"))
-                    await self._probe(info)
+                    self._report_progress(Progress("warm-up"))
+                    await self._send_probe(info)
         except LoadError as error:
             self._boot_failed(error.message, error.permanent)
         except Exception as error:
@@ -253,7 +261,7 @@ class Worker:
         """
         return isinstance(self._engine, TextEngine)
 
-    async def _probe(self, info: ModelInfo) -> None:
+    async def _send_probe(self, info: ModelInfo) -> None:
         self._probes += 1
         await warm_up(self._line.dial, info)
 
@@ -270,22 +278,22 @@ class Worker:
             if self._finished != before or (runner is not None and (runner.busy or runner.asleep)):
                 continue
             try:
-                await self._probe(info)
+                await self._send_probe(info)
             except (LoadError, OSError) as error:
                 if runner is not None and not runner.draining and not runner.asleep:
-                    self._broken(str(error))
+                    self._on_broken(str(error))
 
     def _on_step(self, tokens: int, ends: int) -> None:
         self._tokens += tokens
         self._finished += ends
         if not self._of_use and self._served:
             self._of_use = True  # unasked, as the worker may be killed before the next ping
-            self._line.send(self._pong(0))
+            self._line.send(self._make_pong(0))
 
-    async def _load(self, spec: WorkerSpec) -> ModelInfo:
+    async def _load_engine(self, spec: WorkerSpec) -> ModelInfo:
         with phase("import"):
-            self._report(Progress("import"))
-            self._engine = engine = await asyncio.to_thread(self._create, spec)
+            self._report_progress(Progress("import"))
+            self._engine = engine = await asyncio.to_thread(self._create_engine, spec)
             engine.on_death = self._hear_death_from_any_thread
         with phase("load"):
             return await asyncio.to_thread(self._load_in_thread, engine)
@@ -297,19 +305,19 @@ class Worker:
         measure = getattr(getattr(engine, "codec", None), "token_bytes", None)
         return info if measure is None else replace(info, token_bytes=measure())
 
-    def _create(self, spec: WorkerSpec) -> Engine:
+    def _create_engine(self, spec: WorkerSpec) -> Engine:
         fetch_ahead(spec, self._report_from_thread)
-        return create(spec)
+        return create_engine(spec)
 
-    async def _listen(self, spec: WorkerSpec, info: ModelInfo) -> None:
+    async def _start_serving(self, spec: WorkerSpec, info: ModelInfo) -> None:
         assert self._engine is not None
-        self._runner = Runner(self._engine, info, on_idle=lambda: self._end(0))
+        self._runner = Runner(self._engine, info, on_idle=lambda: self._set_exit(0))
         self._runner.portable = self._line.is_remote
         await asyncio.to_thread(self._runner.identify_adapters, spec.adapters)
         self._runner.on_greeting, self._runner.on_step = self._on_greeting, self._on_step
         self._adapters = Adapters(self._runner, self._line.send)
         self._slumber = SleepControl(
-            self._runner, self._line.send, lambda: self._probe(info), self._broken
+            self._runner, self._line.send, lambda: self._send_probe(info), self._on_broken
         )
         self._engine.start(self._runner.emit)
         try:
@@ -322,15 +330,15 @@ class Worker:
         if self._dying is not None:
             return  # the engine's death was reported as the cause
         self._line.send(BootFailed(message, permanent))
-        self._end(EXIT_BOOT_FAILED)
+        self._set_exit(EXIT_BOOT_FAILED)
 
     def _hear_from_any_thread(self, of: Phase) -> None:
         if threading.get_ident() == self._thread:
-            self._hear(of)
+            self._report_phase(of)
         else:
-            self._loop.call_soon_threadsafe(self._hear, of)
+            self._loop.call_soon_threadsafe(self._report_phase, of)
 
-    def _hear(self, of: Phase) -> None:
+    def _report_phase(self, of: Phase) -> None:
         """Report a phase at once, so that the supervisor knows the stage if the worker dies."""
         if of.ended_s is not None and not of.within:
             self._timings_s[of.name] = round(of.ended_s - of.began_s, 3)
@@ -340,12 +348,52 @@ class Worker:
         self._line.send(GatewayConnected(gateway, time.monotonic()))
 
     def _report_from_thread(self, progress: Progress) -> None:
-        self._loop.call_soon_threadsafe(self._report, progress)
+        self._loop.call_soon_threadsafe(self._report_progress, progress)
 
-    def _report(self, progress: Progress) -> None:
+    def _report_progress(self, progress: Progress) -> None:
         """Send progress: the first report of each phase, then at most ten per second."""
         self._progress_at = now = time.monotonic()
         phase, at = self._reported
         if phase != progress.phase or now - at >= REPORT_EVERY_S or progress.done == progress.total:
             self._reported = (progress.phase, now)
             self._line.send(Loading(progress))
+
+
+# ---------------------------------------------------------------- the probe
+
+
+async def warm_up(
+    dial: Callable[[Factory], Awaitable[Connection[Any]]], info: ModelInfo, timeout_s: float = 600.0
+) -> None:
+    """Complete one request along the path of ordinary requests. Raises LoadError on failure."""
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_message(message: WorkerToGateway) -> None:
+        if done.done():
+            return
+        if isinstance(message, Failed):
+            text = f"the warm-up request failed: {message.message}"
+            done.set_exception(LoadError(text, permanent=False))
+        elif isinstance(message, DeltaBatch) and any(delta.finish for delta in message.deltas):
+            done.set_result(None)
+
+    def on_close(error: Exception | None) -> None:
+        if not done.done():
+            done.set_exception(LoadError(f"warm-up broke off: {error}", permanent=False))
+
+    connection = await dial(lambda: Connection(WorkerToGateway, on_message, on_close))
+    connection.send(Hello(PROTOCOL, "probe", "warm-up"))
+    connection.send(_probe_request(info))
+    try:
+        await asyncio.wait_for(done, timeout_s)
+    except TimeoutError:
+        raise LoadError(f"no warm-up token within {timeout_s:g} s", permanent=False) from None
+    finally:
+        connection.close()
+
+
+def _probe_request(info: ModelInfo) -> Generate:
+    """Return a request for two tokens, or for an embedding if the model does not generate."""
+    if "generate" in info.serves:
+        return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), prompt="Hello")
+    return Generate(1, SamplingParams(), task="embed", inputs=["Hello"])

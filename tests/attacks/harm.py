@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from servekit.config.load import load
+from servekit.config.load import load_config
 from tests.attacks.client import Answer, Client, read_answer
 from tests.attacks.scene import MIB, Attack, Scene, resident_mib
 from tests.integration.instance import echo
@@ -37,7 +37,7 @@ BOMBS: tuple[dict[str, Any], ...] = (
 
 
 def smollm2(folder: Path) -> list[dict[str, Any]]:
-    path = load(DEMO).models[0].path
+    path = load_config(DEMO).models[0].path
     options = {"threads": 1, "kv_cache_bytes": 256 * MIB}
     one = {"name": "m", "path": path, "device": "cpu", "max_context": 2048, "options": options}
     return [one]

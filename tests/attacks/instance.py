@@ -99,10 +99,10 @@ def guards(supervisor: int) -> list[int]:
     """PIDs of the guard processes of a supervisor."""
     return [
         process.pid
-        for process in procfs.everyone()
-        if "servekit.supervisor.process.orphan_guard" in procfs.command(process.pid, 1000)
-        and procfs.variable(process.pid, "SERVEKIT_TEST")
-        == procfs.variable(supervisor, "SERVEKIT_TEST")
+        for process in procfs.all_processes()
+        if "servekit.supervisor.process.orphan_guard" in procfs.command_line(process.pid, 1000)
+        and procfs.read_variable(process.pid, "SERVEKIT_TEST")
+        == procfs.read_variable(supervisor, "SERVEKIT_TEST")
     ]
 
 
@@ -126,7 +126,7 @@ async def kill_while_starting(scene: Scene) -> None:
         scene.account.requests += 1
 
         async def are_gone(mark: str = mark) -> bool:
-            started = procfs.marked(f"SERVEKIT_MARK={mark}")
+            started = procfs.find_marked(f"SERVEKIT_MARK={mark}")
             return not any(started) and lost_sleepers() <= known
 
         await scene.until(f"all is gone of what was killed after {delay_s:g} s", are_gone, 3.0)
@@ -138,8 +138,8 @@ def lost_sleepers() -> set[int]:
     """PIDs of escaped grandchildren of the echo engine whose parent has died."""
     return {
         process.pid
-        for process in procfs.everyone()
-        if process.parent == 1 and procfs.command(process.pid) == "/bin/sleep 1000"
+        for process in procfs.all_processes()
+        if process.parent == 1 and procfs.command_line(process.pid) == "/bin/sleep 1000"
     }
 
 

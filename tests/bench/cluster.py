@@ -24,8 +24,7 @@ from servekit.protocol.messages import (
     ReplicaStatus,
     SamplingParams,
 )
-from servekit.supervisor.lifecycle.breaker import Breaker
-from servekit.supervisor.lifecycle.restart_policy import RestartPolicy
+from servekit.supervisor.lifecycle.restart_policy import Breaker, RestartPolicy
 
 REPORT_S = 1.0
 _ANSWER = [0] * 128  # tokens

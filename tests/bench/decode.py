@@ -135,7 +135,7 @@ def _run(way: str, folder: Path, requests: int, asked: argparse.Namespace) -> Ru
     if way not in ("eager", "graph"):
         options["decode_attention"] = way
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = loading.load(
+    loaded = loading.load_from_spec(
         make_spec(folder, device=device, dtype=asked.dtype, max_context=2048, options=options),
         lambda progress: None,
     )

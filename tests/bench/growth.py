@@ -37,7 +37,8 @@ from tests.bench.cpu import memory_bytes
 from tests.bench.figures import conditions
 from tests.bench.load import MARK, Order, Result, run
 from tests.bench.table import Figure, markdown, spread
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
+from tests.polling import poll
 
 PATH = "/v1/completions"
 SLOTS = 64

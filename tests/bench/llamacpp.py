@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from servekit.engines.model_files.source import resolve
+from servekit.engines.model_files.source import resolve_folder
 from tests.bench.table import spread
 from tests.unit.engines.conftest import llamacpp
 from tests.unit.engines.harness import Harness, make_spec
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _load(model: str, threads: int) -> tuple[dict[str, Harness], dict[str, float]]:
-    folder = resolve(model, None, lambda progress: None)  # converted once, and not counted
+    folder = resolve_folder(model, None, lambda progress: None)  # converted once, and not counted
     makers: dict[str, Callable[[], Harness]] = {
         "llamacpp": lambda: llamacpp(
             model, {"threads": threads, "cache_type": "f16", "flash_attention": "auto"}

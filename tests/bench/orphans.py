@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tests.bench.contest import Plan
 from tests.bench.table import Figure, spread
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
+from tests.polling import poll
 
 RUNS = 10
 LIMIT_S = 30.0

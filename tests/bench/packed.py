@@ -35,7 +35,7 @@ def _model(folder: Path, dtype: str, *, packed: bool) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     model.eval()
     options = {"packed_weights": packed}
-    packed_linear.pack(model, make_spec(folder, device="cpu", options=options))
+    packed_linear.pack_layers(model, make_spec(folder, device="cpu", options=options))
     return model
 
 

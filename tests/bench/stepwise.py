@@ -84,7 +84,7 @@ class Stepwise(EchoEngine):
         if self._unwritten:
             self._unwritten -= 1
         elif not any(map(_unread_bytes, self._links)):
-            self._step()
+            self._run_step()
             self._unwritten = _WRITTEN_AFTER
         self._event_loop.call_soon(self._turn)
 

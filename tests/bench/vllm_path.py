@@ -32,7 +32,7 @@ from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.vllm.engine import VllmEngine
 from servekit.engines.vllm.generation_defaults import Stated
 from servekit.protocol.messages import PROTOCOL, Generate, Hello, ModelInfo, SamplingParams
-from servekit.protocol.transport.connection import adopt
+from servekit.protocol.transport.connection import adopt_socket
 from servekit.worker.runner import Runner
 from servekit.worker.transport import InheritedChannel
 from servekit.worker.worker import Worker
@@ -119,7 +119,7 @@ class Bench:
     async def open(self, peer_end: socket.socket) -> None:
         """A gateway that asks for all streams."""
         connection = self.runner.connect()
-        await adopt(peer_end, lambda: connection)
+        await adopt_socket(peer_end, lambda: connection)
         [self.peer] = self.runner.peers
         self.peer._on_message(Hello(PROTOCOL, "gateway", "bench"))
         for number in range(self.streams):

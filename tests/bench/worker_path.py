@@ -111,7 +111,7 @@ class Streams(Serving):
         await asyncio.sleep(0)
         before = self.socket.writes
         began = time.perf_counter()
-        self.engine._step()
+        self.engine._run_step()
         await self.written(before + 1)
         ended = time.perf_counter()
         parts = {"step": self.stepped_at - began, "delivery": ended - self.stepped_at}

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import httpx
 
-from servekit.config.load import load
-from servekit.engines.model_files.source import resolve
+from servekit.config.load import load_config
+from servekit.engines.model_files.source import resolve_folder
 from tests.clients.environments import Environment, NotInstalled
 from tests.clients.table import Check, table
 from tests.integration.instance import Instance
@@ -91,7 +91,7 @@ def instance(wish: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield wish.url.rstrip("/"), wish.legacy_url.rstrip("/")
         return
     port = _free_port()
-    model = {"name": "smollm2", "path": load(DEMO).models[0].path, "device": "cpu"}
+    model = {"name": "smollm2", "path": load_config(DEMO).models[0].path, "device": "cpu"}
     server = {"legacy": "huixiangdou", "legacy_port": port}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _tokenizer() -> str:
     """The demo model's folder; it is converted already where it is served from here."""
-    return str(resolve(load(DEMO).models[0].path, None, lambda progress: None))
+    return str(resolve_folder(load_config(DEMO).models[0].path, None, lambda progress: None))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.deploy.dockerfile import ROOT, Instruction, Stage, stages, variables
+from tests.polling import poll
 
 _BASE = ["python3", "python3-venv", "python3-dev", "ca-certificates"]
 _CONFIG = {"models": [{"name": "a", "engine": "echo", "path": "a"}], "server": {"port": 8000}}
@@ -147,11 +148,11 @@ def _serve(root: Root, stage: Stage) -> int:
     env = {**root.env, "SERVEKIT_INSECURE": "1"}
     process = subprocess.Popen([*inside, *stage.last("CMD").command], env=env)
     try:
-        for _ in range(60):
-            if root.run(stage.last("HEALTHCHECK").command).returncode == 0:
-                print("healthy")
-                return 0
-            time.sleep(1.0)  # as Docker would, between two looks
+        poll("it is healthy", lambda: root.run(stage.last("HEALTHCHECK").command).returncode == 0)
+        print("healthy")
+        return 0
+    except AssertionError as error:
+        print(error)
         return 1
     finally:
         process.terminate()

@@ -22,12 +22,13 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from servekit.config.load import load
+from servekit.config.load import load_config
 from tests.fuzz.cases import Maker
 from tests.fuzz.processes import Watched
 from tests.fuzz.report import failures_text, memory_table, requests_table
 from tests.fuzz.run import Fuzz
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
+from tests.polling import poll
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 GATEWAYS = 2
@@ -68,7 +69,7 @@ def models(*, with_model: bool) -> list[dict[str, Any]]:
     ]
     if with_model:
         options = {"threads": 1, "kv_cache_bytes": 160 * 2**20}
-        path = load(DEMO).models[0].path
+        path = load_config(DEMO).models[0].path
         sampling = {"max_tokens": 8}
         one = {"name": "smollm2", "path": path, "device": "cpu", "max_context": 512}
         found.append(one | {"options": options, "sampling": sampling})

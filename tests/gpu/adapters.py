@@ -252,9 +252,9 @@ def _rate(instance: Instance, models: Sequence[str], clients: int, tokens: int) 
 
 def folder_of(model: str) -> Path:
     """Where the model's configuration is, whatever the file's `path` says."""
-    from servekit.engines.model_files.source import resolve
+    from servekit.engines.model_files.source import resolve_folder
 
-    return Path(resolve(model, None, lambda progress: None))
+    return Path(resolve_folder(model, None, lambda progress: None))
 
 
 def numerics(model: str, device: str) -> list[Row]:

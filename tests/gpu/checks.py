@@ -22,7 +22,8 @@ import httpx
 
 from servekit.protocol.messages import ReplicaStatus
 from servekit.system.gpus import find_gpus, gpu_memory_by_pid
-from tests.integration.instance import Instance, poll, write_config
+from tests.integration.instance import Instance, write_config
+from tests.polling import poll
 
 MIB = 2**20
 STALL_TIMEOUT_S = 5.0

@@ -34,9 +34,10 @@ from servekit.protocol.messages import ReplicaStatus
 from servekit.system import procfs
 from tests.gpu.checks import MIB, PROMPT
 from tests.gpu.nvml import Gpus, Table, gpus, show_tails
-from tests.integration.instance import Instance, poll, write_config
+from tests.integration.instance import Instance, write_config
 from tests.integration.made_up_gpus import on_gpu
 from tests.integration.ray_nodes import PATIENCE_S, Nodes
+from tests.polling import poll
 
 GIB = 2**30
 NAMESPACE = "gpus"
@@ -65,9 +66,9 @@ class Run:
 
     def others(self, workers: list[int]) -> str:
         """Processes that hold memory, and are no worker's and were not there before; "" if none."""
-        groups = {one.pid for one in procfs.everyone() if one.group in workers} | {*workers}
+        groups = {one.pid for one in procfs.all_processes() if one.group in workers} | {*workers}
         found = self.gpus.holders() - groups - self.baseline
-        return "; ".join(f"{pid} {procfs.command(pid)}" for pid in sorted(found))
+        return "; ".join(f"{pid} {procfs.command_line(pid)}" for pid in sorted(found))
 
 
 class Service:
@@ -257,7 +258,7 @@ def environ(pid: int) -> dict[str, str]:
 
 def alone(run: Run, service: Service) -> None:
     others = run.others(service.pids())
-    processes = sum("ray" in procfs.command(one.pid) for one in procfs.everyone())
+    processes = sum("ray" in procfs.command_line(one.pid) for one in procfs.all_processes())
     what = f"supervisor, gateways, actors, wardens, Ray ({processes} processes) hold"
     run.row(what, others or "nothing", not others)
 
@@ -363,7 +364,7 @@ def ended(run: Run, service: Service) -> None:
     pids = service.pids()
     at = time.monotonic()
     code = service.down()
-    poll("all processes are gone", lambda: not any(map(procfs.read, pids)), 30)
+    poll("all processes are gone", lambda: not any(map(procfs.read_process, pids)), 30)
     run.row("servekit down: workers gone", f"{time.monotonic() - at:.1f} s, exit code {code}",
             code == 0)  # fmt: skip
     with contextlib.suppress(AssertionError):
@@ -386,7 +387,7 @@ def over_two(run: Run) -> None:
         [worker] = service.workers()
         with run.table.section("over two", *service.logs):
             if run.device == "cpu":
-                group = sum(one.group == worker.pid for one in procfs.everyone())
+                group = sum(one.group == worker.pid for one in procfs.all_processes())
                 run.row("processes of the replica, on the CPU", group, group >= 2)
                 run.row("… rows on GPUs", "not here")
             else:
@@ -403,7 +404,7 @@ def two_held(run: Run, worker: ReplicaStatus) -> None:
     held = run.gpus.of_group(worker.pid)
     run.row("one replica holds by NVML", run.names(held), {*held} == {*pin.split(",")} and
             len(held) == 2)  # fmt: skip
-    group = {worker.pid, *(one.pid for one in procfs.everyone() if one.group == worker.pid)}
+    group = {worker.pid, *(one.pid for one in procfs.all_processes() if one.group == worker.pid)}
     by_rank = {
         pid: [gpu.index for gpu in seen if pid in gpu.held]
         for pid in sorted(group & run.gpus.holders())

@@ -24,13 +24,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from servekit.chaos.baseline_answers import Known, learn, prompt
+from servekit.chaos.baseline_answers import Known, learn_answers, make_prompt
 from servekit.chaos.client import Question
 from servekit.chaos.load import Load, Silences
-from servekit.chaos.report import seconds
 from servekit.chaos.target import Target
 from servekit.protocol.messages import Status
 from servekit.system.parent_death import CHAOS
+from servekit.units import format_latency
 from tests.gpu.reciting import TEXTS, prompts, write_reciter
 from tests.integration.instance import Instance, echo
 from tests.soak.kills import DEATHS
@@ -143,7 +143,7 @@ async def die(
     tally = load.tally
     ok = tally.clean and tally.answered > 0 and None not in (gone_s, back_s)
     numbers = [str(tally.sent), str(tally.failed), str(tally.wrong)]
-    times = [seconds(max(silences.silent_s, default=0.0)), seconds(back_s)]
+    times = [format_latency(max(silences.silent_s, default=0.0)), format_latency(back_s)]
     broken = f"; broken: {tally.complaints()}" if tally.complaints() else ""
     return known, [engine, way, *numbers, *times, reason + broken], ok
 
@@ -158,8 +158,10 @@ async def undisturbed(target: Target, engine: str, device: str, streams: int) ->
     :raises RuntimeError: It answers otherwise even undisturbed.
     """
     recites = engine != "echo" and device == "cuda"
-    begun = prompts() if recites else [prompt(n, words=8) for n in range(len(TEXTS))]
-    found = await learn(target.client, [Question("m", b, TOKENS) for b in begun], at_once=streams)
+    begun = prompts() if recites else [make_prompt(n, words=8) for n in range(len(TEXTS))]
+    found = await learn_answers(
+        target.client, [Question("m", b, TOKENS) for b in begun], at_once=streams
+    )
     wrong = [
         one.answer.text
         for one, begin, text in zip(found, begun, TEXTS, strict=True)

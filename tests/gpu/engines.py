@@ -27,11 +27,12 @@ from typing import Any
 import httpx
 
 from servekit.system.gpus import find_gpus, gpu_memory_by_pid
-from servekit.system.procfs import everyone
+from servekit.system.procfs import all_processes
 from tests.gpu.adapters import write_middle
 from tests.gpu.checks import MIB, PROMPT, Row, gpu_count
 from tests.gpu.reciting import TEXTS, prompts, write_reciter
-from tests.integration.instance import Instance, poll
+from tests.integration.instance import Instance
+from tests.polling import poll
 
 GIB = 2**30
 #: What each of two models on one GPU may take of it.
@@ -80,7 +81,7 @@ def alike(one: list[str], other: list[str]) -> str:
 
 def held_by_group(pid: int) -> dict[str, int]:
     """Bytes on each GPU, of a process and all in its group."""
-    group = {pid, *(process.pid for process in everyone() if process.group == pid)}
+    group = {pid, *(process.pid for process in all_processes() if process.group == pid)}
     found: dict[str, int] = {}
     for one, held in gpu_memory_by_pid().items():
         if one in group:
@@ -135,7 +136,7 @@ def _within(instance: Instance, name: str, device: str) -> Row:
 
 def _ended(instance: Instance) -> list[Row]:
     groups = [m.replicas[0].pid for m in instance.status().models]
-    pids = [p.pid for p in everyone() if p.group in groups]
+    pids = [p.pid for p in all_processes() if p.group in groups]
     instance.signal(signal.SIGKILL)
     at = time.monotonic()
 
@@ -189,7 +190,7 @@ def recited(what: str, instance: Instance, model: str = "v") -> Row:
 
 def _rank_dies(instance: Instance, pid: int) -> Row:
     """SIGKILL of the process that holds the second GPU: its replica comes up again as one."""
-    group = [p.pid for p in everyone() if p.group == pid and p.pid != pid]
+    group = [p.pid for p in all_processes() if p.group == pid and p.pid != pid]
     victim = next(p for p in reversed(group) if p in gpu_memory_by_pid())
     os.kill(victim, signal.SIGKILL)
     at = time.monotonic()

@@ -33,11 +33,12 @@ import httpx
 from servekit.engines.llamacpp.memory_fit import read_parts
 from servekit.engines.model_files.source import resolve_file
 from servekit.system.gpus import find_gpus, gpu_memory_by_pid
-from servekit.system.procfs import everyone
+from servekit.system.procfs import all_processes
 from tests.gpu.checks import MIB, Row, gpu_count
 from tests.gpu.engines import PROMPTS, entry, held_by_group, recited, serving
 from tests.gpu.reciting import write_gguf, write_reciter
-from tests.integration.instance import Instance, poll
+from tests.integration.instance import Instance
+from tests.polling import poll
 from tests.unit.engines.harness import make_spec
 
 GIB = 2**30
@@ -206,7 +207,7 @@ def _gib(size: int) -> str:
 def ended(instance: Instance) -> Iterator[Row]:
     """SIGKILL of the supervisor."""
     groups = {r.pid for m in instance.status().models for r in m.replicas}
-    pids = {process.pid for process in everyone() if process.group in groups}
+    pids = {process.pid for process in all_processes() if process.group in groups}
     instance.signal(signal.SIGKILL)
     began = time.monotonic()
 

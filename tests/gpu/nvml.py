@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from servekit.system.procfs import everyone
+from servekit.system.procfs import all_processes
 from tests.integration.made_up_gpus import MadeUpGpus
 
 
@@ -57,7 +57,7 @@ class Gpus:
 
     def of_group(self, pid: int) -> dict[str, int]:
         """Bytes by UUID, of a worker and of all in its process group; nothing where it has none."""
-        group = {pid, *(one.pid for one in everyone() if one.group == pid)}
+        group = {pid, *(one.pid for one in all_processes() if one.group == pid)}
         found = {gpu.uuid: sum(gpu.held.get(one, 0) for one in group) for gpu in self.look()}
         return {uuid: size for uuid, size in found.items() if size}
 

@@ -25,11 +25,12 @@ from servekit.config import keys
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.widgets import machine_tables
 from tests.gpu.nvml import Gpus, Table, show_tails
-from tests.integration.instance import Instance, poll
+from tests.integration.instance import Instance
+from tests.polling import poll
 
 HAS_UI = importlib.util.find_spec("gradio") is not None
 WITHIN_S = 30.0
-ADMIN, HASH = keys.new("boss")
+ADMIN, HASH = keys.new_key("boss")
 AUTH = {"authorization": f"Bearer {ADMIN}"}
 ESCAPES = re.compile(r"\x1b[\[(][0-9;?]*[A-Za-z]")
 SERIES = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
@@ -86,7 +87,7 @@ class Watched:
         """
         if not HAS_UI:
             status = self.instance.status()
-            html = machine_tables.gpus(status.gpus, status.models, Say("en"))
+            html = machine_tables.render_gpus(status.gpus, status.models, Say("en"))
             return {"sk-gpus": self.save(f"{name}.html", f"<meta charset=utf-8>{html}")}
         with httpx.Client(base_url=f"{self.url}/ui", headers=AUTH, timeout=60) as client:
             page = client.get("/config").json()

@@ -35,7 +35,8 @@ from servekit.protocol.messages import TokenLogprob
 from servekit.system import procfs
 from servekit.system.gpus import gpu_memory_by_pid
 from tests.gpu.checks import MIB, Row, ask
-from tests.integration.instance import Instance, poll
+from tests.integration.instance import Instance
+from tests.polling import poll
 from tests.unit.engines.harness import Harness, make_spec
 
 PROMPTS = [
@@ -275,10 +276,12 @@ def killed(args: argparse.Namespace) -> Iterator[Row]:
 def killed_in(instance: Instance) -> Iterator[Row]:
     before = ask(instance)
     worker = instance.replica("m/0").pid
-    group = [worker, *(process.pid for process in procfs.descendants(worker))]
+    group = [worker, *(process.pid for process in procfs.find_descendants(worker))]
     began = time.monotonic()
     os.kill(group[1], signal.SIGKILL)
-    poll("all of the replica is gone", lambda: not any(map(procfs.read, group)), within_s=10)
+    poll(
+        "all of the replica is gone", lambda: not any(map(procfs.read_process, group)), within_s=10
+    )
     gone_s = time.monotonic() - began
     poll("its memory is gone", lambda: not _held(group), within_s=10)
     free_s = time.monotonic() - began

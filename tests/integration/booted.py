@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.integration.instance import poll
+from tests.polling import poll
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "deploy" / "systemd" / "servekit.service"

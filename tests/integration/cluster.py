@@ -18,8 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,13 +42,14 @@ from servekit.protocol.messages import (
     WorkerSpec,
 )
 from servekit.protocol.transport.certificate_authority import LIFE_S
-from servekit.protocol.transport.connection import LOST_S, Connection, adopt
+from servekit.protocol.transport.connection import LOST_S, Connection, adopt_socket
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.tls import Authority, Credentials
 from servekit.ray.certificates import Certificates
 from servekit.supervisor.lifecycle.remote_process import RemoteChild, RemoteControl
 from servekit.supervisor.process.child_process import Exit
 from tests.integration.network import Cable
+from tests.polling import poll_async
 
 DEADLINE_S = 60.0
 MODEL = "echo"
@@ -86,7 +86,7 @@ class Node:
         """Return once it has said, asked from now on, that it runs a request."""
         asked = self.ping()
         while not self._busy_since(asked):
-            await until(f"{self.name} answers", partial(self._answered, self.ping()))
+            await poll_async(f"{self.name} answers", partial(self._answered, self.ping()))
 
     def ping(self) -> int:
         """Ask it how it is."""
@@ -117,13 +117,6 @@ class Node:
     @property
     def hands(self) -> RemoteControl:
         return RemoteControl(self._killed, self._ended)
-
-
-async def until(what: str, probe: Callable[[], object], within_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not probe():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        await asyncio.sleep(0.01)
 
 
 class Cluster:
@@ -236,7 +229,7 @@ class Cluster:
         await child.attach()
         if load:
             child.send(Load(node.spec))
-            await until(f"{node.name} is ready", lambda: node.has(Ready))
+            await poll_async(f"{node.name} is ready", lambda: node.has(Ready))
         return child
 
     async def ready(self, name: str, **wish: Any) -> Node:
@@ -275,9 +268,9 @@ class Cluster:
         self._control = control = Connection[FromGateway](
             FromGateway, heard.append, lambda error: None
         )
-        await adopt(ours, lambda: control)
+        await adopt_socket(ours, lambda: control)
         self.publish()
-        await until("the gateway serves", lambda: any(isinstance(m, Serving) for m in heard))
+        await poll_async("the gateway serves", lambda: any(isinstance(m, Serving) for m in heard))
 
     def publish(self) -> None:
         """Tell the gateway of all workers that there are, as a supervisor does."""
@@ -311,7 +304,7 @@ class Cluster:
 
     async def connected(self, count: int) -> None:
         """So many workers have been connected, since the beginning."""
-        await until(
+        await poll_async(
             f"{count} workers are connected", lambda: self.said.count("worker connected") >= count
         )
 

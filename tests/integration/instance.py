@@ -17,10 +17,9 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from servekit.cli.startup_display import settled
 from servekit.errors import ServekitError
@@ -34,8 +33,7 @@ from servekit.protocol.messages import (
 from servekit.supervisor.admin.control_socket import ask
 from servekit.supervisor.process.run_dir import read_record
 from servekit.system import procfs
-
-T = TypeVar("T")
+from tests.polling import T, poll
 
 PROGRAM = (sys.executable, "-m", "servekit")
 
@@ -63,18 +61,6 @@ def write_config(
     settings |= sections or {}
     path.write_text(json.dumps(settings, indent=2))
     return path
-
-
-def poll(what: str, probe: Callable[[], T], within_s: float) -> T:
-    """The first true answer of `probe`; AssertionError with `what` after the deadline."""
-    began = time.monotonic()
-    while True:
-        if found := probe():
-            return found
-        passed_s = time.monotonic() - began
-        assert passed_s < within_s, f"not within {within_s:g} s: {what}"
-        # between two looks, up to the deadline; each costs whoever is asked some milliseconds
-        time.sleep(min(0.1, 0.02 + passed_s / 100))
 
 
 class Instance:
@@ -227,7 +213,7 @@ class Instance:
 
         A process with an environment of its own does not carry the mark: `end` remembers it.
         """
-        found = [process for process in procfs.marked(self._mark) if process.pid != self.pid]
+        found = [process for process in procfs.find_marked(self._mark) if process.pid != self.pid]
         known = {process.pid for process in found}
         return found + [
             process
@@ -237,13 +223,13 @@ class Instance:
 
     def end(self) -> None:
         """Kill what runs; fail if anything outlives its supervisor by two seconds."""
-        self._unmarked = procfs.descendants(self.pid)
+        self._unmarked = procfs.find_descendants(self.pid)
         self.process.kill()
         self.process.wait()
         try:
             poll("nothing survives", lambda: not self.survivors(), within_s=2.0)
         except AssertionError:
-            left = [(p.pid, procfs.command(p.pid)) for p in self.survivors()]
+            left = [(p.pid, procfs.command_line(p.pid)) for p in self.survivors()]
             for process in self.survivors():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)

@@ -40,8 +40,8 @@ def running(*, grows: bool = False) -> Iterator[Nodes]:
 def raylet_of(pid: int) -> int:
     """The process of Ray's node that a worker descends from."""
     # whole: what is cut has lost its folders, and Ray says all of its settings on that line
-    while "raylet/raylet" not in procfs.command(pid, 2**20):
-        found = procfs.read(pid)
+    while "raylet/raylet" not in procfs.command_line(pid, 2**20):
+        found = procfs.read_process(pid)
         assert found is not None and found.parent > 0, "no node of Ray above it"
         pid = found.parent
     return pid

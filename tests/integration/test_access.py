@@ -16,12 +16,13 @@ import psutil
 import pytest
 
 from servekit.config import keys
-from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
+from tests.integration.instance import PROGRAM, Instance, echo, write_config
+from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(120)
 
-ALICE, ALICE_HASH = keys.new("alice")
-BOB, BOB_HASH = keys.new("bob")
+ALICE, ALICE_HASH = keys.new_key("alice")
+BOB, BOB_HASH = keys.new_key("bob")
 CI = "the-key-of-the-pipeline"
 PLAIN = {"model": "a", "prompt": "hello", "max_tokens": 5}
 KEYS: list[dict[str, Any]] = [

@@ -22,8 +22,8 @@ from tests.integration.test_access import bearer, run
 
 pytestmark = pytest.mark.timeout(180)
 
-ROOT, ROOT_HASH = keys.new("root")
-USER, USER_HASH = keys.new("user")
+ROOT, ROOT_HASH = keys.new_key("root")
+USER, USER_HASH = keys.new_key("user")
 KEYS: list[dict[str, Any]] = [
     {"name": "root", "hash": ROOT_HASH, "admin": True},
     {"name": "user", "hash": USER_HASH, "models": ["m"]},

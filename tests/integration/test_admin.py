@@ -11,13 +11,14 @@ import pytest
 
 from servekit.config import keys
 from servekit.errors import LONGEST_MESSAGE
-from tests.integration.instance import Instance, echo, poll, write_config
+from tests.integration.instance import Instance, echo, write_config
 from tests.integration.test_access import PLAIN, bearer, run
+from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(120)
 
-ROOT, ROOT_HASH = keys.new("root")
-USER, USER_HASH = keys.new("user")
+ROOT, ROOT_HASH = keys.new_key("root")
+USER, USER_HASH = keys.new_key("user")
 KEYS: list[dict[str, Any]] = [
     {"name": "root", "hash": ROOT_HASH, "admin": True, "models": ["a"]},
     {"name": "user", "hash": USER_HASH},

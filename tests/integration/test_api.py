@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
+from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(120)
 

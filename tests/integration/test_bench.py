@@ -15,9 +15,10 @@ import jsonschema
 import psutil
 import pytest
 
-from servekit.bench.result import schema
+from servekit.bench.result import result_schema
 from tests.integration import certificates
-from tests.integration.instance import PROGRAM, Instance, echo, poll
+from tests.integration.instance import PROGRAM, Instance, echo
+from tests.polling import poll
 
 STEP_S = 0.02
 TOKEN_S = 0.001
@@ -53,7 +54,7 @@ def measured(instance: Instance, *args: str, env: Mapping[str, str] | None = Non
     told = bench(instance.url, "--json", "-", *args, env=env)
     assert told.stdout, told.stderr
     found = json.loads(told.stdout)
-    jsonschema.validate(found, schema())
+    jsonschema.validate(found, result_schema())
     return found
 
 
@@ -77,6 +78,7 @@ def started(*args: str, env: Mapping[str, str] | None = None) -> Iterator[subpro
 # ---------------------------------------------------------------- known speeds
 
 
+@pytest.mark.lane("bench")
 def test_it_finds_the_speed_that_the_server_was_told(instance: Instance) -> None:
     load = ("-c", "1", "-n", "6", "--prompt-tokens", "100", "--output-tokens", "20")
     found = measured(instance, "-m", "paced", *load, "--slo", "itl=1,e2e=0.3")
@@ -94,6 +96,7 @@ def test_it_finds_the_speed_that_the_server_was_told(instance: Instance) -> None
     assert run["goodput"]["share"] == 0, "0.5 s are more than 0.3"
 
 
+@pytest.mark.lane("bench")
 def test_loads_by_turns_in_several_processes(instance: Instance) -> None:
     found = measured(
         instance, "-m", "paced", "-c", "1,4", "-d", "1s", "--processes", "2", "--prompt-tokens", "5"
@@ -160,11 +163,11 @@ def test_a_table_and_plain_lines(instance: Instance, tmp_path: Path) -> None:
     assert "time to first token" in told.stdout
     assert told.stderr.startswith("8 at once: 50 requests in ")
     assert "\x1b" not in told.stdout + told.stderr
-    jsonschema.validate(json.loads(file.read_text()), schema())
+    jsonschema.validate(json.loads(file.read_text()), result_schema())
 
 
 def test_the_schema_is_printed() -> None:
-    assert json.loads(bench("--schema").stdout) == schema()
+    assert json.loads(bench("--schema").stdout) == result_schema()
 
 
 # ---------------------------------------------------------------- what is refused
@@ -207,6 +210,7 @@ def test_a_full_queue_is_counted_and_does_not_end_it(instance: Instance) -> None
     assert "wait for 'narrow' already" in run["errors"][0]["message"]
 
 
+@pytest.mark.lane("bench")
 def test_a_server_that_dies_under_it(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a", step_s=0.05)]) as instance:
         instance.until_settled()
@@ -270,6 +274,7 @@ def runs(process: psutil.Process) -> bool:
 # ---------------------------------------------------------------- keys and TLS
 
 
+@pytest.mark.lane("bench")
 def test_keys_and_tls(tmp_path: Path) -> None:
     certificate, private = certificates.make(tmp_path)
     server = {"tls": {"certificate": str(certificate), "key": str(private)}}

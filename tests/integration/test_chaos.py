@@ -62,7 +62,17 @@ def carry_out(name: str, scene: Scene) -> Finding:
 ELSEWHERE = ("engine-process-killed", run.LAST)
 
 
-@pytest.mark.parametrize("name", [n for n in run.EXPERIMENTS if n not in ELSEWHERE])
+lane = pytest.mark.lane("chaos")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "worker-killed" else lane)
+        for name in run.EXPERIMENTS
+        if name not in ELSEWHERE
+    ],
+)
 def test_the_promise_is_kept(name: str, scene: Scene, instance: Instance) -> None:
     for _ in range(3):
         finding = carry_out(name, scene)
@@ -75,6 +85,7 @@ def test_the_promise_is_kept(name: str, scene: Scene, instance: Instance) -> Non
     pytest.fail(f"{finding}\n{instance.log}")
 
 
+@lane
 def test_no_step_is_made_to_raise_in_who_was_not_started_for_it(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("one", step_s=0.01)]) as instance:
         url, pid = instance.until_settled().url, instance.replica("one/0").pid
@@ -91,6 +102,7 @@ def test_no_step_is_made_to_raise_in_who_was_not_started_for_it(tmp_path: Path) 
         assert instance.replica("one/0").pid == pid
 
 
+@lane
 def test_a_single_worker_is_waited_for(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("one", step_s=0.01)]) as instance:
         url = instance.until_settled().url
@@ -113,6 +125,7 @@ def test_a_text_that_differs_breaks_the_promise(scene: Scene) -> None:
     assert finding.wrong == finding.answered > 0
 
 
+@lane
 def test_nothing_survives_the_supervisor_and_the_next_start_cleans(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [model()]) as instance:
         url = instance.until_settled().url

@@ -52,24 +52,47 @@ class Person(pydantic.BaseModel):
     age: int
 
 
+ECHO = echo("echo", step_s=0.001) | {"tool_parser": "hermes", "reasoning_parser": "think"}
+SMOL = {
+    "name": "smollm2",
+    "path": SMOLLM2,
+    "device": "cpu",
+    "sampling": {"temperature": 0.2, "repetition_penalty": 1.1},
+}
+#: For a test of the two, which is one of the echo engine alone in the ordinary run.
+REAL_IN_LANE = [
+    pytest.param("echo", id="echo"),
+    pytest.param("smollm2", id="smollm2", marks=pytest.mark.lane("models")),
+]
+lane = pytest.mark.lane("models")
+
+
+def connected(instance: Instance) -> Any:
+    return openai.OpenAI(base_url=f"{instance.url}/v1", api_key="any", timeout=120, max_retries=0)
+
+
 @pytest.fixture(scope="module")
 def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
-    dialect = {"tool_parser": "hermes", "reasoning_parser": "think"}
-    speaking = echo("echo", step_s=0.001) | dialect
-    real = {
-        "name": "smollm2",
-        "path": SMOLLM2,
-        "device": "cpu",
-        "sampling": {"temperature": 0.2, "repetition_penalty": 1.1},
-    }
-    with Instance.up(tmp_path_factory.mktemp("clients"), [speaking, real]) as instance:
+    with Instance.up(tmp_path_factory.mktemp("clients"), [ECHO]) as instance:
+        instance.until_settled()
+        yield instance
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    with Instance.up(tmp_path_factory.mktemp("real"), [ECHO, SMOL]) as instance:
         instance.until_settled(within_s=240)
         yield instance
 
 
 @pytest.fixture(scope="module")
 def client(instance: Instance) -> Any:
-    return openai.OpenAI(base_url=f"{instance.url}/v1", api_key="any", timeout=120, max_retries=0)
+    return connected(instance)
+
+
+@pytest.fixture(scope="module")
+def real_client(real: Instance) -> Any:
+    return connected(real)
 
 
 # ---------------------------------------------------------------- openai
@@ -117,7 +140,9 @@ def test_usage_comes_only_where_it_was_asked_for(client: Any) -> None:
     assert all(chunk.usage is None for chunk in asked[:-1])
 
 
-def test_choices_log_probabilities_and_bias_of_a_model(client: Any) -> None:
+@lane
+def test_choices_log_probabilities_and_bias_of_a_model(real_client: Any) -> None:
+    client = real_client
     question = [{"role": "user", "content": "Name a colour."}]
     answer = client.chat.completions.create(
         model="smollm2", messages=question, n=3, seed=5, temperature=1.0, max_tokens=6,
@@ -147,7 +172,9 @@ def test_choices_log_probabilities_and_bias_of_a_model(client: Any) -> None:
     assert other.choices[0].message.content.strip() != favourite.strip()
 
 
-def test_structured_output_of_a_model(client: Any) -> None:
+@lane
+def test_structured_output_of_a_model(real_client: Any) -> None:
+    client = real_client
     question = [{"role": "user", "content": "Describe a person."}]
     parsed = client.chat.completions.parse(
         model="smollm2", messages=question, response_format=Person, max_tokens=200
@@ -164,8 +191,10 @@ def test_structured_output_of_a_model(client: Any) -> None:
         assert isinstance(json.loads(loose.choices[0].message.content), dict)
 
 
-def test_a_streamed_response(client: Any) -> None:
-    with client.responses.stream(model="smollm2", input="Say hi.", temperature=0) as stream:
+@pytest.mark.parametrize("model", REAL_IN_LANE)
+def test_a_streamed_response(model: str, request: pytest.FixtureRequest) -> None:
+    client = request.getfixturevalue("client" if model == "echo" else "real_client")
+    with client.responses.stream(model=model, input="Say hi.", temperature=0) as stream:
         text = "".join(
             event.delta for event in stream if event.type == "response.output_text.delta"
         )
@@ -180,8 +209,8 @@ def test_embeddings_and_models(client: Any) -> None:
     assert [one.index for one in listed] == [0, 1]
     short = client.embeddings.create(model="echo", input="one", dimensions=4).data[0].embedding
     assert math.fsum(value * value for value in short) == pytest.approx(1.0, abs=1e-5)
-    assert {model.id for model in client.models.list()} == {"echo", "smollm2"}
-    assert client.models.retrieve("smollm2").id == "smollm2"
+    assert {model.id for model in client.models.list()} == {"echo"}
+    assert client.models.retrieve("echo").id == "echo"
 
 
 @pytest.mark.parametrize(
@@ -193,24 +222,34 @@ def test_embeddings_and_models(client: Any) -> None:
         ({"model": "echo", "frequency_penalty": -1}, "frequency_penalty"),
         ({"model": "echo", "extra_body": {"min_p": 0.1}}, "min_p"),
         ({"model": "echo", "extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty"),
-        ({"model": "smollm2", "tools": [LOOK]}, "tools"),
         ({"model": "echo", "tools": [{"type": "function", "function": {"name": "a b"}}]}, None),
         ({"model": "echo", "tools": [LOOK], "tool_choice": "other"}, "tool_choice"),
-        (
-            {
-                "model": "smollm2",
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "(?=a)"}},
-                },
-            },
-            "response_format",
-        ),
     ],
 )
 def test_what_an_engine_lacks_is_said_by_name(
     client: Any, fields: dict[str, Any], param: str | None
 ) -> None:
+    assert_refused(client, fields, param)
+
+
+PATTERN = {"name": "x", "schema": {"type": "string", "pattern": "(?=a)"}}
+
+
+@lane
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [LOOK]}, "tools"),
+        ({"response_format": {"type": "json_schema", "json_schema": PATTERN}}, "response_format"),
+    ],
+)
+def test_what_a_model_lacks_is_said_by_name(
+    real_client: Any, fields: dict[str, Any], param: str
+) -> None:
+    assert_refused(real_client, {"model": "smollm2", **fields}, param)
+
+
+def assert_refused(client: Any, fields: dict[str, Any], param: str | None) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(messages=says("x"), max_tokens=5, **fields)
     error: Any = refused.value.body
@@ -218,15 +257,18 @@ def test_what_an_engine_lacks_is_said_by_name(
     assert param is None or error["param"] == param
 
 
-def test_what_asks_for_nothing_is_taken_by_every_engine(client: Any) -> None:
+@pytest.mark.parametrize("model", REAL_IN_LANE)
+def test_what_asks_for_nothing_is_taken_by_every_engine(
+    model: str, request: pytest.FixtureRequest
+) -> None:
     """As clients send it that write out all defaults."""
-    for model in ("echo", "smollm2"):
-        answer = client.chat.completions.create(
-            model=model, messages=says("x"), max_tokens=2, presence_penalty=0,
-            frequency_penalty=0, logit_bias={}, temperature=0, top_p=1, n=1,
-            extra_body={"min_p": 0, "repetition_penalty": 1, "top_k": -1, "min_tokens": 0},
-        )  # fmt: skip
-        assert answer.choices[0].message.content
+    client = request.getfixturevalue("client" if model == "echo" else "real_client")
+    answer = client.chat.completions.create(
+        model=model, messages=says("x"), max_tokens=2, presence_penalty=0,
+        frequency_penalty=0, logit_bias={}, temperature=0, top_p=1, n=1,
+        extra_body={"min_p": 0, "repetition_penalty": 1, "top_k": -1, "min_tokens": 0},
+    )  # fmt: skip
+    assert answer.choices[0].message.content
 
 
 # ---------------------------------------------------------------- langchain
@@ -247,11 +289,18 @@ def test_a_langchain_chain(instance: Instance) -> None:
     bound = talker(model="echo", **options).bind_tools([LOOK]).bind(stop=["¤"])
     called = bound.invoke(f"{CALLS}¤")
     assert [call["args"]["at"] for call in called.tool_calls] == ["the sky", "the sea"]
-    real = talker(model="smollm2", max_tokens=200, **options)
-    person = real.with_structured_output(Person).invoke("Describe a person.")
-    assert isinstance(person, Person)
     embed = embedder(model="echo", check_embedding_ctx_length=False, **options)
     assert len(embed.embed_documents(["one", "two"])) == 2
+
+
+@lane
+def test_langchain_parses_what_a_model_says(real: Instance) -> None:
+    from langchain_openai import ChatOpenAI
+
+    talker: Any = ChatOpenAI
+    speaking = talker(model="smollm2", max_tokens=200, base_url=f"{real.url}/v1", api_key="any")
+    person = speaking.with_structured_output(Person).invoke("Describe a person.")
+    assert isinstance(person, Person)
 
 
 # ---------------------------------------------------------------- LiteLLM
@@ -269,6 +318,17 @@ def test_litellm_as_a_client(instance: Instance) -> None:
     built = litellm.stream_chunk_builder(list(pieces))
     assert built is not None
     assert len(built.choices[0].message.tool_calls) == 2
+    vectors = litellm.embedding("openai/echo", input=["one"], **at)
+    assert len(vectors.data) == 1
+    through = {"api_base": instance.url, "api_key": "any"}
+    said = litellm.completion("anthropic/echo", messages=says("hello"), stop=["¤"], **through)
+    assert said.choices[0].message.content == "hello"
+
+
+@lane
+def test_litellm_asks_a_model_by_a_schema(real: Instance) -> None:
+    litellm: Any = importlib.import_module("litellm")
+    at: dict[str, Any] = {"api_base": f"{real.url}/v1", "api_key": "any"}
     schema = Person.model_json_schema() | {"additionalProperties": False}  # so that it ends
     made = litellm.completion(
         "openai/smollm2", messages=[{"role": "user", "content": "Describe a person."}],
@@ -276,8 +336,3 @@ def test_litellm_as_a_client(instance: Instance) -> None:
         max_tokens=200, temperature=0, **at,
     )  # fmt: skip
     jsonschema.validate(json.loads(made.choices[0].message.content), schema)
-    vectors = litellm.embedding("openai/echo", input=["one"], **at)
-    assert len(vectors.data) == 1
-    through = {"api_base": instance.url, "api_key": "any"}
-    said = litellm.completion("anthropic/echo", messages=says("hello"), stop=["¤"], **through)
-    assert said.choices[0].message.content == "hello"

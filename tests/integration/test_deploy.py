@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from servekit.config.load import load
-from servekit.supervisor.shutdown import END_S
+from servekit.config.load import load_config
+from servekit.supervisor.supervisor import END_S
 from tests.deploy.dockerfile import ROOT, Stage, stages
 
 DEPLOY = ROOT / "deploy"
@@ -96,7 +96,7 @@ def test_what_compose_mounts_is_there_and_is_published_on_loopback_only() -> Non
     grace = services["servekit"]["stop_grace_period"]
     assert (
         int(grace.removesuffix("s"))
-        >= load(ROOT / "configs" / "demo.yaml").server.drain_timeout_s + END_S
+        >= load_config(ROOT / "configs" / "demo.yaml").server.drain_timeout_s + END_S
     )
 
 
@@ -192,7 +192,7 @@ def test_its_configuration_is_one(overlay: str, tmp_path: Path) -> None:
     documents = rendered(overlay)
     path = tmp_path / "servekit.yaml"
     path.write_text(one(documents, "ConfigMap")["data"]["servekit.yaml"])
-    config = load(path)
+    config = load_config(path)
     deployment = one(documents, "Deployment")["spec"]["template"]["spec"]["containers"][0]
     assert config.server.port == deployment["ports"][0]["containerPort"]
     assert config.keys, "whoever reaches the pod could use all"

@@ -267,6 +267,7 @@ def test_it_runs_as_far_as_ollamas_clients_can_tell(instance: Instance, path: st
     assert (answer.status_code, answer.content) == (200, b"")
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
 def test_all_dialects_say_the_same(tmp_path: Path) -> None:
     """A real model's greedy answer, and its count of tokens, by every API."""

@@ -86,6 +86,7 @@ def test_a_reader_finds_a_section(context: BrowserContext, url: str, problems: l
     assert problems == []
 
 
+@pytest.mark.lane("pages")
 def test_a_phone_shows_each_kind_of_page(
     context: BrowserContext, url: str, problems: list[str]
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_phone_shows_each_kind_of_page(
     assert problems == []
 
 
+@pytest.mark.lane("pages")
 def test_the_api_can_be_tried_out(context: BrowserContext, url: str, problems: list[str]) -> None:
     page = context.new_page()
     page.goto(f"{url}/docs")

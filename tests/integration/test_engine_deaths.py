@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
 from tests.integration.test_faults_supervisor import cli
+from tests.polling import poll
 
 STREAMS, WHOLES = 20, 10
 POISON = "(raise)"

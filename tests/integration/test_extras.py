@@ -45,7 +45,7 @@ def test_the_dockerfile_names_extras_that_there_are() -> None:
     assert named and named <= set(EXTRAS)
 
 
-@pytest.mark.lane
+@pytest.mark.lane("packages")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("constrained", [False, True])
 @pytest.mark.parametrize("extras", ["", *EXTRAS, *(e for e in IN_DOCKERFILE if "," in e)])

@@ -21,7 +21,8 @@ import psutil
 import pytest
 from openai.types import CompletionUsage
 
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
+from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(180)
 #: One for all: it takes longer to make than many a request.
@@ -146,6 +147,7 @@ def complete_on(connection: http.client.HTTPConnection, prompt: str, tokens: int
     return str(answer["error"]["code"] if "error" in answer else answer["choices"][0]["text"])
 
 
+@pytest.mark.lane("chaos")
 def test_poison_through_two_gateways_takes_nobody_along(tmp_path: Path) -> None:
     """Innocents that have only just begun, all the time, on both: they become suspects, too."""
     models = [echo("m", replicas=2, step_s=0.05, crash_on="poison", slots=32)]
@@ -248,6 +250,7 @@ def waiting(url: str) -> int:
     return int(HTTP.get(f"{url}/readyz").json()["models"]["m"]["waiting"])
 
 
+@pytest.mark.lane("chaos")
 def test_a_heavy_client_does_not_starve_a_light_one(slow: str) -> None:
     with ThreadPoolExecutor(101) as pool:
         heavy = [pool.submit(complete, slow, "heavy", max_tokens=15) for _ in range(100)]

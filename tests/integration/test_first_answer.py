@@ -9,6 +9,7 @@ import pytest
 from tests.bench.first_answer import walk
 
 
+@pytest.mark.lane("models")
 @pytest.mark.timeout(300)
 def test_three_commands_to_the_first_answer(tmp_path: Path) -> None:
     """The log is JSON, each line of it, or `walk` would fail."""

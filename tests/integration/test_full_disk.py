@@ -115,7 +115,7 @@ def may_mount(path: Path) -> str:
     return done.stderr.strip() or f"exit code {done.returncode}" if done.returncode else ""
 
 
-@pytest.fixture(params=[Mounted, Limited])
+@pytest.fixture(params=[pytest.param(Mounted, marks=pytest.mark.lane("chaos")), Limited])
 def disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Disk:
     # Its own short path: /proc/PID/root goes in front of it, and sockets' paths are short.
     found: Disk = request.param(tmp_path_factory.mktemp("d"))

@@ -12,6 +12,7 @@ from tests.fuzz.processes import Usage
 MIB = 2**20
 
 
+@pytest.mark.lane("fuzz")
 @pytest.mark.timeout(900)  # twenty seconds, of a machine that has nothing else to do
 def test_no_request_is_answered_badly(capsys: pytest.CaptureFixture[str]) -> None:
     # so few are no measure of memory: what grows by half is a leak all the same

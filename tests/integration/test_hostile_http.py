@@ -15,8 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
 from tests.integration.test_hot_route import ONE, TEXT, Service, post, read
+from tests.polling import poll
 
 MIB = 1 << 20
 
@@ -81,6 +82,7 @@ def test_a_header_over_the_limit_is_told_so(service: Service) -> None:
         assert code_of(to_the_end(connection)) == (431, "header_too_large")
 
 
+@pytest.mark.lane("waits")
 def test_those_who_never_finish_are_sent_away(service: Service) -> None:
     """Hundreds at once; who asks properly meanwhile is answered."""
     begun = [b"", b"GET /liv", b"GET / HTTP/1.1\r\nhost: localhost\r\n"] * 100
@@ -238,6 +240,7 @@ def test_half_sent_bodies_have_a_bound_together(tmp_path: Path, path: bytes) -> 
             assert len(clients) - kept <= refused <= len(clients) - kept + 2
 
 
+@pytest.mark.lane("waits")
 def test_a_stream_that_nobody_reads_is_ended(tmp_path: Path) -> None:
     """It is cancelled in the engine, too; who reads slowly meanwhile gets all."""
     model = echo("echo", step_s=0.0005, slots=2, max_context=100 * MIB)

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
+from tests.polling import poll
 
 MAX_BODY_BYTES = 200_000
 ONE = {"model": "echo", "prompt": "hello", "max_tokens": 5}

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from servekit.system import procfs
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
+from tests.polling import poll
 
 #: Its grandchildren empty their environments and begin sessions of their own.
 ESCAPING = echo("a", grandchildren=1, escaped_grandchildren=2, shared_memory_bytes=2**20)
@@ -19,7 +20,7 @@ ESCAPING = echo("a", grandchildren=1, escaped_grandchildren=2, shared_memory_byt
 def of(folder: Path) -> list[procfs.Process]:
     """All that runs there, by the working directory, which is passed on to everybody."""
     found = []
-    for process in procfs.everyone():
+    for process in procfs.all_processes():
         try:
             if Path(f"/proc/{process.pid}/cwd").readlink() == folder:
                 found.append(process)
@@ -34,16 +35,16 @@ def segments(pids: set[int]) -> set[Path]:
 
 def escaped(folder: Path) -> list[int]:
     here = [process.pid for process in of(folder)]
-    return [pid for pid in here if procfs.command(pid) == "/bin/sleep 1000"]
+    return [pid for pid in here if procfs.command_line(pid) == "/bin/sleep 1000"]
 
 
 def guards(instance: Instance) -> list[int]:
     """In a session of its own, a child of the supervisor."""
-    found = procfs.descendants(instance.pid)
+    found = procfs.find_descendants(instance.pid)
     return [
         p.pid
         for p in found
-        if "servekit.supervisor.process.orphan_guard" in procfs.command(p.pid, 10_000)
+        if "servekit.supervisor.process.orphan_guard" in procfs.command_line(p.pid, 10_000)
     ]
 
 
@@ -93,7 +94,7 @@ def test_a_guard_that_dies_is_started_again(tmp_path: Path) -> None:
         kill(instance.pid)
         instance.process.wait()
         poll("all processes are gone", lambda: not of(tmp_path), within_s=2.0)
-        assert not procfs.command(second)
+        assert not procfs.command_line(second)
 
 
 @pytest.mark.parametrize("order", ["the guard first", "both at once"])
@@ -102,7 +103,7 @@ def test_without_a_guard_our_own_end_and_the_next_start_ends_the_rest(
 ) -> None:
     with Instance.up(tmp_path, [ESCAPING], cwd=tmp_path) as instance:
         at_work(instance)
-        lost = {p.pid for p in of(tmp_path) if "sleep 1000" in procfs.command(p.pid)}
+        lost = {p.pid for p in of(tmp_path) if "sleep 1000" in procfs.command_line(p.pid)}
         assert len(lost) == 3
         workers = {process.pid for process in of(tmp_path)}
         if order == "both at once":

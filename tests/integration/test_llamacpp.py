@@ -107,8 +107,8 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
         assert "unknown model architecture: 'oddformer'" in instance.log
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
-@pytest.mark.slow
 def test_smollm2_answers(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [model(SMOLLM2)]) as instance:
         instance.until_settled(120)

@@ -23,11 +23,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from servekit.config import keys
 from servekit.metrics import METRICS
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
 from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu
 from tests.integration.test_access import bearer
 from tests.integration.test_adapters import named
 from tests.integration.test_remote import free_port
+from tests.polling import poll
 from tests.unit.test_metrics import CONFIG, DASHBOARD, RULES, expressions, promtool, rules
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,8 +37,8 @@ PROMETHEUS = shutil.which("prometheus")
 needs_prometheus = pytest.mark.skipif(
     PROMETHEUS is None, reason="needs Debian's package prometheus"
 )
-SCRAPER, SCRAPER_HASH = keys.new("scraper")
-TEAM, TEAM_HASH = keys.new("team")
+SCRAPER, SCRAPER_HASH = keys.new_key("scraper")
+TEAM, TEAM_HASH = keys.new_key("team")
 KEYS = [
     {"name": "scraper", "hash": SCRAPER_HASH, "metrics": True},
     {"name": "team", "hash": TEAM_HASH},

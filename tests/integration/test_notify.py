@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from servekit.system import procfs
-from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
+from tests.integration.instance import PROGRAM, Instance, echo, write_config
+from tests.polling import poll
 
 #: For systemd's sake a long one would do; the feeding is four times as often.
 WATCHDOG_S = 2.0
@@ -101,7 +102,7 @@ def feeds_stop_while_no_gateway_answers(instance: Instance, manager: Manager) ->
     gateway = instance.gateway().pid
     os.kill(gateway, signal.SIGSTOP)
     poll("no feed for long", lambda: not manager.heard(WATCHDOG_S), 25)
-    started = procfs.read(gateway)
+    started = procfs.read_process(gateway)
     assert started is not None and started.state == "T", "it was not replaced yet"
     os.kill(gateway, signal.SIGCONT)
     manager.until("WATCHDOG=1", after=len(manager.lines))

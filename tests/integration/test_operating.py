@@ -19,9 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.event_store import FILE, Wanted, newest
-from tests.integration.instance import PROGRAM, Instance, echo, poll
+from servekit.event_store import FILE, Wanted, newest_events
+from tests.integration.instance import PROGRAM, Instance, echo
 from tests.integration.test_terminal import Terminal
+from tests.polling import poll
 
 EVIL = "no \x1b[2J\x1b]0;owned\x07weights"
 LEAVES_SCREEN, ENTERS_SCREEN = "\x1b[?1049l", "\x1b[?1049h"
@@ -362,6 +363,6 @@ def test_a_supervisor_that_dies_while_it_is_watched(tmp_path: Path) -> None:
         instance.until_settled()
         assert instance.model("a").replicas[0].state == "ready"
         seen = Wanted(kinds=("ready",))
-        instance.until("a new one is begun", lambda: newest(instance.run_dir, seen, 9))
+        instance.until("a new one is begun", lambda: newest_events(instance.run_dir, seen, 9))
         assert "cannot keep events" in instance.log
         assert (instance.run_dir / f"{FILE}.broken").exists()

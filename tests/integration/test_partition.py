@@ -24,7 +24,7 @@ LOST_S = 4.0
 
 pytestmark = [
     pytest.mark.skipif(bool(network.why_not()), reason=network.why_not()),
-    pytest.mark.slow,
+    pytest.mark.lane("chaos"),
 ]
 
 

@@ -28,12 +28,14 @@ from servekit.protocol.residency import SetResidency
 from servekit.supervisor.admin.control_socket import ask
 from servekit.system import procfs
 from tests.integration import ray_growing
-from tests.integration.instance import Instance, echo, poll, write_config
+from tests.integration.instance import Instance, echo, write_config
 from tests.integration.ray_cluster import raylet_of, running
 from tests.integration.ray_nodes import PATIENCE_S, Nodes
 from tests.integration.test_adapters import folder
+from tests.polling import poll
 
 pytestmark = [
+    pytest.mark.lane("ray"),
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
@@ -206,13 +208,12 @@ def test_nothing_is_left_of_an_instance_that_ends(service: Service, nodes: Nodes
     service.up.signal(signal.SIGTERM)
     assert service.up.wait(PATIENCE_S) == 0
     assert not nodes.left()
-    assert not [pid for pid in pids if procfs.read(pid)]
+    assert not [pid for pid in pids if procfs.read_process(pid)]
 
 
 # ---------------------------------------------------------------- a supervisor that stays away
 
 
-@pytest.mark.lane
 def test_load_brings_a_worker_more_and_all_end_when_no_supervisor_comes(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -234,7 +235,7 @@ def test_load_brings_a_worker_more_and_all_end_when_no_supervisor_comes(
     instance.process.kill()
     instance.process.wait()
     poll("the gateway ends", lambda: not instance.survivors(), PATIENCE_S)
-    poll("the workers end", lambda: not any(map(procfs.read, pids)), PATIENCE_S)
+    poll("the workers end", lambda: not any(map(procfs.read_process, pids)), PATIENCE_S)
     poll("nothing is left in the cluster", lambda: not nodes.left(), PATIENCE_S)
 
 
@@ -243,7 +244,6 @@ def settled_and_ready(instance: Instance, count: int = 1) -> bool:
     return len(workers) == count and all(worker.state == "ready" for worker in workers)
 
 
-@pytest.mark.lane
 def test_a_worker_that_is_told_to_end_while_it_is_placed_leaves_nothing(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -267,7 +267,6 @@ def test_a_worker_that_is_told_to_end_while_it_is_placed_leaves_nothing(
     assert not nodes.left()
 
 
-@pytest.mark.lane
 def test_an_instance_outlives_its_certificates(nodes: Nodes, tmp_path: Path) -> None:
     sections = section(nodes, grace_s=1, certificate_life_s=15)
     with Instance.up(tmp_path, [echo("a", step_s=0.01)], sections=sections) as up:
@@ -296,7 +295,6 @@ def restarted(up: Instance) -> bool:
     return bool(up.replica("a/0").restarts)
 
 
-@pytest.mark.lane
 def test_a_namespace_is_one_instance_s_as_long_as_that_lives(nodes: Nodes, tmp_path: Path) -> None:
     sections = section(nodes, namespace="shared", grace_s=1, cpus=1)
     homes = tmp_path / "first", tmp_path / "second"
@@ -328,7 +326,6 @@ def test_a_namespace_is_one_instance_s_as_long_as_that_lives(nodes: Nodes, tmp_p
 # ---------------------------------------------------------------- other clusters
 
 
-@pytest.mark.lane
 def test_a_cluster_that_grows_is_waited_for(tmp_path: Path) -> None:
     with running(grows=True) as growing:
         sections = section(growing, cpus=ray_growing.CPUS, autoscaled=True)
@@ -360,7 +357,6 @@ def waits_for_a_node(up: Instance) -> bool:
     return [one.reason for one in why.replicas] == [TOO_SMALL]
 
 
-@pytest.mark.lane
 def test_when_the_head_is_lost_workers_serve_for_the_grace_time_and_end(tmp_path: Path) -> None:
     with running() as beheaded:
         beheaded.add()
@@ -372,16 +368,16 @@ def test_when_the_head_is_lost_workers_serve_for_the_grace_time_and_end(tmp_path
             up.process.wait()
             beheaded.behead()
             assert say(url, "without a head") == "without a head"
-            assert all(map(procfs.read, at_work))
-            poll("all of it ends", lambda: not any(map(procfs.read, at_work)), GRACE_S + 40)
+            assert all(map(procfs.read_process, at_work))
+            poll("all of it ends", lambda: not any(map(procfs.read_process, at_work)), GRACE_S + 40)
             assert not up.survivors()
 
 
 def above(worker: int) -> list[int]:
     """The processes on its node that are there for a worker: itself, its warden, its actor."""
     found = [worker]
-    while "raylet/raylet" not in procfs.command(found[-1], 2**20):
-        above = procfs.read(found[-1])
+    while "raylet/raylet" not in procfs.command_line(found[-1], 2**20):
+        above = procfs.read_process(found[-1])
         assert above is not None and above.parent > 0, "no node of Ray above it"
         found.append(above.parent)
     return found[:-1]
@@ -412,7 +408,6 @@ def test_a_cluster_that_is_not_there_is_told_before_anything_serves(
     assert not (tmp_path / "run" / "authority").exists()
 
 
-@pytest.mark.lane
 def test_what_can_never_fit_is_told_and_leaves_nothing(nodes: Nodes, tmp_path: Path) -> None:
     said, _ = refused(tmp_path, section(nodes, cpus=3))
     assert "needs 3 CPUs on one node of the Ray cluster" in said and "has 2" in said
@@ -439,7 +434,6 @@ def one_more(nodes: Nodes, **env: str) -> Iterator[None]:
         poll("Ray sees it", lambda: nodes.count() == before, PATIENCE_S)
 
 
-@pytest.mark.lane
 def test_a_node_with_another_servekit_is_named(nodes: Nodes, tmp_path: Path) -> None:
     with one_more(nodes, **older(tmp_path)):
         said, _ = refused(tmp_path, section(nodes))
@@ -447,7 +441,6 @@ def test_a_node_with_another_servekit_is_named(nodes: Nodes, tmp_path: Path) -> 
     assert not nodes.left()
 
 
-@pytest.mark.lane
 def test_a_node_that_comes_later_is_asked_before_anything_is_placed_there(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -485,7 +478,6 @@ def why_not(up: Instance) -> str:
     return said if (said := last_one(up)) != NO_ROOM else ""
 
 
-@pytest.mark.lane
 def test_a_model_that_a_reload_brings_is_checked_on_the_nodes_that_there_are_then(
     nodes: Nodes, tmp_path: Path
 ) -> None:

@@ -33,16 +33,18 @@ from servekit.supervisor.admin.control_socket import ask
 from servekit.system import procfs
 from servekit.system.orphan_cleanup import read_children
 from tests.integration.certificates import make
-from tests.integration.instance import Instance, echo, poll, write_config
+from tests.integration.instance import Instance, echo, write_config
 from tests.integration.ray_cluster import raylet_of, running
 from tests.integration.ray_nodes import PATIENCE_S, Nodes
+from tests.polling import poll
 
 pytestmark = [
+    pytest.mark.lane("ray"),
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 FIRST, SECOND, LATE = "127.0.0.2", "127.0.0.3", "127.0.0.4"
-KEY, HASH = keys.new("alice")
+KEY, HASH = keys.new_key("alice")
 MODELS = echo("a", replicas=2, step_s=0.02), echo("b")
 TLS = {"certificate": "server.pem", "key": "server.key"}
 
@@ -168,7 +170,6 @@ class Service:
 # ---------------------------------------------------------------- a supervisor that stays away
 
 
-@pytest.mark.lane
 def test_all_of_them_end_when_no_supervisor_comes(nodes: Nodes, tmp_path: Path) -> None:
     other = Service(tmp_path, nodes, grace_s=1)
     try:
@@ -176,14 +177,13 @@ def test_all_of_them_end_when_no_supervisor_comes(nodes: Nodes, tmp_path: Path) 
         pids = other.pids()
         other.up.process.kill()
         other.up.process.wait()
-        poll("the gateways end", lambda: not any(map(procfs.read, pids)), PATIENCE_S)
+        poll("the gateways end", lambda: not any(map(procfs.read_process, pids)), PATIENCE_S)
         poll("nothing is left in the cluster", lambda: not nodes.left(), PATIENCE_S)
         poll("ours have ended, too", lambda: not other.up.survivors(), PATIENCE_S)
     finally:
         other.up.end()
 
 
-@pytest.mark.lane
 def test_they_outlive_their_certificates(nodes: Nodes, tmp_path: Path) -> None:
     life_s = 15.0
     other = Service(tmp_path, nodes, grace_s=0, certificate_life_s=life_s)
@@ -205,7 +205,6 @@ def test_they_outlive_their_certificates(nodes: Nodes, tmp_path: Path) -> None:
     assert not nodes.left()
 
 
-@pytest.mark.lane
 def test_what_waits_at_another_node_is_answered_before_the_end(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -231,7 +230,6 @@ def test_what_waits_at_another_node_is_answered_before_the_end(
 # ---------------------------------------------------------------- bad input
 
 
-@pytest.mark.lane
 def test_an_address_that_nobody_elsewhere_reaches_is_refused(nodes: Nodes, tmp_path: Path) -> None:
     ray = {"address": nodes.address, "gateways": "every_node", "connect_s": PATIENCE_S}
     sections = {"launcher": "ray", "ray": ray}
@@ -373,7 +371,6 @@ def piece(line: str) -> str:
     return text
 
 
-@pytest.mark.lane
 def test_the_process_that_speaks_to_ray_may_die(service: Service) -> None:
     before = service.pids()
     [ray] = [one for one in read_children(service.up.run_dir) if one.name == "ray"]
@@ -392,7 +389,6 @@ def has_another(service: Service) -> bool:
     return False
 
 
-@pytest.mark.lane
 def test_a_node_that_joins_gets_one_as_soon_as_its_port_is_free(
     service: Service, nodes: Nodes
 ) -> None:
@@ -406,7 +402,6 @@ def test_a_node_that_joins_gets_one_as_soon_as_its_port_is_free(
     assert service.say(LATE, "new here") == "new here"
 
 
-@pytest.mark.lane
 def test_a_node_that_is_lost_loses_its_own_and_no_more(service: Service, nodes: Nodes) -> None:
     before = {node: one.pid for node, one in service.gateways().items()}
     nodes.kill(nodes.nodes.pop())
@@ -423,4 +418,4 @@ def test_nothing_is_left_of_an_instance_that_ends(service: Service, nodes: Nodes
     service.up.signal(signal.SIGTERM)
     assert service.up.wait(PATIENCE_S) == 0
     assert not nodes.left()
-    assert not [pid for pid in pids if procfs.read(pid)]
+    assert not [pid for pid in pids if procfs.read_process(pid)]

@@ -30,6 +30,7 @@ from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu
 from tests.integration.ray_nodes import PATIENCE_S, ROOT, Nodes
 
 pytestmark = [
+    pytest.mark.lane("ray"),
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
@@ -114,7 +115,7 @@ def node_of(instance: Instance, worker: str) -> str:
 
 
 def environ(pid: int) -> dict[str, str | None]:
-    return {name: procfs.variable(pid, name) for name in THREADS}
+    return {name: procfs.read_variable(pid, name) for name in THREADS}
 
 
 # ---------------------------------------------------------------- what is shown
@@ -141,7 +142,7 @@ def test_gpu_0_of_two_nodes_are_two_gpus(instance: Instance) -> None:
     }
     assert {(gpu.total_bytes, gpu.utilisation) for gpu in gpus} == {(100 * GIB, 0.42)}
     status = instance.status()
-    html = machine_tables.gpus(status.gpus, status.models, Say("en"))
+    html = machine_tables.render_gpus(status.gpus, status.models, Say("en"))
     shown = command(instance, "top", "--once")
     table = command(instance, "ps")
     for name, size in (("told/0", 3), ("ended/0", 5)):
@@ -234,8 +235,9 @@ def test_memory_that_strays_later_is_told(instance: Instance, cluster: Cluster) 
     # whoever speaks to Ray may die, and the next one measures on
     (speaker,) = (
         one.pid
-        for one in procfs.everyone()
-        if one.parent == instance.process.pid and "servekit.ray.process" in procfs.command(one.pid)
+        for one in procfs.all_processes()
+        if one.parent == instance.process.pid
+        and "servekit.ray.process" in procfs.command_line(one.pid)
     )
     os.kill(speaker, signal.SIGKILL)
     cluster.gpus[node].hold({})

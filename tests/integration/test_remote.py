@@ -17,8 +17,9 @@ import openai
 import pytest
 
 from servekit.system import procfs
-from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
+from tests.integration.instance import PROGRAM, Instance, echo, write_config
 from tests.integration.test_faults_supervisor import cli
+from tests.polling import poll
 from tests.unit.engines.conftest import SMOLLM2
 
 KEY = "sk-far-0123456789abcdef"
@@ -190,8 +191,10 @@ def test_nobody_but_its_workers_has_the_key(instance: Instance) -> None:
     assert remote < {process.pid for process in everybody}
     for process in everybody:
         environ = Path(f"/proc/{process.pid}/environ").read_bytes()
-        assert (KEY.encode() in environ) == (process.pid in remote), procfs.command(process.pid)
-        assert KEY not in procfs.command(process.pid)
+        assert (KEY.encode() in environ) == (process.pid in remote), procfs.command_line(
+            process.pid
+        )
+        assert KEY not in procfs.command_line(process.pid)
 
 
 def test_the_key_is_in_no_log_and_no_status(instance: Instance) -> None:
@@ -328,7 +331,7 @@ def test_its_worker_dies_and_what_was_not_streamed_is_asked_again(
     assert answers[0].json()["choices"][0]["message"]["content"] == "x" * 20
 
 
-@pytest.mark.slow
+@pytest.mark.lane("models")
 def test_a_real_model_by_a_schema(tmp_path: Path) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     there.mkdir()

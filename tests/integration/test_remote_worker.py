@@ -14,7 +14,8 @@ import pytest
 
 from servekit.protocol.messages import Ready, Stop
 from servekit.protocol.transport.tls import Authority
-from tests.integration.cluster import DEADLINE_S, Cluster, until
+from tests.integration.cluster import DEADLINE_S, Cluster
+from tests.polling import poll_async
 
 PROMPT = "abcdefghij"
 TOKENS = 100
@@ -54,12 +55,12 @@ async def test_workers_serve_on_without_a_supervisor_and_are_adopted(tmp_path: P
         await node.until_busy()
         assert node.child is not None
         node.child.leave()  # the supervisor is gone
-        await until("it says so", lambda: "the supervisor is gone" in node.log)
+        await poll_async("it says so", lambda: "the supervisor is gone" in node.log)
         assert await cluster.complete("xy", 4) == "xyxy"
         adopted = await cluster.attach(node, load=False)
         assert (adopted.state, adopted.pid) == ("ready", node.process.pid)
         assert adopted.spec == node.spec
-        await until("it tells all anew", lambda: node.has(Ready))
+        await poll_async("it tells all anew", lambda: node.has(Ready))
         assert await asyncio.wait_for(stream, DEADLINE_S) == TEXT, "nothing was restarted"
         exit_ = await asyncio.wait_for(adopted.stop(Stop(), DEADLINE_S), DEADLINE_S)
         assert (exit_.code, exit_.cause) == (0, "")
@@ -77,7 +78,7 @@ async def test_a_gateway_of_another_cluster_serves_nothing_and_says_why(tmp_path
     async with Cluster(tmp_path) as cluster:
         node = await cluster.ready("echo/0")
         await cluster.gateway(Authority.new("test").issue("gateway", "gateway/0"))
-        await until("the gateway says why", lambda: "of another cluster" in cluster.said)
+        await poll_async("the gateway says why", lambda: "of another cluster" in cluster.said)
         async with httpx.AsyncClient(base_url=cluster.url, timeout=DEADLINE_S) as client:
             assert (await client.get("/readyz")).status_code == 503
         assert cluster.said.count("worker not reached") < 3, "it is not said for each attempt"
@@ -107,6 +108,7 @@ async def test_a_certificate_that_is_not_valid_here_is_named(tmp_path: Path) -> 
             await cluster.worker("echo/0", credentials=expired)
 
 
+@pytest.mark.lane("waits")
 async def test_an_instance_outlives_its_certificates(tmp_path: Path) -> None:
     async with Cluster(tmp_path, life_s=10.0) as cluster:
         first = await cluster.ready("echo/0", step_s=0.02)
@@ -120,7 +122,7 @@ async def test_an_instance_outlives_its_certificates(tmp_path: Path) -> None:
             said = "certificate renewed"
             return time.time() > over_at and said in first.log and said in cluster.said
 
-        await until("all certificates are new ones", renewed)
+        await poll_async("all certificates are new ones", renewed)
         second = await cluster.ready("echo/1")
         cluster.publish()
         await cluster.connected(2)  # by a gateway that shows its new one

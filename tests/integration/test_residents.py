@@ -128,6 +128,7 @@ def test_a_flood_for_one_model_joins_one_load(tmp_path: Path) -> None:
         assert count(instance, "loading", "a") == 1
 
 
+@pytest.mark.lane("residents")
 def test_what_runs_is_finished_before_a_model_goes_and_what_comes_waits(tmp_path: Path) -> None:
     models = [on_demand("a", step_s=0.05), on_demand("b")]
     with Instance.up(tmp_path, models) as instance:
@@ -173,6 +174,7 @@ def test_what_a_model_can_do_is_known_before_its_first_answer_is_read(tmp_path: 
 # ---------------------------------------------------------------- when it goes wrong
 
 
+@pytest.mark.lane("residents")
 def test_those_who_wait_for_a_load_that_fails_are_told_why(tmp_path: Path) -> None:
     models = [on_demand("a", load_error="no such weights"), echo("b")]
     with Instance.up(tmp_path, models) as instance:
@@ -188,6 +190,7 @@ def test_those_who_wait_for_a_load_that_fails_are_told_why(tmp_path: Path) -> No
         assert "no such weights" in loaded.stderr
 
 
+@pytest.mark.lane("residents")
 def test_who_goes_away_is_not_loaded_for(tmp_path: Path) -> None:
     models = [on_demand("a", step_s=0.05), on_demand("b")]
     with Instance.up(tmp_path, models) as instance:
@@ -215,6 +218,7 @@ def test_a_worker_killed_in_its_sleep_is_stopped_and_comes_again(tmp_path: Path)
         assert text(complete(instance.url, "a")) == "hello"
 
 
+@pytest.mark.lane("residents")
 def test_one_that_cannot_be_put_to_sleep_is_stopped(tmp_path: Path) -> None:
     models = [
         on_demand("a", idle_sleep_s=600.0, sleep_error="it is not tired"),
@@ -268,6 +272,7 @@ def _ask_in_vain(url: str) -> None:
 # ---------------------------------------------------------------- time
 
 
+@pytest.mark.lane("residents")
 def test_unused_it_sleeps_and_then_goes(tmp_path: Path) -> None:
     models = [on_demand("a", idle_sleep_s=0.5, idle_unload_s=2.0)]
     with Instance.up(tmp_path, models) as instance:
@@ -319,6 +324,7 @@ def _running(url: str) -> Sequence[Any]:
 # ---------------------------------------------------------------- operators
 
 
+@pytest.mark.lane("residents")
 def test_operators_load_and_unload_wake_and_put_to_sleep(tmp_path: Path) -> None:
     models = [on_demand("a", load="manual"), echo("b"), on_demand("big", memory="90%")]
     with Instance.up(tmp_path, models) as instance:

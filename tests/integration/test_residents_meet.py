@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from servekit.supervisor.lifecycle.breaker import BreakerLimits
+from servekit.supervisor.lifecycle.restart_policy import BreakerLimits
 from servekit.supervisor.scheduling.gpu_admission import PATIENCE_S
-from servekit.system import procfs
+from servekit.system import cgroup
 from tests.integration.instance import Instance, echo, write_config
 from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu
 from tests.integration.test_adapters import OPEN, folder, load, unload
@@ -61,6 +61,7 @@ def test_a_load_that_fails_is_not_the_end_of_the_instance(tmp_path: Path) -> Non
         assert health(instance.url)[1]["a"]["residency"] == "failed"
 
 
+@pytest.mark.lane("residents")
 def test_to_load_what_is_loaded_changes_nothing(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [on_demand("a", idle_unload_s=1.0)]) as instance:
         instance.until_settled()
@@ -69,6 +70,7 @@ def test_to_load_what_is_loaded_changes_nothing(tmp_path: Path) -> None:
         assert "unused" in until_tier(instance, "a", "stopped").reason
 
 
+@pytest.mark.lane("residents")
 def test_workers_of_a_model_that_is_back_are_not_called_as_those_that_drain(
     tmp_path: Path, gpus: MadeUpGpus
 ) -> None:
@@ -96,6 +98,7 @@ def test_workers_of_a_model_that_is_back_are_not_called_as_those_that_drain(
         instance.until("the old one is gone", lambda: workers() == {"a/1": "ready"})
 
 
+@pytest.mark.lane("residents")
 def test_what_an_operator_was_refused_does_not_come_later(tmp_path: Path) -> None:
     models = [
         on_demand("a", load="manual"),
@@ -112,6 +115,7 @@ def test_what_an_operator_was_refused_does_not_come_later(tmp_path: Path) -> Non
         assert residence(instance, "b").tier == "stopped"
 
 
+@pytest.mark.lane("residents")
 def test_one_that_dies_while_it_waits_to_wake_is_loaded_anew(
     tmp_path: Path, gpus: MadeUpGpus
 ) -> None:
@@ -137,11 +141,12 @@ def test_one_that_dies_while_it_waits_to_wake_is_loaded_anew(
         assert count(instance, "loading", "a") == 2
 
 
+@pytest.mark.lane("residents")
 def test_an_operator_is_told_that_the_host_lacks_memory_for_a_sleeper(
     tmp_path: Path, gpus: MadeUpGpus
 ) -> None:
     """Its weights are not known, so it would take all that it claims: more than there is."""
-    gpus.grow(1 + procfs.memory_bytes() // GIB)
+    gpus.grow(1 + cgroup.total_memory_bytes() // GIB)
     model = {**on_demand_gpu("a", "100%", 1), "idle_sleep_s": 600.0}
     with Instance.up(tmp_path, [model], env=gpus.env) as instance:
         instance.until_settled()
@@ -155,6 +160,7 @@ def test_an_operator_is_told_that_the_host_lacks_memory_for_a_sleeper(
         assert text(complete(instance.url, "a")) == "hello"
 
 
+@pytest.mark.lane("residents")
 def test_to_load_is_a_fresh_try_also_where_the_breaker_is_open(tmp_path: Path) -> None:
     cursed = Cursed(tmp_path)
     model = {**cursed.model, "replicas": 1, "load": "on_demand", "memory": "10%"}
@@ -176,6 +182,7 @@ def test_to_load_is_a_fresh_try_also_where_the_breaker_is_open(tmp_path: Path) -
         assert text(complete(instance.url, "a")) == "hello"
 
 
+@pytest.mark.lane("residents")
 def test_a_reload_is_a_fresh_try_for_a_model_that_is_stopped(tmp_path: Path) -> None:
     cursed = Cursed(tmp_path)
     model = {**cursed.model, "replicas": 1, "load": "on_demand", "memory": "10%"}
@@ -207,6 +214,7 @@ def test_one_that_finds_the_memory_held_by_a_stranger_has_room_made_for_it(
         assert "cannot start" not in instance.log
 
 
+@pytest.mark.lane("residents")
 @pytest.mark.parametrize("claim", ["60%", "40%"])
 def test_a_model_for_good_that_a_reload_adds_has_room_made_for_it(
     tmp_path: Path, gpus: MadeUpGpus, claim: str
@@ -230,6 +238,7 @@ def test_a_model_for_good_that_a_reload_adds_has_room_made_for_it(
         assert "cannot start" not in instance.log
 
 
+@pytest.mark.lane("residents")
 def test_adapters_are_added_to_models_that_are_away(tmp_path: Path) -> None:
     model = on_demand("a", idle_sleep_s=600.0)
     with Instance.up(tmp_path, [model, echo("b")], server=OPEN) as instance:
@@ -258,6 +267,7 @@ def test_adapters_are_added_to_models_that_are_away(tmp_path: Path) -> None:
         assert count(instance, "loading", "a") == 2
 
 
+@pytest.mark.lane("residents")
 def test_a_standby_ends_with_its_model_and_comes_again(tmp_path: Path) -> None:
     model = {**on_demand("a", idle_sleep_s=600.0), "standby": True}
     with Instance.up(tmp_path, [model]) as instance:
@@ -295,6 +305,7 @@ def test_one_that_makes_room_comes_back_from_its_standby(tmp_path: Path, gpus: M
         instance.until("it is gone with its model", lambda: not states("b"))
 
 
+@pytest.mark.lane("residents")
 @pytest.mark.parametrize("tier", ["asleep", "stopped"])
 def test_at_the_end_nobody_waits_for_one_that_finds_no_memory(
     tmp_path: Path, gpus: MadeUpGpus, tier: str
@@ -328,6 +339,7 @@ def test_at_the_end_nobody_waits_for_one_that_finds_no_memory(
             assert instance.wait(10) == 0
 
 
+@pytest.mark.lane("residents")
 def test_a_version_that_is_taken_back_is_counted_where_the_old_one_is(tmp_path: Path) -> None:
     gpus = MadeUpGpus(tmp_path, 2)
     a, b = on_demand_gpu("a", "60%", 50), on_demand_gpu("b", "60%", 50)
@@ -344,6 +356,7 @@ def test_a_version_that_is_taken_back_is_counted_where_the_old_one_is(tmp_path: 
         assert "evicted for b" in residence(instance, "a").reason
 
 
+@pytest.mark.lane("residents")
 def test_a_sleeper_that_is_joined_by_another_worker_is_stopped_and_says_so(tmp_path: Path) -> None:
     model = on_demand("a", idle_sleep_s=0.3, memory="20%")
     with Instance.up(tmp_path, [model]) as instance:

@@ -20,7 +20,8 @@ from openai import OpenAI
 
 from servekit.protocol.messages import Accepted, Reload
 from servekit.supervisor.admin.control_socket import ask
-from tests.integration.instance import Instance, echo, poll, write_config
+from tests.integration.instance import Instance, echo, write_config
+from tests.polling import poll
 
 CACHE = 100_000
 #: A conversation's first turn: 1000 characters are as many tokens to the echo engine.
@@ -51,6 +52,7 @@ def conversation(instance: Instance, opening: str, turns: int = 4) -> list[int]:
     return found
 
 
+@pytest.mark.lane("waits")
 @pytest.mark.parametrize("gateways", [1, 2])
 def test_a_conversation_comes_back_to_its_cache(tmp_path: Path, gateways: int) -> None:
     with Instance.up(tmp_path, [caching()], server={"gateways": gateways}) as instance:

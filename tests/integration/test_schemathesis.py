@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.gateway.api.openapi.examples import MODEL
+from servekit.gateway.api.fields import MODEL
 from tests.integration.instance import Instance, echo
 
 CHECKS = (
@@ -32,7 +32,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert "unexpected error" not in instance.log
 
 
-@pytest.mark.slow
+@pytest.mark.lane("fuzz")
 @pytest.mark.timeout(900)
 def test_every_operation_does_what_its_document_says(url: str, tmp_path: Path) -> None:
     run(url, tmp_path, examples=15, within_s=800)

@@ -21,7 +21,7 @@ import pytest
 from servekit.config import keys
 from tests.integration.instance import PROGRAM, Instance, echo
 
-HASHED, HASH = keys.new("hashed")
+HASHED, HASH = keys.new_key("hashed")
 #: Each is searched for as it stands, and in base64, which is how browsers send it.
 SECRETS = {
     "hashed": HASHED,

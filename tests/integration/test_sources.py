@@ -18,15 +18,16 @@ import httpx
 import pytest
 
 from servekit.config import keys
-from tests.integration.instance import Instance, echo, poll, write_config
+from tests.integration.instance import Instance, echo, write_config
 from tests.integration.test_faults_supervisor import cli
+from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(180)
 
 TEXT = "the quick brown fox "
 FOR_S = 15.0
-GOOD, GOOD_HASH = keys.new("good")
-BAD, BAD_HASH = keys.new("bad")
+GOOD, GOOD_HASH = keys.new_key("good")
+BAD, BAD_HASH = keys.new_key("bad")
 INNOCENTS = 20  # more of one address than a key may have waiting
 
 
@@ -64,6 +65,7 @@ def keep_asking(url: str, over: threading.Event, key: str = "") -> tuple[int, li
     return right, wrong
 
 
+@pytest.mark.lane("chaos")
 @pytest.mark.parametrize("gateways", [1, 2])
 @pytest.mark.parametrize("same", [True, False])
 def test_poison_whose_client_hangs_up_at_once_takes_few_workers(
@@ -82,7 +84,7 @@ def test_poison_whose_client_hangs_up_at_once_takes_few_workers(
         while time.monotonic() < until_s:
             number += 1
             hang_up(url, "poison" if same else f"poison {number}")
-            time.sleep(0.08)
+            time.sleep(0.08)  # ten a second are what is tested
         over.set()
         done = [one.result(90) for one in innocents]
         taken = restarts(instance)
@@ -124,6 +126,7 @@ def test_the_holder_of_a_key_is_refused_and_the_others_are_not(tmp_path: Path) -
         assert taken <= 8
 
 
+@pytest.mark.lane("chaos")
 def test_workers_killed_from_outside_are_held_against_nobody(tmp_path: Path) -> None:
     """Many clients of one address, short answers, and a kill -9 about every second."""
     models = [echo("m", replicas=2, step_s=0.01, slots=32)]
@@ -133,7 +136,7 @@ def test_workers_killed_from_outside_are_held_against_nobody(tmp_path: Path) -> 
         clients = [pool.submit(keep_asking, url, over) for _ in range(16)]
         until_s, dice = time.monotonic() + FOR_S, random.Random(7)
         while time.monotonic() < until_s:
-            time.sleep(dice.uniform(0.5, 1.5))
+            time.sleep(dice.uniform(0.5, 1.5))  # between two kills, which are what is tested
             living = [one.pid for one in instance.model("m").replicas if one.state == "ready"]
             if living:
                 with contextlib.suppress(ProcessLookupError):

@@ -20,14 +20,15 @@ from servekit.chaos import run as chaos
 from servekit.chaos.finding import Finding, Scene
 from servekit.chaos.target import Target
 from servekit.system import procfs
-from tests.integration.instance import Instance, poll
+from tests.integration.instance import Instance
 from tests.integration.test_faults_supervisor import cli
+from tests.polling import poll
 from tests.unit.engines.harness import write_tiny_llama
 
 RANKS = 2
 #: Importing torch and transformers, two processes to each replica, on a busy machine.
 UP_S = 180.0
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.lane("tensor-parallel"), pytest.mark.timeout(400)]
 
 
 def spread(path: Path, **keys: Any) -> dict[str, Any]:
@@ -60,14 +61,15 @@ def ranks(worker: int) -> list[int]:
     """The other ranks of a worker."""
     return [
         process.pid
-        for process in procfs.descendants(worker)
-        if "servekit.engines.transformers.tensor_parallel.rank" in procfs.command(process.pid, 4096)
+        for process in procfs.find_descendants(worker)
+        if "servekit.engines.transformers.tensor_parallel.rank"
+        in procfs.command_line(process.pid, 4096)
     ]
 
 
 def is_forked(pid: int) -> bool:
     """From a standby: a fresh interpreter is told of its channel on its command line."""
-    return "--control-fd" not in procfs.command(pid, 4096)
+    return "--control-fd" not in procfs.command_line(pid, 4096)
 
 
 def answer(instance: Instance) -> str:
@@ -93,7 +95,7 @@ def test_a_rank_that_dies_takes_its_own_replica_down_and_up_again(instance: Inst
     (rank,) = ranks(before.pid)
     os.kill(rank, signal.SIGKILL)
     killed_at = time.monotonic()
-    poll("its worker is gone", lambda: procfs.read(before.pid) is None, within_s=1.0)
+    poll("its worker is gone", lambda: procfs.read_process(before.pid) is None, within_s=1.0)
     assert time.monotonic() - killed_at < 1.0
     assert answer(instance) == expected  # by the other, meanwhile
 
@@ -128,7 +130,7 @@ def test_a_worker_that_is_killed_takes_its_ranks_with_it(instance: Instance) -> 
     worker = instance.replica("tiny/1").pid
     (rank,) = ranks(worker)
     os.kill(worker, signal.SIGKILL)
-    poll("its rank is gone", lambda: procfs.read(rank) is None, within_s=2.0)
+    poll("its rank is gone", lambda: procfs.read_process(rank) is None, within_s=2.0)
     instance.until(
         "it serves again",
         lambda: instance.replica("tiny/1").state == "ready",

@@ -49,7 +49,7 @@ def kill_and_replace(instance: Instance, name: str = "a/0") -> int:
 
 def is_forked(pid: int) -> bool:
     # `ps` shows it as any worker, but for what a fresh interpreter is told on its command line.
-    return "--control-fd" not in procfs.command(pid, 4096)
+    return "--control-fd" not in procfs.command_line(pid, 4096)
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -65,7 +65,7 @@ def test_what_replaces_a_dead_worker_is_forked_and_a_worker_of_its_own(tmp_path:
         assert not is_forked(first)
         pid = kill_and_replace(instance)
         assert is_forked(pid)
-        process = procfs.read(pid)
+        process = procfs.read_process(pid)
         assert process is not None
         assert process.parent == instance.pid
         assert process.group == pid == os.getsid(pid)
@@ -123,10 +123,10 @@ def test_nothing_forked_outlives_the_supervisor(tmp_path: Path, stopped: bool) -
     model = forking(grandchildren=2, escaped_grandchildren=2)
     with Instance.up(tmp_path, [model]) as instance:
         until_prepared(instance)
-        started = procfs.descendants(instance.replica("a/0").pid)
+        started = procfs.find_descendants(instance.replica("a/0").pid)
         worker = kill_and_replace(instance)
         instance.until("the escaped were seen", lambda: _descendants(instance.pid) >= 8)
-        started += procfs.descendants(worker)
+        started += procfs.find_descendants(worker)
         assert len(started) == 8
         if stopped:
             os.kill(worker, signal.SIGSTOP)
@@ -138,10 +138,10 @@ def test_what_a_forked_worker_has_started_dies_with_it(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [forking(grandchildren=2)]) as instance:
         until_prepared(instance)
         worker = kill_and_replace(instance)
-        started = {p.pid for p in procfs.descendants(worker)}
+        started = {p.pid for p in procfs.find_descendants(worker)}
         assert len(started) == 2
         kill_and_replace(instance)
-        instance.until("they are gone", lambda: not any(map(procfs.read, started)), 5)
+        instance.until("they are gone", lambda: not any(map(procfs.read_process, started)), 5)
 
 
 def test_requests_are_answered_while_forked_workers_die(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_reload_makes_and_ends_standbys(tmp_path: Path) -> None:
         assert cli(instance, "reload").returncode == 0
         instance.until("b has one", lambda: standby(instance, "b"), 60)
         instance.until("a has another", lambda: (s := standby(instance)) and s.pid != first.pid, 60)
-        instance.until("the first is gone", lambda: procfs.read(first.pid) is None)
+        instance.until("the first is gone", lambda: procfs.read_process(first.pid) is None)
         instance.until("the old worker is gone", lambda: len(instance.model("a").replicas) == 1)
         assert is_forked(kill_and_replace(instance, instance.model("a").replicas[0].name))
         rewrite(instance, [{**forking(max_context=4096), "standby": False}])
@@ -191,4 +191,4 @@ def test_a_reload_makes_and_ends_standbys(tmp_path: Path) -> None:
 
 
 def _descendants(pid: int) -> int:
-    return len(procfs.descendants(pid))
+    return len(procfs.find_descendants(pid))

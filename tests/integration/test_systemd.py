@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.booted import ROOT, UNIT, Machine, why_not
-from tests.integration.instance import echo, poll
+from tests.integration.instance import echo
+from tests.polling import poll
 
 #: What `systemd-analyze security` may say at most, of 10; the unit says why not less.
 MOST_EXPOSED = 2.0

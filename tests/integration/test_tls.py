@@ -15,7 +15,8 @@ import openai
 import pytest
 
 from tests.integration.certificates import make
-from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
+from tests.integration.instance import PROGRAM, Instance, echo, write_config
+from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -107,7 +108,8 @@ def test_a_renewed_certificate_needs_a_reload_only(tmp_path: Path) -> None:
         pids = {gateway.pid for gateway in instance.until_settled().gateways}
         old = ssl.get_server_certificate(address(instance))
         trust = ssl.create_default_context(cafile=str(tmp_path / "server.pem"))
-        with httpx.Client(base_url=instance.url, verify=trust) as http:
+        kept = httpx.Limits(keepalive_expiry=None)  # however long a reload takes
+        with httpx.Client(base_url=instance.url, verify=trust, limits=kept) as http:
             assert http.get("/livez").status_code == 200
             make(tmp_path)
             command = [*PROGRAM, "reload", "--run-dir", str(instance.run_dir)]

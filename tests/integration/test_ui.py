@@ -19,7 +19,8 @@ import pytest
 import yaml
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
+from tests.polling import poll
 
 pytestmark = pytest.mark.browser
 
@@ -252,6 +253,7 @@ def test_a_reload_keeps_conversation_and_settings_and_a_new_chat_clears(tab: Tab
     expect(tab.questions).to_have_count(0)
 
 
+@pytest.mark.lane("pages")
 def test_two_browsers_do_not_see_each_other(open_tab: Callable[..., Tab]) -> None:
     mine, yours = open_tab(), open_tab()
     mine.choose("fast")
@@ -265,6 +267,7 @@ def test_two_browsers_do_not_see_each_other(open_tab: Callable[..., Tab]) -> Non
     expect(mine.questions).to_have_text(["My secret"])
 
 
+@pytest.mark.lane("pages")
 def test_undo_retry_and_edit(tab: Tab) -> None:
     tab.choose("fast")
     tab.setting("Max tokens").fill("9")
@@ -296,6 +299,7 @@ def test_closing_the_tab_cancels(open_tab: Callable[..., Tab], instance: Instanc
 # ---------------------------------------------------------------- waiting and failing
 
 
+@pytest.mark.lane("pages")
 def test_who_waits_sees_the_position_and_may_give_up(
     open_tab: Callable[..., Tab], instance: Instance
 ) -> None:
@@ -335,6 +339,7 @@ def test_errors_are_a_sentence_beneath_the_conversation(tab: Tab) -> None:
     expect(tab.note.get_by_role("alert")).to_have_count(0)
 
 
+@pytest.mark.lane("pages")
 def test_a_worker_that_dies_is_seen_to_come_back(tab: Tab, instance: Instance) -> None:
     row = tab.page.locator("#sk-workers li", has_text="mortal/0")
     expect(row).to_contain_text("ready")
@@ -361,6 +366,7 @@ def kill_gateway(instance: Instance) -> None:
     poll("the gateway is back", back, within_s=60)
 
 
+@pytest.mark.lane("pages")
 def test_an_idle_page_does_not_mind_a_restarted_gateway(tab: Tab, instance: Instance) -> None:
     tab.choose("fast")
     tab.setting("Max tokens").fill("8")
@@ -371,6 +377,7 @@ def test_an_idle_page_does_not_mind_a_restarted_gateway(tab: Tab, instance: Inst
     expect(tab.answers).to_have_text(["BeforeBe", "AfterAft"], timeout=WITHIN_MS)
 
 
+@pytest.mark.lane("pages")
 def test_a_gateway_that_dies_mid_answer_leaves_what_was_said(tab: Tab, instance: Instance) -> None:
     tab.choose("talker")
     tab.ask(LONG)
@@ -445,6 +452,7 @@ def test_hostile_text_is_inert(tab: Tab) -> None:
 # ---------------------------------------------------------------- the page itself
 
 
+@pytest.mark.lane("pages")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 800)])
 def test_it_fits_phone_and_desktop(
@@ -487,8 +495,8 @@ def test_the_surface_is_no_larger_than_the_page_needs(instance: Instance) -> Non
 # ---------------------------------------------------------------- a real model
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
-@pytest.mark.slow
 def test_a_real_model_answers_stops_and_is_remembered(
     tmp_path: Path, instance: Instance, browser: Browser
 ) -> None:
@@ -530,6 +538,7 @@ def away_while(manager: contextlib.AbstractContextManager[Instance]) -> Iterator
         away(lambda: manager.__exit__(None, None, None))
 
 
+@pytest.mark.lane("pages")
 def test_any_gateway_leads_to_the_same_page(tmp_path: Path, browser: Browser) -> None:
     server = {"ui": True, "gateways": 2}
     with away_while(Instance.up(tmp_path, [echo("one", step_s=0.02)], server=server)) as two:
@@ -546,6 +555,7 @@ def test_any_gateway_leads_to_the_same_page(tmp_path: Path, browser: Browser) ->
                 assert tab.problems == []
 
 
+@pytest.mark.lane("pages")
 def test_ten_tabs_draw_and_a_third_may_ask_while_two_are_answered(
     browser: Browser, instance: Instance
 ) -> None:

@@ -16,15 +16,16 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from servekit.config import keys
 from tests.integration.certificates import make
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
 from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away
 from tests.integration.test_ui_pages import serious
+from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
-KEY, HASH = keys.new("alice")
+KEY, HASH = keys.new_key("alice")
 RULE = {"name": "alice", "hash": HASH, "requests_per_minute": 2, "models": ["a"]}
-BOB, BOB_HASH = keys.new("bob")
+BOB, BOB_HASH = keys.new_key("bob")
 BOB_RULE = {"name": "bob", "hash": BOB_HASH}
 PHONE = {"viewport": {"width": 390, "height": 844}}
 
@@ -99,6 +100,7 @@ def sign_in(page: Page, key: str, where: str) -> None:
     poll(f"signed in at {where}", tried, within_s=60)
 
 
+@pytest.mark.lane("pages")
 def test_a_visitor_sees_the_models_of_its_key_only(url: str, browser: Browser) -> None:
     for key, others in ((KEY, False), (BOB, True)):
         with contextlib.closing(browser.new_context(ignore_https_errors=True)) as context:
@@ -176,6 +178,7 @@ def kill_gateway(instance: Instance) -> None:
     away(lambda: instance.until("it is back", lambda: pid() not in (0, before), within_s=180))
 
 
+@pytest.mark.lane("pages")
 def test_a_session_ends_with_its_key(
     url: str, instance: Instance, browser: Browser, tmp_path: Path
 ) -> None:

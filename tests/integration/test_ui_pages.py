@@ -22,14 +22,15 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, 
 from servekit.config import keys
 from servekit.gateway.ui.pages.language import PAGES
 from servekit.gateway.ui.widgets.log_tail import LINES
-from tests.integration.instance import Instance, echo, poll
+from tests.integration.instance import Instance, echo
 from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
 from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away, running
+from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
-ADMIN, ADMIN_HASH = keys.new("boss")
-GUEST, GUEST_HASH = keys.new("guest")
+ADMIN, ADMIN_HASH = keys.new_key("boss")
+GUEST, GUEST_HASH = keys.new_key("guest")
 KEYS = [
     {"name": "boss", "hash": ADMIN_HASH, "admin": True},
     {"name": "guest", "hash": GUEST_HASH, "models": ["talker", "narrow", "tooler"]},
@@ -141,6 +142,7 @@ def visit(browser: Browser, url: str) -> Iterator[Callable[..., Visitor]]:
 # ---------------------------------------------------------------- what each page does
 
 
+@pytest.mark.lane("pages")
 def test_two_models_answer_side_by_side_and_stop(
     visit: Callable[..., Visitor], instance: Instance
 ) -> None:
@@ -161,6 +163,7 @@ def test_two_models_answer_side_by_side_and_stop(
     poll("the engines are free", lambda: running(instance, "talker") == 0, within_s=60)
 
 
+@pytest.mark.lane("pages")
 def test_who_waits_is_told_the_place_and_who_leaves_gives_it_up(
     visit: Callable[..., Visitor], instance: Instance
 ) -> None:
@@ -176,6 +179,7 @@ def test_who_waits_is_told_the_place_and_who_leaves_gives_it_up(
     poll("the engine is free", lambda: running(instance, "narrow") == 0, within_s=60)
 
 
+@pytest.mark.lane("pages")
 def test_hostile_answers_do_nothing_to_the_page(visit: Callable[..., Visitor]) -> None:
     page = visit("compare", viewport={"width": 390, "height": 844})
     page.choose("Model A", "tooler")
@@ -190,6 +194,7 @@ def test_hostile_answers_do_nothing_to_the_page(visit: Callable[..., Visitor]) -
     assert page.page.evaluate("document.documentElement.scrollWidth") == 390
 
 
+@pytest.mark.lane("pages")
 def test_tokens_tell_their_probability_to_eye_pointer_and_keys(
     visit: Callable[..., Visitor],
 ) -> None:
@@ -216,6 +221,7 @@ def test_tokens_tell_their_probability_to_eye_pointer_and_keys(
     assert serious(page.page) == []
 
 
+@pytest.mark.lane("pages")
 def test_vectors_are_compared_and_downloaded(visit: Callable[..., Visitor]) -> None:
     page = visit("embeddings")
     page.choose("Model", "tooler")
@@ -236,6 +242,7 @@ def test_vectors_are_compared_and_downloaded(visit: Callable[..., Visitor]) -> N
     expect(page["#sk-vectors [role=alert]"]).to_contain_text("Write some texts", timeout=WITHIN_MS)
 
 
+@pytest.mark.lane("pages")
 def test_schemas_are_checked_before_they_are_sent(
     visit: Callable[..., Visitor], instance: Instance
 ) -> None:
@@ -251,6 +258,7 @@ def test_schemas_are_checked_before_they_are_sent(
     assert away(instance.gateway).requests == before
 
 
+@pytest.mark.lane("pages")
 def test_calls_of_tools_are_judged(visit: Callable[..., Visitor]) -> None:
     page = visit("structured")
     page.page.get_by_role("tab", name="Tools").click()
@@ -327,6 +335,7 @@ def flood(log: Path) -> None:
         file.writelines(f"{HOSTILE[:250]} {number}\n" for number in range(2 * LINES))
 
 
+@pytest.mark.lane("pages")
 def test_a_page_left_open_does_not_grow(visit: Callable[..., Visitor], folder: Path) -> None:
     page = visit("dashboard")
     expect(page[".sk-workers"]).to_be_visible(timeout=WITHIN_MS)
@@ -380,6 +389,7 @@ def _tier(instance: Instance, name: str) -> str:
     return "" if residence is None else str(residence.tier)
 
 
+@pytest.mark.lane("pages")
 def test_another_key_may_look_and_is_told_kindly(
     visit: Callable[..., Visitor], instance: Instance
 ) -> None:
@@ -417,6 +427,7 @@ def serious(page: Page) -> list[tuple[str, str, str]]:
     ]
 
 
+@pytest.mark.lane("pages")
 def test_all_pages_on_a_dark_chinese_phone(visit: Callable[..., Visitor], tmp_path: Path) -> None:
     """Those at a desktop are looked at with their results, in the tests of each."""
     size = {"width": 390, "height": 844}
@@ -435,6 +446,7 @@ def test_all_pages_on_a_dark_chinese_phone(visit: Callable[..., Visitor], tmp_pa
     assert found == []
 
 
+@pytest.mark.lane("pages")
 def test_language_and_theme_are_chosen_and_kept(visit: Callable[..., Visitor]) -> None:
     page = visit("compare", locale="zh-CN", color_scheme="light")
     expect(page["h1"]).to_have_text("对比")

@@ -21,7 +21,8 @@ import pytest
 
 from servekit.system import procfs
 from servekit.system.orphan_cleanup import MARK
-from tests.integration.instance import PROGRAM, Instance, echo, poll, write_config
+from tests.integration.instance import PROGRAM, Instance, echo, write_config
+from tests.polling import poll
 
 FORBIDDEN = ("torch", "transformers", "fastapi", "starlette", "uvicorn", "gradio", "uvloop")
 
@@ -226,7 +227,7 @@ def test_nothing_survives_kill_9(tmp_path: Path, moment: str) -> None:
             instance.until("it loads", lambda: instance.replica("a/0").state == "loading")
         elif moment != "at once":
             instance.until_settled()
-            assert any("sleep" in procfs.command(p.pid) for p in instance.survivors())
+            assert any("sleep" in procfs.command_line(p.pid) for p in instance.survivors())
         if moment == "draining":
             pool.submit(complete, instance.url, "b", "x", max_tokens=5000)
             instance.until("it is in flight", lambda: instance.gateway().in_flight == 1)
@@ -250,8 +251,8 @@ def test_nothing_survives_kill_9_in_the_middle_of_a_start(tmp_path: Path, count:
 
 def escaped(instance: Instance) -> set[int]:
     """Grandchildren that no environment, group or session leads to; the supervisor adopts them."""
-    found = procfs.descendants(instance.pid)
-    return {p.pid for p in found if procfs.command(p.pid) == "/bin/sleep 1000"}
+    found = procfs.find_descendants(instance.pid)
+    return {p.pid for p in found if procfs.command_line(p.pid) == "/bin/sleep 1000"}
 
 
 def segments(pid: int) -> set[Path]:
@@ -259,8 +260,8 @@ def segments(pid: int) -> set[Path]:
 
 
 def living(pids: set[int]) -> set[int]:
-    found = {pid for pid in pids if procfs.command(pid) == "/bin/sleep 1000"}
-    return {pid for pid in found if (process := procfs.read(pid)) and process.state != "Z"}
+    found = {pid for pid in pids if procfs.command_line(pid) == "/bin/sleep 1000"}
+    return {pid for pid in found if (process := procfs.read_process(pid)) and process.state != "Z"}
 
 
 def test_a_worker_leaves_neither_shared_memory_nor_who_escaped_it(tmp_path: Path) -> None:
@@ -322,7 +323,7 @@ def test_the_next_start_is_clean_after_kill_9(tmp_path: Path) -> None:
 def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a", grandchildren=1)]) as instance:
         before = instance.until_settled().models[0].replicas[0]
-        old = [p.pid for p in instance.survivors() if "sleep" in procfs.command(p.pid)]
+        old = [p.pid for p in instance.survivors() if "sleep" in procfs.command_line(p.pid)]
         assert len(old) == 1
         os.kill(before.pid, signal.SIGKILL)
 
@@ -348,7 +349,7 @@ def test_what_a_worker_started_in_a_session_of_its_own_goes_with_it(tmp_path: Pa
         instance.until_settled()
 
         def sleepers() -> set[int]:
-            return {p.pid for p in instance.survivors() if "sleep" in procfs.command(p.pid)}
+            return {p.pid for p in instance.survivors() if "sleep" in procfs.command_line(p.pid)}
 
         old = sleepers()
         assert len(old) == 1

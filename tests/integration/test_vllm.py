@@ -18,7 +18,7 @@ import pytest
 
 from servekit.config.engines.installed import is_there
 from servekit.config.engines.options import KINDS
-from servekit.engines.model_files.source import resolve
+from servekit.engines.model_files.source import resolve_folder
 from tests.integration.instance import Instance
 from tests.unit.engines.conftest import SMOLLM2
 
@@ -28,7 +28,7 @@ START_S = 500.0
 #: The process below a worker that dies; "" is the worker itself.
 VICTIMS = ["", "EngineCore", "Worker"]
 pytestmark = [
-    pytest.mark.lane,
+    pytest.mark.lane("vllm"),
     pytest.mark.model,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(
@@ -39,7 +39,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
-    path = resolve(SMOLLM2, None, lambda progress: None)
+    path = resolve_folder(SMOLLM2, None, lambda progress: None)
     known = {"name": "m", "engine": "vllm", "path": str(path), "device": "cpu"}
     model = {**known, "replicas": 2, "max_context": 1024}
     with Instance.up(tmp_path_factory.mktemp("vllm"), [model]) as started:

@@ -37,7 +37,7 @@ TEST_LIMIT_S = 20.0
 PASSED, FAILED = 0, 1
 
 #: The plugins that the tests need: to import all that are installed takes longer than the tests.
-PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin", "pytest_rerunfailures")
+PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "xdist.plugin")
 
 Verdict = Literal["killed", "SURVIVED", "STALE", "ERROR"]
 

@@ -23,13 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from servekit.chaos.baseline_answers import Tally, learn, percentile, prompt
+from servekit.bench.percentiles import Sample
+from servekit.chaos.baseline_answers import Tally, learn_answers, make_prompt
 from servekit.chaos.client import Question
 from servekit.chaos.load import Load
-from servekit.chaos.report import seconds
 from servekit.chaos.target import Target
-from servekit.config.load import load
+from servekit.config.load import load_config
 from servekit.system.parent_death import CHAOS
+from servekit.units import format_latency
 from tests.integration.instance import Instance, echo
 from tests.soak.kills import DEATHS, Kill, Killer
 
@@ -71,7 +72,7 @@ def model(wish: argparse.Namespace) -> dict[str, Any]:
         # Slots for all on half of the workers: what the others leave behind finds room at once.
         slots = math.ceil(wish.streams * wish.gateways / max(1, wish.workers // 2))
         return echo("soak", replicas=wish.workers, step_s=STEP_S, slots=slots)
-    path = load(DEMO).models[0].path
+    path = load_config(DEMO).models[0].path
     options = {"threads": 1, "slots": 2 * wish.streams, "kv_cache_bytes": KV_CACHE_BYTES}
     settings = {"name": "soak", "path": path, "device": "cpu", "replicas": wish.workers}
     return {**settings, "max_context": 512, "options": options}
@@ -82,14 +83,14 @@ def questions(wish: argparse.Namespace) -> list[Question]:
     if wish.engine == "echo":
         least = wish.tokens // 6
         sizes = [least + (wish.tokens - least) * n // (QUESTIONS - 1) for n in range(QUESTIONS)]
-        return [Question("soak", prompt(n), size) for n, size in enumerate(sizes)]
-    return [Question("soak", prompt(n, words=8), wish.tokens) for n in range(4 * wish.streams)]
+        return [Question("soak", make_prompt(n), size) for n, size in enumerate(sizes)]
+    return [Question("soak", make_prompt(n, words=8), wish.tokens) for n in range(4 * wish.streams)]
 
 
 async def soak(url: str, run_dir: Path, wish: argparse.Namespace) -> tuple[Load, Killer, float]:
     """The load, the killer, and the time of this process on the processor per second."""
     target = await Target.find(url, run_dir, None)
-    known = await learn(target.client, questions(wish), at_once=wish.streams)
+    known = await learn_answers(target.client, questions(wish), at_once=wish.streams)
     unsure = sum(not one.sure for one in known)
     if unsure:
         print(f"{unsure} of {len(known)} questions are not answered alike twice", file=sys.stderr)
@@ -142,7 +143,7 @@ def deaths(kills: Sequence[Kill]) -> str:
 def _spread(values: Sequence[float]) -> tuple[str, str]:
     if not values:
         return "-", "-"
-    return seconds(percentile(values, 0.5)), seconds(percentile(values, 0.99))
+    return format_latency(Sample(values).at(50)), format_latency(Sample(values).at(99))
 
 
 def table(head: str, lines: Sequence[tuple[str, ...]]) -> str:

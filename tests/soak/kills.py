@@ -13,7 +13,7 @@ from typing import Any
 
 from servekit.chaos.load import Load, Silences
 from servekit.chaos.process_experiments import engine_processes, takes_fail_step
-from servekit.chaos.target import Target, whole
+from servekit.chaos.target import Target, is_whole
 from servekit.protocol.messages import Status
 from servekit.system.parent_death import FAIL_STEP
 
@@ -131,7 +131,7 @@ class Killer:
     def _note(self, kill: Kill, ready: dict[str, int], status: Status, now: float) -> None:
         if kill.back_s is None and ready.get(kill.worker, kill.pid) != kill.pid:
             kill.back_s = now - kill.began_s
-        if kill.whole_s is None and whole(status, kill.pid):
+        if kill.whole_s is None and is_whole(status, kill.pid):
             kill.whole_s = now - kill.began_s
 
     def _read_logs(self) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from servekit.cli.logs import told
-from servekit.log_files import LONGEST_BYTES, Tail, files, is_of, last, process_of
+from servekit.cli.logs import format_line
+from servekit.log_files import LONGEST_BYTES, Tail, find_log_files, is_of, last_lines, process_of
 from servekit.supervisor.process.log_capture import RotatingFile
 
 
@@ -15,10 +15,10 @@ def test_names_of_files_are_those_of_processes(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for name in ("a~0.log", "org~a~0.log", "a~standby-0.log", "gateway-0.log", "a~0.log.1"):
         (tmp_path / "logs" / name).touch()
-    assert set(files(tmp_path)) == {"a/0", "org/a/0", "a/standby-0", "gateway/0"}
+    assert set(find_log_files(tmp_path)) == {"a/0", "org/a/0", "a/standby-0", "gateway/0"}
     assert process_of(Path("gateway-0.log")) == "gateway/0"
     assert process_of(Path("gateway-ip-10-0-0-2.log")) == "gateway/ip-10-0-0-2"
-    assert files(tmp_path / "none") == {}
+    assert find_log_files(tmp_path / "none") == {}
 
 
 def test_a_name_is_a_process_or_a_model() -> None:
@@ -29,7 +29,7 @@ def test_a_name_is_a_process_or_a_model() -> None:
 
 
 def texts(path: Path, most: int) -> list[str]:
-    return [one.text for one in last("a/0", path, most)]
+    return [one.text for one in last_lines("a/0", path, most)]
 
 
 def test_the_last_lines_go_back_into_what_was_rotated(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_line_without_an_end_is_cut(tmp_path: Path) -> None:
 def test_lines_have_the_time_they_tell_or_that_of_their_neighbours(tmp_path: Path) -> None:
     path = tmp_path / "a~0.log"
     path.write_text('raw\n{"event": "x", "timestamp": "2026-01-02"}\nraw\n{"timestamp": 7}\n{[\n')
-    assert [one.at for one in last("a/0", path, 9)] == ["2026-01-02"] * 5
+    assert [one.at for one in last_lines("a/0", path, 9)] == ["2026-01-02"] * 5
 
 
 def test_a_tail_follows_through_rotations(tmp_path: Path) -> None:
@@ -109,5 +109,5 @@ def test_a_tail_holds_no_more_than_a_line(tmp_path: Path) -> None:
 )
 def test_what_is_shown_moves_no_cursor(tmp_path: Path, text: str, shown: str) -> None:
     (tmp_path / "a~0.log").write_text(f"{text}\n")
-    [line] = last("a/0", tmp_path / "a~0.log", 1)
-    assert told(line).plain == shown
+    [line] = last_lines("a/0", tmp_path / "a~0.log", 1)
+    assert format_line(line).plain == shown

@@ -59,9 +59,9 @@ class Clients:
                 limit=LONGEST_LINE_BYTES,
             )
             self._processes.append(process)
-            await _tell(process, order)
+            await _send_order(process, order)
         for process in self._processes:
-            if not isinstance(await _hear(process), Ready):
+            if not isinstance(await _read_message(process), Ready):
                 raise ServekitError("a client process spoke out of turn")
 
     def go(self) -> float:
@@ -80,7 +80,7 @@ class Clients:
 
     async def _read(self, index: int, process: asyncio.subprocess.Process, tally: Tally) -> None:
         while True:
-            message = await _hear(process)
+            message = await _read_message(process)
             if isinstance(message, Report):
                 tally.report(index, message)
             elif isinstance(message, Ended):
@@ -94,15 +94,15 @@ class Clients:
                 process.stdin.close()
 
 
-async def _tell(process: asyncio.subprocess.Process, order: Order) -> None:
+async def _send_order(process: asyncio.subprocess.Process, order: Order) -> None:
     """Write an order to stdin, since it may hold a key: command lines are visible to everybody."""
     assert process.stdin is not None
-    with contextlib.suppress(ConnectionError):  # `_hear` reports the cause
+    with contextlib.suppress(ConnectionError):  # `_read_message` reports the cause
         process.stdin.write(msgspec.json.encode(order) + b"\n")
         await process.stdin.drain()
 
 
-async def _hear(process: asyncio.subprocess.Process) -> FromClient:
+async def _read_message(process: asyncio.subprocess.Process) -> FromClient:
     assert process.stdout is not None and process.stderr is not None
     line = await process.stdout.readline()
     if line.endswith(b"\n"):

@@ -10,9 +10,9 @@ import httptools
 import msgspec
 
 from servekit.bench.client.client_protocol import Fate, Record
-from servekit.bench.client.response_schemas import decode, message_of, text_of
-from servekit.bench.client.sse import EventStream
+from servekit.bench.client.response_schemas import decode_answer, message_of, text_of
 from servekit.bench.percentiles import bucket_of
+from servekit.sse import EventStream
 
 #: Maximum bytes of an answer without streaming; vectors may be long.
 _LONGEST_BODY_BYTES = 256 * 2**20
@@ -55,7 +55,7 @@ class Exchange:
             if event == b"[DONE]":
                 self.whole = True
                 continue
-            answer = decode(event)
+            answer = decode_answer(event)
             if answer.choices:
                 for choice in answer.choices:
                     text, brings = text_of(choice)
@@ -84,7 +84,7 @@ class Exchange:
     def take_whole(self) -> Fate:
         """Read an answer without streaming."""
         body = b"".join(self.body)
-        answer = decode(body)
+        answer = decode_answer(body)
         if answer.failed:
             self.record.message = message_of(body)
             return "frame"

@@ -51,7 +51,7 @@ class Answer(msgspec.Struct):
         return self.choices is not None or self.data is not None or self.usage is not None
 
 
-decode = msgspec.json.Decoder(Answer).decode
+decode_answer = msgspec.json.Decoder(Answer).decode
 
 
 def text_of(choice: _Choice) -> tuple[str, bool]:
@@ -70,14 +70,14 @@ def message_of(body: bytes) -> str:
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return _line(body.decode(errors="replace"))
+        return _one_line(body.decode(errors="replace"))
     while isinstance(found, dict):
         inner = next((found[key] for key in ("error", "message", "detail") if key in found), None)
         if inner is None:
             break
         found = inner
-    return _line(found if isinstance(found, str) else msgspec.json.encode(found).decode())
+    return _one_line(found if isinstance(found, str) else msgspec.json.encode(found).decode())
 
 
-def _line(text: str) -> str:
+def _one_line(text: str) -> str:
     return " ".join(text.split())[:_MESSAGE]

@@ -37,7 +37,7 @@ def chat(
     model: Annotated[
         str,
         typer.Argument(
-            help="Its name, an alias or an adapter.", autocompletion=instance_lookup.models
+            help="Its name, an alias or an adapter.", autocompletion=instance_lookup.complete_models
         ),
     ],
     url: Annotated[
@@ -63,17 +63,19 @@ def chat(
 
     given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     asked = Asked(model, {key: value for key, value in given.items() if value is not None})
-    with _client(url or _running(run_dir), _key(api_key), ca, insecure=insecure) as client:
+    with _make_client(
+        url or _find_running_url(run_dir), _read_api_key(api_key), ca, insecure=insecure
+    ) as client:
         talk = Talk(client, asked, system)
         if sys.stdin.isatty():
-            _converse(talk, model)
+            _run_conversation(talk, model)
         else:
-            talk.say(_question(sys.stdin.read()))
+            talk.say(_read_question(sys.stdin.read()))
 
 
-def _running(run_dir: Path | None) -> str:
+def _find_running_url(run_dir: Path | None) -> str:
     try:
-        status = instance_lookup.status(instance_lookup.folder(run_dir))
+        status = instance_lookup.read_status(instance_lookup.find_run_dir(run_dir))
     except StartError as error:
         raise StartError(f"{error.message}, --url talks to another server") from None
     # An address that means every interface is reached at loopback.
@@ -81,7 +83,7 @@ def _running(run_dir: Path | None) -> str:
     return f"{url}/v1"
 
 
-def _key(name: str | None) -> str:
+def _read_api_key(name: str | None) -> str:
     """Return the API key from a variable given by name: a command line is visible to everybody."""
     if name is not None and not os.environ.get(name):
         raise ConfigError(f"the environment variable {name} is not set; --api-key names one")
@@ -89,7 +91,7 @@ def _key(name: str | None) -> str:
     return next((os.environ[one] for one in names if os.environ.get(one)), "")
 
 
-def _client(url: str, key: str, ca: Path | None, *, insecure: bool) -> "httpx.Client":
+def _make_client(url: str, key: str, ca: Path | None, *, insecure: bool) -> "httpx.Client":
     import ssl
 
     import httpx
@@ -107,7 +109,7 @@ def _client(url: str, key: str, ca: Path | None, *, insecure: bool) -> "httpx.Cl
     return httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=verify)
 
 
-def _question(text: str) -> str:
+def _read_question(text: str) -> str:
     if not text.strip():
         raise ConfigError("nothing was asked: the input is empty")
     return text
@@ -127,67 +129,67 @@ class Talk:
 
     def say(self, text: str) -> None:
         """Send a message and show the answer, which Ctrl-C ends. Raises ServekitError."""
-        from servekit.cli.chat.stream import answer
+        from servekit.cli.chat.stream import stream_answer
 
         said = {"role": "user", "content": text}
         first = [{"role": "system", "content": self.system}] if self.system else []
-        pieces = answer(self._client, self._asked, [*first, *self._turns, said])
+        pieces = stream_answer(self._client, self._asked, [*first, *self._turns, said])
         heard: list[str] = []
         try:
-            _show(pieces, heard)
+            _show_answer(pieces, heard)
         except KeyboardInterrupt:
             pieces.close()  # type: ignore[attr-defined]  # closing the generator disconnects
-            sys.stdout.write(f"{_styled(_DIM)} …{_styled(_PLAIN)}\n")
+            sys.stdout.write(f"{_style_output(_DIM)} …{_style_output(_PLAIN)}\n")
         if heard:  # keep a stopped answer as well; a refused request has none
             self._turns += [said, {"role": "assistant", "content": "".join(heard)}]
 
 
-def _show(pieces: "Iterator[Piece]", heard: list[str]) -> None:
+def _show_answer(pieces: "Iterator[Piece]", heard: list[str]) -> None:
     """Write an answer as it arrives; collect the text without thoughts in `heard`."""
-    from servekit.sanitize import visible
+    from servekit.sanitize import show_controls
 
     thinking = False
     try:
         for piece in pieces:
             if piece.thought != thinking:
                 thinking = piece.thought
-                sys.stdout.write(_styled(_DIM) if thinking else f"{_styled(_PLAIN)}\n")
+                sys.stdout.write(_style_output(_DIM) if thinking else f"{_style_output(_PLAIN)}\n")
             if not piece.thought:
                 heard.append(piece.text)
-            sys.stdout.write(visible(piece.text))
+            sys.stdout.write(show_controls(piece.text))
             sys.stdout.flush()
     finally:
         if thinking:
-            sys.stdout.write(_styled(_PLAIN))
+            sys.stdout.write(_style_output(_PLAIN))
     sys.stdout.write("\n")
 
 
-def _styled(escape: str) -> str:
+def _style_output(escape: str) -> str:
     return escape if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ""
 
 
 # ---- the loop
 
 
-def _converse(talk: Talk, model: str) -> None:
-    from servekit.sanitize import line
+def _run_conversation(talk: Talk, model: str) -> None:
+    from servekit.sanitize import one_line
 
-    sys.stdout.write(f"{line(model)}: /help tells what there is, Ctrl-D leaves\n")
-    with _history():
-        while (text := _read()) is not None:
+    sys.stdout.write(f"{one_line(model)}: /help tells what there is, Ctrl-D leaves\n")
+    with _keep_history():
+        while (text := _read_line()) is not None:
             try:
-                if not _command(talk, text.strip()) and text.strip():
+                if not _run_command(talk, text.strip()) and text.strip():
                     talk.say(text)
             except ServekitError as error:  # the next request may succeed
-                sys.stderr.write(f"{line(error.message)}\n")
+                sys.stderr.write(f"{one_line(error.message)}\n")
             except KeyboardInterrupt:  # outside of the output of an answer
                 sys.stdout.write("\n")
 
 
-def _read() -> str | None:
+def _read_line() -> str | None:
     """Read a line from the user; "" for an interrupted line, None at the end."""
     # \x01 and \x02 mark characters of zero width for readline.
-    bold, off = _styled(_BOLD), _styled(_PLAIN)
+    bold, off = _style_output(_BOLD), _style_output(_PLAIN)
     prompt = f"\x01{bold}\x02>>> \x01{off}\x02" if bold else ">>> "
     lines: list[str] = []
     try:
@@ -204,7 +206,7 @@ def _read() -> str | None:
         return ""
 
 
-def _command(talk: Talk, text: str) -> bool:
+def _run_command(talk: Talk, text: str) -> bool:
     """Execute a line that starts with a slash; return False if it is for the model."""
     word, _, rest = text.partition(" ")
     match word:
@@ -227,7 +229,7 @@ def _command(talk: Talk, text: str) -> bool:
 
 
 @contextlib.contextmanager
-def _history() -> Iterator[None]:
+def _keep_history() -> Iterator[None]:
     """Load and save the line history, in a file that only this user can read."""
     try:
         import readline

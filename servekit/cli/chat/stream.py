@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from servekit.errors import ServekitError, StartError
+from servekit.sse import EventStream, EventTooLong
 
 if TYPE_CHECKING:
     import httpx
 
-#: Maximum length of a line of the stream.
+#: Maximum length of an event of the stream.
 _LONGEST_BYTES = 4 * 2**20
 #: Maximum bytes read of an error page.
 _MOST_ERROR_BYTES = 2**16
@@ -37,7 +38,9 @@ class Piece:
     thought: bool = False
 
 
-def answer(client: httpx.Client, asked: Asked, messages: list[dict[str, str]]) -> Iterator[Piece]:
+def stream_answer(
+    client: httpx.Client, asked: Asked, messages: list[dict[str, str]]
+) -> Iterator[Piece]:
     """Yield the answer as it arrives. Closing this early disconnects, which stops the model.
 
     Raises StartError if the connection fails, ServekitError for other errors.
@@ -48,8 +51,8 @@ def answer(client: httpx.Client, asked: Asked, messages: list[dict[str, str]]) -
     try:
         with client.stream("POST", "chat/completions", json=body) as response:
             if response.status_code != httpx.codes.OK:
-                raise ServekitError(_refusal(response))
-            yield from _pieces(response)
+                raise ServekitError(_describe_refusal(response))
+            yield from _read_pieces(response)
     except httpx.ConnectError as error:
         raise StartError(f"nobody answers at {client.base_url}: {error}") from None
     except httpx.TimeoutException:
@@ -58,8 +61,8 @@ def answer(client: httpx.Client, asked: Asked, messages: list[dict[str, str]]) -
         raise ServekitError(f"the answer broke off: {error or type(error).__name__}") from None
 
 
-def _pieces(response: httpx.Response) -> Iterator[Piece]:
-    for data in _events(response.iter_bytes()):
+def _read_pieces(response: httpx.Response) -> Iterator[Piece]:
+    for data in _read_events(response.iter_bytes()):
         if data == b"[DONE]":
             return
         try:
@@ -72,7 +75,7 @@ def _pieces(response: httpx.Response) -> Iterator[Piece]:
 
 def _of_event(event: dict[str, Any]) -> Iterator[Piece]:
     if event.get("error"):
-        raise ServekitError(_message(event) or "the server reports an error")
+        raise ServekitError(_error_message(event) or "the server reports an error")
     choices = event.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else {}
     delta = first.get("delta") if isinstance(first, dict) else None
@@ -82,22 +85,22 @@ def _of_event(event: dict[str, Any]) -> Iterator[Piece]:
             yield Piece(text, thought=key != "content")
 
 
-def _events(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the data of each event; one line each, as all such servers send it."""
-    rest = b""
-    for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        if len(rest) > _LONGEST_BYTES:
-            raise ServekitError(f"the server sent a line of more than {_LONGEST_BYTES} bytes")
-        for found in lines:
-            if found.startswith(b"data:"):
-                yield found[5:].strip()
+def _read_events(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the data of each event."""
+    events = EventStream(_LONGEST_BYTES)
+    try:
+        for chunk in chunks:
+            yield from events.feed(chunk)
+        yield from events.end()
+    except EventTooLong:
+        said = f"the server sent an event of more than {_LONGEST_BYTES} bytes"
+        raise ServekitError(said) from None
 
 
 _KEY_HINT = "(here: put it into SERVEKIT_API_KEY, or name its variable with --api-key)"
 
 
-def _refusal(response: httpx.Response) -> str:
+def _describe_refusal(response: httpx.Response) -> str:
     """Describe why a request was refused, in the server's words."""
     text = b""
     for chunk in response.iter_bytes():
@@ -106,13 +109,13 @@ def _refusal(response: httpx.Response) -> str:
             break
     said = ""
     with contextlib.suppress(ValueError, RecursionError):
-        said = _message(json.loads(text))
+        said = _error_message(json.loads(text))
     said = said or f"it says nothing more than {response.reason_phrase!r}"
     hint = "" if response.status_code != 401 else f" {_KEY_HINT}"
     return f"refused ({response.status_code}): {said}{hint}"
 
 
-def _message(body: Any) -> str:
+def _error_message(body: Any) -> str:
     """Return the message of an error in the envelope of OpenAI's API, or a similar one."""
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error

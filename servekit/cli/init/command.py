@@ -62,12 +62,14 @@ def init(
         _carry_over(from_huixiangdou, output, force=force)
         return
     asks = not yes and sys.stdin.isatty() and sys.stdout.isatty()
-    found = _found()
+    found = _find_gpus()
     if asks:
-        sys.stdout.write(f"This machine: {_machine(found)}.\n")
-    path, own_name = _model(model, name, output, asks=asks)
-    wish, key = _wish(path, own_name, _gpus(gpus, found, asks=asks), port, keys, asks=asks)
-    _write(output, wish, found, force=force)
+        sys.stdout.write(f"This machine: {_describe_machine(found)}.\n")
+    path, own_name = _ask_model(model, name, output, asks=asks)
+    wish, key = _collect_options(
+        path, own_name, _ask_gpus(gpus, found, asks=asks), port, keys, asks=asks
+    )
+    _write_config(output, wish, found, force=force)
     if key:
         _tell_key(key)
 
@@ -76,14 +78,14 @@ def _carry_over(path: Path, output: Path, *, force: bool) -> None:
     from servekit.cli.init import config_template as first
     from servekit.cli.init import huixiangdou
 
-    carried = huixiangdou.convert(path)
-    first.write(output, carried.text, force=force)
-    sys.stdout.write(_done(output))
+    carried = huixiangdou.convert_config(path)
+    first.write_config(output, carried.text, force=force)
+    sys.stdout.write(_next_steps(output))
     for line in carried.left_out:
         sys.stderr.write(f"not carried over: {line}\n")
 
 
-def _done(output: Path) -> str:
+def _next_steps(output: Path) -> str:
     file = shlex.quote(str(output))
     steps = f"check it: servekit check {file}\nserve it: servekit up --config {file}\n"
     return f"wrote {output}\n{steps}"
@@ -92,7 +94,7 @@ def _done(output: Path) -> str:
 # ---- questions
 
 
-def _ask(question: str, default: str, read: Callable[[str], T]) -> T:
+def _ask_user(question: str, default: str, read: Callable[[str], T]) -> T:
     """Ask until the answer is valid."""
     while True:
         try:
@@ -103,21 +105,21 @@ def _ask(question: str, default: str, read: Callable[[str], T]) -> T:
             raise ConfigError("nothing was written") from None
 
 
-def _model(model: str | None, name: str | None, output: Path, *, asks: bool) -> tuple[str, str]:
+def _ask_model(model: str | None, name: str | None, output: Path, *, asks: bool) -> tuple[str, str]:
     from servekit.cli.init.config_template import name_of
 
     def read(text: str) -> str:
-        return _path(text, output)
+        return _make_path(text, output)
 
     if model is None and asks:
         question = "Model (a folder, a .gguf file, a hub id such as Qwen/Qwen3-0.6B, or demo)"
-        path = _ask(question, "demo", read)
+        path = _ask_user(question, "demo", read)
     else:
         path = read(model or "demo")
     return path, name or name_of(path)
 
 
-def _path(text: str, output: Path) -> str:
+def _make_path(text: str, output: Path) -> str:
     """Return the path for the file: a local one is absolute, wherever the file is."""
     from servekit.cli.init.config_template import DEMO
     from servekit.config import paths
@@ -127,21 +129,21 @@ def _path(text: str, output: Path) -> str:
     if text.startswith("pypi:"):
         return text
     try:
-        return paths.check(text, Path.cwd()).text
+        return paths.check_model_path(text, Path.cwd()).text
     except ValueError as error:
         raise ConfigError(f"{error}; or say demo") from None
 
 
-def _gpus(said: str | None, found: "tuple[Gpu, ...]", *, asks: bool) -> tuple[int, ...] | None:
+def _ask_gpus(said: str | None, found: "tuple[Gpu, ...]", *, asks: bool) -> tuple[int, ...] | None:
     def read(text: str) -> tuple[int, ...] | None:
-        return _indexes(text, found)
+        return _parse_indexes(text, found)
 
     if said is None and asks and found:
-        return _ask("GPUs (all, none, or by index: 0,1)", "all", read)
+        return _ask_user("GPUs (all, none, or by index: 0,1)", "all", read)
     return read(said or "all")
 
 
-def _indexes(text: str, found: "tuple[Gpu, ...]") -> tuple[int, ...] | None:
+def _parse_indexes(text: str, found: "tuple[Gpu, ...]") -> tuple[int, ...] | None:
     if text in ("all", "none"):
         return None if text == "all" else ()
     there = {str(gpu.index): gpu.index for gpu in found}
@@ -152,19 +154,19 @@ def _indexes(text: str, found: "tuple[Gpu, ...]") -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(there[part] for part in wanted))
 
 
-def _port(text: str) -> int:
+def _parse_port(text: str) -> int:
     if not text.isdecimal() or not 0 <= int(text) <= 65535:
         raise ConfigError(f"{text!r} is no port: a number up to 65535; 0 is a free one")
     return int(text)
 
 
-def _yes(text: str) -> bool:
+def _parse_yes(text: str) -> bool:
     if text.lower() not in ("y", "yes", "n", "no"):
         raise ConfigError("say y or n")
     return text.lower() in ("y", "yes")
 
 
-def _wish(
+def _collect_options(
     path: str,
     name: str,
     gpus: tuple[int, ...] | None,
@@ -178,11 +180,11 @@ def _wish(
     from servekit.config import keys as making
 
     if port is None:
-        port = _ask("Port", "8000", _port) if asks else 8000
+        port = _ask_user("Port", "8000", _parse_port) if asks else 8000
     if keys is None:
         question = "Serve other machines, too, with an API key (y, n)"
-        keys = _ask(question, "n", _yes) if asks else False
-    key, stored = making.new("default") if keys else ("", "")
+        keys = _ask_user(question, "n", _parse_yes) if asks else False
+    key, stored = making.new_key("default") if keys else ("", "")
     engine = "" if path == DEMO else "auto"
     host = _EVERYONE if keys else _LOCAL
     return TemplateOptions(
@@ -193,37 +195,43 @@ def _wish(
 # ---- the machine, and the file
 
 
-def _found() -> "tuple[Gpu, ...]":
+def _find_gpus() -> "tuple[Gpu, ...]":
     from servekit.system.gpus import find_gpus
 
     return find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _machine(gpus: "tuple[Gpu, ...]") -> str:
-    from servekit.cli.tables import size
+def _describe_machine(gpus: "tuple[Gpu, ...]") -> str:
+    from servekit.cli.tables import format_size
     from servekit.config.engines import installed
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cards = "; ".join(f"{gpu}, {size(gpu.total_bytes)}" for gpu in gpus) or "no NVIDIA GPU"
-    engines = [name for name, what in installed.engines() if not what.startswith("not installed")]
+    cards = "; ".join(f"{gpu}, {format_size(gpu.total_bytes)}" for gpu in gpus) or "no NVIDIA GPU"
+    engines = [
+        name for name, what in installed.list_engines() if not what.startswith("not installed")
+    ]
     own = ", ".join(name for name in engines if name not in ("echo", "openai"))
     cores = len(os.sched_getaffinity(0))
-    return f"{cores} cores, {size(memory)} of memory, {cards}; engines: {own}"
+    return f"{cores} cores, {format_size(memory)} of memory, {cards}; engines: {own}"
 
 
-def _write(output: Path, wish: "TemplateOptions", gpus: "tuple[Gpu, ...]", *, force: bool) -> None:
+def _write_config(
+    output: Path, wish: "TemplateOptions", gpus: "tuple[Gpu, ...]", *, force: bool
+) -> None:
     """Write the file. Raises ConfigError if it cannot be served here."""
     from dataclasses import replace
 
-    from servekit.cli.init.config_template import compose, write
+    from servekit.cli.init.config_template import compose_config, write_config
     from servekit.supervisor.deployments.plan import Source
 
-    write(output, compose(replace(wish, machine=_machine(gpus))), force=force)
+    write_config(
+        output, compose_config(replace(wish, machine=_describe_machine(gpus))), force=force
+    )
     try:
         Source(output.absolute(), {}, False).plan(gpus)
     except ServekitError as error:
         raise ConfigError(f"wrote {output}, but it cannot be served so: {error.message}") from None
-    sys.stdout.write(_done(output))
+    sys.stdout.write(_next_steps(output))
 
 
 def _tell_key(key: str) -> None:

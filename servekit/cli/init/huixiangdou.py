@@ -50,21 +50,21 @@ class Carried:
     left_out: tuple[str, ...]
 
 
-def convert(path: Path) -> Carried:
+def convert_config(path: Path) -> Carried:
     """Convert a config.ini; raises ConfigError if it has no local model."""
-    llm = _table(_read(path), "llm", path)
-    server = _table(llm, "server", path, "llm.")
+    llm = _find_table(_read_toml(path), "llm", path)
+    server = _find_table(llm, "server", path, "llm.")
     model = server.get("local_llm_path")
     if not isinstance(model, str) or not model:
         raise ConfigError(
             f"{path}: [llm.server] has no local_llm_path, so it says of no model that it is to be"
             " served here; write `models:` yourself, see `servekit init`"
         )
-    notes = [*_notes(llm, server), *_path_notes(model, path)]
-    return Carried(_text(path, model, server, _port(llm, server)), tuple(notes))
+    notes = [*_dropped_key_notes(llm, server), *_path_notes(model, path)]
+    return Carried(_config_text(path, model, server, _find_port(llm, server)), tuple(notes))
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read_toml(path: Path) -> Mapping[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -75,7 +75,9 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path}: is not TOML, as HuixiangDou's config.ini is: {error}") from None
 
 
-def _table(data: Mapping[str, Any], name: str, path: Path, prefix: str = "") -> Mapping[str, Any]:
+def _find_table(
+    data: Mapping[str, Any], name: str, path: Path, prefix: str = ""
+) -> Mapping[str, Any]:
     found = data.get(name)
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: has no [{prefix}{name}]; is it HuixiangDou's config.ini?")
@@ -85,7 +87,7 @@ def _table(data: Mapping[str, Any], name: str, path: Path, prefix: str = "") -> 
 # ---------------------------------------------------------------- conversion of keys
 
 
-def _port(llm: Mapping[str, Any], server: Mapping[str, Any]) -> int:
+def _find_port(llm: Mapping[str, Any], server: Mapping[str, Any]) -> int:
     """Return the port for its clients: the bind port, else the one in the client's URL."""
     port = server.get("local_llm_bind_port")
     if not _is_port(port):
@@ -100,12 +102,12 @@ def _is_port(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 65535
 
 
-def _length(server: Mapping[str, Any]) -> int | None:
+def _find_length(server: Mapping[str, Any]) -> int | None:
     length = server.get("local_llm_max_text_length")
     return length if isinstance(length, int) and length > 0 else None
 
 
-def _notes(llm: Mapping[str, Any], server: Mapping[str, Any]) -> Iterator[str]:
+def _dropped_key_notes(llm: Mapping[str, Any], server: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note for each key that was not carried over, with the reason."""
     if llm.get("enable_local") in (0, False):
         yield "llm.enable_local: it is off there; the local model is served all the same"
@@ -119,7 +121,7 @@ def _notes(llm: Mapping[str, Any], server: Mapping[str, Any]) -> Iterator[str]:
             yield f"llm.server.{key}: {_WHY_NOT[key]}"
         elif key == "local_llm_bind_port" and not _is_port(value):
             yield f"llm.server.{key}: {value!r} is no port"
-        elif key == "local_llm_max_text_length" and _length(server) is None:
+        elif key == "local_llm_max_text_length" and _find_length(server) is None:
             yield f"llm.server.{key}: {value!r} is no length"
         elif key not in _CARRIED:
             yield f"llm.server.{key}: not known here"
@@ -135,7 +137,7 @@ def _notes(llm: Mapping[str, Any], server: Mapping[str, Any]) -> Iterator[str]:
 
 def _path_notes(model: str, path: Path) -> Iterator[str]:
     try:
-        paths.check(model, path.absolute().parent)
+        paths.check_model_path(model, path.absolute().parent)
     except ValueError as error:
         yield f"llm.server.local_llm_path: carried over as it is, but {error}"
 
@@ -143,34 +145,34 @@ def _path_notes(model: str, path: Path) -> Iterator[str]:
 # ---------------------------------------------------------------- the file
 
 
-def _text(path: Path, model: str, server: Mapping[str, Any], port: int) -> str:
+def _config_text(path: Path, model: str, server: Mapping[str, Any], port: int) -> str:
     name = Path(model.rstrip("/")).name.lower() or "model"
     return _TEMPLATE.format(
         source=path.name,
-        name=json.dumps(_plain(name)),
-        path=json.dumps(_resolved(model, path), ensure_ascii=False),
-        context=_context(_length(server)),
+        name=json.dumps(_model_name(name)),
+        path=json.dumps(_resolve_path(model, path), ensure_ascii=False),
+        context=_context_line(_find_length(server)),
         answer=ANSWER_TOKENS,
         port=port,
         first_port=8000 if port != 8000 else 8001,
     )
 
 
-def _plain(name: str) -> str:
+def _model_name(name: str) -> str:
     """Turn a folder's name into a valid model name."""
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
     return kept.strip("._-")[:128] or "model"
 
 
-def _resolved(model: str, path: Path) -> str:
+def _resolve_path(model: str, path: Path) -> str:
     """Make a local path absolute, since the new file may be in another folder."""
     try:
-        return paths.check(model, path.absolute().parent).text
+        return paths.check_model_path(model, path.absolute().parent).text
     except ValueError:
         return model
 
 
-def _context(length: int | None) -> str:
+def _context_line(length: int | None) -> str:
     return "" if length is None else _CONTEXT.format(length=length)
 
 

@@ -26,7 +26,9 @@ def top(
 
     from servekit.cli.top import loop
 
-    folder = instance_lookup.folder(run_dir)
+    folder = instance_lookup.find_run_dir(run_dir)
     console = Console(markup=False, emoji=False, highlight=False)
     live = console.is_terminal and not once
-    asyncio.run(loop.watch(folder, console, every) if live else loop.once(folder, console))
+    asyncio.run(
+        loop.watch_instance(folder, console, every) if live else loop.print_once(folder, console)
+    )

@@ -19,14 +19,14 @@ from rich.text import Text
 
 from servekit.cli import instance_lookup
 from servekit.cli.top.sampler import Sampler
-from servekit.cli.top.view import lines
+from servekit.cli.top.view import draw_view
 from servekit.errors import ServekitError, StartError
-from servekit.event_store import Event, Wanted, newest
+from servekit.event_store import Event, Wanted, newest_events
 
 #: Timeout of an answer; the picture then shows an error, and polling continues.
 _ANSWER_S = 5.0
 _EVENTS = 40
-#: Time between the two samples of `once`: gateways report once a second.
+#: Time between the two samples of `print_once`: gateways report once a second.
 _BETWEEN_S = 2.1
 #: Width without a terminal.
 _WIDE = 200
@@ -34,27 +34,27 @@ _WIDE = 200
 _LEAST = 20, 5
 
 
-async def once(folder: Path, console: Console) -> None:
+async def print_once(folder: Path, console: Console) -> None:
     """Print one picture, from two samples, since a rate needs an interval."""
     sampler = Sampler()
     sampler.feed(await instance_lookup.status_soon(folder), time.monotonic())
     await asyncio.sleep(_BETWEEN_S)
     sampler.feed(await instance_lookup.status_soon(folder), time.monotonic())
-    view = sampler.view(await _events(folder))
+    view = sampler.view(await _read_events(folder))
     assert view is not None  # it has samples
     width = console.width if console.is_terminal else _WIDE
-    for text in lines(view, width, None):
+    for text in draw_view(view, width, None):
         console.print(text, soft_wrap=True)
 
 
-async def watch(folder: Path, console: Console, every_s: float) -> None:
+async def watch_instance(folder: Path, console: Console, every_s: float) -> None:
     """Draw the picture until the user presses q. Raises StartError if no instance runs at first."""
     sampler = Sampler()
     sampler.feed(
         await instance_lookup.status_soon(folder), time.monotonic()
     )  # raises if no instance runs
-    with _keys() as pressed, _screen(console) as screen:
-        looking = asyncio.create_task(_look(folder, sampler, screen, every_s))
+    with _listen_for_keys() as pressed, _open_screen(console) as screen:
+        looking = asyncio.create_task(_update_screen(folder, sampler, screen, every_s))
         leaving = asyncio.create_task(pressed.wait())
         await asyncio.wait((looking, leaving), return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
@@ -62,7 +62,7 @@ async def watch(folder: Path, console: Console, every_s: float) -> None:
             looking.result()  # raises the loop's error
 
 
-async def _look(folder: Path, sampler: Sampler, screen: _Screen, every_s: float) -> None:
+async def _update_screen(folder: Path, sampler: Sampler, screen: _Screen, every_s: float) -> None:
     while True:
         began, lost = time.monotonic(), ""
         try:
@@ -71,12 +71,12 @@ async def _look(folder: Path, sampler: Sampler, screen: _Screen, every_s: float)
             lost = f"no servekit runs in {folder}"
         except (ServekitError, OSError) as error:
             lost = str(getattr(error, "message", error))
-        screen.show(sampler, await _events(folder), lost)
+        screen.show(sampler, await _read_events(folder), lost)
         await asyncio.sleep(max(0.1, every_s - (time.monotonic() - began)))
 
 
-async def _events(folder: Path) -> tuple[Event, ...]:
-    return tuple(await asyncio.to_thread(newest, folder, Wanted(), _EVENTS))
+async def _read_events(folder: Path) -> tuple[Event, ...]:
+    return tuple(await asyncio.to_thread(newest_events, folder, Wanted(), _EVENTS))
 
 
 class _Screen:
@@ -105,13 +105,13 @@ class _Screen:
         view = sampler.view(events, lost)
         if view is not None and width >= _LEAST[0] and height >= _LEAST[1]:
             # Without the last newline, which would scroll the first line away.
-            picture = Text("\n").join(lines(view, width, height))
+            picture = Text("\n").join(draw_view(view, width, height))
             picture.no_wrap = True
             self.live.update(picture, refresh=True)
 
 
 @contextlib.contextmanager
-def _screen(console: Console) -> Iterator[_Screen]:
+def _open_screen(console: Console) -> Iterator[_Screen]:
     loop = asyncio.get_running_loop()
     screen = _Screen(console)
     loop.add_signal_handler(signal.SIGWINCH, screen.draw)
@@ -123,7 +123,7 @@ def _screen(console: Console) -> Iterator[_Screen]:
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[asyncio.Event]:
+def _listen_for_keys() -> Iterator[asyncio.Event]:
     """Yield an event that is set to quit: q, Ctrl-C, Ctrl-D, SIGTERM, or a closed terminal."""
     loop, leave = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -135,7 +135,7 @@ def _keys() -> Iterator[asyncio.Event]:
     before = termios.tcgetattr(fd)
     with contextlib.suppress(termios.error):
         tty.setcbreak(fd)
-    loop.add_reader(fd, lambda: _pressed(fd, leave))
+    loop.add_reader(fd, lambda: _on_key(fd, leave))
     try:
         yield leave
     finally:
@@ -144,7 +144,7 @@ def _keys() -> Iterator[asyncio.Event]:
             termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
-def _pressed(fd: int, leave: asyncio.Event) -> None:
+def _on_key(fd: int, leave: asyncio.Event) -> None:
     try:
         keys = os.read(fd, 1024)
     except OSError:

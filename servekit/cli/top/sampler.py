@@ -75,6 +75,6 @@ class Sampler:
         }
 
 
-def queued(status: Status, model: ModelStatus) -> int:
+def count_queued(status: Status, model: ModelStatus) -> int:
     """Return the number of requests that wait for a model at the gateways."""
     return next((one.queued for one in status.traffic if one.model == model.name), 0)

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from servekit.cli.events import told
-from servekit.cli.responsive_table import shortened
-from servekit.cli.tables import duration, gateway_note, note, size, span, state
-from servekit.cli.top.sampler import View, queued
+from servekit.cli.events import format_event
+from servekit.cli.responsive_table import shorten_text
+from servekit.cli.tables import format_size, gateway_note, replica_note, replica_span, state_text
+from servekit.cli.top.sampler import View, count_queued
 from servekit.protocol.messages import GatewayStatus, ModelStatus, ReplicaStatus, Status
 from servekit.protocol.types import GpuStatus
-from servekit.sanitize import line
+from servekit.sanitize import one_line
+from servekit.units import format_duration
 
 _HEAD = ("NAME", "STATE", "QUEUE", "RUN", "WAIT", "KV", "TOK/S", "REST", "MEMORY", "NOTE")
 _WIDTHS = (18, 9, 5, 4, 4, 4, 7, 4, 8)
@@ -27,26 +28,26 @@ _MOST_NAME = 40
 _LEAST_EVENTS, _MOST_EVENTS = 4, 40
 
 
-def lines(view: View, width: int, height: int | None) -> list[Text]:
+def draw_view(view: View, width: int, height: int | None) -> list[Text]:
     """Return the picture in at most `height` lines; None: without limit."""
     status = view.status
     wide = max((len(gpu.node) for gpu in status.gpus), default=0)
     body = [*(_gpu(gpu, status, wide) for gpu in status.gpus), *_table(view, width)]
     head = [_head(view, width)]
     if view.trouble:
-        head.append(Text(line(view.trouble), style="bold red"))
-    events = [told(event, day=height is None) for event in view.events[-_MOST_EVENTS:]]
+        head.append(Text(one_line(view.trouble), style="bold red"))
+    events = [format_event(event, day=height is None) for event in view.events[-_MOST_EVENTS:]]
     if height is not None:
-        body, events = _fitted(body, events, max(0, height - len(head) - 3))
+        body, events = _fit_lines(body, events, max(0, height - len(head) - 3))
     shown = [*head, *body, Text(), Text("EVENTS", style="bold"), *events]
     if height is not None:
         shown = shown[: max(1, height - 1)]
         shown += [Text() for _ in range(height - 1 - len(shown))]
         shown.append(Text("q quit", style="dim"))
-    return [_cut(text, width, dim=bool(view.trouble)) for text in shown]
+    return [_cut_lines(text, width, dim=bool(view.trouble)) for text in shown]
 
 
-def _fitted(
+def _fit_lines(
     body: Sequence[Text], events: Sequence[Text], room: int
 ) -> tuple[list[Text], list[Text]]:
     """Fit both into `room` lines; the body ends with the number of omitted lines."""
@@ -59,7 +60,7 @@ def _fitted(
     return shown, list(events[len(events) - min(rest, len(events)) :])
 
 
-def _cut(text: Text, width: int, *, dim: bool) -> Text:
+def _cut_lines(text: Text, width: int, *, dim: bool) -> Text:
     text.truncate(width, overflow="ellipsis")
     text.no_wrap = True
     if dim and not text.style:
@@ -72,9 +73,9 @@ def _head(view: View, width: int) -> Text:
     told = [
         (f"  {status.url}", ""),
         ("  draining" if status.draining else "", "yellow"),
-        (f"  up {duration(max(0.0, view.at - status.started_at))}", ""),
+        (f"  up {format_duration(max(0.0, view.at - status.started_at))}", ""),
         (f"  pid {status.pid}", "dim"),
-        (f"  {size(status.rss_bytes)}", "dim"),
+        (f"  {format_size(status.rss_bytes)}", "dim"),
     ]
     clock = time.strftime("%H:%M:%S", time.localtime(view.at))
     text = Text(f"servekit {status.version}", style="bold")
@@ -94,11 +95,11 @@ def _gpu(gpu: GpuStatus, status: Status, wide: int) -> Text:
     text.append(f"GPU {gpu.index} ", style="bold")
     text.append("█" * full, style="red" if share > 0.95 else "cyan")
     text.append("░" * (_BAR - full), style="dim")
-    text.append(f" {size(gpu.used_bytes)} of {size(gpu.total_bytes)}", style="")
+    text.append(f" {format_size(gpu.used_bytes)} of {format_size(gpu.total_bytes)}", style="")
     busy = "-" if gpu.utilisation is None else f"{gpu.utilisation * 100:.0f}%"
     text.append(f"  busy {busy:>4}", style="bold" if gpu.utilisation else "dim")
-    held = ", ".join(f"{name} {size(held)}" for name, held in _held(gpu, status))
-    return text.append(f"  {line(held)}", style="dim")
+    held = ", ".join(f"{name} {format_size(held)}" for name, held in _held(gpu, status))
+    return text.append(f"  {one_line(held)}", style="dim")
 
 
 def _held(gpu: GpuStatus, status: Status) -> Iterator[tuple[str, int]]:
@@ -125,7 +126,7 @@ def _table(view: View, width: int) -> Iterator[Text]:
         for replica in (*model.replicas, *model.standbys):
             yield _row(workers[replica.name], width, name)
             if replica.state != "ready" or replica.reason or replica.trouble:
-                yield from _below(Text(line(note(model, replica)), style="dim"), width)
+                yield from _below(Text(one_line(replica_note(model, replica)), style="dim"), width)
     yield from (_row(cells, width, name) for cells in gateways)
 
 
@@ -141,18 +142,18 @@ def _model(view: View, model: ModelStatus) -> list[Text]:
     kv = max((one.kv_used for one in replicas if one.state == "ready"), default=0.0)
     reason = model.residence.reason if model.residence is not None else ""
     if (scale := model.scale) is not None:
-        reason = "; ".join(filter(None, (span(model), reason, scale.waits or scale.reason)))
+        reason = "; ".join(filter(None, (replica_span(model), reason, scale.waits or scale.reason)))
     return [
-        Text(line(model.name), style="bold"),
+        Text(one_line(model.name), style="bold"),
         _standing(model),
-        _count(queued(view.status, model)),
+        _count(count_queued(view.status, model)),
         _count(sum(one.running for one in replicas)),
         _count(sum(one.waiting for one in replicas)),
         Text(f"{kv * 100:.0f}%" if kv else "-"),
         Text("-" if rate is None else f"{rate:.1f}" if rate < 1000 else f"{rate:.0f}"),
         _count(sum(one.restarts for one in replicas)),
-        Text(size(sum(one.gpu_bytes or one.rss_bytes for one in replicas))),
-        Text(line(reason), style="dim"),
+        Text(format_size(sum(one.gpu_bytes or one.rss_bytes for one in replicas))),
+        Text(one_line(reason), style="dim"),
     ]
 
 
@@ -160,28 +161,28 @@ def _standing(model: ModelStatus) -> Text:
     """Return "ready 1/2" if replicas serve; else the state of the model, or its first replica."""
     serving = sum(one.state == "ready" for one in model.replicas)
     if serving:
-        text = state("ready")
+        text = state_text("ready")
         if serving < len(model.replicas):
             text = Text(f"ready {serving}/{len(model.replicas)}", style="yellow")
         return text
     if model.residence is not None:
-        return state(model.residence.tier)
-    return state(model.replicas[0].state if model.replicas else "stopped")
+        return state_text(model.residence.tier)
+    return state_text(model.replicas[0].state if model.replicas else "stopped")
 
 
 def _worker(model: ModelStatus, replica: ReplicaStatus) -> list[Text]:
     serves = replica.state == "ready" and replica not in model.standbys
     return [
-        Text(f"  {line(replica.name)}"),
-        state(replica.state),
+        Text(f"  {one_line(replica.name)}"),
+        state_text(replica.state),
         Text(),
         _count(replica.running) if serves else Text(),
         _count(replica.waiting) if serves else Text(),
         Text(f"{replica.kv_used * 100:.0f}%" if serves and replica.kv_used else ""),
         Text(),
         _count(replica.restarts),
-        Text(size(replica.gpu_bytes or replica.rss_bytes)),
-        Text(line(f"{replica.device}  {note(model, replica)}"), style="dim"),
+        Text(format_size(replica.gpu_bytes or replica.rss_bytes)),
+        Text(one_line(f"{replica.device}  {replica_note(model, replica)}"), style="dim"),
     ]
 
 
@@ -189,13 +190,13 @@ def _gateway(gateway: GatewayStatus) -> list[Text]:
     told = gateway_note(gateway) or f"requests so far: {gateway.requests}"
     return [
         Text(gateway.name, style="bold"),
-        state(gateway.state),
+        state_text(gateway.state),
         Text(),
         _count(gateway.in_flight),
         *(Text() for _ in range(3)),
         _count(gateway.restarts),
-        Text(size(gateway.rss_bytes)),
-        Text(line(told), style="dim"),
+        Text(format_size(gateway.rss_bytes)),
+        Text(one_line(told), style="dim"),
     ]
 
 
@@ -229,7 +230,7 @@ def _row(cells: Sequence[Text], width: int, name: int) -> Text:
         if number in _RIGHT:
             found.align("right", room)
         if not number:
-            found = Text(shortened(found.plain, room), style=found.style)
+            found = Text(shorten_text(found.plain, room), style=found.style)
         found = _sized(found, room)
         text.append_text(found).append(" ")
     return text.append_text(cells[-1]) if width >= _WITH_NOTES else text

@@ -30,38 +30,40 @@ class Machine:
     has: Callable[[str], bool] = field(default=is_there)  # whether a module is installed
 
 
-def found(kind: EngineKind, has: Callable[[str], bool] = is_there) -> str:
+def find_module(kind: EngineKind, has: Callable[[str], bool] = is_there) -> str:
     """Return the module that the engine will use; "" where none is installed, or needed."""
     return next((module for module in kind.modules if has(module)), "")
 
 
-def lacking(
+def install_command(
     kind: EngineKind, has: Callable[[str], bool] = is_there, options: Collection[str] = ()
 ) -> str:
     """Return the command that installs the engine; "" if present, or named by the `options`."""
-    if not kind.modules or kind.instead in options or found(kind, has):
+    if not kind.modules or kind.instead in options or find_module(kind, has):
         return ""
     return f"pip install '{f'servekit[{kind.extra}]' if kind.extra else kind.modules[0]}'"
 
 
-def engines() -> Iterator[tuple[str, str]]:
+def list_engines() -> Iterator[tuple[str, str]]:
     """Yield each engine's name with its version and source ("vllm 0.23.0"), or an install hint."""
     for name, kind in KINDS.items():
-        if remedy := lacking(kind):
+        if remedy := install_command(kind):
             yield name, f"not installed: {remedy}"
         else:
-            module = found(kind)
-            yield name, _versioned(module) if module else "comes with servekit"
-    for plugin in plugins.usable():
+            module = find_module(kind)
+            yield name, _version_of(module) if module else "comes with servekit"
+    for plugin in plugins.usable_plugins():
         yield plugin.name, f"from {plugin}"
 
 
-def refused() -> Iterator[str]:
+def refused_plugins() -> Iterator[str]:
     """Yield sentences about engine plugins that cannot be run, each once."""
-    yield from dict.fromkeys(filter(None, (plugins.refusal(p.name) for p in plugins.find())))
+    yield from dict.fromkeys(
+        filter(None, (plugins.refusal_of(p.name) for p in plugins.find_plugins()))
+    )
 
 
-def _versioned(module: str) -> str:
+def _version_of(module: str) -> str:
     from importlib import metadata  # a slow import
 
     packages = _PACKAGES.get(module, (module,))

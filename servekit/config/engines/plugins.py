@@ -54,7 +54,7 @@ class Plugin:
 
 
 @cache
-def find() -> tuple[Plugin, ...]:
+def find_plugins() -> tuple[Plugin, ...]:
     """Return all installed plugins by name; names may repeat, or equal a built-in engine's."""
     from importlib import metadata  # a slow import
 
@@ -74,23 +74,23 @@ def _package(entry: object) -> tuple[str, str]:
 def look_again() -> None:
     """Clear the caches, since packages may have been installed or removed."""
     importlib.invalidate_caches()
-    find.cache_clear()
+    find_plugins.cache_clear()
     _described.cache_clear()
 
 
-def names() -> list[str]:
+def engine_names() -> list[str]:
     """Return the valid engine names of the file: built-in engines and plugins."""
-    return list(dict.fromkeys([*KINDS, *(plugin.name for plugin in usable())]))
+    return list(dict.fromkeys([*KINDS, *(plugin.name for plugin in usable_plugins())]))
 
 
-def usable() -> Iterator[Plugin]:
+def usable_plugins() -> Iterator[Plugin]:
     """Yield the plugins whose names are unique."""
-    return (plugin for plugin in find() if not refusal(plugin.name))
+    return (plugin for plugin in find_plugins() if not refusal_of(plugin.name))
 
 
-def refusal(name: str) -> str:
+def refusal_of(name: str) -> str:
     """Explain why no plugin of that name can be used; "" if one can, or none exists."""
-    theirs = [plugin for plugin in find() if plugin.name == name]
+    theirs = [plugin for plugin in find_plugins() if plugin.name == name]
     if theirs and name in {*KINDS, "auto"}:
         return (
             f"{theirs[0]} brings an engine that is named {name!r} as servekit's own is: it is not "
@@ -102,9 +102,9 @@ def refusal(name: str) -> str:
     return ""
 
 
-def plugin(name: str) -> Plugin | None:
+def find_plugin(name: str) -> Plugin | None:
     """Return the plugin of that name; None if there is none, or the name cannot be used."""
-    return next((plugin for plugin in usable() if plugin.name == name), None)
+    return next((plugin for plugin in usable_plugins() if plugin.name == name), None)
 
 
 def kind_of(name: str) -> EngineKind:
@@ -112,7 +112,7 @@ def kind_of(name: str) -> EngineKind:
 
     Raises KeyError for an unknown plugin, ValueError with a sentence for an unusable kind.
     """
-    found = plugin(name)
+    found = find_plugin(name)
     if found is None:
         raise KeyError(name)
     _told[name] = _described(found) if found.kind else UNTOLD

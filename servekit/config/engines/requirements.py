@@ -51,13 +51,13 @@ class Asked:
     options: frozenset[str] = frozenset()  # their names
 
 
-def asked(model: ModelConfig, folder: Path) -> Asked:
+def requirements_of(model: ModelConfig, folder: Path) -> Asked:
     """Read the requirements from the model's section and its adapters' configurations.
 
     `folder` is that of the configuration file.
     """
     try:
-        path = paths.check(model.path, folder)
+        path = paths.check_model_path(model.path, folder)
     except ValueError:
         path = None
     return Asked(
@@ -82,7 +82,7 @@ def format_of(path: ModelPath) -> Format:
 def _type(adapter: AdapterConfig, folder: Path) -> str:
     """Return PEFT's type of an adapter, from its local configuration, or _UNKNOWN."""
     try:
-        path = paths.check_adapter(adapter.path, folder)
+        path = paths.check_adapter_path(adapter.path, folder)
         config = json.loads((Path(path.text) / ADAPTER_FILE).read_bytes())
     except (ValueError, OSError):  # the engine will report the error
         return _UNKNOWN
@@ -90,7 +90,7 @@ def _type(adapter: AdapterConfig, folder: Path) -> str:
     return found.upper() if isinstance(found, str) else _UNKNOWN
 
 
-def lacks(kind: EngineKind, asks: Asked, *, unknown_too: bool = False) -> Iterator[Lack]:
+def find_lacks(kind: EngineKind, asks: Asked, *, unknown_too: bool = False) -> Iterator[Lack]:
     """Yield the unmet requirements; with `unknown_too`, also those that cannot be decided yet."""
     yield from _format(kind, asks)
     if asks.adapters and not kind.adapters:
@@ -113,10 +113,10 @@ def lacks(kind: EngineKind, asks: Asked, *, unknown_too: bool = False) -> Iterat
         what = f"cannot sleep{on_cpu}; `idle_unload_s` unloads a model, whatever runs it"
         yield Lack(("idle_sleep_s",), what, at_key=True)
     if asks.on_cpu and kind.gpu_here == "must":
-        yield Lack(("device",), f"runs on GPUs only{instead(kind)}")
+        yield Lack(("device",), f"runs on GPUs only{suggest_engines(kind)}")
 
 
-def instead(kind: EngineKind) -> str:
+def suggest_engines(kind: EngineKind) -> str:
     """Return a hint for the CPU build of an engine that needs GPUs; "" if there is none."""
     if not kind.cpu_package:
         return ""

@@ -6,17 +6,17 @@
     a folder, a hub id        GPU          vllm, likewise
     all others                any          transformers
 
-Requirements are adapter types, sleep, and the spread over GPUs (`requirements.lacks`). `echo` and
-plugins are never chosen: the file has to name them.
+Requirements are adapter types, sleep, and the spread over GPUs (`requirements.find_lacks`). `echo`
+and plugins are never chosen: the file has to name them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from servekit.config.engines.installed import Machine, found, lacking
+from servekit.config.engines.installed import Machine, find_module, install_command
 from servekit.config.engines.options import KINDS
-from servekit.config.engines.requirements import Asked, lacks
+from servekit.config.engines.requirements import Asked, find_lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Choice:
         return f"{self.engine}: {self.why}"
 
 
-def choose(asks: Asked, machine: Machine) -> Choice:
+def choose_engine(asks: Asked, machine: Machine) -> Choice:
     """Choose the engine for one model."""
     if asks.remote:
         return Choice("openai", "its options name an endpoint")
@@ -38,23 +38,23 @@ def choose(asks: Asked, machine: Machine) -> Choice:
     if not is_gguf and (asks.on_cpu or not machine.has_gpu):
         return Choice("transformers", "on a CPU" if asks.on_cpu else "no GPU was found here")
     first, what = ("llamacpp", "a GGUF file") if is_gguf else ("vllm", "on a GPU")
-    if obstacle := _obstacle(first, asks, machine):
-        return Choice("transformers", f"{what}; {first}{_praise(first)}, {obstacle}")
+    if obstacle := _find_obstacle(first, asks, machine):
+        return Choice("transformers", f"{what}; {first}{_state_advantage(first)}, {obstacle}")
     kind = KINDS[first]
     if kind.instead in asks.options:
         return Choice(first, f"{what}, and its options name a {kind.instead}")
-    return Choice(first, f"{what}, and {found(kind, machine.has)} is installed")
+    return Choice(first, f"{what}, and {find_module(kind, machine.has)} is installed")
 
 
-def _praise(engine: str) -> str:
+def _state_advantage(engine: str) -> str:
     return ", which runs it as it is" if engine == "llamacpp" else ", which is faster there"
 
 
-def _obstacle(engine: str, asks: Asked, machine: Machine) -> str:
+def _find_obstacle(engine: str, asks: Asked, machine: Machine) -> str:
     kind = KINDS[engine]
-    if lack := next(lacks(kind, asks, unknown_too=True), None):
+    if lack := next(find_lacks(kind, asks, unknown_too=True), None):
         return lack.what
     if kind.is_for_cpus:
         return "is built for CPUs here"
-    remedy = lacking(kind, machine.has, asks.options)
+    remedy = install_command(kind, machine.has, asks.options)
     return f"is not installed ({remedy})" if remedy else ""

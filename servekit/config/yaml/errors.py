@@ -38,10 +38,10 @@ def to_mark(mark: YamlMark | None) -> Mark:
 def syntax_error(error: yaml.MarkedYAMLError, text: str) -> DocumentError:
     """Return the exception for `error`, found while parsing `text`."""
     mark = to_mark(error.problem_mark or error.context_mark)
-    return DocumentError(_explain(error, _line(text, mark), mark), mark)
+    return DocumentError(_explain_problem(error, _line_at(text, mark), mark), mark)
 
 
-def _explain(error: yaml.MarkedYAMLError, line: str, mark: Mark) -> str:
+def _explain_problem(error: yaml.MarkedYAMLError, line: str, mark: Mark) -> str:
     problem = error.problem or "this is not YAML"
     indentation = line[: len(line) - len(line.lstrip())]
     if "\t" in indentation and mark.column <= len(indentation) + 1:
@@ -53,5 +53,5 @@ def _explain(error: yaml.MarkedYAMLError, line: str, mark: Mark) -> str:
     return advice + (f" It began on line {begun}." if begun < mark.line else "")
 
 
-def _line(text: str, mark: Mark) -> str:
+def _line_at(text: str, mark: Mark) -> str:
     return next(iter(text.splitlines()[mark.line - 1 : mark.line]), "")

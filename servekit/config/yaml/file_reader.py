@@ -6,19 +6,19 @@ import stat
 from difflib import get_close_matches
 from pathlib import Path
 
-from servekit.config.yaml.loader import parse
-from servekit.config.yaml.nodes import DocumentError, Node, mark_at, place
+from servekit.config.yaml.loader import parse_document
+from servekit.config.yaml.nodes import DocumentError, Node, format_place, mark_at
 from servekit.errors import ConfigError
 
 MAX_BYTES = 2**20
 
 
-def read(path: Path) -> Node:
+def read_document(path: Path) -> Node:
     """Return the root mapping of `path`; raises ConfigError that names file, line and column."""
     try:
-        return parse(_decode(_read_bytes(path)))
+        return parse_document(_decode_text(_read_bytes(path)))
     except DocumentError as error:
-        raise ConfigError(f"{place(path, error.mark)}: {error}") from None
+        raise ConfigError(f"{format_place(path, error.mark)}: {error}") from None
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -31,7 +31,7 @@ def _read_bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise DocumentError("there is no such file." + _nearby(path)) from None
+        raise DocumentError("there is no such file." + _suggest_file(path)) from None
     except OSError as error:
         raise DocumentError(f"cannot be read: {error.strerror}.") from None
     except ValueError as error:  # a NUL in the name
@@ -41,7 +41,7 @@ def _read_bytes(path: Path) -> bytes:
     return data
 
 
-def _nearby(path: Path) -> str:
+def _suggest_file(path: Path) -> str:
     try:
         names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
     except OSError:
@@ -58,7 +58,7 @@ def _yaml_files_in(folder: Path) -> str:
     return f" It holds {', '.join(names[:5])}." if names else ""
 
 
-def _decode(data: bytes) -> str:
+def _decode_text(data: bytes) -> str:
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DocumentError("is saved as UTF-16; save it as UTF-8.")
     if b"\0" in data:

@@ -33,7 +33,7 @@ _UNPRINTABLE = re.compile(
 )
 
 
-def parse(text: str) -> Node:
+def parse_document(text: str) -> Node:
     """Compose one YAML document; raises DocumentError."""
     if bad := _UNPRINTABLE.search(text):
         what = f"unprintable character (U+{ord(bad[0]):04X})."
@@ -92,7 +92,9 @@ class _Composer:
         if isinstance(event, yaml.ScalarEvent):
             _check_text(event.value, mark)
             is_plain = event.implicit[0] and tag is None
-            return Node(mark, _resolve(event.value) if is_plain else event.value, event.value)
+            return Node(
+                mark, _resolve_scalar(event.value) if is_plain else event.value, event.value
+            )
         if isinstance(event, yaml.SequenceStartEvent):
             return self._sequence(mark, depth)
         return self._mapping(mark, depth)
@@ -116,7 +118,7 @@ class _Composer:
         keys: dict[str, Mark] = {}
         merged: list[Node] = []
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
-            key, key_mark = _key(event), to_mark(event.start_mark)
+            key, key_mark = _read_key(event), to_mark(event.start_mark)
             value = self._node(next(self._events), depth + 1)
             if key == "<<":
                 merged.append(value)
@@ -127,7 +129,7 @@ class _Composer:
                 )
             values[key], keys[key] = value, key_mark
         for source in merged:
-            _merge(source, values, keys)
+            _merge_keys(source, values, keys)
         return Node(mark, values, keys=keys, size=1 + sum(v.size for v in values.values()))
 
     def _count(self, nodes: int, mark: Mark) -> None:
@@ -136,11 +138,11 @@ class _Composer:
             raise DocumentError(f"more than {MAX_NODES} values, aliases expanded.", mark)
 
 
-def _merge(source: Node, values: dict[str, Node], keys: dict[str, Mark]) -> None:
+def _merge_keys(source: Node, values: dict[str, Node], keys: dict[str, Mark]) -> None:
     """Merge `<<: *other`: add the missing keys, from the first source that has them."""
     if isinstance(source.value, list):
         for item in source.value:
-            _merge(item, values, keys)
+            _merge_keys(item, values, keys)
         return
     if not isinstance(source.value, dict):
         raise DocumentError("`<<` merges a mapping, such as *name.", source.mark)
@@ -149,7 +151,7 @@ def _merge(source: Node, values: dict[str, Node], keys: dict[str, Mark]) -> None
             values[key], keys[key] = node, source.keys[key]
 
 
-def _key(event: yaml.Event) -> str:
+def _read_key(event: yaml.Event) -> str:
     if not isinstance(event, yaml.ScalarEvent):
         raise DocumentError("a key must be plain text.", to_mark(event.start_mark))
     _check_text(event.value, to_mark(event.start_mark))
@@ -167,7 +169,7 @@ def _short_tag(tag: str) -> str:
     return tag.replace("tag:yaml.org,2002:", "!!")[:40]
 
 
-def _resolve(text: str) -> Scalar:
+def _resolve_scalar(text: str) -> Scalar:
     """Return the value of a plain (unquoted) scalar."""
     lower = text.lower()
     if lower in _NULLS:

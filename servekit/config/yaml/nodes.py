@@ -39,29 +39,29 @@ class DocumentError(ConfigError):
         self.mark = mark
 
 
-def place(path: Path, mark: Mark | None) -> str:
+def format_place(path: Path, mark: Mark | None) -> str:
     return f"{path}:{mark.line}:{mark.column}" if mark else str(path)
 
 
-def plain(node: Node) -> Scalar | list[object] | dict[str, object]:
+def plain_value(node: Node) -> Scalar | list[object] | dict[str, object]:
     """Return the bare values. An empty key counts as absent."""
     if isinstance(node.value, dict):
-        return {k: plain(n) for k, n in node.value.items() if n.value is not None}
+        return {k: plain_value(n) for k, n in node.value.items() if n.value is not None}
     if isinstance(node.value, list):
-        return [plain(n) for n in node.value]
+        return [plain_value(n) for n in node.value]
     return node.value
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of `find`: the node, the mark to blame, and how much of the location exists."""
+    """The result of `find_node`: node, mark to blame, and how much of the location exists."""
 
     node: Node
     key: Mark  # of the key, else of the value
     depth: int
 
 
-def find(root: Node, loc: Loc) -> Found:
+def find_node(root: Node, loc: Loc) -> Found:
     """Follow `loc` as far as it goes."""
     node, key = root, root.mark
     for depth, part in enumerate(loc):

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from servekit.diagnostics.cuda_trace import program
-from servekit.diagnostics.cuda_trace.report import report
-from servekit.diagnostics.cuda_trace.text import text
+from servekit.diagnostics.cuda_trace.report import make_report
+from servekit.diagnostics.cuda_trace.text import report_text
 
 
-def run(
+def trace_command(
     words: Sequence[str],
     module: str | None,
     descendants: Callable[[int], Sequence[int]],
@@ -28,8 +28,8 @@ def run(
     command = program.command_of(words, module)
     with tempfile.TemporaryDirectory(prefix="servekit-trace-") as folder:
         out = sys.stderr.fileno() if as_json else None
-        trace = program.run(command, Path(folder), descendants, stdout=out)
+        trace = program.run_traced(command, Path(folder), descendants, stdout=out)
     trace.only_imports = module is not None
-    found = report(trace)
+    found = make_report(trace)
     code: int = 1 if check and found["findings"] else found["exit_code"]
-    return json.dumps(found, indent=2) if as_json else text(found), code
+    return json.dumps(found, indent=2) if as_json else report_text(found), code

@@ -53,13 +53,13 @@ def command_of(words: Sequence[str], module: str | None) -> list[str]:
     return list(words)
 
 
-def environment(base: Mapping[str, str], directory: Path) -> dict[str, str]:
+def traced_environment(base: Mapping[str, str], directory: Path) -> dict[str, str]:
     """Return `base`, extended so that every Python started with it runs the recorder."""
     path = [str(INJECTED), *filter(None, [base.get("PYTHONPATH", "")])]
     return {**base, "PYTHONPATH": os.pathsep.join(path), "SERVEKIT_TRACE_CUDA": str(directory)}
 
 
-def run(
+def run_traced(
     command: Sequence[str],
     directory: Path,
     descendants: Callable[[int], Sequence[int]],
@@ -71,7 +71,7 @@ def run(
     `descendants` returns the PIDs of all descendants of a process. SIGTERM and SIGHUP are
     forwarded; Ctrl-C reaches the program by itself.
     """
-    env = environment(os.environ, directory)
+    env = traced_environment(os.environ, directory)
     try:
         process = subprocess.Popen(command, env=env, stdout=stdout)
     except OSError as error:
@@ -80,13 +80,13 @@ def run(
     with _passed_on(process):
         while process.poll() is None:
             for pid in (process.pid, *descendants(process.pid)):
-                _look(pid, seen)
+                _look_at_process(pid, seen)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_LOOK_S)
-    return Trace(command, process.returncode, gathered(directory), seen)
+    return Trace(command, process.returncode, gather_records(directory), seen)
 
 
-def gathered(directory: Path) -> dict[int, list[dict[str, Any]]]:
+def gather_records(directory: Path) -> dict[int, list[dict[str, Any]]]:
     """Return the lines of every process, without truncated last lines."""
     found: dict[int, list[dict[str, Any]]] = {}
     for path in directory.glob("*.jsonl"):
@@ -101,7 +101,7 @@ def _began_at(item: tuple[int, list[dict[str, Any]]]) -> float:
     return float(item[1][0]["at"]) if item[1] else 0.0
 
 
-def _look(pid: int, seen: dict[int, tuple[str, list[str]]]) -> None:
+def _look_at_process(pid: int, seen: dict[int, tuple[str, list[str]]]) -> None:
     held = set()
     try:
         for fd in os.scandir(f"/proc/{pid}/fd"):

@@ -20,14 +20,14 @@ LIMITS = (
 )
 
 
-def report(trace: Trace) -> dict[str, Any]:
+def make_report(trace: Trace) -> dict[str, Any]:
     """Return the report, ready for JSON: `processes`, `findings`, `not_seen`."""
-    processes = [_process(pid, lines, trace) for pid, lines in trace.lines.items()]
+    processes = [_process_report(pid, lines, trace) for pid, lines in trace.lines.items()]
     by_pid = {process["pid"]: process for process in processes}
     findings = [
         found
         for process in processes
-        for found in _findings(process, by_pid, only_imports=trace.only_imports)
+        for found in _process_findings(process, by_pid, only_imports=trace.only_imports)
     ]
     return {
         "command": list(trace.command),
@@ -43,11 +43,11 @@ def exit_code(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def _process(pid: int, lines: Sequence[Line], trace: Trace) -> dict[str, Any]:
+def _process_report(pid: int, lines: Sequence[Line], trace: Trace) -> dict[str, Any]:
     starts = [line for line in lines if line["kind"] == "start"]
     start = starts[-1] if starts else {}  # exec starts a new record with the same PID
     end = next((line for line in reversed(lines) if line["kind"] == "end"), {})
-    place, initialised = _initialised(lines)
+    place, initialised = _find_initialisation(lines)
     after = lines[place + 1 :] if initialised else []
     seen_outside = trace.seen.get(pid, ("", []))[1]
     opened = [line["path"] for line in lines if line["kind"] == "opened"]
@@ -63,58 +63,62 @@ def _process(pid: int, lines: Sequence[Line], trace: Trace) -> dict[str, Any]:
         "writes": [dict(line) for line in lines if line["kind"] == "visible"],
         "late_writes": [dict(line) for line in after if line["kind"] == "visible"],
         "devices": sorted({*opened, *seen_outside, *end.get("devices", [])}),
-        "libraries": sorted({*end.get("mapped", []), *(x["name"] for x in _of(lines, "library"))}),
+        "libraries": sorted(
+            {*end.get("mapped", []), *(x["name"] for x in _lines_of_kind(lines, "library"))}
+        ),
         "ended": bool(end),
         "broken": [line["error"] for line in lines if line["kind"] == "broken"],
     }
 
 
-def _of(lines: Sequence[Line], kind: str) -> Iterator[Line]:
+def _lines_of_kind(lines: Sequence[Line], kind: str) -> Iterator[Line]:
     return (line for line in lines if line["kind"] == kind)
 
 
-def _initialised(lines: Sequence[Line]) -> tuple[int, dict[str, Any] | None]:
+def _find_initialisation(lines: Sequence[Line]) -> tuple[int, dict[str, Any] | None]:
     """Return the index and line of the first initialising call; `error` is None if unknown."""
     for place, line in enumerate(lines):
         if line["kind"] == "cuda" and line["how"] != "probe":
-            back = next((x for x in _of(lines, "returned") if x["what"] == line["what"]), None)
+            back = next(
+                (x for x in _lines_of_kind(lines, "returned") if x["what"] == line["what"]), None
+            )
             return place, {**line, "error": back["error"] if back else None}
     return 0, None
 
 
-def _findings(
+def _process_findings(
     process: Line, by_pid: Mapping[int, Line], *, only_imports: bool
 ) -> Iterator[dict[str, Any]]:
     cuda = process["cuda"]
     if cuda and (cuda["chain"] or only_imports):
         led = " → ".join(cuda["chain"]) or "the module that was asked for"
-        yield _finding(process, "import", f"an import calls {cuda['what']}: {led}", cuda)
+        yield _make_finding(process, "import", f"an import calls {cuda['what']}: {led}", cuda)
     after = "after CUDA was initialised"
     if cuda and cuda["error"]:
         after = f"after {cuda['what']}, which failed here and elsewhere initialises CUDA"
     for line in process["forks_after"]:
         said = f"{line['what']} {after}: the child cannot use CUDA"
-        yield _finding(process, "fork", said, line)
+        yield _make_finding(process, "fork", said, line)
     for line in process["late_writes"]:
         if line["value"] != line["before"]:
-            said = f"CUDA_VISIBLE_DEVICES becomes {_shown(line['value'])}, was "
-            said += f"{_shown(line['before'])}, {after}: nothing heeds it"
-            yield _finding(process, "late write", said, line)
+            said = f"CUDA_VISIBLE_DEVICES becomes {_show_value(line['value'])}, was "
+            said += f"{_show_value(line['before'])}, {after}: nothing heeds it"
+            yield _make_finding(process, "late write", said, line)
     parent = by_pid.get(process["parent"] or 0)
-    if cuda and process["forked"] and parent and _before(parent["cuda"], process["started_at"]):
+    if cuda and process["forked"] and parent and _is_before(parent["cuda"], process["started_at"]):
         said = f"{cuda['what']} in a fork of pid {parent['pid']}, which had initialised CUDA"
-        yield _finding(process, "fork", said, cuda)
+        yield _make_finding(process, "fork", said, cuda)
 
 
-def _before(cuda: Line | None, at: float) -> bool:
+def _is_before(cuda: Line | None, at: float) -> bool:
     return cuda is not None and cuda["at"] <= at
 
 
-def _finding(process: Line, kind: str, said: str, line: Line) -> dict[str, Any]:
+def _make_finding(process: Line, kind: str, said: str, line: Line) -> dict[str, Any]:
     return {"pid": process["pid"], "kind": kind, "said": said, "stack": line["stack"]}
 
 
-def _shown(value: str | None) -> str:
+def _show_value(value: str | None) -> str:
     return "unset" if value is None else repr(value)
 
 
@@ -125,9 +129,9 @@ def _blind_spots(trace: Trace) -> Iterator[str]:
             "PYTHONPATH and imports sitecustomize."
         )
     for pid, lines in trace.lines.items():
-        for line in _of(lines, "blind"):
+        for line in _lines_of_kind(lines, "blind"):
             yield f"pid {pid} started {shlex.join(line['argv'])} ({line['why']}): not recorded."
-        if not any(_of(lines, "end")):
+        if not any(_lines_of_kind(lines, "end")):
             yield f"pid {pid} ended without a word (a signal, or native code's exit)."
     for pid, (command, devices) in trace.seen.items():
         if pid not in trace.lines:

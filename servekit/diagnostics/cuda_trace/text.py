@@ -10,42 +10,42 @@ from typing import Any
 _FRAMES = 12
 
 
-def text(report: Mapping[str, Any]) -> str:
+def report_text(report: Mapping[str, Any]) -> str:
     """Return the report as lines of text."""
-    return "\n".join(_lines(report))
+    return "\n".join(_report_lines(report))
 
 
-def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+def _report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     processes, findings = report["processes"], report["findings"]
     yield (
-        f"trace-cuda: exit code {report['exit_code']}, {_count(len(processes), 'Python process')}, "
-        f"{_count(len(findings), 'finding')}"
+        f"trace-cuda: exit code {report['exit_code']}, "
+        f"{_count_noun(len(processes), 'Python process')}, {_count_noun(len(findings), 'finding')}"
     )
     for process in processes:
         yield ""
-        yield from _process(process)
+        yield from _process_lines(process)
         for finding in findings:
             if finding["pid"] == process["pid"]:
                 yield f"  FINDING: {finding['said']}"
                 if process["cuda"] is None or finding["stack"] != process["cuda"]["stack"]:
-                    yield from _stack(finding["stack"])
+                    yield from _stack_lines(finding["stack"])
     yield ""
     yield "Not seen:"
     yield from (f"  - {line}" for line in report["not_seen"])
 
 
-def _process(process: Mapping[str, Any]) -> Iterator[str]:
+def _process_lines(process: Mapping[str, Any]) -> Iterator[str]:
     forked = f", forked by pid {process['parent']}" if process["forked"] else ""
     yield f"pid {process['pid']}{forked}: {process['command']}"
     if (cuda := process["cuda"]) is None:
         yield "  did not initialise CUDA, as far as could be seen"
     else:
-        yield f"  {_how(cuda)}, {cuda['at'] - process['started_at']:.2f} s after its start"
-        yield from _reason(cuda)
+        yield f"  {_cause_of(cuda)}, {cuda['at'] - process['started_at']:.2f} s after its start"
+        yield from _reason_lines(cuda)
     if (asked := process["asked"]) is not None and cuda is None:
         yield f"  {asked['what']} was asked: harmless in this torch, which has no CUDA; one that"
         yield "  has initialises the driver there (PYTORCH_NVML_BASED_CUDA_CHECK=1 spares that)"
-        yield from _reason(asked)
+        yield from _reason_lines(asked)
     for line in process["writes"]:
         if line not in process["late_writes"]:
             yield f"  CUDA_VISIBLE_DEVICES became {line['value']!r}, in time"
@@ -55,7 +55,7 @@ def _process(process: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"  the recorder broke: {error}" for error in process["broken"])
 
 
-def _how(cuda: Mapping[str, Any]) -> str:
+def _cause_of(cuda: Mapping[str, Any]) -> str:
     if cuda["how"] == "lookup":
         return f"CUDA: {cuda['what']} was looked up, and presumably called"
     if cuda["how"] == "device":
@@ -67,13 +67,13 @@ def _how(cuda: Mapping[str, Any]) -> str:
     return f"CUDA was initialised by {cuda['what']}"
 
 
-def _reason(line: Mapping[str, Any]) -> Iterator[str]:
+def _reason_lines(line: Mapping[str, Any]) -> Iterator[str]:
     if line["chain"]:
         yield f"  while importing: {' → '.join(line['chain'])}"
-    yield from _stack(line["stack"])
+    yield from _stack_lines(line["stack"])
 
 
-def _stack(stack: Sequence[Sequence[Any]]) -> Iterator[str]:
+def _stack_lines(stack: Sequence[Sequence[Any]]) -> Iterator[str]:
     if len(stack) > _FRAMES:
         yield f"    … {len(stack) - _FRAMES} more"
     for file, number, function in stack[-_FRAMES:]:
@@ -82,6 +82,6 @@ def _stack(stack: Sequence[Sequence[Any]]) -> Iterator[str]:
             yield f"        {code}"
 
 
-def _count(number: int, noun: str) -> str:
+def _count_noun(number: int, noun: str) -> str:
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{number} {noun if number == 1 else plural}"

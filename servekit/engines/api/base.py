@@ -2,7 +2,7 @@
 
 A worker drives exactly one engine:
 
-    engine = create(spec)                # cheap; no torch yet
+    engine = create_engine(spec)         # cheap; no torch yet
     info = engine.load(report)           # blocking, in the engine's loading thread
     engine.start(emit)                   # the engine's loop runs in a thread of its own
     engine.submit(job); engine.cancel(id)   # from the worker's I/O thread, never blocking
@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from servekit.engines.api.generation_identity import identify
+from servekit.engines.api.generation_identity import identify_files
 from servekit.errors import Unsupported
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import (
@@ -214,13 +214,13 @@ class Engine(ABC):
         engine whose `path` is neither a file nor the name of one.
         """
         spec = self.spec
-        return identify(
+        return identify_files(
             *(spec.path, spec.revision), portable=portable, trust_remote_code=spec.trust_remote_code
         )
 
     def identify_adapter(self, adapter: AdapterSpec, *, portable: bool = False) -> str:
         """Return the name and digest of a loaded adapter, as `identify` does for the model."""
-        found = identify(adapter.path, adapter.revision, portable=portable, adapter=True)
+        found = identify_files(adapter.path, adapter.revision, portable=portable, adapter=True)
         return f"{adapter.path}@{adapter.revision or ''}.{found}"
 
     @abstractmethod

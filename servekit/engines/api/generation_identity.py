@@ -26,7 +26,7 @@ _SAMPLE_BYTES = 4096
 _DIGITS = 16
 
 
-def identify(
+def identify_files(
     path: str,
     revision: str | None,
     *,
@@ -42,40 +42,40 @@ def identify(
     try:
         local = Path(path).expanduser()
         if local.exists():
-            return _digest(local, portable)
-        return _commit(path, revision, trust_remote_code, adapter)
+            return _digest_files(local, portable)
+        return _find_commit(path, revision, trust_remote_code, adapter)
     except (OSError, LoadError) as error:
         log.warning("cannot tell which files %s are: %s", path, error)
         return ""
 
 
-def _commit(path: str, revision: str | None, trust_remote_code: bool, adapter: bool) -> str:
+def _find_commit(path: str, revision: str | None, trust_remote_code: bool, adapter: bool) -> str:
     """Return the commit that a hub id was resolved to; "" for other sources."""
     from servekit.engines.model_files import hub, source
 
-    found = source.parse(path)
+    found = source.parse_source(path)
     if not isinstance(found, source.Hub):
         return ""
     for code in {trust_remote_code, False}:  # a .gguf file is fetched without code
-        if pin := hub.pinned(found.repo, found.file, revision, code, adapter=adapter):
+        if pin := hub.find_pin(found.repo, found.file, revision, code, adapter=adapter):
             return pin.commit
     return ""
 
 
-def _digest(path: Path, portable: bool) -> str:
+def _digest_files(path: Path, portable: bool) -> str:
     digest = hashlib.sha256()
-    for name, file in _files(path):
+    for name, file in _list_files(path):
         status = file.stat()
         digest.update(f"{name}\0{status.st_size}\0".encode(errors="surrogateescape"))
         if not portable:
             digest.update(f"{status.st_mtime_ns}\0".encode())
             continue
-        for sample in _samples(file, status.st_size):
+        for sample in _read_samples(file, status.st_size):
             digest.update(sample)
     return digest.hexdigest()[:_DIGITS]
 
 
-def _files(path: Path) -> Iterator[tuple[str, Path]]:
+def _list_files(path: Path) -> Iterator[tuple[str, Path]]:
     """Yield the files in order of their names, without hidden ones."""
     if path.is_file():
         yield path.name, path
@@ -89,7 +89,7 @@ def _files(path: Path) -> Iterator[tuple[str, Path]]:
     yield from sorted((str(file.relative_to(path)), file) for file in found[:_MOST_FILES])
 
 
-def _samples(file: Path, size: int) -> Iterator[bytes]:
+def _read_samples(file: Path, size: int) -> Iterator[bytes]:
     """Yield the whole of a small file, or enough samples of a large one to identify its weights."""
     with file.open("rb", buffering=0) as data:
         if size <= _WHOLE_BYTES:

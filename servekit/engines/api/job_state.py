@@ -6,6 +6,7 @@ Nothing here needs torch.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ class Scores(NamedTuple):
     best: tuple[tuple[int, float], ...]
 
 
-def _nameless(token: int) -> bytes:
+def _no_piece(token: int) -> bytes:
     return b""
 
 
@@ -71,7 +72,7 @@ class Underway:
     sampling: Sampling
     eos: frozenset[int]  # see `ends_of`
     max_tokens: int
-    piece: Callable[[int], bytes] = _nameless  # the bytes of a token
+    piece: Callable[[int], bytes] = _no_piece  # the bytes of a token
     constraint: Constraint | None = None
     cancelled: bool = False
     completion: list[int] = field(default_factory=list)
@@ -160,26 +161,26 @@ class Underway:
             return StepOutput(self.job.id, [], error=_BROKEN)
         constraint = self.constraint
         if constraint is not None and constraint.failure:
-            return self._failed(constraint)
+            return self._grammar_failure(constraint)
         if token in self.eos:
             asked = token in self.job.params.stop_token_ids
             return StepOutput(self.job.id, [], "stop", stop_token=token if asked else -1)
         self.completion.append(token)
         output = StepOutput(self.job.id, [token], None if self.remaining > 0 else "length")
         if self.scores is not None:
-            output.logprobs = [self._logprob(token, self.scores)]
+            output.logprobs = [self._token_logprob(token, self.scores)]
             self.scores = None
         if constraint is not None:
             constraint.take(token)
             if constraint.failure:
-                return self._failed(constraint)
+                return self._grammar_failure(constraint)
             output.finish = "stop" if constraint.ended else output.finish
         return output
 
-    def _failed(self, constraint: Constraint) -> StepOutput:
+    def _grammar_failure(self, constraint: Constraint) -> StepOutput:
         return StepOutput(self.job.id, [], error=constraint.failure, param=constraint.grammar.param)
 
-    def _logprob(self, token: int, scores: Scores) -> TokenLogprob:
+    def _token_logprob(self, token: int, scores: Scores) -> TokenLogprob:
         best = tuple((self.piece(other), value) for other, value in scores.best)
         return TokenLogprob(self.piece(token), scores.chosen, best)
 
@@ -199,3 +200,56 @@ class EmbedRow:
         self.vectors = [b""] * len(self.job.inputs)
         lengths = [len(ids) for ids in self.job.inputs]
         self.left = deque(sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True))
+
+
+class EmbedRunner(ABC):
+    """A runner of embedding jobs, batch by batch; called only from the engine's thread.
+
+    Requests take turns, so that a request with thousands of texts does not delay one with a single
+    text.
+    """
+
+    def __init__(self) -> None:
+        self._rows: deque[EmbedRow] = deque()
+
+    @property
+    def running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        return 0
+
+    @property
+    def kv_used(self) -> float:
+        return 0.0
+
+    def add(self, row: EmbedRow) -> None:
+        self._rows.append(row)
+
+    def cancel(self, row: EmbedRow) -> None:
+        self._rows = deque(other for other in self._rows if other is not row)
+
+    def step(self) -> list[tuple[EmbedRow, StepOutput]]:
+        """Run one batch; return the rows that it has completed."""
+        batch = self._take_batch()
+        vectors = self.embed([row.job.inputs[index] for row, index in batch])
+        for (row, index), vector in zip(batch, vectors, strict=True):
+            row.vectors[index] = vector
+        first = self._rows[0]
+        done = [row for row in self._rows if not row.left]
+        self._rows = deque(row for row in self._rows if row.left)
+        if self._rows and self._rows[0] is first:
+            self._rows.rotate(-1)
+        return [(row, make_embedding_output(row.job.id, row.vectors)) for row in done]
+
+    def close(self) -> None:
+        self._rows.clear()
+
+    @abstractmethod
+    def embed(self, texts: list[list[int]]) -> list[bytes]:
+        """Embed texts in one pass; return one little-endian float32 vector per text."""
+
+    @abstractmethod
+    def _take_batch(self) -> list[tuple[EmbedRow, int]]:
+        """Take the texts of one batch from the rows: at least one, and more while they fit."""

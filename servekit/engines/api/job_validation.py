@@ -28,11 +28,13 @@ class Limits:
     fills: bool = False
 
 
-def check(job: Job, limits: Limits, virtual_tokens: int = 0) -> None:
+def check_job(job: Job, limits: Limits, virtual_tokens: int = 0) -> None:
     """Raise RequestError if the job cannot run or would harm other jobs.
 
     `virtual_tokens` of the job's adapter take room in the context, in addition to the prompt.
     """
+    if (job.constraint is not None) != (job.params.grammar is not None):
+        raise ValueError("a job with a grammar comes with what `constrain` made of it")
     if virtual_tokens:
         limits = replace(limits, max_context=limits.max_context - virtual_tokens)
     if not job.prompt_ids:

@@ -40,26 +40,26 @@ def phase(name: str, *, lacks: type[Exception] | None = None) -> Iterator[None]:
     An error of type `lacks` means that an optional feature is missing here, which is no failure.
     """
     within, began_s = _within.get(), time.monotonic()
-    _tell(Phase(name, began_s, None, within))
+    _tell_listener(Phase(name, began_s, None, within))
     token, failed, why = _within.set(name), False, ""
     try:
         yield
     except BaseException as error:
         failed = lacks is None or not isinstance(error, lacks)
-        why = _why(error) if failed else str(error)[:_LONGEST_WHY] or "not here"
+        why = _explain_error(error) if failed else str(error)[:_LONGEST_WHY] or "not here"
         raise
     finally:
         _within.reset(token)
-        _tell(Phase(name, began_s, time.monotonic(), within, failed, why))
+        _tell_listener(Phase(name, began_s, time.monotonic(), within, failed, why))
 
 
-def _why(error: BaseException) -> str:
+def _explain_error(error: BaseException) -> str:
     """Return the error in one line; errors of compilers are pages long."""
     kind = "" if isinstance(error, ServekitError) else type(error).__name__
     first = next(iter(str(error).splitlines()), "")
     return ": ".join(filter(None, (kind, first)))[:_LONGEST_WHY]
 
 
-def _tell(of: Phase) -> None:
+def _tell_listener(of: Phase) -> None:
     if _hear is not None:
         _hear(of)

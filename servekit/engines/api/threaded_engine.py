@@ -80,7 +80,7 @@ class LoopedEngine(Engine):
 
     def start(self, emit: Emit) -> None:
         self._emit = emit
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="engine", daemon=True)
         self._thread.start()
 
     def cancel(self, job_id: int) -> None:
@@ -117,7 +117,7 @@ class LoopedEngine(Engine):
             if not self._rows:
                 self._progress_at = time.monotonic()  # idle time is no lack of progress
             self._rows[job_id] = row
-            self._post(lambda: self._add(row))
+            self._post(lambda: self._add_row(row))
 
     def _post(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
@@ -129,10 +129,10 @@ class LoopedEngine(Engine):
 
     # ---------------------------------------------------------------- the engine's thread
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         try:
             while self._await_work():
-                self._step()
+                self._run_step()
         except BaseException as error:  # a panic in Rust is not an Exception
             log.exception("the engine's loop has failed")
             self._die(error)
@@ -154,22 +154,22 @@ class LoopedEngine(Engine):
             if self._runner.running or self._runner.waiting:
                 return True
 
-    def _add(self, row: Request) -> None:
+    def _add_row(self, row: Request) -> None:
         if row.cancelled:
             return
         if (ended := row.ended) is None:
             self._runner.add(row)
         else:  # its previous worker died after the last token, before it reported the end
-            self._deliver([(row, ended)])
+            self._emit_outputs([(row, ended)])
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         if self._fails:
             raise RuntimeError(TOLD_TO_FAIL)
         outputs = self._runner.step()
         self._progress_at = time.monotonic()
-        self._deliver(outputs)
+        self._emit_outputs(outputs)
 
-    def _deliver(self, outputs: Sequence[tuple[Request, StepOutput]]) -> None:
+    def _emit_outputs(self, outputs: Sequence[tuple[Request, StepOutput]]) -> None:
         """Emit the outputs of one step, without those of jobs cancelled meanwhile.
 
         Holds the lock, so that no output of a job is emitted after `cancel` has returned.

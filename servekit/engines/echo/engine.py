@@ -30,6 +30,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from servekit.engines.api.adapter_table import load_adapters
 from servekit.engines.api.base import (
     TOLD_TO_FAIL,
     EmbedJob,
@@ -40,9 +41,15 @@ from servekit.engines.api.base import (
     Report,
     StepOutput,
 )
-from servekit.engines.echo.adapters import TRANSFORMS, Transform, transform_of
-from servekit.engines.echo.cache import BLOCK, EchoCache
-from servekit.engines.echo.run import EchoCodec, Run
+from servekit.engines.echo.run import (
+    BLOCK,
+    TRANSFORMS,
+    EchoCache,
+    EchoCodec,
+    Run,
+    Transform,
+    transform_of,
+)
 from servekit.errors import EngineFailed, LoadError, RequestError
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import Capability, Dialect, ModelInfo, Progress, WorkerSpec
@@ -63,7 +70,7 @@ SERVES: tuple[Capability, ...] = (
 )
 
 
-def _vector(ids: Sequence[int], size: int) -> bytes:
+def _make_vector(ids: Sequence[int], size: int) -> bytes:
     """Return SHAKE-128 of the token ids as a unit vector; float32, little-endian."""
     digest = hashlib.shake_128(struct.pack(f"<{len(ids)}I", *ids)).digest(4 * size)
     numbers = [value / 2**31 - 1 for value in struct.unpack(f"<{size}I", digest)]
@@ -112,7 +119,7 @@ class EchoEngine(Engine):
             os._exit(code)
         if message := options.get("load_error"):
             raise LoadError(message)
-        adapters, refused = self._load_adapters()
+        adapters, refused = load_adapters(self.load_adapter, self.spec.adapters)
         return ModelInfo(
             max_context=self.spec.max_context or options.get("max_context", 8192),
             slots=options.get("slots", 64),
@@ -122,9 +129,9 @@ class EchoEngine(Engine):
             device="cpu",
             detail="answers with the prompt",
             serves=(*SERVES, "tools") if self.spec.tool_parser in MARKERS else SERVES,
-            dialect=_dialect(self.spec),
+            dialect=_choose_dialect(self.spec),
             embedding_size=self._size,
-            adapters=tuple(adapters),
+            adapters=adapters,
             refused_adapters=refused,
             sleeps=True,
             prefix_block=BLOCK if self._cache is not None and self._cache.tokens else 0,
@@ -138,19 +145,8 @@ class EchoEngine(Engine):
         self._emit = emit
         self._step_s: float = self._options.get("step_s", 0.0)
         self._slots: int = self._options.get("slots", 64)
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
         self._thread.start()
-
-    def _load_adapters(self) -> tuple[list[AdapterInfo], dict[str, str]]:
-        """Load the adapters of the spec; return their infos, and the reasons of failure by name."""
-        loaded: list[AdapterInfo] = []
-        refused: dict[str, str] = {}
-        for adapter in self.spec.adapters:
-            try:
-                loaded.append(self.load_adapter(adapter))
-            except (RequestError, LoadError) as error:
-                refused[adapter.name] = error.message
-        return loaded, refused
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
         options = self._options
@@ -187,11 +183,11 @@ class EchoEngine(Engine):
 
     def embed(self, job: EmbedJob) -> None:
         for ids in job.inputs:
-            self._misbehave(ids)
+            self._misbehave_on(ids)
         if self._fails:
             self._wake_up()  # the next step raises, so there is no need to embed
             return
-        vectors = [_vector(ids, self._size) for ids in job.inputs]
+        vectors = [_make_vector(ids, self._size) for ids in job.inputs]
         self._emit([StepOutput(job.id, [], "stop", vectors=vectors)])
 
     def submit(self, job: Job) -> None:
@@ -201,13 +197,13 @@ class EchoEngine(Engine):
             raise RequestError("the prompt is empty, and there is nothing to echo", param="prompt")
         if job.adapter and job.adapter not in self._adapters:
             raise RequestError(f"the adapter {job.adapter!r} is not loaded", param="model")
-        self._misbehave(job.prompt_ids)
+        self._misbehave_on(job.prompt_ids)
         run = Run(job, self._adapters[job.adapter] if job.adapter else None)
         if self._cache is not None:
             run.cached, run.unread_s = self._cache.read(job)
         short = run.limit - run.done <= BURST and not run.unread_s
         if not self._step_s and not self._hung and not self._fails and short:
-            self._tell([run.take(BURST)])  # a short answer needs no thread
+            self._emit_outputs([run.take(BURST)])  # a short answer needs no thread
             return
         with self._changed:
             if not self._runs:
@@ -240,23 +236,23 @@ class EchoEngine(Engine):
 
     # ---- the loop
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         try:
-            self._loop()
+            self._run_steps()
         except Exception as error:
             self.fatal = error
 
-    def _loop(self) -> None:
+    def _run_steps(self) -> None:
         _be_punctual()
         while True:
             with self._changed:
                 self._changed.wait_for(self._is_due)
                 if self._closed:
                     return
-            pause_s = self._step_s + self._read()
+            pause_s = self._step_s + self._read_prompts()
             if pause_s and self._ending.wait(pause_s):
                 return
-            self._step()
+            self._run_step()
 
     def _is_due(self) -> bool:
         """Return whether the loop must wake up: there is a step to run, or the engine is closed."""
@@ -270,7 +266,7 @@ class EchoEngine(Engine):
         with self._changed:
             self._changed.notify()
 
-    def _read(self) -> float:
+    def _read_prompts(self) -> float:
         """Return the time to read new prompts, in seconds, and mark them as read."""
         if self._cache is None:
             return 0.0
@@ -281,7 +277,7 @@ class EchoEngine(Engine):
                 run.unread_s = 0.0
         return unread_s
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         if self._fails:
             raise RuntimeError(self._fails)
         count = 1 if self._step_s else BURST
@@ -292,11 +288,11 @@ class EchoEngine(Engine):
                 if output.finish:
                     del self._runs[output.id]
             self._progress_at = time.monotonic()
-        self._tell(outputs)
+        self._emit_outputs(outputs)
 
     # ---- misbehaviour
 
-    def _misbehave(self, ids: list[int]) -> None:
+    def _misbehave_on(self, ids: list[int]) -> None:
         options = self._options
         if not (options.get("crash_on") or options.get("hang_on") or options.get("raise_on")):
             return
@@ -310,12 +306,12 @@ class EchoEngine(Engine):
             if options.get("hang_holding_gil"):
                 ctypes.PyDLL(None).sleep(10_000)  # PyDLL keeps the GIL through the call
 
-    def _tell(self, outputs: list[StepOutput]) -> None:
+    def _emit_outputs(self, outputs: list[StepOutput]) -> None:
         if self._counts:
-            self._count(sum(len(output.token_ids) for output in outputs))
+            self._count_tokens(sum(len(output.token_ids) for output in outputs))
         self._emit(outputs)
 
-    def _count(self, tokens: int) -> None:
+    def _count_tokens(self, tokens: int) -> None:
         self._tokens += tokens
         if leak := self._options.get("leak_bytes_per_token", 0):
             self._leaked.append(os.urandom(leak * tokens))
@@ -340,7 +336,7 @@ def _map_segment(size_bytes: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), size_bytes)
 
 
-def _dialect(spec: WorkerSpec) -> Dialect:
+def _choose_dialect(spec: WorkerSpec) -> Dialect:
     """Return the configured dialect: an echoed prompt may contain tool calls or thoughts."""
     tools = spec.tool_parser if spec.tool_parser in MARKERS else ""
     begin, end = THOUGHTS.get(spec.reasoning_parser, ("", ""))

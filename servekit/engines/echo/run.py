@@ -1,16 +1,28 @@
-"""The answer of the echo engine to one job, and its codec."""
+"""The answer of the echo engine to one job, with its codec, adapters and simulated prefix cache."""
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from servekit.engines.api.base import Job, StepOutput
-from servekit.engines.echo.adapters import Transform, transformed
+from servekit.errors import RequestError
+from servekit.protocol.adapters import AdapterSpec
 from servekit.protocol.messages import ChatMessage, PromptToken, TokenLogprob
 
+Transform = Callable[[str], str]
+TRANSFORMS: dict[str, Transform] = {
+    "upper": str.upper,
+    "lower": str.lower,
+    "swapcase": str.swapcase,
+}
+#: Tokens of a block of the prefix cache.
+BLOCK = 32
 #: Surrogates are code points but not characters, and UTF-8 cannot encode them.
 _HALVES = re.compile("[\ud800-\udfff]")
 
@@ -64,7 +76,7 @@ class Run:
         self.id = job.id
         self.prompt = job.prompt_ids
         if transform is not None:
-            self.prompt = [transformed(token, transform) for token in job.prompt_ids]
+            self.prompt = [transform_token(token, transform) for token in job.prompt_ids]
         self.limit = params.max_tokens or len(job.prompt_ids)
         self.done = min(len(job.emitted), self.limit)
         self.best = params.logprobs
@@ -94,7 +106,7 @@ class Run:
         if self.told is not None:
             output.prompt, self.told = self.told, None
         if self.best is not None:
-            output.logprobs = [_certain(token, self.best) for token in tokens]
+            output.logprobs = [_certain_logprob(token, self.best) for token in tokens]
         return output
 
 
@@ -106,6 +118,73 @@ def _certain_prompt(ids: list[int], best: int) -> list[PromptToken]:
     return made
 
 
-def _certain(token: int, best: int) -> TokenLogprob:
+def _certain_logprob(token: int, best: int) -> TokenLogprob:
     text = EchoDecoder().push([token]).encode()
     return TokenLogprob(text, 0.0, ((text, 0.0),) if best else ())
+
+
+# ---------------------------------------------------------------- adapters, prefix cache
+
+
+def transform_of(adapter: AdapterSpec) -> str:
+    """Return the adapter's key of TRANSFORMS.
+
+    Raises RequestError if it is not one of this engine.
+    """
+    file = Path(adapter.path) / "adapter_config.json"
+    try:
+        said = json.loads(file.read_bytes())
+    except OSError as error:
+        raise RequestError(f"{file}: {error.strerror}", param="lora_path") from None
+    except (ValueError, RecursionError):
+        raise RequestError(f"{file} is not valid JSON", param="lora_path") from None
+    if not isinstance(said, dict):
+        raise RequestError(f"{file} has to be a JSON object", param="lora_path")
+    kind = str(said.get("transform", "upper"))
+    if kind not in TRANSFORMS:
+        known = ", ".join(TRANSFORMS)
+        raise RequestError(f"{file}: transform has to be one of {known}", param="lora_path")
+    return kind
+
+
+def transform_token(token: int, transform: Transform) -> int:
+    """Return the transformed token, or the same token if the result is not a single character."""
+    text = transform(chr(token))
+    return ord(text) if len(text) == 1 else token
+
+
+class EchoCache:
+    """A prefix cache for `tokens` tokens; reading a token that is not cached takes `token_s`.
+
+    It stores hashes of whole token blocks, each over the block and everything before it, as in vLLM
+    and the paged cache of transformers; each adapter and each salt has separate blocks. The least
+    recently used blocks are evicted first.
+    """
+
+    def __init__(self, tokens: int, token_s: float) -> None:
+        self.tokens = tokens
+        self._token_s = token_s
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def read(self, job: Job) -> tuple[int, float]:
+        """Return the number of cached prompt tokens and the time to read the others, in seconds.
+
+        The last token is never cached, because the first token of the answer is computed from it.
+        """
+        ids, last, found, known = job.prompt_ids, hash((job.adapter, job.cache_salt)), 0, True
+        chain = []
+        for at in range(0, len(ids) - BLOCK + 1, BLOCK):
+            last = hash((last, tuple(ids[at : at + BLOCK])))
+            chain.append(last)
+            known = known and last in self._blocks
+            found += BLOCK * known
+        self._keep_blocks(chain)
+        cached = min(found, (len(ids) - 1) // BLOCK * BLOCK)
+        return cached, (len(ids) - cached) * self._token_s
+
+    def _keep_blocks(self, chain: list[int]) -> None:
+        for block in reversed(chain):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
+        while len(self._blocks) * BLOCK > self.tokens:
+            self._blocks.popitem(last=False)

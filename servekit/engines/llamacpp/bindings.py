@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from servekit.engines.llamacpp.capi import Library
-from servekit.engines.llamacpp.struct_layouts import fill
+from servekit.engines.llamacpp.struct_layouts import fill_fields
 from servekit.errors import LoadError
 
 #: Value of the `binding` option to the module's name; "auto" prefers the first.
@@ -97,31 +97,31 @@ class XLlamaCpp(Binding):
         path = module.xllamacpp.__file__
         self.library = Library(path, f"xllamacpp {metadata.version('xllamacpp')}")
         functions = ctypes.CDLL(path)
-        self._model_params = _converter(
+        self._model_params = _find_converter(
             functions, "_Z28common_model_params_to_llamaR13common_params"
         )
-        self._context_params = _converter(
+        self._context_params = _find_converter(
             functions, "_Z30common_context_params_to_llamaRK13common_params"
         )
         self._load = self.library.creating("llama_model_load_from_file", _Struct, c_char_p)
         self._init = self.library.creating("llama_init_from_model", _Struct, c_void_p)
 
     def load_model(self, settings: Settings) -> int | None:
-        params, address = self._params(settings)
+        params, address = self._fill_params(settings)
         made: int | None = self._load(settings.path.encode(), self._model_params(address))
         del params  # the struct points into it
         return made
 
     def new_context(self, model: int, settings: Settings) -> int | None:
-        params, address = self._params(settings)
+        params, address = self._fill_params(settings)
         made: int | None = self._init(model, self._context_params(address))
         del params
         return made
 
-    def _params(self, settings: Settings) -> tuple[Any, int]:
+    def _fill_params(self, settings: Settings) -> tuple[Any, int]:
         params = self._module.CommonParams()
         address = id(params) + object.__basicsize__
-        self._check(params, address)
+        self._check_layout(params, address)
         enums = self._module
         params.n_gpu_layers = settings.gpu_layers
         params.split_mode = enums.llama_split_mode(_SPLITS[settings.split])
@@ -142,7 +142,7 @@ class XLlamaCpp(Binding):
             params.pooling_type = enums.llama_pooling_type(settings.pooling)
         return params, address
 
-    def _check(self, params: Any, address: int) -> None:
+    def _check_layout(self, params: Any, address: int) -> None:
         """Raise LoadError unless the first fields of `common_params` are at `address`."""
         marks = (1_234_567, 3_456_789, 5_678_901, 7_890_123)
         names = ("n_predict", "n_ctx", "n_batch", "n_ubatch")
@@ -153,14 +153,14 @@ class XLlamaCpp(Binding):
         for name, value in zip(names, before, strict=True):
             setattr(params, name, value)
         if seen != marks:
-            raise _unknown(self.library.binding)
+            raise _unknown_layout(self.library.binding)
 
 
-def _converter(functions: ctypes.CDLL, name: str) -> Callable[[int], _Struct]:
+def _find_converter(functions: ctypes.CDLL, name: str) -> Callable[[int], _Struct]:
     try:
         function = functions[name]
     except AttributeError:
-        raise _unknown("This version of xllamacpp") from None
+        raise _unknown_layout("This version of xllamacpp") from None
     function.restype, function.argtypes = _Struct, (c_void_p,)
     made: Callable[[int], _Struct] = function
     return made
@@ -182,13 +182,13 @@ class LlamaCppPython(Binding):
 
     def load_model(self, settings: Settings) -> int | None:
         params = self._module.llama_model_default_params()
-        fill(params, model_fields(settings))
+        fill_fields(params, model_fields(settings))
         made: int | None = self._load(settings.path.encode(), params)
         return made
 
     def new_context(self, model: int, settings: Settings) -> int | None:
         params = self._module.llama_context_default_params()
-        fill(params, context_fields(settings))
+        fill_fields(params, context_fields(settings))
         made: int | None = self._init(model, params)
         return made
 
@@ -260,7 +260,7 @@ def _open_build(path: str) -> Binding:
     return _opened[path]
 
 
-def _unknown(what: str) -> LoadError:
+def _unknown_layout(what: str) -> LoadError:
     return LoadError(
         f"{what} is laid out in a way that servekit does not know. Install the version that it "
         "was tested with: pip install 'servekit[llamacpp]'."

@@ -51,13 +51,11 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_free": (None, (_P,)),
     "llama_free": (None, (_P,)),
     "llama_model_get_vocab": (_P, (_P,)),
-    "llama_model_n_ctx_train": (c_int32, (_P,)),
     "llama_model_n_embd": (c_int32, (_P,)),
     "llama_model_n_params": (ctypes.c_uint64, (_P,)),
     "llama_model_size": (ctypes.c_uint64, (_P,)),
     "llama_model_n_swa": (c_int32, (_P,)),
     "llama_model_has_encoder": (c_bool, (_P,)),
-    "llama_model_has_decoder": (c_bool, (_P,)),
     "llama_model_is_recurrent": (c_bool, (_P,)),
     "llama_model_is_hybrid": (c_bool, (_P,)),
     "llama_model_desc": (c_int32, (_P, c_char_p, c_size_t)),
@@ -103,9 +101,9 @@ class Library:
         self._library = ctypes.CDLL(path)
         for name, (result, arguments) in _PROTOTYPES.items():
             self.declare(name, result, arguments)
-        self._explained: list[str] = []
+        self._complaints: list[str] = []
         self._dots: Callable[[], None] | None = None
-        logger = _LogCallback(self._log)
+        logger = _LogCallback(self._on_log)
         _LOGGERS.append(logger)
         self.call("llama_log_set", logger, None)
         self.call("llama_backend_init")
@@ -159,20 +157,15 @@ class Library:
 
     def listen(self, dots: Callable[[], None] | None) -> None:
         """Clear the kept errors; then call `dots` for each loaded percent of a model's tensors."""
-        self._explained.clear()
+        self._complaints.clear()
         self._dots = dots
-
-    @property
-    def explanation(self) -> str:
-        """The last error that llama.cpp logged, on one line; "" if there is none."""
-        return self._explained[-1] if self._explained else ""
 
     @property
     def complaints(self) -> str:
         """The recent errors that llama.cpp logged."""
-        return "; ".join(self._explained)
+        return "; ".join(self._complaints)
 
-    def _log(self, level: int, text: bytes | None, _: Any) -> None:
+    def _on_log(self, level: int, text: bytes | None, _: Any) -> None:
         if text == b"." and self._dots is not None:
             self._dots()
         if level not in (_WARN, _ERROR) or text is None:
@@ -180,5 +173,5 @@ class Library:
         line = " ".join(text.decode(errors="replace").split())
         log.log(logging.ERROR if level == _ERROR else logging.INFO, "llama.cpp: %s", line)
         if level == _ERROR and line:
-            self._explained.append(line)
-            del self._explained[:-_KEPT_LINES]
+            self._complaints.append(line)
+            del self._complaints[:-_KEPT_LINES]

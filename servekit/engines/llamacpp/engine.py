@@ -10,7 +10,6 @@ Imports neither torch nor transformers.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -18,22 +17,19 @@ from msgspec import structs
 
 from servekit.engines.api.base import EmbedJob, Job, Report
 from servekit.engines.api.job_state import EmbedRow, ends_of
-from servekit.engines.api.job_validation import Limits, check, check_inputs
+from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.threaded_engine import LoopedEngine
 from servekit.engines.llamacpp.embedding import LlamaEmbedder
 from servekit.engines.llamacpp.generation import GenerationRunner
-from servekit.engines.llamacpp.loading import Loaded, load
+from servekit.engines.llamacpp.loading import Loaded, load_from_spec
 from servekit.engines.llamacpp.request_row import LlamaRow
 from servekit.engines.llamacpp.tokenizer import LlamaCodec
-from servekit.engines.text.sampling_params import resolve
-from servekit.engines.text.structured_output import Constraint, Grammars
-from servekit.engines.text.tool_format_detection import find_dialect, tool_capabilities
+from servekit.engines.text.sampling_params import resolve_sampling
+from servekit.engines.text.structured_output import Constraint, Grammars, try_grammars
+from servekit.engines.text.tool_format_detection import tool_capabilities
 from servekit.errors import Unsupported
 from servekit.model_metadata.gguf import quantization
 from servekit.protocol.messages import Capability, Dialect, Grammar, ModelInfo
-from servekit.protocol.tool_formats import markers
-
-log = logging.getLogger(__name__)
 
 SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
@@ -60,7 +56,7 @@ class LlamaCppEngine(LoopedEngine):
     # ---------------------------------------------------------------- loading
 
     def load(self, report: Report) -> ModelInfo:
-        self._loaded = loaded = load(self.spec, report)
+        self._loaded = loaded = load_from_spec(self.spec, report)
         vocabulary = loaded.model.vocabulary
         generates = loaded.pooling is None
         template = self.spec.chat_template or loaded.model.chat_template
@@ -68,7 +64,7 @@ class LlamaCppEngine(LoopedEngine):
         self.vocab_size = vocabulary.size
         context = loaded.plan.max_context
         self._limits = Limits(vocabulary.size, context, fills=self.fills_context)
-        info = self._info(loaded)
+        info = self._describe_model(loaded)
         if not generates:
             self._runner = LlamaEmbedder(loaded.context, loaded.context.batch_tokens)
             return structs.replace(
@@ -83,12 +79,16 @@ class LlamaCppEngine(LoopedEngine):
         )
         self._eos = vocabulary.eos
         stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
-        self._defaults: dict[str, Any] = self._stated() | stated
-        self._grammars = self._make_grammars()
-        dialect = self._dialect()
-        return structs.replace(info, chat=codec.chat, serves=self._served(dialect), dialect=dialect)
+        self._defaults: dict[str, Any] = self._read_sampling_defaults() | stated
+        self._grammars = try_grammars(
+            lambda: Grammars.over(vocabulary.for_grammars(), vocabulary.size, vocabulary.eos)
+        )
+        dialect = codec.find_dialect(self.spec, self._eos)
+        return structs.replace(
+            info, chat=codec.chat, serves=self._list_capabilities(dialect), dialect=dialect
+        )
 
-    def _info(self, loaded: Loaded) -> ModelInfo:
+    def _describe_model(self, loaded: Loaded) -> ModelInfo:
         plan, model = loaded.plan, loaded.model
         where = f", {plan.gpu_layers} layers on the GPU" if plan.gpu_layers else ""
         return ModelInfo(
@@ -106,9 +106,9 @@ class LlamaCppEngine(LoopedEngine):
             detail=f"{loaded.binding.library.binding}, cache of {plan.context} tokens{where}",
         )
 
-    def _stated(self) -> dict[str, Any]:
+    def _read_sampling_defaults(self) -> dict[str, Any]:
         """Return the sampling defaults of the file."""
-        vocabulary = self._model().vocabulary
+        vocabulary = self._loaded_model().vocabulary
         found = {}
         for name, key in _STATED.items():
             value = vocabulary.stated(f"general.sampling.{key}")
@@ -116,22 +116,7 @@ class LlamaCppEngine(LoopedEngine):
                 found[name] = int(value) if name == "top_k" else float(value)
         return found
 
-    def _make_grammars(self) -> Grammars | None:
-        vocabulary = self._model().vocabulary
-        try:
-            return Grammars.over(vocabulary.for_grammars(), vocabulary.size, vocabulary.eos)
-        except Exception as error:  # of many types; the model serves without grammars
-            log.warning("no structured output: %s", error)
-            return None
-
-    def _dialect(self) -> Dialect:
-        spec, codec = self.spec, cast(LlamaCodec, self.codec)
-        found = find_dialect(codec.template, spec.tool_parser, spec.reasoning_parser)
-        known = codec.tokens_of(markers(found))
-        tokens = [(text, token) for text, token in known.items() if token not in self._eos]
-        return structs.replace(found, tokens=tuple(tokens))
-
-    def _served(self, dialect: Dialect) -> tuple[Capability, ...]:
+    def _list_capabilities(self, dialect: Dialect) -> tuple[Capability, ...]:
         grammar: tuple[Capability, ...] = ("grammar",) if self._grammars else ()
         template, parser = cast(LlamaCodec, self.codec).template, self.spec.tool_parser
         tools = tool_capabilities(template, dialect, parser, grammars=bool(grammar))
@@ -142,15 +127,12 @@ class LlamaCppEngine(LoopedEngine):
     def submit(self, job: Job) -> None:
         if isinstance(self._runner, LlamaEmbedder):
             raise Unsupported("This model makes embeddings only.", param="model")
-        check(job, self._limits)
-        sampling = resolve(job.params, self._defaults, self.vocab_size)
-        bound = job.constraint is not None
-        if bound != (job.params.grammar is not None):
-            raise ValueError("a job with a grammar comes with what `constrain` made of it")
+        check_job(job, self._limits)
+        sampling = resolve_sampling(job.params, self._defaults, self.vocab_size)
         ends = ends_of(job, self._eos)
         row = LlamaRow(
             *(self._key(job.id), job, sampling, ends, job.params.max_tokens or 1),
-            piece=self._model().vocabulary.piece,
+            piece=self._loaded_model().vocabulary.piece,
             constraint=cast(Constraint | None, job.constraint),
         )
         self._take(row)
@@ -176,7 +158,7 @@ class LlamaCppEngine(LoopedEngine):
             self._loaded.context.close()
             self._loaded.model.close()
 
-    def _model(self) -> Any:
+    def _loaded_model(self) -> Any:
         if self._loaded is None:
             raise RuntimeError("the engine is not loaded")
         return self._loaded.model

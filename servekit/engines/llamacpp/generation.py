@@ -21,7 +21,7 @@ from servekit.engines.api.base import StepOutput
 from servekit.engines.llamacpp.bindings import PROMPT_OUTPUTS
 from servekit.engines.llamacpp.model import Context, InsufficientMemory
 from servekit.engines.llamacpp.request_row import LlamaRow
-from servekit.engines.llamacpp.sampling_params import choose, score_prompt
+from servekit.engines.llamacpp.sampling_params import choose_token, score_prompt
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class GenerationRunner:
         self._waiting = deque(other for other in self._waiting if other is not row)
         for place in self._places:
             if place.row is row:
-                self._leave(place)
+                self._free_place(place)
 
     def close(self) -> None:
         self._waiting.clear()
@@ -91,22 +91,22 @@ class GenerationRunner:
     def step(self) -> list[tuple[LlamaRow, StepOutput]]:
         """Run one pass; return its outputs."""
         self._now = next(self._clock)
-        self._admit()
+        self._admit_waiting()
         while True:
-            plan = self._plan()
+            plan = self._plan_pass()
             try:
-                wanted, read = self._run(plan)
+                wanted, read = self._run_pass(plan)
                 break
             except InsufficientMemory:
                 self._make_room()
         for place, tokens, at in read:
-            score_prompt(_row(place), len(place.cached), len(tokens), at, self._context.logits)
+            score_prompt(_row_of(place), len(place.cached), len(tokens), at, self._context.logits)
         for place, tokens in plan:
             place.cached += tokens
             place.used = self._now
-        return [output for place, at in wanted for output in self._choose(place, at)]
+        return [output for place, at in wanted for output in self._choose_token(place, at)]
 
-    def _run(self, plan: list[tuple[Place, list[int]]]) -> tuple[list[_At], list[_Read]]:
+    def _run_pass(self, plan: list[tuple[Place, list[int]]]) -> tuple[list[_At], list[_Read]]:
         """Compute a pass; return the places to sample, with their positions in the batch.
 
         Also returns the prompts whose log probabilities are wanted, with their last positions.
@@ -115,8 +115,8 @@ class GenerationRunner:
         read: list[_Read] = []
         self._context.begin()
         for place, tokens in plan:
-            last = len(place.cached) + len(tokens) == _row(place).length
-            every = _row(place).unscored
+            last = len(place.cached) + len(tokens) == _row_of(place).length
+            every = _row_of(place).unscored
             at = self._context.put(place.id, len(place.cached), tokens, output=last, every=every)
             if last:
                 wanted.append((place, at))
@@ -125,62 +125,62 @@ class GenerationRunner:
         self._context.run()
         return wanted, read
 
-    def _choose(self, place: Place, at: int) -> list[tuple[LlamaRow, StepOutput]]:
-        row = _row(place)
-        output = row.push(choose(row, self._context.logits(at)))
+    def _choose_token(self, place: Place, at: int) -> list[tuple[LlamaRow, StepOutput]]:
+        row = _row_of(place)
+        output = row.push(choose_token(row, self._context.logits(at)))
         output.cached_tokens = row.cached_tokens or 0
         if row.prompt_scores:
             row.tell_prompt(output)
         if output.finish is not None or output.error is not None:
-            self._leave(place)
+            self._free_place(place)
         return [(row, output)]
 
-    def _plan(self) -> list[tuple[Place, list[int]]]:
+    def _plan_pass(self) -> list[tuple[Place, list[int]]]:
         """Choose the tokens of each sequence for this pass: generation first, then prompts."""
         active = sorted((p for p in self._places if p.row is not None), key=lambda p: p.born)
-        left = {place.id: _row(place).length - len(place.cached) for place in active}
+        left = {place.id: _row_of(place).length - len(place.cached) for place in active}
         order = sorted(active, key=lambda place: left[place.id] > 1)
         room, scored, plan = self._step_tokens, PROMPT_OUTPUTS, []
         for place in order:
             taken = min(left[place.id], room)
-            if _row(place).unscored:
+            if _row_of(place).unscored:
                 taken = min(taken, scored)
                 scored -= taken
             if taken:
                 start = len(place.cached)
-                plan.append((place, _row(place).context(start, start + taken)))
+                plan.append((place, _row_of(place).context(start, start + taken)))
                 room -= taken
-        if self._used() + self._step_tokens - room > self._context.capacity:
+        if self._count_cached() + self._step_tokens - room > self._context.capacity:
             self._make_room()
-            return self._plan()
+            return self._plan_pass()
         return plan
 
     # ---------------------------------------------------------------- coming and going
 
-    def _admit(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._waiting and (free := [p for p in self._places if p.row is None]):
             row = self._waiting[0]
-            busy = sum(_row(p).length for p in self._places if p.row is not None)
+            busy = sum(_row_of(p).length for p in self._places if p.row is not None)
             if busy and busy + row.length + HEADROOM_TOKENS > self._context.capacity:
                 return
-            self._enter(self._waiting.popleft(), free)
+            self._enter_place(self._waiting.popleft(), free)
 
-    def _enter(self, row: LlamaRow, free: list[Place]) -> None:
+    def _enter_place(self, row: LlamaRow, free: list[Place]) -> None:
         """Give `row` one of the `free` places, with as much of its beginning as the cache has."""
-        source, shared = self._known(row)
+        source, shared = self._find_shared(row)
         oldest = min(free, key=lambda place: (bool(place.cached), place.used))
         place = source if source is not None and source.row is None else oldest
         if place is not source:
-            self._cut(place, 0)
+            self._cut_cache(place, 0)
             if source is not None:
                 self._context.share(source.id, place.id, shared)
                 place.cached = source.cached[:shared]
         place.salt = row.job.cache_salt
-        self._cut(place, shared)
+        self._cut_cache(place, shared)
         row.note_cached(shared)
         place.row, place.born = row, self._now
 
-    def _known(self, row: LlamaRow) -> tuple[Place | None, int]:
+    def _find_shared(self, row: LlamaRow) -> tuple[Place | None, int]:
         """Return the place with the longest beginning in common with `row`, and its length.
 
         The last token is never shared, because its logits are wanted.
@@ -192,26 +192,26 @@ class GenerationRunner:
         for place in self._places:
             if place.salt != row.job.cache_salt:
                 continue
-            shared = _common(place.cached, tokens)
+            shared = _common_length(place.cached, tokens)
             longer = shared >= LEAST_SHARED and shared > best[1]
             if longer and self._context.holds(place.id, shared):
                 best = (place, shared)
         return best
 
-    def _leave(self, place: Place) -> None:
+    def _free_place(self, place: Place) -> None:
         """Free a place whose row has ended; its cached tokens stay if they can be shared."""
         place.row = None
         if not self._rewinds:
-            self._cut(place, 0)
+            self._cut_cache(place, 0)
 
-    def _cut(self, place: Place, start: int) -> None:
+    def _cut_cache(self, place: Place, start: int) -> None:
         if len(place.cached) > start:
             self._context.cut(place.id, start)
             del place.cached[start:]
 
     # ---------------------------------------------------------------- room
 
-    def _used(self) -> int:
+    def _count_cached(self) -> int:
         """Return the number of cached tokens; shared tokens count for each sequence."""
         return sum(len(place.cached) for place in self._places)
 
@@ -219,25 +219,27 @@ class GenerationRunner:
         """Evict one sequence from the cache. Raises RuntimeError if only one is left."""
         ended = [place for place in self._places if place.row is None and place.cached]
         if ended:
-            self._cut(min(ended, key=lambda place: place.used), 0)
+            self._cut_cache(min(ended, key=lambda place: place.used), 0)
             return
         active = [place for place in self._places if place.row is not None]
         if len(active) < 2:
             raise RuntimeError("llama.cpp has no room in its cache for a single sequence")
         youngest = max(active, key=lambda place: place.born)
-        log.info("the KV cache is full: request %s is computed again later", _row(youngest).job.id)
-        self._waiting.appendleft(_row(youngest))
+        log.info(
+            "the KV cache is full: request %s is computed again later", _row_of(youngest).job.id
+        )
+        self._waiting.appendleft(_row_of(youngest))
         youngest.row = None
-        self._cut(youngest, 0)
+        self._cut_cache(youngest, 0)
 
 
-def _row(place: Place) -> LlamaRow:
+def _row_of(place: Place) -> LlamaRow:
     if place.row is None:
         raise RuntimeError(f"sequence {place.id} has no request")
     return place.row
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common beginning."""
     end = min(len(one), len(other))
     if one[:end] == other[:end]:

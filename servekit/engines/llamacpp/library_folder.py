@@ -29,8 +29,8 @@ from servekit.engines.llamacpp.struct_layouts import (
     ROOM,
     VERSIONS,
     Layout,
-    fill,
-    recognise,
+    fill_fields,
+    recognise_layout,
 )
 from servekit.errors import LoadError
 
@@ -69,19 +69,19 @@ class Build(Binding):
 
     def __init__(self, path: Path) -> None:
         """Open the folder `path`, or libllama in it. Raises LoadError."""
-        file = _find(path)
+        file = _find_library(path)
         self._folder = file.parent
         self._obstacle = _open_cuda(self._folder / _CUDA)
         try:
-            self.library = Library(str(file), f"llama.cpp {_version(file)}")
+            self.library = Library(str(file), f"llama.cpp {_read_version(file)}")
         except OSError as error:
             raise LoadError(self._obstacle or f"{file} cannot be loaded: {error}.") from error
         for name, (result, arguments) in _PROTOTYPES.items():
             self.library.declare(name, result, arguments)
         if not self.library.call("ggml_backend_reg_count"):  # no backend is linked into it
             self.library.call("ggml_backend_load_all_from_path", str(self._folder).encode())
-        self._model_params = self._default("llama_model_default_params", MODEL_LAYOUTS)
-        self._context_params = self._default("llama_context_default_params", CONTEXT_LAYOUTS)
+        self._model_params = self._default_params("llama_model_default_params", MODEL_LAYOUTS)
+        self._context_params = self._default_params("llama_context_default_params", CONTEXT_LAYOUTS)
         self._load = self.library.creating(
             "llama_model_load_from_file", type(self._model_params), c_char_p
         )
@@ -91,16 +91,16 @@ class Build(Binding):
 
     def load_model(self, settings: Settings) -> int | None:
         params = type(self._model_params).from_buffer_copy(self._model_params)
-        fill(params, model_fields(settings))
+        fill_fields(params, model_fields(settings))
         made: int | None = self._load(settings.path.encode(), params)
         return made
 
     def new_context(self, model: int, settings: Settings) -> int | None:
         params = type(self._context_params).from_buffer_copy(self._context_params)
-        fill(params, context_fields(settings))
+        fill_fields(params, context_fields(settings))
         made: int | None = self._init(model, params)
         if made:
-            self._confirm(made, settings)
+            self._confirm_settings(made, settings)
         return made
 
     @property
@@ -111,15 +111,15 @@ class Build(Binding):
             return f"{self._folder} has no {_CUDA}, llama.cpp's backend for GPUs."
         return f"{self.library.binding} in {self._folder} finds no GPU."
 
-    def _default(self, name: str, layouts: Sequence[Layout]) -> ctypes.Structure:
+    def _default_params(self, name: str, layouts: Sequence[Layout]) -> ctypes.Structure:
         """Return llama.cpp's default parameters in the library's layout. Raises LoadError."""
         defaults = bytes(self.library.call(name))
-        struct = recognise(defaults, layouts)
+        struct = recognise_layout(defaults, layouts)
         if struct is None:
-            raise self._unknown()
+            raise self._unknown_layout()
         return struct.from_buffer_copy(defaults)
 
-    def _confirm(self, context: int, settings: Settings) -> None:
+    def _confirm_settings(self, context: int, settings: Settings) -> None:
         """Raise LoadError unless a context reports the requested settings."""
         asked = {
             "llama_n_ctx_seq": settings.context,
@@ -127,16 +127,16 @@ class Build(Binding):
             "llama_n_threads": settings.threads,
         }
         if any(self.library.call(name, context) != value for name, value in asked.items()):
-            raise self._unknown()
+            raise self._unknown_layout()
 
-    def _unknown(self) -> LoadError:
+    def _unknown_layout(self) -> LoadError:
         return LoadError(
             f"{self.library.binding} in {self._folder} lays its parameters out in a way that "
             f"servekit does not know. It knows those of {VERSIONS}."
         )
 
 
-def _find(path: Path) -> Path:
+def _find_library(path: Path) -> Path:
     """Return the path of libllama. Raises LoadError."""
     if path.is_file():
         return path.absolute()
@@ -146,7 +146,7 @@ def _find(path: Path) -> Path:
     return found[0].absolute()
 
 
-def _version(file: Path) -> str:
+def _read_version(file: Path) -> str:
     try:
         function = ctypes.CDLL(str(file))["llama_version"]
     except AttributeError:
@@ -166,7 +166,7 @@ def _open_cuda(path: Path) -> str:
     if not path.exists():
         return ""
     try:
-        _open(path, set())
+        _open_library(path, set())
     except OSError as error:
         log.info("%s cannot be loaded: %s", path, error)
         remedy = _DRIVER if "libcuda.so" in str(error) else _TOOLKIT
@@ -174,7 +174,7 @@ def _open_cuda(path: Path) -> str:
     return ""
 
 
-def _open(path: Path, tried: set[str]) -> None:
+def _open_library(path: Path, tried: set[str]) -> None:
     """Open a library, after the dependencies that the loader does not find.
 
     In pip's CUDA packages each library is in a folder of its own, which no loader searches.
@@ -188,7 +188,7 @@ def _open(path: Path, tried: set[str]) -> None:
             if missing is None or found is None or missing[1] in tried:
                 raise
             tried.add(missing[1])
-            _open(found, tried)
+            _open_library(found, tried)
         else:
             return
 

@@ -14,10 +14,11 @@ from servekit.engines.llamacpp import memory_fit
 from servekit.engines.llamacpp.bindings import POOLINGS, Binding, Settings, open_binding
 from servekit.engines.llamacpp.model import Context, Model
 from servekit.engines.model_files.source import resolve_file
-from servekit.engines.transformers.batching import kv_cache
 from servekit.errors import LoadError
-from servekit.model_metadata.gguf_header import Header
+from servekit.model_metadata.gguf import Header
 from servekit.protocol.messages import Progress, WorkerSpec
+from servekit.system import cgroup
+from servekit.units import format_bytes
 
 #: Tokens in one pass. Small on a CPU, so that a long prompt does not hold up other requests.
 CPU_BATCH_TOKENS = 256
@@ -43,7 +44,7 @@ class Loaded:
     pooling: int | None  # pooling type of embeddings; None: the model generates
 
 
-def load(spec: WorkerSpec, report: Report) -> Loaded:
+def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
     """Fetch and load a model. Raises LoadError."""
     with phase("files"):
         path = resolve_file(spec.path, spec.revision, report)
@@ -53,9 +54,9 @@ def load(spec: WorkerSpec, report: Report) -> Loaded:
         binding = open_binding(name, spec.options.get("library"))
     if spec.device == "cuda" and not binding.library.call("llama_supports_gpu_offload"):
         raise LoadError(f"{binding.without_gpu} Or say `device: cpu`.")
-    pooling = _pooling(headers[0], spec)
-    plan = _plan(binding, headers, spec, pooling)
-    settings = _settings(path, plan, spec, pooling)
+    pooling = _choose_pooling(headers[0], spec)
+    plan = _plan_memory(binding, headers, spec, pooling)
+    settings = _make_settings(path, plan, spec, pooling)
     with phase("weights"):
         model = _load_model(binding, settings, spec, report)
     with phase("cache"):
@@ -66,7 +67,7 @@ def load(spec: WorkerSpec, report: Report) -> Loaded:
 # ---------------------------------------------------------------- what is wanted
 
 
-def _pooling(header: Header, spec: WorkerSpec) -> int | None:
+def _choose_pooling(header: Header, spec: WorkerSpec) -> int | None:
     """Return the pooling type of the configuration, or else of the file; None: it generates."""
     asked = spec.options.get("pooling", "auto")
     if asked != "auto":
@@ -87,33 +88,33 @@ def _no_pooling(header: Header) -> int | None:
     return None
 
 
-def _slots(spec: WorkerSpec, pooling: int | None) -> int:
+def _count_slots(spec: WorkerSpec, pooling: int | None) -> int:
     return int(spec.options.get("slots") or (SLOTS if pooling is None else EMBEDDING_SLOTS))
 
 
-def _batch(spec: WorkerSpec, pooling: int | None) -> int:
+def _count_batch_tokens(spec: WorkerSpec, pooling: int | None) -> int:
     """Return the tokens per pass, at least the slots: each slot has a token in every pass."""
     default = CPU_BATCH_TOKENS if spec.device == "cpu" else CUDA_BATCH_TOKENS
-    return max(int(spec.options.get("batch_tokens") or default), _slots(spec, pooling))
+    return max(int(spec.options.get("batch_tokens") or default), _count_slots(spec, pooling))
 
 
-def _plan(
+def _plan_memory(
     binding: Binding, headers: list[Header], spec: WorkerSpec, pooling: int | None
 ) -> memory_fit.Plan:
     cache_type = _cache_type(spec)
-    wish = memory_fit.FitOptions(
-        slots=_slots(spec, pooling),
-        batch=_batch(spec, pooling),
+    options = memory_fit.FitOptions(
+        slots=_count_slots(spec, pooling),
+        batch=_count_batch_tokens(spec, pooling),
         max_context=spec.max_context,
         gpu_layers=spec.options.get("gpu_layers"),
         cache_type=cache_type,
-        budgets=_budgets(binding, spec),
-        host_bytes=kv_cache.available_host_bytes(),
+        budgets=_gpu_budgets(binding, spec),
+        host_bytes=cgroup.available_memory_bytes(),
     )
-    return memory_fit.fit(memory_fit.shape_of(headers, cache_type), wish)
+    return memory_fit.fit_memory(memory_fit.shape_of(headers, cache_type), options)
 
 
-def _budgets(binding: Binding, spec: WorkerSpec) -> tuple[int, ...]:
+def _gpu_budgets(binding: Binding, spec: WorkerSpec) -> tuple[int, ...]:
     """Return the memory for each GPU in bytes: the free memory, limited by the worker's claim."""
     if spec.device == "cpu":
         return ()
@@ -127,9 +128,11 @@ def _cache_type(spec: WorkerSpec) -> str:
     return str(spec.options.get("cache_type", "f16"))
 
 
-def _settings(path: Path, plan: memory_fit.Plan, spec: WorkerSpec, pooling: int | None) -> Settings:
+def _make_settings(
+    path: Path, plan: memory_fit.Plan, spec: WorkerSpec, pooling: int | None
+) -> Settings:
     options: dict[str, Any] = spec.options
-    batch = _batch(spec, pooling)
+    batch = _count_batch_tokens(spec, pooling)
     return Settings(
         path=str(path),
         gpu_layers=plan.gpu_layers,
@@ -137,15 +140,15 @@ def _settings(path: Path, plan: memory_fit.Plan, spec: WorkerSpec, pooling: int 
         context=plan.context,
         # A text to embed must fit into one pass.
         batch=batch if pooling is None else max(batch, plan.max_context),
-        sequences=_slots(spec, pooling),
-        threads=_threads(options.get("threads"), plan.whole_on_gpu),
+        sequences=_count_slots(spec, pooling),
+        threads=_count_threads(options.get("threads"), plan.whole_on_gpu),
         flash_attention=str(options.get("flash_attention", "auto")),
         cache_type=_cache_type(spec),
         pooling=pooling,
     )
 
 
-def _threads(asked: int | None, whole_on_gpu: bool) -> int:
+def _count_threads(asked: int | None, whole_on_gpu: bool) -> int:
     """Return the threads: as configured, as in OMP_NUM_THREADS, or half the cores."""
     if asked is not None:
         return asked
@@ -162,7 +165,7 @@ def _threads(asked: int | None, whole_on_gpu: bool) -> int:
 def _load_model(binding: Binding, settings: Settings, spec: WorkerSpec, report: Report) -> Model:
     report(Progress("load", 0, _DOTS, "steps"))
     library = binding.library
-    library.listen(_counting(report))
+    library.listen(_progress_counter(report))
     address = binding.load_model(settings)
     if not address:
         why = library.complaints or "it does not say why"
@@ -178,7 +181,7 @@ def _load_model(binding: Binding, settings: Settings, spec: WorkerSpec, report: 
     return model
 
 
-def _counting(report: Report) -> Callable[[], None]:
+def _progress_counter(report: Report) -> Callable[[], None]:
     """Return a callback that reports progress: llama.cpp logs a dot per percent of the tensors."""
     done = 0
 
@@ -199,6 +202,6 @@ def _new_context(
         model.close()
         raise LoadError(
             f"llama.cpp makes no context of {plan.context} tokens "
-            f"({plan.cache_bytes / 2**30:.1f} GiB of cache): {why}."
+            f"({format_bytes(plan.cache_bytes)} of cache): {why}."
         )
     return Context(binding, model, address, settings)

@@ -14,8 +14,8 @@ from pathlib import Path
 from servekit.engines.llamacpp.bindings import CACHE_TYPES, PROMPT_OUTPUTS
 from servekit.errors import LoadError
 from servekit.model_metadata import kv_cache_shape
-from servekit.model_metadata.gguf import Gguf
-from servekit.model_metadata.gguf_header import Header, read_header
+from servekit.model_metadata.gguf import Gguf, Header, read_header
+from servekit.units import format_bytes
 
 #: Fraction of the host's available memory for the cache; weights and other processes need the rest.
 HOST_FRACTION = 0.4
@@ -109,14 +109,14 @@ def shape_of(headers: Sequence[Header], cache_type: str) -> Shape:
         layers=tuple(layers),
         output=sizes.get("output.weight", embedding),
         weights=file.weights_bytes,
-        cached=int(_numbers(file) / len(layers) * CACHE_TYPES[cache_type][1]),
+        cached=int(_cached_elements(file) / len(layers) * CACHE_TYPES[cache_type][1]),
         activations=4 * (8 * width + 2 * (stated("feed_forward_length") or 4 * width)),
         vocabulary=4 * (stated("vocab_size") or _VOCABULARY),
         own_context=stated("context_length"),
     )
 
 
-def _numbers(file: Gguf) -> int:
+def _cached_elements(file: Gguf) -> int:
     """Return the cached elements per token in all layers; 0 for a recurrent model."""
     try:
         return kv_cache_shape.of_gguf(file).numbers(1)
@@ -124,27 +124,27 @@ def _numbers(file: Gguf) -> int:
         return 0
 
 
-def fit(shape: Shape, wish: FitOptions) -> Plan:
+def fit_memory(shape: Shape, options: FitOptions) -> Plan:
     """Plan the layers and context that fit.
 
     Raises LoadError with the calculation if nothing does.
     """
     own = shape.own_context or 8192
-    context = min(own, wish.max_context or own)
-    if wish.budgets:
-        return _on_gpus(shape, wish, context)
-    room = int(HOST_FRACTION * wish.host_bytes) // max(_token(shape), 1)
-    useful = max(wish.slots * HOST_TOKENS_PER_SLOT, context)
-    return _plan(shape, wish, 0, context, min(useful, room))
+    context = min(own, options.max_context or own)
+    if options.budgets:
+        return _on_gpus(shape, options, context)
+    room = int(HOST_FRACTION * options.host_bytes) // max(_token(shape), 1)
+    useful = max(options.slots * HOST_TOKENS_PER_SLOT, context)
+    return _make_plan(shape, options, 0, context, min(useful, room))
 
 
-def _on_gpus(shape: Shape, wish: FitOptions, context: int) -> Plan:
+def _on_gpus(shape: Shape, options: FitOptions, context: int) -> Plan:
     """Plan all layers if they fit with the cache of one full context; otherwise as many as fit."""
     count = len(shape.layers)
-    room = sum(max(0, budget - _workspace(shape, wish)) for budget in wish.budgets)
+    room = sum(max(0, budget - _workspace_bytes(shape, options)) for budget in options.budgets)
     per_layer = shape.cached * context
-    masks = _masks(wish)
-    layers = wish.gpu_layers
+    masks = _mask_bytes(options)
+    layers = options.gpu_layers
     if layers is None:
         whole = sum(shape.layers) + shape.output + (per_layer * count + masks * context)
         some = room - masks * context
@@ -152,13 +152,14 @@ def _on_gpus(shape: Shape, wish: FitOptions, context: int) -> Plan:
     on_gpu = sum(shape.layers[count - layers :] if layers < count else shape.layers)
     on_gpu += shape.output if layers > count else 0
     cached = shape.cached * min(layers, count)
-    tokens = max(0, room - on_gpu) // (cached + masks) if cached else wish.slots * context
+    tokens = max(0, room - on_gpu) // (cached + masks) if cached else options.slots * context
     if on_gpu > room:
         raise LoadError(
-            f"{layers} layers of {_gib(on_gpu)} do not fit: of {_gib(sum(wish.budgets))} on the "
-            f"GPU there are {_gib(room)} for weights. Lower options.gpu_layers, or raise `memory`."
+            f"{layers} layers of {format_bytes(on_gpu)} do not fit: of "
+            f"{format_bytes(sum(options.budgets))} on the GPU there are {format_bytes(room)} for "
+            "weights. Lower options.gpu_layers, or raise `memory`."
         )
-    return _plan(shape, wish, layers, context, min(tokens, wish.slots * context))
+    return _make_plan(shape, options, layers, context, min(tokens, options.slots * context))
 
 
 def _layers_that_fit(shape: Shape, room: int, per_layer: int) -> int:
@@ -172,11 +173,14 @@ def _layers_that_fit(shape: Shape, room: int, per_layer: int) -> int:
     return fitting
 
 
-def _plan(shape: Shape, wish: FitOptions, gpu_layers: int, context: int, tokens: int) -> Plan:
-    if tokens < context and wish.max_context is not None:
+def _make_plan(
+    shape: Shape, options: FitOptions, gpu_layers: int, context: int, tokens: int
+) -> Plan:
+    if tokens < context and options.max_context is not None:
         raise LoadError(
-            f"A context of {context} tokens takes {_gib(context * _token(shape))} of cache, and "
-            f"there is room for {tokens} tokens. Lower max_context, or options.cache_type."
+            f"A context of {context} tokens takes {format_bytes(context * _token(shape))} of "
+            f"cache, and there is room for {tokens} tokens. Lower max_context, or "
+            "options.cache_type."
         )
     context = min(context, tokens)
     if context < LEAST_CONTEXT:
@@ -191,17 +195,13 @@ def _token(shape: Shape) -> int:
     return shape.cached * len(shape.layers)
 
 
-def _workspace(shape: Shape, wish: FitOptions) -> int:
+def _workspace_bytes(shape: Shape, options: FitOptions) -> int:
     """Return the bytes on each GPU besides weights, cache and what grows with the cache."""
-    logits = (wish.slots + PROMPT_OUTPUTS) * shape.vocabulary
-    return HEADROOM_BYTES + wish.batch * shape.activations + logits
+    logits = (options.slots + PROMPT_OUTPUTS) * shape.vocabulary
+    return HEADROOM_BYTES + options.batch * shape.activations + logits
 
 
-def _masks(wish: FitOptions) -> int:
+def _mask_bytes(options: FitOptions) -> int:
     """Return the bytes of masks per cached token, on all GPUs."""
-    copies = _SPREAD_COPIES if len(wish.budgets) > 1 else 1
-    return _MASK_BYTES * wish.batch * copies * len(wish.budgets)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+    copies = _SPREAD_COPIES if len(options.budgets) > 1 else 1
+    return _MASK_BYTES * options.batch * copies * len(options.budgets)

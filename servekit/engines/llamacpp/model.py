@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,10 +26,8 @@ class Model:
         of = library.call
         self.parameters: int = of("llama_model_n_params", address)
         self.size_bytes: int = of("llama_model_size", address)
-        self.own_context: int = of("llama_model_n_ctx_train", address)
         self.embedding_size: int = of("llama_model_n_embd", address)
         self.description = library.text("llama_model_desc", address)
-        self.decodes: bool = of("llama_model_has_decoder", address)
         self.encodes: bool = of("llama_model_has_encoder", address)
         #: A sequence can be cut anywhere and continued from there.
         self.rewinds = not (
@@ -154,8 +151,3 @@ class Context:
             self._library.call("llama_batch_free", self._batch)
             self._library.call("llama_free", self._address)
             self._address = 0
-
-
-def address_of(pointer: int | None) -> int:
-    """Return the address of a ctypes pointer; 0 for None."""
-    return ctypes.c_void_p(pointer).value or 0

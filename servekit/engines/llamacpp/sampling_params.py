@@ -28,29 +28,31 @@ _MOST_NOISE = np.float32(16.7)
 _BELOW = (np.float32(4), np.float32(8), np.float32(16))
 
 
-def choose(row: LlamaRow, logits: Logits) -> int:
+def choose_token(row: LlamaRow, logits: Logits) -> int:
     """Return the row's next token, and set its `scores` if requested.
 
     `logits` [vocabulary] are llama.cpp's memory and are not changed.
     """
     if row.plain:
         return int(logits.argmax())
-    steered = _steer(row, logits)
+    steered = _steer_logits(row, logits)
     sampling = row.sampling
-    token = int(steered.argmax()) if sampling.greedy else draw(steered, sampling, row.position)
+    token = (
+        int(steered.argmax()) if sampling.greedy else draw_token(steered, sampling, row.position)
+    )
     if sampling.logprobs is not None:
-        row.scores = _scores(logits, token, sampling.logprobs)
+        row.scores = _score_token(logits, token, sampling.logprobs)
     return token
 
 
 # ---------------------------------------------------------------- before the draw
 
 
-def _steer(row: LlamaRow, logits: Logits) -> Logits:
+def _steer_logits(row: LlamaRow, logits: Logits) -> Logits:
     """Copy the logits and apply penalties, bias, `min_tokens`, banned words, grammar in order."""
     steered = logits.copy()
     if row.sampling.penalised:
-        _penalise(row, steered)
+        _penalise_repeats(row, steered)
     for token, bias in row.sampling.logit_bias:
         steered[token] += np.float32(bias)
     if row.eos_forbidden:
@@ -58,11 +60,11 @@ def _steer(row: LlamaRow, logits: Logits) -> Logits:
     if row.job.banned:
         steered[row.forbidden()] = -np.inf
     if row.constraint is not None:
-        _mask(row.constraint, steered, avoid_end=row.end_unwanted)
+        _apply_grammar(row.constraint, steered, avoid_end=row.end_unwanted)
     return steered
 
 
-def _penalise(row: LlamaRow, logits: Logits) -> None:
+def _penalise_repeats(row: LlamaRow, logits: Logits) -> None:
     """Apply penalties: OpenAI's count the completion, repetition counts the whole context."""
     sampling = row.sampling
     seen, said, counts = row.history()
@@ -73,7 +75,7 @@ def _penalise(row: LlamaRow, logits: Logits) -> None:
     logits[said] -= np.float32(sampling.presence_penalty)
 
 
-def _mask(constraint: Constraint, logits: Logits, *, avoid_end: bool) -> None:
+def _apply_grammar(constraint: Constraint, logits: Logits, *, avoid_end: bool) -> None:
     words = np.zeros(mask_words(constraint.vocab_size), np.int32)
     constraint.fill(words, avoid_end=avoid_end)
     allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: len(logits)]
@@ -83,10 +85,10 @@ def _mask(constraint: Constraint, logits: Logits, *, avoid_end: bool) -> None:
 # ---------------------------------------------------------------- log probabilities
 
 
-def _scores(logits: Logits, token: int, count: int) -> Scores:
+def _score_token(logits: Logits, token: int, count: int) -> Scores:
     """Return log probabilities from the model's unchanged logits."""
     total = _log_sum(logits)
-    best = _best(logits, count)
+    best = _best_ids(logits, count)
     pairs = tuple((int(other), max(float(logits[other]) - total, LEAST)) for other in best)
     return Scores(max(float(logits[token]) - total, LEAST), pairs)
 
@@ -103,7 +105,7 @@ def score_prompt(
         if position + 1 >= len(ids):
             return
         found, token = logits(last - (start + count - 1 - position)), ids[position + 1]
-        scores = _scores(found, token, width)
+        scores = _score_token(found, token, width)
         rank = int((found > found[token]).sum()) + 1
         row.note_prompt(token, scores.chosen, rank, scores.best)
 
@@ -113,17 +115,17 @@ def _log_sum(logits: Logits) -> float:
     return highest + math.log(float(np.exp(logits - highest).sum(dtype=np.float64)))
 
 
-def _best(logits: Logits, count: int) -> Ids:
+def _best_ids(logits: Logits, count: int) -> Ids:
     """Return the ids of the `count` highest logits, highest first."""
     if count == 0:
         return np.empty(0, np.intp)
-    ids = _top(logits, count)
+    ids = _top_candidates(logits, count)
     if len(ids) > count:
         ids = ids[np.argpartition(logits[ids], len(ids) - count)[-count:]]
     return ids[np.argsort(-logits[ids], kind="stable")]
 
 
-def _top(logits: Logits, count: int) -> Ids:
+def _top_candidates(logits: Logits, count: int) -> Ids:
     """Return the ids of at least the `count` highest logits.
 
     Most others are left out, because sorting the whole vocabulary takes ten times as long.
@@ -139,7 +141,7 @@ def _top(logits: Logits, count: int) -> Ids:
 # ---------------------------------------------------------------- the draw
 
 
-def draw(logits: Logits, sampling: Sampling, position: int) -> int:
+def draw_token(logits: Logits, sampling: Sampling, position: int) -> int:
     """Draw a token. `logits` [vocabulary] are overwritten."""
     logits /= np.float32(sampling.temperature)
     keys = noise_keys(sampling.seed, position)
@@ -153,11 +155,11 @@ def draw(logits: Logits, sampling: Sampling, position: int) -> int:
 
 def _draw_plain(logits: Logits, sampling: Sampling, keys: tuple[int, int]) -> int:
     top = np.array([logits.argmax()])
-    lowest = logits[top] + _noise(top, keys) - _MOST_NOISE
+    lowest = logits[top] + _gumbel_noise(top, keys) - _MOST_NOISE
     if sampling.min_p:
         lowest = np.maximum(lowest, logits[top] + np.float32(math.log(sampling.min_p)))
     ids = (logits >= lowest).nonzero()[0]
-    return int(ids[(logits[ids] + _noise(ids, keys)).argmax()])
+    return int(ids[(logits[ids] + _gumbel_noise(ids, keys)).argmax()])
 
 
 def _draw_among(
@@ -166,7 +168,7 @@ def _draw_among(
     """Draw among the `width` best; also return whether these were all candidates."""
     size = len(logits)
     width = min(width, size)
-    ids = _best(logits, width)
+    ids = _best_ids(logits, width)
     values, limit = logits[ids], sampling.top_k or size
     keep = np.arange(width) < limit
     within = values[keep]
@@ -179,21 +181,21 @@ def _draw_among(
     if sampling.min_p:
         allowed &= within >= within[0] + np.float32(math.log(sampling.min_p))
     left = ids[: len(within)][allowed]
-    return int(left[(logits[left] + _noise(left, keys)).argmax()]), bool(enough)
+    return int(left[(logits[left] + _gumbel_noise(left, keys)).argmax()]), bool(enough)
 
 
-def _noise(ids: Ids, keys: tuple[int, int]) -> Logits:
+def _gumbel_noise(ids: Ids, keys: tuple[int, int]) -> Logits:
     """Return Gumbel noise for token `ids` [n], bit for bit that of `transformers.sampling`."""
     first, second = np.uint64(keys[0]), np.uint64(keys[1])
     bits = (ids.astype(np.uint64) * np.uint64(0x9E3779B1) + first) & _MASK32
-    bits = _scramble(_scramble(bits) ^ second)
+    bits = _scramble_bits(_scramble_bits(bits) ^ second)
     uniform = ((bits >> np.uint64(8)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-24)
     uniform = np.minimum(uniform, np.float32(1 - 2.0**-24))
     noise: Logits = -np.log(-np.log1p(-uniform))  # of 1 - u, as there
     return noise
 
 
-def _scramble(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _scramble_bits(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
     bits = ((bits ^ (bits >> np.uint64(16))) * np.uint64(0x7FEB352D)) & _MASK32
     bits = ((bits ^ (bits >> np.uint64(15))) * np.uint64(0x846CA68B)) & _MASK32
     return bits ^ (bits >> np.uint64(16))

@@ -16,53 +16,57 @@ from typing import Any
 Layout = tuple[tuple[str, Any, Any], ...]
 
 
-def _fields(kind: Any, default: Any, *names: str) -> Layout:
+def _make_fields(kind: Any, default: Any, *names: str) -> Layout:
     return tuple((name, kind, default) for name in names)
 
 
 MODEL: Layout = (
-    *_fields(c_void_p, None, "devices", "tensor_buft_overrides"),
-    *_fields(c_int32, -1, "n_gpu_layers"),
-    *_fields(c_int32, 1, "split_mode"),
-    *_fields(c_int32, -1, "load_mode"),
-    *_fields(c_int32, 1, "lazy_mode"),
-    *_fields(c_int32, 0, "main_gpu"),
-    *_fields(c_void_p, None, "tensor_split", "progress_callback", "progress_callback_user_data"),
-    *_fields(c_void_p, None, "kv_overrides"),
-    *_fields(c_bool, False, "vocab_only", "check_tensors"),
-    *_fields(c_bool, True, "use_extra_bufts"),
-    *_fields(c_bool, False, "no_host", "no_alloc", "load_mtp"),
+    *_make_fields(c_void_p, None, "devices", "tensor_buft_overrides"),
+    *_make_fields(c_int32, -1, "n_gpu_layers"),
+    *_make_fields(c_int32, 1, "split_mode"),
+    *_make_fields(c_int32, -1, "load_mode"),
+    *_make_fields(c_int32, 1, "lazy_mode"),
+    *_make_fields(c_int32, 0, "main_gpu"),
+    *_make_fields(
+        c_void_p, None, "tensor_split", "progress_callback", "progress_callback_user_data"
+    ),
+    *_make_fields(c_void_p, None, "kv_overrides"),
+    *_make_fields(c_bool, False, "vocab_only", "check_tensors"),
+    *_make_fields(c_bool, True, "use_extra_bufts"),
+    *_make_fields(c_bool, False, "no_host", "no_alloc", "load_mtp"),
 )
 _TO_CACHE_TYPES: Layout = (
-    *_fields(c_uint32, 512, "n_ctx"),
-    *_fields(c_uint32, 2048, "n_batch"),
-    *_fields(c_uint32, 512, "n_ubatch"),
-    *_fields(c_uint32, 1, "n_seq_max"),
-    *_fields(c_uint32, 0, "n_rs_seq", "n_outputs_max"),
-    *_fields(c_uint32, 1, "n_outputs_max_per_seq"),
-    *_fields(c_int32, 4, "n_threads", "n_threads_batch"),
-    *_fields(c_int32, 0, "ctx_type"),
-    *_fields(c_int32, -1, "rope_scaling_type", "pooling_type", "attention_type", "flash_attn_type"),
-    *_fields(c_float, 0.0, "rope_freq_base", "rope_freq_scale"),
-    *_fields(c_float, -1.0, "yarn_ext_factor", "yarn_attn_factor"),
-    *_fields(c_float, -1.0, "yarn_beta_fast", "yarn_beta_slow"),
-    *_fields(c_uint32, 0, "yarn_orig_ctx"),
-    *_fields(c_float, -1.0, "defrag_thold"),
-    *_fields(c_void_p, None, "cb_eval", "cb_eval_user_data"),
-    *_fields(c_int32, 1, "type_k", "type_v"),
+    *_make_fields(c_uint32, 512, "n_ctx"),
+    *_make_fields(c_uint32, 2048, "n_batch"),
+    *_make_fields(c_uint32, 512, "n_ubatch"),
+    *_make_fields(c_uint32, 1, "n_seq_max"),
+    *_make_fields(c_uint32, 0, "n_rs_seq", "n_outputs_max"),
+    *_make_fields(c_uint32, 1, "n_outputs_max_per_seq"),
+    *_make_fields(c_int32, 4, "n_threads", "n_threads_batch"),
+    *_make_fields(c_int32, 0, "ctx_type"),
+    *_make_fields(
+        c_int32, -1, "rope_scaling_type", "pooling_type", "attention_type", "flash_attn_type"
+    ),
+    *_make_fields(c_float, 0.0, "rope_freq_base", "rope_freq_scale"),
+    *_make_fields(c_float, -1.0, "yarn_ext_factor", "yarn_attn_factor"),
+    *_make_fields(c_float, -1.0, "yarn_beta_fast", "yarn_beta_slow"),
+    *_make_fields(c_uint32, 0, "yarn_orig_ctx"),
+    *_make_fields(c_float, -1.0, "defrag_thold"),
+    *_make_fields(c_void_p, None, "cb_eval", "cb_eval_user_data"),
+    *_make_fields(c_int32, 1, "type_k", "type_v"),
 )
 _FROM_ABORT: Layout = (
-    *_fields(c_void_p, None, "abort_callback", "abort_callback_data"),
-    *_fields(c_bool, False, "embeddings"),
-    *_fields(c_bool, True, "offload_kqv", "no_perf", "op_offload", "swa_full"),
-    *_fields(c_bool, False, "kv_unified"),
+    *_make_fields(c_void_p, None, "abort_callback", "abort_callback_data"),
+    *_make_fields(c_bool, False, "embeddings"),
+    *_make_fields(c_bool, True, "offload_kqv", "no_perf", "op_offload", "swa_full"),
+    *_make_fields(c_bool, False, "kv_unified"),
 )
 #: The versions of these layouts, for messages.
 VERSIONS = "llama.cpp 0.5 and 0.6"
 MODEL_LAYOUTS = (MODEL,)
 CONTEXT_LAYOUTS = (
     (*_TO_CACHE_TYPES, *_FROM_ABORT),  # 0.5
-    (*_TO_CACHE_TYPES, *_fields(c_size_t, 0, "moe_cache_size"), *_FROM_ABORT),  # 0.6
+    (*_TO_CACHE_TYPES, *_make_fields(c_size_t, 0, "moe_cache_size"), *_FROM_ABORT),  # 0.6
 )
 #: Size of either struct, with a reserve: a callee accesses only its own struct's size.
 ROOM = 2048
@@ -76,17 +80,17 @@ def struct_of(layout: Layout) -> type[ctypes.Structure]:
     return type("Params", (ctypes.Structure,), {"_fields_": [*fields, spare]})
 
 
-def recognise(defaults: bytes, layouts: Sequence[Layout]) -> type[ctypes.Structure] | None:
+def recognise_layout(defaults: bytes, layouts: Sequence[Layout]) -> type[ctypes.Structure] | None:
     """Return the struct whose layout matches the `ROOM` bytes of `defaults`, if any."""
-    return next((struct_of(one) for one in layouts if _holds(defaults, one)), None)
+    return next((struct_of(one) for one in layouts if _matches_defaults(defaults, one)), None)
 
 
-def _holds(defaults: bytes, layout: Layout) -> bool:
+def _matches_defaults(defaults: bytes, layout: Layout) -> bool:
     found = struct_of(layout).from_buffer_copy(defaults)
     return all(getattr(found, name) == default for name, _, default in layout)
 
 
-def fill(params: ctypes.Structure, values: Mapping[str, Any]) -> None:
+def fill_fields(params: ctypes.Structure, values: Mapping[str, Any]) -> None:
     """Set those fields that the struct has."""
     for name in {name for name, *_ in params._fields_} & values.keys():
         setattr(params, name, values[name])

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from servekit.engines.llamacpp.chat_template import Renderer
 from servekit.engines.llamacpp.vocabulary import Vocabulary
 from servekit.engines.text.chat_template import ChatTemplate
 from servekit.engines.text.tokenizer import Prompts
+from servekit.model_metadata.chat_template import compile_template
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+#: Placeholder, during rendering, for the point where the model continues.
+_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class LlamaCodec(Prompts):
@@ -20,7 +27,7 @@ class LlamaCodec(Prompts):
         self._vocabulary = vocabulary
         self._drops_space = vocabulary.drops_first_space
 
-    def _ids(self, text: str, special: bool) -> list[int]:
+    def _tokenize_text(self, text: str, special: bool) -> list[int]:
         return self._vocabulary.tokenize(text, special=special)
 
     def token_bytes(self) -> int:
@@ -28,7 +35,6 @@ class LlamaCodec(Prompts):
         return self._vocabulary.token_bytes
 
     def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
-        """Return those of `texts` that are added tokens, with their ids."""
         added = self._vocabulary.added
         return {text: token for token, text in added.items() if text in texts}
 
@@ -58,3 +64,68 @@ class PieceDecoder:
     def flush(self) -> str:
         self._utf8.reset()  # drops an incomplete last character
         return ""
+
+
+# ---------------------------------------------------------------- the chat template
+
+
+class Renderer:
+    """The part of a `transformers` tokenizer that `text.chat_template.ChatTemplate` uses.
+
+    It renders as `transformers` does, without importing it; see `model_metadata.chat_template` for
+    what a template may do.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Store the template; `special_tokens` are its variables bos_token, eos_token and so on."""
+        self.chat_template = source
+        self.special_tokens_map = dict(special_tokens)
+        self._compiled: Template | None = None
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Any = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = False,
+        **arguments: Any,
+    ) -> str:
+        """Render a conversation. Raises any error of the template.
+
+        `chat_template` and `tokenize` are parameters so that no request can set them as arguments.
+        """
+        messages = [_plain_message(message) for message in conversation]
+        if continue_final_message:
+            messages[-1]["content"] = str(messages[-1]["content"]) + _HERE
+        text = self._compiled_template().render(
+            messages=messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            **{**self.special_tokens_map, **arguments},
+        )
+        return _up_to_here(text) if continue_final_message else text
+
+    def _compiled_template(self) -> Template:
+        if self._compiled is None:
+            self._compiled = compile_template(self.chat_template)
+        return self._compiled
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a message without None values, with thoughts under both names that templates read."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    if "reasoning_content" in plain:
+        plain = {"thinking": plain["reasoning_content"], **plain}
+    return plain
+
+
+def _up_to_here(text: str) -> str:
+    at = text.rfind(_HERE.strip())
+    if at < 0:
+        raise ValueError("the template leaves out the final message that is to be gone on with")
+    whole = text.startswith(_HERE, at)  # else the template trims messages
+    return text[:at] if whole else text[:at].rstrip()

@@ -93,14 +93,14 @@ class Vocabulary:
     @cached_property
     def special(self) -> dict[int, str]:
         """Names of the tokens that are not text, by id."""
-        return self._named(_CONTROL | _UNKNOWN)
+        return self._names_by_id(_CONTROL | _UNKNOWN)
 
     @cached_property
     def added(self) -> dict[int, str]:
         """Tokens that were added to the vocabulary, special or not."""
-        return self._named(_CONTROL | _UNKNOWN | _USER_DEFINED)
+        return self._names_by_id(_CONTROL | _UNKNOWN | _USER_DEFINED)
 
-    def _named(self, attributes: int) -> dict[int, str]:
+    def _names_by_id(self, attributes: int) -> dict[int, str]:
         return {
             token: self.piece(token).decode(errors="replace")
             for token, attribute in enumerate(self._attributes)
@@ -121,10 +121,10 @@ class Vocabulary:
     @property
     def special_tokens_map(self) -> dict[str, str]:
         """Texts of special tokens, by their names in chat templates."""
-        named = {name: self._one(name) for name in ("bos", "eos", "pad")}
+        named = {name: self._special_text(name) for name in ("bos", "eos", "pad")}
         return {f"{name}_token": text for name, text in named.items() if text}
 
-    def _one(self, name: str) -> str:
+    def _special_text(self, name: str) -> str:
         token: int = self._library.call(f"llama_vocab_{name}", self._vocab)
         return self.piece(token).decode(errors="replace") if 0 <= token < self.size else ""
 
@@ -140,14 +140,14 @@ class Vocabulary:
 
         make: Any = LLTokenizer  # the type stubs lack `from_llamacpp`
         made: LLTokenizer = make.from_llamacpp(
-            tokens=[self._marked(token) for token in range(self.size)],
+            tokens=[self._mark_special(token) for token in range(self.size)],
             vocab_ptr=self._vocab,
             tokenize_fptr=self._library.address("llama_tokenize"),
             eos_token=sorted(self.eos),
         )
         return made
 
-    def _marked(self, token: int) -> bytes:
+    def _mark_special(self, token: int) -> bytes:
         """Return the token's bytes; special tokens are marked with 0xff, which no text contains."""
         piece, attribute = self.piece(token), self._attributes[token]
         tagged = attribute & _USER_DEFINED and piece.startswith(b"<") and piece.endswith(b">")

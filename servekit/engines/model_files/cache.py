@@ -30,6 +30,7 @@ from servekit.engines.api.base import Report
 from servekit.engines.model_files import file_lock
 from servekit.errors import LoadError
 from servekit.model_metadata.model_folder import damage
+from servekit.system.user_dirs import find_models_cache
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +62,8 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 def default_root() -> Path:
-    """Return the models' folder in this user's cache, by the XDG base directory specification."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "servekit" / "models"
+    """Return the models' folder in this user's cache."""
+    return find_models_cache(os.environ)
 
 
 def disk_free_bytes(folder: Path) -> int:
@@ -98,16 +98,16 @@ class Cache:
         with self.locked(key, report, phase=phase) as shared:
             if found := self.find(key):
                 return found
-            self._sweep(key)
-            return self._build(key, build, shared)
+            self._sweep_partials(key)
+            return self._build_entry(key, build, shared)
 
     @contextlib.contextmanager
     def locked(self, key: Key, report: Report, *, phase: str) -> Iterator[Report]:
         """Hold the lock of `key`; OSErrors inside become LoadErrors that name the folder."""
-        with self._explained():
+        with self._explain_errors():
             path = self._lock_of(key.name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            with file_lock.held(path, report, phase=phase) as shared:
+            with file_lock.hold_lock(path, report, phase=phase) as shared:
                 yield shared
 
     def require(self, needed_bytes: int, what: str) -> None:
@@ -129,24 +129,24 @@ class Cache:
     def _lock_of(self, name: str) -> Path:
         return self.root / ".locks" / f"{name}.lock"
 
-    def _build(self, key: Key, build: Build, report: Report) -> Path:
+    def _build_entry(self, key: Key, build: Build, report: Report) -> Path:
         entry = self.root / key.name
         partial = Path(tempfile.mkdtemp(prefix=f"{_PARTIAL}{key.name}.", dir=self.root))
         try:
             build(partial, report)
-            _seal(partial, key)
+            _seal_entry(partial, key)
             if entry.exists():
                 log.warning("%s is damaged and is made again", entry)
                 entry.rename(partial.with_name(f"{partial.name}.damaged"))
             partial.chmod(0o755)  # mkdtemp's 0700 would hide it from other users of a service
             partial.rename(entry)
-            _sync(self.root)
+            _sync_path(self.root)
         finally:
             for leftover in self.root.glob(f"{partial.name}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         return entry
 
-    def _sweep(self, key: Key) -> None:
+    def _sweep_partials(self, key: Key) -> None:
         """Remove partial folders whose owner has died: nobody else holds their locks."""
         for partial in self.root.glob(f"{_PARTIAL}*"):
             name = re.sub(r"^\.partial-(.*-[0-9a-f]{16})\..*$", r"\1", partial.name)
@@ -155,7 +155,7 @@ class Cache:
                 shutil.rmtree(partial, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -176,21 +176,21 @@ def _is_whole(entry: Path) -> bool:
     return sizes_match and not any(damage(f) for f in entry.rglob("*.safetensors"))
 
 
-def _seal(folder: Path, key: Key) -> None:
+def _seal_entry(folder: Path, key: Key) -> None:
     """Write the marker and sync all files to disk, so that a rename publishes them together."""
-    files = {str(f.relative_to(folder)): f.stat().st_size for f in _files(folder)}
+    files = {str(f.relative_to(folder)): f.stat().st_size for f in _list_files(folder)}
     (folder / MARKER).write_bytes(msgspec.json.encode(Marker(key.identity, files)))
-    for path in _files(folder):
+    for path in _list_files(folder):
         path.chmod(0o644)  # safetensors writes 0600; other users of a service read the cache too
-    for path in (*_files(folder), *(d for d in folder.rglob("*") if d.is_dir()), folder):
-        _sync(path)
+    for path in (*_list_files(folder), *(d for d in folder.rglob("*") if d.is_dir()), folder):
+        _sync_path(path)
 
 
-def _files(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     return sorted(f for f in folder.rglob("*") if f.is_file())
 
 
-def _sync(path: Path) -> None:
+def _sync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -27,43 +27,43 @@ _SHARE_EVERY_S = 0.2
 
 
 @contextlib.contextmanager
-def held(path: Path, report: Report, *, phase: str) -> Iterator[Report]:
+def hold_lock(path: Path, report: Report, *, phase: str) -> Iterator[Report]:
     """Hold the lock file `path`; waits while another process holds it.
 
     Yields a `report` that also shares progress with waiting processes. Raises OSError if the file
     cannot be opened.
     """
-    descriptor = _open(path)
+    descriptor = _open_lock(path)
     shared = path.with_suffix(".progress")
     try:
-        if not take(descriptor):
+        if not take_lock(descriptor):
             log.info("waiting for another worker that prepares the same model (%s)", path.stem)
             with timed("lock"):
-                _wait(descriptor, shared, report, phase)
+                _wait_for_lock(descriptor, shared, report, phase)
         shared.unlink(missing_ok=True)  # of a dead owner
         try:
             yield _Shared(report, shared)
         finally:
             shared.unlink(missing_ok=True)
-            _fresh(shared).unlink(missing_ok=True)
+            _fresh_path(shared).unlink(missing_ok=True)
     finally:
         os.close(descriptor)  # frees the lock
 
 
 def is_free(path: Path) -> bool:
     """Return whether no process, including this one, holds the lock file `path`."""
-    descriptor = _open(path)
+    descriptor = _open_lock(path)
     try:
-        return take(descriptor)
+        return take_lock(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _open(path: Path) -> int:
+def _open_lock(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
-def take(descriptor: int) -> bool:
+def take_lock(descriptor: int) -> bool:
     """Try to take the lock without waiting; return whether it succeeded."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,23 +72,23 @@ def take(descriptor: int) -> bool:
     return True
 
 
-def _wait(descriptor: int, shared: Path, report: Report, phase: str) -> None:
+def _wait_for_lock(descriptor: int, shared: Path, report: Report, phase: str) -> None:
     """Poll for the lock rather than block, to report the owner's progress meanwhile."""
     last = Progress(phase)
     report(last)
-    while not take(descriptor):
-        now = _read(shared) or last
+    while not take_lock(descriptor):
+        now = _read_progress(shared) or last
         if now != last:
             report(now)
             last = now
         time.sleep(POLL_S)
 
 
-def _fresh(shared: Path) -> Path:
+def _fresh_path(shared: Path) -> Path:
     return shared.with_suffix(".progress.new")
 
 
-def _read(shared: Path) -> Progress | None:
+def _read_progress(shared: Path) -> Progress | None:
     try:
         return msgspec.json.decode(shared.read_bytes(), type=Progress)
     except (OSError, msgspec.DecodeError):
@@ -110,7 +110,7 @@ class _Shared:
         if progress.phase == self._phase and now < self._due:
             return
         self._phase, self._due = progress.phase, now + _SHARE_EVERY_S
-        fresh = _fresh(self._path)
+        fresh = _fresh_path(self._path)
         with contextlib.suppress(OSError):  # only for display; a full disk is noticed elsewhere
             fresh.write_bytes(msgspec.json.encode(progress))
             fresh.replace(self._path)

@@ -22,7 +22,7 @@ from typing import Any
 
 from servekit.engines.api.base import Report
 from servekit.errors import LoadError
-from servekit.model_metadata.gguf_header import Header, read_header
+from servekit.model_metadata.gguf import Header, read_header
 from servekit.protocol.messages import Progress
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def converted_bytes(header: Header) -> int:
     return header.parameters * width + _TEXT_BYTES
 
 
-def convert(path: Path, folder: Path, report: Report) -> None:
+def convert_gguf(path: Path, folder: Path, report: Report) -> None:
     """Convert `path` into the empty `folder`: config, safetensors, tokenizer and chat template.
 
     Raises LoadError if the file is damaged or transformers does not know its architecture, and
@@ -47,12 +47,12 @@ def convert(path: Path, folder: Path, report: Report) -> None:
     """
     header = read_header(path)
     # Progress bars have no place in a worker's log; `report` replaces them.
-    _library("utils.logging").disable_progress_bar()
+    _import_module("utils.logging").disable_progress_bar()
     report(Progress("convert", 0, header.tensors, "tensors"))
-    with _explained(path, header):
-        with _hastened(report, header.tensors):
+    with _explain_errors(path, header):
+        with _hasten_library(report, header.tensors):
             tokenizer = _load_tokenizer(path, header)
-            model = _load(path, header)
+            model = _load_model(path, header)
         _name_ends(model, header)
         tokenizer.save_pretrained(folder)
         _save_model(model, folder)
@@ -74,7 +74,7 @@ def _load_tokenizer(path: Path, header: Header) -> Any:
     return tokenizer
 
 
-def _load(path: Path, header: Header) -> Any:
+def _load_model(path: Path, header: Header) -> Any:
     import torch
     import transformers
 
@@ -116,7 +116,7 @@ def _save_model(model: Any, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _hastened(report: Report, total: int) -> Iterator[None]:
+def _hasten_library(report: Report, total: int) -> Iterator[None]:
     """Report each tensor that the library unpacks, and cache its repeated work.
 
     The library parses the file three times, which is slow in the `gguf` package, and requests the
@@ -124,7 +124,7 @@ def _hastened(report: Report, total: int) -> Iterator[None]:
     """
     import gguf
 
-    library = _library("modeling_gguf_pytorch_utils")
+    library = _import_module("modeling_gguf_pytorch_utils")
 
     def counted(tensors: Any, *_: Any, **__: Any) -> Iterator[Any]:
         for done, tensor in enumerate(tensors):
@@ -132,20 +132,20 @@ def _hastened(report: Report, total: int) -> Iterator[None]:
             yield tensor
 
     with (
-        _replaced(library, "tqdm", counted),
-        _replaced(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
-        _replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+        _replace_attribute(library, "tqdm", counted),
+        _replace_attribute(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+        _replace_attribute(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
     ):
         yield
 
 
-def _library(name: str) -> Any:
+def _import_module(name: str) -> Any:
     """Import a module of transformers, as Any: it has too few annotations for mypy."""
     return importlib.import_module(f"transformers.{name}")
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+def _replace_attribute(module: Any, name: str, value: Any) -> Iterator[None]:
     original = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -155,7 +155,7 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(path: Path, header: Header) -> Iterator[None]:
+def _explain_errors(path: Path, header: Header) -> Iterator[None]:
     """Convert errors: those of the disk become OSErrors, those of the file LoadErrors."""
     try:
         yield

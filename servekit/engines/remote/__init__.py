@@ -4,7 +4,6 @@ request_builder  requests to the endpoint, from requests of the gateway
 rate_limiter     limits of requests and tokens per minute
 client           HTTP requests, retries and timeouts
 errors           mapping of the endpoint's errors
-sse              server-sent events
 schemas          JSON of chunks and completions
 response_parser  text, counts and end of an answer
 reader           bytes of an answer to parsed chunks

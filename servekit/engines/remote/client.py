@@ -20,7 +20,12 @@ from typing import Any
 import httpx
 
 from servekit import __version__
-from servekit.engines.remote.errors import Refused, lie, refused, unreachable
+from servekit.engines.remote.errors import (
+    Refused,
+    response_refusal,
+    unreachable_error,
+    wrong_answer,
+)
 from servekit.engines.remote.rate_limiter import RateLimiter, Sent
 from servekit.engines.remote.request_builder import Errand
 from servekit.errors import EndpointFailed
@@ -65,11 +70,13 @@ class Reply:
         """Wait for the first byte. Raises Refused if there is none."""
         coding = self._response.headers.get("content-encoding", "identity").lower()
         if coding != "identity":
-            raise Refused(lie(f"it is encoded as {coding[:40]!r}, and was asked for as it is"))
+            raise Refused(
+                wrong_answer(f"it is encoded as {coding[:40]!r}, and was asked for as it is")
+            )
         self._first = await anext(self._raw, b"")
         if not self._first:
             reason = "it closed the connection without an answer"
-            raise unreachable(str(self._response.url.copy_with(query=None)), reason)
+            raise unreachable_error(str(self._response.url.copy_with(query=None)), reason)
 
     async def next(self) -> bytes:
         """Return the next bytes; empty at the end.
@@ -95,7 +102,7 @@ class Reply:
         while piece := await self.next():
             body += piece
             if len(body) > MAX_WHOLE_BYTES:
-                raise lie(f"it has more than {MAX_WHOLE_BYTES} bytes")
+                raise wrong_answer(f"it has more than {MAX_WHOLE_BYTES} bytes")
         return bytes(body)
 
 
@@ -106,7 +113,7 @@ class Endpoint:
         self.pace = pace
         self._address = address
         self._client = httpx.AsyncClient(
-            headers=_headers(address),
+            headers=_make_headers(address),
             timeout=httpx.Timeout(None, connect=address.connect_timeout_s),
             limits=httpx.Limits(max_connections=address.slots + 2),
             follow_redirects=False,
@@ -121,7 +128,9 @@ class Endpoint:
 
         Raises Refused after the last attempt; without `patient` there is only one attempt.
         """
-        reply, response = await self._insist(errand, self._address.retries if patient else 0)
+        reply, response = await self._ask_with_retries(
+            errand, self._address.retries if patient else 0
+        )
         try:
             yield reply
         finally:
@@ -132,20 +141,20 @@ class Endpoint:
         request = self._client.build_request("GET", self._address.url + path)
         try:
             async with asyncio.timeout(self._address.connect_timeout_s):
-                response = await self._send(request)
+                response = await self._send_request(request)
                 try:
-                    return response.status_code, await _read(response, most_bytes)
+                    return response.status_code, await _read_beginning(response, most_bytes)
                 finally:
                     await response.aclose()
         except TimeoutError:
             waited = f"nothing within {self._address.connect_timeout_s:g} s"
-            raise unreachable(self._address.url, waited) from None
+            raise unreachable_error(self._address.url, waited) from None
 
-    async def _insist(self, errand: Errand, retries: int) -> tuple[Reply, httpx.Response]:
+    async def _ask_with_retries(self, errand: Errand, retries: int) -> tuple[Reply, httpx.Response]:
         for attempt in range(retries + 1):
             sent = await self.pace.admit(errand.tokens)
             try:
-                return await self._try(errand, sent)
+                return await self._ask_once(errand, sent)
             except Refused as refused:
                 pause_s = self._pause_s(refused, attempt)
                 if not refused.again or attempt == retries or pause_s > _LONGEST_WAIT_S:
@@ -162,7 +171,7 @@ class Endpoint:
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)
         return pause_s * random.uniform(0.5, 1.0)
 
-    async def _try(self, errand: Errand, sent: Sent) -> tuple[Reply, httpx.Response]:
+    async def _ask_once(self, errand: Errand, sent: Sent) -> tuple[Reply, httpx.Response]:
         """Make one attempt, up to the first byte of an answer. Raises Refused."""
         address = self._address
         request = self._client.build_request(
@@ -171,42 +180,42 @@ class Endpoint:
         response: httpx.Response | None = None
         try:
             async with asyncio.timeout(address.first_byte_timeout_s):
-                response = await self._send(request)
-                await self._check(response)
+                response = await self._send_request(request)
+                await self._check_status(response)
                 reply = Reply(response, sent, address.silence_timeout_s)
                 await reply.begin()
                 return reply, response
         except TimeoutError:
             reason = f"not a byte within {address.first_byte_timeout_s:g} s"
-            error: BaseException = unreachable(address.url, reason)
+            error: BaseException = unreachable_error(address.url, reason)
         except httpx.HTTPError as broken:
-            error = unreachable(address.url, reason_of(broken))
+            error = unreachable_error(address.url, reason_of(broken))
         except BaseException as other:
             error = other
         if response is not None:
             await response.aclose()
         raise error
 
-    async def _send(self, request: httpx.Request) -> httpx.Response:
+    async def _send_request(self, request: httpx.Request) -> httpx.Response:
         try:
             return await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
-            raise unreachable(self._address.url, reason_of(error)) from None
+            raise unreachable_error(self._address.url, reason_of(error)) from None
 
-    async def _check(self, response: httpx.Response) -> None:
+    async def _check_status(self, response: httpx.Response) -> None:
         """Raise Refused with the endpoint's own message for a status other than 200."""
         if response.status_code == httpx.codes.OK:
             return
-        body = self._unkeyed(await _read(response, _MOST_ERROR_BYTES))
-        raise refused(response.status_code, response.headers, body)
+        body = self._hide_key(await _read_beginning(response, _MOST_ERROR_BYTES))
+        raise response_refusal(response.status_code, response.headers, body)
 
-    def _unkeyed(self, body: bytes) -> bytes:
+    def _hide_key(self, body: bytes) -> bytes:
         """Remove the key from an error's body, as some endpoints quote a wrong key."""
         key = self._address.key.encode()
         return body.replace(key, b"(the key)") if key else body
 
 
-async def _read(response: httpx.Response, most_bytes: int) -> bytes:
+async def _read_beginning(response: httpx.Response, most_bytes: int) -> bytes:
     """Return the first bytes of a body, as far as they arrive."""
     body = bytearray()
     with contextlib.suppress(httpx.HTTPError):
@@ -217,7 +226,7 @@ async def _read(response: httpx.Response, most_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _headers(address: Address) -> dict[str, str]:
+def _make_headers(address: Address) -> dict[str, str]:
     headers = {**address.headers, "accept-encoding": "identity"}
     headers["user-agent"] = f"servekit/{__version__}"
     if address.key:

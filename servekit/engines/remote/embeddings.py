@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from servekit.engines.remote.errors import lie, told_in_answer
+from servekit.engines.remote.errors import told_in_answer, wrong_answer
 from servekit.engines.remote.schemas import Usage
-from servekit.engines.remote.schemas import count as counted
+from servekit.engines.remote.schemas import valid_count as counted
 
 
 class Embedded(msgspec.Struct):
@@ -29,7 +29,7 @@ class Embeddings(msgspec.Struct):
 _embeddings = msgspec.json.Decoder(Embeddings)
 
 
-def vectors(data: bytes, count: int) -> tuple[list[bytes], int | None]:
+def parse_vectors(data: bytes, count: int) -> tuple[list[bytes], int | None]:
     """Return the vectors of `count` inputs, float32 little-endian, and their number of tokens.
 
     The number is None if the endpoint does not report it. Raises EndpointFailed.
@@ -37,23 +37,23 @@ def vectors(data: bytes, count: int) -> tuple[list[bytes], int | None]:
     try:
         answer = _embeddings.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise lie(f"{error}, in {data[:80].decode(errors='replace')!r}") from None
+        raise wrong_answer(f"{error}, in {data[:80].decode(errors='replace')!r}") from None
     if answer.error:
         raise told_in_answer(answer.error)
-    order = {place: one for at, one in enumerate(answer.data) if (place := _place(one, at)) >= 0}
+    order = {place: one for at, one in enumerate(answer.data) if (place := _place_of(one, at)) >= 0}
     if sorted(order) != list(range(count)):
-        raise lie(f"it has {len(answer.data)} embeddings for {count} inputs")
-    found = [_vector(order[at].embedding) for at in range(count)]
+        raise wrong_answer(f"it has {len(answer.data)} embeddings for {count} inputs")
+    found = [_parse_vector(order[at].embedding) for at in range(count)]
     if len(set(map(len, found))) > 1 or not found[0] or len(found[0]) % 4:
-        raise lie("its embeddings differ in length, or have none")
+        raise wrong_answer("its embeddings differ in length, or have none")
     return found, None if answer.usage is None else counted(answer.usage.prompt_tokens)
 
 
-def _place(one: Embedded, at: int) -> int:
+def _place_of(one: Embedded, at: int) -> int:
     return at if one.index is None else one.index
 
 
-def _vector(given: list[float] | str) -> bytes:
+def _parse_vector(given: list[float] | str) -> bytes:
     try:
         decoded = base64.b64decode(given, validate=True) if isinstance(given, str) else given
         numbers = array.array("f", decoded)
@@ -61,4 +61,4 @@ def _vector(given: list[float] | str) -> bytes:
             raise ValueError
         return numbers.tobytes()
     except (binascii.Error, OverflowError, ValueError):
-        raise lie("one of its embeddings is none") from None
+        raise wrong_answer("one of its embeddings is none") from None

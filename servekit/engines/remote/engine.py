@@ -22,13 +22,13 @@ import uvloop
 from servekit.engines.api.base import Emit, Load, Report
 from servekit.engines.api.text_engine import TextEngine, TextJob, TextOutput
 from servekit.engines.remote.client import Address, Endpoint, Reply
-from servekit.engines.remote.embeddings import vectors
-from servekit.engines.remote.errors import Refused, refused
-from servekit.engines.remote.handshake import Greeted, greet, greeting
+from servekit.engines.remote.embeddings import parse_vectors
+from servekit.engines.remote.errors import Refused, response_refusal
+from servekit.engines.remote.handshake import Greeted, greet_endpoint, make_greeting
 from servekit.engines.remote.health import LOOK_EVERY_S, HealthWatcher
 from servekit.engines.remote.rate_limiter import RateLimiter
-from servekit.engines.remote.reader import drain, read
-from servekit.engines.remote.request_builder import EndpointTraits, Errand, errand
+from servekit.engines.remote.reader import drain_reply, read_reply
+from servekit.engines.remote.request_builder import EndpointTraits, Errand, build_errand
 from servekit.engines.remote.response_parser import Answer
 from servekit.errors import EndpointFailed, LoadError, RequestError
 from servekit.protocol.messages import Capability, Dialect, ModelInfo, Progress, WorkerSpec
@@ -57,7 +57,7 @@ class OpenAIEngine(TextEngine):
         options: dict[str, Any] = spec.options
         self._options = options
         self._embeds = options.get("task", "generate") == "embed"
-        self._manner = EndpointTraits(
+        self._traits = EndpointTraits(
             spec.path, spec.sampling, template_arguments=options.get("chat_template_kwargs", False)
         )
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -70,20 +70,22 @@ class OpenAIEngine(TextEngine):
 
     def load(self, report: Report) -> ModelInfo:
         report(Progress("greet"))
-        self._address = _address(self._options)
-        greeted = asyncio.run(greet(self._address, self._manner, self._name, embeds=self._embeds))
-        self._manner = greeted.manner
+        self._address = _read_address(self._options)
+        greeted = asyncio.run(
+            greet_endpoint(self._address, self._traits, self._name, embeds=self._embeds)
+        )
+        self._traits = greeted.traits
         self._watch = HealthWatcher(lists=greeted.lists)
         context = self.spec.max_context or greeted.max_context or _MAX_CONTEXT
         self._most_chars = context * _CHARS_PER_TOKEN
-        return self._info(context, greeted)
+        return self._describe_model(context, greeted)
 
     @property
     def _name(self) -> str:
         """Name of the environment variable with the key, for error messages."""
         return self._options.get("key_environment") or ""
 
-    def _info(self, context: int, greeted: Greeted) -> ModelInfo:
+    def _describe_model(self, context: int, greeted: Greeted) -> ModelInfo:
         begin, end = THOUGHTS["think"]
         return ModelInfo(
             max_context=context,
@@ -108,17 +110,17 @@ class OpenAIEngine(TextEngine):
             options.get("requests_per_minute"), options.get("tokens_per_minute")
         )
         self._endpoint = Endpoint(self._address, self._pace)
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="engine", daemon=True)
         self._thread.start()
 
     # ---- from the worker's thread
 
     def ask(self, job: TextJob) -> None:
-        task = errand(job.request, self._manner)
-        self._loop.call_soon_threadsafe(self._begin, job.id, task)
+        task = build_errand(job.request, self._traits)
+        self._loop.call_soon_threadsafe(self._begin_task, job.id, task)
 
     def cancel(self, job_id: int) -> None:
-        self._loop.call_soon_threadsafe(self._drop, job_id)
+        self._loop.call_soon_threadsafe(self._cancel_task, job_id)
 
     def load_now(self) -> Load:
         tasks = len(self._tasks)
@@ -136,27 +138,29 @@ class OpenAIEngine(TextEngine):
         self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(_CLOSE_S)
 
-    def _begin(self, job_id: int, task: Errand) -> None:
+    def _begin_task(self, job_id: int, task: Errand) -> None:
         running = self._loop.create_task(self._run_errand(job_id, task))
         self._tasks[job_id] = running
         running.add_done_callback(lambda _: self._tasks.pop(job_id, None))
 
-    def _drop(self, job_id: int) -> None:
+    def _cancel_task(self, job_id: int) -> None:
         if (running := self._tasks.get(job_id)) is not None:
             running.cancel()
 
     # ---- the loop
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         try:
-            self._loop.run_until_complete(self._live())
+            self._loop.run_until_complete(self._run_until_closed())
         except Exception as error:
             self.fatal = error
         finally:
             self._loop.close()
 
-    async def _live(self) -> None:
-        background = [asyncio.create_task(work) for work in (self._beat(), self._keep_watch())]
+    async def _run_until_closed(self) -> None:
+        background = [
+            asyncio.create_task(work) for work in (self._record_progress(), self._keep_watch())
+        ]
         await self._closing.wait()
         running = [*background, *self._tasks.values()]
         for task in running:
@@ -164,7 +168,7 @@ class OpenAIEngine(TextEngine):
         await asyncio.gather(*running, return_exceptions=True)
         await self._endpoint.close()
 
-    async def _beat(self) -> None:
+    async def _record_progress(self) -> None:
         """Record progress while the loop runs, as the endpoint may take long to answer."""
         while True:
             self._beat_s = time.monotonic()
@@ -175,21 +179,21 @@ class OpenAIEngine(TextEngine):
             await asyncio.sleep(LOOK_EVERY_S / 8)
             match self._watch.next(time.monotonic()):
                 case "list":
-                    await self._look()
+                    await self._list_models()
                 case "greet":
-                    await self._greet()
+                    await self._send_greeting()
 
-    async def _look(self) -> None:
+    async def _list_models(self) -> None:
         refusal: Refused | None = None
         try:
             status, body = await self._endpoint.get("/models", _LOOK_BYTES)
-            refusal = None if status == 200 else refused(status, {}, body)
+            refusal = None if status == 200 else response_refusal(status, {}, body)
         except Refused as error:
             refusal = error
         self._watch.listed(refusal, time.monotonic())
 
-    async def _greet(self) -> None:
-        task = greeting(self._manner, embeds=self._embeds)
+    async def _send_greeting(self) -> None:
+        task = make_greeting(self._traits, embeds=self._embeds)
         try:
             async with self._endpoint.ask(task, patient=False):
                 self._watch.answered(time.monotonic())
@@ -206,9 +210,9 @@ class OpenAIEngine(TextEngine):
             async with self._endpoint.ask(task, patient=not self._watch.trouble) as reply:
                 self._watch.answered(time.monotonic())
                 if self._embeds:
-                    await self._embed(job_id, task, reply)
+                    await self._embed_inputs(job_id, task, reply)
                 else:
-                    await self._stream(job_id, task, reply)
+                    await self._stream_answer(job_id, task, reply)
             return
         except Refused as refusal:
             self._watch.refused(refusal, time.monotonic())
@@ -218,27 +222,27 @@ class OpenAIEngine(TextEngine):
         except Exception:
             log.exception("a request to the endpoint failed")
             failure = EndpointFailed("the request to the endpoint failed; see the logs")
-        self._put(TextOutput(job_id, [], failure=failure))
+        self._queue_output(TextOutput(job_id, [], failure=failure))
 
-    async def _stream(self, job_id: int, task: Errand, reply: Reply) -> None:
+    async def _stream_answer(self, job_id: int, task: Errand, reply: Reply) -> None:
         answer = Answer(task.request, task.tokens, self._most_chars)
 
         def tell() -> None:
             if not answer.empty:
-                self._put(answer.piece(job_id))
+                self._queue_output(answer.piece(job_id))
 
-        await read(reply, answer, tell)
+        await read_reply(reply, answer, tell)
         self._pace.settle(reply.sent, answer.prompt_tokens + answer.tokens)
-        self._put(answer.piece(job_id, last=True))
-        await drain(reply)
+        self._queue_output(answer.piece(job_id, last=True))
+        await drain_reply(reply)
 
-    async def _embed(self, job_id: int, task: Errand, reply: Reply) -> None:
-        found, used = vectors(await reply.whole(), len(task.request.inputs))
+    async def _embed_inputs(self, job_id: int, task: Errand, reply: Reply) -> None:
+        found, used = parse_vectors(await reply.whole(), len(task.request.inputs))
         tokens = task.tokens if used is None else used
         self._pace.settle(reply.sent, tokens)
-        self._put(TextOutput(job_id, [], "stop", vectors=found, prompt_tokens=tokens))
+        self._queue_output(TextOutput(job_id, [], "stop", vectors=found, prompt_tokens=tokens))
 
-    def _put(self, output: TextOutput) -> None:
+    def _queue_output(self, output: TextOutput) -> None:
         """Emit an output together with the others of this tick of the event loop."""
         if not self._outputs:
             self._loop.call_soon(self._emit_all)
@@ -249,7 +253,7 @@ class OpenAIEngine(TextEngine):
         self._emit(outputs)
 
 
-def _address(options: dict[str, Any]) -> Address:
+def _read_address(options: dict[str, Any]) -> Address:
     """Return the configured address. Raises LoadError if the key is not set."""
     key, name = "", options.get("key_environment")
     if name is not None:

@@ -63,20 +63,20 @@ class Refused(Exception):
         self.trouble = trouble
 
 
-def unreachable(url: str, reason: str) -> Refused:
+def unreachable_error(url: str, reason: str) -> Refused:
     """Return the error of an endpoint that cannot be reached or does not answer."""
     error = ModelUnavailable(f"the endpoint {url} does not answer: {reason}")
     return Refused(error, again=True, trouble=True)
 
 
-def lie(what: str) -> EndpointFailed:
+def wrong_answer(what: str) -> EndpointFailed:
     """Return the error of an invalid answer."""
     return EndpointFailed(f"the endpoint's answer is wrong: {what}")
 
 
-def refused(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
+def response_refusal(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
     """Map an HTTP error response to a Refused."""
-    words, code, param = _told(body)
+    words, code, param = _parse_error(body)
     said = f"the endpoint answered {status}: {words or 'without a reason'}"
     if 300 <= status < 400:
         where = headers.get("location", "")[:200]
@@ -101,7 +101,7 @@ def refused(status: int, headers: Mapping[str, str], body: bytes) -> Refused:
 
 def told_in_answer(error: Any) -> EndpointFailed:
     """Return the error of an error object in an answer with status 200."""
-    words = _words(error.get("message") if isinstance(error, dict) else error)
+    words = _shorten_message(error.get("message") if isinstance(error, dict) else error)
     return EndpointFailed(f"the endpoint broke its answer off: {words or 'without a reason'}")
 
 
@@ -119,22 +119,26 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
         return None
 
 
-def _told(body: bytes) -> tuple[str, str, str | None]:
+def _parse_error(body: bytes) -> tuple[str, str, str | None]:
     """Return the message, code and parameter of an error in any of the usual forms."""
     try:
         data: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):
-        return _words(body.decode(errors="replace")), "", None
+        return _shorten_message(body.decode(errors="replace")), "", None
     data = data if isinstance(data, dict) else {"error": data}
     error = next((data[key] for key in ("error", "detail", "message") if data.get(key)), None)
     if not isinstance(error, dict):
-        return _words(error), str(data.get("code", "")), None
+        return _shorten_message(error), str(data.get("code", "")), None
     param = error.get("param")
     code = error.get("code") or error.get("type") or ""
-    return _words(error.get("message")), str(code), param if isinstance(param, str) else None
+    return (
+        _shorten_message(error.get("message")),
+        str(code),
+        param if isinstance(param, str) else None,
+    )
 
 
-def _words(told: object) -> str:
+def _shorten_message(told: object) -> str:
     """Shorten an untrusted message to one line."""
     text = "" if told is None else told if isinstance(told, str) else str(told)
     text = " ".join("".join(c if c.isprintable() else " " for c in text[:4096]).split())

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from servekit.engines.remote.client import Address, Endpoint
-from servekit.engines.remote.embeddings import vectors
+from servekit.engines.remote.embeddings import parse_vectors
 from servekit.engines.remote.errors import Refused
 from servekit.engines.remote.rate_limiter import RateLimiter
-from servekit.engines.remote.reader import read
-from servekit.engines.remote.request_builder import EndpointTraits, Errand, Limit, errand
+from servekit.engines.remote.reader import read_reply
+from servekit.engines.remote.request_builder import EndpointTraits, Errand, Limit, build_errand
 from servekit.engines.remote.response_parser import Answer
 from servekit.errors import LoadError, RequestError
 from servekit.protocol.messages import ChatMessage, Generate, SamplingParams
@@ -39,22 +39,22 @@ _MISUNDERSTOOD = (400, 422)
 class Greeted:
     """The result of a handshake."""
 
-    manner: EndpointTraits
+    traits: EndpointTraits
     lists: bool  # the endpoint has GET /models
     max_context: int  # tokens; 0: not reported
     embedding_size: int
 
 
-async def greet(
-    address: Address, manner: EndpointTraits, key_name: str, *, embeds: bool
+async def greet_endpoint(
+    address: Address, traits: EndpointTraits, key_name: str, *, embeds: bool
 ) -> Greeted:
     """Run the handshake. Raises LoadError, permanent if the configuration or the key is wrong."""
     endpoint = Endpoint(address, RateLimiter(None, None))
     try:
-        listed = await _list(endpoint)
-        context = 0 if listed is None else _context(listed, manner.model)
-        manner, size = await _ask(endpoint, manner, embeds=embeds)
-        return Greeted(manner, listed is not None, context, size)
+        listed = await _list_models(endpoint)
+        context = 0 if listed is None else _find_context(listed, traits.model)
+        traits, size = await _try_traits(endpoint, traits, embeds=embeds)
+        return Greeted(traits, listed is not None, context, size)
     except Refused as refusal:
         raise _load_error(refusal, key_name, address.key) from None
     except RequestError as error:
@@ -63,16 +63,16 @@ async def greet(
         await endpoint.close()
 
 
-def greeting(manner: EndpointTraits, *, embeds: bool) -> Errand:
+def make_greeting(traits: EndpointTraits, *, embeds: bool) -> Errand:
     """Return a request that costs next to nothing."""
     if embeds:
-        return errand(Generate(0, SamplingParams(), task="embed", inputs=["hello"]), manner)
+        return build_errand(Generate(0, SamplingParams(), task="embed", inputs=["hello"]), traits)
     params = SamplingParams(max_tokens=_TOKENS)
-    neutral = replace(manner, defaults={})
-    return errand(Generate(0, params, messages=[ChatMessage("user", _HELLO)]), neutral)
+    neutral = replace(traits, defaults={})
+    return build_errand(Generate(0, params, messages=[ChatMessage("user", _HELLO)]), neutral)
 
 
-async def _list(endpoint: Endpoint) -> list[Any] | None:
+async def _list_models(endpoint: Endpoint) -> list[Any] | None:
     """Return the listed models; None if there is no list. Raises Refused if it is unreachable."""
     status, body = await endpoint.get("/models", _MOST_LIST_BYTES)
     if status != 200:
@@ -84,7 +84,7 @@ async def _list(endpoint: Endpoint) -> list[Any] | None:
     return listed if isinstance(listed, list) else None
 
 
-def _context(listed: list[Any], model: str) -> int:
+def _find_context(listed: list[Any], model: str) -> int:
     for one in listed:
         if isinstance(one, dict) and one.get("id") == model:
             found = (one.get(name) for name in _CONTEXTS)
@@ -92,14 +92,14 @@ def _context(listed: list[Any], model: str) -> int:
     return 0
 
 
-async def _ask(
-    endpoint: Endpoint, manner: EndpointTraits, *, embeds: bool
+async def _try_traits(
+    endpoint: Endpoint, traits: EndpointTraits, *, embeds: bool
 ) -> tuple[EndpointTraits, int]:
     """Return the parameters that work, and the size of embeddings. Raises Refused."""
     first: Refused | None = None
-    for other in _manners(manner, embeds=embeds):
+    for other in _list_traits(traits, embeds=embeds):
         try:
-            return other, await _hear(endpoint, greeting(other, embeds=embeds))
+            return other, await _hear_answer(endpoint, make_greeting(other, embeds=embeds))
         except Refused as refusal:
             if refusal.status not in _MISUNDERSTOOD:
                 raise
@@ -108,23 +108,23 @@ async def _ask(
     raise first
 
 
-def _manners(manner: EndpointTraits, *, embeds: bool) -> Iterator[EndpointTraits]:
+def _list_traits(traits: EndpointTraits, *, embeds: bool) -> Iterator[EndpointTraits]:
     """Yield parameter sets: the common one, OpenAI's newer one, and both without usage counts."""
     if embeds:
-        yield manner
+        yield traits
         return
     limits: tuple[Limit, ...] = ("max_tokens", "max_completion_tokens")
     for usage, limit in itertools.product((True, False), limits):
-        yield replace(manner, usage=usage, limit=limit)
+        yield replace(traits, usage=usage, limit=limit)
 
 
-async def _hear(endpoint: Endpoint, task: Errand) -> int:
+async def _hear_answer(endpoint: Endpoint, task: Errand) -> int:
     async with endpoint.ask(task, patient=False) as reply:
         if task.request.task == "embed":
-            found, _ = vectors(await reply.whole(), 1)
+            found, _ = parse_vectors(await reply.whole(), 1)
             return len(found[0]) // 4
         answer = Answer(task.request, 0, _MOST_CHARS)
-        await read(reply, answer, lambda: None)
+        await read_reply(reply, answer, lambda: None)
         return 0
 
 

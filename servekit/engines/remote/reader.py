@@ -6,18 +6,20 @@ import asyncio
 from collections.abc import Callable
 
 from servekit.engines.remote.client import Reply
-from servekit.engines.remote.errors import lie
+from servekit.engines.remote.errors import wrong_answer
 from servekit.engines.remote.response_parser import Answer
-from servekit.engines.remote.sse import MAX_EVENT_BYTES, Events, EventTooLong
 from servekit.errors import EndpointFailed
+from servekit.sse import EventStream, EventTooLong
 
+#: Limit of one event: more than any answer needs, and little memory for each slot.
+MAX_EVENT_BYTES = 4 * 2**20
 #: Time for usage counts and anything else after the end of an answer.
 _AFTERWARDS_S = 5.0
 _DRAIN_S = 1.0
 _DONE = b"[DONE]"
 
 
-async def read(reply: Reply, answer: Answer, tell: Callable[[], None]) -> None:
+async def read_reply(reply: Reply, answer: Answer, tell: Callable[[], None]) -> None:
     """Pass the whole reply to `answer`; call `tell` after each piece.
 
     Raises the errors of `Answer` and `Reply`, and EndpointFailed if the reply is not a stream.
@@ -28,7 +30,7 @@ async def read(reply: Reply, answer: Answer, tell: Callable[[], None]) -> None:
         return
     if reply.kind != "text/event-stream":
         begins = (await reply.next())[:80].decode(errors="replace")
-        raise lie(f"it is {reply.kind[:40]!r}, not a stream of events: {begins!r}")
+        raise wrong_answer(f"it is {reply.kind[:40]!r}, not a stream of events: {begins!r}")
     try:
         async with asyncio.timeout(None) as limit:
             answer.close(done=await _take_events(reply, answer, tell, limit))
@@ -41,22 +43,22 @@ async def _take_events(
     reply: Reply, answer: Answer, tell: Callable[[], None], limit: asyncio.Timeout
 ) -> bool:
     """Read the stream; return whether it said [DONE], or has nothing more to offer."""
-    events = Events()
+    events = EventStream(MAX_EVENT_BYTES)
     while piece := await reply.next():
-        done = _take(events, piece, answer)
+        done = _feed_events(events, piece, answer)
         tell()
         if done or (answer.finish and answer.counted):
             return True
         if answer.finish and limit.when() is None:
             limit.reschedule(asyncio.get_running_loop().time() + _AFTERWARDS_S)
-    return _take(events, None, answer)
+    return _feed_events(events, None, answer)
 
 
-def _take(events: Events, piece: bytes | None, answer: Answer) -> bool:
+def _feed_events(events: EventStream, piece: bytes | None, answer: Answer) -> bool:
     try:
         found = events.end() if piece is None else events.feed(piece)
     except EventTooLong:
-        raise lie(f"one of its events has more than {MAX_EVENT_BYTES} bytes") from None
+        raise wrong_answer(f"one of its events has more than {MAX_EVENT_BYTES} bytes") from None
     for data in found:
         if data.strip() == _DONE:
             return True
@@ -64,7 +66,7 @@ def _take(events: Events, piece: bytes | None, answer: Answer) -> bool:
     return False
 
 
-async def drain(reply: Reply) -> None:
+async def drain_reply(reply: Reply) -> None:
     """Read the rest after the end, briefly, so that the connection can be reused."""
     try:
         async with asyncio.timeout(_DRAIN_S):

@@ -60,27 +60,27 @@ class Errand:
         return len(self.body) // BYTES_PER_TOKEN + 1
 
 
-def errand(request: Generate, manner: EndpointTraits) -> Errand:
+def build_errand(request: Generate, traits: EndpointTraits) -> Errand:
     """Build the request. Raises Unsupported for parameters that OpenAI's API cannot express."""
-    body: dict[str, Any] = {"model": manner.model}
+    body: dict[str, Any] = {"model": traits.model}
     if request.task == "embed":
         body |= {"input": request.inputs, "encoding_format": "float"}
         return Errand("/embeddings", msgspec.json.encode(body), request)
     body["stream"] = True
-    if manner.usage:
+    if traits.usage:
         body["stream_options"] = {"include_usage": True}
     if request.messages is None:
         body["prompt"] = request.prompt
         path = "/completions"
     else:
-        body |= _conversation(request, manner)
+        body |= _chat_body(request, traits)
         path = "/chat/completions"
-    body |= _sampling(request, manner)
+    body |= _sampling_body(request, traits)
     return Errand(path, msgspec.json.encode(body), request)
 
 
-def _conversation(request: Generate, manner: EndpointTraits) -> dict[str, Any]:
-    body: dict[str, Any] = {"messages": [_message(one) for one in request.messages or ()]}
+def _chat_body(request: Generate, traits: EndpointTraits) -> dict[str, Any]:
+    body: dict[str, Any] = {"messages": [_message_body(one) for one in request.messages or ()]}
     if request.tools:
         body["tools"] = request.tools
         if request.must_call:
@@ -89,7 +89,7 @@ def _conversation(request: Generate, manner: EndpointTraits) -> dict[str, Any]:
             body["parallel_tool_calls"] = False
     if request.continues:
         body |= {"continue_final_message": True, "add_generation_prompt": False}
-    return body | _template(request.template, manner)
+    return body | _template_body(request.template, traits)
 
 
 def _tool_choice(request: Generate) -> Any:
@@ -98,12 +98,12 @@ def _tool_choice(request: Generate) -> Any:
     return {"type": "function", "function": {"name": request.tools[0]["function"]["name"]}}
 
 
-def _template(given: Mapping[str, Any], manner: EndpointTraits) -> dict[str, Any]:
+def _template_body(given: Mapping[str, Any], traits: EndpointTraits) -> dict[str, Any]:
     """Convert template arguments; unsupported thinking switches are dropped, others are refused."""
     effort = given.get("reasoning_effort")
     body = {"reasoning_effort": effort} if isinstance(effort, str) else {}
     rest = {name: value for name, value in given.items() if name != "reasoning_effort"}
-    if manner.template_arguments:
+    if traits.template_arguments:
         return body | ({"chat_template_kwargs": rest} if rest else {})
     if unknown := sorted(rest.keys() - _SWITCHES):
         raise Unsupported(
@@ -114,7 +114,7 @@ def _template(given: Mapping[str, Any], manner: EndpointTraits) -> dict[str, Any
     return body
 
 
-def _message(message: ChatMessage) -> dict[str, Any]:
+def _message_body(message: ChatMessage) -> dict[str, Any]:
     told: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
         told["name"] = message.name
@@ -135,14 +135,14 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     return told
 
 
-def _sampling(request: Generate, manner: EndpointTraits) -> dict[str, Any]:
+def _sampling_body(request: Generate, traits: EndpointTraits) -> dict[str, Any]:
     params = request.params
-    body = dict(_numbers(params, manner.defaults))
+    body = dict(_changed_numbers(params, traits.defaults))
     limit = (
-        params.max_tokens if params.max_tokens is not None else manner.defaults.get("max_tokens")
+        params.max_tokens if params.max_tokens is not None else traits.defaults.get("max_tokens")
     )
     if limit is not None:
-        body[manner.limit if request.messages is not None else "max_tokens"] = limit
+        body[traits.limit if request.messages is not None else "max_tokens"] = limit
     if params.stop:
         body["stop"] = list(params.stop)
     if params.logit_bias:
@@ -151,11 +151,11 @@ def _sampling(request: Generate, manner: EndpointTraits) -> dict[str, Any]:
         chat = {"logprobs": True, "top_logprobs": params.logprobs}
         body |= chat if request.messages is not None else {"logprobs": params.logprobs}
     if params.grammar is not None:
-        body["response_format"] = _format(params.grammar)
+        body["response_format"] = _response_format(params.grammar)
     return body
 
 
-def _numbers(
+def _changed_numbers(
     params: SamplingParams, defaults: Mapping[str, float | int]
 ) -> Iterator[tuple[str, Any]]:
     """Yield the sampling parameters of the request or the configuration that are not neutral."""
@@ -178,7 +178,7 @@ def _numbers(
             yield name, value
 
 
-def _format(grammar: Grammar) -> dict[str, Any]:
+def _response_format(grammar: Grammar) -> dict[str, Any]:
     """Convert a grammar to a response format, which the endpoint must follow strictly or refuse."""
     if grammar.kind != "json_schema":
         raise Unsupported(

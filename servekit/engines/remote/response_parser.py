@@ -11,16 +11,16 @@ from typing import Any, Literal
 import msgspec
 
 from servekit.engines.api.text_engine import TextOutput
-from servekit.engines.remote.errors import lie
+from servekit.engines.remote.errors import wrong_answer
 from servekit.engines.remote.schemas import (
     Called,
     Choice,
     Function,
     Said,
     Usage,
-    count,
-    decode,
-    logprobs,
+    convert_logprobs,
+    decode_chunk,
+    valid_count,
 )
 from servekit.errors import EndpointFailed, RequestError
 from servekit.protocol.messages import Generate, TokenLogprob
@@ -57,56 +57,56 @@ class Answer:
 
     def take(self, data: bytes) -> None:
         """Add one chunk of a stream, or a whole answer."""
-        chunk = decode(data)
-        self._count(chunk.usage)
+        chunk = decode_chunk(data)
+        self._store_counts(chunk.usage)
         for choice in chunk.choices or ():
             if not choice.index and self.finish is None:
-                self._choose(choice)
+                self._take_choice(choice)
 
-    def _count(self, usage: Usage | None) -> None:
+    def _store_counts(self, usage: Usage | None) -> None:
         """Store the counts; invalid ones are ignored."""
         if usage is None:
             return
-        prompt, completion = count(usage.prompt_tokens), count(usage.completion_tokens)
+        prompt, completion = valid_count(usage.prompt_tokens), valid_count(usage.completion_tokens)
         if prompt is not None and completion is not None:
             self._counts, self.counted = (prompt, completion), True
 
-    def _choose(self, choice: Choice) -> None:
+    def _take_choice(self, choice: Choice) -> None:
         if self._request.messages is None:
-            self._keep(choice.text or "")  # without frames
+            self._keep_text(choice.text or "")  # without frames
         for said in (choice.delta, choice.message):
             if said is not None and self._request.messages is not None:
-                self._say(said)
+                self._take_message(said)
         if choice.logprobs and self._request.params.logprobs is not None:
-            self._logprobs += logprobs(choice.logprobs)
+            self._logprobs += convert_logprobs(choice.logprobs)
         if choice.finish_reason:  # some send "" before the end
-            self._end(choice.finish_reason, choice.stop_reason)
+            self._end_answer(choice.finish_reason, choice.stop_reason)
 
-    def _say(self, said: Said) -> None:
+    def _take_message(self, said: Said) -> None:
         thought = said.reasoning_content or said.reasoning
         if thought and isinstance(thought, str):
-            self._write(THOUGHT, thought)
-        for part, text in _texts(said.content):
-            self._write(part, text)
+            self._write_part(THOUGHT, thought)
+        for part, text in _list_texts(said.content):
+            self._write_part(part, text)
         if said.refusal:
-            self._write(TEXT, said.refusal)
+            self._write_part(TEXT, said.refusal)
         for call in said.tool_calls or ():
-            self._call(call)
+            self._take_call(call)
 
-    def _call(self, call: Called) -> None:
+    def _take_call(self, call: Called) -> None:
         function = call.function or Function()
-        index = self._index(call, function)
+        index = self._call_index(call, function)
         if index not in self._calls:
-            self._begin(index, call.id or "", function.name or "")
+            self._begin_call(index, call.id or "", function.name or "")
         elif index != len(self._calls) - 1 or self._part != ARGUMENTS:
-            raise lie("it goes on with a tool call after the next has begun")
+            raise wrong_answer("it goes on with a tool call after the next has begun")
         arguments = function.arguments
         if arguments:
-            written = arguments if isinstance(arguments, str) else _written(arguments)
+            written = arguments if isinstance(arguments, str) else _write_arguments(arguments)
             self._argued = True
-            self._keep(written.translate(_UNMARKED))
+            self._keep_text(written.translate(_UNMARKED))
 
-    def _index(self, call: Called, function: Function) -> int:
+    def _call_index(self, call: Called, function: Function) -> int:
         """Return the index of a call: by its id, otherwise by its index; a new call is the next."""
         ids = list(self._calls.values())
         if call.id and call.id in ids:
@@ -115,43 +115,43 @@ class Answer:
             return len(ids)
         return len(ids) - 1 if call.index is None else min(max(0, call.index), len(ids))
 
-    def _begin(self, index: int, id: str, name: str) -> None:
+    def _begin_call(self, index: int, id: str, name: str) -> None:
         if not self._request.tools:
-            raise lie("it calls a tool, and was offered none")
+            raise wrong_answer("it calls a tool, and was offered none")
         if not name:
-            raise lie("it calls a tool without a name")
+            raise wrong_answer("it calls a tool without a name")
         self._close_call()
         self._calls[index] = id
         self._part, self._argued = ARGUMENTS, False
         head = (id.translate(_UNMARKED), name.translate(_UNMARKED))
-        self._keep(f"{CALL}{head[0]}{NAME}{head[1]}{ARGUMENTS}")
+        self._keep_text(f"{CALL}{head[0]}{NAME}{head[1]}{ARGUMENTS}")
 
     def _close_call(self) -> None:
         """Complete a call without arguments with an empty object."""
         if not self._argued:
-            self._keep("{}")
+            self._keep_text("{}")
             self._argued = True
 
-    def _write(self, part: str, text: str) -> None:
+    def _write_part(self, part: str, text: str) -> None:
         if not text:
             return
         if part != self._part:
             self._close_call()
             self._part = part
-            self._keep(part)
-        self._keep(text.translate(_UNMARKED))
+            self._keep_text(part)
+        self._keep_text(text.translate(_UNMARKED))
 
-    def _keep(self, text: str) -> None:
+    def _keep_text(self, text: str) -> None:
         if not text:
             return
         self._chars += len(text)
         if self._chars > self._left:
-            raise lie(f"it is longer than {self._left} characters")
+            raise wrong_answer(f"it is longer than {self._left} characters")
         self._pieces.append(text)
 
     # ---- its end
 
-    def _end(self, reason: str, stop: Any) -> None:
+    def _end_answer(self, reason: str, stop: Any) -> None:
         if reason == "content_filter":
             raise RequestError("the endpoint's content filter cut the answer off")
         self._close_call()
@@ -169,7 +169,7 @@ class Answer:
         if not done:
             raise EndpointFailed("the endpoint's stream broke off before its end")
         if not self._chars:
-            raise lie("it has no choices")
+            raise wrong_answer("it has no choices")
         self._close_call()
         self.finish = "stop"
 
@@ -202,7 +202,7 @@ class Answer:
         return math.ceil(self._chars / _CHARS_PER_TOKEN)
 
 
-def _texts(content: str | list[Any] | None) -> list[tuple[str, str]]:
+def _list_texts(content: str | list[Any] | None) -> list[tuple[str, str]]:
     """Return the text parts of a message, some of which are thoughts in Mistral's format."""
     if not isinstance(content, list):
         return [(TEXT, content or "")]
@@ -213,9 +213,9 @@ def _texts(content: str | list[Any] | None) -> list[tuple[str, str]]:
         if isinstance(text := part.get("text"), str):
             found.append((TEXT, text))
         elif isinstance(thinking := part.get("thinking"), list):
-            found += [(THOUGHT, text) for _, text in _texts(thinking)]
+            found += [(THOUGHT, text) for _, text in _list_texts(thinking)]
     return found
 
 
-def _written(arguments: Any) -> str:
+def _write_arguments(arguments: Any) -> str:
     return msgspec.json.encode(arguments).decode()

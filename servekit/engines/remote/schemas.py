@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from servekit.engines.remote.errors import lie, told_in_answer
+from servekit.engines.remote.errors import told_in_answer, wrong_answer
 from servekit.protocol.messages import TokenLogprob
 
 #: Larger counts are invalid.
@@ -60,42 +60,44 @@ class Chunk(msgspec.Struct):
 _chunks = msgspec.json.Decoder(Chunk)
 
 
-def count(told: Any) -> int | None:
+def valid_count(told: Any) -> int | None:
     """Return a count of tokens; None if it is invalid."""
     return told if type(told) is int and 0 <= told < _MOST_TOKENS else None
 
 
-def decode(data: bytes) -> Chunk:
+def decode_chunk(data: bytes) -> Chunk:
     """Decode a chunk. Raises EndpointFailed, also for an error object instead of an answer."""
     try:
         chunk = _chunks.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise lie(f"{error}, in {data[:80].decode(errors='replace')!r}") from None
+        raise wrong_answer(f"{error}, in {data[:80].decode(errors='replace')!r}") from None
     if chunk.error:
         raise told_in_answer(chunk.error)
     return chunk
 
 
-def logprobs(given: Any) -> list[TokenLogprob]:
+def convert_logprobs(given: Any) -> list[TokenLogprob]:
     """Convert log probabilities of a chat or plain completion. Raises EndpointFailed."""
     try:
         if given.get("content") is not None:
-            return [_scored(one) for one in given["content"]]
+            return [_chat_logprob(one) for one in given["content"]]
         if given.get("tokens") is None:
             return []
         best = given.get("top_logprobs") or [None] * len(given["tokens"])
         rows = zip(given["tokens"], given["token_logprobs"], best, strict=True)
         return [_plain_scored(*row) for row in rows]
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise lie("its log probabilities have no form that is known") from None
+        raise wrong_answer("its log probabilities have no form that is known") from None
 
 
-def _scored(one: dict[str, Any]) -> TokenLogprob:
-    best = tuple((_bytes(top), float(top["logprob"])) for top in one.get("top_logprobs") or ())
-    return TokenLogprob(_bytes(one), float(one["logprob"]), best)
+def _chat_logprob(one: dict[str, Any]) -> TokenLogprob:
+    best = tuple(
+        (_token_bytes(top), float(top["logprob"])) for top in one.get("top_logprobs") or ()
+    )
+    return TokenLogprob(_token_bytes(one), float(one["logprob"]), best)
 
 
-def _bytes(one: dict[str, Any]) -> bytes:
+def _token_bytes(one: dict[str, Any]) -> bytes:
     raw = one.get("bytes")
     return bytes(raw) if raw is not None else one["token"].encode()
 

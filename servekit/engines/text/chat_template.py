@@ -95,22 +95,24 @@ class ChatTemplate:
         generation prompt comes last. Raises RequestError if the template refuses, or if `template`
         has a reserved name.
         """
-        self._check(messages, template or {}, continues)
+        self._check_request(messages, template or {}, continues)
         messages, tools = self._in_words(messages, tools)
         if continues and not messages[-1].content:
             messages, continues = messages[:-1], False
         dicts, template = self._as_dicts(messages), template or {}
         try:
             with suppress(Exception):
-                return self._apply(dicts, tools, template, continues)
-            return self._apply(dicts, [_filled_in(tool) for tool in tools], template, continues)
+                return self._apply_template(dicts, tools, template, continues)
+            return self._apply_template(
+                dicts, [_filled_in(tool) for tool in tools], template, continues
+            )
         except Exception as error:  # the template is the model's code, and may raise anything
             raise RequestError(
-                f"The model's chat template refuses these messages: {_words(error)}",
+                f"The model's chat template refuses these messages: {_first_words(error)}",
                 param="messages",
             ) from error
 
-    def _check(
+    def _check_request(
         self, messages: Sequence[ChatMessage], template: Mapping[str, Any], continues: bool
     ) -> None:
         if not messages:
@@ -126,7 +128,7 @@ class ChatTemplate:
                 param="chat_template_kwargs",
             )
 
-    def _apply(
+    def _apply_template(
         self,
         messages: list[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]],
@@ -150,18 +152,18 @@ class ChatTemplate:
     @cached_property
     def takes_tools(self) -> bool:
         """True if the template renders tool definitions."""
-        return SENTINEL in self._rendered(SENTINEL_TURNS[:1], [SENTINEL_TOOL])
+        return SENTINEL in self._try_render(SENTINEL_TURNS[:1], [SENTINEL_TOOL])
 
     @cached_property
     def _takes_calls(self) -> bool:
         """True if the template renders the model's earlier tool calls."""
-        return SENTINEL in self._rendered(SENTINEL_TURNS, [SENTINEL_TOOL])
+        return SENTINEL in self._try_render(SENTINEL_TURNS, [SENTINEL_TOOL])
 
     @cached_property
     def _takes_system(self) -> bool:
-        return SENTINEL in self._rendered([ChatMessage("system", SENTINEL), SENTINEL_TURNS[0]])
+        return SENTINEL in self._try_render([ChatMessage("system", SENTINEL), SENTINEL_TURNS[0]])
 
-    def _rendered(
+    def _try_render(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
         """Render a sentinel conversation; "" if the template refuses."""
@@ -178,10 +180,10 @@ class ChatTemplate:
         if called and not self._takes_calls:
             messages = _calls_in_words(messages)
         if tools and not self.takes_tools:
-            messages, tools = self._told(messages, _definitions(tools)), ()
+            messages, tools = self._tell_system(messages, _describe_tools(tools)), ()
         return messages, tools
 
-    def _told(self, messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
+    def _tell_system(self, messages: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
         """Append `text` to the system message, or add one.
 
         If the template takes no system message, `text` is prepended to the first message.
@@ -200,7 +202,9 @@ class ChatTemplate:
 
         Raises any error of the template.
         """
-        return self._apply(self._as_dicts(messages), tools, {}, continues=False, prompt=False)
+        return self._apply_template(
+            self._as_dicts(messages), tools, {}, continues=False, prompt=False
+        )
 
     # ---------------------------------------------------------------- messages
 
@@ -213,10 +217,10 @@ class ChatTemplate:
         fields: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.tool_calls:
             fields["content"] = message.content or form.content
-            fields["tool_calls"] = [self._call(call, form) for call in message.tool_calls]
+            fields["tool_calls"] = [self._call_dict(call, form) for call in message.tool_calls]
         name = message.name
         if message.tool_call_id is not None:
-            fields["tool_call_id"] = self._id(message.tool_call_id)
+            fields["tool_call_id"] = self._call_id(message.tool_call_id)
             name = name or names.get(message.tool_call_id)
         if name is not None:
             fields["name"] = name
@@ -224,12 +228,12 @@ class ChatTemplate:
             fields["reasoning_content"] = message.reasoning
         return fields
 
-    def _call(self, call: ToolCall, form: _Form) -> dict[str, Any]:
+    def _call_dict(self, call: ToolCall, form: _Form) -> dict[str, Any]:
         arguments = call.arguments if form.arguments_as_text else _as_object(call.arguments)
         function = {"name": call.name, "arguments": arguments}
-        return {"id": self._id(call.id), "type": "function", "function": function}
+        return {"id": self._call_id(call.id), "type": "function", "function": function}
 
-    def _id(self, id: str) -> str:
+    def _call_id(self, id: str) -> str:
         """Shorten an id for Mistral's templates, which accept only nine letters and digits."""
         if not self._wants_short_ids or _MISTRAL_ID.fullmatch(id):
             return id
@@ -245,7 +249,9 @@ class ChatTemplate:
         for form in _FORMS:
             dicts = [self._as_dict(turn, form, {}) for turn in SENTINEL_TURNS]
             try:
-                text = self._apply(dicts, [SENTINEL_TOOL], {}, continues=False, prompt=False)
+                text = self._apply_template(
+                    dicts, [SENTINEL_TOOL], {}, continues=False, prompt=False
+                )
             except Exception:  # the template does not accept this form
                 continue
             turn = text.rpartition("sentinel_question")[2]
@@ -254,7 +260,7 @@ class ChatTemplate:
         return _Form()
 
 
-def _definitions(tools: Sequence[Mapping[str, Any]]) -> str:
+def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     named = [{"name": "", **_filled_in(tool)["function"]} for tool in tools]  # puts the name first
     functions = [json.dumps(function, ensure_ascii=False) for function in named]
     return "\n".join([_TOOLS, *functions, "", _HOW_TO_CALL])
@@ -306,7 +312,7 @@ def _as_object(arguments: str) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def _words(error: Exception) -> str:
+def _first_words(error: Exception) -> str:
     """Return the first line of an error of the template or library, without the conversation."""
     text = str(error) or type(error).__name__
     return text.partition("Final message to continue")[0].strip().split("\n")[0][:_MAX_WORDS]

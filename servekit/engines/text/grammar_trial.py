@@ -125,40 +125,40 @@ class Trials:
         """
         patience_s = None if patient else PATIENCE_S
         with self._first_turns:
-            verdict = self._try(grammar, patience_s, TURNS_S[0])
+            verdict = self._try_grammar(grammar, patience_s, TURNS_S[0])
         if verdict.signal != signal.SIGPROF:
             return verdict
         with self._counting:
             if self._waiting >= MOST_WAITING and not patient:
-                raise _busy(grammar)
+                raise _busy_error(grammar)
             self._waiting += 1
         try:
             with self._second_turn:
-                return self._try(grammar, patience_s, TURNS_S[1], NICE)
+                return self._try_grammar(grammar, patience_s, TURNS_S[1], NICE)
         finally:
             with self._counting:
                 self._waiting -= 1
 
-    def _try(
+    def _try_grammar(
         self, grammar: Grammar, patience_s: float | None, cpu_s: float, nice: int = 0
     ) -> Verdict:
         order = msgspec.msgpack.encode(_Order(grammar, cpu_s, nice))
         for _ in range(2):  # if the trial process itself was killed, the grammar is not to blame
-            process = self._running(grammar)
+            process = self._running_process(grammar)
             try:
                 if answer := process.ask(order, patience_s):
                     return msgspec.msgpack.decode(answer, type=Verdict)
             except TimeoutError:
-                raise _busy(grammar) from None
-        raise _busy(grammar)
+                raise _busy_error(grammar) from None
+        raise _busy_error(grammar)
 
-    def _running(self, grammar: Grammar) -> _Process:
+    def _running_process(self, grammar: Grammar) -> _Process:
         with self._starting:
             if self._process is None or not self._process.alive:
                 try:
                     self._process = _Process(Vocabulary.of(self._tokenizer))
                 except OSError as error:
-                    raise _busy(grammar) from error
+                    raise _busy_error(grammar) from error
                 weakref.finalize(self, self._process.end)
             return self._process
 
@@ -170,7 +170,7 @@ class _Process:
         """Start the process. Raises OSError if it cannot be started."""
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            with theirs, _file(msgspec.msgpack.encode(vocabulary)) as words:
+            with theirs, _anonymous_file(msgspec.msgpack.encode(vocabulary)) as words:
                 fds = (theirs.fileno(), words.fileno())
                 self._child = subprocess.Popen(
                     [
@@ -199,7 +199,7 @@ class _Process:
         mine, its = socket.socketpair()
         with mine:
             mine.settimeout(patience_s)
-            with its, _file(order) as file:
+            with its, _anonymous_file(order) as file:
                 try:
                     socket.send_fds(self._orders, [b"t"], [its.fileno(), file.fileno()])
                 except OSError:
@@ -219,7 +219,7 @@ class _Process:
             self._child.wait()
 
 
-def _busy(grammar: Grammar) -> ModelUnavailable:
+def _busy_error(grammar: Grammar) -> ModelUnavailable:
     return ModelUnavailable(
         "the worker is busy with grammars of other requests; try again later",
         param=grammar.param,
@@ -227,7 +227,7 @@ def _busy(grammar: Grammar) -> ModelUnavailable:
     )
 
 
-def explain(verdict: Verdict, grammar: Grammar) -> str:
+def explain_verdict(verdict: Verdict, grammar: Grammar) -> str:
     """Return why the grammar of a killed trial is refused, as the end of a sentence."""
     if verdict.signal == signal.SIGPROF:
         reason = f"compiling it takes more than {TURNS_S[-1]:g} s"
@@ -237,7 +237,7 @@ def explain(verdict: Verdict, grammar: Grammar) -> str:
     return f"{reason}; look at its {', '.join(suspects)}" if suspects else reason
 
 
-def _file(content: bytes) -> BinaryIO:
+def _anonymous_file(content: bytes) -> BinaryIO:
     """Create an anonymous file for another process."""
     file = os.fdopen(os.memfd_create("servekit-grammars", os.MFD_CLOEXEC), "w+b", buffering=0)
     file.write(content)
@@ -248,7 +248,7 @@ def _file(content: bytes) -> BinaryIO:
 # ---------------------------------------------------------------- the trial process
 
 
-def serve(orders: socket.socket, tokenizer: LLTokenizer) -> None:
+def serve_trials(orders: socket.socket, tokenizer: LLTokenizer) -> None:
     """Fork a trial for each received socket, until the worker is gone."""
     trials: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
     worker = os.getppid()
@@ -258,7 +258,7 @@ def serve(orders: socket.socket, tokenizer: LLTokenizer) -> None:
             for key, _ in selector.select(1.0):
                 if key.fileobj is not orders:
                     selector.unregister(key.fd)
-                    _bury(key.fd, *trials.pop(key.fd))
+                    _reap_trial(key.fd, *trials.pop(key.fd))
                     continue
                 _, descriptors, _, _ = socket.recv_fds(orders, 1, 2)
                 if not descriptors:
@@ -273,7 +273,7 @@ def serve(orders: socket.socket, tokenizer: LLTokenizer) -> None:
                 selector.register(pidfd, selectors.EVENT_READ)
 
 
-def _bury(pidfd: int, child: int, end: socket.socket) -> None:
+def _reap_trial(pidfd: int, child: int, end: socket.socket) -> None:
     """Reap a trial; report its signal if it was killed, as otherwise it has sent its own answer."""
     os.close(pidfd)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -289,15 +289,15 @@ def _be_tried(end: socket.socket, file: BinaryIO, tokenizer: LLTokenizer) -> Non
         from servekit.engines.text.structured_output import compile_grammar
 
         order = msgspec.msgpack.decode(file.read(), type=_Order)
-        _limit(order)
-        verdict = _judged(lambda: compile_grammar(tokenizer, order.grammar))
+        _limit_resources(order)
+        verdict = _judge_compilation(lambda: compile_grammar(tokenizer, order.grammar))
         end.sendall(msgspec.msgpack.encode(verdict))
         status = 0
     finally:
         os._exit(status)
 
 
-def _judged(compile_it: Callable[[], Any]) -> Verdict:
+def _judge_compilation(compile_it: Callable[[], Any]) -> Verdict:
     before = _resident_bytes()
     try:
         compiled = compile_it()
@@ -308,7 +308,7 @@ def _judged(compile_it: Callable[[], Any]) -> Verdict:
     return Verdict(kept_bytes=max(0, kept))
 
 
-def _limit(order: _Order) -> None:
+def _limit_resources(order: _Order) -> None:
     """Set the resource limits of this process, at which the kernel kills it."""
     die_with(os.getppid())
     os.nice(order.nice)
@@ -316,7 +316,7 @@ def _limit(order: _Order) -> None:
         file.write("1000")
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)  # an abort's message contains text of the request
-    size = _pages(0) + MEMORY_BYTES
+    size = _statm_bytes(0) + MEMORY_BYTES
     for limit, value in (
         (resource.RLIMIT_AS, size),
         (resource.RLIMIT_STACK, STACK_BYTES),
@@ -327,10 +327,10 @@ def _limit(order: _Order) -> None:
 
 
 def _resident_bytes() -> int:
-    return _pages(1)
+    return _statm_bytes(1)
 
 
-def _pages(field: int) -> int:
+def _statm_bytes(field: int) -> int:
     """Return the bytes of address space (field 0) or resident memory (1). Source: proc(5)."""
     return int(Path("/proc/self/statm").read_text().split()[field]) * os.sysconf("SC_PAGESIZE")
 
@@ -376,7 +376,7 @@ def _main(orders_fd: int, words_fd: int) -> None:
     gc.freeze()  # a collection in a fork would copy the memory
     gc.disable()
     with socket.socket(fileno=orders_fd) as orders:
-        serve(orders, tokenizer)
+        serve_trials(orders, tokenizer)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,9 @@ class Sampling:
         return self.top_k > 0 or self.top_p < 1.0
 
 
-def resolve(params: SamplingParams, defaults: Mapping[str, Any], vocab_size: int) -> Sampling:
+def resolve_sampling(
+    params: SamplingParams, defaults: Mapping[str, Any], vocab_size: int
+) -> Sampling:
     """Fill in the omitted parameters: from `defaults`, then OpenAI's (temperature 1).
 
     `defaults` is keyed by the fields of `Sampling`; an unseeded request gets a random seed. A top_k

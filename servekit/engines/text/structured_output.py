@@ -21,11 +21,12 @@ request fails because of others.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,9 +34,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from servekit.engines.text.grammar_trial import KEPT_BYTES as MOST_KEPT_BYTES
-from servekit.engines.text.grammar_trial import Trials, explain
+from servekit.engines.text.grammar_trial import Trials, explain_verdict
 from servekit.errors import RequestError
 from servekit.protocol.messages import Grammar
+from servekit.units import format_bytes
+
+log = logging.getLogger(__name__)
 
 #: Longest grammar, in bytes of its text.
 MAX_BYTES = 256 * 1024
@@ -83,6 +87,15 @@ _PLAINLY = {
 }
 
 
+def try_grammars(create: Callable[[], Grammars]) -> Grammars | None:
+    """Create the grammar compiler; return None if llguidance cannot read the tokenizer."""
+    try:
+        return create()
+    except Exception as error:  # the library raises many types; the model serves without grammars
+        log.warning("no structured output: %s", error)
+        return None
+
+
 def mask_words(vocab_size: int) -> int:
     """Return the length of a token mask in 32-bit words."""
     return -(-vocab_size // 32)
@@ -109,19 +122,19 @@ class Constraint:
 
     def follow(self) -> bool:
         """Advance over the tokens emitted before; return whether the grammar allows them."""
-        return self._follow() or self._recover()
+        return self._follow_taken() or self._recover_lexer()
 
-    def _follow(self) -> bool:
+    def _follow_taken(self) -> bool:
         taken = self._taken
         return not taken or self._matcher.try_consume_tokens(taken) == len(taken)
 
     def take(self, token: int) -> None:
         """Advance by a token that the last mask allowed."""
         self._taken.append(token)
-        if not self._matcher.consume_token(token) and not self._recover():
-            self._fail()
+        if not self._matcher.consume_token(token) and not self._recover_lexer():
+            self._set_failure()
 
-    def _recover(self) -> bool:
+    def _recover_lexer(self) -> bool:
         """Switch to a newly compiled grammar if the shared lexer is full; return whether it did."""
         if _FULL not in self._matcher.get_error():
             return False
@@ -130,7 +143,7 @@ class Constraint:
             if kept is None:
                 return False
             self._kept, self._matcher = kept, kept.matcher.deep_copy()
-            if self._follow():
+            if self._follow_taken():
                 return True
         return False
 
@@ -142,10 +155,10 @@ class Constraint:
         """
         if not self.failure:
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if self._matcher.is_error() and self._recover():
+            if self._matcher.is_error() and self._recover_lexer():
                 self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if self._matcher.is_error():
-                self._fail()
+                self._set_failure()
         if self.failure:
             mask.fill(-1)
         elif avoid_end:
@@ -159,10 +172,10 @@ class Constraint:
         if other.any():
             mask[:] = other
 
-    def _fail(self) -> None:
+    def _set_failure(self) -> None:
         # no error, but a valid text was not consumed whole: it fills a lexer by itself
         reason = self._matcher.get_error() or _FULL
-        self.failure = _sentence(self.grammar, reason, "cannot be followed")
+        self.failure = _refusal_sentence(self.grammar, reason, "cannot be followed")
 
 
 class Grammars:
@@ -173,7 +186,7 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         size = max(vocab_size, len(tokenizer))
-        self._begin(
+        self._set_up(
             from_tokenizer(tokenizer, n_vocab=size, eos_token=sorted(eos) or None), size, eos
         )
 
@@ -181,10 +194,10 @@ class Grammars:
     def over(cls, tokenizer: LLTokenizer, vocab_size: int, eos: frozenset[int]) -> Grammars:
         """Create an instance for a vocabulary that llguidance has already read."""
         made = cls.__new__(cls)
-        made._begin(tokenizer, vocab_size, eos)
+        made._set_up(tokenizer, vocab_size, eos)
         return made
 
-    def _begin(self, tokenizer: LLTokenizer, vocab_size: int, eos: frozenset[int]) -> None:
+    def _set_up(self, tokenizer: LLTokenizer, vocab_size: int, eos: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos = eos
@@ -211,13 +224,13 @@ class Grammars:
 
     def compiled(self, grammar: Grammar, *, patient: bool) -> _Kept:
         """Return the compiled grammar, to be copied for each request. Raises as `constraint`."""
-        if (known := self._known(grammar)) is not None:
+        if (known := self._find_kept(grammar)) is not None:
             return known
         with self._lock:
             turn = self._turns.setdefault(grammar, threading.Lock())
         try:
             with turn:  # the first of several requests with the same grammar compiles it
-                return self._known(grammar) or self._compile(grammar, patient=patient)
+                return self._find_kept(grammar) or self._compile_tried(grammar, patient=patient)
         finally:
             with self._lock:
                 self._turns.pop(grammar, None)
@@ -237,21 +250,21 @@ class Grammars:
             return None
         matcher = compile_grammar(self._tokenizer, grammar)
         with self._lock:
-            self._keep(grammar, made := _Kept(matcher, full.bytes, full.compiled_s))
+            self._keep_compiled(grammar, made := _Kept(matcher, full.bytes, full.compiled_s))
         return made
 
-    def _known(self, grammar: Grammar) -> _Kept | None:
+    def _find_kept(self, grammar: Grammar) -> _Kept | None:
         """Return the cached grammar, if any. Raises RequestError if it was refused before."""
         with self._lock:
             if (kept := self._kept.get(grammar)) is not None:
                 self._kept.move_to_end(grammar)
                 return kept
-            refusal = self._refused.get(_digest(grammar))
+            refusal = self._refused.get(_digest_grammar(grammar))
         if refusal is not None:
             raise RequestError(refusal, param=grammar.param)
         return None
 
-    def _keep(self, grammar: Grammar, made: _Kept) -> None:
+    def _keep_compiled(self, grammar: Grammar, made: _Kept) -> None:
         if (before := self._kept.pop(grammar, None)) is not None:
             self._kept_bytes -= before.bytes
         self._kept[grammar] = made
@@ -259,20 +272,20 @@ class Grammars:
         while len(self._kept) > 1 and (len(self._kept) > KEPT or self._kept_bytes > KEPT_BYTES):
             self._kept_bytes -= self._kept.popitem(last=False)[1].bytes
 
-    def _compile(self, grammar: Grammar, *, patient: bool) -> _Kept:
+    def _compile_tried(self, grammar: Grammar, *, patient: bool) -> _Kept:
         """Compile a grammar in this process after a successful trial."""
         if len(grammar.text.encode()) > MAX_BYTES:
-            raise _refusal(grammar, f"it is longer than {MAX_BYTES} bytes")
+            raise _refuse_grammar(grammar, f"it is longer than {MAX_BYTES} bytes")
         verdict = self.trials.judge(grammar, patient=patient)
         refusal = verdict.refusal
         if verdict.signal:
-            refusal = _sentence(grammar, explain(verdict, grammar), _UNUSABLE)
+            refusal = _refusal_sentence(grammar, explain_verdict(verdict, grammar), _UNUSABLE)
         elif verdict.kept_bytes > MOST_KEPT_BYTES:
-            size = f"compiled, it takes {verdict.kept_bytes / 2**20:.0f} MiB"
-            refusal = _sentence(grammar, size, _UNUSABLE)
+            size = f"compiled, it takes {format_bytes(verdict.kept_bytes)}"
+            refusal = _refusal_sentence(grammar, size, _UNUSABLE)
         if refusal:
             with self._lock:
-                self._refused[_digest(grammar)] = refusal
+                self._refused[_digest_grammar(grammar)] = refusal
                 while len(self._refused) > REFUSALS:
                     self._refused.popitem(last=False)
             raise RequestError(refusal, param=grammar.param)
@@ -282,11 +295,11 @@ class Grammars:
             matcher, max(verdict.kept_bytes, LEAST_KEPT_BYTES), time.thread_time() - before_s
         )
         with self._lock:
-            self._keep(grammar, made)
+            self._keep_compiled(grammar, made)
         return made
 
 
-def _digest(grammar: Grammar) -> bytes:
+def _digest_grammar(grammar: Grammar) -> bytes:
     return hashlib.sha256(f"{grammar.kind} {grammar.param} {grammar.text}".encode()).digest()
 
 
@@ -304,15 +317,15 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     May take any time and memory, or end this process: try the grammar in `grammar_trial` first.
     """
     try:
-        matcher = LLMatcher(tokenizer, serialized(grammar), log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(tokenizer, serialize_grammar(grammar), log_level=0, limits=_LIMITS)
     except ValueError as error:  # not JSON, or not an object
-        raise _refusal(grammar, str(error)) from None
-    if reason := matcher.get_error() or _try(matcher, tokenizer.vocab_size):
-        raise _refusal(grammar, reason)
+        raise _refuse_grammar(grammar, str(error)) from None
+    if reason := matcher.get_error() or _try_steps(matcher, tokenizer.vocab_size):
+        raise _refuse_grammar(grammar, reason)
     return matcher
 
 
-def _try(matcher: LLMatcher, vocab_size: int) -> str:
+def _try_steps(matcher: LLMatcher, vocab_size: int) -> str:
     """Try the first steps, all but the first in a copy; return the error, or ""."""
     mask = np.zeros(mask_words(vocab_size), np.int32)
     copy = matcher
@@ -331,7 +344,7 @@ def _try(matcher: LLMatcher, vocab_size: int) -> str:
     return copy.get_error()
 
 
-def serialized(grammar: Grammar) -> str:
+def serialize_grammar(grammar: Grammar) -> str:
     """Return a grammar in llguidance's own JSON format."""
     match grammar.kind:
         case "json_schema":
@@ -344,11 +357,11 @@ def serialized(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(grammar.text)
 
 
-def _refusal(grammar: Grammar, reason: str) -> RequestError:
-    return RequestError(_sentence(grammar, reason, _UNUSABLE), param=grammar.param)
+def _refuse_grammar(grammar: Grammar, reason: str) -> RequestError:
+    return RequestError(_refusal_sentence(grammar, reason, _UNUSABLE), param=grammar.param)
 
 
-def _sentence(grammar: Grammar, reason: str, what: str) -> str:
+def _refusal_sentence(grammar: Grammar, reason: str, what: str) -> str:
     for mark, plainly in _PLAINLY.items():
         if mark in reason:
             reason = plainly

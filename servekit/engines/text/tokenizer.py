@@ -16,10 +16,14 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from msgspec.structs import replace
+
 from servekit.engines.api.base import TooManyTokens
 from servekit.engines.text.chat_template import ChatTemplate
+from servekit.engines.text.tool_format_detection import find_dialect
 from servekit.errors import RequestError
-from servekit.protocol.messages import ChatMessage
+from servekit.protocol.messages import ChatMessage, Dialect, WorkerSpec
+from servekit.protocol.tool_formats import dialect_markers
 
 REPLACEMENT = "�"
 #: Tokens after which a window that still ends in U+FFFD is broken rather than incomplete.
@@ -42,18 +46,32 @@ class Prompts(ABC):
         self.template = template
 
     @abstractmethod
-    def _ids(self, text: str, special: bool) -> list[int]:
+    def _tokenize_text(self, text: str, special: bool) -> list[int]:
         """Return token ids; with `special` the tokens of a text's beginning and end are added."""
+
+    @abstractmethod
+    def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
+        """Return those of `texts` that are added tokens, special or not, with their ids.
+
+        A grammar must match them as tokens, never letter by letter.
+        """
 
     @property
     def chat(self) -> bool:
         return bool(self.template.source)
 
+    def find_dialect(self, spec: WorkerSpec, ends: Collection[int]) -> Dialect:
+        """Return the dialect of chats with the tokens of its markers, without those in `ends`."""
+        found = find_dialect(self.template, spec.tool_parser, spec.reasoning_parser)
+        known = self.tokens_of(dialect_markers(found))
+        tokens = tuple((text, token) for text, token in known.items() if token not in ends)
+        return replace(found, tokens=tokens)
+
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         return self._ids_within(limit, text, special=True)
 
     def encode_plain(self, text: str) -> list[int]:
-        return self._ids(text, special=False)
+        return self._tokenize_text(text, special=False)
 
     def render_chat(
         self,
@@ -80,11 +98,11 @@ class Prompts(ABC):
         """
         reach = len(text) if limit is None else min(_FIRST_CHARS * max(limit, 1), _MOST_FIRST_CHARS)
         while limit is not None and reach < len(text):
-            certain = len(self._ids(text[:reach].rstrip(), special)) - _CUT_TOKENS
+            certain = len(self._tokenize_text(text[:reach].rstrip(), special)) - _CUT_TOKENS
             if certain > 2 * limit:
                 raise TooManyTokens(certain)
             reach *= 4
-        return self._ids(text, special)
+        return self._tokenize_text(text, special)
 
 
 class TokenizerCodec(Prompts):
@@ -97,15 +115,11 @@ class TokenizerCodec(Prompts):
         self._special = _special_tokens(tokenizer, self._backend)
         self._kept: dict[frozenset[int], _BytePieces] = {}
 
-    def _ids(self, text: str, special: bool) -> list[int]:
+    def _tokenize_text(self, text: str, special: bool) -> list[int]:
         tokenized = self._tokenizer(text, add_special_tokens=special, return_attention_mask=False)
         return list(tokenized["input_ids"])
 
     def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
-        """Return those of `texts` that are added tokens, special or not, with their ids.
-
-        A grammar must match them as tokens, never letter by letter.
-        """
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return {str(piece): int(token) for token, piece in added.items() if str(piece) in texts}
 
@@ -119,7 +133,7 @@ class TokenizerCodec(Prompts):
         backend: Any = self._backend
         if backend is None or not (is_byte_level(backend) or _falls_back_to_bytes(backend)):
             return 0
-        steps = _steps(backend.normalizer, "normalizers")
+        steps = _component_steps(backend.normalizer, "normalizers")
         if not all(map(_keeps_text, steps)):
             return 0
         longest = max(len(piece.encode()) for piece in backend.get_vocab())
@@ -159,7 +173,7 @@ def _falls_back_to_bytes(backend: Any) -> bool:
     if not getattr(backend.model, "byte_fallback", False):
         return False
     known = backend.get_vocab()
-    steps = _steps(backend.pre_tokenizer, "pretokenizers")
+    steps = _component_steps(backend.pre_tokenizer, "pretokenizers")
     whole = all(
         step["type"] == "Metaspace" or (step["type"] == "Split" and step["behavior"] != "Removed")
         for step in steps
@@ -167,7 +181,7 @@ def _falls_back_to_bytes(backend: Any) -> bool:
     return whole and all(f"<0x{byte:02X}>" in known for byte in range(256))
 
 
-def _steps(component: Any, name: str) -> list[dict[str, Any]]:
+def _component_steps(component: Any, name: str) -> list[dict[str, Any]]:
     """Return the steps of a normalizer or pre-tokenizer; `name` is the key of a list of steps."""
     if component is None:
         return []
@@ -276,24 +290,24 @@ class WindowDecoder:
 
     def _push_one(self, token: int) -> str:
         self._window.append(token)
-        text = self._decode(self._window)
+        text = self._decode_tokens(self._window)
         waiting = len(self._window) - self._settled
         if text.endswith(REPLACEMENT) and waiting < _LONGEST_CHARACTER:
             return ""
-        return self._settle(text)
+        return self._settle_text(text)
 
     def flush(self) -> str:
-        return self._settle(self._decode(self._window)).rstrip(REPLACEMENT)
+        return self._settle_text(self._decode_tokens(self._window)).rstrip(REPLACEMENT)
 
-    def _settle(self, text: str) -> str:
+    def _settle_text(self, text: str) -> str:
         new = text[len(self._settled_text) :]
         if new or len(self._window) > 4 * _LONGEST_CHARACTER:  # tokens without text pile up
             self._window = self._window[self._settled :][-_LONGEST_CHARACTER:]
-            self._settled_text = self._decode(self._window)
+            self._settled_text = self._decode_tokens(self._window)
         self._settled = len(self._window)
         return new
 
-    def _decode(self, token_ids: list[int]) -> str:
+    def _decode_tokens(self, token_ids: list[int]) -> str:
         return str(
             self._tokenizer.decode(
                 token_ids,

@@ -92,18 +92,15 @@ def find_dialect(template: ChatTemplate, tools: str = "", thoughts: str = "") ->
     """
     if not template.source:
         return Dialect()
-    found = _calls(template)
+    found = _detect_calls(template)
     if tools:
         found = found if found.family == tools else _Calls(tools if tools in MARKERS else "")
-    begin, end = THOUGHTS.get(thoughts, ("", "")) if thoughts else _thoughts(template, found.family)
-    prompt = _rendered(lambda: template.render([_QUESTION])).rstrip()
+    begin, end = (
+        THOUGHTS.get(thoughts, ("", "")) if thoughts else _detect_thoughts(template, found.family)
+    )
+    prompt = _try_render(lambda: template.render([_QUESTION])).rstrip()
     at_once = bool(begin) and prompt.endswith(begin)
     return Dialect(found.family, found.begin, found.end, begin, end, at_once)
-
-
-def takes_tools(template: ChatTemplate) -> bool:
-    """Return whether the template renders tool definitions."""
-    return template.takes_tools
 
 
 def tool_capabilities(
@@ -114,7 +111,7 @@ def tool_capabilities(
     With the parser "none" calls stay in the text. If the template has no tools, a grammar can still
     force the model to call them.
     """
-    if takes_tools(template) and (dialect.tools or parser == "none"):
+    if template.takes_tools and (dialect.tools or parser == "none"):
         return ("tools",)
     return ("forced_tools",) if grammars and template.source and parser != "none" else ()
 
@@ -130,13 +127,17 @@ def turn_ends(tokenizer: Any) -> list[int]:
         return []
     template = ChatTemplate(tokenizer)
     turns = [_QUESTION, ChatMessage("assistant", _ANSWER)]
-    rest = _turn(_rendered(lambda: template.render_turns(turns))).partition(_ANSWER)[2].lstrip()
+    rest = (
+        _assistant_turn(_try_render(lambda: template.render_turns(turns)))
+        .partition(_ANSWER)[2]
+        .lstrip()
+    )
     # the longer of two that begin alike
     found = max((text for text in special if rest.startswith(text)), key=len, default="")
     return [special[found]] if found else []
 
 
-def _rendered(render: Callable[[], str]) -> str:
+def _try_render(render: Callable[[], str]) -> str:
     """Render a sentinel; "" if the template refuses."""
     try:
         return render()
@@ -147,48 +148,52 @@ def _rendered(render: Callable[[], str]) -> str:
 # ---------------------------------------------------------------- calls
 
 
-def _calls(template: ChatTemplate) -> _Calls:
-    turn = _turn(_rendered(lambda: template.render_turns(SENTINEL_TURNS, [SENTINEL_TOOL])))
-    body = turn[len(_header(template, turn)) :]
+def _detect_calls(template: ChatTemplate) -> _Calls:
+    turn = _assistant_turn(
+        _try_render(lambda: template.render_turns(SENTINEL_TURNS, [SENTINEL_TOOL]))
+    )
+    body = turn[len(_turn_header(template, turn)) :]
     for family, shape in _SHAPES:
         if found := shape.search(body):
-            return _Calls(family, *_outer(template, family, found))
+            return _Calls(family, *_outer_markers(template, family, found))
     if found := _JSON.search(body):
-        return _json(template, found)
+        return _detect_json_calls(template, found)
     if SENTINEL in body:  # rendered in a format that no parser here reads
         return _Calls()
-    return _named(template) if takes_tools(template) else _Calls()
+    return _calls_by_markers(template) if template.takes_tools else _Calls()
 
 
-def _turn(text: str) -> str:
+def _assistant_turn(text: str) -> str:
     """Return the text after the question: the assistant's turn with its header."""
     return text.rpartition(_QUESTION.content)[2]
 
 
-def _outer(template: ChatTemplate, family: str, found: re.Match[str]) -> tuple[str, str]:
+def _outer_markers(template: ChatTemplate, family: str, found: re.Match[str]) -> tuple[str, str]:
     """Return the outer markers if they differ from the family's usual ones."""
     begin = found.group(1) if found.groups() else None
     if not begin or begin in MARKERS[family]:
         return "", ""
-    return begin, _closing(template, found)
+    return begin, _closing_tag(template, found)
 
 
-def _json(template: ChatTemplate, found: re.Match[str]) -> _Calls:
+def _detect_json_calls(template: ChatTemplate, found: re.Match[str]) -> _Calls:
     before = found.string[: found.start()].rstrip()
     tag = re.search(rf"{_TAG}\Z", before)
     if tag is None or tag.group(1) == "<|python_tag|>":
         return _Calls("llama3_json" if tag or not before.strip() else "")
     begin = tag.group(1)
-    if begin in _rendered(lambda: template.render_turns([_QUESTION, ChatMessage("user", _ANSWER)])):
+    if begin in _try_render(
+        lambda: template.render_turns([_QUESTION, ChatMessage("user", _ANSWER)])
+    ):
         return _Calls()  # the marker begins every turn
     if begin == MARKERS["hermes"][0]:
         return _Calls("hermes")
-    return _Calls("template", begin, _closing(template, found))
+    return _Calls("template", begin, _closing_tag(template, found))
 
 
-def _header(template: ChatTemplate, turn: str) -> str:
+def _turn_header(template: ChatTemplate, turn: str) -> str:
     """Return the beginning of the turn that the generation prompt already contains."""
-    prompt = _turn(_rendered(lambda: template.render([_QUESTION], [SENTINEL_TOOL])))
+    prompt = _assistant_turn(_try_render(lambda: template.render([_QUESTION], [SENTINEL_TOOL])))
     same = (at for at, (one, other) in enumerate(zip(turn, prompt, strict=False)) if one != other)
     common = turn[: next(same, min(len(turn), len(prompt)))]
     for left, right in ("<>", "[]"):  # never cut within a marker
@@ -197,16 +202,16 @@ def _header(template: ChatTemplate, turn: str) -> str:
     return common
 
 
-def _closing(template: ChatTemplate, found: re.Match[str]) -> str:
+def _closing_tag(template: ChatTemplate, found: re.Match[str]) -> str:
     """Return the tag after the last call, unless it ends every turn."""
     rest = found.string[found.end() :].lstrip()
     plain = [_QUESTION, ChatMessage("assistant", _ANSWER)]
-    every = _rendered(lambda: template.render_turns(plain)).rpartition(_ANSWER)[2].strip()
+    every = _try_render(lambda: template.render_turns(plain)).rpartition(_ANSWER)[2].strip()
     tag = re.match(_TAG, rest)
     return "" if tag is None or every.startswith(tag.group(1)) else tag.group(1)
 
 
-def _named(template: ChatTemplate) -> _Calls:
+def _calls_by_markers(template: ChatTemplate) -> _Calls:
     for calls, marks in _NAMED:
         if all(mark in template.source for mark in marks):
             return calls
@@ -216,12 +221,12 @@ def _named(template: ChatTemplate) -> _Calls:
 # ---------------------------------------------------------------- thoughts
 
 
-def _thoughts(template: ChatTemplate, family: str) -> tuple[str, str]:
+def _detect_thoughts(template: ChatTemplate, family: str) -> tuple[str, str]:
     if family == "harmony":  # its channels separate thoughts
         return "", ""
     turn = [_QUESTION, ChatMessage("assistant", _ANSWER, reasoning=_THOUGHT)]
     found = re.search(
-        rf"{_TAG}\s*{_THOUGHT}\s*{_TAG}", _rendered(lambda: template.render_turns(turn))
+        rf"{_TAG}\s*{_THOUGHT}\s*{_TAG}", _try_render(lambda: template.render_turns(turn))
     )
     if found and all("think" in tag.lower() for tag in found.groups()):
         return found.group(1), found.group(2)

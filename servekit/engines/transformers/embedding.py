@@ -1,8 +1,7 @@
 """Embeddings: one vector per text, by any transformer with a pooling configuration.
 
-A step is one forward pass over as many texts as fit into its token budget, padding included.
-Requests take turns, so that a request with thousands of texts does not delay one with a single
-text; within a request, texts of similar length are batched together.
+A step is one forward pass over as many texts as fit into its token budget, padding included;
+within a request, texts of similar length are batched together.
 
 Texts are padded on the right, whatever the tokenizer's padding side. A causal model cannot see
 tokens to the right, a bidirectional model has the attention mask, and positions count from the
@@ -11,7 +10,6 @@ start of the text: so the vector of a text does not depend on the rest of the ba
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,9 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from servekit.engines.api.base import StepOutput
-from servekit.engines.api.job_state import EmbedRow as EmbedRow  # for those who import it from here
-from servekit.engines.api.job_state import make_embedding_output
+from servekit.engines.api.job_state import EmbedRow, EmbedRunner
 from servekit.engines.transformers.pooling import Pooling
 from servekit.engines.transformers.runner_factory import UNSTATED_CONTEXT, spread_how
 from servekit.protocol.messages import ModelInfo, WorkerSpec
@@ -33,53 +29,21 @@ CPU_SLOTS = 32
 CUDA_SLOTS = 256
 
 
-class EmbeddingRunner:
-    """Runner of embedding rows, batch by batch; called only from the engine's thread."""
+class EmbeddingRunner(EmbedRunner):
+    """Runner of embedding rows; a padded batch has at most `budget` tokens, or a single text."""
 
     def __init__(
         self, model: PreTrainedModel, pooling: Pooling, pad: int, capacity: int, budget: int
     ) -> None:
+        super().__init__()
         self._model: Any = model
         self._pooling = pooling
         self._pad = pad
         self._budget = budget
-        self._rows: deque[EmbedRow] = deque()
         self.capacity = capacity
-
-    @property
-    def running(self) -> int:
-        return len(self._rows)
-
-    @property
-    def waiting(self) -> int:
-        return 0
-
-    @property
-    def kv_used(self) -> float:
-        return 0.0
-
-    def add(self, row: EmbedRow) -> None:
-        self._rows.append(row)
-
-    def cancel(self, row: EmbedRow) -> None:
-        self._rows = deque(other for other in self._rows if other is not row)
-
-    def step(self) -> list[tuple[EmbedRow, StepOutput]]:
-        """Run one batch; return the rows that it has completed."""
-        batch = self._take()
-        vectors = self.embed([row.job.inputs[index] for row, index in batch])
-        for (row, index), vector in zip(batch, vectors, strict=True):
-            row.vectors[index] = vector
-        first = self._rows[0]
-        done = [row for row in self._rows if not row.left]
-        self._rows = deque(row for row in self._rows if row.left)
-        if self._rows and self._rows[0] is first:
-            self._rows.rotate(-1)
-        return [(row, make_embedding_output(row.job.id, row.vectors)) for row in done]
 
     @torch.no_grad()
     def embed(self, texts: list[list[int]]) -> list[bytes]:
-        """Run one forward pass; return one little-endian float32 vector per text."""
         longest = max(map(len, texts))
         ids = torch.tensor([text + [self._pad] * (longest - len(text)) for text in texts])
         lengths = torch.tensor([[len(text)] for text in texts])
@@ -100,11 +64,7 @@ class EmbeddingRunner:
         """Return the weights of the layers that follow the transformer."""
         return self._pooling.tensors()
 
-    def close(self) -> None:
-        self._rows.clear()
-
-    def _take(self) -> list[tuple[EmbedRow, int]]:
-        """Return at least one text, and more as long as the padded batch is within the budget."""
+    def _take_batch(self) -> list[tuple[EmbedRow, int]]:
         batch: list[tuple[EmbedRow, int]] = []
         longest = 0
         for row in self._rows:
@@ -117,7 +77,7 @@ class EmbeddingRunner:
         return batch
 
 
-def assemble(
+def make_embedding_runner(
     model: PreTrainedModel, pooling: Pooling, tokenizer: Any, spec: WorkerSpec
 ) -> tuple[EmbeddingRunner, ModelInfo]:
     """Return the runner for an embedding model, and its properties."""
@@ -127,8 +87,8 @@ def assemble(
     cuda = spec.device == "cuda"
     stated = spec.options.get("max_batch_tokens")
     budget = stated or (CUDA_BATCH_TOKENS if cuda else CPU_BATCH_TOKENS)
-    context = _context(model, pooling, tokenizer, spec)
-    runner = EmbeddingRunner(model, pooling, _padding(model, tokenizer), context, budget)
+    context = _find_context(model, pooling, tokenizer, spec)
+    runner = EmbeddingRunner(model, pooling, _padding_id(model, tokenizer), context, budget)
     attention = model.config._attn_implementation
     size = len(runner.embed([[0, 1], [1]])[0]) // 4
     return runner, ModelInfo(
@@ -146,7 +106,7 @@ def assemble(
     )
 
 
-def _padding(model: PreTrainedModel, tokenizer: Any) -> int:
+def _padding_id(model: PreTrainedModel, tokenizer: Any) -> int:
     """Return the padding token's id.
 
     The model's own id comes first, because RoBERTa and similar models derive positions from it.
@@ -158,10 +118,12 @@ def _padding(model: PreTrainedModel, tokenizer: Any) -> int:
     return 0
 
 
-def _context(model: PreTrainedModel, pooling: Pooling, tokenizer: Any, spec: WorkerSpec) -> int:
+def _find_context(
+    model: PreTrainedModel, pooling: Pooling, tokenizer: Any, spec: WorkerSpec
+) -> int:
     """Return the smallest of the stated limits, including the number of position embeddings."""
     limits = [
-        _positions(model),
+        _count_positions(model),
         pooling.max_tokens,
         getattr(tokenizer, "model_max_length", None),
         spec.max_context,
@@ -169,7 +131,7 @@ def _context(model: PreTrainedModel, pooling: Pooling, tokenizer: Any, spec: Wor
     return int(min(limit for limit in limits if limit is not None and limit > 0))
 
 
-def _positions(model: PreTrainedModel) -> int:
+def _count_positions(model: PreTrainedModel) -> int:
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):

@@ -9,42 +9,37 @@ embedding model, which `embedding.EmbeddingRunner` runs. The loop is always that
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from msgspec import structs
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from servekit.engines.api.base import EmbedJob, Job, Report
-from servekit.engines.api.job_state import ends_of
-from servekit.engines.api.job_validation import Limits, check, check_inputs
+from servekit.engines.api.job_state import EmbedRow, ends_of
+from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.threaded_engine import LoopedEngine, Request
-from servekit.engines.text.sampling_params import resolve
+from servekit.engines.text.sampling_params import resolve_sampling
 from servekit.engines.text.structured_output import Constraint
 from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
-from servekit.engines.text.tool_format_detection import find_dialect, tool_capabilities
+from servekit.engines.text.tool_format_detection import tool_capabilities
 from servekit.engines.transformers import embedding, loading, preload, prompt_scores
-from servekit.engines.transformers.engine_commands import EngineCommands
 from servekit.engines.transformers.lora.manager import AdapterManager
 from servekit.engines.transformers.lora.module_clone import BaseChanged
 from servekit.engines.transformers.request_row import Row
-from servekit.engines.transformers.runner_factory import (
-    CausalRunner,
-    Runner,
-    eos_ids,
-    sampling_defaults,
-)
+from servekit.engines.transformers.runner import CausalRunner, Runner
+from servekit.engines.transformers.runner_factory import eos_ids, sampling_defaults
 from servekit.engines.transformers.sleep.sleep_state import SleepState
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
 from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import Capability, Dialect, Grammar, ModelInfo, WorkerSpec
-from servekit.protocol.tool_formats import markers
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +48,8 @@ SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
     *("stop_token_ids", "bad_words"),
 )
+#: How often a thread that waits for the engine's thread checks that the engine is still running.
+_LOOK_S = 0.2
 EMBEDS_ONLY = "This model makes embeddings only."
 NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 
@@ -64,20 +61,19 @@ class TransformersEngine(LoopedEngine):
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
-        self._runner: Runner[Any]
-        self._shelf: AdapterManager | None = None
+        self._runner: Runner
+        self._adapters: AdapterManager | None = None
         self._ranks: Ranks | None = None
-        self._between: EngineCommands
-        self._rest: SleepState
+        self._sleep_state: SleepState
 
     # ---------------------------------------------------------------- loading
 
     @classmethod
     def prepare(cls, spec: WorkerSpec) -> None:
-        preload.prepare(spec)
+        preload.prepare_model(spec)
 
     def load(self, report: Report) -> ModelInfo:
-        loaded = loading.load(self.spec, report)
+        loaded = loading.load_from_spec(self.spec, report)
         self._runner, self._ranks = loaded.runner, loaded.ranks
         if self._ranks is not None:
             self._ranks.report_death(self._lose_rank)
@@ -86,14 +82,13 @@ class TransformersEngine(LoopedEngine):
         self._head_size = loaded.head_size
         context, fills = loaded.info.max_context, self.fills_context
         self._limits = Limits(self.vocab_size, context, self._head_size, fills)
-        self._between = EngineCommands(self, cast(CausalRunner, loaded.runner))
-        bed = loading.bed(loaded, self.spec, self._tensors)
-        self._rest = SleepState(loaded.runner, bed, loaded.ranks)
+        store = loading.make_weight_store(loaded, self.spec, self._other_tensors)
+        self._sleep_state = SleepState(loaded.runner, store, loaded.ranks)
         if isinstance(loaded.runner, embedding.EmbeddingRunner):
             return loaded.info
-        return self._speaking(loaded)
+        return self._prepare_generation(loaded)
 
-    def _speaking(self, loaded: loading.Loaded) -> ModelInfo:
+    def _prepare_generation(self, loaded: loading.Loaded) -> ModelInfo:
         """Prepare grammars, dialect and adapters for a generative model; return its properties."""
         model, tokenizer = loaded.model, loaded.tokenizer
         self._eos = eos_ids(model, tokenizer)
@@ -101,24 +96,22 @@ class TransformersEngine(LoopedEngine):
         self._defaults = sampling_defaults(model) | stated
         self._pieces = Pieces(tokenizer)
         with phase("grammars"):
-            self._grammars = preload.grammars(tokenizer, self.vocab_size, self._eos)
-        dialect = self._dialect()
-        info = structs.replace(loaded.info, serves=self._served(model, dialect), dialect=dialect)
+            self._grammars = preload.get_grammars(tokenizer, self.vocab_size, self._eos)
+        dialect = self.codec.find_dialect(self.spec, self._eos)
+        info = structs.replace(
+            loaded.info, serves=self._list_capabilities(model, dialect), dialect=dialect
+        )
         if plan.is_spread(self.spec):
             return info
         runner = cast(CausalRunner, loaded.runner)
-        self._shelf = AdapterManager(model, loaded.attention, runner, self.spec, self._between)
+        self._adapters = AdapterManager(model, loaded.attention, runner, self.spec, self)
         with phase("adapters"):
-            adapters, refused = self._shelf.load_all(self.spec.adapters)
+            adapters, refused = self._adapters.load_all(self.spec.adapters)
         return structs.replace(info, adapters=adapters, refused_adapters=refused)
 
-    def _dialect(self) -> Dialect:
-        found = find_dialect(self.codec.template, self.spec.tool_parser, self.spec.reasoning_parser)
-        known = self.codec.tokens_of(markers(found))
-        tokens = [(text, token) for text, token in known.items() if token not in self._eos]
-        return structs.replace(found, tokens=tuple(tokens))
-
-    def _served(self, model: PreTrainedModel, dialect: Dialect) -> tuple[Capability, ...]:
+    def _list_capabilities(
+        self, model: PreTrainedModel, dialect: Dialect
+    ) -> tuple[Capability, ...]:
         grammar: tuple[Capability, ...] = ("grammar",) if self._grammars else ()
         tools = tool_capabilities(
             self.codec.template, dialect, self.spec.tool_parser, grammars=bool(grammar)
@@ -135,17 +128,14 @@ class TransformersEngine(LoopedEngine):
         if not isinstance(self._runner, embedding.EmbeddingRunner):
             raise Unsupported("This model has no pooling to make embeddings with.", param="model")
         check_inputs(job, self._limits)
-        self._take(embedding.EmbedRow(self._key(job.id), job))
+        self._take(EmbedRow(self._key(job.id), job))
 
     def submit(self, job: Job) -> None:
         if isinstance(self._runner, embedding.EmbeddingRunner):
             raise Unsupported(EMBEDS_ONLY, param="model")
-        adapter = self._adapting().get(job.adapter) if job.adapter else None
-        check(job, self._limits, adapter.virtual_tokens if adapter else 0)
-        sampling = resolve(job.params, self._defaults, self._head_size)
-        bound = job.constraint is not None
-        if bound != (job.params.grammar is not None):
-            raise ValueError("a job with a grammar comes with what `constrain` made of it")
+        adapter = self._adapter_manager().get(job.adapter) if job.adapter else None
+        check_job(job, self._limits, adapter.virtual_tokens if adapter else 0)
+        sampling = resolve_sampling(job.params, self._defaults, self._head_size)
         limit = job.params.max_tokens or 1
         ends = ends_of(job, self._eos)
         row = Row(self._key(job.id), job, sampling, ends, limit, self._pieces.of)
@@ -155,32 +145,33 @@ class TransformersEngine(LoopedEngine):
 
     def _take(self, row: Request) -> None:
         with self._changed:
-            if self._rest.asleep and not self.ended:
+            if self._sleep_state.asleep and not self.ended:
                 raise EngineFailed("The model is asleep.")
             super()._take(row)
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
         try:
-            return self._adapting().load(adapter)
+            return self._adapter_manager().load(adapter)
         except BaseChanged as error:  # the worker must be replaced
-            self.post(partial(_throw, error))
+            with self._changed:
+                self._post(partial(_raise_error, error))
             raise EngineFailed(str(error)) from error
 
     def unload_adapter(self, name: str) -> None:
-        shelf = self._adapting()
+        adapters = self._adapter_manager()
         with self._changed:
             rows = [row for row in self._rows.values() if isinstance(row, Row)]
         if any(row.job.adapter == name for row in rows):
             raise RequestError(f"Requests with adapter {name!r} are under way.", param="lora_name")
-        shelf.unload(name)
+        adapters.unload(name)
 
-    def _adapting(self) -> AdapterManager:
-        if self._rest.asleep:
+    def _adapter_manager(self) -> AdapterManager:
+        if self._sleep_state.asleep:
             raise LoadError("The model is asleep; wake it first.", permanent=False)
-        if self._shelf is None:
+        if self._adapters is None:
             why = plan.NO_ADAPTERS if plan.is_spread(self.spec) else EMBEDS_ONLY
             raise Unsupported(why, param="lora_name")
-        return self._shelf
+        return self._adapters
 
     def constrain(self, grammar: Grammar, emitted: Sequence[int]) -> Constraint:
         if self._grammars is None:
@@ -188,16 +179,16 @@ class TransformersEngine(LoopedEngine):
         return self._grammars.constraint(grammar, emitted)
 
     def sleep(self) -> None:
-        self._between.between_steps(self._rest.sleep)
+        self.between_steps(self._sleep_state.sleep)
 
     def wake(self) -> None:
-        self._between.between_steps(self._rest.wake)
+        self.between_steps(self._sleep_state.wake)
 
-    def _tensors(self) -> Iterator[Tensor]:
+    def _other_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors on the device that are not the model's own."""
         yield from self._runner.tensors()
-        if self._shelf is not None:
-            yield from self._shelf.tensors()
+        if self._adapters is not None:
+            yield from self._adapters.tensors()
 
     def close(self) -> None:
         super().close()
@@ -211,31 +202,67 @@ class TransformersEngine(LoopedEngine):
     def _lose_rank(self, reason: str) -> None:
         self.fatal = EngineFailed(reason)
 
-    # ---------------------------------------------------------------- for `EngineCommands`
-
-    @property
-    def started(self) -> bool:
-        return self._thread is not None
+    # ---------------------------------------------------------------- between steps
 
     @property
     def ended(self) -> bool:
         return self.fatal is not None or self._closing
 
-    def post(self, command: Callable[[], None]) -> None:
-        """Run a command in the engine's thread before its next step."""
+    def between_steps(self, work: Callable[[], None]) -> None:
+        """Run `work` in the engine's thread between two steps, and return when it is done.
+
+        Before the engine is started, its loading thread takes the role of the engine's thread. The
+        exception of `work` is raised here. Raises EngineFailed if the engine ends.
+        """
+        if self._thread is None:
+            work()
+            return
+        done, failure = threading.Event(), list[BaseException]()
+
+        def command() -> None:
+            try:
+                work()
+            except BaseException as error:
+                failure.append(error)
+            done.set()
+
         with self._changed:
             self._post(command)
+        self._await_event(done)
+        if failure:
+            raise failure[0]
 
-    def take_first(self, row: Row) -> None:
-        """Run a private row before all waiting rows."""
-        with self._changed:
-            self._rows[row.job.id] = row
-            self._post(lambda: cast(CausalRunner, self._runner).add_first(row))
+    def run_rows(self, rows: Sequence[Row]) -> None:
+        """Run rows to completion in the engine's batches, without emitting their output.
+
+        They go before all waiting rows. Raises EngineFailed if the engine ends.
+        """
+        runner = cast(CausalRunner, self._runner)
+        if self._thread is None:
+            for row in rows:
+                runner.add(row)
+            while runner.running or runner.waiting:
+                runner.step()
+            return
+        ends = []
+        for row in rows:
+            row.private = threading.Event()
+            ends.append(row.private)
+            with self._changed:
+                self._rows[row.job.id] = row
+                self._post(partial(runner.add_first, row))
+        for end in ends:
+            self._await_event(end)
+
+    def _await_event(self, event: threading.Event) -> None:
+        while not event.wait(_LOOK_S):
+            if self.ended:
+                raise EngineFailed("The engine has stopped; the worker is being restarted.")
 
     def _end(self, row: Request) -> None:
         if isinstance(row, Row) and row.private is not None:
             row.private.set()
 
 
-def _throw(error: Exception) -> None:
+def _raise_error(error: Exception) -> None:
     raise error

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase
-from servekit.engines.model_files.source import resolve
+from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.transformers import (
     embedding,
@@ -27,17 +27,18 @@ from servekit.engines.transformers import (
     preload,
     weights,
 )
+from servekit.engines.transformers.runner import Runner
 from servekit.engines.transformers.runner_factory import (
-    Runner,
-    assemble,
     cpu_threads,
     head_size,
+    make_causal_runner,
     vocab_size,
 )
 from servekit.engines.transformers.sleep import weight_offload
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.engines.transformers.tensor_parallel.controller import Ranks, threads_each
 from servekit.protocol.messages import ModelInfo, WorkerSpec
+from servekit.units import format_bytes
 
 #: torch threads beside a GPU. The host's share of the work is small; more threads mostly wait for
 #: one another and for those of other workers.
@@ -53,7 +54,7 @@ class Loaded:
     codec: TokenizerCodec
     model: PreTrainedModel
     attention: str  # the library's name of its implementation
-    runner: Runner[Any]
+    runner: Runner
     info: ModelInfo
     ranks: Ranks | None
 
@@ -66,30 +67,30 @@ class Loaded:
         return head_size(self.model)
 
 
-def load(spec: WorkerSpec, report: Report) -> Loaded:
+def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
     """Fetch and load a model. Raises LoadError."""
-    threads = _threads(spec)
+    threads = _count_threads(spec)
     torch.set_num_threads(threads)
     with phase("files"):
-        folder = Path(resolve(spec.path, spec.revision, report))
+        folder = Path(resolve_folder(spec.path, spec.revision, report))
     embeds = pooling.is_embedder(folder)
-    ranks = _ranks(folder, spec, for_embeddings=embeds)
+    ranks = _start_ranks(folder, spec, for_embeddings=embeds)
     try:
         with phase("tokenizer"):
-            tokenizer = preload.tokenizer(folder, spec)
+            tokenizer = preload.get_tokenizer(folder, spec)
         with (
             phase("weights"),
-            weights.explained(folder, spec),
+            weights.explain_errors(folder, spec),
             _with_all(ranks, folder, threads, for_embeddings=embeds),
         ):
-            model = _model(folder, spec, report, for_embeddings=embeds)
+            model = _load_model(folder, spec, report, for_embeddings=embeds)
         if ranks is not None:
             ranks.follow(model)
         codec = TokenizerCodec(tokenizer)
         attention = str(model.config._attn_implementation)
-        with weights.explained(folder, spec):
-            packed = _pack(model, spec, embeds=embeds) if spec.device == "cpu" else ""
-            runner, info = _run(folder, spec, model, codec, tokenizer, ranks)
+        with weights.explain_errors(folder, spec):
+            packed = _pack_weights(model, spec, embeds=embeds) if spec.device == "cpu" else ""
+            runner, info = _make_runner(folder, spec, model, codec, tokenizer, ranks)
         info = structs.replace(info, detail=info.detail + packed)
     except BaseException:
         if ranks is not None:
@@ -98,29 +99,29 @@ def load(spec: WorkerSpec, report: Report) -> Loaded:
     return Loaded(folder, tokenizer, codec, model, attention, runner, info, ranks)
 
 
-def bed(
+def make_weight_store(
     loaded: Loaded, spec: WorkerSpec, more: weight_offload.Tensors
 ) -> weight_offload.WeightStore:
     """Return the store for the model's tensors during sleep; on a GPU it also holds `more`."""
     embeds = isinstance(loaded.runner, embedding.EmbeddingRunner)
-    again = partial(_model, loaded.folder, spec, lambda progress: None, for_embeddings=embeds)
+    again = partial(_load_model, loaded.folder, spec, lambda progress: None, for_embeddings=embeds)
     load_again = None if loaded.ranks else again
-    return weight_offload.bed_for(loaded.model, loaded.model.device, more, load_again)
+    return weight_offload.weight_store(loaded.model, loaded.model.device, more, load_again)
 
 
-def _threads(spec: WorkerSpec) -> int:
+def _count_threads(spec: WorkerSpec) -> int:
     if spec.device != "cpu":
         return HOST_THREADS
     threads = cpu_threads(spec.options.get("threads"))
     return threads_each(threads, spec.gpus) if plan.over_ranks(spec) else threads
 
 
-def _ranks(folder: Path, spec: WorkerSpec, *, for_embeddings: bool) -> Ranks | None:
+def _start_ranks(folder: Path, spec: WorkerSpec, *, for_embeddings: bool) -> Ranks | None:
     """Start the other ranks, if any; they import their modules while the tokenizer is loaded."""
     if not plan.over_ranks(spec):
         return None
-    with weights.explained(folder, spec):
-        plan.check(weights.outline(folder, spec, for_embeddings=for_embeddings), spec)
+    with weights.explain_errors(folder, spec):
+        plan.check_spread(weights.outline_model(folder, spec, for_embeddings=for_embeddings), spec)
     return Ranks(spec)
 
 
@@ -132,37 +133,39 @@ def _with_all(
     return ranks.loading(folder, threads, for_embeddings=for_embeddings)
 
 
-def _model(
+def _load_model(
     folder: Path, spec: WorkerSpec, report: Report, *, for_embeddings: bool
 ) -> PreTrainedModel:
     attention = spec.options.get("attention")
     return weights.load_model(folder, spec, attention, report, for_embeddings=for_embeddings)
 
 
-def _pack(model: PreTrainedModel, spec: WorkerSpec, *, embeds: bool) -> str:
+def _pack_weights(model: PreTrainedModel, spec: WorkerSpec, *, embeds: bool) -> str:
     """Pack linear layers; return a description for people."""
     half = embeds and model.config.is_encoder_decoder
     with phase("packing"):
-        size = packed_linear.pack(model.get_encoder() if half else model, spec)
+        size = packed_linear.pack_layers(model.get_encoder() if half else model, spec)
         if size:
-            weight_offload.release(weight_offload.storages(weight_offload.tensors_of(model)))
+            weight_offload.release_pages(
+                weight_offload.unique_storages(weight_offload.tensors_of(model))
+            )
     if not size:
         return ""
-    return f"; weights packed, {size / 2**20:.0f} MiB"
+    return f"; weights packed, {format_bytes(size)}"
 
 
-def _run(
+def _make_runner(
     folder: Path,
     spec: WorkerSpec,
     model: PreTrainedModel,
     codec: TokenizerCodec,
     tokenizer: Any,
     ranks: Ranks | None,
-) -> tuple[Runner[Any], ModelInfo]:
+) -> tuple[Runner, ModelInfo]:
     if pooling.is_embedder(folder):
-        how = pooling.read(folder, model.device)
-        return embedding.assemble(model, how, tokenizer, spec)
-    runner, info = assemble(model, spec, codec.chat, ranks)
+        how = pooling.read_pooling(folder, model.device)
+        return embedding.make_embedding_runner(model, how, tokenizer, spec)
+    runner, info = make_causal_runner(model, spec, codec.chat, ranks)
     if plan.is_spread(spec):
         refused = {adapter.name: plan.NO_ADAPTERS for adapter in spec.adapters}
         info = structs.replace(info, refused_adapters=refused)

@@ -34,9 +34,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from servekit.engines.model_files import file_lock
-from servekit.engines.transformers.batching import kv_cache
 from servekit.errors import LoadError
 from servekit.protocol.messages import WorkerSpec
+from servekit.system import cgroup
+from servekit.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class Packed:
         self.share = share  # maximum share of available memory for all copies
 
     def make(self, weight: Tensor) -> None:
-        self.weight = _reordered(weight.detach())
+        self.weight = _reorder_weight(weight.detach())
         self.at = weight.data_ptr()
 
     def drop(self) -> None:
@@ -88,7 +89,7 @@ class PackedLinear(nn.Linear):
         packed = self.packed
         if packed.weight is None or packed.at != self.weight.data_ptr():
             return super().forward(input)
-        return _product(input, packed.weight, self.bias)
+        return _multiply_padded(input, packed.weight, self.bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
         """Return a plain layer: PEFT checks for that exact class, and changes weights."""
@@ -98,7 +99,7 @@ class PackedLinear(nn.Linear):
         return twin
 
 
-def pack(model: nn.Module, spec: WorkerSpec) -> int:
+def pack_layers(model: nn.Module, spec: WorkerSpec) -> int:
     """Pack all suitable layers if options, memory and CPU allow it; return the bytes used.
 
     A model on GPUs or over several ranks is not packed. Raises LoadError if packing is requested
@@ -107,13 +108,17 @@ def pack(model: nn.Module, spec: WorkerSpec) -> int:
     wish: bool | None = spec.options.get("packed_weights")
     if wish is False or spec.device != "cpu" or spec.gpus > 1:
         return 0
-    layers = list(_layers(model))
+    layers = list(_find_layers(model))
     size = _size_of(layers)
     if not wish and size < _LEAST_MODEL_BYTES:
         return 0
-    with _alone(spec):
-        why = ("" if wish else _no_gain()) or _lack(size, spec, wish) or _obstacle(layers)
-        if not why and not _pack(layers, 1.0 if wish else SHARE):
+    with _hold_lock(spec):
+        why = (
+            ("" if wish else _no_gain())
+            or _explain_lack(size, spec, wish)
+            or _find_obstacle(layers)
+        )
+        if not why and not _pack_all(layers, 1.0 if wish else SHARE):
             why = "there is no memory for it"
     if why:
         if wish:
@@ -127,13 +132,13 @@ def pack(model: nn.Module, spec: WorkerSpec) -> int:
     return size
 
 
-def _pack(layers: list[nn.Linear], share: float) -> bool:
-    shared = {_place(layer): Packed(share) for layer in layers}
+def _pack_all(layers: list[nn.Linear], share: float) -> bool:
+    shared = {_weight_place(layer): Packed(share) for layer in layers}
     for layer in layers:
         layer.__class__ = PackedLinear
-        layer.packed = shared[_place(layer)]  # type: ignore[assignment]  # it is one now
+        layer.packed = shared[_weight_place(layer)]  # type: ignore[assignment]  # it is one now
     packed: list[Any] = layers
-    if make(packed):
+    if make_copies(packed):
         return True
     for layer in layers:
         del layer.packed
@@ -141,17 +146,17 @@ def _pack(layers: list[nn.Linear], share: float) -> bool:
     return False
 
 
-def _place(layer: nn.Linear) -> tuple[int, torch.Size]:
+def _weight_place(layer: nn.Linear) -> tuple[int, torch.Size]:
     return layer.weight.data_ptr(), layer.weight.shape
 
 
 def _size_of(layers: Iterable[nn.Linear]) -> int:
     """Return the bytes of the layers' weights, counting shared ones once."""
-    return sum({_place(layer): layer.weight.nbytes for layer in layers}.values())
+    return sum({_weight_place(layer): layer.weight.nbytes for layer in layers}.values())
 
 
 @contextlib.contextmanager
-def _alone(spec: WorkerSpec) -> Iterator[None]:
+def _hold_lock(spec: WorkerSpec) -> Iterator[None]:
     """Hold the packing lock of this instance and machine.
 
     The lock keeps two workers from counting on the same free memory. The wait for it is limited: a
@@ -164,7 +169,7 @@ def _alone(spec: WorkerSpec) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         deadline = time.monotonic() + _WAIT_S
-        while not file_lock.take(descriptor) and time.monotonic() < deadline:
+        while not file_lock.take_lock(descriptor) and time.monotonic() < deadline:
             time.sleep(file_lock.POLL_S)
         yield
     finally:
@@ -172,37 +177,37 @@ def _alone(spec: WorkerSpec) -> Iterator[None]:
 
 
 def packed_in(model: nn.Module) -> list[PackedLinear]:
-    """Return the layers of a model that `pack` has packed."""
+    """Return the layers of a model that `pack_layers` has packed."""
     return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
-def drop(layers: Iterable[PackedLinear]) -> None:
+def drop_copies(layers: Iterable[PackedLinear]) -> None:
     """Free the packed copies; the layers continue with their plain weights."""
     for layer in layers:
         layer.packed.drop()
 
 
-def make(layers: Iterable[PackedLinear]) -> bool:
+def make_copies(layers: Iterable[PackedLinear]) -> bool:
     """Pack dropped copies again; return whether all copies exist.
 
     Without enough memory the layers continue with their plain weights.
     """
     layers = [layer for layer in layers if layer.packed.weight is None]
-    size, room = _size_of(layers), kv_cache.available_host_bytes()
+    size, room = _size_of(layers), cgroup.available_memory_bytes()
     try:
         if layers and size > room * layers[0].packed.share:
-            raise MemoryError(f"{size / 2**30:.1f} GiB for copies, {room / 2**30:.1f} available")
+            raise MemoryError(f"{format_bytes(size)} for copies, {format_bytes(room)} available")
         for layer in layers:
             if layer.packed.weight is None:
                 layer.packed.make(layer.weight)
     except (RuntimeError, MemoryError) as error:
-        drop(layers)
+        drop_copies(layers)
         log.warning("weights stay as they are: %s", _first_line(error))
         return False
     return True
 
 
-def _layers(model: nn.Module) -> Iterator[nn.Linear]:
+def _find_layers(model: nn.Module) -> Iterator[nn.Linear]:
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.dtype in _TOLERANCE:
             weight = module.weight
@@ -211,13 +216,13 @@ def _layers(model: nn.Module) -> Iterator[nn.Linear]:
                 yield module
 
 
-def _obstacle(layers: list[nn.Linear]) -> str:
+def _find_obstacle(layers: list[nn.Linear]) -> str:
     """Return why these layers cannot be packed here, or ""; one layer of each shape is tried."""
     if not layers:
         return "it has no linear layers of a kind that can be packed"
     try:
         for layer in {(layer.weight.shape, layer.weight.dtype): layer for layer in layers}.values():
-            error = _error(layer)
+            error = _measure_error(layer)
             if not error <= _TOLERANCE[layer.weight.dtype]:  # NaN is no agreement
                 return f"packed, a product of {tuple(layer.weight.shape)} is off by {error:.1e}"
     except (RuntimeError, NotImplementedError, AttributeError, MemoryError) as error:
@@ -230,15 +235,15 @@ def _first_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def _error(layer: nn.Linear) -> float:
+def _measure_error(layer: nn.Linear) -> float:
     weight = layer.weight.detach()[:_COMPARED]
-    packed = _reordered(weight)
+    packed = _reorder_weight(weight)
     worst = 0.0
     for rows in _ROWS:
         given = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows))
         given = given.to(weight.dtype)
         expected = linear(given.float(), weight.float())
-        found = _product(given, packed, None).float()
+        found = _multiply_padded(given, packed, None).float()
         worst = max(worst, float((found - expected).norm() / expected.norm().clamp(min=1e-6)))
     return worst
 
@@ -259,9 +264,9 @@ def _no_gain(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return ""
 
 
-def _lack(size: int, spec: WorkerSpec, wish: bool | None) -> str:
+def _explain_lack(size: int, spec: WorkerSpec, wish: bool | None) -> str:
     """Return why memory does not allow packing, or ""."""
-    room = kv_cache.available_host_bytes() - int(spec.options.get("kv_cache_bytes") or 0)
+    room = cgroup.available_memory_bytes() - int(spec.options.get("kv_cache_bytes") or 0)
     if not wish:
         room = int(room * SHARE)
     if spec.host_memory_bytes:
@@ -269,27 +274,27 @@ def _lack(size: int, spec: WorkerSpec, wish: bool | None) -> str:
     if size + _KERNELS_BYTES <= room:
         return ""
     more, room = size + _KERNELS_BYTES, max(0, room)
-    return f"packed they take {more / 2**30:.1f} GiB more, and {room / 2**30:.1f} GiB are for that"
+    return f"packed they take {format_bytes(more)} more, and {format_bytes(room)} are for that"
 
 
-def _reordered(weight: Tensor) -> Tensor:
+def _reorder_weight(weight: Tensor) -> Tensor:
     found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     return found
 
 
-def _product(given: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _multiply_padded(given: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply `given` [..., in] with the packed weight; return [..., out]."""
     width = given.shape[-1]
     rows = given.numel() // width
-    filled = _filled(rows)
+    filled = _padded_rows(rows)
     if filled == rows:
-        return _multiplied(given, packed, bias)
+        return _multiply_packed(given, packed, bias)
     flat = pad(given.reshape(rows, width), (0, 0, 0, filled - rows))
-    found = _multiplied(flat, packed, bias)
+    found = _multiply_packed(flat, packed, bias)
     return found[:rows].view(*given.shape[:-1], found.shape[-1])
 
 
-def _filled(rows: int) -> int:
+def _padded_rows(rows: int) -> int:
     """Return the number of rows after padding: 4, 6, 8, then four values per power of two."""
     if rows <= 4:
         return 4
@@ -297,6 +302,6 @@ def _filled(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _multiplied(given: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _multiply_packed(given: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     found: Tensor = torch.ops.mkldnn._linear_pointwise(given, packed, bias, "none", [], "")
     return found

@@ -57,20 +57,20 @@ class Pooling:
 # ---------------------------------------------------------------- the formulas
 
 
-def _first(states: Tensor, mask: Tensor) -> Tensor:
+def _pool_first(states: Tensor, mask: Tensor) -> Tensor:
     return states[:, 0]
 
 
-def _last(states: Tensor, mask: Tensor) -> Tensor:
+def _pool_last(states: Tensor, mask: Tensor) -> Tensor:
     last = mask.squeeze(-1).sum(1).long() - 1
     return states[torch.arange(len(states), device=states.device), last]
 
 
-def _maximum(states: Tensor, mask: Tensor) -> Tensor:
+def _pool_maximum(states: Tensor, mask: Tensor) -> Tensor:
     return states.masked_fill(mask == 0, -torch.inf).amax(1)
 
 
-def _mean(states: Tensor, mask: Tensor) -> Tensor:
+def _pool_mean(states: Tensor, mask: Tensor) -> Tensor:
     return (states * mask).sum(1) / mask.sum(1)
 
 
@@ -81,48 +81,48 @@ def _mean_by_root(states: Tensor, mask: Tensor) -> Tensor:
 def _weighted_mean(states: Tensor, mask: Tensor) -> Tensor:
     """Weight later tokens more: 1, 2, 3, …"""
     places = torch.arange(1, states.shape[1] + 1, device=states.device, dtype=states.dtype)
-    return _mean(states, mask * places[None, :, None])
+    return _pool_mean(states, mask * places[None, :, None])
 
 
 #: Pooling modes in the order in which the results of several are concatenated.
 _MODES: dict[str, tuple[str, Mode]] = {
-    "cls": ("pooling_mode_cls_token", _first),
-    "max": ("pooling_mode_max_tokens", _maximum),
-    "mean": ("pooling_mode_mean_tokens", _mean),
+    "cls": ("pooling_mode_cls_token", _pool_first),
+    "max": ("pooling_mode_max_tokens", _pool_maximum),
+    "mean": ("pooling_mode_mean_tokens", _pool_mean),
     "mean_sqrt_len_tokens": ("pooling_mode_mean_sqrt_len_tokens", _mean_by_root),
     "weightedmean": ("pooling_mode_weightedmean_tokens", _weighted_mean),
-    "lasttoken": ("pooling_mode_lasttoken", _last),
+    "lasttoken": ("pooling_mode_lasttoken", _pool_last),
 }
 
 
 # ---------------------------------------------------------------- reading the files
 
 
-def read(folder: Path, device: torch.device) -> Pooling:
+def read_pooling(folder: Path, device: torch.device) -> Pooling:
     """Read the pooling configuration. Raises LoadError if a part is missing or not supported."""
     try:
-        return _read(folder, device)
+        return _read_modules(folder, device)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LoadError(
             f"{folder} does not say how to make embeddings: {type(error).__name__}: {error}"
         ) from error
 
 
-def _read(folder: Path, device: torch.device) -> Pooling:
+def _read_modules(folder: Path, device: torch.device) -> Pooling:
     modes: tuple[Mode, ...] = ()
     layers: list[Layer] = []
-    for module in _json(folder / "modules.json"):
+    for module in _read_json(folder / "modules.json"):
         kind, path = str(module["type"]).rpartition(".")[2], folder / module["path"]
         match kind:
             case "Transformer":
                 if path != folder:
                     raise LoadError(f"{folder} keeps its transformer in {module['path']}.")
             case "Pooling":
-                modes = _modes(_json(path / "config.json"))
+                modes = _choose_modes(_read_json(path / "config.json"))
             case "Dense":
-                layers.append(_dense(path, device))
+                layers.append(_read_dense(path, device))
             case "Normalize":
-                layers.append(_normalise)
+                layers.append(_normalise_vectors)
             case _:
                 raise LoadError(f"Embeddings that go through a {kind} layer are not supported.")
     if not modes:
@@ -130,7 +130,7 @@ def _read(folder: Path, device: torch.device) -> Pooling:
     return Pooling(modes, tuple(layers), _max_tokens(folder))
 
 
-def _modes(config: dict[str, Any]) -> tuple[Mode, ...]:
+def _choose_modes(config: dict[str, Any]) -> tuple[Mode, ...]:
     """Return the modes named in `pooling_mode`, or in older files those switched on one by one."""
     named = config.get("pooling_mode")
     names: Sequence[str] = [named] if isinstance(named, str) else named or ()
@@ -141,17 +141,17 @@ def _modes(config: dict[str, Any]) -> tuple[Mode, ...]:
     return tuple(mode for name, (_, mode) in _MODES.items() if name in chosen)
 
 
-def _normalise(vectors: Tensor) -> Tensor:
+def _normalise_vectors(vectors: Tensor) -> Tensor:
     return nn.functional.normalize(vectors, dim=-1)
 
 
-def _dense(path: Path, device: torch.device) -> Layer:
+def _read_dense(path: Path, device: torch.device) -> Layer:
     weights = path / "model.safetensors"
     if not weights.is_file():
         raise LoadError(f"{path} has no model.safetensors; a pickle of weights is not read.")
     tensors = {name: value.float().to(device) for name, value in load_file(weights).items()}
-    name = _json(path / "config.json").get("activation_function", "torch.nn.Identity")
-    return _Dense(tensors["linear.weight"], tensors.get("linear.bias"), _activation(name))
+    name = _read_json(path / "config.json").get("activation_function", "torch.nn.Identity")
+    return _Dense(tensors["linear.weight"], tensors.get("linear.bias"), _find_activation(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class _Dense:
         return self.activation(nn.functional.linear(vectors, self.weight, self.bias))
 
 
-def _activation(name: str) -> Layer:
+def _find_activation(name: str) -> Layer:
     """Return a torch class by its dotted name; nothing else is ever imported."""
     kind = getattr(nn, name.rpartition(".")[2], None)
     if name.startswith("torch.nn.") and isinstance(kind, type) and issubclass(kind, nn.Module):
@@ -178,11 +178,11 @@ def _activation(name: str) -> Layer:
 def _max_tokens(folder: Path) -> int | None:
     """Return the longest text that the model was made for; several file names are in use."""
     for path in sorted(folder.glob("sentence_*_config.json")):
-        stated = _json(path).get("max_seq_length")
+        stated = _read_json(path).get("max_seq_length")
         if isinstance(stated, int) and stated > 0:
             return stated
     return None
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     return json.loads(path.read_bytes())

@@ -6,7 +6,6 @@ grammars. A worker that was not forked from a fork server prepares them itself.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,11 @@ from typing import Any
 import torch
 import transformers
 
-from servekit.engines.model_files.source import resolve
-from servekit.engines.text.structured_output import Grammars
+from servekit.engines.model_files.source import resolve_folder
+from servekit.engines.text.structured_output import Grammars, try_grammars
 from servekit.engines.transformers import pooling, weights
 from servekit.engines.transformers.runner_factory import eos_ids, vocab_size
 from servekit.protocol.messages import WorkerSpec
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,23 +36,23 @@ class Prepared:
 _prepared: Prepared | None = None
 
 
-def prepare(spec: WorkerSpec) -> None:
+def prepare_model(spec: WorkerSpec) -> None:
     """Prepare everything for `spec`. Raises LoadError."""
     global _prepared
     torch.set_num_threads(1)  # a forked process would not have the threads of a pool
-    folder = Path(resolve(spec.path, spec.revision, lambda progress: None))
+    folder = Path(resolve_folder(spec.path, spec.revision, lambda progress: None))
     tokenizer = weights.load_tokenizer(folder, spec)
     if pooling.is_embedder(folder):
         _prepared = Prepared(folder, tokenizer, template=spec.chat_template)
         return
-    with weights.explained(folder, spec):
-        model = _outline(folder, spec)
+    with weights.explain_errors(folder, spec):
+        model = _outline_model(folder, spec)
         size, eos = vocab_size(model), eos_ids(model, tokenizer)
-    made = _make(tokenizer, size, eos)
+    made = try_grammars(lambda: Grammars(tokenizer, size, eos))
     _prepared = Prepared(folder, tokenizer, size, eos, made, spec.chat_template)
 
 
-def tokenizer(folder: Path, spec: WorkerSpec) -> Any:
+def get_tokenizer(folder: Path, spec: WorkerSpec) -> Any:
     """Return the model's tokenizer, prepared or loaded now. Raises LoadError."""
     of = (folder, spec.chat_template)
     if _prepared is not None and (_prepared.folder, _prepared.template) == of:
@@ -63,28 +60,20 @@ def tokenizer(folder: Path, spec: WorkerSpec) -> Any:
     return weights.load_tokenizer(folder, spec)
 
 
-def grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars | None:
+def get_grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars | None:
     """Return the grammar compiler for a tokenizer; None if llguidance cannot read the tokenizer."""
     of = (tokenizer, vocab_size, eos)
     if (known := _prepared) and (known.tokenizer, known.vocab_size, known.eos) == of:
         return known.grammars
-    return _make(tokenizer, vocab_size, eos)
+    return try_grammars(lambda: Grammars(tokenizer, vocab_size, eos))
 
 
-def _outline(folder: Path, spec: WorkerSpec) -> Any:
+def _outline_model(folder: Path, spec: WorkerSpec) -> Any:
     """Return the model without weights, which imports its class and gives the embedding a shape."""
-    model = weights.outline(folder, spec)
+    model = weights.outline_model(folder, spec)
     try:
         stated: Any = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:  # no file: the model has the library's defaults
         return model
     model.generation_config = stated
     return model
-
-
-def _make(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars | None:
-    try:
-        return Grammars(tokenizer, vocab_size, eos)
-    except Exception as error:  # of many kinds; the model serves without
-        log.warning("no structured output: %s", error)
-        return None

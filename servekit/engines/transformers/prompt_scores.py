@@ -86,7 +86,7 @@ class Span:
     target: int
 
 
-def span(row: Row, at: int, past: int, count: int) -> Span | None:
+def find_span(row: Row, at: int, past: int, count: int) -> Span | None:
     """Return the span to score of `count` tokens at place `at`, with `past` tokens read before."""
     if not row.unscored:
         return None
@@ -98,17 +98,17 @@ def span(row: Row, at: int, past: int, count: int) -> Span | None:
     return Span(row, at + first - past, last - first, first - row.virtual_tokens + 1)
 
 
-def score(hidden: Hidden, spans: list[Span], vocab_size: int) -> None:
+def score_spans(hidden: Hidden, spans: list[Span], vocab_size: int) -> None:
     """Give each row the log probabilities of its span."""
     step = max(1, PIECE_BYTES // (4 * vocab_size))
     for one in spans:
         for done in range(0, one.count, step):
             count = min(step, one.count - done)
             start = one.at + done
-            _score(one.row, hidden.logits(start, start + count), one.target + done)
+            _score_row(one.row, hidden.logits(start, start + count), one.target + done)
 
 
-def _score(row: Row, logits: Tensor, target: int) -> None:
+def _score_row(row: Row, logits: Tensor, target: int) -> None:
     """Score the prompt's tokens from `target` on; `logits` [tokens, vocabulary] precede them."""
     logs = logits.log_softmax(-1)
     ids = row.job.prompt_ids[target : target + len(logs)]

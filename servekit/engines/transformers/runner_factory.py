@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from servekit.engines.api.base import StepOutput
 from servekit.engines.api.load_phases import phase
 from servekit.engines.text.tool_format_detection import turn_ends
 from servekit.engines.transformers.batching import kv_cache, paged_attention, self_check
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
-from servekit.engines.transformers.decode import options as wishes
+from servekit.engines.transformers.decode import kernels
 from servekit.engines.transformers.decode.decode_loop import StepOptions
-from servekit.engines.transformers.lora.adapter import Adapter
-from servekit.engines.transformers.request_row import Row
+from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.sequential import StaticRunner
 from servekit.engines.transformers.sleep import device_memory
 from servekit.engines.transformers.tensor_parallel import plan
@@ -38,48 +35,17 @@ LEAST_CONTEXT = 16
 _NOT_PAGEABLE = (ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 
 
-R = TypeVar("R")  # type of its rows
-
-
-class Runner(Protocol[R]):
-    """A runner of rows, step by step; called only from the engine's thread."""
-
-    capacity: int
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def kv_used(self) -> float: ...
-    def add(self, row: R) -> None: ...
-    def cancel(self, row: R) -> None: ...
-    def step(self) -> list[tuple[R, StepOutput]]: ...
-    def make_pages(self) -> None: ...
-    def drop_pages(self) -> None: ...
-    def tensors(self) -> Iterable[Tensor]: ...
-    def close(self) -> None: ...
-
-
-class CausalRunner(Runner[Row], Protocol):
-    """A runner that also supports adapters."""
-
-    def add_first(self, row: Row) -> None: ...
-    def install(self, adapter: Adapter) -> None: ...
-    def remove(self, adapter: Adapter) -> None: ...
-
-
-def assemble(
+def make_causal_runner(
     model: PreTrainedModel, spec: WorkerSpec, chat: bool, ranks: Ranks | None = None
 ) -> tuple[CausalRunner, ModelInfo]:
     """Return the runner for a model, and its properties. Raises LoadError."""
     wish = spec.options.get("batching", "auto")
-    reason = "the configuration says static" if wish == "static" else _obstacle(model, spec)
+    reason = "the configuration says static" if wish == "static" else _find_obstacle(model, spec)
     if not reason:
         attention = str(model.config._attn_implementation)
-        for way in _ways(model, spec):
+        for way in _list_ways(model, spec):
             try:
-                return _continuous(model, spec, chat, way, attention, ranks)
+                return _make_continuous(model, spec, chat, way, attention, ranks)
             except LoadError:
                 raise
             except Exception as error:
@@ -91,7 +57,7 @@ def assemble(
     if wish == "continuous":
         raise LoadError(f"{spec.model} cannot run with continuous batching: {reason}.")
     log.info("%s runs one request at a time: %s", spec.model, reason)
-    return _static(model, spec, chat, "" if wish == "static" else f": {reason}")
+    return _make_static(model, spec, chat, "" if wish == "static" else f": {reason}")
 
 
 def _not_pageable(error: Exception) -> bool:
@@ -114,16 +80,16 @@ class _Way(NamedTuple):
         return "decoding by itself" if self.decode else "continuous batching"
 
 
-def _ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
+def _list_ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
     """Yield the ways to try: attention per request, then the library's over the whole batch."""
     own = model.config._attn_implementation == "sdpa" and spec.options.get("attention") is None
-    if own and paged_attention.suits(model.config.get_text_config()):
+    if own and paged_attention.has_full_attention(model.config.get_text_config()):
         why = ""
         try:
-            context, size = _context(model, spec), _block_size(spec)
+            context, size = _find_context(model, spec), _block_size(spec)
             with phase("kernels", lacks=LookupError):
-                wish = wishes.wish(model, spec, context, size)
-            yield _Way(True, wish)
+                options = step_options(model, spec, context, size)
+            yield _Way(True, options)
             why = "its decoding failed its test"
         except LookupError as error:
             why = str(error)
@@ -133,7 +99,40 @@ def _ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
     yield _Way(False)
 
 
-def _obstacle(model: PreTrainedModel, spec: WorkerSpec) -> str:
+def step_options(
+    model: PreTrainedModel, spec: WorkerSpec, context: int, block_size: int
+) -> StepOptions:
+    """Return how servekit itself runs this model's steps of one token per request.
+
+    Raises LookupError with the reason if the library must decode it. On a CPU nothing is gained by
+    starting steps early, so there the user must request it.
+    """
+    how = spec.options.get("decode") or "auto"
+    if how == "eager":
+        raise LookupError("")
+    device: torch.device = model.device
+    if device.type != "cuda" and how == "auto":
+        raise LookupError("")
+    config = model.config.get_text_config()
+    if model.config._attn_implementation != "sdpa" or spec.options.get("attention"):
+        raise LookupError("options.attention is set to one without pages")
+    if spec.gpus > 1:
+        raise LookupError("it is spread over several GPUs")
+    if not paged_attention.has_full_attention(config):
+        raise LookupError("some of its layers do not attend to the whole context")
+    shape = kv_cache.shape_of(config, model.dtype.itemsize)
+    asked = kernels.Shape(
+        shape.heads, shape.kv_heads, shape.head_dim, block_size, model.dtype, device
+    )
+    named = spec.options.get("decode_attention") or "auto"
+    if device.type != "cuda" and named == "auto":
+        named = "reference"
+    kernel = kernels.choose_kernel(named, asked)
+    on_gpu = device.type == "cuda"
+    return StepOptions(kernel, context, graphs=on_gpu and kernel.captured, ahead=on_gpu)
+
+
+def _find_obstacle(model: PreTrainedModel, spec: WorkerSpec) -> str:
     """Return why this model cannot share a batch, or "".
 
     A missing obstacle here would produce wrong text.
@@ -149,7 +148,7 @@ def _obstacle(model: PreTrainedModel, spec: WorkerSpec) -> str:
     return ""
 
 
-def _continuous(
+def _make_continuous(
     model: PreTrainedModel,
     spec: WorkerSpec,
     chat: bool,
@@ -157,8 +156,8 @@ def _continuous(
     attention: str,
     ranks: Ranks | None,
 ) -> tuple[CausalRunner, ModelInfo]:
-    context = _context(model, spec)
-    size = _plan(model, spec, context, ranks)
+    context = _find_context(model, spec)
+    size = _plan_cache(model, spec, context, ranks)
     with phase("cache"):
         runner = _with_less_on_failure(
             lambda halvings: ContinuousRunner(
@@ -171,7 +170,7 @@ def _continuous(
         )
     try:
         with phase("proof"):
-            self_check.check(model, runner, attention)
+            self_check.check_model(model, runner, attention)
     except BaseException:
         runner.close()
         raise
@@ -181,24 +180,24 @@ def _continuous(
     detail += f"; decoding: {how}" if how else ""
     log.info("%s runs with %s", spec.model, detail)
     total = size.bytes * (1 if ranks is None else ranks.size)
-    info = _info(model, spec, chat, runner, size.slots, total, detail, context)
+    info = _describe_model(model, spec, chat, runner, size.slots, total, detail, context)
     if runner.shares_prefixes:
         info = replace(info, prefix_block=size.block_size, prefix_tokens=size.tokens)
     return runner, info
 
 
-def _static(
+def _make_static(
     model: PreTrainedModel, spec: WorkerSpec, chat: bool, why: str
 ) -> tuple[CausalRunner, ModelInfo]:
-    context = _context(model, spec)
+    context = _find_context(model, spec)
     default = kv_cache.CPU_BATCH_TOKENS if spec.device == "cpu" else kv_cache.CUDA_BATCH_TOKENS
     chunk = spec.options.get("max_batch_tokens") or default
     runner = StaticRunner(model, context, chunk)
     detail = f"one request at a time, {model.config._attn_implementation or 'no attention'}{why}"
-    return runner, _info(model, spec, chat, runner, 1, 0, detail, context)
+    return runner, _describe_model(model, spec, chat, runner, 1, 0, detail, context)
 
 
-def _info(
+def _describe_model(
     model: PreTrainedModel,
     spec: WorkerSpec,
     chat: bool,
@@ -234,7 +233,7 @@ def spread_how(spec: WorkerSpec) -> str:
     return f"; layers over {spec.gpus} GPUs" if plan.over_layers(spec) else ""
 
 
-def _context(model: PreTrainedModel, spec: WorkerSpec) -> int:
+def _find_context(model: PreTrainedModel, spec: WorkerSpec) -> int:
     config = model.config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
     stated = [value for name in names if isinstance(value := getattr(config, name, None), int)]
@@ -245,14 +244,14 @@ def _context(model: PreTrainedModel, spec: WorkerSpec) -> int:
 # ---------------------------------------------------------------- the cache's size
 
 
-def _plan(
+def _plan_cache(
     model: PreTrainedModel, spec: WorkerSpec, context: int, ranks: Ranks | None
 ) -> kv_cache.Plan:
     """Return the cache plan of one rank; configured sizes are totals of all ranks."""
     options, count = spec.options, 1 if ranks is None else ranks.size
     shape = kv_cache.shape_of(model.config.get_text_config(), model.dtype.itemsize)
     stated = options.get("kv_cache_bytes")
-    return kv_cache.plan(
+    return kv_cache.plan_cache(
         shape.part(count),
         cuda=spec.device == "cuda",
         available_bytes=_available_bytes(model, spec, ranks),

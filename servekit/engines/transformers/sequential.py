@@ -7,8 +7,6 @@ cache allows reading it in chunks; a request can be cancelled between any two st
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,21 +14,20 @@ from transformers import DynamicCache, PreTrainedModel
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.transformers import prompt_scores
-from servekit.engines.transformers.lora.adapter import Adapter
-from servekit.engines.transformers.lora.batched_lora import BatchedLora, Part
+from servekit.engines.transformers.lora.batched_lora import Part
 from servekit.engines.transformers.request_row import Row
-from servekit.engines.transformers.sampling.sampler import Sampler, best
+from servekit.engines.transformers.runner import CausalRunner
+from servekit.engines.transformers.sampling import Sampler, best_tokens
 
 
-class StaticRunner:
-    """Runner of one row while the others wait; called only from the engine's thread."""
+class StaticRunner(CausalRunner):
+    """Runner of one row while the others wait."""
 
     def __init__(self, model: PreTrainedModel, capacity: int, chunk: int) -> None:
+        super().__init__(model)
         self._model: Any = model
-        self._mixing = BatchedLora(model)
         self._sampler = Sampler()
         self._chunk = chunk
-        self._waiting: deque[Row] = deque()
         self._row: Row | None = None
         self._unread: list[int] = []
         self._seen = 0
@@ -42,51 +39,33 @@ class StaticRunner:
         return int(self._row is not None)
 
     @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def kv_used(self) -> float:
         row = self._row
         return 0.0 if row is None else min(1.0, row.length / self.capacity)
 
-    def add(self, row: Row) -> None:
-        self._waiting.append(row)
-
-    def add_first(self, row: Row) -> None:
-        self._waiting.appendleft(row)
-
-    def install(self, adapter: Adapter) -> None:
-        """Allow rows with this adapter."""
-        self._mixing.install(adapter)
-
-    def remove(self, adapter: Adapter) -> None:
-        """Remove an adapter that no row uses."""
-        self._mixing.remove(adapter)
-
     def cancel(self, row: Row) -> None:
         if self._row is row:
-            self._drop()
+            self._drop_row()
         else:
-            self._waiting = deque(other for other in self._waiting if other is not row)
+            self._withdraw(row)
 
     @torch.no_grad()
     def step(self) -> list[tuple[Row, StepOutput]]:
         """Read a chunk of the prompt, or generate a token."""
-        row = self._row or self._begin(self._waiting.popleft())
-        logits = self._read(row)
+        row = self._row or self._begin_row(self._waiting.popleft())
+        logits = self._read_tokens(row)
         if self._unread:
             return []
         if row.noted is not None:
             row.noted.append(logits[0].clone())
         self._sampler.apply([row], logits)
-        token = int(best(logits))
+        token = int(best_tokens(logits))
         output = row.push(token)
         if row.prompt_scores:
             row.tell_prompt(output)
         self._unread = [token]
         if output.finish or output.error:
-            self._drop()
+            self._drop_row()
         return [(row, output)]
 
     def make_pages(self) -> None:
@@ -94,28 +73,24 @@ class StaticRunner:
 
     def drop_pages(self) -> None:
         """Free the cache of the last request."""
-        self._drop()
+        self._drop_row()
         self._mixing.step = None
 
-    def tensors(self) -> Iterable[torch.Tensor]:
-        """Return the adapters' tensors in the model."""
-        return self._mixing.tensors()
-
     def close(self) -> None:
-        self._drop()
+        self._drop_row()
         self._waiting.clear()
 
     # ---- one row
 
-    def _begin(self, row: Row) -> Row:
+    def _begin_row(self, row: Row) -> Row:
         self._row = row
         self._unread = row.context
         return row
 
-    def _drop(self) -> None:
+    def _drop_row(self) -> None:
         self._row, self._unread, self._seen, self._cache = None, [], 0, {}
 
-    def _read(self, row: Row) -> torch.Tensor:
+    def _read_tokens(self, row: Row) -> torch.Tensor:
         """Read the next tokens; return the logits after the last one, float32 [1, vocabulary]."""
         size = self._chunk if self._in_pieces() else len(self._unread)
         now, self._unread = self._unread[:size], self._unread[size:]
@@ -123,7 +98,7 @@ class StaticRunner:
         own = None if adapter is None else adapter.model
         model, first = self._model if own is None else own, self._seen == 0
         self._mixing.lay_out([Part(adapter, self._seen, len(now))])
-        wanted = prompt_scores.span(row, 0, self._seen, len(now))
+        wanted = prompt_scores.find_span(row, 0, self._seen, len(now))
         self._seen += len(now)
         inputs = model.prepare_inputs_for_generation(
             torch.tensor([now], device=model.device),
@@ -138,7 +113,7 @@ class StaticRunner:
             hidden = prompt_scores.Hidden(model)
             with hidden.kept():
                 outputs = model(**inputs, return_dict=True, **self._last_logits(model))
-            prompt_scores.score(hidden, [wanted], outputs.logits.shape[-1])
+            prompt_scores.score_spans(hidden, [wanted], outputs.logits.shape[-1])
         self._cache = model._update_model_kwargs_for_generation(outputs, {})
         logits: torch.Tensor = outputs.logits[:, -1].float()
         return logits

@@ -21,16 +21,18 @@ from transformers.utils import logging as library_logging
 
 from servekit.engines.api.base import Report
 from servekit.engines.transformers.sleep import device_memory
-from servekit.engines.transformers.tensor_parallel import device_map, plan
+from servekit.engines.transformers.tensor_parallel import plan
 from servekit.errors import LoadError
 from servekit.protocol.messages import Progress, WorkerSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Share of each GPU's free memory for weights; caches and activations need the rest.
+_WEIGHTS_FRACTION = 0.9
 
 
 def load_tokenizer(folder: Path, spec: WorkerSpec) -> Any:
     """Return the tokenizer, with the chat template of the configuration or else its own."""
-    with explained(folder, spec):
+    with explain_errors(folder, spec):
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=spec.trust_remote_code
         )
@@ -54,22 +56,22 @@ def load_model(
     the rank's, if there are several ranks; by default the first of `spec.device`.
     """
     device = device or torch.device("cuda:0" if spec.device == "cuda" else "cpu")
-    for each in _devices(spec, device):
-        device_memory.bound(spec, each)
+    for each in _list_devices(spec, device):
+        device_memory.limit_memory(spec, each)
     if not for_embeddings:
         _require_a_head(folder)
     kind: Any = transformers.AutoModel if for_embeddings else transformers.AutoModelForCausalLM
-    with explained(folder, spec), _progress(report):
+    with explain_errors(folder, spec), _report_progress(report):
         model: transformers.PreTrainedModel = kind.from_pretrained(
             folder,
-            dtype=_dtype(spec),
-            **_placing(spec, device),
+            dtype=_choose_dtype(spec),
+            **_placing_arguments(spec, device),
             attn_implementation=attention,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=spec.trust_remote_code,
         )
-    wanted = {str(each) for each in _devices(spec, device)}
+    wanted = {str(each) for each in _list_devices(spec, device)}
     strays = {str(tensor.device) for tensor in model.parameters()} - wanted
     if "meta" in strays:
         raise LoadError(f"{spec.model} does not fit into the memory of its {spec.gpus} GPUs.")
@@ -83,20 +85,31 @@ def load_model(
     return model
 
 
-def _placing(spec: WorkerSpec, device: torch.device) -> dict[str, Any]:
+def _placing_arguments(spec: WorkerSpec, device: torch.device) -> dict[str, Any]:
     """Return the arguments that tell the library where to place the weights."""
     if plan.over_ranks(spec):
         return {"distributed_config": DistributedConfig(tp_size=spec.gpus)}
-    return device_map.placing(spec) if plan.over_layers(spec) else {"device_map": {"": device}}
+    return _spread_layers(spec) if plan.over_layers(spec) else {"device_map": {"": device}}
 
 
-def _devices(spec: WorkerSpec, device: torch.device) -> list[torch.device]:
+def _spread_layers(spec: WorkerSpec) -> dict[str, Any]:
+    """Return the arguments that make the library spread the layers evenly over the GPUs."""
+    devices = [torch.device("cuda", index) for index in range(spec.gpus)]
+    room = {
+        device.index: int(device_memory.available_bytes(spec, device) * _WEIGHTS_FRACTION)
+        for device in devices
+    }
+    # No other device: a part on the CPU or on disk would be a hundred times slower.
+    return {"device_map": "balanced", "max_memory": room | {"cpu": 0}}
+
+
+def _list_devices(spec: WorkerSpec, device: torch.device) -> list[torch.device]:
     if plan.over_layers(spec):
         return [torch.device("cuda", index) for index in range(spec.gpus)]
     return [device]
 
 
-def outline(folder: Path, spec: WorkerSpec, *, for_embeddings: bool = False) -> Any:
+def outline_model(folder: Path, spec: WorkerSpec, *, for_embeddings: bool = False) -> Any:
     """Return the model without weights, to import its class and shape its parameters."""
     trust = {"local_files_only": True, "trust_remote_code": spec.trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(folder, **trust)
@@ -110,10 +123,10 @@ def _require_a_head(folder: Path) -> None:
 
     The library would give it random weights for a head and generate random words.
     """
-    named = _architectures(folder)
+    named = _read_architectures(folder)
     heads = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     others = {
-        *_flat(modeling_auto.MODEL_MAPPING_NAMES.values()),
+        *_flatten_names(modeling_auto.MODEL_MAPPING_NAMES.values()),
         *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values(),
         *modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values(),
     }
@@ -124,19 +137,19 @@ def _require_a_head(folder: Path) -> None:
         )
 
 
-def _flat(names: Iterable[Any]) -> Iterator[str]:
+def _flatten_names(names: Iterable[Any]) -> Iterator[str]:
     for name in names:
         yield from [name] if isinstance(name, str) else name
 
 
-def _dtype(spec: WorkerSpec) -> torch.dtype | str:
+def _choose_dtype(spec: WorkerSpec) -> torch.dtype | str:
     if spec.dtype != "auto":
         return _DTYPES[spec.dtype]
     return "auto" if spec.device == "cuda" else torch.float32
 
 
 @contextmanager
-def explained(folder: Path, spec: WorkerSpec) -> Iterator[None]:
+def explain_errors(folder: Path, spec: WorkerSpec) -> Iterator[None]:
     try:
         yield
     except LoadError:
@@ -147,7 +160,7 @@ def explained(folder: Path, spec: WorkerSpec) -> Iterator[None]:
                 f"{spec.model} does not fit into the memory of {spec.device}: {_first_line(error)}",
                 permanent=False,
             ) from error
-        raise LoadError(_explanation(folder, spec, error)) from error
+        raise LoadError(_explain_error(folder, spec, error)) from error
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -160,9 +173,9 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def _explanation(folder: Path, spec: WorkerSpec, error: Exception) -> str:
+def _explain_error(folder: Path, spec: WorkerSpec, error: Exception) -> str:
     text = str(error)
-    named = _architectures(folder)
+    named = _read_architectures(folder)
     if "trust_remote_code" in text:
         return (
             f"{spec.model} comes with its own Python code. If you trust it, set "
@@ -176,7 +189,7 @@ def _explanation(folder: Path, spec: WorkerSpec, error: Exception) -> str:
     return f"{spec.model} ({named}) cannot be loaded: {type(error).__name__}: {_first_line(error)}"
 
 
-def _architectures(folder: Path) -> str:
+def _read_architectures(folder: Path) -> str:
     try:
         stated = json.loads((folder / "config.json").read_text())["architectures"]
         return ", ".join(stated) or "an unnamed architecture"
@@ -192,7 +205,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _progress(report: Report) -> Iterator[None]:
+def _report_progress(report: Report) -> Iterator[None]:
     """Turn the library's progress bars into reports; none is drawn."""
 
     def hook(_factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bar:
@@ -215,7 +228,7 @@ class _Bar:
         self._total = int(total if total is not None else len(iterable or ()))
         self._loads = "weights" in str(kwargs.get("desc", "")).lower()
         self._done = 0
-        self._tell(0)
+        self._report_done(0)
 
     def __iter__(self) -> Iterator[Any]:
         for item in self._iterable:
@@ -226,9 +239,9 @@ class _Bar:
         step = max(1, self._total // 100)
         before, self._done = self._done, self._done + int(count)
         if self._done // step != before // step or self._done >= self._total:
-            self._tell(self._done)
+            self._report_done(self._done)
 
-    def _tell(self, done: int) -> None:
+    def _report_done(self, done: int) -> None:
         if self._loads:
             self._report(Progress("load", done, self._total, "tensors"))
 

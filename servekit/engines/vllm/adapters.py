@@ -6,9 +6,10 @@ vLLM mixes them in one batch with kernels of its own. It supports neither other 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
+from servekit.engines.api.adapter_table import AdapterTable
 from servekit.engines.transformers.lora import adapter_files, config_checks
 from servekit.engines.transformers.lora.adapter_files import PARAM, AdapterFiles
 from servekit.engines.vllm.core_client import Core
@@ -25,57 +26,28 @@ _PROMPT_TOKENS = 11
 WHY = "vLLM mixes LoRA adapters in one batch."
 
 
-class Adapters:
-    """The loaded adapters. `load` and `unload` are called from one thread at a time."""
+class Adapters(AdapterTable[Any]):
+    """The loaded adapters, as `LoRARequest`s."""
 
     def __init__(
         self, spec: WorkerSpec, names: Collection[str], max_rank: int, core: Core, probe: Probe
     ) -> None:
+        super().__init__()
         self._spec = spec
         self._names = set(names)
         self._max_rank = max_rank
         self._core = core
         self._probe = probe
         self._next = 1
-        self._held: dict[str, Any] = {}  # LoRARequest by name
 
-    def request(self, name: str) -> Any:
-        """Return the LoRARequest of an adapter. Raises RequestError if it is not loaded."""
-        found = self._held.get(name)
-        if found is None:
-            raise RequestError(f"This model has no adapter {name!r}.", param="model")
-        return found
-
-    def load_all(
-        self, specs: Sequence[AdapterSpec]
-    ) -> tuple[tuple[AdapterInfo, ...], dict[str, str]]:
-        """Load the adapters; return their infos, and the reasons of failure by name."""
-        loaded, refused = [], {}
-        for spec in specs:
-            try:
-                loaded.append(self.load(spec))
-            except (RequestError, LoadError) as error:
-                refused[spec.name] = str(error)
-        return tuple(loaded), refused
-
-    def load(self, spec: AdapterSpec) -> AdapterInfo:
-        """Load and verify an adapter; see `Engine.load_adapter`."""
-        if spec.name in self._held:
-            raise RequestError(
-                f"An adapter {spec.name!r} is loaded already; unload it first.", param="lora_name"
-            )
-        try:
-            found = adapter_files.read(spec)
-        except LoadError as error:
-            if not error.permanent:
-                raise
-            raise RequestError(str(error), param=PARAM) from error
-        judge(found, self._max_rank)
+    def _load_new(self, spec: AdapterSpec) -> AdapterInfo:
+        found = adapter_files.read_adapter(spec)
+        judge_config(found, self._max_rank)
         if not spec.any_base:
             config_checks.require_base(found.config, self._names, self._spec.model)
-        return self._take(spec, found)
+        return self._take_adapter(spec, found)
 
-    def _take(self, spec: AdapterSpec, found: AdapterFiles) -> AdapterInfo:
+    def _take_adapter(self, spec: AdapterSpec, found: AdapterFiles) -> AdapterInfo:
         from vllm.lora.request import LoRARequest
 
         number, self._next = self._next, self._next + 1
@@ -89,11 +61,11 @@ class Adapters:
                 f"vLLM cannot load the adapter: {str(error)[:500]}", param=PARAM
             ) from error
         try:
-            figures = self._verify(number)
+            figures = self._verify_effect(number)
         except BaseException:
             self._core.call("remove_lora", number)
             raise
-        self._held[spec.name] = request
+        self._served[spec.name] = request
         parameters = sum(math.prod(shape) for shape in found.shapes.values())
         rank = config_checks.rank_of(found.config)
         return AdapterInfo(
@@ -102,25 +74,25 @@ class Adapters:
 
     def unload(self, name: str) -> None:
         """Unload an adapter; see `Engine.unload_adapter`."""
-        self._core.call("remove_lora", self.request(name).lora_int_id)
-        del self._held[name]
+        self._core.call("remove_lora", self.get(name).lora_int_id)
+        del self._served[name]
 
     def restore(self) -> None:
         """Load all adapters again, after the device has lost them."""
-        for request in self._held.values():
+        for request in self._served.values():
             self._core.call("remove_lora", request.lora_int_id)
             self._core.call("add_lora", request)
 
-    def _verify(self, number: int) -> dict[str, float]:
+    def _verify_effect(self, number: int) -> dict[str, float]:
         prompt = [(7919 * (index + 1)) % self._vocab for index in range(_PROMPT_TOKENS)]
-        return {"effect": effect(self._probe(prompt, number), self._probe(prompt, 0))}
+        return {"effect": measure_effect(self._probe(prompt, number), self._probe(prompt, 0))}
 
     @property
     def _vocab(self) -> int:
         return int(self._core.config.model_config.get_vocab_size())
 
 
-def judge(found: AdapterFiles, max_rank: int) -> None:
+def judge_config(found: AdapterFiles, max_rank: int) -> None:
     """Raise RequestError if vLLM does not support the adapter's configuration."""
     kind = found.config.get("peft_type")
     if kind != "LORA" or found.config.get("use_dora"):
@@ -130,10 +102,10 @@ def judge(found: AdapterFiles, max_rank: int) -> None:
             "serves it.",
             param=PARAM,
         )
-    config_checks.check(found, max_rank)
+    config_checks.check_config(found, max_rank)
 
 
-def effect(with_it: Scores, without: Scores) -> float:
+def measure_effect(with_it: Scores, without: Scores) -> float:
     """Return the largest change of a log probability by the adapter.
 
     Raises RequestError if nothing changes, or if a value is not finite; LoadError if a probe

@@ -29,7 +29,7 @@ class Causes:
 
     def __init__(self, config: Any) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(_address(config))
+        self._socket.bind(_socket_address(config))
         self._first = ""
 
     def first(self, patience_s: float) -> str:
@@ -51,7 +51,7 @@ class Teller(logging.Handler):
 
     def __init__(self, config: Any) -> None:
         super().__init__(logging.ERROR)
-        self._address = _address(config)
+        self._address = _socket_address(config)
 
     def emit(self, record: logging.LogRecord) -> None:
         told = record.getMessage()
@@ -69,7 +69,7 @@ class Teller(logging.Handler):
             pass
 
 
-def tell(config: Any) -> None:
+def report_errors(config: Any) -> None:
     """Make this process, a core's, report its errors."""
     logging.getLogger("vllm").addHandler(Teller(config))
 
@@ -113,7 +113,7 @@ def of_exit(code: int | None) -> str:
         return f"was killed by signal {-code}"
 
 
-def sentence(told: str, code: int | None) -> str:
+def describe_death(told: str, code: int | None) -> str:
     """Describe a core's death by its reported error and its exit code, None if unknown."""
     if code is not None and code < 0:
         return f"vLLM's engine core {of_exit(code)}."
@@ -122,13 +122,13 @@ def sentence(told: str, code: int | None) -> str:
     if found := _EXIT_CODE.search(
         told
     ):  # "Worker proc VllmWorker-0 died unexpectedly (exit code: …"
-        return f"A process of vLLM's that runs the model {of_exit(_number(found[1]))}."
+        return f"A process of vLLM's that runs the model {of_exit(_parse_code(found[1]))}."
     return f"vLLM's engine core has died: {told}"
 
 
-def _number(text: str) -> int | None:
+def _parse_code(text: str) -> int | None:
     return None if text == "None" else int(text)
 
 
-def _address(config: Any) -> str:
+def _socket_address(config: Any) -> str:
     return f"\0servekit-vllm-{config.instance_id}"

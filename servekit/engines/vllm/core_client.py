@@ -39,13 +39,13 @@ class Core:
 
         Raises LoadError.
         """
-        self._client, self._causes = _start(asked, model)
+        self._client, self._causes = _start_core(asked, model)
         self._sending = threading.Lock()
         self._calls = itertools.count(1)
         self._closing = False
         self._exit_code: int | None = None
         self._gone = threading.Event()  # set when a process of the core has ended by itself
-        threading.Thread(target=self._watch, name="core watch", daemon=True).start()
+        threading.Thread(target=self._watch_processes, name="core watch", daemon=True).start()
 
     @property
     def config(self) -> Any:
@@ -59,9 +59,9 @@ class Core:
     def death(self) -> EngineFailed:
         """Return the cause of the core's death as an error."""
         told = self._causes.first(_CAUSE_S if self._exit_code is None else 0.0)
-        return EngineFailed(causes.sentence(told, self._exit_code))
+        return EngineFailed(causes.describe_death(told, self._exit_code))
 
-    def _watch(self) -> None:
+    def _watch_processes(self) -> None:
         """Wake the engine's loop as soon as a process of the core ends.
 
         vLLM's own monitor reports it late: it ends the remaining processes first.
@@ -93,15 +93,15 @@ class Core:
                 try:
                     self._client.add_request(request)
                 except Exception:
-                    self._abort([sent.request_id for sent in made[:at]])
+                    self._abort_unlocked([sent.request_id for sent in made[:at]])
                     raise
 
     def abort(self, names: list[str]) -> None:
         """Abort requests; unknown names and the core's death are ignored."""
         with self._sending:
-            self._abort(names)
+            self._abort_unlocked(names)
 
-    def _abort(self, names: list[str]) -> None:
+    def _abort_unlocked(self, names: list[str]) -> None:
         try:
             self._client.abort_requests(names)
         except Exception as error:  # the core is dying, and its requests with it
@@ -151,8 +151,8 @@ class Core:
         self._causes.close()
 
 
-def _start(asked: dict[str, Any], model: str) -> tuple[Any, Causes]:
-    library.check()
+def _start_core(asked: dict[str, Any], model: str) -> tuple[Any, Causes]:
+    library.check_library()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.core_client import SyncMPClient

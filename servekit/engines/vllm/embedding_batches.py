@@ -48,13 +48,13 @@ class Texts:
 
     def send(self, job: EmbedJob, names: Sequence[str]) -> None:
         """Queue the texts of a registered job, with their request names."""
-        self._thread.submit(self._send, job, names)
+        self._thread.submit(self._send_job, job, names)
 
     def close(self) -> None:
         """Stop sending; returns after the current batch."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _send(self, job: EmbedJob, names: Sequence[str]) -> None:
+    def _send_job(self, job: EmbedJob, names: Sequence[str]) -> None:
         try:
             check_inputs(job, self._limits)
             self._send_all(job, names)
@@ -63,7 +63,7 @@ class Texts:
         except Exception as error:
             log.warning("cannot send texts: %s", first_line(error))
             if not self._core.dead:  # if the core is dead, the job continues in another worker
-                self._fail(StepOutput(job.id, [], error=why(error)))
+                self._fail(StepOutput(job.id, [], error=explain_failure(error)))
         if job.id not in self._held:
             # Cancelled meanwhile; the abort may have come before the last texts. The core ignores
             # unknown and finished requests.
@@ -77,6 +77,6 @@ class Texts:
             self._core.add([self._make(name, ids) for name, ids in batch])
 
 
-def why(error: Exception) -> str:
+def explain_failure(error: Exception) -> str:
     """Return the error text for a request that could not be sent."""
     return f"vLLM cannot be sent this request: {first_line(error)}"

@@ -21,16 +21,15 @@ from msgspec import structs
 
 from servekit.engines.api.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
 from servekit.engines.api.job_state import make_embedding_output
-from servekit.engines.api.job_validation import Limits, check
+from servekit.engines.api.job_validation import Limits, check_job
 from servekit.engines.api.load_phases import phase
-from servekit.engines.model_files.source import resolve as resolve_source
-from servekit.engines.text.sampling_params import resolve
-from servekit.engines.text.structured_output import Constraint
+from servekit.engines.model_files.source import resolve_folder as resolve_source
+from servekit.engines.text.sampling_params import resolve_sampling
+from servekit.engines.text.structured_output import Constraint, Grammars, try_grammars
 from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
-from servekit.engines.text.tool_format_detection import find_dialect, tool_capabilities
+from servekit.engines.text.tool_format_detection import tool_capabilities
 from servekit.engines.transformers import pooling, weights
-from servekit.engines.transformers.batching import kv_cache
 from servekit.engines.vllm import (
     engine_args,
     generation_defaults,
@@ -41,7 +40,7 @@ from servekit.engines.vllm import (
 from servekit.engines.vllm.adapters import Adapters
 from servekit.engines.vllm.causes import first_line
 from servekit.engines.vllm.core_client import Core
-from servekit.engines.vllm.embedding_batches import Texts, why
+from servekit.engines.vllm.embedding_batches import Texts, explain_failure
 from servekit.engines.vllm.probes import Probes
 from servekit.engines.vllm.request_table import GONE, Embedding, RequestTable
 from servekit.engines.vllm.sleep import Broken, SleepControl
@@ -49,13 +48,12 @@ from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported, 
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import (
     Capability,
-    Dialect,
     Grammar,
     ModelInfo,
     PromptToken,
     WorkerSpec,
 )
-from servekit.protocol.tool_formats import markers
+from servekit.system import cgroup
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +77,7 @@ class VllmEngine(Engine):
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
-        self._held = RequestTable(self._moved)
+        self._held = RequestTable(self._record_progress)
         self._emit: Emit = lambda outputs: None
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -98,10 +96,12 @@ class VllmEngine(Engine):
             tokenizer = weights.load_tokenizer(folder, self.spec)
         self.codec: TokenizerCodec = TokenizerCodec(tokenizer)
         self._pieces = Pieces(tokenizer)
-        self._parameters = generation_defaults.parameters(folder)
+        self._parameters = generation_defaults.count_parameters(folder)
         self._embeds = pooling.is_embedder(folder)
-        with phase("core"), liveness.reported(report):
-            asked = engine_args.arguments(self.spec, folder, self._memory(), embeds=self._embeds)
+        with phase("core"), liveness.report_activity(report):
+            asked = engine_args.engine_arguments(
+                self.spec, folder, self._device_memory(), embeds=self._embeds
+            )
             self._core = Core(asked, self.spec.model)
         self._probes = Probes(self._core)
         level = int(self.spec.options.get("sleep_level", 1))
@@ -109,20 +109,24 @@ class VllmEngine(Engine):
         model = self._core.config.model_config
         self.vocab_size = int(model.get_vocab_size())
         self._limits = Limits(self.vocab_size, int(model.max_model_len))
-        self._stated = generation_defaults.read(folder, tokenizer, self.vocab_size)
+        self._stated = generation_defaults.read_defaults(folder, tokenizer, self.vocab_size)
         self._defaults = self._stated.sampling | {
             name: value for name, value in self.spec.sampling.items() if value is not None
         }
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="engine", daemon=True)
         self._thread.start()  # receives the answers to the engine's own probes
-        return self._embedding() if self._embeds else self._generating(folder, tokenizer)
+        return (
+            self._prepare_embedding()
+            if self._embeds
+            else self._prepare_generation(folder, tokenizer)
+        )
 
-    def _memory(self) -> tuple[int, int]:
+    def _device_memory(self) -> tuple[int, int]:
         """Return total and free bytes of the device.
 
         Raises LoadError if vLLM is built for the other kind.
         """
-        library.check()
+        library.check_library()
         on_cpu = self.spec.device == "cpu"
         if on_cpu and not library.is_for_cpus():
             raise LoadError(
@@ -135,23 +139,25 @@ class VllmEngine(Engine):
                 "in an environment without it."
             )
         if on_cpu:
-            free = kv_cache.available_host_bytes()
+            free = cgroup.available_memory_bytes()
             return free, free
         return engine_args.memory_of(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
-    def _embedding(self) -> ModelInfo:
+    def _prepare_embedding(self) -> ModelInfo:
         from vllm.pooling_params import PoolingParams
 
         params = PoolingParams(task="embed")
-        make = partial(requests.request, lora=None, pooling_params=params)
-        self._texts = Texts(self._core, self._held, self._limits, make, self._fail)
+        make = partial(requests.make_request, lora=None, pooling_params=params)
+        self._texts = Texts(self._core, self._held, self._limits, make, self._report_failure)
         size = self._probes.width()
-        info = self._info(("embed", "tokenize", "detokenize"))
+        info = self._describe_model(("embed", "tokenize", "detokenize"))
         return structs.replace(info, embedding_size=size, chat=False)
 
-    def _generating(self, folder: Path, tokenizer: Any) -> ModelInfo:
-        self._grammars = generation_defaults.grammars(tokenizer, self.vocab_size, self._stated.eos)
-        dialect = self._dialect()
+    def _prepare_generation(self, folder: Path, tokenizer: Any) -> ModelInfo:
+        self._grammars = try_grammars(
+            lambda: Grammars(tokenizer, self.vocab_size, self._stated.eos)
+        )
+        dialect = self.codec.find_dialect(self.spec, self._stated.eos)
         serves = list(SERVES)
         if self._grammars is not None:
             serves.append("grammar")
@@ -159,7 +165,7 @@ class VllmEngine(Engine):
         serves += tool_capabilities(
             self.codec.template, dialect, self.spec.tool_parser, grammars=grammars
         )
-        info = structs.replace(self._info(tuple(serves)), dialect=dialect)
+        info = structs.replace(self._describe_model(tuple(serves)), dialect=dialect)
         return info if self._core.config.lora_config is None else self._with_adapters(info, folder)
 
     def _with_adapters(self, info: ModelInfo, folder: Path) -> ModelInfo:
@@ -170,7 +176,7 @@ class VllmEngine(Engine):
         serves: tuple[Capability, ...] = (*info.serves, "adapters")
         return structs.replace(info, serves=serves, adapters=loaded, refused_adapters=refused)
 
-    def _info(self, serves: tuple[Capability, ...]) -> ModelInfo:
+    def _describe_model(self, serves: tuple[Capability, ...]) -> ModelInfo:
         config = self._core.config
         cache, model = config.cache_config, config.model_config
         block = int(cache.block_size or 0)
@@ -184,18 +190,12 @@ class VllmEngine(Engine):
             architecture=str(model.architecture),
             dtype=str(model.dtype).removeprefix("torch."),
             device=self.spec.device + (f" × {self.spec.gpus}" if self.spec.gpus > 1 else ""),
-            detail=f"vLLM {library.version()}, KV cache of {tokens} tokens",
+            detail=f"vLLM {library.vllm_version()}, KV cache of {tokens} tokens",
             serves=serves,
             sleeps=bool(model.enable_sleep_mode),
             prefix_block=block if caches else 0,
             prefix_tokens=tokens if caches else 0,
         )
-
-    def _dialect(self) -> Dialect:
-        found = find_dialect(self.codec.template, self.spec.tool_parser, self.spec.reasoning_parser)
-        known = self.codec.tokens_of(markers(found))
-        tokens = [(text, token) for text, token in known.items() if token not in self._stated.eos]
-        return structs.replace(found, tokens=tuple(tokens))
 
     # ---------------------------------------------------------------- the caller's side
 
@@ -205,12 +205,12 @@ class VllmEngine(Engine):
     def submit(self, job: Job) -> None:
         if self._embeds:
             raise Unsupported("This model makes embeddings only.", param="model")
-        check(job, self._limits)
-        lora = self._adapting().request(job.adapter) if job.adapter else None
+        check_job(job, self._limits)
+        lora = self._loaded_adapters().get(job.adapter) if job.adapter else None
         name = f"{job.id}#{next(self._serial)}"
         ids = [*job.prompt_ids, *job.emitted] if job.emitted else job.prompt_ids
-        params = self._params(job)
-        made = requests.request(name, ids, lora, job.cache_salt, sampling_params=params)
+        params = self._sampling_params(job)
+        made = requests.make_request(name, ids, lora, job.cache_salt, sampling_params=params)
         self._held.begin(job.id, [name])
         if job.params.prompt_logprobs is not None:
             self._prompts[job.id] = job.prompt_ids
@@ -221,12 +221,12 @@ class VllmEngine(Engine):
             self._prompts.pop(job.id, None)
             if self._core.dead:  # the loop reports the core's death
                 raise WorkerLost(GONE) from error
-            raise EngineFailed(why(error)) from error
+            raise EngineFailed(explain_failure(error)) from error
 
-    def _params(self, job: Job) -> Any:
+    def _sampling_params(self, job: Job) -> Any:
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-        sampling = resolve(job.params, self._defaults, self.vocab_size)
+        sampling = resolve_sampling(job.params, self._defaults, self.vocab_size)
         asked = requests.sampling_arguments(job, sampling, self._stated.eos, self._stated.primary)
         try:
             params = SamplingParams(**asked)
@@ -262,12 +262,12 @@ class VllmEngine(Engine):
         return self._grammars.constraint(grammar, emitted)
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
-        return self._adapting().load(adapter)
+        return self._loaded_adapters().load(adapter)
 
     def unload_adapter(self, name: str) -> None:
-        self._adapting().unload(name)
+        self._loaded_adapters().unload(name)
 
-    def _adapting(self) -> Adapters:
+    def _loaded_adapters(self) -> Adapters:
         if self._adapters is None:
             raise Unsupported(
                 "This model takes no adapters: its vLLM was started without. Set its option "
@@ -303,17 +303,17 @@ class VllmEngine(Engine):
         if self.spec.device == "cpu":
             reason = "vLLM cannot sleep on a CPU: there is no GPU memory to give back."
             raise Unsupported(reason, param="model")
-        self._turn(self._slumber.sleep)
+        self._change_sleep(self._slumber.sleep)
 
     def wake(self) -> None:
-        self._turn(self._slumber.wake)
-        self._moved()
+        self._change_sleep(self._slumber.wake)
+        self._record_progress()
 
     def _restore_adapters(self) -> None:
         if self._adapters is not None:
             self._adapters.restore()
 
-    def _turn(self, what: Callable[[], None]) -> None:
+    def _change_sleep(self, what: Callable[[], None]) -> None:
         """Run a sleep or wake; if the core ends up in between, treat it as dead."""
         if self.fatal is not None:
             raise LoadError(GONE, permanent=False)
@@ -325,7 +325,7 @@ class VllmEngine(Engine):
 
     # ---------------------------------------------------------------- the loop
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         try:
             while not self._closing:
                 if (found := self._core.next(_LOOK_EVERY_S)) is not None:
@@ -335,7 +335,7 @@ class VllmEngine(Engine):
                 self._die(error)
 
     def _take_step(self, found: Any) -> None:
-        self._moved()
+        self._record_progress()
         if (told := found.scheduler_stats) is not None:
             self._running, self._kv_used = told.num_running_reqs, told.kv_cache_usage
         left, jobs = self._held.left, self._held.jobs
@@ -344,16 +344,16 @@ class VllmEngine(Engine):
             job_id = jobs.get(output.request_id)
             if job_id is not None and not self._embeds and requests.is_plain(output):
                 made.append(StepOutput(job_id, output.new_token_ids))
-            elif (one := self._take(output, job_id)) is not None:
+            elif (one := self._take_output(output, job_id)) is not None:
                 made.append(one)
         if made:
             self._held.tell(made, left, self._emit)
 
-    def _moved(self) -> None:
+    def _record_progress(self) -> None:
         """Record progress; also resets the clock after idle time."""
         self._progress_at = time.monotonic()
 
-    def _take(self, output: Any, job_id: int | None) -> StepOutput | None:
+    def _take_output(self, output: Any, job_id: int | None) -> StepOutput | None:
         if job_id is None:  # cancelled, or one of the engine's own probes
             self._probes.take(output)
             return None
@@ -383,7 +383,7 @@ class VllmEngine(Engine):
         embedding.left -= 1
         return None if embedding.left else make_embedding_output(job_id, embedding.vectors)
 
-    def _fail(self, output: StepOutput) -> None:
+    def _report_failure(self, output: StepOutput) -> None:
         """Report the failure of a job, if it is still registered."""
         self._held.tell([output], -1, self._emit)
 

@@ -10,6 +10,7 @@ from servekit.engines.transformers.batching import kv_cache
 from servekit.errors import LoadError
 from servekit.model_metadata import kv_cache_shape
 from servekit.protocol.messages import WorkerSpec
+from servekit.units import format_bytes
 
 #: Memory of a process on a GPU that vLLM does not count: the CUDA context with its modules, and the
 #: buffers of NCCL with several GPUs.
@@ -23,7 +24,7 @@ LORAS = 8
 CPU_CACHE_BYTES = 2**30
 
 
-def arguments(
+def engine_arguments(
     spec: WorkerSpec, folder: Path, memory: tuple[int, int], *, embeds: bool
 ) -> dict[str, Any]:
     """Return keyword arguments for `vllm.EngineArgs`.
@@ -31,7 +32,7 @@ def arguments(
     `memory` is the total and free memory, in bytes, of the worker's smallest GPU, or of the host
     for a worker on the CPU. Raises LoadError if the worker's share of the memory is too small.
     """
-    made = _common(spec, folder, embeds=embeds)
+    made = _common_arguments(spec, folder, embeds=embeds)
     made |= _on_cpu(spec, folder, memory[1]) if spec.device == "cpu" else _on_gpus(spec, memory)
     options = spec.options
     given = {
@@ -45,7 +46,7 @@ def arguments(
     return made | lora_arguments(spec, embeds=embeds)
 
 
-def _common(spec: WorkerSpec, folder: Path, *, embeds: bool) -> dict[str, Any]:
+def _common_arguments(spec: WorkerSpec, folder: Path, *, embeds: bool) -> dict[str, Any]:
     options = spec.options
     return {
         "model": str(folder),
@@ -63,7 +64,7 @@ def _common(spec: WorkerSpec, folder: Path, *, embeds: bool) -> dict[str, Any]:
 def _on_gpus(spec: WorkerSpec, memory: tuple[int, int]) -> dict[str, Any]:
     return {
         "dtype": spec.dtype,
-        "gpu_memory_utilization": utilization(spec, *memory),
+        "gpu_memory_utilization": gpu_utilization(spec, *memory),
         "enforce_eager": False,
         "enable_sleep_mode": spec.sleeps,
         "distributed_executor_backend": "mp" if spec.gpus > 1 else "uni",
@@ -113,15 +114,15 @@ def lora_arguments(spec: WorkerSpec, *, embeds: bool) -> dict[str, Any]:
     }
 
 
-def utilization(spec: WorkerSpec, total_bytes: int, free_bytes: int) -> float:
+def gpu_utilization(spec: WorkerSpec, total_bytes: int, free_bytes: int) -> float:
     """Return the fraction of a GPU for weights, activations and KV cache. Raises LoadError."""
     overhead = OVERHEAD_BYTES + (NCCL_BYTES if spec.gpus > 1 else 0)
     claim = min(spec.memory_bytes or total_bytes, int(total_bytes * SHARE))
     room = min(claim, free_bytes) - overhead
     if room <= 0:
         raise LoadError(
-            f"{spec.model} may take {claim / 2**30:.1f} GiB of its GPU, of which "
-            f"{free_bytes / 2**30:.1f} GiB are free, and vLLM needs {overhead / 2**30:.2f} GiB "
+            f"{spec.model} may take {format_bytes(claim)} of its GPU, of which "
+            f"{format_bytes(free_bytes)} are free, and vLLM needs {format_bytes(overhead)} "
             "for itself alone.",
             permanent=claim <= overhead,
         )
@@ -138,7 +139,9 @@ def memory_of(visible: str) -> tuple[int, int]:
     try:
         pynvml.nvmlInit()
         try:
-            found = [pynvml.nvmlDeviceGetMemoryInfo(_handle(entry)) for entry in visible.split(",")]
+            found = [
+                pynvml.nvmlDeviceGetMemoryInfo(_gpu_handle(entry)) for entry in visible.split(",")
+            ]
         finally:
             pynvml.nvmlShutdown()
     except (pynvml.NVMLError, ValueError) as error:
@@ -146,7 +149,7 @@ def memory_of(visible: str) -> tuple[int, int]:
     return min(int(one.total) for one in found), min(int(one.free) for one in found)
 
 
-def _handle(entry: str) -> Any:
+def _gpu_handle(entry: str) -> Any:
     import pynvml
 
     if entry.isdecimal():

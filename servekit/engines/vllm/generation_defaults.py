@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-from servekit.engines.text.structured_output import Grammars
 from servekit.engines.text.tool_format_detection import turn_ends
 from servekit.model_metadata import safetensors
-
-log = logging.getLogger(__name__)
 
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -31,7 +27,7 @@ class Stated:
     sampling: dict[str, Any]
 
 
-def read(folder: Path, tokenizer: Any, vocab_size: int) -> Stated:
+def read_defaults(folder: Path, tokenizer: Any, vocab_size: int) -> Stated:
     """Read the generation config, the model config and the tokenizer."""
     kind: Any = transformers.GenerationConfig
     try:
@@ -50,18 +46,9 @@ def read(folder: Path, tokenizer: Any, vocab_size: int) -> Stated:
     return Stated(frozenset(known), known[0] if known else None, sampling)
 
 
-def parameters(folder: Path) -> int:
+def count_parameters(folder: Path) -> int:
     """Return the number of parameters in the safetensors headers; 0 if there are none."""
     try:
         return sum(safetensors.elements(folder).values())
     except (OSError, ValueError):  # random weights, or another format
         return 0
-
-
-def grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars | None:
-    """Create the grammar compiler; None for a tokenizer that llguidance cannot read."""
-    try:
-        return Grammars(tokenizer, vocab_size, eos)
-    except Exception as error:  # the library raises many types; the model serves without grammars
-        log.warning("no structured output: %s", error)
-        return None

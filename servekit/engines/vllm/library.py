@@ -136,7 +136,7 @@ REQUIRED = (
 )
 
 
-def version() -> str:
+def vllm_version() -> str:
     import vllm
 
     return str(vllm.__version__)
@@ -149,43 +149,43 @@ def is_for_cpus() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def check() -> None:
+def check_library() -> None:
     """Raise LoadError unless the installed vLLM can be used; warn if it is untested."""
     try:
-        here = version()
+        here = vllm_version()
     except ImportError as error:
         raise LoadError(f"vLLM cannot be imported: {error}. {INSTALL}") from error
-    lacking = [sentence for one in REQUIRED for sentence in missing(one)]
+    lacking = [sentence for one in REQUIRED for sentence in find_missing(one)]
     if lacking:
         raise LoadError(
             f"vLLM {here} cannot be used: {'; '.join(lacking[:3])}. servekit was tried with "
-            f"{_tried()}: {INSTALL} brings one of them."
+            f"{_tried_releases()}: {INSTALL} brings one of them."
         )
     if not is_tried(here):
-        log.warning("vLLM %s was not tried with servekit, only %s", here, _tried())
+        log.warning("vLLM %s was not tried with servekit, only %s", here, _tried_releases())
 
 
 def is_tried(here: str) -> bool:
     first, beyond = TRIED
-    return first <= _release(here) < beyond
+    return first <= _parse_release(here) < beyond
 
 
-def _tried() -> str:
+def _tried_releases() -> str:
     (_, first), (_, beyond) = TRIED
     return f"0.{first} to 0.{beyond - 1}"
 
 
-def _release(text: str) -> tuple[int, ...]:
+def _parse_release(text: str) -> tuple[int, ...]:
     """Return the first two numbers of a version: (0, 32) for "0.32.0+cpu"."""
     numbers = text.split("+")[0].split(".")[:2]
     return tuple(int(number) if number.isdecimal() else 0 for number in numbers)
 
 
-def missing(one: Required) -> Iterator[str]:
+def find_missing(one: Required) -> Iterator[str]:
     """Yield an error text for each missing part."""
     module, _, name = one.at.partition(":")
     try:
-        known = _read(module, name) if one.inside else _imported(module, name)
+        known = _source_members(module, name) if one.inside else _imported_members(module, name)
     except (ImportError, AttributeError, OSError) as error:
         yield f"it has no {module}.{name} ({error})"
         return
@@ -193,7 +193,7 @@ def missing(one: Required) -> Iterator[str]:
         yield f"its {name} has no {', '.join(lacking)}"
 
 
-def _imported(module: str, name: str) -> Collection[str]:
+def _imported_members(module: str, name: str) -> Collection[str]:
     """Return the attributes, fields and parameters of a class or function."""
     found: Any = getattr(importlib.import_module(module), name)
     fields = {
@@ -207,18 +207,18 @@ def _imported(module: str, name: str) -> Collection[str]:
     return {*dir(found), *fields, *parameters}
 
 
-def _read(module: str, name: str) -> Collection[str]:
+def _source_members(module: str, name: str) -> Collection[str]:
     """Return the members of a class from its source, without inherited ones."""
     spec = find_spec(module)
     if spec is None or spec.origin is None:
         raise ImportError("there is no such module")
     for node in ast.parse(Path(spec.origin).read_text()).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return set(_members(node))
+            return set(_class_members(node))
     raise AttributeError("there is no such class")
 
 
-def _members(node: ast.ClassDef) -> Iterator[str]:
+def _class_members(node: ast.ClassDef) -> Iterator[str]:
     for part in node.body:
         if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
             yield part.name

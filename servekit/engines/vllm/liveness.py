@@ -22,10 +22,12 @@ _IDLE_BYTES = 2**20
 
 
 @contextmanager
-def reported(report: Report) -> Iterator[None]:
+def report_activity(report: Report) -> Iterator[None]:
     """Report load progress for as long as the processes do something."""
     done = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(report, done), name="activity", daemon=True)
+    watcher = threading.Thread(
+        target=_watch_activity, args=(report, done), name="activity", daemon=True
+    )
     watcher.start()
     try:
         yield
@@ -34,17 +36,17 @@ def reported(report: Report) -> Iterator[None]:
         watcher.join()
 
 
-def _watch(report: Report, done: threading.Event) -> None:
+def _watch_activity(report: Report, done: threading.Event) -> None:
     report(Progress("load"))
-    ticks, read = used()
+    ticks, read = measure_activity()
     while not done.wait(_LOOK_EVERY_S):
-        now_ticks, now_read = used()
+        now_ticks, now_read = measure_activity()
         if abs(now_ticks - ticks) > _IDLE_TICKS or abs(now_read - read) > _IDLE_BYTES:
             report(Progress("load"))
         ticks, read = now_ticks, now_read
 
 
-def used() -> tuple[int, int]:
+def measure_activity() -> tuple[int, int]:
     """Return the clock ticks used and bytes read by all processes of this process group."""
     group = os.getpgrp()
     ticks = read = 0

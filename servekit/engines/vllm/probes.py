@@ -8,7 +8,7 @@ from typing import Any
 
 from servekit.engines.vllm.adapters import Scores
 from servekit.engines.vllm.core_client import Core
-from servekit.engines.vllm.requests import request
+from servekit.engines.vllm.requests import make_request
 from servekit.errors import LoadError
 
 _PATIENCE_S = 120.0
@@ -42,7 +42,7 @@ class Probes:
             detokenize=False,
         )
         lora = LoRARequest(f"probe#{adapter}", adapter, "/") if adapter else None
-        outputs = self._ask(prompt, lora, sampling_params=params)
+        outputs = self._ask_core(prompt, lora, sampling_params=params)
         return [
             tuple(map(float, row))
             for output in outputs
@@ -54,15 +54,15 @@ class Probes:
         """Return the size of an embedding. Raises LoadError."""
         from vllm.pooling_params import PoolingParams
 
-        outputs = self._ask([0, 1], None, pooling_params=PoolingParams(task="embed"))
+        outputs = self._ask_core([0, 1], None, pooling_params=PoolingParams(task="embed"))
         return next(int(one.pooling_output.numel()) for one in outputs if one.finished)
 
-    def _ask(self, prompt: list[int], lora: Any, **params: Any) -> list[Any]:
+    def _ask_core(self, prompt: list[int], lora: Any, **params: Any) -> list[Any]:
         name = f"probe#{next(self._serial)}"
         answer: Future[Any] = Future()
         self._open[name] = (answer, [])
         try:
-            self._core.add([request(name, prompt, lora, **params)])
+            self._core.add([make_request(name, prompt, lora, **params)])
             answer.result(self._patience_s)
             return self._open[name][1]
         except TimeoutError:

@@ -16,7 +16,7 @@ import numpy as np
 
 from servekit.engines.api.base import Job, StepOutput
 from servekit.engines.text.sampling_params import LEAST, Sampling
-from servekit.engines.text.structured_output import Constraint, serialized
+from servekit.engines.text.structured_output import Constraint, serialize_grammar
 from servekit.errors import RequestError
 from servekit.protocol.messages import PromptToken, TokenLogprob
 
@@ -34,7 +34,7 @@ MOST_BAD_WORDS, MOST_BAD_WORD_TOKENS = 128, 1024
 _TWICE = "each counts twice, with a space before it and without"
 
 
-def request(name: str, ids: list[int], lora: Any, salt: str = "", **params: Any) -> Any:
+def make_request(name: str, ids: list[int], lora: Any, salt: str = "", **params: Any) -> Any:
     """Create an `EngineCoreRequest`, which shares prefixes with requests of the same `salt`.
 
     `params` is one of `sampling_params` and `pooling_params`.
@@ -86,18 +86,18 @@ def sampling_arguments(
     ends = own if made["ignore_eos"] else own | (set(eos) - {primary_eos})
     if ends:
         made["stop_token_ids"] = sorted(ends)
-    if bias := _bias(job, sampling):
-        made["logit_bias"] = bias if len(bias) <= MOST_BIASES else _strongest(bias, sampling)
-    if brought := _brought(job):
+    if bias := _combine_biases(job, sampling):
+        made["logit_bias"] = bias if len(bias) <= MOST_BIASES else _keep_strongest(bias, sampling)
+    if brought := _extra_arguments(job):
         made["extra_args"] = brought
     return made
 
 
-def _brought(job: Job) -> dict[str, Any]:
+def _extra_arguments(job: Job) -> dict[str, Any]:
     """Return the `extra_args` for servekit's extensions in the core."""
     brought: dict[str, Any] = {}
     if isinstance(job.constraint, Constraint):
-        brought[GRAMMAR] = serialized(job.constraint.grammar)
+        brought[GRAMMAR] = serialize_grammar(job.constraint.grammar)
         if job.emitted:
             brought[EMITTED] = job.emitted
     if job.emitted and job.params.seed is not None:
@@ -108,7 +108,7 @@ def _brought(job: Job) -> dict[str, Any]:
     return brought
 
 
-def _bias(job: Job, sampling: Sampling) -> dict[int, float]:
+def _combine_biases(job: Job, sampling: Sampling) -> dict[int, float]:
     bias = dict(sampling.logit_bias)
     if sampling.presence_penalty or sampling.frequency_penalty:
         for token, count in Counter(job.emitted).items():
@@ -117,7 +117,7 @@ def _bias(job: Job, sampling: Sampling) -> dict[int, float]:
     return bias
 
 
-def _strongest(bias: dict[int, float], sampling: Sampling) -> dict[int, float]:
+def _keep_strongest(bias: dict[int, float], sampling: Sampling) -> dict[int, float]:
     """Return the requested biases, and the strongest penalties that fit in addition.
 
     Raises RequestError if too many biases were requested.
@@ -158,7 +158,7 @@ def output_of(
     ids: list[int] = output.new_token_ids
     logprobs = None
     if output.new_logprobs is not None:
-        logprobs = scores(output.new_logprobs, len(ids), piece)
+        logprobs = convert_scores(output.new_logprobs, len(ids), piece)
     stats = output.prefill_stats  # reported once, with the first token
     cached = 0 if stats is None else int(stats.num_cached_tokens)
     match output.finish_reason:
@@ -177,11 +177,12 @@ def output_of(
     return StepOutput(job_id, [], error="vLLM gave the request up; its log says why.")
 
 
-def scores(found: Any, count: int, piece: Callable[[int], bytes]) -> list[TokenLogprob]:
+def convert_scores(found: Any, count: int, piece: Callable[[int], bytes]) -> list[TokenLogprob]:
     """Convert vLLM's `LogprobsLists`, which has the chosen token first, then the best ones."""
     rows = zip(found.logprob_token_ids[:count], found.logprobs[:count], strict=True)
     return [
-        _score(np.asarray(ids).tolist(), np.asarray(logs).tolist(), piece) for ids, logs in rows
+        _convert_score(np.asarray(ids).tolist(), np.asarray(logs).tolist(), piece)
+        for ids, logs in rows
     ]
 
 
@@ -202,7 +203,7 @@ def prompt_scores(
     return told
 
 
-def _score(
+def _convert_score(
     ids: Sequence[int], logs: Sequence[float], piece: Callable[[int], bytes]
 ) -> TokenLogprob:
     told = [max(log, LEAST) if math.isfinite(log) else LEAST for log in logs]

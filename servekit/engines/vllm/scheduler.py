@@ -24,7 +24,7 @@ class Ahead(AsyncScheduler):  # type: ignore[misc] # untyped here: vLLM is not i
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         take_grammars(self.structured_output_manager)
-        causes.tell(self.vllm_config)
+        causes.report_errors(self.vllm_config)
 
 
 class InStep(Scheduler):  # type: ignore[misc] # as above
@@ -33,7 +33,7 @@ class InStep(Scheduler):  # type: ignore[misc] # as above
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         take_grammars(self.structured_output_manager)
-        causes.tell(self.vllm_config)
+        causes.report_errors(self.vllm_config)
 
 
 def take_grammars(manager: Any) -> None:

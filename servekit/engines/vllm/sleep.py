@@ -13,6 +13,7 @@ from collections.abc import Callable
 from servekit.engines.vllm.causes import first_line
 from servekit.engines.vllm.core_client import Core
 from servekit.errors import LoadError
+from servekit.units import format_bytes
 
 
 class Broken(LoadError):
@@ -66,6 +67,6 @@ class SleepControl:
             raise LoadError(f"vLLM: {first_line(error)}", permanent=False) from error
         if lacking:
             raise LoadError(
-                f"The GPU has {lacking / 2**30:.1f} GiB too little free memory to wake it.",
+                f"The GPU has {format_bytes(lacking)} too little free memory to wake it.",
                 permanent=False,
             )

@@ -44,7 +44,7 @@ class BadWords(list[list[int]]):
         self.before = list(before)
 
 
-def _ban(logits: torch.Tensor, words: list[list[int]], past: list[int]) -> None:
+def _ban_words(logits: torch.Tensor, words: list[list[int]], past: list[int]) -> None:
     """Ban the last token of each bad word whose other tokens `past` ends with.
 
     In the first model runner `past` has only the tokens that it generated itself.
@@ -53,7 +53,7 @@ def _ban(logits: torch.Tensor, words: list[list[int]], past: list[int]) -> None:
     _ban_in_a_row(logits, words, before + past if before else past)
 
 
-bad_words._apply_bad_words_single_batch = _ban
+bad_words._apply_bad_words_single_batch = _ban_words
 
 
 def take_up_bad_words() -> None:

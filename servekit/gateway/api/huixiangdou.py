@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -22,7 +23,9 @@ from msgspec import Meta
 
 from servekit.errors import ModelUnavailable, RequestError, ServekitError
 from servekit.gateway.api.endpoint import GenerationEndpoint
+from servekit.gateway.api.fields import ANSWER, QUESTION, doc
 from servekit.gateway.api.openai.schema import decode
+from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.generation.generation import (
     Choice,
     Generation,
@@ -49,10 +52,19 @@ Round = Annotated[list[str | None], Meta(min_length=2)]
 class InferenceRequest(msgspec.Struct):
     """Body of POST /inference and /stream. `history` has pairs of a question and its answer."""
 
-    prompt: str = ""
-    history: Annotated[list[Round], Meta(max_length=2048)] | None = None
+    prompt: Annotated[str, doc("The question", QUESTION)] = ""
+    history: Annotated[list[Round], Meta(max_length=2048, examples=[[]])] | None = None
+    """The rounds before the question: a question and its answer each."""
     backend: str | None = None
-    remote: bool | None = None  # sent by older clients instead of `backend`
+    """The name of a model; any other name means the first model of the file."""
+    remote: Annotated[bool, doc("Has no effect; older clients send it")] | None = None
+
+
+class InferenceAnswer(msgspec.Struct):
+    """The answer of /inference, with status 200 also if there is none, and errors of both paths."""
+
+    text: Annotated[str, doc("The text", ANSWER)]
+    error: Annotated[str, doc("Why there is no text; empty if there is")]
 
 
 def encode_error(error: ServekitError) -> tuple[int, bytes]:
@@ -63,7 +75,7 @@ def encode_error(error: ServekitError) -> tuple[int, bytes]:
 
 def encode_stream_error(error: ServekitError) -> tuple[int, bytes]:
     """Encode an error with its own status, the only thing that this client looks at."""
-    return error.status, _encode({"text": "", "error": error.message or error.code})
+    return error.status, _encode(InferenceAnswer("", error.message or error.code))
 
 
 class InferenceEncoder(ResponseEncoder):
@@ -75,7 +87,7 @@ class InferenceEncoder(ResponseEncoder):
         if choice.reasoning and not choice.text:
             tokens = generation.completion_tokens
             error = f"the model did not get past its thoughts, {tokens} tokens long"
-        return _encode({"text": choice.text, "error": error})
+        return _encode(InferenceAnswer(choice.text, error))
 
 
 class StreamEncoder(ResponseEncoder):
@@ -176,3 +188,16 @@ def _messages(request: InferenceRequest) -> list[ChatMessage]:
             messages.append(ChatMessage("user", question))
             messages.append(ChatMessage("assistant", answer))
     return [*messages, ChatMessage("user", request.prompt)]
+
+
+_operation = partial(
+    Operation,
+    request=InferenceRequest,
+    response=InferenceAnswer,
+    tag="HuixiangDou",
+    error=InferenceAnswer,
+)
+OPERATIONS = (
+    _operation("/inference", "An answer in the format of HuixiangDou's own LLM server"),
+    _operation("/stream", "The same, streamed", pieces=(str,)),
+)

@@ -66,7 +66,7 @@ class Verifier:
         self._hashes = {}
         for rule in rules.keys:
             if rule.hash:
-                parsed = keys.parse(rule.hash)
+                parsed = keys.parse_hash(rule.hash)
                 self._hashes.setdefault(parsed.prefix, []).append((parsed, rule.name))
 
     def known(self, key: bytes) -> str | None:

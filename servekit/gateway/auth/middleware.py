@@ -157,7 +157,11 @@ class AuthMiddleware:
                     if refused is not None:
                         raise refused
         except RequestError as error:
-            if isinstance(error, InvalidKey) and _is_page(path) and await login.lead(scope, send):
+            if (
+                isinstance(error, InvalidKey)
+                and _is_page(path)
+                and await login.redirect_to_login(scope, send)
+            ):
                 return
             encode = self._envelopes.get(path, encode_error)
             await send_error(_with(send, extra), error, encode)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from servekit.errors import ModelNotFound, ModelUnavailable, meant
+from servekit.errors import ModelNotFound, ModelUnavailable, did_you_mean
 from servekit.gateway.routing.fair_queue import FairQueue
 from servekit.gateway.routing.load_balancer import Balancer
 from servekit.gateway.routing.request import InflightRequest
@@ -117,7 +117,12 @@ class ModelQueue:
         if residence is not None and residence.tier != "resident":
             manual = residence.tier == "stopped" and residence.load == "manual"
             return manual or residence.tier == "failed"
-        return not self._states & {*COMING, "ready"}
+        return not (self._coming or "ready" in self._states)
+
+    @property
+    def _coming(self) -> bool:
+        """Return whether a worker is being started, or will be once the old version has left."""
+        return self.status.changing or bool(self._states & {*COMING})
 
     @property
     def available(self) -> bool:
@@ -126,7 +131,7 @@ class ModelQueue:
         A model that only an operator loads counts as available while it is unloaded; /readyz thus
         ignores it. `readiness` has the table.
         """
-        return readiness.able(self.status, reached=self.ready)
+        return readiness.is_able(self.status, reached=self.ready)
 
     @property
     def _states(self) -> set[str]:
@@ -142,8 +147,7 @@ class ModelQueue:
         residence = self.status.residence
         if residence is not None and residence.tier != "resident" and not self.hopeless:
             return
-        states = self._states
-        if "ready" in states or (self.was_ready and states & {*COMING}):
+        if "ready" in self._states or (self.was_ready and self._coming):
             return  # the request waits for the connection or the replacement
         raise ModelUnavailable(self._why(), retry_after_s=5.0, param="model")
 
@@ -155,7 +159,7 @@ class ModelQueue:
         name = self.status.name
         if not self.hopeless:
             progress = "; ".join(sorted({describe(replica) for replica in self.status.replicas}))
-            return f"the model {name!r} is not ready yet: {progress}"
+            return f"the model {name!r} is not ready yet: {progress or 'it waits for memory'}"
         reasons = [replica.reason for replica in self.status.replicas if replica.reason]
         residence = self.status.residence
         if residence is not None and residence.tier == "stopped":
@@ -304,7 +308,7 @@ class ModelQueue:
     def _recovering(self) -> bool:
         """Return whether another replica, which will be empty, is on its way."""
         dialling = any(r.wanted and not r.routable for r in self.replicas.values())
-        return dialling or bool(self._states & {*COMING})
+        return dialling or self._coming
 
     # ---- waiting calls
 
@@ -373,7 +377,7 @@ def unknown(model: str, usable: Iterable[ModelStatus]) -> ModelNotFound:
     found = [*usable]
     aliases = sorted(alias for one in found for alias in one.aliases)
     known = [*sorted(one.name for one in found), *aliases]
-    served = f"{', '.join(known) or 'none yet'}{meant(model, known[:_MOST_COMPARED])}"
+    served = f"{', '.join(known) or 'none yet'}{did_you_mean(model, known[:_MOST_COMPARED])}"
     said = f"the model {model[:128]!r} is not served here; served are: {served}"
     return ModelNotFound(said, param="model")
 

@@ -40,7 +40,7 @@ from servekit.protocol.messages import (
     WorkerToGateway,
 )
 from servekit.protocol.transport.address import is_tcp
-from servekit.protocol.transport.connection import LOST_S, Connection, dial
+from servekit.protocol.transport.connection import LOST_S, Connection, dial_address
 from servekit.protocol.transport.tls import HUNG_UP, NotTrusted
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class WorkerConnection:
             if after_s:
                 await asyncio.sleep(after_s)
             try:
-                self._connection = await dial(
+                self._connection = await dial_address(
                     self.socket, self._factory, reach.identity, lost_s=reach.lost_s
                 )
             except OSError as error:

@@ -15,7 +15,7 @@ from servekit.protocol.messages import Dialect
 from servekit.protocol.tool_formats import ARGUMENTS, CALL, MARKS, NAME, THOUGHT
 
 
-def framed(tape: IncrementalScanner, dialect: Dialect, *, reasoning: bool) -> Script[None]:
+def read_framed(tape: IncrementalScanner, dialect: Dialect, *, reasoning: bool) -> Script[None]:
     """Read all parts. Reasoning that is not wanted becomes text between the dialect's tags."""
     calls = Calls(tape)
     tell: Callable[[str], None] = tape.say
@@ -25,7 +25,7 @@ def framed(tape: IncrementalScanner, dialect: Dialect, *, reasoning: bool) -> Sc
         tape.say(closing)
         tell, closing = tape.say, ""
         if mark == CALL:
-            yield from _begin(tape, calls)
+            yield from _read_start(tape, calls)
             tell = calls.argue
         elif mark == THOUGHT and reasoning:
             tell = partial(tape.say, kind=Reasoning)
@@ -35,7 +35,7 @@ def framed(tape: IncrementalScanner, dialect: Dialect, *, reasoning: bool) -> Sc
     tape.say(closing)
 
 
-def _begin(tape: IncrementalScanner, calls: Calls) -> Script[None]:
+def _read_start(tape: IncrementalScanner, calls: Calls) -> Script[None]:
     try:
         id, _ = yield from tape.until(NAME)
         name, _ = yield from tape.until(ARGUMENTS)

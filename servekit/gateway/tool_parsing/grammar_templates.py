@@ -10,14 +10,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from servekit.gateway.tool_parsing.lark import Lark, joined, one_of
+from servekit.gateway.tool_parsing.lark import Lark, join_parts, one_of
 from servekit.gateway.tool_parsing.pythonic import PYTHON_MARKERS
 from servekit.gateway.tool_parsing.tagged_calls import (
     GLM,
     INVOKE,
     QWEN,
     Tags,
-    kinds,
+    list_kinds,
     properties_of,
 )
 from servekit.gateway.tool_parsing.tool_definitions import Tool
@@ -81,17 +81,17 @@ Writer = Callable[[Syntax], tuple[str, str]]
 # ---------------------------------------------------------------- JSON
 
 
-def _hermes(syntax: Syntax) -> tuple[str, str]:
+def _write_hermes(syntax: Syntax) -> tuple[str, str]:
     lark, begin, end = syntax.lark, "<tool_call>", "</tool_call>"
     call = f"{lark.text(chr(10))} {syntax.in_json('arguments')} {lark.text(chr(10), end)}"
-    return begin, joined(call, lark.text("\n", begin), syntax.many)
+    return begin, join_parts(call, lark.text("\n", begin), syntax.many)
 
 
-def _template(syntax: Syntax) -> tuple[str, str]:
+def _write_template(syntax: Syntax) -> tuple[str, str]:
     lark, dialect = syntax.lark, syntax.dialect
     call = syntax.in_json("arguments")
-    listed = f"{lark.text('[')} {joined(call, lark.text(', '), syntax.many)} {lark.text(']')}"
-    rows = joined(call, lark.text("\n"), syntax.many)
+    listed = f"{lark.text('[')} {join_parts(call, lark.text(', '), syntax.many)} {lark.text(']')}"
+    rows = join_parts(call, lark.text("\n"), syntax.many)
     space = lark.space()
     inner = f"{space} {one_of([listed, rows])}"
     return dialect.tool_begin, (
@@ -99,38 +99,38 @@ def _template(syntax: Syntax) -> tuple[str, str]:
     )
 
 
-def _llama(syntax: Syntax) -> tuple[str, str]:
+def _write_llama(syntax: Syntax) -> tuple[str, str]:
     # the model was trained for one call per turn, and its template refuses more
     return "", syntax.in_json("parameters")
 
 
 def _bare_json(syntax: Syntax) -> tuple[str, str]:
-    return "", joined(syntax.in_json("arguments"), syntax.lark.text("\n"), syntax.many)
+    return "", join_parts(syntax.in_json("arguments"), syntax.lark.text("\n"), syntax.many)
 
 
-def _mistral(syntax: Syntax) -> tuple[str, str]:
+def _write_mistral(syntax: Syntax) -> tuple[str, str]:
     lark, begin = syntax.lark, "[TOOL_CALLS]"
     if "[ARGS]" in dict(syntax.dialect.tokens):
         call = syntax.around(["{}", "[ARGS]"], [])
-        return begin, joined(call, lark.text(begin), syntax.many)
-    calls = joined(syntax.in_json("arguments"), lark.text(", "), syntax.many)
+        return begin, join_parts(call, lark.text(begin), syntax.many)
+    calls = join_parts(syntax.in_json("arguments"), lark.text(", "), syntax.many)
     return begin, f"{lark.space()} {lark.text('[')} {calls} {lark.text(']')}"
 
 
 # ---------------------------------------------------------------- a name and JSON
 
 
-def _deepseek(syntax: Syntax) -> tuple[str, str]:
+def _write_deepseek(syntax: Syntax) -> tuple[str, str]:
     begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     lark = syntax.lark
     v3 = syntax.around([begin, "function", sep, "{}\n```json\n"], ["\n```", end])
     plain = syntax.around([begin, "{}", sep], [end])
     close = lark.text("<｜tool▁calls▁end｜>")
-    rows = f"{joined(v3, lark.text(chr(10)), syntax.many)} {close}"
+    rows = f"{join_parts(v3, lark.text(chr(10)), syntax.many)} {close}"
     return "<｜tool▁calls▁begin｜>", one_of([rows, f"{plain}{'+' if syntax.many else ''} {close}"])
 
 
-def _kimi(syntax: Syntax) -> tuple[str, str]:
+def _write_kimi(syntax: Syntax) -> tuple[str, str]:
     lark = syntax.lark
     number = lark.rule("/[0-9]{1,2}/")
 
@@ -143,13 +143,13 @@ def _kimi(syntax: Syntax) -> tuple[str, str]:
     return "<|tool_calls_section_begin|>", f"{calls} {lark.text('<|tool_calls_section_end|>')}"
 
 
-def _function(syntax: Syntax) -> tuple[str, str]:
+def _write_function(syntax: Syntax) -> tuple[str, str]:
     begin = "<function="
     call = syntax.around(["{}>"], ["</function>"])
-    return begin, joined(call, syntax.lark.text(begin), syntax.many)
+    return begin, join_parts(call, syntax.lark.text(begin), syntax.many)
 
 
-def _harmony(syntax: Syntax) -> tuple[str, str]:
+def _write_harmony(syntax: Syntax) -> tuple[str, str]:
     # a call ends the turn
     head = [" to=functions.{} ", "<|constrain|>", "json", "<|message|>"]
     return "<|channel|>", f"{syntax.lark.text('commentary')} {syntax.around(head, [])}"
@@ -158,7 +158,7 @@ def _harmony(syntax: Syntax) -> tuple[str, str]:
 # ---------------------------------------------------------------- tags
 
 
-def _tagged(tags: Tags) -> Writer:
+def _write_tagged(tags: Tags) -> Writer:
     def write_all(syntax: Syntax) -> tuple[str, str]:
         dialect, lark = syntax.dialect, syntax.lark
         begin = dialect.tool_begin or tags.outer_begin
@@ -166,10 +166,10 @@ def _tagged(tags: Tags) -> Writer:
         call = syntax.any_tool(lambda name, schema: _tagged_call(syntax, tags, name, schema))
         line = lark.text("\n")
         if tags is INVOKE:  # one pair of outer tags holds all calls
-            calls = joined(f"{line} {call}", "", syntax.many).replace("  ", " ")
+            calls = join_parts(f"{line} {call}", "", syntax.many).replace("  ", " ")
             return begin, f"{calls} {lark.text(chr(10), end)}"
         one = f"{line}? {call} {line}? {lark.text(end)}"
-        return begin, joined(one, f"{line}? {lark.text(begin)}", syntax.many)
+        return begin, join_parts(one, f"{line}? {lark.text(begin)}", syntax.many)
 
     return write_all
 
@@ -178,7 +178,7 @@ def _tagged_call(syntax: Syntax, tags: Tags, name: str, schema: Mapping[str, Any
     lark = syntax.lark
     line = lark.text("\n")
     head = lark.text(tags.name[0] + name + tags.name[1])
-    required = _required(schema)
+    required = _list_required(schema)
     arguments = []
     for key, value in properties_of(schema).items():
         part = f"{line}? {_tagged_argument(lark, tags, key, _with_defs(value, schema), schema)}"
@@ -197,7 +197,7 @@ def _tagged_argument(lark: Lark, tags: Tags, key: str, schema: Any, root: Mappin
         head = f"{lark.text(tags.key[0], key, tags.key[1])} {line}? {lark.text(tags.value[0])}"
     else:
         head = lark.text(tags.key[0] + key + tags.key[1])
-    kind = kinds(schema, root)
+    kind = list_kinds(schema, root)
     if kind == {"text"} and "enum" in schema:
         written = one_of([json.dumps(value, ensure_ascii=False) for value in schema["enum"]])
     elif "text" in kind:
@@ -207,7 +207,7 @@ def _tagged_argument(lark: Lark, tags: Tags, key: str, schema: Any, root: Mappin
     return f"{head} {line}? {written} {line}? {lark.text(tags.value[1])}"
 
 
-def _required(schema: Mapping[str, Any]) -> list[Any]:
+def _list_required(schema: Mapping[str, Any]) -> list[Any]:
     found = schema.get("required")
     return found if isinstance(found, list) else []
 
@@ -222,10 +222,10 @@ def _with_defs(schema: Any, root: Mapping[str, Any]) -> Any:
 # ---------------------------------------------------------------- Python
 
 
-def _pythonic(syntax: Syntax) -> tuple[str, str]:
+def _write_pythonic(syntax: Syntax) -> tuple[str, str]:
     lark, dialect = syntax.lark, syntax.dialect
     call = syntax.any_tool(lambda name, schema: _python_call(lark, name, schema))
-    calls = f"{lark.text('[')} {joined(call, lark.text(', '), syntax.many)} {lark.text(']')}"
+    calls = f"{lark.text('[')} {join_parts(call, lark.text(', '), syntax.many)} {lark.text(']')}"
     known = dict(dialect.tokens)
     own = [pair for pair in PYTHON_MARKERS.items() if pair[0] in known]
     begin, end = (
@@ -236,7 +236,7 @@ def _pythonic(syntax: Syntax) -> tuple[str, str]:
 
 def _python_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
     """Return the rule of f(a=1, b="x"), with the arguments in the order of the schema."""
-    required = _required(schema)
+    required = _list_required(schema)
     properties = list(properties_of(schema).items())
     parts = [f"{lark.text(f'{key}=')} {lark.json(_with_defs(v, schema))}" for key, v in properties]
     needed = [key in required for key, _ in properties]
@@ -253,17 +253,17 @@ def _python_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
 
 #: The writers by `Dialect.tools`.
 WRITERS: dict[str, Writer] = {
-    "hermes": _hermes,
-    "template": _template,
-    "llama3_json": _llama,
+    "hermes": _write_hermes,
+    "template": _write_template,
+    "llama3_json": _write_llama,
     "json": _bare_json,
-    "mistral": _mistral,
-    "deepseek": _deepseek,
-    "kimi_k2": _kimi,
-    "function": _function,
-    "harmony": _harmony,
-    "qwen3_coder": _tagged(QWEN),
-    "invoke": _tagged(INVOKE),
-    "glm": _tagged(GLM),
-    "pythonic": _pythonic,
+    "mistral": _write_mistral,
+    "deepseek": _write_deepseek,
+    "kimi_k2": _write_kimi,
+    "function": _write_function,
+    "harmony": _write_harmony,
+    "qwen3_coder": _write_tagged(QWEN),
+    "invoke": _write_tagged(INVOKE),
+    "glm": _write_tagged(GLM),
+    "pythonic": _write_pythonic,
 }

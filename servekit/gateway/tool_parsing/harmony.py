@@ -15,7 +15,7 @@ from functools import partial
 
 from servekit.gateway.tool_parsing.events import Reasoning
 from servekit.gateway.tool_parsing.incremental_scanner import IncrementalScanner, ParseError, Script
-from servekit.gateway.tool_parsing.tool_call_parser import Calls, rest
+from servekit.gateway.tool_parsing.tool_call_parser import Calls, read_rest
 
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
@@ -24,26 +24,26 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _HEADERS = ("<|channel|>", " to=", "<|start|>", "<|message|>")
 
 
-def harmony(tape: IncrementalScanner, *, tools: bool) -> Script[None]:
+def read_harmony(tape: IncrementalScanner, *, tools: bool) -> Script[None]:
     """Read messages up to the end. Anything else, and everything after it, is text."""
     calls = Calls(tape)
     while True:
         tape.mark()
         try:
-            header = yield from _header(tape)
+            header = yield from _read_header(tape)
         except ParseError:
             if tape.cut:  # within a header
                 return
             tape.rewind()
-            yield from rest(tape)
+            yield from read_rest(tape)
             return
         tape.release()
-        yield from _message(tape, calls, header, tools)
+        yield from _read_message(tape, calls, header, tools)
         if not (yield from tape.peek()):
             return
 
 
-def _header(tape: IncrementalScanner) -> Script[str]:
+def _read_header(tape: IncrementalScanner) -> Script[str]:
     yield from tape.expect(*_HEADERS)
     tape.rewind()
     tape.mark()
@@ -51,12 +51,12 @@ def _header(tape: IncrementalScanner) -> Script[str]:
     return header
 
 
-def _message(tape: IncrementalScanner, calls: Calls, header: str, tools: bool) -> Script[None]:
+def _read_message(tape: IncrementalScanner, calls: Calls, header: str, tools: bool) -> Script[None]:
     channel = _CHANNEL.search(header)
     recipient = _RECIPIENT.search(header)
     tell: Callable[[str], None] = tape.say
     if recipient is not None and tools:
-        yield from _call(tape, calls, recipient.group(1))
+        yield from _read_call(tape, calls, recipient.group(1))
     elif channel is not None and channel.group(1) == "analysis":
         tell = partial(tape.say, kind=Reasoning)
     found = yield from tape.find(_ENDS, tell, strip=recipient is not None)
@@ -65,7 +65,7 @@ def _message(tape: IncrementalScanner, calls: Calls, header: str, tools: bool) -
         yield from tape.expect(found)
 
 
-def _call(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
+def _read_call(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
     """Read arguments as far as they are JSON; the rest of the message is text."""
     calls.begin(name)
     following = yield from tape.skip_space()

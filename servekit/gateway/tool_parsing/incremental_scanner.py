@@ -210,7 +210,7 @@ class IncrementalScanner:
         """Return the number of characters at the end of the text that may begin a marker."""
         if self.ended and not self.cut:
             return 0
-        size = begun(self.text, start, markers)
+        size = count_begun(self.text, start, markers)
         return 0 if self.cut and size < LEAST_OF_MARKER else size
 
     def until(self, *markers: str) -> Script[tuple[str, str]]:
@@ -249,9 +249,9 @@ class IncrementalScanner:
             yield
 
 
-def begun(text: str, start: int, markers: Sequence[str]) -> int:
+def count_begun(text: str, start: int, markers: Sequence[str]) -> int:
     """Return the length of the longest end of `text[start:]` that is an incomplete marker."""
-    beginnings, longest = _beginnings(tuple(markers))
+    beginnings, longest = _list_prefixes(tuple(markers))
     for size in range(min(longest, len(text) - start), 0, -1):
         if text[-size:] in beginnings:
             return size
@@ -264,7 +264,7 @@ def _first_letters(markers: tuple[str, ...]) -> frozenset[str]:
 
 
 @lru_cache(maxsize=256)
-def _beginnings(markers: tuple[str, ...]) -> tuple[frozenset[str], int]:
+def _list_prefixes(markers: tuple[str, ...]) -> tuple[frozenset[str], int]:
     """Return all proper prefixes of markers, and the length of the longest."""
     found = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
     return found, max(map(len, found), default=0)

@@ -23,34 +23,34 @@ def json_calls(begin: str = "", end: str = "") -> Body:
     Without a marker before it, only an object with a name and arguments is a call; any other object
     is the answer.
     """
-    return partial(_read, begin=begin, end=end)
+    return partial(_read_calls, begin=begin, end=end)
 
 
-def _read(tape: IncrementalScanner, calls: Calls, *, begin: str, end: str) -> Script[None]:
+def _read_calls(tape: IncrementalScanner, calls: Calls, *, begin: str, end: str) -> Script[None]:
     marked = bool(begin and (yield from tape.take(begin)))
     yield from tape.skip_space()
     listed = yield from tape.take("[")
     while True:
         yield from tape.skip_space()
-        yield from _call(tape, calls, strict=not marked)
+        yield from _read_call(tape, calls, strict=not marked)
         tape.mark()
-        if not (yield from _another(tape)):
+        if not (yield from _has_another(tape)):
             break
     tape.rewind()
     if listed:
-        yield from close(tape, "]")
+        yield from read_close(tape, "]")
     if end and marked:
-        yield from close(tape, end)
+        yield from read_close(tape, end)
 
 
-def _another(tape: IncrementalScanner) -> Script[bool]:
+def _has_another(tape: IncrementalScanner) -> Script[bool]:
     """Return whether another object follows, after a comma, a semicolon or nothing."""
     yield from tape.skip_space()
     yield from tape.take(",", ";")
     return (yield from tape.skip_space()) == "{"
 
 
-def close(tape: IncrementalScanner, marker: str) -> Script[None]:
+def read_close(tape: IncrementalScanner, marker: str) -> Script[None]:
     """Consume a closing marker. Raises ParseError if anything else follows, and leaves that."""
     tape.mark()
     yield from tape.skip_space()
@@ -59,21 +59,21 @@ def close(tape: IncrementalScanner, marker: str) -> Script[None]:
     tape.release()
 
 
-def _call(tape: IncrementalScanner, calls: Calls, *, strict: bool) -> Script[None]:
+def _read_call(tape: IncrementalScanner, calls: Calls, *, strict: bool) -> Script[None]:
     """Read one object, with members in any order; arguments that precede the name are held back."""
     name, waiting, known = "", "", calls.count
     yield from tape.expect("{")
-    while (key := (yield from _key(tape))) is not None:
+    while (key := (yield from _read_key(tape))) is not None:
         if key in _NAMES and not name:
-            name = yield from _string(tape)
+            name = yield from _read_string(tape)
             calls.name(name)
         elif key not in _ARGUMENTS or waiting or calls.count > known:
             calls.doubtful |= strict and calls.count == known
-            yield from _collect(tape)
+            yield from _collect_value(tape)
         elif name:
-            yield from _arguments(tape, calls, name)
+            yield from _read_arguments(tape, calls, name)
         else:
-            waiting = yield from _collect(tape)
+            waiting = yield from _collect_value(tape)
         tape.hold()
     if calls.count == known:
         if strict and not waiting:
@@ -83,26 +83,26 @@ def _call(tape: IncrementalScanner, calls: Calls, *, strict: bool) -> Script[Non
         calls.argue(written)
 
 
-def _key(tape: IncrementalScanner) -> Script[str | None]:
+def _read_key(tape: IncrementalScanner) -> Script[str | None]:
     """Return the next member's key, with its colon consumed; None at the end of the object."""
     yield from tape.skip_space()
     yield from tape.take(",")
     yield from tape.skip_space()
     if (yield from tape.take("}")):
         return None
-    key = yield from _string(tape)
+    key = yield from _read_string(tape)
     yield from tape.skip_space()
     yield from tape.expect(":")
     return key
 
 
-def _arguments(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
+def _read_arguments(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
     """Read the arguments after their name: an object is passed on as it arrives."""
     if (yield from tape.skip_space()) == "{":
         calls.begin(name)
         yield from tape.json(calls.argue)
         return
-    written = _as_object((yield from _collect(tape)))
+    written = _as_object((yield from _collect_value(tape)))
     calls.begin(name)
     calls.argue(written)
 
@@ -110,7 +110,7 @@ def _arguments(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None
 def _as_object(written: str) -> str:
     """Return arguments as an object: some models quote the object, or write null."""
     if written.startswith('"'):
-        written = _unquoted(written).strip() or "{}"
+        written = _unquote_json(written).strip() or "{}"
     if written == "null":
         return "{}"
     if not (written.startswith("{") and is_json(written) and is_encodable(written)):
@@ -118,23 +118,23 @@ def _as_object(written: str) -> str:
     return written
 
 
-def _unquoted(written: str) -> str:
+def _unquote_json(written: str) -> str:
     try:
         return str(json.loads(written, strict=False))
     except ValueError:  # an invalid escape
         raise ParseError from None
 
 
-def _string(tape: IncrementalScanner) -> Script[str]:
+def _read_string(tape: IncrementalScanner) -> Script[str]:
     if (yield from tape.skip_space()) != '"':
         raise ParseError
-    text = _unquoted((yield from _collect(tape)))
+    text = _unquote_json((yield from _collect_value(tape)))
     if not is_encodable(text):
         raise ParseError
     return text
 
 
-def _collect(tape: IncrementalScanner) -> Script[str]:
+def _collect_value(tape: IncrementalScanner) -> Script[str]:
     """Return the source of one complete JSON value."""
     pieces: list[str] = []
 

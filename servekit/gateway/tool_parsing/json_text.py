@@ -44,7 +44,7 @@ class JsonReader:
         return self._begin(text, at, "]")
 
     def _begin(self, text: str, at: int, close: str) -> int:
-        at = _skip(text, at)
+        at = _skip_space(text, at)
         if at == len(text):
             return at
         first = text[at]
@@ -66,7 +66,7 @@ class JsonReader:
         return at + 1
 
     def _first_key(self, text: str, at: int) -> int:
-        at = _skip(text, at)
+        at = _skip_space(text, at)
         if at < len(text) and text[at] == "}":
             return self._close(at)
         return self._key(text, at)
@@ -79,7 +79,7 @@ class JsonReader:
         return self._sign(text, at, ":", JsonReader._value)
 
     def _sign(self, text: str, at: int, sign: str, state: _State) -> int:
-        at = _skip(text, at)
+        at = _skip_space(text, at)
         if at == len(text):
             return at
         if text[at] != sign:
@@ -88,7 +88,7 @@ class JsonReader:
         return at + 1
 
     def _string(self, text: str, at: int) -> int:
-        at = _end(_IN_STRING, text, at)
+        at = _find_end(_IN_STRING, text, at)
         if at == len(text):
             return at
         if text[at] == "\\":
@@ -104,7 +104,7 @@ class JsonReader:
         return at + 1
 
     def _in_word(self, text: str, at: int) -> int:
-        stop = _end(_IN_WORD, text, at)
+        stop = _find_end(_IN_WORD, text, at)
         self._word += text[at:stop]
         if stop < len(text):
             if _WORD.fullmatch(self._word) is None:
@@ -113,7 +113,7 @@ class JsonReader:
         return stop
 
     def _after(self, text: str, at: int) -> int:
-        at = _skip(text, at)
+        at = _skip_space(text, at)
         if at == len(text):
             return at
         if text[at] == self._open[-1]:
@@ -150,13 +150,13 @@ def is_json(text: str) -> bool:
 def is_strict_json(text: str) -> bool:
     """Return whether a strict parser accepts `text` as JSON."""
     try:
-        json.loads(text, parse_constant=_refuse)
+        json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def _refuse(constant: str) -> None:
+def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
@@ -178,11 +178,11 @@ def is_encodable(text: str) -> bool:
     return True
 
 
-def _skip(text: str, at: int) -> int:
-    return _end(_SPACE, text, at)
+def _skip_space(text: str, at: int) -> int:
+    return _find_end(_SPACE, text, at)
 
 
-def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
+def _find_end(pattern: re.Pattern[str], text: str, at: int) -> int:
     """Return the end of a pattern's match at `at`; the pattern may match nothing."""
     found = pattern.match(text, at)
     return at if found is None else found.end()

@@ -59,7 +59,7 @@ class Lark:
         """Return the expression for any text up to and including the first `marker`."""
         if marker in self._tokens:
             return f"{self.rule('/(?s:.*)/')} {self._part(marker)}"
-        return self.rule(f"/(?s:.*){_literal(marker)}/", "[lazy]")
+        return self.rule(f"/(?s:.*){_quote_literal(marker)}/", "[lazy]")
 
     def json(self, schema: Any, space: str = _ARGUMENTS_SPACE) -> str:
         """Return the rule for a value that fits a JSON schema; `space` may separate its parts."""
@@ -72,7 +72,7 @@ class Lark:
         return f"{self.rule(_SPACE)}?"
 
 
-def joined(part: str, between: str, many: bool) -> str:
+def join_parts(part: str, between: str, many: bool) -> str:
     """Return the expression for `part`, or with `many` for several with `between` as separator."""
     return f"{part} ({between} {part})*" if many else part
 
@@ -81,12 +81,12 @@ def one_of(parts: Sequence[str]) -> str:
     return f"({' | '.join(parts)})" if len(parts) != 1 else parts[0]
 
 
-def _literal(text: str) -> str:
+def _quote_literal(text: str) -> str:
     """Return a text as a regular expression between slashes."""
     return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
 
 
-def thoughts(lark: Lark, dialect: Dialect, begun: bool) -> str:
+def write_thoughts(lark: Lark, dialect: Dialect, begun: bool) -> str:
     """Return the expression for reasoning, optional unless the prompt has begun it."""
     if not dialect.think_end:
         return ""
@@ -105,7 +105,7 @@ def after_thoughts(dialect: Dialect, grammar: Grammar, begun: bool) -> Grammar:
     if dialect.tools == "harmony":
         before = harmony_thoughts(lark) + " " + lark.text("<|channel|>", "final", "<|message|>")
     else:
-        before = thoughts(lark, dialect, begun)
+        before = write_thoughts(lark, dialect, begun)
     if not before:
         return grammar
     match grammar.kind:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from servekit.gateway.tool_parsing.incremental_scanner import IncrementalScanner, ParseError, Script
-from servekit.gateway.tool_parsing.json_calls import close, json_calls
+from servekit.gateway.tool_parsing.json_calls import json_calls, read_close
 from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
 
 #: A name in Kimi's form: functions.get_weather:0
@@ -46,41 +46,41 @@ _FUNCTION = Named("<function=", ">", "</function>")
 _MISTRAL = "[TOOL_CALLS]"
 
 
-def deepseek() -> Family:
-    return _family(_DEEPSEEK)
+def make_deepseek() -> Family:
+    return _make_family(_DEEPSEEK)
 
 
-def kimi() -> Family:
-    return _family(_KIMI)
+def make_kimi() -> Family:
+    return _make_family(_KIMI)
 
 
-def function() -> Family:
-    return _family(_FUNCTION)
+def make_function() -> Family:
+    return _make_family(_FUNCTION)
 
 
-def mistral() -> Family:
-    return Family((_MISTRAL,), _mistral, short_ids=True)
+def make_mistral() -> Family:
+    return Family((_MISTRAL,), _read_mistral, short_ids=True)
 
 
-def _family(named: Named) -> Family:
+def _make_family(named: Named) -> Family:
     # models forget the outer marker; the inner one suffices
     openings = tuple(marker for marker in (named.outer_begin, named.begin) if marker)
-    return Family(openings, partial(_read, named=named))
+    return Family(openings, partial(_read_calls, named=named))
 
 
-def _read(tape: IncrementalScanner, calls: Calls, *, named: Named) -> Script[None]:
+def _read_calls(tape: IncrementalScanner, calls: Calls, *, named: Named) -> Script[None]:
     outer = bool(named.outer_begin and (yield from tape.take(named.outer_begin)))
     while True:
         yield from tape.skip_space()
         yield from tape.expect(named.begin)
-        yield from _call(tape, calls, named)
-        if not (yield from _comes(tape, named.begin)):
+        yield from _read_call(tape, calls, named)
+        if not (yield from _marker_follows(tape, named.begin)):
             break
     if outer:
-        yield from close(tape, named.outer_end)
+        yield from read_close(tape, named.outer_end)
 
 
-def _comes(tape: IncrementalScanner, marker: str) -> Script[bool]:
+def _marker_follows(tape: IncrementalScanner, marker: str) -> Script[bool]:
     """Return whether a marker follows after white space; set a mark, and consume nothing."""
     tape.mark()
     yield from tape.skip_space()
@@ -90,7 +90,7 @@ def _comes(tape: IncrementalScanner, marker: str) -> Script[bool]:
     return bool(found)
 
 
-def _call(tape: IncrementalScanner, calls: Calls, named: Named) -> Script[None]:
+def _read_call(tape: IncrementalScanner, calls: Calls, named: Named) -> Script[None]:
     name = yield from tape.name()
     yield from tape.expect(named.between)
     fenced = named is _DEEPSEEK and name == "function"
@@ -99,13 +99,13 @@ def _call(tape: IncrementalScanner, calls: Calls, named: Named) -> Script[None]:
         yield from tape.take("```json")
     elif named is _KIMI and (found := _KIMI_NAME.fullmatch(name)):
         name = found.group(1)
-    yield from _arguments(tape, calls, name)
+    yield from _read_arguments(tape, calls, name)
     if fenced:
-        yield from close(tape, "```")
-    yield from close(tape, named.end)
+        yield from read_close(tape, "```")
+    yield from read_close(tape, named.end)
 
 
-def _arguments(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
+def _read_arguments(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
     calls.name(name)
     if (yield from tape.skip_space()) != "{":
         raise ParseError
@@ -116,9 +116,9 @@ def _arguments(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None
 # ---------------------------------------------------------------- Mistral
 
 
-def _mistral(tape: IncrementalScanner, calls: Calls) -> Script[None]:
+def _read_mistral(tape: IncrementalScanner, calls: Calls) -> Script[None]:
     """Read [TOOL_CALLS][{…}, …], or [TOOL_CALLS]name[ARGS]{…} for each, optionally a [CALL_ID]."""
-    if (yield from _behind(tape, _MISTRAL)) in ("[", "{"):
+    if (yield from _peek_behind(tape, _MISTRAL)) in ("[", "{"):
         yield from json_calls(_MISTRAL)(tape, calls)
         return
     while True:
@@ -128,12 +128,12 @@ def _mistral(tape: IncrementalScanner, calls: Calls) -> Script[None]:
         if (yield from tape.take("[CALL_ID]")):
             yield from tape.name()
         yield from tape.take("[ARGS]")
-        yield from _arguments(tape, calls, name)
-        if not (yield from _comes(tape, _MISTRAL)):
+        yield from _read_arguments(tape, calls, name)
+        if not (yield from _marker_follows(tape, _MISTRAL)):
             return
 
 
-def _behind(tape: IncrementalScanner, marker: str) -> Script[str]:
+def _peek_behind(tape: IncrementalScanner, marker: str) -> Script[str]:
     """Return the first character after a marker, and stay before the marker."""
     space = len(tape.marked())
     yield from tape.expect(marker)

@@ -13,7 +13,7 @@ from servekit.gateway.tool_parsing.incremental_scanner import (
     ParseError,
     Script,
 )
-from servekit.gateway.tool_parsing.json_calls import close
+from servekit.gateway.tool_parsing.json_calls import read_close
 from servekit.gateway.tool_parsing.json_text import is_strict_json, written_as_json
 from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
 
@@ -24,32 +24,32 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _NO_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 
 
-def pythonic(begin: str, end: str) -> Family:
+def make_pythonic(begin: str, end: str) -> Family:
     """Return the family of bare lists at the start of the text, and of lists between markers.
 
     The markers are the known ones and the template's own.
     """
     markers = PYTHON_MARKERS | ({begin: end} if begin else {})
-    return Family(tuple(markers), partial(_read, markers=markers), bare="[")
+    return Family(tuple(markers), partial(_read_calls, markers=markers), bare="[")
 
 
-def _read(tape: IncrementalScanner, calls: Calls, *, markers: dict[str, str]) -> Script[None]:
+def _read_calls(tape: IncrementalScanner, calls: Calls, *, markers: dict[str, str]) -> Script[None]:
     marker = yield from tape.take(*markers)
     yield from tape.skip_space()
     yield from tape.expect("[")
     while True:
-        yield from _call(tape, calls)
+        yield from _read_call(tape, calls)
         tape.mark()
         yield from tape.skip_space()
         if not (yield from tape.take(",")):
             break
     tape.rewind()
-    yield from close(tape, "]")
+    yield from read_close(tape, "]")
     if marker and markers[marker]:
-        yield from close(tape, markers[marker])
+        yield from read_close(tape, markers[marker])
 
 
-def _call(tape: IncrementalScanner, calls: Calls) -> Script[None]:
+def _read_call(tape: IncrementalScanner, calls: Calls) -> Script[None]:
     name = yield from tape.name()
     yield from tape.expect("(")
     yield from tape.skip_space()
@@ -58,7 +58,7 @@ def _call(tape: IncrementalScanner, calls: Calls) -> Script[None]:
     while not (yield from tape.take(")")):
         key = yield from tape.name()
         yield from tape.expect("=")
-        value = _as_json((yield from _literal(tape)))
+        value = _as_json((yield from _read_literal(tape)))
         if before == "{":
             calls.begin(name)
         calls.argue(f"{before}{json.dumps(key)}: {value}")
@@ -71,7 +71,7 @@ def _call(tape: IncrementalScanner, calls: Calls) -> Script[None]:
     calls.argue("}")
 
 
-def _literal(tape: IncrementalScanner) -> Script[str]:
+def _read_literal(tape: IncrementalScanner) -> Script[str]:
     """Return the source of a value, up to the comma or parenthesis after it."""
     source: list[str] = []
     closing, quote, escaped = [")"], "", False

@@ -8,7 +8,7 @@ from servekit.gateway.tool_parsing.events import Reasoning
 from servekit.gateway.tool_parsing.incremental_scanner import MAX_SPACE, IncrementalScanner, Script
 
 
-def thoughts(tape: IncrementalScanner, begin: str, end: str, at_once: bool) -> Script[None]:
+def read_thoughts(tape: IncrementalScanner, begin: str, end: str, at_once: bool) -> Script[None]:
     """Consume the reasoning at the start of the text, if any; a later marker is only text.
 
     White space inside and after the markers belongs to the markers. Reasoning without an end marker

@@ -7,26 +7,26 @@ from typing import Any
 
 from servekit.gateway.tool_parsing import named_calls
 from servekit.gateway.tool_parsing.events import Parser
-from servekit.gateway.tool_parsing.framed import framed
-from servekit.gateway.tool_parsing.harmony import harmony
+from servekit.gateway.tool_parsing.framed import read_framed
+from servekit.gateway.tool_parsing.harmony import read_harmony
 from servekit.gateway.tool_parsing.incremental_scanner import (
     GeneratorParser,
     IncrementalScanner,
     Script,
 )
 from servekit.gateway.tool_parsing.json_calls import json_calls
-from servekit.gateway.tool_parsing.pythonic import pythonic
-from servekit.gateway.tool_parsing.reasoning import thoughts
+from servekit.gateway.tool_parsing.pythonic import make_pythonic
+from servekit.gateway.tool_parsing.reasoning import read_thoughts
 from servekit.gateway.tool_parsing.tagged_calls import (
     GLM,
     INVOKE,
     QWEN,
     Tags,
     TextArguments,
-    tagged,
+    make_tagged,
     text_arguments,
 )
-from servekit.gateway.tool_parsing.tool_call_parser import Family, calls_in_text, rest
+from servekit.gateway.tool_parsing.tool_call_parser import Family, calls_in_text, read_rest
 from servekit.protocol.messages import Dialect
 from servekit.protocol.tool_formats import FRAMED
 
@@ -34,11 +34,11 @@ Tools = Sequence[Mapping[str, Any]]
 Make = Callable[[Dialect, TextArguments], Family]
 
 
-def _json(begin: str, end: str) -> Make:
+def _make_json(begin: str, end: str) -> Make:
     return lambda dialect, texts: Family((begin,), json_calls(begin, end))
 
 
-def _llama(dialect: Dialect, texts: TextArguments) -> Family:
+def _make_llama(dialect: Dialect, texts: TextArguments) -> Family:
     return Family(("<|python_tag|>",), json_calls("<|python_tag|>"), bare="{")
 
 
@@ -46,29 +46,29 @@ def _bare_json(dialect: Dialect, texts: TextArguments) -> Family:
     return Family((), json_calls(), bare="{")
 
 
-def _template(dialect: Dialect, texts: TextArguments) -> Family:
+def _make_template(dialect: Dialect, texts: TextArguments) -> Family:
     begin, end = dialect.tool_begin, dialect.tool_end
     return Family((begin,), json_calls(begin, end))
 
 
-def _tagged(tags: Tags) -> Make:
-    return lambda dialect, texts: tagged(tags, dialect.tool_begin, dialect.tool_end, texts)
+def _make_tagged(tags: Tags) -> Make:
+    return lambda dialect, texts: make_tagged(tags, dialect.tool_begin, dialect.tool_end, texts)
 
 
 #: The families by `Dialect.tools`, without "harmony" (all of whose messages are marked) and FRAMED.
 FAMILIES: dict[str, Make] = {
-    "hermes": _json("<tool_call>", "</tool_call>"),
-    "qwen3_coder": _tagged(QWEN),
-    "llama3_json": _llama,
-    "pythonic": lambda dialect, texts: pythonic(dialect.tool_begin, dialect.tool_end),
-    "mistral": lambda dialect, texts: named_calls.mistral(),
-    "deepseek": lambda dialect, texts: named_calls.deepseek(),
-    "kimi_k2": lambda dialect, texts: named_calls.kimi(),
-    "glm": _tagged(GLM),
-    "invoke": _tagged(INVOKE),
-    "function": lambda dialect, texts: named_calls.function(),
+    "hermes": _make_json("<tool_call>", "</tool_call>"),
+    "qwen3_coder": _make_tagged(QWEN),
+    "llama3_json": _make_llama,
+    "pythonic": lambda dialect, texts: make_pythonic(dialect.tool_begin, dialect.tool_end),
+    "mistral": lambda dialect, texts: named_calls.make_mistral(),
+    "deepseek": lambda dialect, texts: named_calls.make_deepseek(),
+    "kimi_k2": lambda dialect, texts: named_calls.make_kimi(),
+    "glm": _make_tagged(GLM),
+    "invoke": _make_tagged(INVOKE),
+    "function": lambda dialect, texts: named_calls.make_function(),
     "json": _bare_json,
-    "template": _template,
+    "template": _make_template,
 }
 
 
@@ -87,15 +87,15 @@ def parser(
     reasoning; None leaves that to the dialect (see `begins_thinking`).
     """
     if dialect.tools == "harmony":
-        return GeneratorParser(lambda tape: harmony(tape, tools=bool(tools)))
+        return GeneratorParser(lambda tape: read_harmony(tape, tools=bool(tools)))
     if dialect.tools == FRAMED:
-        return GeneratorParser(lambda tape: framed(tape, dialect, reasoning=reasoning))
+        return GeneratorParser(lambda tape: read_framed(tape, dialect, reasoning=reasoning))
     make = FAMILIES.get(dialect.tools) if tools else None
     texts = {} if isinstance(tools, bool) else text_arguments(tools)
     family = make(dialect, texts) if make is not None else None
     at_once = dialect.thinks_at_once if thinking is None else thinking
     thinks = dialect if reasoning and dialect.think_end else None
-    return GeneratorParser(lambda tape: _answer(tape, family, thinks, at_once))
+    return GeneratorParser(lambda tape: _read_answer(tape, family, thinks, at_once))
 
 
 def begins_thinking(dialect: Dialect, template: Mapping[str, Any], continues: bool) -> bool:
@@ -112,12 +112,12 @@ def begins_thinking(dialect: Dialect, template: Mapping[str, Any], continues: bo
     return dialect.thinks_at_once
 
 
-def _answer(
+def _read_answer(
     tape: IncrementalScanner, family: Family | None, thinks: Dialect | None, at_once: bool
 ) -> Script[None]:
     if thinks is not None:
-        yield from thoughts(tape, thinks.think_begin, thinks.think_end, at_once)
+        yield from read_thoughts(tape, thinks.think_begin, thinks.think_end, at_once)
     if family is None:
-        yield from rest(tape)
+        yield from read_rest(tape)
     else:
         yield from calls_in_text(tape, family)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from servekit.gateway.tool_parsing.incremental_scanner import IncrementalScanner, ParseError, Script
-from servekit.gateway.tool_parsing.json_calls import close
+from servekit.gateway.tool_parsing.json_calls import read_close
 from servekit.gateway.tool_parsing.json_text import is_json
 from servekit.gateway.tool_parsing.tool_call_parser import Calls, Family
 
@@ -61,12 +61,12 @@ GLM = Tags(
 )
 
 
-def tagged(tags: Tags, begin: str, end: str, texts: TextArguments) -> Family:
+def make_tagged(tags: Tags, begin: str, end: str, texts: TextArguments) -> Family:
     """Return the family of `tags`, with the template's outer markers if it has any."""
     if begin:
         tags = tags._replace(outer_begin=begin, outer_end=end)
     openings = (tags.outer_begin, tags.name[0]) if tags.name[0] else (tags.outer_begin,)
-    return Family(openings, partial(_read, tags=tags, texts=texts))
+    return Family(openings, partial(_read_calls, tags=tags, texts=texts))
 
 
 def text_arguments(tools: Sequence[Mapping[str, Any]]) -> TextArguments:
@@ -77,7 +77,7 @@ def text_arguments(tools: Sequence[Mapping[str, Any]]) -> TextArguments:
         root = function.get("parameters") or {}
         properties = properties_of(root)
         found[function.get("name", "")] = frozenset(
-            key for key, schema in properties.items() if kinds(schema, root) == {"text"}
+            key for key, schema in properties.items() if list_kinds(schema, root) == {"text"}
         )
     return found
 
@@ -88,7 +88,7 @@ def properties_of(schema: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+def list_kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     """Return the kinds of values that a schema allows: "text", "other" or both.
 
     `root` is the schema that contains `schema`, for references.
@@ -103,14 +103,14 @@ def kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
         named = stated if isinstance(stated, list) else [stated]
         return {"text" if kind == "string" else "other" for kind in named}
     if "$ref" in schema:
-        return kinds(_referred(schema["$ref"], root), root, depth + 1)
+        return list_kinds(_find_reference(schema["$ref"], root), root, depth + 1)
     for several in ("anyOf", "oneOf"):
         if isinstance(schema.get(several), list) and schema[several]:
-            return set().union(*(kinds(one, root, depth + 1) for one in schema[several]))
+            return set().union(*(list_kinds(one, root, depth + 1) for one in schema[several]))
     return {"text", "other"}
 
 
-def _referred(reference: Any, root: Any) -> Any:
+def _find_reference(reference: Any, root: Any) -> Any:
     """Return the target of a reference within the schema; None for other references."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
@@ -121,13 +121,13 @@ def _referred(reference: Any, root: Any) -> Any:
     return root
 
 
-def _read(
+def _read_calls(
     tape: IncrementalScanner, calls: Calls, *, tags: Tags, texts: TextArguments
 ) -> Script[None]:
     outer = yield from tape.take(tags.outer_begin)  # Qwen models forget it; the name's tag suffices
     while True:
         yield from tape.skip_space()
-        yield from _call(tape, calls, tags, texts)
+        yield from _read_call(tape, calls, tags, texts)
         tape.mark()
         yield from tape.skip_space()
         another = bool(tags.end) and (yield from tape.take(tags.name[0]))
@@ -136,10 +136,12 @@ def _read(
             break
         tape.mark()
     if outer:
-        yield from close(tape, tags.outer_end)
+        yield from read_close(tape, tags.outer_end)
 
 
-def _call(tape: IncrementalScanner, calls: Calls, tags: Tags, texts: TextArguments) -> Script[None]:
+def _read_call(
+    tape: IncrementalScanner, calls: Calls, tags: Tags, texts: TextArguments
+) -> Script[None]:
     if tags.name[0]:
         yield from tape.expect(tags.name[0])
     name = yield from tape.name()
@@ -154,7 +156,7 @@ def _call(tape: IncrementalScanner, calls: Calls, tags: Tags, texts: TextArgumen
     while tag != calls_end:
         key, _ = yield from tape.until(tags.key[1])
         calls.argue(f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: ")
-        yield from _value(tape, calls, tags, key.strip() in texts.get(name, ()))
+        yield from _read_value(tape, calls, tags, key.strip() in texts.get(name, ()))
         before = ", "
         yield from tape.skip_space()
         tag = yield from tape.expect(tags.key[0], calls_end)
@@ -163,7 +165,7 @@ def _call(tape: IncrementalScanner, calls: Calls, tags: Tags, texts: TextArgumen
         tape.at -= len(calls_end)  # the outer script consumes it
 
 
-def _value(tape: IncrementalScanner, calls: Calls, tags: Tags, is_text: bool) -> Script[None]:
+def _read_value(tape: IncrementalScanner, calls: Calls, tags: Tags, is_text: bool) -> Script[None]:
     if tags.value[0]:
         yield from tape.skip_space()
         yield from tape.expect(tags.value[0])
@@ -174,7 +176,7 @@ def _value(tape: IncrementalScanner, calls: Calls, tags: Tags, is_text: bool) ->
         calls.argue(_as_json(written))
         return
     calls.argue('"')
-    found = yield from tape.find(ends, lambda text: calls.argue(_escaped(text)), strip=False)
+    found = yield from tape.find(ends, lambda text: calls.argue(_escape_json(text)), strip=False)
     if not found:
         raise ParseError
     tape.at += len(found)
@@ -190,5 +192,5 @@ def _as_json(written: str) -> str:
     return json.dumps(written, ensure_ascii=False)
 
 
-def _escaped(text: str) -> str:
+def _escape_json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]

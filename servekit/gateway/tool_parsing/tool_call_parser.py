@@ -87,18 +87,18 @@ def calls_in_text(tape: IncrementalScanner, family: Family) -> Script[None]:
     """
     calls = Calls(tape, short_ids=family.short_ids)
     if family.bare:
-        yield from _bare(tape, calls, family)
+        yield from _read_bare(tape, calls, family)
     while family.openings:
         opening = yield from tape.find(family.openings, tape.say)
         if not opening:
             return
         tape.mark()
         yield from tape.skip_space(MAX_SPACE)
-        yield from _attempt(tape, calls, family.body, tape.marked() + opening)
-    yield from rest(tape)
+        yield from _try_calls(tape, calls, family.body, tape.marked() + opening)
+    yield from read_rest(tape)
 
 
-def rest(tape: IncrementalScanner) -> Script[None]:
+def read_rest(tape: IncrementalScanner) -> Script[None]:
     """Read plain text up to the end."""
     while True:
         tape.say(tape.text[tape.at :])
@@ -108,15 +108,15 @@ def rest(tape: IncrementalScanner) -> Script[None]:
         yield
 
 
-def _bare(tape: IncrementalScanner, calls: Calls, family: Family) -> Script[None]:
+def _read_bare(tape: IncrementalScanner, calls: Calls, family: Family) -> Script[None]:
     tape.mark()
     if (yield from tape.skip_space(MAX_SPACE)) == family.bare:
-        yield from _attempt(tape, calls, family.body, tape.marked() + family.bare)
+        yield from _try_calls(tape, calls, family.body, tape.marked() + family.bare)
     else:
         tape.rewind()
 
 
-def _attempt(tape: IncrementalScanner, calls: Calls, body: Body, opening: str) -> Script[None]:
+def _try_calls(tape: IncrementalScanner, calls: Calls, body: Body, opening: str) -> Script[None]:
     """Read calls from their opening on; malformed ones become text."""
     known = calls.count
     calls.named, calls.doubtful = "", False
@@ -135,10 +135,10 @@ def _attempt(tape: IncrementalScanner, calls: Calls, body: Body, opening: str) -
             tape.at += len(opening)
     tape.release()
     if calls.count > known:
-        yield from _after(tape)
+        yield from _skip_space(tape)
 
 
-def _after(tape: IncrementalScanner) -> Script[None]:
+def _skip_space(tape: IncrementalScanner) -> Script[None]:
     """Skip white space that ends the text after a call."""
     tape.mark()
     if not (yield from tape.skip_space(MAX_SPACE)):

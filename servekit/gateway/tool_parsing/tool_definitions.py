@@ -84,10 +84,12 @@ def choose(tools: Sequence[Tool], tool_choice: Any) -> Choice:
     match tool_choice.get("type"):
         case "function":
             named = tool_choice.get("function", tool_choice)
-            return Choice("required", (_find(tools, named, "tool_choice.function.name"),), True)
+            return Choice(
+                "required", (_find_tool(tools, named, "tool_choice.function.name"),), True
+            )
         case "allowed_tools":
             inner = tool_choice.get("allowed_tools", tool_choice)
-            return _allowed(tools, inner)
+            return _list_allowed(tools, inner)
     raise _no_choice()
 
 
@@ -95,7 +97,7 @@ def choice_by_word(tools: Sequence[Tool], word: str) -> Choice:
     """Return the choice for one word: "none", "auto", "required", or the name of a tool."""
     if word in ("none", "auto", "required"):
         return _by_mode(word, tuple(tools), "tool_choice")
-    return Choice("required", (_find(tools, {"name": word}, "tool_choice"),), True)
+    return Choice("required", (_find_tool(tools, {"name": word}, "tool_choice"),), True)
 
 
 def _by_mode(mode: str, tools: tuple[Tool, ...], param: str) -> Choice:
@@ -110,7 +112,7 @@ def _by_mode(mode: str, tools: tuple[Tool, ...], param: str) -> Choice:
     return Choice("required", tools)
 
 
-def _allowed(tools: Sequence[Tool], inner: Any) -> Choice:
+def _list_allowed(tools: Sequence[Tool], inner: Any) -> Choice:
     where = "tool_choice.allowed_tools"
     listed = inner.get("tools") if isinstance(inner, dict) else None
     if not isinstance(listed, list) or not listed:
@@ -118,7 +120,7 @@ def _allowed(tools: Sequence[Tool], inner: Any) -> Choice:
     found = {}
     for at, entry in enumerate(listed):
         named = entry.get("function", entry) if isinstance(entry, dict) else None
-        tool = _find(tools, named, f"{where}.tools[{at}].function.name")
+        tool = _find_tool(tools, named, f"{where}.tools[{at}].function.name")
         found[tool["function"]["name"]] = tool
     mode = inner.get("mode", "auto")
     if mode not in ("auto", "required"):
@@ -126,7 +128,7 @@ def _allowed(tools: Sequence[Tool], inner: Any) -> Choice:
     return _by_mode(mode, tuple(found.values()), where)
 
 
-def _find(tools: Sequence[Tool], named: Any, param: str) -> Tool:
+def _find_tool(tools: Sequence[Tool], named: Any, param: str) -> Tool:
     name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(name, str):
         raise RequestError(f"{param} is required", param=param)

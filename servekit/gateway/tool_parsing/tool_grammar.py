@@ -17,7 +17,7 @@ from servekit.gateway.tool_parsing.lark import (
     Lark,
     harmony_thoughts,
     one_of,
-    thoughts,
+    write_thoughts,
 )
 from servekit.gateway.tool_parsing.tool_definitions import Choice, Tool
 from servekit.protocol.messages import Dialect, Grammar
@@ -54,23 +54,23 @@ def tool_grammar(
     if answer is not None and _BARE.get(dialect.tools) == "{":
         arguments = "arguments" if dialect.tools == "json" else "parameters"
         schema = _call_or_answer(choice.tools, json.loads(answer.text), arguments)
-        whole = f"{thoughts(lark, dialect, begun)} {lark.json(schema, JSON_SPACE)}"
+        whole = f"{write_thoughts(lark, dialect, begun)} {lark.json(schema, JSON_SPACE)}"
         return lark.grammar(whole, param="tools")
     by_schema = required or answer is not None
     opening, calls = WRITERS[dialect.tools](Syntax(lark, dialect, choice.tools, many, by_schema))
     written = f"{lark.text(opening)} {calls}"
     if dialect.tools == "harmony":
-        told = lark.rule(_TEXT) if answer is None else _told(lark, answer)
+        told = lark.rule(_TEXT) if answer is None else _write_answer(lark, answer)
         final = f"{lark.text('<|channel|>', 'final', '<|message|>')} {told}"
         whole = written if required else one_of([written, final])
         return lark.grammar(f"{harmony_thoughts(lark)} {whole}", param="tools")
     if required:
         whole = written
     elif answer is not None:  # either a call or an answer that fits the schema, and no other text
-        whole = one_of([written, _told(lark, answer)])
+        whole = one_of([written, _write_answer(lark, answer)])
     else:
         whole = _in_text(lark, dialect, opening, calls)
-    return lark.grammar(f"{thoughts(lark, dialect, begun)} {whole}", param="tools")
+    return lark.grammar(f"{write_thoughts(lark, dialect, begun)} {whole}", param="tools")
 
 
 def _call_or_answer(tools: Sequence[Tool], answer: Any, arguments: str) -> dict[str, Any]:
@@ -92,24 +92,24 @@ def _call_or_answer(tools: Sequence[Tool], answer: Any, arguments: str) -> dict[
                 "additionalProperties": False,
             }
         )
-    defs = {name: _moved(schema, f"#/$defs/{name}") for name, schema in parts.items()}
+    defs = {name: _move_references(schema, f"#/$defs/{name}") for name, schema in parts.items()}
     return {"anyOf": branches, "$defs": defs}
 
 
-def _moved(schema: Any, to: str) -> Any:
+def _move_references(schema: Any, to: str) -> Any:
     """Return a schema whose references to itself are adjusted to its new place `to`."""
     if isinstance(schema, list):
-        return [_moved(inner, to) for inner in schema]
+        return [_move_references(inner, to) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(value, to) for key, value in schema.items()}
+    moved = {key: _move_references(value, to) for key, value in schema.items()}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = to + reference[1:]
     return moved
 
 
-def _told(lark: Lark, answer: Grammar) -> str:
+def _write_answer(lark: Lark, answer: Grammar) -> str:
     return lark.json(json.loads(answer.text), JSON_SPACE)
 
 

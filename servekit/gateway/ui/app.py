@@ -1,6 +1,6 @@
 """The Gradio UI, as an ASGI application that answers everything under /ui.
 
-Importing Gradio takes seconds, so `build` does it, and is called in a thread. The callbacks are
+Importing Gradio takes seconds, so `build_app` does it, and is called in a thread. The callbacks are
 async and run on the gateway's event loop, beside the router.
 """
 
@@ -18,7 +18,7 @@ from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.http.asgi import ASGIApp, Receive, Scope, Send, send_json
 from servekit.gateway.routing.router import Router
 from servekit.gateway.ui.login import ADDRESSES
-from servekit.gateway.ui.pages.language import DEFAULT, NAMES, Say, preferred, root
+from servekit.gateway.ui.pages.language import DEFAULT, NAMES, Say, get_preferred, get_root
 from servekit.gateway.ui.pages.sign_in import ICON
 from servekit.gateway.ui.widgets.log_tail import Tail
 from servekit.gateway.ui.widgets.request_runner import Runs
@@ -61,28 +61,28 @@ class UI:
     shutdown: Hook
 
 
-def build(router: Router, supervisor: Supervisor) -> UI:
+def build_app(router: Router, supervisor: Supervisor) -> UI:
     """Import Gradio and build the pages. Blocks for seconds: call it in a thread."""
     from fastapi import FastAPI
 
-    from servekit.gateway.ui.chat_page import page
+    from servekit.gateway.ui.chat_page import build_pages
     from servekit.gateway.ui.pages.page_layout import Frame
 
     watch, runs, tail = StatusPoller(router, supervisor), Runs(router), Tail(supervisor.run_dir)
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     made = []
     for language in sorted(NAMES, key=lambda one: one == DEFAULT):  # the longer path comes first
-        blocks = page(Frame(router, Say(language), supervisor, watch, runs, tail))
-        _calm(blocks)
-        _mount(outer, blocks, root(language))
+        blocks = build_pages(Frame(router, Say(language), supervisor, watch, runs, tail))
+        _calm_gradio(blocks)
+        _mount_pages(outer, blocks, get_root(language))
         made.append(blocks)
-    return UI(Shield(outer), *_lifespan(outer, made, watch))
+    return UI(Shield(outer), *_make_lifespan(outer, made, watch))
 
 
-def _mount(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
+def _mount_pages(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
     from gradio import mount_gradio_app
 
-    from servekit.gateway.ui.chat_page import theme
+    from servekit.gateway.ui.chat_page import make_theme
 
     here = Path(__file__)
     with warnings.catch_warnings():
@@ -98,7 +98,7 @@ def _mount(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
             enable_monitoring=False,
             pwa=False,
             mcp_server=False,
-            theme=theme(),
+            theme=make_theme(),
             head=f"{ICON}<script>{here.with_name('ui.js').read_text()}</script>",
             css_paths=[here.with_name("ui.css"), here.with_name("ui_pages.css")],
         )
@@ -107,7 +107,9 @@ def _mount(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
     blocks.config["connect_heartbeat"] = False
 
 
-def _lifespan(outer: FastAPI, made: list[gradio.Blocks], watch: StatusPoller) -> tuple[Hook, Hook]:
+def _make_lifespan(
+    outer: FastAPI, made: list[gradio.Blocks], watch: StatusPoller
+) -> tuple[Hook, Hook]:
     stack = contextlib.AsyncExitStack()
     looking: list[asyncio.Task[None]] = []
 
@@ -129,7 +131,7 @@ def _lifespan(outer: FastAPI, made: list[gradio.Blocks], watch: StatusPoller) ->
     return startup, shutdown
 
 
-def _calm(blocks: gradio.Blocks) -> None:
+def _calm_gradio(blocks: gradio.Blocks) -> None:
     """Stop Gradio's own queue from delaying requests and from wasting the gateway's time.
 
     Requests wait in the router's queue, which is fair and knows positions. By default, Gradio
@@ -155,8 +157,8 @@ class Shield:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        if (elsewhere := _elsewhere(scope)) is not None:
-            await _lead(send, elsewhere)
+        if (elsewhere := _find_redirect(scope)) is not None:
+            await _send_redirect(send, elsewhere)
             return
         if _declared_bytes(scope) > MAX_BODY_BYTES:
             await send_json(send, TOO_LONG, 413)
@@ -179,7 +181,7 @@ def _declared_bytes(scope: Scope) -> int:
     return int(length) if length.isdigit() else MAX_BODY_BYTES + 1
 
 
-def _elsewhere(scope: Scope) -> str | None:
+def _find_redirect(scope: Scope) -> str | None:
     """Return the redirect for a visitor who prefers another language; see `language`.
 
     Also for an address with a superfluous slash, which Gradio would redirect out of the UI.
@@ -190,12 +192,12 @@ def _elsewhere(scope: Scope) -> str | None:
         return None
     language, name = found
     if language == DEFAULT:
-        language = preferred(scope["headers"])
-    there = f"{root(language)}/{name}"
+        language = get_preferred(scope["headers"])
+    there = f"{get_root(language)}/{name}"
     return None if path == there else there
 
 
-async def _lead(send: Send, where: str) -> None:
+async def _send_redirect(send: Send, where: str) -> None:
     headers = [
         (b"location", where.encode()),
         (b"vary", b"Accept-Language, Cookie"),

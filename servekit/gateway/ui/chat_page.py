@@ -31,8 +31,8 @@ from servekit.gateway.ui.pages import (
     structured,
 )
 from servekit.gateway.ui.pages.language import Say
-from servekit.gateway.ui.pages.page_layout import NOW, QUIET, Frame, visit
-from servekit.gateway.ui.status_html import choices, error_note, progress_note, workers
+from servekit.gateway.ui.pages.page_layout import NOW, QUIET, Frame, get_visit
+from servekit.gateway.ui.status_html import error_note, list_choices, progress_note, render_workers
 from servekit.gateway.ui.widgets.request_runner import CHAT, RequestOptions
 
 STATUS_EVERY_S = 1.0
@@ -49,18 +49,18 @@ LATEX: list[dict[str, str | bool]] = [
 EXAMPLES = ("chat.example1", "chat.example2", "chat.example3")
 #: The builders of the other pages, by address.
 OTHERS = {
-    "compare": compare.build,
-    "playground": playground.build,
-    "embeddings": embeddings.build,
-    "structured": structured.build,
-    "dashboard": dashboard.build,
-    "operate": admin_page.build,
+    "compare": compare.build_page,
+    "playground": playground.build_page,
+    "embeddings": embeddings.build_page,
+    "structured": structured.build_page,
+    "dashboard": dashboard.build_page,
+    "operate": admin_page.build_page,
 }
 Update = dict[Any, Any]
 Choices = list[tuple[str, str]]
 
 
-def theme() -> gr.themes.Base:
+def make_theme() -> gr.themes.Base:
     """Return a calm theme with the reader's own fonts, so that nothing is loaded from elsewhere."""
     return gr.themes.Base(
         primary_hue="teal",
@@ -87,18 +87,18 @@ class Parts:
     seen: gr.State
 
 
-def page(frame: Frame) -> gr.Blocks:
+def build_pages(frame: Frame) -> gr.Blocks:
     """Build all pages of one language; their callbacks must run on the router's loop."""
     with gr.Blocks(title="servekit", analytics_enabled=False, fill_height=True) as blocks:
         frame.head("")
-        Events(frame, _layout(frame)).bind(blocks)
+        Events(frame, _lay_out(frame)).bind(blocks)
     for name, build in OTHERS.items():
         with blocks.route(name, name, show_in_navbar=False):  # `Frame.head` has the bar
             build(frame, blocks)
     return cast(gr.Blocks, blocks)
 
 
-def _layout(frame: Frame) -> Parts:
+def _lay_out(frame: Frame) -> Parts:
     say = frame.say
     turns = gr.BrowserState([], storage_key="servekit.conversation", secret=STORE_SECRET)
     chosen = gr.BrowserState(None, storage_key="servekit.settings", secret=STORE_SECRET)
@@ -107,18 +107,18 @@ def _layout(frame: Frame) -> Parts:
         new = gr.Button(say("chat.new"), size="sm", min_width=80, elem_id="sk-new")
     with gr.Row(elem_id="sk-body"):
         with gr.Column(elem_id="sk-main"):
-            chat = _chat(say)
+            chat = _build_chat(say)
             note = gr.HTML("", elem_id="sk-note")
-            box = _question(say)
+            box = _build_question(say)
         with gr.Column(elem_id="sk-side"):
             status = gr.HTML("", elem_id="sk-workers")  # depends on the visitor: see `restore`
             with gr.Accordion(say("settings"), open=False, elem_id="sk-settings"):
-                settings = _settings(say)
-            frame.code(_wish, [turns, model, *settings])
+                settings = _build_settings(say)
+            frame.code(_make_wish, [turns, model, *settings])
     return Parts(model, chat, box, note, new, status, settings, turns, chosen, gr.State(""))
 
 
-def _wish(stored: Any, model: str, *settings: Any) -> RequestOptions:
+def _make_wish(stored: Any, model: str, *settings: Any) -> RequestOptions:
     """Return the conversation so far as a request; an empty one gets a placeholder question."""
     given = dict(zip(SETTINGS, settings, strict=True))
     system = given.pop("system")
@@ -131,7 +131,7 @@ def _wish(stored: Any, model: str, *settings: Any) -> RequestOptions:
     return RequestOptions(CHAT, {"model": model, "messages": messages, **more})
 
 
-def _question(say: Say) -> gr.Textbox:
+def _build_question(say: Say) -> gr.Textbox:
     return gr.Textbox(
         label=say("chat.message"),
         placeholder=say("chat.ask"),
@@ -147,7 +147,7 @@ def _question(say: Say) -> gr.Textbox:
     )
 
 
-def _settings(say: Say) -> list[gr.Number | gr.Textbox]:
+def _build_settings(say: Say) -> list[gr.Number | gr.Textbox]:
     """Return the fields in the order of SETTINGS; an empty field means the model's default."""
 
     def number(name: str, step: float = 1, empty: str = "default") -> gr.Number:
@@ -166,7 +166,7 @@ def _settings(say: Say) -> list[gr.Number | gr.Textbox]:
     ]
 
 
-def _chat(say: Say) -> gr.Chatbot:
+def _build_chat(say: Say) -> gr.Chatbot:
     return gr.Chatbot(
         show_label=False,
         container=False,
@@ -244,7 +244,7 @@ class Events:
         self, request: gr.Request, data: gr.RetryData, stored: Any, model: str, *settings: Any
     ) -> AsyncGenerator[Update, None]:
         turns = turns_of(stored)
-        turns = turns[: _at(turns, data.index) + 1]
+        turns = turns[: _get_turn(turns, data.index) + 1]
         while turns and turns[-1]["role"] != "user":
             turns.pop()
         if turns:
@@ -255,7 +255,7 @@ class Events:
         self, request: gr.Request, data: gr.EditData, stored: Any, model: str, *settings: Any
     ) -> AsyncGenerator[Update, None]:
         turns = turns_of(stored)
-        turns = turns[: _at(turns, data.index)]
+        turns = turns[: _get_turn(turns, data.index)]
         turns.append(Turn(role="user", content=str(data.value)))
         async for update in self._answer(turns, model, settings, request):
             yield update
@@ -263,9 +263,9 @@ class Events:
     async def _answer(
         self, turns: list[Turn], model: str, settings: tuple[Any, ...], request: gr.Request
     ) -> AsyncGenerator[Update, None]:
-        who = visit(request)
+        who = get_visit(request)
         chosen = Settings(**dict(zip(SETTINGS, settings, strict=True)))
-        yield {self._parts.chat: turns, self._parts.box: _box(busy=True, value="")}
+        yield {self._parts.chat: turns, self._parts.box: _build_box(busy=True, value="")}
         views = self._chats.answer(who, model or "", turns, chosen)
         async with aclosing(views):
             async for view in views:
@@ -281,7 +281,7 @@ class Events:
         if view.save:
             update[parts.turns] = view.turns
         if not view.busy:
-            update[parts.box] = _box(busy=False)
+            update[parts.box] = _build_box(busy=False)
         return update
 
     # ---- ending
@@ -299,11 +299,11 @@ class Events:
     async def undo(self, request: gr.Request, data: gr.UndoData, stored: Any) -> Update:
         self._chats.drop(str(request.session_hash))
         turns = turns_of(stored)
-        return self._shown_now(turns[: _at(turns, data.index)], str(data.value))
+        return self._shown_now(turns[: _get_turn(turns, data.index)], str(data.value))
 
     def _shown_now(self, turns: list[Turn], text: str) -> Update:
         parts = self._parts
-        box = _box(busy=False, value=text)
+        box = _build_box(busy=False, value=text)
         return {parts.chat: turns, parts.turns: turns, parts.note: "", parts.box: box}
 
     # ---- status
@@ -320,10 +320,10 @@ class Events:
         return {parts.workers: html, parts.model: choice, parts.seen: now}
 
     def _workers(self, caller: ApiKey | None) -> str:
-        return workers(self._router, self._frame.say, caller)
+        return render_workers(self._router, self._frame.say, caller)
 
     def _choices(self, caller: ApiKey | None) -> Choices:
-        return choices(self._router, self._frame.say, caller)
+        return list_choices(self._router, self._frame.say, caller)
 
     def _model(self, models: Choices, current: str | None, wanted: str | None) -> Any:
         """Return the choices, and select the wanted model unless the user has already chosen."""
@@ -348,9 +348,9 @@ class Events:
         return update | dict(zip(parts.settings, settings, strict=True))
 
 
-def _box(*, busy: bool, **kwargs: Any) -> Any:
+def _build_box(*, busy: bool, **kwargs: Any) -> Any:
     return gr.update(submit_btn=not busy, stop_btn=busy, **kwargs)
 
 
-def _at(turns: list[Turn], index: int | tuple[int, int]) -> int:
+def _get_turn(turns: list[Turn], index: int | tuple[int, int]) -> int:
     return turn_at(turns, index if isinstance(index, int) else index[0])

@@ -276,9 +276,9 @@ def request_of(model: str, turns: Sequence[Turn], settings: Settings) -> ChatReq
     if not model:
         raise ModelUnavailable("no model is served yet")
     messages: list[dict[str, str]] = [{"role": "system", "content": settings.system or ""}]
-    messages += [{"role": turn["role"], "content": _said(turn)} for turn in turns]
+    messages += [{"role": turn["role"], "content": _get_said(turn)} for turn in turns]
     chosen = {
-        name: _plain(value)
+        name: _simplify_number(value)
         for name, value in msgspec.structs.asdict(settings).items()
         if name != "system" and value is not None
     }
@@ -286,7 +286,7 @@ def request_of(model: str, turns: Sequence[Turn], settings: Settings) -> ChatReq
     return decode(ChatRequest, msgspec.json.encode(body))
 
 
-def _said(turn: Turn) -> str:
+def _get_said(turn: Turn) -> str:
     """Return a turn's text without its reasoning: models should not see their earlier reasoning."""
     content = turn["content"]
     return content.partition(THOUGHTS[1])[2] if content.startswith(THOUGHTS[0]) else content
@@ -297,13 +297,13 @@ def turn_at(turns: Sequence[Turn], shown: int) -> int:
     places = 0
     for at, turn in enumerate(turns):
         thinks = turn["role"] == "assistant" and turn["content"].startswith(THOUGHTS[0])
-        places += 2 if thinks and _said(turn).strip() else 1
+        places += 2 if thinks and _get_said(turn).strip() else 1
         if shown < places:
             return at
     return len(turns)
 
 
-def _plain(value: Any) -> Any:
+def _simplify_number(value: Any) -> Any:
     """Return a browser's number, with 40.0 as 40."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

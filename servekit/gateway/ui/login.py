@@ -30,17 +30,19 @@ from servekit.gateway.http.asgi import (
     send_json,
 )
 from servekit.gateway.ui.pages import sign_in
-from servekit.gateway.ui.pages.language import COOKIE, NAMES, PAGES, Say, preferred, root
+from servekit.gateway.ui.pages.language import COOKIE, NAMES, PAGES, Say, get_preferred, get_root
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-LOGIN = {f"{root(language)}/login": language for language in NAMES}
+LOGIN = {f"{get_root(language)}/login": language for language in NAMES}
 LOGOUT, SESSION = "/ui/logout", "/ui/session"
 #: The paths that Login answers, with keys in the file and without.
 PATHS = {*LOGIN, LOGOUT, SESSION}
 #: Language and name of each page, by address.
 ADDRESSES = {
-    f"{root(language)}/{name}".rstrip("/"): (language, name) for language in NAMES for name in PAGES
+    f"{get_root(language)}/{name}".rstrip("/"): (language, name)
+    for language in NAMES
+    for name in PAGES
 }
 MAX_BODY_BYTES = 4096
 #: The answers are private, and the browser's Back must not show them.
@@ -93,7 +95,11 @@ class Login:
             elif method == "POST":
                 refuse_strangers(scope)
                 if path == LOGOUT:
-                    await _go(send, f"{root(preferred(scope['headers']))}/login", _cookie(scope))
+                    await _send_redirect(
+                        send,
+                        f"{get_root(get_preferred(scope['headers']))}/login",
+                        _make_cookie(scope),
+                    )
                 else:
                     await self._sign_in(scope, receive, send)
             else:
@@ -106,33 +112,37 @@ class Login:
     async def _show(self, scope: Scope, send: Send) -> None:
         """Show the form, or redirect a visitor who needs none."""
         query = parse_qs(scope["query_string"].decode("latin-1"))
-        page = _page(query)
-        language = LOGIN.get(scope["path"], preferred(scope["headers"]))
+        page = _get_page(query)
+        language = LOGIN.get(scope["path"], get_preferred(scope["headers"]))
         if (chosen := query.get("lang", [""])[0]) in NAMES:
             kept = f"{COOKIE}={chosen}; Path=/ui; Max-Age=31536000; SameSite=Lax"
-            return await _go(send, _address(chosen, page), (b"set-cookie", kept.encode()))
+            return await _send_redirect(
+                send, _make_address(chosen, page), (b"set-cookie", kept.encode())
+            )
         if not self._access.closed or self._name(scope) is not None:
-            return await _go(send, f"{root(language)}/{page}")
-        wanted = preferred(scope["headers"])
+            return await _send_redirect(send, f"{get_root(language)}/{page}")
+        wanted = get_preferred(scope["headers"])
         if scope["path"] not in LOGIN or wanted != language == "en":
-            return await _go(send, _address(wanted, page))
-        return await _form(send, Say(language), page)
+            return await _send_redirect(send, _make_address(wanted, page))
+        return await _send_form(send, Say(language), page)
 
     async def _sign_in(self, scope: Scope, receive: Receive, send: Send) -> None:
         fields = parse_qs((await read_body(scope, receive, MAX_BODY_BYTES)).decode("latin-1"))
-        language, page = LOGIN[scope["path"]], _page(fields)
+        language, page = LOGIN[scope["path"]], _get_page(fields)
         if not self._access.closed:
-            return await _go(send, f"{root(language)}/{page}")
+            return await _send_redirect(send, f"{get_root(language)}/{page}")
         try:
             token = await self._session_of(scope, fields.get("key", [""])[0].strip())
         except Slow as error:
             words = Say(language)("login.slow", seconds=max(1, round(error.retry_after_s or 1)))
-            return await _form(send, Say(language), page, words, error)
+            return await _send_form(send, Say(language), page, words, error)
         except InvalidKey as error:
-            return await _form(send, Say(language), page, Say(language)("login.wrong"), error)
+            return await _send_form(send, Say(language), page, Say(language)("login.wrong"), error)
         except RequestError as error:
-            return await _form(send, Say(language), page, error.message, error)
-        return await _go(send, f"{root(language)}/{page}", _cookie(scope, token))
+            return await _send_form(send, Say(language), page, error.message, error)
+        return await _send_redirect(
+            send, f"{get_root(language)}/{page}", _make_cookie(scope, token)
+        )
 
     async def _session_of(self, scope: Scope, key: str) -> str:
         """Return a session for the holder of a key. Raises Slow, InvalidKey and Busy."""
@@ -156,7 +166,7 @@ class Login:
         await send_json(send, body, headers=_PRIVATE)
 
     def _name(self, scope: Scope) -> str | None:
-        token = sessions.token_in(scope["headers"], _port(scope))
+        token = sessions.token_in(scope["headers"], _get_port(scope))
         return sessions.name_in(token, self._access.rules, time.time())
 
 
@@ -175,25 +185,25 @@ def find_session(scope: Scope) -> None:
     headers = scope["headers"]
     if any(name == b"authorization" for name, _ in headers):
         return
-    if token := sessions.token_in(headers, _port(scope)):
+    if token := sessions.token_in(headers, _get_port(scope)):
         session = sessions.SCHEME + token.encode("latin-1")
         scope["headers"] = [*headers, (b"authorization", session)]
 
 
-async def lead(scope: Scope, send: Send) -> bool:
+async def redirect_to_login(scope: Scope, send: Send) -> bool:
     """Redirect a browser to the form; return False for requests that do not ask for a page."""
     headers = dict(scope["headers"])
     if scope["method"] != "GET" or b"text/html" not in headers.get(b"accept", b""):
         return False
-    language, page = ADDRESSES.get(scope["path"].rstrip("/"), (preferred(scope["headers"]), ""))
+    language, page = ADDRESSES.get(scope["path"].rstrip("/"), (get_preferred(scope["headers"]), ""))
     if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
         # a link on another site sends no cookie; repeat the request from this page
-        again = escape(f"{root(language)}/{page}")
+        again = escape(f"{get_root(language)}/{page}")
         page_again = f"<!doctype html><meta http-equiv=refresh content='0;url={again}'>"
         await _send_page(send, 200, page_again.encode(), "default-src 'none'")
     else:
-        language = language if language != "en" else preferred(scope["headers"])
-        await _go(send, _address(language, page))
+        language = language if language != "en" else get_preferred(scope["headers"])
+        await _send_redirect(send, _make_address(language, page))
     return True
 
 
@@ -216,35 +226,37 @@ def refuse_strangers(scope: Scope) -> None:
 # ---- answers
 
 
-def _page(fields: dict[str, list[str]]) -> str:
+def _get_page(fields: dict[str, list[str]]) -> str:
     """Return the page to go on to; the chat for an unknown one."""
     wanted = fields.get("to", [""])[0]
     return wanted if wanted in PAGES else ""
 
 
-def _address(language: str, page: str) -> str:
-    return f"{root(language)}/login{'?' if page else ''}{urlencode({'to': page}) if page else ''}"
+def _make_address(language: str, page: str) -> str:
+    return (
+        f"{get_root(language)}/login{'?' if page else ''}{urlencode({'to': page}) if page else ''}"
+    )
 
 
-def _port(scope: Scope) -> int:
+def _get_port(scope: Scope) -> int:
     return int((scope.get("server") or ("", 0))[1] or 0)
 
 
-def _cookie(scope: Scope, token: str = "") -> tuple[bytes, bytes]:
+def _make_cookie(scope: Scope, token: str = "") -> tuple[bytes, bytes]:
     secure = scope.get("scheme") == "https"
-    return b"set-cookie", sessions.cookie(_port(scope), token, secure=secure)
+    return b"set-cookie", sessions.cookie(_get_port(scope), token, secure=secure)
 
 
-async def _go(send: Send, where: str, *headers: tuple[bytes, bytes]) -> None:
+async def _send_redirect(send: Send, where: str, *headers: tuple[bytes, bytes]) -> None:
     head = [(b"location", where.encode()), (b"content-length", b"0"), *headers, *_PRIVATE]
     await send({"type": "http.response.start", "status": 303, "headers": head})
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _form(
+async def _send_form(
     send: Send, say: Say, page: str, problem: str = "", error: ServekitError | None = None
 ) -> None:
-    body = sign_in.html(say, page, problem)
+    body = sign_in.render_form(say, page, problem)
     wait_s = getattr(error, "retry_after_s", None)
     more = [] if wait_s is None else [(b"retry-after", b"%d" % max(1, round(wait_s)))]
     await _send_page(send, error.status if error else 200, body, sign_in.POLICY, more)

@@ -10,21 +10,22 @@ from servekit.gateway.routing.router import ModelQueue, Router, describe
 from servekit.gateway.ui.chat_session import Progress
 from servekit.gateway.ui.pages.language import SAY_ENGLISH, Say
 from servekit.protocol.messages import ReplicaStatus
+from servekit.units import format_bytes, format_latency
 
 MARK = {"ready": "good", "failed": "bad", "stopped": "bad", "backoff": "bad"}
 
 
-def workers(router: Router, say: Say = SAY_ENGLISH, caller: ApiKey | None = None) -> str:
+def render_workers(router: Router, say: Say = SAY_ENGLISH, caller: ApiKey | None = None) -> str:
     """Return every model that a visitor may use with its workers, as HTML.
 
-    `caller` as in `choices`.
+    `caller` as in `list_choices`.
     """
     if router.draining:
         return f'<p class="sk-quiet" role="status">{escape(say("draining"))}</p>'
     if not router.routes:
         return f'<p class="sk-quiet">{escape(say("no_models"))}</p>'
     seen = [route for route in router.routes.values() if may_see(router, caller, route.status.name)]
-    return "".join(_model(route, say) for route in seen)
+    return "".join(_render_model(route, say) for route in seen)
 
 
 def may_see(router: Router, caller: ApiKey | None, model: str) -> bool:
@@ -32,7 +33,7 @@ def may_see(router: Router, caller: ApiKey | None, model: str) -> bool:
     return not router.access.closed or (caller is not None and caller.may_use(model))
 
 
-def choices(
+def list_choices(
     router: Router, say: Say = SAY_ENGLISH, caller: ApiKey | None = None, task: str = ""
 ) -> list[tuple[str, str]]:
     """Return the models and adapters that a visitor may use and that serve `task`: (label, name).
@@ -41,17 +42,17 @@ def choices(
     """
     named = ((one.status.name, one) for r in router.routes.values() for one in (r, *r.adapters))
     return [
-        (_label(route, say), name)
+        (_make_label(route, say), name)
         for name, route in named
-        if _serves(route, task) and (not router.access.closed or _may(caller, route))
+        if _can_serve(route, task) and (not router.access.closed or _may_use(caller, route))
     ]
 
 
-def _may(caller: ApiKey | None, route: ModelQueue) -> bool:
+def _may_use(caller: ApiKey | None, route: ModelQueue) -> bool:
     return caller is not None and caller.may_use(route.status.name, base_of(route))
 
 
-def _serves(route: ModelQueue, task: str) -> bool:
+def _can_serve(route: ModelQueue, task: str) -> bool:
     """Return whether a model serves `task`; a model not loaded yet counts as serving."""
     info = route.status.info
     return not task or info is None or task in info.serves
@@ -59,10 +60,10 @@ def _serves(route: ModelQueue, task: str) -> bool:
 
 def progress_note(progress: Progress, *, busy: bool, say: Say = SAY_ENGLISH) -> str:
     """Return the line beneath the conversation, as HTML."""
-    return note(_sentence(progress, busy, say))
+    return render_note(_describe_progress(progress, busy, say))
 
 
-def note(sentence: str) -> str:
+def render_note(sentence: str) -> str:
     """Return a sentence as a line of HTML."""
     return f'<p class="sk-note" role="status">{escape(sentence)}</p>'
 
@@ -76,7 +77,7 @@ def error_note(message: str) -> str:
 # ---------------------------------------------------------------- workers
 
 
-def _label(route: ModelQueue, say: Say) -> str:
+def _make_label(route: ModelQueue, say: Say) -> str:
     name = route.status.name
     if route.ready:
         return name
@@ -93,25 +94,25 @@ def _label(route: ModelQueue, say: Say) -> str:
     return f"{name} · {state_words(coming[0] if coming else first, say)}"
 
 
-def _model(route: ModelQueue, say: Say) -> str:
+def _render_model(route: ModelQueue, say: Say) -> str:
     info = route.status.info
     facts = [route.status.engine]
     if info is not None:
         facts += [info.dtype] if info.dtype != "none" else []
         facts.append(say("context", count=f"{info.max_context:,}".replace(",", " ")))
     waiting = f" · <b>{escape(say('waiting', count=len(route.queue)))}</b>"
-    replicas = "".join(_replica(replica, say) for replica in route.status.replicas)
+    replicas = "".join(_render_replica(replica, say) for replica in route.status.replicas)
     residence = route.status.residence
     if residence is not None and residence.tier != "resident":
         facts.append(residence.reason or say(f"tier.{residence.tier}"))
     return (
         f'<section class="sk-model"><h3>{escape(route.status.name)}</h3><p class="sk-quiet">'
         f"{escape(' · '.join(facts))}{waiting if len(route.queue) else ''}</p>"
-        f"{_adapters(route, say)}<ul>{replicas}</ul></section>"
+        f"{_render_adapters(route, say)}<ul>{replicas}</ul></section>"
     )
 
 
-def _adapters(route: ModelQueue, say: Say) -> str:
+def _render_adapters(route: ModelQueue, say: Say) -> str:
     """Return the model's adapters, with the reason for each that does not serve."""
     if not route.status.adapters:
         return ""
@@ -124,21 +125,21 @@ def _adapters(route: ModelQueue, say: Say) -> str:
     return f'<p class="sk-quiet">{escape(say("adapters", names=", ".join(told)))}</p>'
 
 
-def _replica(replica: ReplicaStatus, say: Say) -> str:
+def _render_replica(replica: ReplicaStatus, say: Say) -> str:
     mark = MARK.get(replica.state, "busy")
     facts = [replica.device] if replica.device else []
     if replica.state == "ready":
         facts.append(say("running", count=replica.running))
         facts += [say("waiting", count=replica.waiting)] if replica.waiting else []
     if used_bytes := replica.gpu_bytes or replica.rss_bytes:
-        facts.append(gigabytes(used_bytes))
+        facts.append(format_bytes(used_bytes))
     if replica.restarts:
         facts.append(say.count("restart", replica.restarts))
     return (
         f'<li><span class="sk-dot sk-{mark}"></span><span class="sk-name">{escape(replica.name)}'
         f'</span><span class="sk-state">{escape(state_words(replica, say))}</span>'
         f'<span class="sk-facts">{escape(" · ".join(facts))}</span>'
-        f"{_bar(replica)}{_reason(replica)}</li>"
+        f"{_render_bar(replica)}{_get_reason(replica)}</li>"
     )
 
 
@@ -149,7 +150,7 @@ def state_words(replica: ReplicaStatus, say: Say) -> str:
     return say(f"state.{replica.state}")
 
 
-def _bar(replica: ReplicaStatus) -> str:
+def _render_bar(replica: ReplicaStatus) -> str:
     if replica.state not in ("loading", "starting"):
         return ""
     progress = replica.progress
@@ -159,7 +160,7 @@ def _bar(replica: ReplicaStatus) -> str:
     return f'<progress {name} value="{progress.done}" max="{progress.total}"></progress>'
 
 
-def _reason(replica: ReplicaStatus) -> str:
+def _get_reason(replica: ReplicaStatus) -> str:
     if not replica.reason:
         return ""
     return f'<span class="sk-reason">{escape(replica.reason)}</span>'
@@ -168,7 +169,7 @@ def _reason(replica: ReplicaStatus) -> str:
 # ---------------------------------------------------------------- progress of an answer
 
 
-def _sentence(progress: Progress, busy: bool, say: Say) -> str:
+def _describe_progress(progress: Progress, busy: bool, say: Say) -> str:
     if progress.waiting is not None:
         return say.count("queue", progress.waiting) if progress.waiting else say("queue.next")
     if not progress.tokens:
@@ -177,20 +178,9 @@ def _sentence(progress: Progress, busy: bool, say: Say) -> str:
     if progress.rate is not None:
         parts.append(say("rate", rate=f"{progress.rate:.1f}"))
     if progress.first_s is not None:
-        parts.append(say("first", after=_duration(progress.first_s)))
+        parts.append(say("first", after=format_latency(progress.first_s)))
     if progress.finish == "cancelled":
         parts.append(say("cancelled"))
     if progress.finish == "length":
         parts.append(say("length"))
     return " · ".join(parts)
-
-
-def gigabytes(size_bytes: int) -> str:
-    """Return a readable size, in the units of the configuration file and of `servekit ps`."""
-    if size_bytes < 2**30:
-        return f"{size_bytes / 2**20:.0f} MiB"
-    return f"{size_bytes / 2**30:.1f} GiB"
-
-
-def _duration(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

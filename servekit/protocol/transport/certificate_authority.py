@@ -52,12 +52,12 @@ class Authority(msgspec.Struct, frozen=True):
 
         key = ec.generate_private_key(ec.SECP256R1())
         cluster = f"{name}-{secrets.token_hex(4)}"
-        subject = _name(f"servekit {cluster}")
+        subject = _common_name(f"servekit {cluster}")
         begin = time.time() - SKEW_S
-        builder = _begun(subject, subject, key.public_key(), begin, NO_END.timestamp())
+        builder = _begin_certificate(subject, subject, key.public_key(), begin, NO_END.timestamp())
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
-        builder = builder.add_extension(_usage(signs=True), True)
-        return cls(cluster, _signed(builder, key), _pem(key))
+        builder = builder.add_extension(_key_usage(signs=True), True)
+        return cls(cluster, _sign_certificate(builder, key), _key_pem(key))
 
     def issue(
         self, role: Role, member: str, *, life_s: float = LIFE_S, is_dialled: bool = False
@@ -76,21 +76,23 @@ class Authority(msgspec.Struct, frozen=True):
         own: Any = serialization.load_pem_private_key(self.key, None)
         key = ec.generate_private_key(ec.SECP256R1())
         begin, end = (now := time.time()) - SKEW_S, now + life_s
-        builder = _begun(_name(member[:64]), issuer.subject, key.public_key(), begin, end)
+        builder = _begin_certificate(
+            _common_name(member[:64]), issuer.subject, key.public_key(), begin, end
+        )
         uri = f"servekit://{quote(self.cluster, '')}/{role}/{quote(member, '')}"
         names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)])
         builder = builder.add_extension(names, False)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
-        builder = builder.add_extension(_usage(signs=False), True)
+        builder = builder.add_extension(_key_usage(signs=False), True)
         # a worker also dials itself, to verify that it can be reached
         client = ExtendedKeyUsageOID.CLIENT_AUTH
         server = [ExtendedKeyUsageOID.SERVER_AUTH] if is_dialled or role == "worker" else []
         builder = builder.add_extension(x509.ExtendedKeyUsage([client, *server]), True)
         parent = x509.AuthorityKeyIdentifier.from_issuer_public_key(own.public_key())
         builder = builder.add_extension(parent, False)
-        signed = _signed(builder, own)
+        signed = _sign_certificate(builder, own)
         return Credentials(
-            self.cluster, role, member, self.certificate, signed, _pem(key), begin, end
+            self.cluster, role, member, self.certificate, signed, _key_pem(key), begin, end
         )
 
     def to_bytes(self) -> bytes:
@@ -116,13 +118,13 @@ def _need_cryptography() -> None:
         ) from None
 
 
-def _name(text: str) -> x509.Name:
+def _common_name(text: str) -> x509.Name:
     from cryptography import x509
 
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
 
 
-def _begun(
+def _begin_certificate(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, begin: float, end: float
 ) -> x509.CertificateBuilder:
     from cryptography import x509
@@ -139,7 +141,7 @@ def _begun(
     )
 
 
-def _usage(*, signs: bool) -> x509.KeyUsage:
+def _key_usage(*, signs: bool) -> x509.KeyUsage:
     from cryptography import x509
 
     return x509.KeyUsage(
@@ -155,13 +157,13 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
     )
 
 
-def _signed(builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey) -> bytes:
+def _sign_certificate(builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey) -> bytes:
     from cryptography.hazmat.primitives import hashes, serialization
 
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     from cryptography.hazmat.primitives import serialization
 
     return key.private_bytes(

@@ -38,7 +38,7 @@ class CertificateHolder:
         """
         tls.check_clock(self.credentials, time.time())
         if side == "client":
-            return tls.context(self.credentials, side)
+            return tls.tls_context(self.credentials, side)
         if self._server is None:
             self._server = tls.new_context(self.credentials, side)
         return self._server
@@ -49,6 +49,6 @@ class CertificateHolder:
         if (fresh.authority, fresh.role, fresh.member) != (own.authority, own.role, own.member):
             raise WireError(f"{own} cannot be renewed by {fresh}")
         if self._server is not None:
-            tls.load(self._server, fresh)
+            tls.load_certificate(self._server, fresh)
         self.credentials = fresh
         log.info("certificate renewed", good_for_s=round(fresh.not_after - time.time()))

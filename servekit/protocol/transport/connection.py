@@ -63,7 +63,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         on_message: Callable[[Incoming], None],
         on_close: Callable[[Exception | None], None],
     ) -> None:
-        self._decoder = _decoder(incoming)
+        self._decoder = _decoder_of(incoming)
         self._on_message = on_message
         self._on_close = on_close
         self._transport: asyncio.Transport | None = None
@@ -177,7 +177,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
 
         self._limit_bytes = FIRST_FRAME_BYTES
         try:
-            self.peer = tls.member(transport)
+            self.peer = tls.peer_member(transport)
         except WireError as error:
             self._fail(error)
 
@@ -192,7 +192,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         on_close: Callable[[Exception | None], None],
     ) -> None:
         """Change the message type and callbacks, from the next message on."""
-        self._decoder = _decoder(incoming)
+        self._decoder = _decoder_of(incoming)
         self._on_message, self._on_close = on_message, on_close
 
     def data_received(self, data: bytes) -> None:
@@ -257,7 +257,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
-def _decoder(incoming: Any) -> msgspec.msgpack.Decoder[Any]:
+def _decoder_of(incoming: Any) -> msgspec.msgpack.Decoder[Any]:
     if incoming not in _decoders:
         _decoders[incoming] = msgspec.msgpack.Decoder(incoming)
     return _decoders[incoming]
@@ -266,7 +266,7 @@ def _decoder(incoming: Any) -> msgspec.msgpack.Decoder[Any]:
 Factory = Callable[[], Connection[Any]]
 
 
-async def dial(
+async def dial_address(
     address: str | Path,
     factory: Factory,
     credentials: Credentials | CertificateHolder | None = None,
@@ -282,12 +282,12 @@ async def dial(
     if is_tcp(address):
         from servekit.protocol.transport import tcp
 
-        return await tcp.dial(str(address), factory, credentials, lost_s, role)
+        return await tcp.dial_member(str(address), factory, credentials, lost_s, role)
     _, connection = await asyncio.get_running_loop().create_unix_connection(factory, str(address))
     return connection
 
 
-async def adopt(sock: socket.socket, factory: Factory) -> Connection[Any]:
+async def adopt_socket(sock: socket.socket, factory: Factory) -> Connection[Any]:
     """Use a connected socket, such as the one inherited from the supervisor."""
     sock.setblocking(False)
     loop = asyncio.get_running_loop()
@@ -295,7 +295,7 @@ async def adopt(sock: socket.socket, factory: Factory) -> Connection[Any]:
     return connection
 
 
-async def listen(
+async def listen_at(
     address: str | Path,
     factory: Factory,
     credentials: Credentials | CertificateHolder | None = None,
@@ -309,7 +309,7 @@ async def listen(
     if is_tcp(address):
         from servekit.protocol.transport import tcp
 
-        return await tcp.listen(str(address), factory, credentials, lost_s)
+        return await tcp.listen_on_port(str(address), factory, credentials, lost_s)
     server = await asyncio.get_running_loop().create_unix_server(factory, str(address))
     os.chmod(address, 0o600)  # noqa: PTH101 - one quick call, and pathlib's own is no more async
     return server

@@ -2,7 +2,7 @@
 
 `certificate_authority.Authority` makes them on the supervisor's machine. A process gets them
 through
-an inherited descriptor (`read`): not in its command line or environment, which `ps` and
+an inherited descriptor (`read_credentials`): not in its command line or environment, which `ps` and
 /proc/PID/environ would show, and not in a file, which others may read and nobody removes. Using
 them takes only the standard library.
 """
@@ -52,7 +52,7 @@ class Credentials(msgspec.Struct, frozen=True):
             raise StartError(f"these are no credentials of servekit: {error}") from None
 
     def hand_over(self) -> int:
-        """Return an inheritable descriptor from which a process `read`s them; the caller closes it.
+        """Return an inheritable descriptor for `read_credentials`; the caller closes it.
 
         It is anonymous memory: nothing is written to a disk.
         """
@@ -67,7 +67,7 @@ class Renew(Message, frozen=True):
     credentials: Credentials
 
 
-def read(fd: int) -> Credentials:
+def read_credentials(fd: int) -> Credentials:
     """Read credentials from an inherited descriptor (a pipe, or from `hand_over`), and close it.
 
     Memory is wiped, so that another process that inherited it by mistake finds nothing. Raises

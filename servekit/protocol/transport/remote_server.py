@@ -28,9 +28,9 @@ import structlog
 
 from servekit.errors import WireError
 from servekit.protocol.messages import PROTOCOL, Hello
-from servekit.protocol.transport.address import tcp
+from servekit.protocol.transport.address import tcp_address
 from servekit.protocol.transport.certificate_holder import CertificateHolder
-from servekit.protocol.transport.connection import LOST_S, Connection, listen
+from servekit.protocol.transport.connection import LOST_S, Connection, listen_at
 from servekit.protocol.transport.credentials import Credentials, Renew, Role
 from servekit.protocol.transport.resumable_channel import (
     FLEETING,
@@ -105,13 +105,13 @@ class TcpServer(ABC):
         """Listen, and wait for a supervisor. Raises OSError, ValueError, StartError."""
         post = self._post
         self._on_message, self._on_end = on_message, on_end
-        self._server = await listen(
+        self._server = await listen_at(
             post.listen,
             lambda: PendingConnection(self).connection,
             self.identity,
             lost_s=post.lost_s,
         )
-        address = tcp(post.advertise, self.port)
+        address = tcp_address(post.advertise, self.port)
         log.info("listening", address=address)
         if post.report_fd is not None:
             with os.fdopen(post.report_fd, "w") as report:

@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from servekit.protocol.messages import FromSupervisor, ToSupervisor
-from servekit.protocol.transport.connection import Connection, dial
+from servekit.protocol.transport.connection import Connection, dial_address
 
 #: A way to ask the supervisor: the path of the operators' socket, or a function that can reach it.
 Put = Callable[[ToSupervisor, float], Awaitable[FromSupervisor]]
 Way = Path | Put
 
 
-async def put(path: Path, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
+async def ask_supervisor(path: Path, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
     """Send a question to the supervisor behind the socket `path`, and return its answer.
 
     Raises EOFError if it hangs up, TimeoutError after `deadline_s`, and OSError (of which
@@ -31,7 +31,9 @@ async def put(path: Path, question: ToSupervisor, deadline_s: float) -> FromSupe
             answer.set_exception(EOFError("the supervisor hung up"))
 
     async with asyncio.timeout(deadline_s):
-        connection = await dial(path, lambda: Connection(FromSupervisor, on_message, on_close))
+        connection = await dial_address(
+            path, lambda: Connection(FromSupervisor, on_message, on_close)
+        )
         try:
             connection.send(question)
             return await answer

@@ -29,15 +29,15 @@ async def await_heir(path: Path, fds: Sequence[int], within_s: float) -> socket.
     """Offer `fds` to heirs; return the connection to the first one that sends DRAIN, else None."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(within_s):
-            while (heir := await _bequeath(path, fds)) is None:
+            while (heir := await _hand_over_sockets(path, fds)) is None:
                 pass
             return heir
     return None
 
 
-async def _bequeath(path: Path, fds: Sequence[int]) -> socket.socket | None:
+async def _hand_over_sockets(path: Path, fds: Sequence[int]) -> socket.socket | None:
     loop = asyncio.get_running_loop()
-    with _listen(path) as listener:
+    with _listen_at(path) as listener:
         heir, _ = await loop.sock_accept(listener)
     with contextlib.ExitStack() as undo, contextlib.suppress(OSError):
         undo.enter_context(heir)
@@ -50,7 +50,7 @@ async def _bequeath(path: Path, fds: Sequence[int]) -> socket.socket | None:
     return None
 
 
-def _listen(path: Path) -> socket.socket:
+def _listen_at(path: Path) -> socket.socket:
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
@@ -60,7 +60,7 @@ def _listen(path: Path) -> socket.socket:
     return listener
 
 
-def inherit(paths: Iterable[Path]) -> list[tuple[socket.socket, list[socket.socket]]]:
+def inherit_sockets(paths: Iterable[Path]) -> list[tuple[socket.socket, list[socket.socket]]]:
     """Return the connection and the listening sockets of each gateway that waits for an heir."""
     found: list[tuple[socket.socket, list[socket.socket]]] = []
     for path in sorted(paths):

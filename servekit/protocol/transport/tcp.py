@@ -30,7 +30,7 @@ _HELLO_BYTES = 2**20
 _GOODBYE_S = 1.0
 
 
-async def dial(
+async def dial_member(
     address: str,
     factory: Factory,
     credentials: Credentials | CertificateHolder | None,
@@ -44,7 +44,7 @@ async def dial(
     host, port = host_and_port(address)
     loop = asyncio.get_running_loop()
     try:
-        context = _context(credentials, address, "client")
+        context = _tls_context(credentials, address, "client")
         async with asyncio.timeout(DIAL_S):
             transport, connection = await loop.create_connection(
                 factory, host, port, ssl=context, ssl_shutdown_timeout=_GOODBYE_S
@@ -52,18 +52,18 @@ async def dial(
     except TimeoutError:
         raise TimeoutError(f"{address} has not answered within {DIAL_S:g} s") from None
     except ssl.SSLError as error:
-        raise tls.NotTrusted(f"{address}: {tls.explain(error)}") from None
+        raise tls.NotTrusted(f"{address}: {tls.explain_failure(error)}") from None
     except StartError as error:
         raise tls.NotTrusted(error.message) from None
     if connection.peer is None or connection.peer.role != role:
         connection.abort()
         raise tls.NotTrusted(f"{address} is not a {role} of this cluster")
-    _watch(transport.get_extra_info("socket"), lost_s)
+    _watch_socket(transport.get_extra_info("socket"), lost_s)
     connection.allow(_HELLO_BYTES)
     return connection
 
 
-async def listen(
+async def listen_on_port(
     address: str,
     factory: Factory,
     credentials: Credentials | CertificateHolder | None,
@@ -71,7 +71,7 @@ async def listen(
 ) -> asyncio.Server:
     """Listen on a port; 0 is a free one. Raises OSError, ValueError, StartError."""
     host, port = host_and_port(address)
-    context = _context(credentials, address, "server")
+    context = _tls_context(credentials, address, "server")
     server = await asyncio.get_running_loop().create_server(
         factory,
         host,
@@ -81,20 +81,24 @@ async def listen(
         ssl_shutdown_timeout=_GOODBYE_S,
     )
     for sock in server.sockets:
-        _watch(sock, lost_s)  # accepted sockets inherit it
+        _watch_socket(sock, lost_s)  # accepted sockets inherit it
     return server
 
 
-def _context(
+def _tls_context(
     shown: Credentials | CertificateHolder | None, address: str, side: Literal["client", "server"]
 ) -> ssl.SSLContext:
     """Return the TLS context. Raises StartError for missing credentials, or invalid ones."""
     if shown is None:
         raise StartError(f"{address} is on a network, and this process has no certificate for it")
-    return shown.context(side) if isinstance(shown, CertificateHolder) else tls.context(shown, side)
+    return (
+        shown.context(side)
+        if isinstance(shown, CertificateHolder)
+        else tls.tls_context(shown, side)
+    )
 
 
-def _watch(sock: Any, lost_s: float) -> None:
+def _watch_socket(sock: Any, lost_s: float) -> None:
     """Close the connection when its peer has not answered for so long. Source: tcp(7)."""
     between_s = max(1, round(lost_s / 4))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

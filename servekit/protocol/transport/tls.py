@@ -18,9 +18,16 @@ import structlog
 
 from servekit.errors import StartError, WireError
 from servekit.protocol.transport.certificate_authority import SKEW_S, Authority
-from servekit.protocol.transport.credentials import Credentials, Role, read
+from servekit.protocol.transport.credentials import Credentials, Role
 
-__all__ = ["Authority", "Credentials", "Member", "NotTrusted", "Role", "context", "read"]
+__all__ = [
+    "Authority",
+    "Credentials",
+    "Member",
+    "NotTrusted",
+    "Role",
+    "tls_context",
+]
 
 log: Any = structlog.get_logger("servekit.protocol")
 
@@ -61,7 +68,7 @@ class Member(NamedTuple):
     name: str
 
 
-def context(credentials: Credentials, side: Literal["client", "server"]) -> ssl.SSLContext:
+def tls_context(credentials: Credentials, side: Literal["client", "server"]) -> ssl.SSLContext:
     """Return the TLS context of a member; contexts are cached.
 
     Raises StartError, with a sentence, where the certificate is not valid by this machine's clock.
@@ -79,7 +86,7 @@ def new_context(credentials: Credentials, side: Literal["client", "server"]) -> 
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.verify_flags |= ssl.VERIFY_X509_STRICT
     made.load_verify_locations(cadata=credentials.authority.decode())
-    load(made, credentials)
+    load_certificate(made, credentials)
     if side == "server":
         made.num_tickets = 0
         made.sslobject_class = _Outspoken
@@ -89,7 +96,7 @@ def new_context(credentials: Credentials, side: Literal["client", "server"]) -> 
 _context = functools.lru_cache(maxsize=16)(new_context)
 
 
-def member(transport: Any) -> Member | None:
+def peer_member(transport: Any) -> Member | None:
     """Return the peer of a transport; None without TLS. Raises NotTrusted."""
     certificate = transport.get_extra_info("peercert")
     if certificate is None:
@@ -105,7 +112,7 @@ def member(transport: Any) -> Member | None:
 _ROLES: dict[str, Role] = {"supervisor": "supervisor", "gateway": "gateway", "worker": "worker"}
 
 
-def explain(error: ssl.SSLError) -> str:
+def explain_failure(error: ssl.SSLError) -> str:
     """Explain in a sentence why a connection failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
         said = f"its certificate is refused: {error.verify_message}"
@@ -132,7 +139,7 @@ def check_clock(credentials: Credentials, now: float) -> None:
         )
 
 
-def load(made: ssl.SSLContext, credentials: Credentials) -> None:
+def load_certificate(made: ssl.SSLContext, credentials: Credentials) -> None:
     """Load a certificate into a context, for connections from now on.
 
     OpenSSL reads keys from files only, so the key passes through anonymous memory.
@@ -159,5 +166,5 @@ class _Outspoken(ssl.SSLObject):
             now = time.monotonic()
             if now - _Outspoken._told_at >= _TELL_EVERY_S:
                 _Outspoken._told_at = now
-                log.warning("a connection was refused", reason=explain(error))
+                log.warning("a connection was refused", reason=explain_failure(error))
             raise

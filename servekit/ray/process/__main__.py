@@ -18,7 +18,7 @@ if __name__ == "__main__":
     import sys
 
     from servekit import logging_config
-    from servekit.ray.process.driver import live
+    from servekit.ray.process.driver import run_driver
 
     logging_config.configure("ray", json=True)
-    sys.exit(asyncio.run(live(socket.socket(fileno=args.control_fd))))
+    sys.exit(asyncio.run(run_driver(socket.socket(fileno=args.control_fd))))

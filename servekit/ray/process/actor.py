@@ -148,13 +148,13 @@ class ProcessActor:
         self._asked()
         process = self._process
         with self._changed:
-            self._changed.wait_for(lambda: self._count > seen or _ended(process), wait_s)
-            if self._count > seen and not _ended(process):
+            self._changed.wait_for(lambda: self._count > seen or _has_ended(process), wait_s)
+            if self._count > seen and not _has_ended(process):
                 self._changed.wait(0.05)  # lines come in batches
             fresh = min(self._count - seen, len(self._lines))
             lines = tuple(list(self._lines)[len(self._lines) - fresh :]) if fresh > 0 else ()
             news = ActorEvents(lines, self._count)
-            if process is not None and _ended(process):
+            if process is not None and _has_ended(process):
                 news = ActorEvents(
                     lines, self._count, process.pid, process.code, process.out_of_memory
                 )
@@ -298,7 +298,7 @@ class ProcessActor:
         _give_back()
 
 
-def _ended(process: Process | None) -> bool:
+def _has_ended(process: Process | None) -> bool:
     return process is not None and process.code is not None
 
 
@@ -308,7 +308,7 @@ def _own_threads() -> dict[str, str]:
     They come from our parent, the raylet, since our own initial environment was overwritten by the
     process title.
     """
-    told = {name: procfs.variable(os.getppid(), name) for name in THREADS}
+    told = {name: procfs.read_variable(os.getppid(), name) for name in THREADS}
     return {name: value for name, value in told.items() if value is not None}
 
 

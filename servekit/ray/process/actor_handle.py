@@ -127,7 +127,7 @@ class ActorHandle:
             raise Gone(_first_line(error)) from None
 
 
-async def make(
+async def make_actor(
     wish: Wish,
     grace_s: float,
     scouts: NodeChecks,
@@ -140,11 +140,11 @@ async def make(
     there, and waits for nothing.
     """
     if wish.node:
-        return await _make_on(wish, grace_s, placement_groups.name(wish))
-    label, group = await placement_groups.placed(wish, scouts, aim, waits)
+        return await _make_on(wish, grace_s, placement_groups.place_name(wish))
+    label, group = await placement_groups.make_place(wish, scouts, aim, waits)
     berth = ActorHandle(label, group, None)
     there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-    await _begin(berth, there, wish, grace_s)
+    await _begin_actor(berth, there, wish, grace_s)
     berth.model = wish.model
     return berth
 
@@ -152,29 +152,31 @@ async def make(
 async def _make_on(wish: Wish, grace_s: float, label: str) -> ActorHandle:
     """Create an actor on a certain node. Raises Gone."""
     berth = ActorHandle(label, None, None)
-    await _begin(berth, NodeAffinitySchedulingStrategy(wish.node, soft=False), wish, grace_s)
+    await _begin_actor(berth, NodeAffinitySchedulingStrategy(wish.node, soft=False), wish, grace_s)
     return berth
 
 
-async def _begin(berth: ActorHandle, there: Any, wish: Wish, grace_s: float) -> None:
+async def _begin_actor(berth: ActorHandle, there: Any, wish: Wish, grace_s: float) -> None:
     """Create the actor and wait for it. Raises Gone; after any error nothing is left."""
-    making = asyncio.create_task(asyncio.to_thread(_actor, berth.label, there, wish, grace_s))
+    making = asyncio.create_task(
+        asyncio.to_thread(_create_actor, berth.label, there, wish, grace_s)
+    )
     try:
         berth._actor = await asyncio.shield(making)
-        await _up(berth)
+        await _await_up(berth)
     except BaseException:
-        await asyncio.shield(_undo(berth, making))
+        await asyncio.shield(_undo_placement(berth, making))
         raise
 
 
-async def _undo(berth: ActorHandle, making: asyncio.Task[Any]) -> None:
+async def _undo_placement(berth: ActorHandle, making: asyncio.Task[Any]) -> None:
     """Release a place, including an actor that a thread is still creating."""
     with contextlib.suppress(Exception):
         berth._actor = await making
     await asyncio.to_thread(berth._remove)  # no process was started there
 
 
-def _actor(label: str, there: Any, wish: Wish, grace_s: float) -> Any:
+def _create_actor(label: str, there: Any, wish: Wish, grace_s: float) -> Any:
     options = ray.remote(ProcessActor).options(
         name=label,
         lifetime="detached",
@@ -187,13 +189,13 @@ def _actor(label: str, there: Any, wish: Wish, grace_s: float) -> Any:
     return options.remote(wish.gpus, grace_s)
 
 
-async def _up(berth: ActorHandle) -> None:
+async def _await_up(berth: ActorHandle) -> None:
     """Wait until the actor's process is up. Raises Gone."""
     answer = await berth._ask(berth._actor.look, within_s=_ACTOR_S)
     berth.sight = msgspec.msgpack.decode(answer, type=ActorState)
 
 
-def find() -> list[ActorHandle]:
+def find_actors() -> list[ActorHandle]:
     """Return the existing actors of earlier drivers in this namespace. Blocks."""
     found: list[ActorHandle] = []
     for label in list_named_actors():
@@ -201,11 +203,11 @@ def find() -> list[ActorHandle]:
             continue
         with contextlib.suppress(ValueError):  # gone meanwhile
             actor = ray.get_actor(label)
-            found.append(ActorHandle(label, _group(label), actor))
+            found.append(ActorHandle(label, _find_group(label), actor))
     return found
 
 
-def sweep() -> None:
+def sweep_places() -> None:
     """Release the places in this namespace that have no actor any more. Blocks.
 
     Such are left by actors that ended while Ray had no head, or had only begun to start.
@@ -214,12 +216,14 @@ def sweep() -> None:
     for found in placement_group_table().values():
         label = found["name"]
         gone = found["state"] == "REMOVED" or "#" not in label or label in actors
-        if not gone and (group := _group(label)) is not None:  # else it is in another namespace
+        if (
+            not gone and (group := _find_group(label)) is not None
+        ):  # else it is in another namespace
             log.info("an empty place is given back", worker=name_of(label))
             remove_placement_group(group)
 
 
-def _group(label: str) -> Any:
+def _find_group(label: str) -> Any:
     with contextlib.suppress(ValueError):
         return get_placement_group(label)
     return None

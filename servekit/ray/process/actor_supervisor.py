@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 
-from servekit.system import procfs, python_command, subreaper
+from servekit.system import cgroup, python_command, subreaper
 from servekit.system.orphan_cleanup import kill_marked
 from servekit.system.parent_death import CHILD_MARK
 from servekit.system.rlimits import raise_file_limit
@@ -34,9 +34,14 @@ def main(role: str, mark: str, report_fd: int, args: list[str]) -> None:
     subreaper.become_subreaper()
     raise_file_limit()
     fds = [int(args[i + 1]) for i, arg in enumerate(args) if arg.endswith("-fd")]
-    oom_kills = procfs.oom_kills()
-    worker = subreaper.start(
-        [*python_command.module(f"servekit.{role}"), *args, "--parent-pid", str(os.getpid())],
+    oom_kills = cgroup.count_oom_kills()
+    worker = subreaper.start_process(
+        [
+            *python_command.module_command(f"servekit.{role}"),
+            *args,
+            "--parent-pid",
+            str(os.getpid()),
+        ],
         env={**os.environ, CHILD_MARK: mark},
         stdin=subprocess.DEVNULL,
         pass_fds=fds,
@@ -45,14 +50,14 @@ def main(role: str, mark: str, report_fd: int, args: list[str]) -> None:
     for fd in fds:
         if fd != report_fd:
             os.close(fd)
-    _tell(report_fd, {"pid": worker.pid})
+    _tell_actor(report_fd, {"pid": worker.pid})
     _until_over(worker)
-    code = _end(worker, mark)
-    oom = code == -signal.SIGKILL and procfs.oom_kills() > oom_kills
-    _tell(report_fd, {"code": code, "out_of_memory": oom})
+    code = _end_worker(worker, mark)
+    oom = code == -signal.SIGKILL and cgroup.count_oom_kills() > oom_kills
+    _tell_actor(report_fd, {"code": code, "out_of_memory": oom})
 
 
-def _tell(fd: int, what: dict[str, object]) -> None:
+def _tell_actor(fd: int, what: dict[str, object]) -> None:
     os.write(fd, json.dumps(what).encode() + b"\n")
 
 
@@ -72,12 +77,12 @@ def _has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _end(worker: subprocess.Popen[bytes], mark: str) -> int:
+def _end_worker(worker: subprocess.Popen[bytes], mark: str) -> int:
     """Kill the process, its group and its other descendants; return its exit code or -signal."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker.pid, signal.SIGKILL)
     code = worker.wait()
-    subreaper.reaped(worker)
+    subreaper.forget_process(worker)
     deadline = time.monotonic() + _CLEAR_S
     while kill_marked(CHILD_MARK, mark) and time.monotonic() < deadline:
         time.sleep(0.01)

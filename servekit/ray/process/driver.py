@@ -23,14 +23,14 @@ from msgspec.structs import replace
 from servekit.protocol import ray_messages as c
 from servekit.protocol.messages import Stop
 from servekit.protocol.ray_messages import Node, ToCluster
-from servekit.protocol.transport.connection import Connection, adopt
+from servekit.protocol.transport.connection import Connection, adopt_socket
 from servekit.ray.process import actor_handle as berths
 from servekit.ray.process import namespace_lock, nodes
 from servekit.ray.process.actor import ActorEvents, Figures
 from servekit.ray.process.actor_handle import ActorHandle, Gone
 from servekit.ray.process.namespace_lock import NamespaceOwner
 from servekit.ray.process.node_checks import LOOK_S, NodeChecks
-from servekit.ray.process.node_selection import choose
+from servekit.ray.process.node_selection import choose_node
 from servekit.system.parent_death import end_group
 
 log: Any = structlog.get_logger("servekit.ray.process")
@@ -45,7 +45,7 @@ _WATCH_EVERY_S = 1.0
 _MEASURE_EVERY_S = 5.0
 
 
-async def live(control: socket.socket) -> int:
+async def run_driver(control: socket.socket) -> int:
     """Run until the supervisor is gone, or closes the connection."""
     driver = Driver()
     await driver.hear(control)
@@ -70,7 +70,7 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def hear(self, control: socket.socket) -> None:
-        await adopt(control, lambda: self._control)
+        await adopt_socket(control, lambda: self._control)
 
     def _on_eof(self, error: Exception | None) -> None:
         log.info("the supervisor is gone", error=str(error or "EOF"))
@@ -124,15 +124,15 @@ class Driver:
         self._grace_s = wish.grace_s
         until = time.monotonic() + wish.within_s - _SOONER_S
         tenant = NamespaceOwner.here(wish.turn, wish.since, wish.run_dir)
-        await asyncio.to_thread(_connect, wish.address, wish.namespace, tenant)
+        await asyncio.to_thread(_connect_to_ray, wish.address, wish.namespace, tenant)
         turn = namespace_lock.own_turn(wish.turn)
-        if refusal := await namespace_lock.refusal(wish.namespace, turn):
+        if refusal := await namespace_lock.await_ownership(wish.namespace, turn):
             return c.Sorry(wish.id, refusal)
         self._wants = wish.wants
-        await self._meet(await nodes.alive(), _left_s(until))
-        for berth in await asyncio.to_thread(berths.find):
+        await self._meet(await nodes.living_nodes(), _left_s(until))
+        for berth in await asyncio.to_thread(berths.find_actors):
             await self._take_over(berth)
-        await asyncio.to_thread(berths.sweep)
+        await asyncio.to_thread(berths.sweep_places)
         if wish.watch:
             self._spawn(self._watch())
         own = ray.get_runtime_context().get_node_id()
@@ -140,7 +140,7 @@ class Driver:
 
     async def _look(self, wish: c.Look) -> msgspec.Struct:
         until = time.monotonic() + wish.within_s - _SOONER_S
-        there = await nodes.alive()
+        there = await nodes.living_nodes()
         if wish.node and wish.node not in there:
             return c.Sorry(wish.id, "it is no node of the Ray cluster any more")
         if not wish.node:
@@ -163,7 +163,7 @@ class Driver:
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             try:
-                there = await nodes.alive()
+                there = await nodes.living_nodes()
             except Exception as error:  # as while its control plane restarts
                 log.warning("Ray does not say which nodes there are", reason=str(error))
                 continue
@@ -195,7 +195,7 @@ class Driver:
         aim = functools.partial(self._aim, wish)
         waits = functools.partial(self._waits, wish.name)
         try:
-            berth = await berths.make(wish, self._grace_s, self._scouts, aim, waits)
+            berth = await berths.make_actor(wish, self._grace_s, self._scouts, aim, waits)
         finally:
             self._intended.pop(wish.name, None)
         self._berths[wish.name] = berth
@@ -234,7 +234,7 @@ class Driver:
             if one.model == wish.model and one.sight is not None
         ]
         held += [node for model, node in self._intended.values() if model == wish.model]
-        node = choose(free, wish.cpus, wish.gpus, wish.strategy, held, shunned)
+        node = choose_node(free, wish.cpus, wish.gpus, wish.strategy, held, shunned)
         self._intended[wish.name] = (wish.model, node)  # before another place is chosen
         return node
 
@@ -283,7 +283,7 @@ class Driver:
         while True:
             with contextlib.suppress(Gone):  # a lost actor is noticed by polling
                 found = await berth.measure()
-                self._control.send(_measured(berth.name, found))
+                self._control.send(_as_measured(berth.name, found))
             await asyncio.sleep(_MEASURE_EVERY_S)
 
     async def _hear_news(self, berth: ActorHandle) -> None:
@@ -298,7 +298,7 @@ class Driver:
             if news.lines:
                 self._control.send(c.Lines(berth.name, news.lines))
             if news.code is not None:
-                self._control.send(_exited(berth.name, news))
+                self._control.send(_as_exited(berth.name, news))
 
     def _lose(self, berth: ActorHandle, why: str) -> None:
         log.warning("lost", worker=berth.name, reason=why)
@@ -310,11 +310,11 @@ class Driver:
         self._control.send(c.Exited(berth.name, 0, None, None, f"its node or actor is lost: {why}"))
 
 
-def _measured(name: str, found: Figures) -> c.Measured:
+def _as_measured(name: str, found: Figures) -> c.Measured:
     return c.Measured(name, found.gpus, found.pid, found.held, found.rss_bytes)
 
 
-def _exited(name: str, news: ActorEvents) -> c.Exited:
+def _as_exited(name: str, news: ActorEvents) -> c.Exited:
     assert news.code is not None
     died = news.code < 0
     return c.Exited(
@@ -326,7 +326,7 @@ def _exited(name: str, news: ActorEvents) -> c.Exited:
     )
 
 
-def _connect(address: str, namespace: str, tenant: NamespaceOwner) -> None:
+def _connect_to_ray(address: str, namespace: str, tenant: NamespaceOwner) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     ray.init(
         address,

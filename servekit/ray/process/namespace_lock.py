@@ -71,17 +71,19 @@ class Job:
         return found if found.turn else replace(found, turn=self.number)
 
 
-def holder(jobs: Iterable[Job], namespace: str, turn: int) -> NamespaceOwner | None:
+def find_holder(jobs: Iterable[Job], namespace: str, turn: int) -> NamespaceOwner | None:
     """Return the owner that came before `turn`; None if there is none."""
     tenants = [job.tenant for job in jobs if job.namespace == namespace]
     before = [one for one in tenants if one is not None and one.turn < turn]
     return min(before, key=lambda one: one.turn, default=None)
 
 
-async def refusal(namespace: str, turn: int) -> str:
+async def await_ownership(namespace: str, turn: int) -> str:
     """Return why the namespace is not ours; "" if it is. Waits a moment for owners that exit."""
     until = time.monotonic() + _GOING_S
-    while (first := holder(await asyncio.to_thread(_jobs), namespace, turn)) is not None:
+    while (
+        first := find_holder(await asyncio.to_thread(_living_jobs), namespace, turn)
+    ) is not None:
         if time.monotonic() >= until:
             return (
                 f"its namespace {namespace!r} is held by another instance of servekit, {first}: end"
@@ -94,19 +96,19 @@ async def refusal(namespace: str, turn: int) -> str:
 
 def own_turn(kept: int) -> int:
     """Return the turn of this process, unless its supervisor has `kept` an earlier one."""
-    return kept or _number(bytes.fromhex(ray.get_runtime_context().get_job_id()))
+    return kept or _job_number(bytes.fromhex(ray.get_runtime_context().get_job_id()))
 
 
-def _jobs() -> list[Job]:
+def _living_jobs() -> list[Job]:
     """Return all living jobs. Blocks."""
     worker: Any = ray._private.worker.global_worker
     jobs = worker.gcs_client.get_all_job_info().values()  # no public API
     return [
-        Job(_number(job.job_id), job.config.ray_namespace, dict(job.config.metadata))
+        Job(_job_number(job.job_id), job.config.ray_namespace, dict(job.config.metadata))
         for job in jobs
         if not job.is_dead
     ]
 
 
-def _number(job_id: bytes) -> int:
+def _job_number(job_id: bytes) -> int:
     return int.from_bytes(job_id, "little")

@@ -16,7 +16,7 @@ import structlog
 
 from servekit.protocol.ray_messages import Berth, Node, Want
 from servekit.ray.node_inventory import own_versions
-from servekit.ray.node_requirements import unfit
+from servekit.ray.node_requirements import why_unfit
 from servekit.ray.process import nodes
 from servekit.ray.process.node_selection import all_of
 
@@ -48,13 +48,13 @@ class NodeChecks:
         at, wants = time.monotonic(), list(wants)
         for node in found:
             for want in wants:
-                self._looks[node.node, want] = _Look(unfit(node, self._own, want.model), at)
+                self._looks[node.node, want] = _Look(why_unfit(node, self._own, want.model), at)
 
     async def faults(self, wish: Berth, of: str = "") -> dict[str, str]:
         """Return why nodes that are large enough, or node `of`, cannot run it, by id."""
         if wish.want is None:
             return {}
-        there = await nodes.alive()
+        there = await nodes.living_nodes()
         self._looks = {known: look for known, look in self._looks.items() if known[0] in there}
         asked = [there[of]] if of in there else list(there.values())
         large = [one.node for one in all_of(asked) if one.fits(wish.cpus, wish.gpus)]

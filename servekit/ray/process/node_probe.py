@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from servekit.config.engines.installed import lacking
+from servekit.config.engines.installed import install_command
 from servekit.config.engines.options import KINDS
 from servekit.protocol.ray_messages import Node, RemoteGpu, Want
 from servekit.system.gpus import Gpu, find_gpus
@@ -19,7 +19,7 @@ _ANSWER_S = 60.0
 _ASK = "import servekit; print(servekit.__version__)"
 
 
-def look(wants: bytes) -> bytes:
+def probe_node(wants: bytes) -> bytes:
     """Check a node, as a Ray task: `wants` is an encoded list of Want, the answer a Node."""
     import ray
 
@@ -29,13 +29,13 @@ def look(wants: bytes) -> bytes:
         host=ray.util.get_node_ip_address(),
         python=platform.python_version(),
         ray=ray.__version__,
-        servekit=_version(),
-        lacks=_lacks(msgspec.msgpack.decode(wants, type=list[Want])),
+        servekit=_installed_version(),
+        lacks=_find_lacks(msgspec.msgpack.decode(wants, type=list[Want])),
     )
     return msgspec.msgpack.encode(found)
 
 
-def _version() -> str:
+def _installed_version() -> str:
     """Return servekit's version in a worker's interpreter; "" if it is not found."""
     command = [sys.executable, "-P", "-c", _ASK]  # as the actor starts one
     try:
@@ -47,14 +47,14 @@ def _version() -> str:
     return answer.stdout.strip()
 
 
-def _lacks(wants: list[Want]) -> dict[str, str]:
+def _find_lacks(wants: list[Want]) -> dict[str, str]:
     found: dict[str, str] = {}
     for want in wants:
         if want.path and not Path(want.path).exists():
             found[want.model] = f"there is no {want.path} there"
         elif want.engine not in KINDS:
             found[want.model] = f"the engine {want.engine} is not installed there"
-        elif remedy := lacking(KINDS[want.engine]):
+        elif remedy := install_command(KINDS[want.engine]):
             found[want.model] = f"the engine {want.engine} is not installed there; {remedy}"
     return found
 

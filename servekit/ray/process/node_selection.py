@@ -20,7 +20,7 @@ class Free:
         return self.cpus + 1e-6 >= cpus and self.gpus + 1e-6 >= gpus
 
 
-def choose(
+def choose_node(
     free: Sequence[Free],
     cpus: float,
     gpus: int,

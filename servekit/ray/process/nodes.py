@@ -14,14 +14,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from servekit.protocol import ray_messages as c
 from servekit.protocol.ray_messages import Node
-from servekit.ray.process.node_probe import look
+from servekit.ray.process.node_probe import probe_node
 
 #: Ray announces a new node a moment before it can run tasks there.
 _KNOWN_S = 5.0
 _LOOK_EVERY_S = 0.2
 
 
-async def alive() -> dict[str, dict[str, Any]]:
+async def living_nodes() -> dict[str, dict[str, Any]]:
     """Return the nodes that Ray considers alive, by Ray's ids."""
     return {node["NodeID"]: node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]}
 
@@ -30,10 +30,10 @@ async def look_at(
     nodes: Iterable[dict[str, Any]], wants: tuple[c.Want, ...], within_s: float
 ) -> tuple[Node, ...]:
     """Return what each node finds, or why it could not be checked."""
-    return tuple(await asyncio.gather(*(_look(node, wants, within_s) for node in nodes)))
+    return tuple(await asyncio.gather(*(_probe(node, wants, within_s) for node in nodes)))
 
 
-async def _look(node: dict[str, Any], wants: tuple[c.Want, ...], within_s: float) -> Node:
+async def _probe(node: dict[str, Any], wants: tuple[c.Want, ...], within_s: float) -> Node:
     total = node["Resources"]
     known = Node(
         node["NodeID"],
@@ -42,9 +42,9 @@ async def _look(node: dict[str, Any], wants: tuple[c.Want, ...], within_s: float
         float(total.get("GPU", 0.0)),
     )
     there = NodeAffinitySchedulingStrategy(known.node, soft=False)
-    task = ray.remote(look).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+    task = ray.remote(probe_node).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
     try:
-        answer = await asyncio.wait_for(_answer(task, msgspec.msgpack.encode(wants)), within_s)
+        answer = await asyncio.wait_for(_await_probe(task, msgspec.msgpack.encode(wants)), within_s)
     except TimeoutError:
         return replace(known, problem=f"it has not answered within {within_s:.0f} s")
     except ModuleNotFoundError as error:
@@ -55,7 +55,7 @@ async def _look(node: dict[str, Any], wants: tuple[c.Want, ...], within_s: float
     return replace(found, host=known.host, cpus=known.cpus, gpus=known.gpus)
 
 
-async def _answer(task: Any, wants: bytes) -> bytes:
+async def _await_probe(task: Any, wants: bytes) -> bytes:
     """Run the check. Raises Ray's errors; a new node gets some time to become schedulable."""
     until = time.monotonic() + _KNOWN_S
     while True:

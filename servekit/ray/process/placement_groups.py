@@ -35,7 +35,7 @@ _NODE = "ray.io/node-id"
 Aim = Callable[[Mapping[str, str]], Awaitable[str]]
 
 
-async def placed(
+async def make_place(
     wish: Wish, scouts: NodeChecks, aim: Aim, waits: Callable[[str], None]
 ) -> tuple[str, Any]:
     """Return the name and the placement group of a place. `waits` receives what it waits for.
@@ -43,8 +43,8 @@ async def placed(
     A node that was not checked before is checked first.
     """
     while True:
-        label, faults = name(wish), await scouts.faults(wish)
-        making = _making(wish, label, await aim(faults), faults)
+        label, faults = place_name(wish), await scouts.faults(wish)
+        making = _begin_group(wish, label, await aim(faults), faults)
         try:
             group = await asyncio.shield(making)
             found = await _has_room(group, wish, faults, waits)
@@ -52,27 +52,27 @@ async def placed(
                 waits("")
                 return label, group
         except BaseException:
-            await asyncio.shield(_undo(making))
+            await asyncio.shield(_undo_group(making))
             raise
-        await _undo(making)
+        await _undo_group(making)
 
 
-def name(wish: Wish) -> str:
+def place_name(wish: Wish) -> str:
     """Return a unique name for a place."""
     return f"{wish.name}#{secrets.token_hex(4)}"
 
 
-def _making(wish: Wish, label: str, node: str, faults: Mapping[str, str]) -> asyncio.Task[Any]:
-    return asyncio.create_task(asyncio.to_thread(_group, wish, label, node, faults))
+def _begin_group(wish: Wish, label: str, node: str, faults: Mapping[str, str]) -> asyncio.Task[Any]:
+    return asyncio.create_task(asyncio.to_thread(_create_group, wish, label, node, faults))
 
 
-async def _undo(making: asyncio.Task[Any]) -> None:
+async def _undo_group(making: asyncio.Task[Any]) -> None:
     """Release a group, including one that a thread is still creating."""
     with contextlib.suppress(Exception):
         await asyncio.to_thread(remove_placement_group, await making)
 
 
-def _group(wish: Wish, label: str, node: str, faults: Mapping[str, str]) -> Any:
+def _create_group(wish: Wish, label: str, node: str, faults: Mapping[str, str]) -> Any:
     bundle = {"CPU": wish.cpus, **({"GPU": float(wish.gpus)} if wish.gpus else {})}
     others = [{_NODE: f"!in({','.join(sorted(faults))})"}] if faults else None
     return placement_group(

@@ -26,7 +26,7 @@ class Sockets:
         try:
             for host, port in wanted:
                 if (host, port) not in self._open:
-                    made[host, port] = sockets.bind(host, port, setting="server.port")
+                    made[host, port] = sockets.bind_listener(host, port, setting="server.port")
         except BaseException:
             for sock in made.values():
                 sock.close()

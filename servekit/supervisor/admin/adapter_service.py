@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from servekit.config import paths
 from servekit.config.engines.options import KINDS
 from servekit.config.schema import AdapterConfig, names_of
-from servekit.errors import ConfigError, meant
+from servekit.errors import ConfigError, did_you_mean
 from servekit.protocol.adapters import (
     Adapters,
     AdapterSpec,
@@ -89,7 +89,7 @@ class AdapterDesk:
         there = ", ".join(fleet.model.name for fleet in served)
         if not model:
             raise ConfigError(f"say which model the adapter is for; there are: {there}")
-        likely = meant(model, [fleet.model.name for fleet in served])
+        likely = did_you_mean(model, [fleet.model.name for fleet in served])
         raise ConfigError(f"no model is called {model!r}; there are: {there}{likely}")
 
     def _check_name(self, name: str, fleet: Deployment) -> None:
@@ -118,7 +118,7 @@ def _checked(adapter: AdapterSpec) -> AdapterSpec:
         given = AdapterConfig.model_validate(fields)
         if given.path.startswith("."):
             raise ConfigError(_RELATIVE.format(given.path))
-        path = paths.check_adapter(given.path, Path("/"))
+        path = paths.check_adapter_path(given.path, Path("/"))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))

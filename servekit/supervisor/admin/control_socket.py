@@ -27,8 +27,8 @@ from servekit.protocol.messages import (
 from servekit.protocol.metrics_messages import Figures, GetMetrics
 from servekit.protocol.remote_gateway import AdminRequest, AdminResponse
 from servekit.protocol.residency import SetResidency
-from servekit.protocol.transport.connection import Connection, listen
-from servekit.protocol.transport.rpc import put
+from servekit.protocol.transport.connection import Connection, listen_at
+from servekit.protocol.transport.rpc import ask_supervisor
 from servekit.supervisor.process.run_dir import nobody, read_record
 from servekit.system import procfs
 
@@ -91,7 +91,7 @@ class Operators:
     async def listen(self, path: Path) -> None:
         """Listen on `path`. Raises StartError if that fails, as on file systems without sockets."""
         try:
-            self._server = await listen(path, self._connect)
+            self._server = await listen_at(path, self._connect)
         except OSError as error:
             raise StartError(f"cannot listen on {path}: {error.strerror}") from error
 
@@ -199,7 +199,7 @@ async def ask(path: Path, message: ToSupervisor, timeout_s: float = 10.0) -> Fro
     ServekitError if it is refused for another reason or not answered.
     """
     try:
-        reply = await put(path, message, timeout_s)
+        reply = await ask_supervisor(path, message, timeout_s)
     except EOFError as error:
         raise ServekitError(str(error)) from None
     except TimeoutError:
@@ -217,7 +217,7 @@ def shut_down(run_dir: Path, *, now: bool) -> int:
     Raises StartError if none runs there.
     """
     record = read_record(run_dir)
-    process = procfs.read(record.pid) if record is not None else None
+    process = procfs.read_process(record.pid) if record is not None else None
     if process is None:
         raise nobody(run_dir)
     asyncio.run(ask(run_dir / "control.sock", Shutdown(now)))

@@ -19,10 +19,10 @@ from servekit.protocol.metrics_messages import Counted, Figures, GetMetrics, Ser
 from servekit.protocol.residency import Residency
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.gateway_process import Gateway
-from servekit.supervisor.lifecycle.breaker import BreakerState
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess
+from servekit.supervisor.lifecycle.restart_policy import BreakerState
 from servekit.supervisor.quarantine import Quarantine
-from servekit.supervisor.workers.gpu_memory import WorkerGpuMemory
+from servekit.supervisor.workers.gpu_memory import GpuMemory
 from servekit.supervisor.workers.worker_process import WorkerProcess
 
 Labels = tuple[str, ...]
@@ -143,25 +143,25 @@ class MetricsAggregator:
             yield from _one_of("servekit_breaker_state", name, _BREAKER, fleet.circuit.state)
         for replica in self._fleets.replicas():
             who = replica.model.name, replica.name
-            yield Series("servekit_kv_cache_usage_ratio", who, [replica.pulse.last.kv_used])
-            yield from of_gpus(who, replica.vram)
+            yield Series("servekit_kv_cache_usage_ratio", who, [replica.liveness.last.kv_used])
+            yield from of_gpus(who, replica.gpu)
         for gpu in self._fleets.gpus:
             labels = str(gpu.index), gpu.uuid, gpu.name, gpu.node
             yield Series("servekit_gpu_memory_total_bytes", labels, [gpu.total_bytes])
 
 
-def of_gpus(who: tuple[str, str], vram: WorkerGpuMemory) -> Iterator[Series]:
+def of_gpus(who: tuple[str, str], memory: GpuMemory) -> Iterator[Series]:
     """Yield the GPU memory of a worker; `who` is the names of its model and itself."""
-    there = {gpu.uuid: (*who, str(gpu.index), gpu.uuid, gpu.node) for gpu in vram.gpus}
-    for uuid, claim in vram.claims.items():
+    there = {gpu.uuid: (*who, str(gpu.index), gpu.uuid, gpu.node) for gpu in memory.gpus}
+    for uuid, claim in memory.claims.items():
         where = there.get(uuid, (*who, "", uuid, ""))
-        held = vram.by_gpu.get(uuid, 0)
+        held = memory.by_gpu.get(uuid, 0)
         yield Series("servekit_worker_gpu_memory_bytes", where, [held])
         if claim:
             yield Series("servekit_worker_gpu_memory_claimed_bytes", where, [claim])
     for uuid, where in there.items():
-        if uuid not in vram.claims:
-            stray = vram.stray_by_gpu.get(uuid, 0)
+        if uuid not in memory.claims:
+            stray = memory.stray_by_gpu.get(uuid, 0)
             yield Series("servekit_worker_gpu_memory_stray_bytes", where, [stray])
 
 

@@ -77,8 +77,8 @@ class ResourceMonitor:
         """Record descendants without our mark, which could not be found after a kill -9."""
         found = tuple(
             Started("a descendant", process.pid, process.started)
-            for process in procfs.descendants(os.getpid())
-            if not subreaper.is_own(process.pid) and not procfs.has(process.pid, MARK)
+            for process in procfs.find_descendants(os.getpid())
+            if not subreaper.is_own(process.pid) and not procfs.has_variable(process.pid, MARK)
         )
         if found != self.descendants:
             self.descendants = found
@@ -101,7 +101,7 @@ class ResourceMonitor:
         if segments == self._segments:
             return
         try:
-            shared_memory.note(self._run_dir.path, segments)
+            shared_memory.record_segments(self._run_dir.path, segments)
         except OSError as error:
             log.warning("cannot record the shared memory", reason=error.strerror)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from servekit.errors import meant
+from servekit.errors import did_you_mean
 from servekit.protocol.admin_messages import ModelTraffic
 from servekit.protocol.messages import GpuStatus, ModelStatus, Refused, ReplicaHistory, Why
 from servekit.protocol.residency import ResidencyStatus
@@ -30,10 +30,11 @@ def of_model(fleet: Deployment, created: int, residence: ResidencyStatus | None)
         max_queue=model.max_queue,
         quarantine_s=model.quarantine_s,
         adapters=fleet.adapter_statuses(),
-        standbys=tuple(standby.status() for standby in fleet.nursery.standbys),
+        standbys=tuple(standby.status() for standby in fleet.fork_servers.standbys),
         residence=residence,
         routing=model.routing,
         scale=fleet.scale,
+        changing=fleet.changing,
     )
 
 
@@ -51,7 +52,7 @@ def traffic(served: Sequence[Deployment], gateways: Sequence[Gateway]) -> tuple[
 
 def gpus(here: Sequence[GpuStatus], replicas: Sequence[WorkerProcess]) -> tuple[GpuStatus, ...]:
     """Return this machine's GPUs, and those that workers on other nodes were given."""
-    there = {(one.node, one.uuid): one for replica in replicas for one in replica.vram.in_use}
+    there = {(one.node, one.uuid): one for replica in replicas for one in replica.gpu.in_use}
     return (*here, *sorted(there.values(), key=lambda one: (one.node, one.index)))
 
 
@@ -81,9 +82,8 @@ def why(
     known += [one.name for fleet in fleets for one in fleet.adapter_statuses()]
     known += [replica.name for fleet in fleets for replica in fleet.replicas]
     known += [life.name for life in others]
-    return Refused(
-        f"nothing here is called {name!r}; there are: {', '.join(known)}{meant(name, known)}", True
-    )
+    there = f"{', '.join(known)}{did_you_mean(name, known)}"
+    return Refused(f"nothing here is called {name!r}; there are: {there}", True)
 
 
 def _stories(fleet: Deployment) -> tuple[ReplicaHistory, ...]:

@@ -143,7 +143,7 @@ def refuse_unready(status: Status) -> None:
 
 def _unready(model: ModelStatus) -> str:
     """Return what a model lacks; "" if it serves or would when asked. /readyz agrees."""
-    if readiness.able(model):
+    if readiness.is_able(model):
         lacking = (one for one in model.adapters if not readiness.adapter_able(model, one))
         return next((_said(one.name, one.state, one.reason) for one in lacking), "")
     if readiness.in_trouble(model):

@@ -23,7 +23,7 @@ from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.gateway_process import Gateway
-from servekit.supervisor.lifecycle.startup_timing import StartReason
+from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.model_swap.manager import SwapManager
 from servekit.supervisor.model_swap.memory_accounting import CPU
 from servekit.supervisor.workers.worker_process import WorkerProcess
@@ -93,7 +93,7 @@ class Scaler:
         name, living = fleet.model.name, fleet.living
         serving = [replica for replica in living if replica.serves]
         coming = sum(replica.state in _COMING for replica in living)
-        pongs = [replica.pulse.last for replica in serving]
+        pongs = [replica.liveness.last for replica in serving]
         traffic = [gateway.traffic for gateway in self._gateways]
         kv_used = sum(pong.kv_used for pong in pongs)
         return ScalingInput(
@@ -145,7 +145,7 @@ class Scaler:
         replica = least_to_lose(
             elsewhere or [r for r in row.fresh if _has_failed(r)] or fleet.living
         )
-        running = replica.pulse.last.running
+        running = replica.liveness.last.running
         fleet.shrink(replica)
         self._note(fleet, row, "down", step.reason, {"drained": replica.name, "running": running})
 
@@ -185,7 +185,7 @@ def least_to_lose(replicas: Sequence[WorkerProcess]) -> WorkerProcess:
     """
 
     def loses(replica: WorkerProcess) -> tuple[object, ...]:
-        pong = replica.pulse.last
+        pong = replica.liveness.last
         busy = pong.running + pong.waiting
         return replica.serves, busy, round(pong.kv_used, 1), pong.served, -replica.place.index
 

@@ -15,11 +15,12 @@ from servekit.config.schema import ModelConfig
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.scheduling.bin_packing import Board, Want, candidates
-from servekit.supervisor.scheduling.memory_requests import gib, room_bytes
+from servekit.supervisor.scheduling.memory_requests import room_bytes
 from servekit.supervisor.scheduling.placement import allowed
 from servekit.supervisor.scheduling.shared_placement import want_of
-from servekit.system import procfs
+from servekit.system import cgroup
 from servekit.system.gpus import Slot
+from servekit.units import format_bytes
 
 #: Host memory that one more replica must leave free.
 KEPT_BYTES = 2**30
@@ -63,22 +64,23 @@ class LocalCapacity:
         """Do nothing: this machine cannot grow."""
 
     def _on_cpu(self, fleet: Deployment) -> Slot | NoCapacity:
-        model, there = fleet.model, procfs.available_bytes()
+        model, there = fleet.model, cgroup.available_memory_bytes()
         if model.memory is not None:
-            total = procfs.memory_bytes()
-            takes, there = memory.of(model.memory, total), total - self._claimed(total)
+            total = cgroup.total_memory_bytes()
+            takes, there = memory.memory_bytes(model.memory, total), total - self._claimed(total)
         else:
             takes = max((one.rss_bytes for one in fleet.living), default=0)
             there -= KEPT_BYTES
         if takes <= there:
             return ()
-        said = f"a replica takes {gib(takes)} of this machine's memory, which has"
-        return NoCapacity(f"no room: {said} {gib(max(0, there))} left")
+        said = f"a replica takes {format_bytes(takes)} of this machine's memory, which has"
+        return NoCapacity(f"no room: {said} {format_bytes(max(0, there))} left")
 
     def _claimed(self, total_bytes: int) -> int:
         """Return the memory claimed by all CPU replicas, including those of unloaded models."""
         return sum(
-            memory.of(fleet.model.memory, total_bytes) * sum(not slot for slot in fleet.planned)
+            memory.memory_bytes(fleet.model.memory, total_bytes)
+            * sum(not slot for slot in fleet.planned)
             for fleet in self._fleets.served
             if fleet.model.memory is not None
         )
@@ -93,7 +95,7 @@ class LocalCapacity:
             own = want if other is fleet else own
         assert own is not None  # the deployment is served
         for slot in candidates(board, own):
-            if fleets.has_room(fleet.model, slot) and not self._lacks(fleet.model, slot):
+            if fleets.pool.has_room(fleet.model, slot) and not self._lacks(fleet.model, slot):
                 return slot
         gpus = "no GPU that it may use has" if own.width == 1 else f"no {own.width} GPUs have"
         return NoCapacity(f"no room: {gpus} what a replica claims")
@@ -104,8 +106,8 @@ class LocalCapacity:
 
     def _lacks(self, model: ModelConfig, slot: Slot) -> bool:
         """Return whether ended workers still claim the memory, because it is not free yet."""
-        claims = zip(slot, self._fleets.claims(model, slot), strict=True)
-        return bool(self._fleets.gate.ledger.lacking({gpu.uuid: size for gpu, size in claims}))
+        claims = zip(slot, self._fleets.pool.claims(model, slot), strict=True)
+        return bool(self._fleets.pool.gate.ledger.lacking({gpu.uuid: size for gpu, size in claims}))
 
 
 class RayCapacity:

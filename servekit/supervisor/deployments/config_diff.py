@@ -19,7 +19,7 @@ from typing import Literal
 
 from servekit.config.scale import ReplicaRange
 from servekit.config.schema import Config, ModelConfig
-from servekit.supervisor.scheduling.placement import Assignment, device
+from servekit.supervisor.scheduling.memory_requests import Assignment, device
 from servekit.system.gpus import Slot
 
 Kind = Literal["unchanged", "updated", "adapted", "scaled", "replaced", "removed", "added"]

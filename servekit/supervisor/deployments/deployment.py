@@ -23,49 +23,44 @@ from servekit.protocol.messages import Drain, ModelInfo, ReplicaHistory, Stop
 from servekit.protocol.types import ScaleStatus
 from servekit.supervisor.adapters.rollout import Adapters, Worker
 from servekit.supervisor.deployments.config_diff import Slots, same_worker
-from servekit.supervisor.deployments.replica_host import ReplicaHost
-from servekit.supervisor.deployments.rollout import (
-    STOP_GRACE_S,
-    enough,
-    fit,
-    ready,
-    serving,
-    settled,
-)
+from servekit.supervisor.deployments.worker_pool import WorkerPool
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.circuit_breaker import circuit_of
-from servekit.supervisor.lifecycle.startup_timing import StartReason
-from servekit.supervisor.scheduling.memory_requests import least
-from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.workers.fork_server_pool import ForkServerPool
+from servekit.supervisor.lifecycle.history import StartReason
+from servekit.supervisor.lifecycle.managed_process import ProcessEvent
+from servekit.supervisor.lifecycle.restart_policy import make_circuit_breaker
+from servekit.supervisor.scheduling.memory_requests import Assignment, least
+from servekit.supervisor.workers.fork_server import ForkServerPool
 from servekit.supervisor.workers.gpu_memory import Entry
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system.gpus import Slot
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
+#: From Stop to SIGTERM for a worker without requests.
+STOP_GRACE_S = 5.0
+
 
 class Deployment:
     """The replicas of one model. Empty until `become`, which starts the first version too."""
 
-    def __init__(self, model: ModelConfig, yard: ReplicaHost) -> None:
+    def __init__(self, model: ModelConfig, pool: WorkerPool) -> None:
         self.model = model
         self.replicas: list[WorkerProcess] = []
         self.wanted = False  # whether it is to have replicas; else it is stopped
         self._returns = False  # it is unloaded for another model, and will be wanted again
         self.occasion = StartReason.now("operator")  # the start reason of replicas that are added
-        self.circuit = circuit_of(model)
+        self.circuit = make_circuit_breaker(model)
         self.failed: tuple[ReplicaHistory, ...] = ()  # of a version that did not come up
-        self._yard = yard
-        self.nursery = ForkServerPool(yard.host, yard.start)
+        self._pool = pool
+        self.fork_servers = ForkServerPool(pool.host, pool.run)
         self.planned: Slots = ()  # the planned GPUs of its replicas
         self.scale: ScaleStatus | None = None  # of a model that scales
         self._known: ModelInfo | None = None
         self._threads: int | None = None
         self._next_index = 0
-        self._stirred = asyncio.Event()
+        self._heard = asyncio.Event()
         self._change: asyncio.Task[None] | None = None
-        self.adapters = Adapters(model.name, adapters_of(model), self)
+        self.adapters = Adapters(model.name, list_adapters(model), self)
 
     def become(
         self, model: ModelConfig, slots: Slots, threads: int | None, claimed: Collection[str] = ()
@@ -79,10 +74,10 @@ class Deployment:
         self.wanted |= stays and (not self.planned or self.model.load != "on_start")
         self.planned = slots
         if same_worker(self.model, model):
-            self.adapters.follow(adapters_of(model), claimed)
+            self.adapters.follow(list_adapters(model), claimed)
         else:
-            self.circuit = circuit_of(model)
-            self.adapters = self.adapters.successor(adapters_of(model), claimed)
+            self.circuit = make_circuit_breaker(model)
+            self.adapters = self.adapters.successor(list_adapters(model), claimed)
             self._known = None
         self.model, self._threads, self.failed = model, threads, ()
         for replica in self._living():
@@ -90,13 +85,19 @@ class Deployment:
                 replica.model = model
                 replica.retry()
         self.circuit.reset()
+        self.tend_fork_servers()
         if self.wanted:
             self._begin(slots)
 
     def _begin(self, slots: Slots) -> None:
         task = asyncio.get_running_loop().create_task(self._converge(slots), name=self.model.name)
-        task.add_done_callback(_complain)
+        task.add_done_callback(self._end_change)
         self._change = task
+
+    def _end_change(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a change broke off", model=task.get_name(), exc_info=task.exception())
+        self._pool.host.changed()  # gateways wait for a new replica while `changing`
 
     def load(self, occasion: StartReason) -> None:
         """Load the model on its planned GPUs, and retry replicas that have failed."""
@@ -120,6 +121,7 @@ class Deployment:
         for replica in self._living():
             log.info("unloading", child=replica.name)
             self._finish(replica)
+        self.tend_fork_servers()
 
     # ---- autoscaling: one replica more, one fewer
 
@@ -142,14 +144,14 @@ class Deployment:
 
     def _finish(self, replica: WorkerProcess) -> None:
         # No request takes longer than its model's timeout, so none is cut off.
-        grace_s = replica.model.timeout_s + self._yard.drain_timeout_s
+        grace_s = replica.model.timeout_s + self._pool.drain_timeout_s
         log.info("draining", child=replica.name, at_most_s=grace_s)
         replica.end(Drain(), grace_s)
 
     def leave(self) -> None:
         """Drain all replicas, and end the fork servers."""
         self.halt()
-        self.nursery.close()
+        self.fork_servers.close()
         for replica in self._living():
             self._drain(replica)
 
@@ -165,11 +167,11 @@ class Deployment:
     @property
     def lacks_adapters(self) -> bool:
         """Return whether adapters of the file are missing, which a reload loads again."""
-        return self.adapters.lacks(adapters_of(self.model))
+        return self.adapters.lacks(list_adapters(self.model))
 
     def retry(self, claimed: Collection[str] = ()) -> None:
         """Retry failed replicas, and load missing adapters."""
-        self.adapters.follow(adapters_of(self.model), claimed)
+        self.adapters.follow(list_adapters(self.model), claimed)
         self.try_again()
 
     def try_again(self) -> None:
@@ -178,10 +180,23 @@ class Deployment:
         for replica in self._living():
             replica.retry()
 
-    def stir(self) -> None:
-        """Wake a change that waits, and update the fork servers. Called at each change."""
-        self._stirred.set()
-        self.nursery.tend(self.model, self.replicas, away=not (self.wanted or self._returns))
+    # ---- events
+
+    def _on_event(self, event: ProcessEvent) -> None:
+        """Handle an event of a replica: a change that waits looks at it again."""
+        self._heard.set()
+        self.tend_fork_servers()
+
+    def tend_fork_servers(self) -> None:
+        away = not (self.wanted or self._returns)
+        self.fork_servers.tend(self.model, self.replicas, away=away)
+
+    def remove(self, replica: WorkerProcess) -> None:
+        """Forget a replica that has ended."""
+        self.replicas.remove(replica)
+        self._pool.remove(replica)
+        self._heard.set()
+        self.tend_fork_servers()
 
     def slots(self) -> Slots:
         """Return the GPUs of each replica; the planned ones while it is unloaded."""
@@ -207,7 +222,7 @@ class Deployment:
 
     @property
     def drain_timeout_s(self) -> float:
-        return self._yard.drain_timeout_s
+        return self._pool.drain_timeout_s
 
     @property
     def is_away(self) -> bool:
@@ -217,21 +232,22 @@ class Deployment:
 
     def changed(self) -> None:
         for replica in self.replicas:
-            replica.seat.remember(replica.child, replica.adapters)
-        self._yard.host.changed()
+            replica.remember_adapters()
+        self._pool.host.changed()
 
     def is_unused(self, adapter: str) -> bool:
-        return self._yard.host.is_unused(adapter)
+        return self._pool.host.is_unused(adapter)
 
     # ---- rolling update
 
     async def _converge(self, slots: Slots) -> None:
         kept, old = self._sorted()
-        missing, surplus = fit(slots, kept)
-        old = serving(old) + surplus  # a replica that has to move serves until its GPUs are needed
+        missing, surplus = match_slots(slots, kept)
+        # a replica that has to move serves until its GPUs are needed
+        old = keep_serving(old) + surplus
         fresh, crowded = [], []
         for slot in missing:
-            if self._yard.has_room(self.model, slot):
+            if self._pool.has_room(self.model, slot):
                 fresh.append(self._add(self.model, slot))
             else:
                 crowded.append(slot)
@@ -252,12 +268,12 @@ class Deployment:
     async def _replace(self, fresh: list[WorkerProcess], old: list[WorkerProcess]) -> bool:
         """Drain one of `old` for each ready replica of `fresh`; return False if none comes up."""
         for done in range(1, len(fresh) + 1):
-            await self._until(functools.partial(enough, fresh, done))
-            if ready(fresh) < done:
+            await self._until(functools.partial(have_enough, fresh, done))
+            if count_ready(fresh) < done:
                 break
             if old:
                 self._finish(old.pop(0))
-        if ready(fresh) or not old:
+        if count_ready(fresh) or not old:
             return True
         self._take_back(fresh, old)
         return False
@@ -271,27 +287,27 @@ class Deployment:
             self._drain(victim)
         self._hurry(slot)
         if victims:
-            names, at_most_s = ", ".join(one.name for one in victims), self._yard.drain_timeout_s
+            names, at_most_s = ", ".join(one.name for one in victims), self._pool.drain_timeout_s
             said = (
                 f"no memory for both versions of {self.model.name}: what {names} runs is cut off"
                 f" after {at_most_s:g} s (server.drain_timeout_s)"
             )
             log.warning(said)
             journal.tell("reload", said, model=self.model.name)
-        await self._until(lambda: self._yard.has_room(self.model, slot))
+        await self._pool.wait_for_room(self.model, slot)
         replica = self._add(self.model, slot)
         if not victims or proven:
             return True
-        await self._until(lambda: settled([replica]))
+        await self._until(lambda: have_settled([replica]))
         if replica.state == "ready":
             return True
         backs = [victim.place.gpus for victim in here] or [slot]
         self._take_back([replica], old, backs)
         self.model, self.adapters = victims[0].model, victims[0].adapters
-        self.circuit = circuit_of(self.model)
+        self.circuit = make_circuit_breaker(self.model)
         for back in backs:
-            await self._until(functools.partial(self._yard.has_room, self.model, back))
-            self._add(self.model, back).reason = replica.reason
+            await self._pool.wait_for_room(self.model, back)
+            self._add(self.model, back)
         return False
 
     def _take_back(
@@ -309,7 +325,7 @@ class Deployment:
         self.planned = (*(replica.place.gpus for replica in self._living()), *backs)
         at = time.strftime("%H:%M:%S")
         for replica in old:
-            replica.set(replica.state, f"serves on: what was loaded at {at} failed: {why}")
+            replica.explain_state(f"serves on: what was loaded at {at} failed: {why}")
         if old:
             self.model, self.adapters = old[0].model, old[0].adapters
             self.circuit = old[0].circuit or self.circuit
@@ -327,25 +343,26 @@ class Deployment:
     def _add(self, model: ModelConfig, slot: Slot) -> WorkerProcess:
         if not self.replicas:
             self._next_index = 0
-        while self._yard.is_taken(f"{model.name}/{self._next_index}"):
+        while self._pool.is_taken(f"{model.name}/{self._next_index}"):
             self._next_index += 1  # a worker of a removed model may still have it
-        claims = self._yard.claims(model, slot)
-        host, gpus = self._yard.host, self._yard.gpus
+        claims = self._pool.claims(model, slot)
+        host, gpus = self._pool.host, self._pool.gpus
         elsewhere = host.launcher.gpus_for(model) if host.launcher is not None else 0
         threads = None if slot or elsewhere else self._threads
         place = Assignment(model.name, self._next_index, slot, threads, claims, elsewhere)
         self._next_index += 1
-        fork = functools.partial(self.nursery.fork, model, place)
-        entry = Entry(self._yard.gate, self._yard.needs(model, slot))
+        fork = functools.partial(self.fork_servers.fork, model, place)
+        entry = Entry(self._pool.gate, self._pool.needs(model, slot))
         replica = WorkerProcess(model, place, gpus, host, self.circuit, self.adapters, fork, entry)
         replica.starting.occasion = self.occasion
+        replica.listeners.append(self._on_event)
         self.replicas.append(replica)
-        self._yard.start(replica)
+        self._pool.start(replica)
         return replica
 
     def _drain(self, replica: WorkerProcess) -> None:
-        log.info("draining", child=replica.name, at_most_s=self._yard.drain_timeout_s)
-        replica.end(Drain(), self._yard.drain_timeout_s)
+        log.info("draining", child=replica.name, at_most_s=self._pool.drain_timeout_s)
+        replica.end(Drain(), self._pool.drain_timeout_s)
 
     def _hurry(self, slot: Slot) -> None:
         """Limit the time of replicas that already drain on these GPUs to `drain_timeout_s`."""
@@ -354,18 +371,48 @@ class Deployment:
                 self._drain(replica)
 
     async def _until(self, true: Callable[[], bool]) -> None:
+        """Wait until it is true of the replicas, which each of their events may change."""
         while not true():
-            self._stirred.clear()
-            await self._stirred.wait()
+            self._heard.clear()
+            await self._heard.wait()
 
 
-def adapters_of(model: ModelConfig) -> tuple[AdapterSpec, ...]:
+def list_adapters(model: ModelConfig) -> tuple[AdapterSpec, ...]:
     """Return the adapters that the configuration names."""
     return tuple(
         AdapterSpec(one.name, one.path, one.revision, one.any_base) for one in model.adapters
     )
 
 
-def _complain(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.error("a change broke off", model=task.get_name(), exc_info=task.exception())
+def match_slots(
+    slots: Slots, kept: Sequence[WorkerProcess]
+) -> tuple[list[Slot], list[WorkerProcess]]:
+    """Return the slots without a replica of `kept`, and the replicas of `kept` without a slot."""
+    missing, surplus = list(slots), []
+    for replica in sorted(kept, key=lambda one: one.state != "ready"):
+        if replica.place.gpus in missing:
+            missing.remove(replica.place.gpus)
+        else:
+            surplus.append(replica)
+    return missing, surplus
+
+
+def keep_serving(old: Sequence[WorkerProcess]) -> list[WorkerProcess]:
+    """Return the ready replicas of another version; end the others, which are of no more use."""
+    for replica in old:
+        if replica.state != "ready":
+            replica.end(Stop(), STOP_GRACE_S)
+    return [replica for replica in old if replica.state == "ready"]
+
+
+def count_ready(replicas: Sequence[WorkerProcess]) -> int:
+    return sum(replica.state == "ready" for replica in replicas)
+
+
+def have_enough(replicas: Sequence[WorkerProcess], count: int) -> bool:
+    return count_ready(replicas) >= count or have_settled(replicas)
+
+
+def have_settled(replicas: Sequence[WorkerProcess]) -> bool:
+    """Return whether each replica has come up, failed or stopped."""
+    return all(replica.state in ("ready", "failed", "stopped") for replica in replicas)

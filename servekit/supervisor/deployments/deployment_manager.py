@@ -8,25 +8,19 @@ from typing import Any
 
 import structlog
 
-from servekit.config.schema import ModelConfig, names_of
+from servekit.config.schema import names_of
 from servekit.errors import ConfigError, ServekitError
 from servekit.protocol.messages import Accepted, Refused
 from servekit.supervisor.deployments import config_diff as reload
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.plan import Plan
+from servekit.supervisor.deployments.worker_pool import WorkerPool
 from servekit.supervisor.event_log import journal
+from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import SupervisorContext
-from servekit.supervisor.lifecycle.startup_timing import StartReason
-from servekit.supervisor.scheduling.gpu_admission import GpuAdmission
-from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
-from servekit.supervisor.scheduling.memory_requests import (
-    claim_bytes,
-    claims_of,
-    room_bytes,
-)
 from servekit.supervisor.workers.fork_server import ForkServer
 from servekit.supervisor.workers.worker_process import WorkerProcess
-from servekit.system.gpus import Gpu, Slot
+from servekit.system.gpus import Gpu
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -37,28 +31,24 @@ class DeploymentManager:
     def __init__(
         self, plan: Plan, host: SupervisorContext, run: Callable[[WorkerProcess | ForkServer], None]
     ) -> None:
-        self.plan = plan
+        self.pool = WorkerPool(plan, host, run)
         self.host = host
-        self.gate = GpuAdmission(GpuReservations(plan.gpus, plan.config.gpus.reserve))
-        self._run = run
         self.served: list[Deployment] = []
         self._leaving: list[Deployment] = []  # of models that were removed from the configuration
         self._reloading = asyncio.Lock()
         self.halted = False
         self._has_served = False
 
-    def start(self, life: WorkerProcess | ForkServer) -> None:
-        self._run(life)
-
     # ---- state
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self.pool.plan
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
         return self.plan.gpus
-
-    @property
-    def drain_timeout_s(self) -> float:
-        return self.plan.config.server.drain_timeout_s
 
     def everyone(self) -> list[Deployment]:
         """Return the deployments that are served, and those that drain."""
@@ -68,43 +58,7 @@ class DeploymentManager:
         return [replica for fleet in self.everyone() for replica in fleet.replicas]
 
     def standbys(self) -> list[ForkServer]:
-        return [standby for fleet in self.everyone() for standby in fleet.nursery.standbys]
-
-    def claims(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]:
-        """Return the bytes that a worker of `model` would claim of each GPU of `slot`."""
-        return claims_of(model, slot, self.plan.config.gpus.reserve)
-
-    def needs(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]:
-        """Return the bytes that must be free on each GPU: the claim by `memory`, or the weights."""
-        if model.memory is not None:
-            return self.claims(model, slot)
-        known = self.plan.estimates.get(model.name)
-        return (known.on_each_floor_bytes if known else 0,) * len(slot)
-
-    def has_room(self, model: ModelConfig, slot: Slot) -> bool:
-        """Return whether one more worker fits beside the replicas that exist."""
-        reserve = self.plan.config.gpus.reserve
-        for gpu in slot:
-            taken = sum(self._taken(one, gpu) for one in self.replicas())
-            if taken + claim_bytes(model, gpu, reserve) > room_bytes(gpu, reserve):
-                return False
-        return True
-
-    def is_taken(self, name: str) -> bool:
-        """Return whether a worker has this name, also one of a removed model."""
-        taken = any(replica.name == name for replica in self.replicas())
-        return taken or bool(self.gate.ledger.claim_of(name))  # its memory is not free yet
-
-    def _taken(self, replica: WorkerProcess, gpu: Gpu) -> int:
-        """Return a worker's claim on a GPU in bytes; for a sleeping worker, what it has kept.
-
-        A failed worker counts as 0: it has no process, and may never have one again.
-        """
-        if gpu not in replica.place.gpus or replica.state == "failed":
-            return 0
-        if replica.state == "asleep":
-            return self.gate.ledger.claim_of(replica.name).get(gpu.uuid, 0)
-        return replica.place.claims[replica.place.gpus.index(gpu)]
+        return [standby for fleet in self.everyone() for standby in fleet.fork_servers.standbys]
 
     def in_vain(self) -> str:
         """Return why the start has failed, or "": no model has served, and none ever will.
@@ -182,14 +136,14 @@ class DeploymentManager:
             log.info("engine chosen", model=name, engine=choice.engine, why=choice.why)
         new_access = plan.access != self.plan.access
         occasion = StartReason.up() if plan is self.plan else StartReason.now("reload")
-        self.plan = plan
+        self.pool.plan = plan
         models, before = plan.config.models, {fleet.model.name: fleet for fleet in self.served}
         running = {name: (fleet.model, fleet.slots()) for name, fleet in before.items()}
         changes = reload.diff(running, models, plan.places)
         claimed = names_of(plan.config)
         lacking = [name for name, fleet in before.items() if fleet.lacks_adapters]
         kinds = {change.name: change.kind for change in changes}
-        self.served = [before.get(model.name) or Deployment(model, self) for model in models]
+        self.served = [before.get(model.name) or Deployment(model, self.pool) for model in models]
         for fleet in before.values():
             if kinds[fleet.model.name] == "removed":
                 self._leaving.append(fleet)
@@ -208,16 +162,13 @@ class DeploymentManager:
         """Forget a worker or fork server that has ended."""
         if isinstance(life, ForkServer):
             for fleet in self.everyone():
-                if life in fleet.nursery.standbys:
-                    fleet.nursery.ended(life)
+                if life in fleet.fork_servers.standbys:
+                    fleet.fork_servers.ended(life)
         else:
-            self._ended(life)
-        self._leaving = [f for f in self._leaving if f.replicas or f.nursery.standbys]
-
-    def _ended(self, replica: WorkerProcess) -> None:
-        for fleet in self.everyone():
-            if replica in fleet.replicas:
-                fleet.replicas.remove(replica)
+            for fleet in self.everyone():
+                if life in fleet.replicas:
+                    fleet.remove(life)
+        self._leaving = [f for f in self._leaving if f.replicas or f.fork_servers.standbys]
 
     def explained(self, model: str) -> None:
         """Reset the breaker of a model whose workers were killed by a request, now quarantined."""
@@ -225,14 +176,15 @@ class DeploymentManager:
             if fleet.model.name == model:
                 fleet.circuit.reset()
 
-    def stir(self) -> None:
-        """Wake the changes that wait."""
+    def look(self) -> None:
+        """Start the fork servers for which there was no memory. Called at each tick."""
         for fleet in self.everyone():
-            fleet.stir()
+            if fleet.fork_servers.lacks_memory:
+                fleet.tend_fork_servers()
 
     def halt(self) -> None:
         """Cancel all changes, and start none any more: the instance is ending."""
         self.halted = True
         for fleet in self.everyone():
             fleet.halt()
-            fleet.nursery.close()
+            fleet.fork_servers.close()

@@ -11,22 +11,20 @@ from pathlib import Path
 from servekit.config.cluster import RayConfig
 from servekit.config.engines.installed import Machine
 from servekit.config.engines.selection import Choice
-from servekit.config.load import complain, load_here
+from servekit.config.load import error_at, load_here
 from servekit.config.schema import Config
 from servekit.errors import ConfigError
 from servekit.protocol.messages import AccessRules
 from servekit.supervisor import access_rules as access
-from servekit.supervisor.process.environment import usable_cpus
-from servekit.supervisor.scheduling import host_memory
 from servekit.supervisor.scheduling import memory_estimator as estimates
 from servekit.supervisor.scheduling.memory_estimator import Estimate
-from servekit.supervisor.scheduling.placement import (
+from servekit.supervisor.scheduling.memory_requests import (
     Assignment,
     Misplaced,
-    place,
-    placed_elsewhere,
+    check_host_memory,
 )
-from servekit.system import procfs
+from servekit.supervisor.scheduling.placement import place, placed_elsewhere
+from servekit.system import cgroup
 from servekit.system.gpus import Gpu, Slot
 
 #: A file that was changed this recently may be half written; and the longest wait for it.
@@ -60,12 +58,12 @@ class Source:
         server = config.server.model_copy(update=dict(self.server))
         config = config.model_copy(update={"server": server})
         if not self.insecure and (reason := access.refuse_public(config)):
-            raise complain(self.path, ("server", "host"), f"{reason}.")
+            raise error_at(self.path, ("server", "host"), f"{reason}.")
         try:
             rules = access.rules(config, self.environ)
             access.check_handed(config, self.environ)
         except access.KeyMissing as error:
-            raise complain(self.path, error.at, str(error)) from None
+            raise error_at(self.path, error.at, str(error)) from None
         name = str(self.path.resolve())
         if config.launcher == "ray":
             cpus = (config.ray or RayConfig()).cpus
@@ -75,7 +73,7 @@ class Source:
             places = self._places(config, gpus, held or {}, counts or {})
             found = self._estimates(config, places)
         except Misplaced as error:
-            raise complain(self.path, error.loc, error.message) from None
+            raise error_at(self.path, error.loc, error.message) from None
         return Plan(config, name, places, tuple(gpus), self, rules, found, choices)
 
     def _places(
@@ -89,9 +87,10 @@ class Source:
 
         Models give up scaled-up replicas if the configuration does not fit with them.
         """
+        cpus = cgroup.count_usable_cpus()
         try:
-            places = place(config.models, gpus, usable_cpus(), held, config.gpus.reserve, counts)
-            host_memory.check(config.models, places, procfs.memory_bytes())
+            places = place(config.models, gpus, cpus, held, config.gpus.reserve, counts)
+            check_host_memory(config.models, places, cgroup.total_memory_bytes())
         except Misplaced:
             if not counts:
                 raise

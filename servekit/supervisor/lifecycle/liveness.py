@@ -84,7 +84,8 @@ class Liveness:
         ready = state == "ready"
         limit_s = timeouts.stall_s if ready else timeouts.load_s
         if self.last.progress_age_s > limit_s and state != "asleep":
-            what = f"with {_requests(self.last.running)} running" if ready else "while loading"
+            running = _count_requests(self.last.running)
+            what = f"with {running} running" if ready else "while loading"
             return f"stalled: no progress for {self.last.progress_age_s:.1f} s {what}"
         silent_s = self.silent_s(now)
         if silent_s > limit_s:
@@ -94,5 +95,5 @@ class Liveness:
         return ""
 
 
-def _requests(count: int) -> str:
+def _count_requests(count: int) -> str:
     return "1 request" if count == 1 else f"{count} requests"

@@ -1,10 +1,14 @@
-"""The life cycle of a supervised process across restarts. One task runs it, and only it acts.
+"""A supervised process across restarts: its states, and the task that runs its lives.
 
-starting ──▶ loading ──▶ ready ──▶ draining ──▶ stopped
-    ▲           │ ╲       ╱ │          ▲
-    │           │  stalled  │          └─ `end`, from any state
-    └─ backoff ◀┴─────┴─────┘
-          └▶ failed   (`restart_policy` says when it restarts, `breaker` whether at all)
+starting ──▶ loading ──▶ ready ◀──▶ asleep
+    ▲           │ ╲       ╱ │
+    │           │  stalled  │          draining ──▶ stopped
+    └─ backoff ◀┴─────┴─────┘              ▲           ▲
+          └▶ failed                        └─ `end`, ──┘ from any state
+
+`TRANSITIONS` is the whole table. `ManagedProcess.change_state` is the only writer of a state: it
+refuses an event that the table lacks in the present state, and emits `StateChanged`. When a child
+that died is started again, and whether at all, is decided by `restart_policy`.
 """
 
 from __future__ import annotations
@@ -14,31 +18,150 @@ import math
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import structlog
 
-from servekit.protocol.messages import BootFailed, Drain, ReplicaHistory, Stop, WorkerState
+from servekit.config.schema import ModelConfig
+from servekit.protocol.messages import (
+    BootFailed,
+    Drain,
+    Quarantined,
+    ReplicaHistory,
+    Stop,
+    WorkerState,
+)
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.circuit_breaker import CircuitBreaker
-from servekit.supervisor.lifecycle.context import SupervisorContext as SupervisorContext
-from servekit.supervisor.lifecycle.exit_history import ExitHistory, LastSeen, lament
-from servekit.supervisor.lifecycle.launcher import AnyChild as AnyChild
-from servekit.supervisor.lifecycle.restart_policy import RestartPolicy
-from servekit.supervisor.lifecycle.startup_timing import StartReason, StartupTiming
+from servekit.supervisor.lifecycle.history import (
+    ExitHistory,
+    LastSeen,
+    StartReason,
+    StartupTiming,
+    report_death,
+)
+from servekit.supervisor.lifecycle.remote_process import AnyChild as AnyChild
+from servekit.supervisor.lifecycle.remote_process import Launcher
+from servekit.supervisor.lifecycle.restart_policy import CircuitBreaker, RestartPolicy
 from servekit.supervisor.process.child_process import GOODBYE_S, ChildProcess, Command, Exit
-from servekit.supervisor.process.task_utils import Shutdown, unless
+from servekit.supervisor.process.run_dir import RunDir
 from servekit.system.shared_memory import Segment
 
 log: Any = structlog.get_logger("servekit.supervisor")
 Incoming = TypeVar("Incoming")
+T = TypeVar("T")
+Tasks = set[asyncio.Task[None]]
 
 #: From "stop now" to SIGKILL.
 _NOW_S = 1.0
 #: From a child's report that its engine has died to SIGKILL: a broken device may block its exit.
 _DEAD_S = 3.0
+
+#: An event in the life of a process, by which its state may change.
+Event = Literal[
+    "start",  # its next life begins
+    "load",  # the child reports the progress of its load
+    "serve",  # the child serves
+    "sleep",  # it is to sleep: it takes no more requests
+    "wake",  # it serves again, or could not be put to sleep
+    "stall",  # it makes no progress, or does not answer
+    "lose engine",  # the child reports that its engine has died
+    "drain",  # it was told to end, and has a child
+    "back off",  # it waits for its next life
+    "fail",  # it waits for an operator, or for its model's circuit breaker
+    "retry",  # an operator wants its next life now
+    "stop",  # it has ended, for good
+]
+
+_COMING: tuple[WorkerState, ...] = ("starting", "loading")
+_UP: tuple[WorkerState, ...] = ("ready", "asleep")
+_WITH_CHILD: tuple[WorkerState, ...] = (*_COMING, *_UP, "stalled")
+_WAITING: tuple[WorkerState, ...] = ("backoff", "failed")
+
+#: The states that each event may meet, and the state that follows.
+_TABLE: Mapping[Event, tuple[tuple[WorkerState, ...], WorkerState]] = {
+    "start": (("starting", *_WAITING), "starting"),
+    "load": (("starting",), "loading"),
+    "serve": (_COMING, "ready"),
+    "sleep": (("ready",), "asleep"),
+    "wake": (("asleep",), "ready"),
+    "stall": ((*_COMING, *_UP), "stalled"),
+    "lose engine": (_WITH_CHILD, "stalled"),
+    "drain": (_WITH_CHILD, "draining"),
+    "back off": ((*_WITH_CHILD, *_WAITING), "backoff"),
+    "fail": ((*_WITH_CHILD, *_WAITING), "failed"),
+    "retry": (_WAITING, "starting"),
+    "stop": ((*_WITH_CHILD, "draining", *_WAITING), "stopped"),
+}
+TRANSITIONS: Mapping[tuple[WorkerState, Event], WorkerState] = {
+    (before, event): after for event, (states, after) in _TABLE.items() for before in states
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StateChanged:
+    """A change of the state of a process."""
+
+    process: ManagedProcess[Any]
+    before: WorkerState
+    after: WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFreed:
+    """A process that fell asleep claims less GPU memory now."""
+
+    process: ManagedProcess[Any]
+
+
+#: The events that the listeners of a process hear of.
+ProcessEvent: TypeAlias = StateChanged | MemoryFreed
+
+
+class SupervisorContext(Protocol):
+    """The supervisor, as its managed processes see it."""
+
+    run_dir: RunDir
+    mark: str
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """The launcher that starts workers; None if they are children of the supervisor."""
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """The environment from which a child's environment is built."""
+
+    def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
+        """Return the variables for this model's workers only: the key to its endpoint."""
+
+    def changed(self) -> None:
+        """Publish a change that others can see."""
+
+    def noticed(self) -> None:
+        """Publish changed figures with the next tick; nobody waits for them."""
+
+    def children_changed(self) -> None:
+        """Record that a process was started or reaped."""
+
+    def line(self, name: str, text: str) -> None:
+        """Pass on a line that a child wrote."""
+
+    def quarantine(self, request: Quarantined) -> None:
+        """Quarantine a request that kills workers, on all gateways."""
+
+    def is_unused(self, adapter: str) -> bool:
+        """Return whether no gateway has a request left for a withdrawn adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """The way a process is to end: the message for its child, and the grace time."""
+
+    ask: msgspec.Struct
+    grace_s: float
 
 
 class ManagedProcess(ABC, Generic[Incoming]):
@@ -58,8 +181,9 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self.name = name
         self.host = host
         self.circuit = circuit
-        self.state: WorkerState = "starting"
+        self.state: WorkerState = "starting"  # `change_state` is its only writer
         self.reason = ""
+        self.listeners: list[Callable[[ProcessEvent], None]] = []
         self.restarts = self.stalls = 0
         self.rss_bytes = 0
         self.history = ExitHistory()
@@ -108,7 +232,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         """Return the requests that count as use of this incarnation."""
         return self.load()[0]
 
-    def buried(self) -> None:
+    def forget_child(self) -> None:
         """Forget the state of a child that was reaped."""
 
     async def enter(self) -> str:
@@ -124,14 +248,14 @@ class ManagedProcess(ABC, Generic[Incoming]):
         """Run until `end` was called and the last child is reaped."""
         after_s: float | None = 0.0
         lives = 0
-        while await self._admitted(after_s):
+        while await self._wait_for_start(after_s):
             self.restarts += lives > 0
             lives += 1
             after_s = await self._live_once()
         if self.circuit is not None:
             self.circuit.leave(self.name)
         journal.tell("stopped", worker=self.name)
-        self.set("stopped", self.reason)
+        self.change_state("stop", self.reason)
 
     def end(self, ask: msgspec.Struct, grace_s: float) -> None:
         """Ask the child to end, and kill it if it has not ended within `grace_s`."""
@@ -154,10 +278,10 @@ class ManagedProcess(ABC, Generic[Incoming]):
 
     def retry(self) -> None:
         """Restart it now if it has failed or is in back-off, with the back-off reset."""
-        if self.state in ("failed", "backoff"):
+        if self.state in _WAITING:
             self.policy.forget()
             self.starting.occasion = StartReason.now("operator")
-            self.set("starting", self.reason)
+            self.change_state("retry", self.reason)
         self._due = time.monotonic()
         self._wake()
 
@@ -167,24 +291,47 @@ class ManagedProcess(ABC, Generic[Incoming]):
         if self.child is not None:
             self._loop.call_later(GOODBYE_S, self.child.kill, message)
 
-    def engine_died(self, cause: str) -> None:
+    def mark_engine_dead(self, cause: str) -> None:
         """Record the child's report that its engine has died; kill it unless it exits soon."""
         self._engine_died = cause
         if self.child is not None:
             self._loop.call_later(_DEAD_S, self.child.kill, cause)
-        if self.state != "draining":
-            self.set("stalled", cause)
+        self.change_state("lose engine", cause)
 
-    def came_up(self) -> None:
-        """Record that the child serves."""
+    def mark_ready(self) -> None:
+        """Record that the child serves, unless that comes too late."""
+        if not self.change_state("serve", self.reason):
+            return
         self._ready_at = time.monotonic()
         self.starting.ready(self._ready_at)
         journal.tell("ready", worker=self.name, after_s=round(self._ready_at - self._began_at, 2))
-        self.set("ready", self.reason)
         self.note_segments()
 
-    def set(self, state: WorkerState, reason: str = "") -> None:
-        self.state, self.reason = state, reason
+    def change_state(self, event: Event, reason: str = "") -> bool:
+        """Change the state by an event, and tell the listeners.
+
+        Returns False, and changes nothing, if the present state has no transition for the event:
+        it comes too late, as a report of a child that was told to end.
+        """
+        before, after = self.state, TRANSITIONS.get((self.state, event))
+        if after is None:
+            return False
+        self.state, self.reason = after, reason
+        self.host.changed()
+        self.emit(StateChanged(self, before, after))
+        return True
+
+    def emit(self, event: ProcessEvent) -> None:
+        for listener in self.listeners:
+            listener(event)
+
+    def accepts(self, event: Event) -> bool:
+        """Return whether the present state has a transition for the event."""
+        return (self.state, event) in TRANSITIONS
+
+    def explain_state(self, reason: str) -> None:
+        """Set the reason of the present state."""
+        self.reason = reason
         self.host.changed()
 
     def look(self) -> None:
@@ -194,7 +341,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             if self.circuit is not None:
                 self.circuit.fruitful()
 
-    def slept(self) -> None:
+    def forgive_suspension(self) -> None:
         """Allow for a suspension of the supervisor."""
 
     def measure(self) -> None:
@@ -242,13 +389,13 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self._engine_died = ""
         self._began_at = time.monotonic()
         self.starting.begin(self._began_at)
-        self.set("starting", self._died_of)
+        self.change_state("start", self._died_of)
         try:
-            refusal = await unless(self._ending, self.enter())
+            refusal = await run_unless(self._ending, self.enter())
             if self.ending:
                 return None
             if refusal:
-                return self._judge(Exit(None, None, (), cause=refusal))
+                return self._record_exit(Exit(None, None, (), cause=refusal))
             return await self._incarnate()
         finally:
             self.starting.died(time.monotonic())
@@ -260,7 +407,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             self.child = child = await self.spawn()
         except OSError as error:
             reason = f"cannot be started: {error.strerror or error}"
-            return self._judge(Exit(None, None, (), cause=reason))
+            return self._record_exit(Exit(None, None, (), cause=reason))
         self.starting.awaits("fork" if child.forked else self.begins_with, self._began_at)
         log.info("started", child=self.name, pid=child.pid)
         journal.tell("started", worker=self.name, pid=child.pid)
@@ -268,10 +415,10 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self.greet()
         try:
             exit_ = await self._until_exit(child)
-            return None if self.ending else self._judge(exit_)
+            return None if self.ending else self._record_exit(exit_)
         finally:
             self.child, self.rss_bytes = None, 0
-            self.buried()
+            self.forget_child()
             self.host.children_changed()
 
     async def _until_exit(self, child: AnyChild[Incoming]) -> Exit:
@@ -279,12 +426,12 @@ class ManagedProcess(ABC, Generic[Incoming]):
         if child.exited.done():
             return child.exited.result()
         ending = self._ending.result()
-        self.set("draining", self.reason)
+        self.change_state("drain", self.reason)
         if isinstance(ending.ask, Drain):
             await asyncio.wait((child.exited,), timeout=self.notice_s)
         return await child.stop(ending.ask, ending.grace_s)
 
-    def _judge(self, exit_: Exit) -> float | None:
+    def _record_exit(self, exit_: Exit) -> float | None:
         """Record the death, inform the breaker, and return the delay of the restart."""
         crashed = self._ready_at is not None and self._boot_failed is None
         said = self._boot_failed
@@ -295,9 +442,9 @@ class ManagedProcess(ABC, Generic[Incoming]):
             self._died_of = said.message
         else:
             self._died_of = exit_.explain("" if crashed else " before it was ready")
-        death = self.history.add(exit_, self._known(), self._died_of)
+        death = self.history.add(exit_, self._describe_child(), self._died_of)
         after_s = None if permanent else self.policy.after_s(fruitful=fruitful)
-        lament(self.name, death, after_s, crashed=crashed)
+        report_death(self.name, death, after_s, crashed=crashed)
         if self.circuit is not None:
             self.circuit.died(self.name, self._died_of, fruitful=fruitful, permanent=permanent)
         return after_s
@@ -307,7 +454,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             return False
         return self.policy.is_fruitful(self.use(), time.monotonic() - self._ready_at)
 
-    def _known(self) -> LastSeen:
+    def _describe_child(self) -> LastSeen:
         served, running = self.load()
         phase: str = self.state
         if phase == "stalled":
@@ -325,7 +472,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
 
     # ---- between two incarnations
 
-    async def _admitted(self, after_s: float | None) -> bool:
+    async def _wait_for_start(self, after_s: float | None) -> bool:
         """Wait until the next incarnation may start; return False if it was told to end instead."""
         self._due = math.inf if after_s is None else time.monotonic() + after_s
         while not self.ending:
@@ -347,9 +494,9 @@ class ManagedProcess(ABC, Generic[Incoming]):
         timeout_s = None if math.isinf(wait_s) else wait_s
         self._next_at = None if timeout_s is None else time.monotonic() + timeout_s
         if held and self.circuit is not None:
-            self.set("failed", self.circuit.explain())
+            self.change_state("fail", self.circuit.explain())
         else:
-            self.set("failed" if timeout_s is None else "backoff", self._died_of)
+            self.change_state("fail" if timeout_s is None else "back off", self._died_of)
         self._woken = self._loop.create_future()
         await asyncio.wait(
             (self._ending, self._woken),
@@ -363,3 +510,36 @@ class ManagedProcess(ABC, Generic[Incoming]):
 
     def _on_line(self, text: str) -> None:
         self.host.line(self.name, text)
+
+
+async def wait_for_tasks(tasks: Tasks, within_s: float) -> set[str]:
+    """Wait for tasks to end; return the names of those that did not. Raises a task's exception."""
+    if not tasks:
+        return set()
+    done, pending = await asyncio.wait(tasks, timeout=within_s)
+    for task in done:
+        task.result()
+    return {task.get_name() for task in pending}
+
+
+async def run_unless(over: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of `work`; cancel it and return None if `over` is done first."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+async def complete_before(over: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, Any]) -> bool:
+    """Return whether `work` was done before `over`; the first to end cancels the other."""
+    told = asyncio.get_running_loop().create_task(over)
+    try:
+        await run_unless(told, work)
+        if told.done():
+            told.result()
+        return not told.done()
+    finally:
+        told.cancel()

@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from servekit.errors import meant
+from servekit.errors import did_you_mean
 from servekit.protocol.messages import Accepted, Refused
 from servekit.protocol.residency import KeepAlive, ResidencyStatus, SetResidency
 from servekit.supervisor.deployments.deployment import Deployment
@@ -129,7 +129,7 @@ class SwapManager:
     def _free(self) -> dict[str, int]:
         held = [facts.held for facts in self._facts()]
         fleets = self._fleets
-        reserve, ledger = fleets.plan.config.gpus.reserve, fleets.gate.ledger
+        reserve, ledger = fleets.plan.config.gpus.reserve, fleets.pool.gate.ledger
         return memory_accounting.free(fleets.gpus, reserve, held, ledger)
 
     def _mend(self, row: ModelState) -> None:
@@ -177,11 +177,11 @@ class SwapManager:
         A model that would be partly asleep is stopped in any case.
         """
         workers = [replica for replica in row.fleet.living if replica.serves]
-        refusals = await asyncio.gather(*(one.slumber.sleep(self._told) for one in workers))
+        refusals = await asyncio.gather(*(one.sleep(self._told) for one in workers))
         why = next(filter(None, refusals), "")
         row.slept = not why
         if not why:  # otherwise it still holds its full claim
-            row.kept = memory_accounting.kept(row.fleet, self._fleets.gate.ledger)
+            row.kept = memory_accounting.kept(row.fleet, self._fleets.pool.gate.ledger)
         if why:
             log.warning("could not be put to sleep", model=row.fleet.model.name, reason=why)
             row.sleepless(time.monotonic(), why)
@@ -192,7 +192,7 @@ class SwapManager:
         """Wake all workers of a model; stop it if one cannot wake, so that it is loaded again."""
         workers = [replica for replica in row.fleet.living if replica.state == "asleep"]
         row.slept = False
-        refusals = await asyncio.gather(*(one.slumber.wake() for one in workers))
+        refusals = await asyncio.gather(*(one.wake() for one in workers))
         if why := next(filter(None, refusals), ""):
             log.warning("could not be woken", model=row.fleet.model.name, reason=why)
             self._stop(row, f"it could not be woken: {why}")
@@ -217,7 +217,7 @@ class SwapManager:
         row = self._row(wish.model)
         if row is None:
             names = [fleet.model.name for fleet in self._fleets.served]
-            there = f"{', '.join(names)}{meant(wish.model, names)}"
+            there = f"{', '.join(names)}{did_you_mean(wish.model, names)}"
             return Refused(f"no model is called {wish.model!r}; there are: {there}", True)
         if self._halted:
             return Refused("servekit is shutting down")

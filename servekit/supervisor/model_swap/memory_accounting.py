@@ -16,7 +16,7 @@ from servekit.supervisor.deployments.config_diff import Slots
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.supervisor.scheduling.memory_requests import claims_of, room_bytes
-from servekit.system import procfs
+from servekit.system import cgroup
 from servekit.system.gpus import Gpu
 
 CPU = "cpu"
@@ -33,7 +33,7 @@ def claims(model: ModelConfig, slots: Slots, reserve: str | None) -> dict[str, i
         for gpu, size in zip(slot, claims_of(model, slot, reserve), strict=True):
             found[gpu.uuid] = found.get(gpu.uuid, 0) + size
         if not slot and model.memory is not None:
-            size = memory.of(model.memory, procfs.memory_bytes())
+            size = memory.memory_bytes(model.memory, cgroup.total_memory_bytes())
             found[CPU] = found.get(CPU, 0) + size
     return found
 
@@ -69,14 +69,14 @@ def free(
 ) -> dict[str, int]:
     """Return the free memory by place; ended workers count until NVML shows it free."""
     found = {gpu.uuid: room_bytes(gpu, reserve) for gpu in gpus}
-    found[CPU] = procfs.memory_bytes()
+    found[CPU] = cgroup.total_memory_bytes()
     for one in held:
         for at, size in one.items():
             if at in found:
                 found[at] -= size
     for gpu in gpus:
         found[gpu.uuid] = min(found[gpu.uuid], ledger.room(gpu.uuid))
-    found[RAM] = procfs.available_bytes() - _RAM_KEPT_BYTES
+    found[RAM] = cgroup.available_memory_bytes() - _RAM_KEPT_BYTES
     return found
 
 
@@ -84,6 +84,6 @@ def lacks(fleet: Deployment) -> dict[str, int]:
     """Return the memory that workers waiting to load lack, by GPU, regardless of claims."""
     found: dict[str, int] = {}
     for replica in fleet.living:
-        for uuid, size in replica.vram.lacking.items():
+        for uuid, size in replica.gpu.lacking.items():
             found[uuid] = found.get(uuid, 0) + size
     return found

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from servekit.config.engines.options import KINDS
 from servekit.protocol.residency import LoadMode, Residency, ResidencyStatus, Want
 from servekit.supervisor.deployments.deployment import Deployment
-from servekit.supervisor.lifecycle.startup_timing import StartReason
+from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.model_swap import policy
 from servekit.supervisor.model_swap.types import UNKNOWN_S, PolicyInput
 from servekit.supervisor.scheduling.gpu_admission import NOTHING
@@ -260,7 +260,7 @@ class ModelState:
     def _will_serve(self) -> bool:
         """Return whether it will be ready without a new start or an eviction."""
         return self.fleet.wanted and any(
-            replica.state == "ready" or (replica.state in _COMING and not replica.vram.lacking)
+            replica.state == "ready" or (replica.state in _COMING and not replica.gpu.lacking)
             for replica in self.fleet.living
         )
 

@@ -40,9 +40,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from servekit.supervisor.model_swap.capacity_view import CapacityView, told
-from servekit.supervisor.model_swap.eviction import gone, make_room, relieve
+from servekit.supervisor.model_swap.eviction import CapacityView, gone, make_room, relieve
 from servekit.supervisor.model_swap.types import PolicyInput, SwapAction
+from servekit.units import format_bytes
 
 #: Time within which the request that came with a keep_alive is reported, in seconds.
 HEARD_S = 0.5
@@ -134,8 +134,8 @@ def _restless(one: PolicyInput, room: CapacityView) -> str:
     if not lacks or not one.can_sleep:
         return ""
     at = max(lacks, key=lacks.__getitem__)
-    there = told(max(0, room.now[at]))
-    return f"asleep it takes {told(one.asleep[at])} of the host's memory, where {there} can be had"
+    need, there = format_bytes(one.asleep[at]), format_bytes(max(0, room.now[at]))
+    return f"asleep it takes {need} of the host's memory, where {there} can be had"
 
 
 def _go(one: PolicyInput, room: CapacityView, reason: str, *, sleeps: bool) -> SwapAction | None:

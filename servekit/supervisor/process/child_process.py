@@ -27,9 +27,9 @@ import msgspec
 import structlog
 
 from servekit.protocol.fork_server import MARK_CHARS
-from servekit.protocol.transport.connection import Connection, adopt
+from servekit.protocol.transport.connection import Connection, adopt_socket
 from servekit.supervisor.process.log_capture import OnLine, Output, RotatingFile
-from servekit.system import procfs, python_command, shared_memory, subreaper
+from servekit.system import cgroup, procfs, python_command, shared_memory, subreaper
 from servekit.system.gpu_memory_audit import group_of
 from servekit.system.orphan_cleanup import kill_marked
 from servekit.system.parent_death import CHILD_MARK
@@ -100,7 +100,7 @@ class Exit:
             return self.cause
         if self.signal is not None:
             oom = _BY_KERNEL if self.out_of_memory else ""
-            return f"killed by {_signal_name(self.signal)}{when}{oom}"
+            return f"killed by {_format_signal(self.signal)}{when}{oom}"
         # Our own log lines are JSON; the last plain text before an exit is its reason.
         plain = (line.strip() for line in reversed(self.tail) if not line.startswith("{"))
         last = next((line for line in plain if line), "")
@@ -115,7 +115,7 @@ class ChildProcess(Generic[Incoming]):
     def __init__(self, command: Command, process: Process, output: Output, mark: str) -> None:
         self.name = command.name
         self.pid = process.pid
-        found = procfs.read(process.pid)
+        found = procfs.read_process(process.pid)
         self.started = found.started if found else 0
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
@@ -125,7 +125,7 @@ class ChildProcess(Generic[Incoming]):
         self._connection: Connection[Incoming] | None = None
         self._cause = ""
         self._segments: set[Segment] = set()
-        self._oom_kills = procfs.oom_kills()
+        self._oom_kills = cgroup.count_oom_kills()
         self.forked = isinstance(process, Forked)
         self._watch()
 
@@ -154,8 +154,8 @@ class ChildProcess(Generic[Incoming]):
             pipe = undo.enter_context(os.fdopen(reading, "rb", buffering=0))
             theirs.callback(os.close, writing)
             mark = secrets.token_hex(MARK_CHARS // 2)
-            process = await _start(command, control_of_child.fileno(), writing, mark)
-            undo.callback(_abandon, process)
+            process = await _start_process(command, control_of_child.fileno(), writing, mark)
+            undo.callback(_kill_process, process)
             output = Output(RotatingFile(command.log_path), on_line)
             child = cls(command, process, output, mark)
             await child._hear(pipe, control, incoming, on_message)
@@ -172,7 +172,7 @@ class ChildProcess(Generic[Incoming]):
         await self._loop.connect_read_pipe(lambda: self._output, pipe)
         connection: Connection[Incoming] = Connection(incoming, on_message, self._on_close)
         self._connection = connection
-        await adopt(control, lambda: connection)
+        await adopt_socket(control, lambda: connection)
 
     def send(self, message: msgspec.Struct) -> None:
         """Send the child a message; dropped once the child is gone."""
@@ -188,13 +188,13 @@ class ChildProcess(Generic[Incoming]):
 
     def note_segments(self) -> set[Segment]:
         """Return the shared memory that the group has mapped so far, for removal at its end."""
-        self._segments |= shared_memory.mapped(group_of(self.pid))
+        self._segments |= shared_memory.mapped_segments(group_of(self.pid))
         return self._segments
 
     async def dump_and_kill(self, cause: str) -> None:
         """Have the child dump its threads' stacks, also while one holds the GIL; kill its group."""
         self._cause = self._cause or cause  # set first: the signal may end the child
-        found = procfs.read(self.pid)
+        found = procfs.read_process(self.pid)
         if found is not None and found.state not in "TtZX" and not self.exited.done():
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGUSR2)
@@ -253,7 +253,7 @@ class ChildProcess(Generic[Incoming]):
         self._signal_group(signal.SIGKILL)
         subreaper.kill_strays(CHILD_MARK)
         code = self._process.wait()
-        subreaper.reaped(self._process)
+        subreaper.forget_process(self._process)
         self._loop.create_task(self._conclude(code))
 
     async def _end_escaped(self) -> None:
@@ -265,7 +265,9 @@ class ChildProcess(Generic[Incoming]):
 
     async def _clear_shared_memory(self) -> None:
         segments = self._segments | shared_memory.named_after({self.pid})
-        if segments and (removed := await asyncio.to_thread(shared_memory.remove, segments)):
+        if segments and (
+            removed := await asyncio.to_thread(shared_memory.remove_segments, segments)
+        ):
             log.info("removed the shared memory it left", child=self.name, segments=removed)
 
     async def _conclude(self, code: int) -> None:
@@ -281,7 +283,7 @@ class ChildProcess(Generic[Incoming]):
             code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
             tail=tuple(self._output.tail),
-            out_of_memory=killed and procfs.oom_kills() > self._oom_kills,
+            out_of_memory=killed and cgroup.count_oom_kills() > self._oom_kills,
             cause=self._cause,
             stacks=tuple(self._output.stacks),
         )
@@ -289,20 +291,22 @@ class ChildProcess(Generic[Incoming]):
             self.exited.set_result(exit_)
 
 
-async def _start(command: Command, control_fd: int, output_fd: int, mark: str) -> Process:
+async def _start_process(command: Command, control_fd: int, output_fd: int, mark: str) -> Process:
     if command.forked is not None:
         forked = await command.forked(mark, control_fd, output_fd)
         if forked is not None:
             return forked
-    return _popen(command, control_fd, output_fd, mark)
+    return _start_interpreter(command, control_fd, output_fd, mark)
 
 
-def _popen(command: Command, control_fd: int, output_fd: int, mark: str) -> subprocess.Popen[bytes]:
+def _start_interpreter(
+    command: Command, control_fd: int, output_fd: int, mark: str
+) -> subprocess.Popen[bytes]:
     # No preexec_fn: it would run Python between fork and exec. The child sets its own
     # PR_SET_PDEATHSIG, and checks `--parent-pid` to see whether that came too late.
-    return subreaper.start(
+    return subreaper.start_process(
         [
-            *python_command.module(command.module),
+            *python_command.module_command(command.module),
             *command.args,
             *("--control-fd", str(control_fd), "--parent-pid", str(os.getpid())),
         ],
@@ -315,13 +319,13 @@ def _popen(command: Command, control_fd: int, output_fd: int, mark: str) -> subp
     )
 
 
-def _abandon(process: Process) -> None:
+def _kill_process(process: Process) -> None:
     process.kill()
     process.wait()
-    subreaper.reaped(process)
+    subreaper.forget_process(process)
 
 
-def _signal_name(number: int) -> str:
+def _format_signal(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from servekit.config.engines.options import EngineKind
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.system.orphan_cleanup import MARK
 
 _ALWAYS = {
@@ -56,28 +54,3 @@ def for_remote_worker(
 def for_gateway(base: Mapping[str, str], instance: str) -> dict[str, str]:
     """Return a gateway's environment, which hides all GPUs from it."""
     return {**base, **_ALWAYS, "CUDA_VISIBLE_DEVICES": "", MARK: instance}
-
-
-def usable_cpus() -> int:
-    """Return the cores this process may use: its affinity, and its cgroup's quota rounded up."""
-    affinity = len(os.sched_getaffinity(0))
-    quota = _quota(Path("/sys/fs/cgroup"))
-    return max(1, min(affinity, quota) if quota else affinity)
-
-
-def _quota(root: Path) -> int | None:
-    """Return the cores of a CPU quota, None if unlimited.
-
-    Source: kernel cgroup-v2 cpu.max; v1 cfs_quota.
-    """
-    try:
-        quota, period = (root / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return None
-    if not quota.isdecimal() or not period.isdecimal():
-        return None  # "max", or -1
-    return -(-int(quota) // int(period))

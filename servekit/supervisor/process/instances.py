@@ -117,7 +117,9 @@ def _look() -> tuple[list[Running], bool]:
                 if record is not None and record.pid == pid and _is_same(fd, folder / "lock"):
                     found[folder] = Running(folder, record, uid)
                 else:
-                    removed |= "servekit" in procfs.command(pid, _LONGEST) and not folder.exists()
+                    removed |= (
+                        "servekit" in procfs.command_line(pid, _LONGEST) and not folder.exists()
+                    )
     return list(found.values()), removed
 
 

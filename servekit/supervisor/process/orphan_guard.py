@@ -46,8 +46,11 @@ class OrphanGuard:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._began_at = time.monotonic()
-        process = subreaper.start(
-            [*python_command.module("servekit.supervisor.process.orphan_guard"), *self._args],
+        process = subreaper.start_process(
+            [
+                *python_command.module_command("servekit.supervisor.process.orphan_guard"),
+                *self._args,
+            ],
             env=self._env,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -73,7 +76,7 @@ class OrphanGuard:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
         self._process.wait()
-        subreaper.reaped(self._process)
+        subreaper.forget_process(self._process)
 
     def dismiss(self) -> None:
         """Tell the guard that nothing is left to guard; return when it is gone."""
@@ -98,7 +101,7 @@ def main() -> None:
     deadline = time.monotonic() + _WATCH_S
     while end_leftovers(read_children(run_dir), mark) or time.monotonic() < deadline:
         time.sleep(0.02)
-    shared_memory.sweep(run_dir, {child.pid for child in read_children(run_dir)})
+    shared_memory.sweep_segments(run_dir, {child.pid for child in read_children(run_dir)})
 
 
 def _succeeded(run_dir: Path, mark: str, grace_s: float) -> bool:

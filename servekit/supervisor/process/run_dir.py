@@ -235,7 +235,7 @@ class RunDir:
             return  # another boot: none of its processes runs on this machine
         children = read_children(self.path)
         end_leftovers(children, record.mark if record else "")
-        shared_memory.sweep(self.path, {child.pid for child in children})
+        shared_memory.sweep_segments(self.path, {child.pid for child in children})
 
     def _clear(self) -> None:
         for pattern in ("*.sock", "*.new", "supervisor.json", CHILDREN, shared_memory.SEGMENTS):

@@ -13,31 +13,145 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import structlog
 
-from servekit.supervisor.scheduling import free_memory
-from servekit.supervisor.scheduling.free_memory import GpuSnapshot
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations, InsufficientMemory
-from servekit.supervisor.scheduling.load_queue import LoadQueue
-from servekit.supervisor.scheduling.memory_estimator import CONTEXT_BYTES
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import CONTEXT_BYTES, Assignment
+from servekit.system import procfs
 from servekit.system.gpu_memory_audit import group_of, one_look
 from servekit.system.gpus import Gpu, Holdings, free_bytes, gpu_memory_by_pid
+from servekit.units import format_bytes
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
 #: How long to wait for memory that is in use, and how often to check.
 PATIENCE_S = 30.0
 _LOOK_EVERY_S = 0.1
-
-
+#: Shortages up to this size are ignored: driver overhead and CUDA's rounding.
+SLACK_BYTES = 256 * 2**20
 #: No other worker has to give up memory.
 NOTHING: Mapping[str, int] = MappingProxyType({})
+
+
+def _silent(what: str) -> None:
+    """Ignore what the worker waits for: it is loading already."""
+
+
+class LoadQueue:
+    """Queue of workers that load, one at a time on each GPU. Use only from one event loop.
+
+    A worker that only fetches or converts files, which may take hours, steps aside, and comes back
+    when it loads. It does not wait then, so two workers may load at once; a third waits for both.
+    """
+
+    def __init__(self) -> None:
+        self._locks: dict[str, asyncio.Lock] = {}  # by the GPU's UUID
+        self._whose: dict[str, str] = {}
+        self._aside: dict[str, Sequence[Gpu]] = {}
+        self._returning: dict[str, asyncio.Task[None]] = {}
+
+    async def take(
+        self, name: str, gpus: Sequence[Gpu], tell: Callable[[str], None] = _silent
+    ) -> None:
+        """Wait for the locks of all `gpus`; `tell` receives what the worker waits for."""
+        # Always in the same order, so that two workers cannot deadlock.
+        for gpu in sorted(gpus, key=lambda gpu: gpu.index):
+            lock = self._locks.setdefault(gpu.uuid, asyncio.Lock())
+            if lock.locked():
+                tell(f"waits for {self._whose.get(gpu.uuid, 'another')} on {gpu}")
+            await lock.acquire()
+            self._whose[gpu.uuid] = name
+
+    def give(self, name: str) -> None:
+        """Release the worker's locks, so that the next one may load."""
+        self._aside.pop(name, None)
+        if (returning := self._returning.pop(name, None)) is not None:
+            returning.cancel()
+        for uuid, who in list(self._whose.items()):
+            if who == name:
+                del self._whose[uuid]
+                self._locks[uuid].release()
+
+    def step_aside(self, name: str, gpus: Sequence[Gpu]) -> None:
+        if name not in self._aside:
+            self.give(name)
+            self._aside[name] = gpus
+
+    def step_back(self, name: str) -> None:
+        """Take the locks again in the background, if the worker had stepped aside."""
+        if (gpus := self._aside.pop(name, None)) is not None:
+            returning = asyncio.get_running_loop().create_task(self.take(name, gpus))
+            self._returning[name] = returning
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSnapshot:
+    """Memory use of one GPU, and the bytes that a worker needs there."""
+
+    gpu: Gpu
+    free_bytes: int
+    need_bytes: int
+    others: Mapping[str, tuple[int, int | None]]  # claim and held bytes (None: unknown), by worker
+    dead_bytes: int  # still held by workers that have ended
+    strangers: Mapping[int, int]  # bytes held by processes that are not ours, by PID
+
+
+def short_bytes(scene: GpuSnapshot) -> int:
+    """Return the bytes that other workers would have to give up; 0 where none.
+
+    Memory that ended workers still hold becomes free without that, so it counts as free.
+    """
+    short = scene.need_bytes - (scene.free_bytes + scene.dead_bytes - _promised(scene))
+    return short if short > SLACK_BYTES else 0
+
+
+def _promised(scene: GpuSnapshot) -> int:
+    """Return the bytes that other workers claim and have not allocated yet."""
+    known = [(claim, held) for claim, held in scene.others.values() if held is not None]
+    return sum(max(0, claim - held) for claim, held in known)
+
+
+def obstacle(scene: GpuSnapshot, about: Callable[[int], str] = procfs.command_line) -> str:
+    """Return a message about what is in the way, or "". `about` returns the command of a PID.
+
+    Memory that other workers claim and have not allocated yet does not count as free. Where a
+    worker's processes cannot be seen, the memory that it holds is unknown, but already missing from
+    the free memory.
+    """
+    if scene.dead_bytes:
+        held = format_bytes(scene.dead_bytes)
+        return f"{held} of {scene.gpu} are still held by a worker of ours that has ended"
+    short, promised = short_bytes(scene), _promised(scene)
+    if not short:
+        return ""
+    less = ""
+    if promised:
+        less = f", less {format_bytes(promised)} that others were promised and have not taken"
+    return (
+        f"{scene.gpu} has {format_bytes(scene.free_bytes)} free{less}, where "
+        f"{format_bytes(scene.need_bytes)} are needed: {format_bytes(short)} too few; "
+        f"{_to_blame(scene, about)}"
+    )
+
+
+def _to_blame(scene: GpuSnapshot, about: Callable[[int], str]) -> str:
+    over = [
+        f"{name} holds {format_bytes(held)} where it claims {format_bytes(claim)}"
+        for name, (claim, held) in scene.others.items()
+        if held is not None and held > claim
+    ]
+    largest = sorted(scene.strangers.items(), key=lambda one: -one[1])
+    seen = [
+        f"pid {pid} ({about(pid) or 'of another user or container'}) holds {format_bytes(held)}"
+        for pid, held in largest
+        if held
+    ]
+    return "; ".join(over + seen) or "held by nobody who can be seen from here"
 
 
 class AdmissionRequest(Protocol):
@@ -209,8 +323,8 @@ class GpuAdmission:
         reading, groups = await asyncio.to_thread(self._look, self._pids())
         known = [gpu for gpu in visitor.place.gpus if gpu.uuid in reading.free]
         scenes = [self._scene(visitor, gpu, reading, groups) for gpu in known]
-        reason = next(filter(None, map(free_memory.obstacle, scenes)), "")
-        short = {scene.gpu.uuid: free_memory.short_bytes(scene) for scene in scenes}
+        reason = next(filter(None, map(obstacle, scenes)), "")
+        short = {scene.gpu.uuid: short_bytes(scene) for scene in scenes}
         return (
             BlockReason(reason, {at: size for at, size in short.items() if size})
             if reason

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from servekit.errors import ServekitError
-from servekit.supervisor.scheduling.memory_requests import gib, reserve_bytes
+from servekit.supervisor.scheduling.memory_requests import reserve_bytes
 from servekit.system.gpus import Gpu
+from servekit.units import format_bytes
 
 
 class InsufficientMemory(ServekitError):
@@ -104,9 +105,9 @@ class GpuReservations:
             return f"there is no GPU {uuid}"
         others = [(name, size) for name, size in self.holders(uuid).items() if name != but]
         less = [("the reserve", self._reserved[uuid])] if self._reserved[uuid] else []
-        taken = ", ".join(f"{gib(size)} {name}'s" for name, size in (*less, *others))
+        taken = ", ".join(f"{format_bytes(size)} {name}'s" for name, size in (*less, *others))
         gpu = self._gpus[uuid]
         return (
-            f"of {gpu}'s {gib(gpu.total_bytes)}, {taken or 'nothing is promised'}, and it claims "
-            f"{gib(want)}, {gib(missing)} too much"
+            f"of {gpu}'s {format_bytes(gpu.total_bytes)}, {taken or 'nothing is promised'}, and it "
+            f"claims {format_bytes(want)}, {format_bytes(missing)} too much"
         )

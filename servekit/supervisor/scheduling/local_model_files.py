@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from servekit.config import paths
+from servekit.system.user_dirs import find_cache_home, find_models_cache
 
 _PYPI = re.compile(r"pypi:(?P<package>[^=]+)==(?P<version>[^/]+)(?:/(?P<member>.*))?")
 
@@ -23,7 +24,7 @@ def find(path: str, revision: str | None, environ: Mapping[str, str]) -> Path | 
     `environ` is the environment of the workers, which determines where the caches are.
     """
     try:
-        known = paths.check(path, Path("/"))
+        known = paths.check_model_path(path, Path("/"))
     except ValueError:
         return None
     if known.kind == "local":
@@ -46,13 +47,13 @@ def _hub(environ: Mapping[str, str]) -> Path:
     if cache := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache).expanduser()
     home = environ.get("HF_HOME")
-    base = Path(home).expanduser() if home else _cache(environ) / "huggingface"
+    base = Path(home).expanduser() if home else find_cache_home(environ) / "huggingface"
     return base / "hub"
 
 
 def _pinned(repo: str, file: str, revision: str, environ: Mapping[str, str]) -> str:
     """Return the commit that workers have pinned for the file, or ""."""
-    for pin in (_cache(environ) / "servekit/models/.pins").glob("*.json"):
+    for pin in (find_models_cache(environ) / ".pins").glob("*.json"):
         told = _json(pin)
         names = told.get("files") or ()
         alike = told.get("repo") == repo and told.get("revision") == revision
@@ -91,13 +92,8 @@ def _of_wheel(path: str, environ: Mapping[str, str]) -> Path | None:
 
 def _entries(environ: Mapping[str, str]) -> Iterator[tuple[Path, list[str]]]:
     """Yield the folders in the model cache, each with the identity that it was made from."""
-    for mark in (_cache(environ) / "servekit/models").glob("*/.servekit.json"):
+    for mark in find_models_cache(environ).glob("*/.servekit.json"):
         yield mark.parent, [str(part) for part in _json(mark).get("identity", ())]
-
-
-def _cache(environ: Mapping[str, str]) -> Path:
-    base = Path(environ.get("XDG_CACHE_HOME", ""))
-    return base if base.is_absolute() else Path(environ.get("HOME", "~")).expanduser() / ".cache"
 
 
 def _text(path: Path) -> str:

@@ -23,16 +23,15 @@ from servekit.model_metadata import gguf, kv_cache_shape, safetensors
 from servekit.model_metadata.kv_cache_shape import Attention
 from servekit.supervisor.scheduling import local_model_files
 from servekit.supervisor.scheduling.memory_requests import (
+    CONTEXT_BYTES,
+    Assignment,
     Misplaced,
-    gib,
     host_claim_bytes,
     reserve_bytes,
 )
-from servekit.supervisor.scheduling.placement import Assignment
-from servekit.system import procfs
+from servekit.system import cgroup
+from servekit.units import format_bytes
 
-#: A CUDA context with the kernels of torch's linear algebra.
-CONTEXT_BYTES = 640 * 2**20
 #: NCCL's buffers for one group of ranks.
 NCCL_BYTES = 512 * 2**20
 #: vLLM's CUDA graphs for its batch sizes.
@@ -81,8 +80,8 @@ class Estimate:
         if not claim_bytes or least <= claim_bytes:
             return ""
         if self.partly and weights > claim_bytes:
-            return f"{gib(weights - claim_bytes)} of the weights stay in the host's memory"
-        return f"{gib(least - claim_bytes)} too few for a request that fills the context"
+            return f"{format_bytes(weights - claim_bytes)} of the weights stay in the host's memory"
+        return f"{format_bytes(least - claim_bytes)} too few for a request that fills the context"
 
 
 def estimate(model: ModelConfig, place: Assignment, environ: Mapping[str, str]) -> Estimate | None:
@@ -105,25 +104,27 @@ def refuse(
     if found.unknown or found.partly:
         return
     weights = found.on_each_weights_bytes
-    claim = 0 if place.gpus else host_claim_bytes(model, procfs.memory_bytes())
+    claim = 0 if place.gpus else host_claim_bytes(model, cgroup.total_memory_bytes())
     if claim and weights > claim:
         raise Misplaced(
-            f"model {model.name!r} does not fit: its weights alone take {gib(weights)} of this "
-            f"machine's memory, and it claims {gib(claim)}: {gib(weights - claim)} too few",
+            f"model {model.name!r} does not fit: its weights alone take {format_bytes(weights)} of "
+            f"this machine's memory, and it claims {format_bytes(claim)}: "
+            f"{format_bytes(weights - claim)} too few",
             *("models", index, "memory"),
         )
     for gpu, claim in zip(place.gpus, place.claims, strict=True):
         if weights <= claim:
             continue
-        total = f"{gib(found.weights_bytes)} in all, " if len(place.gpus) > 1 else ""
-        has = f"it claims {gib(claim)} of {gpu}"
+        total = f"{format_bytes(found.weights_bytes)} in all, " if len(place.gpus) > 1 else ""
+        has = f"it claims {format_bytes(claim)} of {gpu}"
         if model.memory is None:
             kept = reserve_bytes(gpu, reserve)
-            less = f", less {gib(kept)} reserved" if kept else ""
-            has = f"{gpu} has {gib(gpu.total_bytes)}{less}"
+            less = f", less {format_bytes(kept)} reserved" if kept else ""
+            has = f"{gpu} has {format_bytes(gpu.total_bytes)}{less}"
         raise Misplaced(
-            f"model {model.name!r} does not fit: its weights alone take {total}{gib(weights)} of "
-            f"each GPU, and {has}: {gib(weights - claim)} too few",
+            f"model {model.name!r} does not fit: its weights alone take {total}"
+            f"{format_bytes(weights)} of each GPU, and {has}: "
+            f"{format_bytes(weights - claim)} too few",
             *("models", index, "path" if model.memory is None else "memory"),
         )
 

@@ -1,14 +1,51 @@
-"""Memory that a worker claims of each of its GPUs: as configured, or all that is available."""
+"""The place of a worker, and the memory that it claims there: as configured, or all there is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from servekit.config import memory
 from servekit.config.scale import ReplicaRange
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError
-from servekit.system.gpus import Gpu
+from servekit.system.gpus import Gpu, Slot, on_node
+from servekit.units import format_bytes
+
+#: A CUDA context with the kernels of torch's linear algebra.
+CONTEXT_BYTES = 640 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The place of one worker: its GPUs (none: the CPU) and its number of CPU threads."""
+
+    model: str
+    index: int
+    gpus: Slot
+    threads: int | None
+    claims: tuple[int, ...] = ()  # bytes, by GPU in `gpus`
+    elsewhere: int = 0  # number of GPUs on another machine, which the launcher chooses
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}/{self.index}"
+
+    @property
+    def device(self) -> str:
+        """The device as text; of a remote worker, until its launcher has placed it."""
+        if self.elsewhere:
+            return f"{self.elsewhere} GPU{'s' * (self.elsewhere > 1)} of another machine"
+        return device(self.gpus)
+
+
+def device(gpus: Sequence[Gpu]) -> str:
+    """Return such as "cpu", "GPU 0 (NVIDIA H200)" or "GPUs 0, 1 (NVIDIA H200) on 10.0.0.5"."""
+    if len(gpus) < 2:
+        return str(gpus[0]) if gpus else "cpu"
+    kinds = dict.fromkeys(gpu.name for gpu in gpus)
+    indexes = ", ".join(str(gpu.index) for gpu in gpus)
+    return f"GPUs {indexes} ({', '.join(kinds)}){on_node(gpus[0].node)}"
 
 
 class Misplaced(ConfigError):
@@ -19,16 +56,13 @@ class Misplaced(ConfigError):
         self.loc = loc
 
 
-def gib(size_bytes: int) -> str:
-    """Format bytes for people; sizes that would round to 0.0 GiB get a smaller unit."""
-    if 0 < size_bytes < 2**30 / 20:
-        return f"{size_bytes / 2**20:.0f} MiB" if size_bytes >= 2**20 else f"{size_bytes} bytes"
-    return f"{size_bytes / 2**30:.1f} GiB"
-
-
 def reserve_bytes(gpu: Gpu, reserve: str | None) -> int:
     """Return the bytes of a GPU that `gpus.reserve` keeps for other programs."""
-    return 0 if reserve is None else min(gpu.total_bytes, memory.of(reserve, gpu.total_bytes))
+    return (
+        0
+        if reserve is None
+        else min(gpu.total_bytes, memory.memory_bytes(reserve, gpu.total_bytes))
+    )
 
 
 def room_bytes(gpu: Gpu, reserve: str | None) -> int:
@@ -40,7 +74,7 @@ def claim_bytes(model: ModelConfig, gpu: Gpu, reserve: str | None) -> int:
     """Return the bytes that one worker of `model` claims of `gpu`; without `memory`, all of it."""
     if model.memory is None:
         return room_bytes(gpu, reserve)
-    return memory.of(model.memory, gpu.total_bytes)
+    return memory.memory_bytes(model.memory, gpu.total_bytes)
 
 
 def claims_of(model: ModelConfig, slot: Sequence[Gpu], reserve: str | None) -> tuple[int, ...]:
@@ -53,7 +87,7 @@ def host_claim_bytes(model: ModelConfig, total_bytes: int) -> int:
 
     `total_bytes` is the host's memory, 0 where unknown.
     """
-    return 0 if model.memory is None else memory.of(model.memory, total_bytes)
+    return 0 if model.memory is None else memory.memory_bytes(model.memory, total_bytes)
 
 
 def least(model: ModelConfig) -> int:
@@ -79,3 +113,45 @@ def settled(models: Sequence[ModelConfig], counts: Mapping[str, int]) -> list[Mo
         else one.model_copy(update={"replicas": one.replicas.held(counts.get(one.name, 0))})
         for one in models
     ]
+
+
+def check_host_memory(
+    models: Sequence[ModelConfig], places: Sequence[Assignment], total_bytes: int
+) -> None:
+    """Raise Misplaced, with the arithmetic, for the first CPU model that does not fit.
+
+    Models loaded on start have to fit side by side, each model loaded on demand beside them. A
+    `total_bytes` of 0 means unknown, and nothing is checked.
+    """
+    if not total_bytes:
+        return
+    rows = [
+        (index, m, _claim_host_memory(m, places, total_bytes)) for index, m in enumerate(models)
+    ]
+    beside: list[tuple[str, int]] = []
+    for index, model, claim in sorted(rows, key=lambda row: not _loads_on_start(row[1])):
+        _fit_beside(index, model, claim, beside, total_bytes)
+        if _loads_on_start(model) and claim:
+            beside.append((model.name, claim))
+
+
+def _fit_beside(
+    index: int, model: ModelConfig, claim: int, beside: Sequence[tuple[str, int]], total_bytes: int
+) -> None:
+    """Raise Misplaced unless the claim fits beside the others."""
+    short = claim + sum(size for _, size in beside) - total_bytes
+    if claim and short > 0:
+        less = "".join(f", less {format_bytes(size)} of {name}" for name, size in beside)
+        message = f"model {model.name!r} claims {format_bytes(claim)} of this machine's memory, "
+        message += f"which has {format_bytes(total_bytes)}{less}: {format_bytes(short)} too much"
+        raise Misplaced(message, "models", index, "memory")
+
+
+def _claim_host_memory(model: ModelConfig, places: Sequence[Assignment], total_bytes: int) -> int:
+    """Return the claim of all CPU replicas of a model; 0 where the configuration has none."""
+    replicas = sum(place.model == model.name and not place.gpus for place in places)
+    return replicas * host_claim_bytes(model, total_bytes)
+
+
+def _loads_on_start(model: ModelConfig) -> bool:
+    return model.load == "on_start"

@@ -13,7 +13,7 @@ from pathlib import Path
 from servekit.config.schema import ModelConfig
 from servekit.errors import LoadError
 from servekit.model_metadata import gguf, model_folder
-from servekit.model_metadata.gguf_header import read_header
+from servekit.model_metadata.gguf import read_header
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.scheduling import local_model_files
 

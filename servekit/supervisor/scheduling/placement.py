@@ -19,38 +19,20 @@ find a placement whenever one exists, whatever `gpus` the models name. Where mod
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from servekit.config.engines.options import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.scheduling.gpu_matching import match_whole
-from servekit.supervisor.scheduling.memory_requests import Misplaced as Misplaced
-from servekit.supervisor.scheduling.memory_requests import claims_of, least, most, settled
+from servekit.supervisor.scheduling.memory_requests import (
+    Assignment,
+    Misplaced,
+    claims_of,
+    least,
+    most,
+    settled,
+)
 from servekit.supervisor.scheduling.shared_placement import share
-from servekit.system.gpus import Gpu, Slot, match, on_node
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """The place of one worker: its GPUs (none: the CPU) and its number of CPU threads."""
-
-    model: str
-    index: int
-    gpus: Slot
-    threads: int | None
-    claims: tuple[int, ...] = ()  # bytes, by GPU in `gpus`
-    elsewhere: int = 0  # number of GPUs on another machine, which the launcher chooses
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}/{self.index}"
-
-    @property
-    def device(self) -> str:
-        """The device as text; of a remote worker, until its launcher has placed it."""
-        if self.elsewhere:
-            return f"{self.elsewhere} GPU{'s' * (self.elsewhere > 1)} of another machine"
-        return device(self.gpus)
+from servekit.system.gpus import Gpu, Slot, match_gpu
 
 
 def place(
@@ -92,15 +74,6 @@ def _has_whole_gpus(model: ModelConfig) -> bool:
     return alone and model.gpus_per_replica == 1
 
 
-def device(gpus: Sequence[Gpu]) -> str:
-    """Return such as "cpu", "GPU 0 (NVIDIA H200)" or "GPUs 0, 1 (NVIDIA H200) on 10.0.0.5"."""
-    if len(gpus) < 2:
-        return str(gpus[0]) if gpus else "cpu"
-    kinds = dict.fromkeys(gpu.name for gpu in gpus)
-    indexes = ", ".join(str(gpu.index) for gpu in gpus)
-    return f"GPUs {indexes} ({', '.join(kinds)}){on_node(gpus[0].node)}"
-
-
 def _on_gpu(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> bool:
     kind = KINDS[model.engine]
     if kind.gpu_here == "must" and (model.device == "cpu" or not gpus):
@@ -131,7 +104,7 @@ def allowed(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> tuple[Gpu, .
         return tuple(gpus)
     found: list[Gpu] = []
     for number, entry in enumerate(model.gpus):
-        gpu = match(gpus, entry)
+        gpu = match_gpu(gpus, entry)
         if gpu is None:
             there = ", ".join(str(g) for g in gpus) or "no GPU at all"
             message = f"model {model.name!r} asks for GPU {entry!r}; there is {there}"

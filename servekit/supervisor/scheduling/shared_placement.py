@@ -9,11 +9,11 @@ from servekit.supervisor.scheduling.bin_packing import Unplaceable, Want, pack
 from servekit.supervisor.scheduling.memory_requests import (
     Misplaced,
     claim_bytes,
-    gib,
     least,
     room_bytes,
 )
 from servekit.system.gpus import Gpu, Slot
+from servekit.units import format_bytes
 
 
 def share(
@@ -110,9 +110,9 @@ def _left(want: Want, gpu: Gpu, room: int, others: Sequence[tuple[str, int]]) ->
     """Return such as "claims 60.0 GiB of GPU 0 (H200), which has 80.0 GiB, …: 22.0 too much"."""
     left = room - sum(size for _, size in others)
     reserved = gpu.total_bytes - room
-    taken = [f"less {gib(reserved)} reserved"] if reserved else []
-    taken += [f"less {gib(size)} of {name}" for name, size in others]
-    has = ", ".join([gib(gpu.total_bytes), *taken])
+    taken = [f"less {format_bytes(reserved)} reserved"] if reserved else []
+    taken += [f"less {format_bytes(size)} of {name}" for name, size in others]
+    has = ", ".join([format_bytes(gpu.total_bytes), *taken])
     short = want.claims[gpu] - left
-    rest = f"{gib(short)} too much" if short > 0 else "which fits"
-    return f"claims {gib(want.claims[gpu])} of {gpu}, which has {has}: {rest}"
+    rest = f"{format_bytes(short)} too much" if short > 0 else "which fits"
+    return f"claims {format_bytes(want.claims[gpu])} of {gpu}, which has {has}: {rest}"

@@ -53,7 +53,10 @@ def look_up(plan: Plan, patience_s: float = PATIENCE_S) -> list[Told]:
 def _ask(
     requirement: str, environ: Mapping[str, str], patience_s: float
 ) -> tuple[Literal["ok", "warning", "error"], str]:
-    command = [*python_command.module("servekit.engines.model_files.wheel_probe"), requirement]
+    command = [
+        *python_command.module_command("servekit.engines.model_files.wheel_probe"),
+        requirement,
+    ]
     try:
         done = subprocess.run(
             command,

@@ -1,16 +1,21 @@
-"""A fork server, which starts workers in a third of the time.
+"""Fork servers, which start workers in a third of the time.
 
 A fresh interpreter takes seconds of a core to import torch and transformers, while a model lacks a
 worker. A fork server of the same environment, GPU pin included, has done so already, and its forks
 are our own children in every respect; see `worker.fork_server`. If it is not ready or cannot fork,
 a fresh interpreter is started instead: nothing depends on it.
+
+There is one for each environment of a model's workers: one on the CPU, and one for each GPU or set
+of GPUs that a replica has. They start when all workers have come up: they take nothing from those,
+and the model's files have been fetched. They end when the model is unloaded, unless that only makes
+room for another model.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,13 +26,16 @@ from servekit.config.schema import ModelConfig
 from servekit.protocol import fork_server
 from servekit.protocol.fork_server import Fork, FromStandby, NotForked, Prepared
 from servekit.protocol.messages import BootFailed, Load, ReplicaStatus, Stop
+from servekit.supervisor.deployments.config_diff import same_worker
+from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
-from servekit.supervisor.lifecycle.startup_timing import StartReason
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command
-from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.workers.worker_spec import worker_spec
-from servekit.system import subreaper
+from servekit.supervisor.scheduling.memory_requests import Assignment
+from servekit.supervisor.workers.worker_process import WorkerProcess
+from servekit.supervisor.workers.worker_spec import make_worker_spec
+from servekit.system import cgroup, subreaper
+from servekit.system.gpus import Slot
 from servekit.system.subreaper import Forked
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -35,6 +43,8 @@ log: Any = structlog.get_logger("servekit.supervisor")
 #: A fork takes tens of milliseconds; the wait for it ends after this time.
 _FORK_S = 5.0
 _STOP_GRACE_S = 1.0
+#: With `standby: auto`, the available memory below which none is started.
+ROOM_BYTES = 4 * 2**30
 
 
 class ForkServer(ManagedProcess[FromStandby]):
@@ -77,20 +87,20 @@ class ForkServer(ManagedProcess[FromStandby]):
         assert self.child is not None
         if self._theirs is not None:
             self._theirs.close()  # so that the connection ends with the fork server
-        self.child.send(Load(worker_spec(self.model, self.place, "")))
+        self.child.send(Load(make_worker_spec(self.model, self.place, "")))
 
     def receive(self, message: FromStandby) -> None:
         match message:
             case Prepared():
                 log.info("prepared", child=self.name)
-                self.came_up()
+                self.mark_ready()
             case BootFailed(reason, permanent):
                 self.fail(reason, permanent=permanent)
 
     def load(self) -> tuple[int, int]:
         return self.forks, 0
 
-    def buried(self) -> None:
+    def forget_child(self) -> None:
         self._close()
 
     def _close(self) -> None:
@@ -132,12 +142,12 @@ class ForkServer(ManagedProcess[FromStandby]):
         match fork_server.decode_answer(answer):
             case NotForked(message):
                 log.warning("workers are not forked from a standby", reason=message)
-                self.reason = message
+                self.explain_state(message)
                 self.end(Stop(), _STOP_GRACE_S)  # the next fork would fail the same way
                 return None
             case forked:
                 self.forks += 1
-                return subreaper.take(forked.pid)
+                return subreaper.register_fork(forked.pid)
 
     def status(self) -> ReplicaStatus:
         """Return its status as a replica's, without a socket or requests."""
@@ -151,3 +161,74 @@ class ForkServer(ManagedProcess[FromStandby]):
             restarts=self.restarts,
             rss_bytes=self.rss_bytes,
         )
+
+
+class ForkServerPool:
+    """The fork servers of one model; empty until `tend`. `run` runs a fork server's task."""
+
+    def __init__(self, host: SupervisorContext, run: Callable[[ForkServer], None]) -> None:
+        self._host = host
+        self._run = run
+        self._closed = False
+        self.lacks_memory = False  # one is wanted, and not started for lack of memory
+        self._at: dict[Slot, ForkServer] = {}
+        self.standbys: list[ForkServer] = []  # ending ones included
+
+    def tend(
+        self, model: ModelConfig, workers: Sequence[WorkerProcess], *, away: bool = False
+    ) -> None:
+        """Start the fork servers that are wanted, and end the others. Called often.
+
+        `away`: the model is unloaded, and its memory is for other models.
+        """
+        wanted = _wants_fork_server(model) and not away and self._host.launcher is None
+        workers = [one for one in workers if same_worker(one.model, model)]
+        self.lacks_memory = False
+        at_rest = all(one.state in ("ready", "asleep", "failed", "stopped") for one in workers)
+        for slot, standby in list(self._at.items()):
+            if not wanted or not same_worker(standby.model, model):
+                self._end(slot)
+        for worker in workers if at_rest and wanted and not self._closed else ():
+            if worker.state == "ready" and worker.place.gpus not in self._at:
+                self._start(model, worker.place)
+
+    def close(self) -> None:
+        """End all fork servers for good."""
+        self._closed = True
+        for slot in list(self._at):
+            self._end(slot)
+
+    def ended(self, standby: ForkServer) -> None:
+        """Forget a fork server that has ended."""
+        self.standbys.remove(standby)
+
+    async def fork(
+        self,
+        model: ModelConfig,
+        place: Assignment,
+        env: Mapping[str, str],
+        mark: str,
+        control_fd: int,
+        output_fd: int,
+    ) -> Forked | None:
+        """Fork a worker of `model` for that place; None if a fresh interpreter must be used."""
+        standby = self._at.get(place.gpus)
+        if standby is None or not same_worker(standby.model, model):
+            return None
+        return await standby.fork(place.name, env, mark, control_fd, output_fd)
+
+    def _start(self, model: ModelConfig, place: Assignment) -> None:
+        if model.standby == "auto" and cgroup.available_memory_bytes() < ROOM_BYTES:
+            self.lacks_memory = True
+            return
+        standby = ForkServer(model, place, self._host)
+        self._at[place.gpus] = standby
+        self.standbys.append(standby)
+        self._run(standby)
+
+    def _end(self, slot: Slot) -> None:
+        self._at.pop(slot).end(Stop(), _STOP_GRACE_S)
+
+
+def _wants_fork_server(model: ModelConfig) -> bool:
+    return KINDS[model.engine].standby if model.standby == "auto" else model.standby

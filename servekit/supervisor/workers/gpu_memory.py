@@ -4,24 +4,55 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from servekit.protocol.messages import GpuStatus
+from servekit.protocol.ray_messages import Measured, RemoteGpu
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.scheduling.gpu_admission import NOTHING, GpuAdmission
-from servekit.supervisor.scheduling.memory_requests import gib
-from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.scheduling.remote_gpus import RemoteGpus
-from servekit.system.gpu_memory_audit import group_of, held_bytes, stray_memory, strays
-from servekit.system.gpus import Gpu, Holdings, gpu_memory_by_pid
+from servekit.supervisor.scheduling.memory_requests import Assignment
+from servekit.system.gpu_memory_audit import find_strays, group_of, held_bytes, stray_memory
+from servekit.system.gpus import Gpu, Holdings, Slot, gpu_memory_by_pid
+from servekit.units import format_bytes
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
 #: Drivers allocate pages of 2 MiB; an excess of a few of them is not reported.
 _TOLERANCE_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteGpus:
+    """GPU information of one remote worker; empty until the worker is placed."""
+
+    own: Slot = ()  # GPUs assigned to the worker
+    gpus: Sequence[Gpu] = ()  # all that NVML knows there
+    in_use: tuple[GpuStatus, ...] = ()  # the assigned ones
+    pid: int = 0  # PID that `held` belongs to; 0: none
+    held: Mapping[str, int] = field(default_factory=dict)  # bytes, by UUID
+
+
+def make_slot(gpus: Sequence[RemoteGpu], node: str) -> Slot:
+    """Return the GPUs that the worker was assigned on its node; their free memory is unknown."""
+    return tuple(Gpu(one.index, one.uuid, one.name, one.total_bytes, 0, (), node) for one in gpus)
+
+
+def read_measurements(own: Slot, node: str, told: Measured) -> RemoteGpus:
+    """Return what a worker's node reports; its NVML may be missing, or not answer."""
+    found = [replace(one, node=node) for one in told.gpus]
+    known = tuple(_make_gpu(one) for one in found)
+    uuids = {gpu.uuid for gpu in own}
+    in_use = tuple(one for one in found if one.uuid in uuids)
+    return RemoteGpus(own, known or own, in_use, told.pid, told.held)
+
+
+def _make_gpu(one: GpuStatus) -> Gpu:
+    free_bytes = one.total_bytes - one.used_bytes
+    return Gpu(one.index, one.uuid, one.name, one.total_bytes, free_bytes, (), one.node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +63,7 @@ class Entry:
     needs: tuple[int, ...]
 
 
-class WorkerGpuMemory:
+class GpuMemory:
     """The GPU memory of one worker, through all its incarnations.
 
     `gpus` are those of the worker's machine. `waits` is called with what the worker waits for
@@ -140,7 +171,7 @@ class WorkerGpuMemory:
         self.by_gpu = {
             uuid: sum(holdings.get(pid, {}).get(uuid, 0) for pid in group) for uuid in self.claims
         }
-        self.stray_by_gpu = strays(group, self.claims.keys(), holdings)
+        self.stray_by_gpu = find_strays(group, self.claims.keys(), holdings)
         self.stray = stray_memory(group, self.claims.keys(), holdings, self.gpus)
         known, self.excess = bool(self.excess), self._excess()
         if self.excess and not known:
@@ -159,7 +190,7 @@ class WorkerGpuMemory:
 
     def _excess(self) -> str:
         over = [
-            f"{gib(self.by_gpu[gpu.uuid])} of {gpu}, where it claims {gib(claim)}"
+            f"{format_bytes(self.by_gpu[gpu.uuid])} of {gpu}, where it claims {format_bytes(claim)}"
             for gpu in self.gpus
             if (claim := self.claims.get(gpu.uuid, 0))
             and self.by_gpu[gpu.uuid] > claim + _TOLERANCE_BYTES

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from servekit.config.engines.options import KINDS
 from servekit.config.schema import ModelConfig
@@ -36,28 +37,27 @@ from servekit.protocol.messages import (
     ReplicaHistory,
     ReplicaStatus,
 )
-from servekit.protocol.residency import Asleep, Awake, SleepFailed
+from servekit.protocol.residency import Asleep, Awake, Sleep, SleepFailed, Wake
 from servekit.protocol.startup_messages import GatewayConnected, PhaseReport
-from servekit.supervisor.adapters.pending_requests import Order, PendingRequests
 from servekit.supervisor.adapters.rollout import Adapters
 from servekit.supervisor.adapters.state import Outcome, Refusal
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.circuit_breaker import CircuitBreaker, policy_of
 from servekit.supervisor.lifecycle.liveness import Liveness, Timeouts
 from servekit.supervisor.lifecycle.managed_process import (
     AnyChild,
     ManagedProcess,
+    MemoryFreed,
     SupervisorContext,
+    run_unless,
 )
+from servekit.supervisor.lifecycle.remote_process import RemoteChild
+from servekit.supervisor.lifecycle.restart_policy import CircuitBreaker, make_restart_policy
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command
-from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.scheduling.remote_gpus import RemoteGpus
-from servekit.supervisor.workers.gpu_memory import Entry, WorkerGpuMemory
-from servekit.supervisor.workers.remote_placement import RemotePlacement
-from servekit.supervisor.workers.sleep_control import SleepControl
-from servekit.supervisor.workers.worker_spec import edition, worker_spec
-from servekit.supervisor.workers.worker_status import status_of, story_of
+from servekit.supervisor.scheduling.memory_requests import Assignment
+from servekit.supervisor.workers.gpu_memory import Entry, GpuMemory, RemoteGpus
+from servekit.supervisor.workers.pending_requests import Answer, PendingRequests
+from servekit.supervisor.workers.worker_spec import digest_settings, make_worker_spec
 from servekit.system.gpus import Gpu, Holdings
 from servekit.system.subreaper import Fork
 
@@ -65,6 +65,8 @@ log: Any = structlog.get_logger("servekit.supervisor")
 
 #: The interval of pings; shorter where a quarter of the shortest timeout is.
 _PING_EVERY_S = 1.0
+#: The answer to a request to sleep or wake whose worker died.
+_DIED = "its worker died"
 
 
 class WorkerProcess(ManagedProcess[FromWorker]):
@@ -85,49 +87,54 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         entry: Entry | None = None,
     ) -> None:
         super().__init__(place.name, host, circuit)
-        self.policy = policy_of(model)
+        self.policy = make_restart_policy(model)
         self.adapters = adapters
         self.model = model  # a reload may change keys that do not concern the worker
         self.place = place
         self.info: ModelInfo | None = None
-        self._edition = edition(model)
+        self._edition = digest_settings(model)
         self._fork = fork
         self._socket: Path | None = None  # of a worker on this machine
         self.progress: Progress | None = None
         self.timings_s: dict[str, float] = {}
-        self.pulse = Liveness(time.monotonic())
+        self.liveness = Liveness(time.monotonic())
         self._pings = 0
         self._killing: asyncio.Task[None] | None = None
         self._coming_up: asyncio.Task[None] | None = None
         self._held: dict[str, AdapterInfo] = {}
-        self._errands = PendingRequests()
-        self.slumber = SleepControl(self)
+        self.admin = PendingRequests()
+        #: Held during admission: if the worker dies while it wakes, its next life waits.
+        self._entering = asyncio.Lock()
         self._wary = False  # died before ready: the next starts without adapters
-        self.seat = RemotePlacement(self.name, host)
-        self.vram = WorkerGpuMemory(place, gpus, entry, self.told_to_wait)
+        self._launcher = host.launcher
+        self.gpu = GpuMemory(place, gpus, entry, self.show_wait)
 
     async def enter(self) -> str:
-        async with self.slumber.entering:
-            refusal = await self.vram.enter()
-        refusal = refusal or await self.seat.enter(self)
-        if self.place.gpus or self.seat.is_remote:
+        async with self._entering:
+            refusal = await self.gpu.enter()
+        if not refusal and self._launcher is not None:
+            refusal = await self._launcher.enter(self)
+        if self.place.gpus or self._launcher is not None:
             self.starting.spent("gate", self._began_at, time.monotonic())
         return refusal
 
     def leave(self) -> None:
-        self.vram.leave()
+        self.gpu.leave()
 
     async def run(self) -> None:
         await super().run()
-        await self.seat.release()
+        if self._launcher is not None:
+            await self._launcher.release(self.name)
 
-    def told_to_wait(self, what: str) -> None:
+    def show_wait(self, what: str) -> None:
         """Show what it waits for before it is admitted."""
         self.progress = Progress(what) if what else None
         self.host.changed()
 
     async def spawn(self) -> AnyChild[FromWorker]:
-        return await self.seat.spawn(self, self.receive, self._on_line) or await super().spawn()
+        if self._launcher is None:
+            return await super().spawn()
+        return await self._launcher.spawn(self, self.incoming, self.receive, self._on_line)
 
     def command(self) -> Command:
         self._socket = self.host.run_dir.new_socket()
@@ -146,50 +153,56 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     def greet(self) -> None:
         assert self.child is not None
-        self.pulse = Liveness(time.monotonic())
-        self.vram.begin(self.child.pid)
-        if self.seat.adopts(self.child, self.adapters):
-            return  # it reports what it serves
+        self.liveness = Liveness(time.monotonic())
+        self.gpu.begin(self.child.pid)
+        if isinstance(self.child, RemoteChild):
+            self.adapters.keep(self.child.added)
+            self.remember_adapters()
+            if self.child.state != "empty":
+                return  # it existed before us, and reports what it serves
         adapters = () if self._wary else self.adapters.expected()
-        self.child.send(Load(worker_spec(self.model, self.place, str(self._socket), adapters)))
+        self.child.send(Load(make_worker_spec(self.model, self.place, str(self._socket), adapters)))
 
     def receive(self, message: FromWorker) -> None:
         match message:
-            case Loading() | Ready() if self.state in ("stalled", "draining"):
-                pass  # too late
             case Loading(progress):
-                self.progress = progress
-                self.vram.loads(progress.phase)
-                self.host.noticed() if self.state == "loading" else self.set("loading", self.reason)
-            case Ready(info, timings_s):
+                self._on_progress(progress)
+            case Ready(info, timings_s) if self.accepts("serve"):  # else it comes too late
                 self._on_ready(info, timings_s)
             case PhaseReport() | GatewayConnected():
                 self.starting.heard(message)
             case BootFailed(reason, permanent):
                 self.fail(reason, permanent=permanent)
             case EngineDied(cause):
-                self.engine_died(cause)
+                self.mark_engine_dead(cause)
             case Pong():
-                self.pulse.answered(message)
+                self.liveness.answered(message)
                 self.host.noticed()
             case AdapterLoaded() | AdapterUnloaded() | AdapterRefused():
-                self._errands.answered(message)
+                self.admin.take_answer(message)
             case Asleep() | Awake() | SleepFailed():
-                self.slumber.answered(message)
+                self.admin.take_answer(message)
 
-    def buried(self) -> None:
+    def forget_child(self) -> None:
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
         self._socket, self.progress = None, None
-        self.pulse = Liveness(time.monotonic())
-        self.vram.forget()
+        self.liveness = Liveness(time.monotonic())
+        self.gpu.forget()
         self._wary = self._ready_at is None
         self._held = {}
-        if self._coming_up is not None and not self._errands.open:
+        if self._coming_up is not None and not self.admin.open:
             self._coming_up.cancel()  # else the open order returns, and ends the task
-        self._errands.died(self.name, "" if self.ending else self._died_of)
-        self._errands = PendingRequests()
-        self.slumber.died()
+        self.admin.answer_death(self.name, "" if self.ending else self._died_of)
+        self.admin = PendingRequests()
+
+    def _on_progress(self, progress: Progress) -> None:
+        if self.state == "loading":
+            self.host.noticed()
+        elif not self.change_state("load", self.reason):
+            return  # too late
+        self.progress = progress
+        self.gpu.loads(progress.phase)
 
     def _on_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         self._held = {adapter.name: adapter for adapter in info.adapters}
@@ -199,7 +212,8 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         """Let it serve only with GPU memory where it is allowed, and with all its adapters."""
         self.starting.awaits("admission", time.monotonic())
         child = self.child
-        strays = await (self.seat if self.seat.is_remote else self.vram).strays()
+        launcher = self._launcher
+        strays = await (self.gpu.strays() if launcher is None else launcher.strays(self.name))
         reason = f"worker {self.name} {strays}" if strays else ""
         permanent = bool(reason)
         if not reason:
@@ -212,14 +226,14 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     def _is_ready(
         self, child: AnyChild[FromWorker] | None, info: ModelInfo, timings_s: dict[str, float]
     ) -> None:
-        if self.child is not child or child is None or self.ending or self.state == "stalled":
+        if self.child is not child or child is None or self.ending or not self.accepts("serve"):
             return  # too late
         self.info, self.timings_s, self.progress = info, timings_s, None
         took_s = round(time.monotonic() - self._began_at, 2)
         log.info("ready", child=self.name, device=self.device, after_s=took_s)
-        self.pulse = Liveness(time.monotonic())  # forgets the figures of the load
-        self.vram.loaded()
-        self.came_up()
+        self.liveness = Liveness(time.monotonic())  # forgets the figures of the load
+        self.gpu.loaded()
+        self.mark_ready()
         self._ping()
 
     def look(self) -> None:
@@ -228,41 +242,40 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         if self.child is None or self.state == "stalled":
             return
         now, timeouts = time.monotonic(), self._timeouts()
-        if self.pulse.due(now, min(_PING_EVERY_S, timeouts.stall_s / 4, timeouts.load_s / 4)):
+        if self.liveness.due(now, min(_PING_EVERY_S, timeouts.stall_s / 4, timeouts.load_s / 4)):
             self._ping()
-        cause = "" if self.ending else self.pulse.verdict(self.state, timeouts, now)
+        cause = "" if self.ending else self.liveness.verdict(self.state, timeouts, now)
         if cause:
             self.give_up(cause)
 
     def give_up(self, cause: str) -> None:
         """Kill a worker that has stalled, after a stack dump."""
-        if self.child is None or self.ending:
+        if self.child is None or self.ending or not self.change_state("stall", cause):
             return
         log.error("stalled", child=self.name, pid=self.pid, reason=cause)
         journal.tell("stalled", cause, worker=self.name, pid=self.pid)
         self.progress = None
         self.stalls += 1
-        self.set("stalled", cause)
         self._killing = self._loop.create_task(self.child.dump_and_kill(cause))
 
-    def slept(self) -> None:
+    def forgive_suspension(self) -> None:
         """Restart its timers: the supervisor was suspended and could read no answer."""
-        self.pulse.slept(time.monotonic())
+        self.liveness.slept(time.monotonic())
 
     def pardon(self) -> None:
         """Restart its timers after work that we had ordered."""
-        self.pulse.pardon(time.monotonic())
+        self.liveness.pardon(time.monotonic())
 
     def _ping(self) -> None:
         assert self.child is not None
         self._pings += 1
-        self.pulse.asked(time.monotonic())
+        self.liveness.asked(time.monotonic())
         self.child.send(Ping(self._pings))
 
     def _timeouts(self) -> Timeouts:
         """Return its timeouts; while it loads an adapter, the longer one holds."""
         stall_s, load_s = self.model.stall_timeout_s, self.model.load_timeout_s
-        return Timeouts(max(stall_s, load_s) if self._errands.loading else stall_s, load_s)
+        return Timeouts(max(stall_s, load_s) if self.admin.loads_adapter else stall_s, load_s)
 
     # ---- adapters
 
@@ -284,8 +297,8 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     async def load_adapter(self, adapter: AdapterSpec) -> Outcome:
         """Have it load an adapter; end it if that takes longer than a model's load may."""
         name, limit_s = adapter.name, self.model.load_timeout_s
-        make = functools.partial(LoadAdapter, adapter=adapter)
-        answer = await self._order(make, f"loaded the adapter {name!r}", limit_s)
+        request = LoadAdapter(self.admin.next_number(), adapter)
+        answer = await self._ask_adapter(request, f"loaded the adapter {name!r}", limit_s)
         self.pardon()
         if isinstance(answer, AdapterLoaded):
             self._held[name] = answer.info
@@ -295,8 +308,8 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     async def unload_adapter(self, name: str) -> bool:
         """Have it unload an adapter; end it if it fails to, so that the adapter is gone."""
         limit_s = self.model.timeout_s + self.model.load_timeout_s
-        make = functools.partial(UnloadAdapter, name=name)
-        answer = await self._order(make, f"unloaded the adapter {name!r}", limit_s)
+        request = UnloadAdapter(self.admin.next_number(), name)
+        answer = await self._ask_adapter(request, f"unloaded the adapter {name!r}", limit_s)
         self._held.pop(name, None)
         if not isinstance(answer, Refusal):
             return True
@@ -304,60 +317,169 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             self.child.kill(f"it could not unload the adapter {name!r}: {answer.message}")
         return False
 
-    async def _order(
-        self, make: Callable[[int], Order], what: str, limit_s: float
-    ) -> AdapterLoaded | AdapterUnloaded | Refusal:
+    async def _ask_adapter(
+        self, request: LoadAdapter | UnloadAdapter, what: str, limit_s: float
+    ) -> Answer:
         child = self.child
         if child is None or self.state == "stalled":
             return Refusal(f"worker {self.name} died before it {what}", died=True, left=True)
         late = functools.partial(self.give_up, f"stalled: it had not {what} after {limit_s:g} s")
-        return await self._errands.send(make, child.send, what, late, limit_s)
+        return await self.admin.send(request, child.send, what, late, limit_s)
+
+    def remember_adapters(self) -> None:
+        """Have a worker that may outlive us remember the adapters that operators added."""
+        if isinstance(self.child, RemoteChild):
+            self.child.remember(self.adapters.added)
+
+    # ---- sleep
+
+    async def sleep(self, told: Callable[[], Awaitable[None]]) -> str:
+        """Put it to sleep once its requests are done; return why that failed, or "".
+
+        `told` returns when the gateways know that it takes no more requests. While asleep, it
+        claims the GPU memory that it still holds.
+        """
+        child = self.child
+        if child is None or not self.change_state("sleep"):
+            return f"worker {self.name} is {self.state}"
+        await told()
+        limit_s = self.model.timeout_s + self.model.load_timeout_s
+        answer = await self._ask_sleep(Sleep(), "sleep", limit_s, child)
+        if isinstance(answer, Asleep) and self.child is child:
+            await self.gpu.fell_asleep()
+            self.emit(MemoryFreed(self))
+        if self.child is not child:
+            return _DIED  # and its next incarnation is awake
+        if isinstance(answer, Refusal):
+            if not self.ending:
+                said = f"it could not be put to sleep: {answer.message}"
+                self.change_state("wake", said)
+            return answer.message
+        log.info("asleep", child=self.name, after_s=answer.took_s)
+        return ""
+
+    async def wake(self) -> str:
+        """Wake it, and let it serve; return why that failed, or "".
+
+        It is admitted as a starting worker is.
+        """
+        child = self.child
+        if child is None:
+            return f"worker {self.name} is {self.state}"
+        async with self._entering:
+            reason = await run_unless(child.exited, self.gpu.enter())
+            if self.child is not child:
+                self.gpu.leave()  # it may have been admitted after its death
+        if reason is None or self.child is not child:
+            return _DIED
+        if reason:
+            return reason
+        try:
+            answer = await self._ask_sleep(Wake(), "wake", self.model.load_timeout_s, child)
+        finally:
+            if self.child is child:
+                self.gpu.loaded()
+        if isinstance(answer, Refusal):
+            return answer.message
+        log.info("awake", child=self.name, after_s=answer.took_s)
+        return await self.adapters.join(self, {}, functools.partial(self._mark_awake, child))
+
+    def _mark_awake(self, child: AnyChild[FromWorker]) -> None:
+        if self.child is child and not self.ending and self.change_state("wake"):
+            self.pardon()
+
+    async def _ask_sleep(
+        self, request: Sleep | Wake, what: str, limit_s: float, child: AnyChild[FromWorker]
+    ) -> Asleep | Awake | Refusal:
+        """Return its answer; end a worker that takes longer than `limit_s`."""
+        if self.child is not child:
+            return Refusal(_DIED)
+        if self.state != "asleep" or self.ending:
+            return Refusal(f"worker {self.name} is {self.state}")
+        late = functools.partial(self.give_up, f"stalled: it did not {what} within {limit_s:g} s")
+        answer = await self.admin.send(request, child.send, what, late, limit_s)
+        if isinstance(answer, Refusal) and answer.died:
+            return Refusal(_DIED)
+        assert isinstance(answer, Asleep | Awake | Refusal)
+        return answer
+
+    # ---- status
 
     @property
     def trouble(self) -> str:
         """The reason why it cannot serve although it is ready, as it reports; "" if it can."""
-        return self.pulse.last.trouble if self.serves else ""
+        return self.liveness.last.trouble if self.serves else ""
 
     def story(self) -> ReplicaHistory:
-        """Return its history, with its present trouble or what it waits for."""
-        return story_of(self, super().story())
+        """Return its history, with its present trouble or what it waits for without a process."""
+        story = super().story()
+        waits = self.progress.phase if self.child is None and self.progress is not None else ""
+        reason = self.trouble or "; ".join(filter(None, (story.reason, waits)))
+        return replace(story, reason=reason)
 
     def load(self) -> tuple[int, int]:
-        return self.pulse.last.finished, self.pulse.last.running
+        return self.liveness.last.finished, self.liveness.last.running
 
     def use(self) -> int:
-        return self.pulse.last.served
+        return self.liveness.last.served
 
     @property
     def gpu_bytes(self) -> int:
-        return self.vram.held_bytes
+        return self.gpu.held_bytes
 
     def measure_gpus(self, told: Holdings | RemoteGpus) -> None:
         """Take its share of NVML's figures, and check that it is on its own GPUs."""
-        known = bool(self.vram.stray)
-        self.vram.measure(told)
-        if self.vram.stray and self.serves:
-            self._on_stray(self.vram.stray, known)
+        known = bool(self.gpu.stray)
+        self.gpu.measure(told)
+        if self.gpu.stray and self.serves:
+            self._on_stray(self.gpu.stray, known)
 
     def _on_stray(self, stray: str, known: bool) -> None:
         if not known:
-            self.vram.complain("stray memory", stray)
+            self.gpu.complain("stray memory", stray)
         if self.model.stray_memory == "fail" and self.child is not None:
             self.child.kill(f"it {stray}")
 
     @property
     def address(self) -> str:
         """The address for gateways; "" if there is none."""
-        return self.seat.address(self.child) or str(self._socket or "")
+        if isinstance(self.child, RemoteChild):
+            return self.child.address
+        return str(self._socket or "")
 
     @property
     def device(self) -> str:
         """The node and device it runs on, in words."""
-        return self.seat.where() or self.place.device
+        where = "" if self._launcher is None else self._launcher.where(self.name)
+        return where or self.place.device
 
     @property
     def alert(self) -> str:
-        return self.vram.alert
+        return self.gpu.alert
 
     def status(self) -> ReplicaStatus:
-        return status_of(self)
+        """Return the status for gateways, which use state and address, and for operators."""
+        last, gpu = self.liveness.last, self.gpu
+        return ReplicaStatus(
+            name=self.name,
+            state=self.state,
+            socket=self.address,
+            pid=self.pid,
+            device=self.device,
+            gpus=tuple(one.uuid for one in gpu.own),
+            progress=self.progress,
+            reason=self.reason,
+            restarts=self.restarts,
+            running=last.running,
+            waiting=last.waiting,
+            rss_bytes=self.rss_bytes,
+            gpu_bytes=gpu.held_bytes,
+            timings_s=self.timings_s,
+            stray=gpu.stray,
+            claim_bytes=sum(self.place.claims),
+            excess=gpu.excess,
+            kv_used=self.liveness.kv_used,
+            trouble=self.trouble,
+            held_bytes=tuple(gpu.by_gpu.get(one.uuid, 0) for one in gpu.own),
+            generation=self.generation,
+        )

@@ -10,12 +10,11 @@ from servekit.config.schema import ModelConfig
 from servekit.protocol.adapters import AdapterSpec
 from servekit.protocol.messages import WorkerSpec
 from servekit.protocol.types import Parallel
-from servekit.supervisor.scheduling.memory_requests import host_claim_bytes
-from servekit.supervisor.scheduling.placement import Assignment
-from servekit.system import procfs
+from servekit.supervisor.scheduling.memory_requests import Assignment, host_claim_bytes
+from servekit.system import cgroup
 
 
-def worker_spec(
+def make_worker_spec(
     model: ModelConfig, place: Assignment, socket: str, adapters: tuple[AdapterSpec, ...] = ()
 ) -> WorkerSpec:
     """Return what the worker is to load, and how."""
@@ -36,17 +35,17 @@ def worker_spec(
         tool_parser="" if model.tool_parser == "auto" else model.tool_parser,
         reasoning_parser="" if model.reasoning_parser == "auto" else model.reasoning_parser,
         adapters=adapters,
-        gpus=devices(model, place),
-        parallel=parallel(model, place),
-        memory_bytes=_share(model, place),
-        host_memory_bytes=0 if on_gpus else host_claim_bytes(model, procfs.memory_bytes()),
+        gpus=count_devices(model, place),
+        parallel=choose_parallel(model, place),
+        memory_bytes=_limit_memory(model, place),
+        host_memory_bytes=0 if on_gpus else host_claim_bytes(model, cgroup.total_memory_bytes()),
         sleeps=model.idle_sleep_s is not None,
-        edition=edition(model),
+        edition=digest_settings(model),
         chat_template=model.chat_template or "",
     )
 
 
-def edition(model: ModelConfig) -> str:
+def digest_settings(model: ModelConfig) -> str:
     """Return a digest of the settings that determine a model's text, the first part of its
     generation.
 
@@ -64,29 +63,29 @@ def edition(model: ModelConfig) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def parallel(model: ModelConfig, place: Assignment) -> Parallel:
+def choose_parallel(model: ModelConfig, place: Assignment) -> Parallel:
     """Return how its engine spreads it over its devices; "" for one device."""
-    return _wished(model) if devices(model, place) > 1 else ""
+    return _choose_mode(model) if count_devices(model, place) > 1 else ""
 
 
-def devices(model: ModelConfig, place: Assignment) -> int:
+def count_devices(model: ModelConfig, place: Assignment) -> int:
     """Return the number of devices over which its engine spreads it.
 
     On a CPU these are processes, one per device: a configuration for GPUs can be tried without any.
     """
     if place.gpus or place.elsewhere:
         return len(place.gpus) or place.elsewhere
-    return model.gpus_per_replica if _wished(model) == "tensor" else 1
+    return model.gpus_per_replica if _choose_mode(model) == "tensor" else 1
 
 
-def _wished(model: ModelConfig) -> Parallel:
+def _choose_mode(model: ModelConfig) -> Parallel:
     known = KINDS[model.engine].parallel
     if model.parallel == "auto":
         return known[0] if known else ""
     return model.parallel if model.parallel in known else ""
 
 
-def _share(model: ModelConfig, place: Assignment) -> int:
+def _limit_memory(model: ModelConfig, place: Assignment) -> int:
     """Return the bytes it may take of each GPU; 0 for all that it finds free.
 
     On a GPU without a reserve, a claim on the whole GPU is no limit.

@@ -9,11 +9,11 @@ from itertools import islice, pairwise
 
 import pytest
 
-from servekit.bench.arrivals import poisson
+from servekit.bench.arrivals import poisson_arrivals
 
 
 def arrivals(rate: float, count: int, seed: str = "1") -> list[float]:
-    return list(islice(poisson(rate, random.Random(seed)), count))
+    return list(islice(poisson_arrivals(rate, random.Random(seed)), count))
 
 
 def test_gaps_are_exponential() -> None:

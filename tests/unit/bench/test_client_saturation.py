@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from servekit.bench.client_saturation import Clients, limits
+from servekit.bench.client_saturation import Clients, saturation_limits
 
 
 def told(**changes: object) -> list[str]:
     calm: dict[str, object] = {"cpu_cores": (0.3, 0.4), "lag_p99_s": 0.001, "late_p99_s": 0.001}
-    return list(limits(Clients(**{**calm, **changes})))  # type: ignore[arg-type]
+    return list(saturation_limits(Clients(**{**calm, **changes})))  # type: ignore[arg-type]
 
 
 def test_a_calm_client_says_nothing() -> None:

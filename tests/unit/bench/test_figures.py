@@ -16,6 +16,7 @@ from tests.bench.table import Figure, markdown, percentile, spread
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.lane("bench")
 def test_the_command_prints_a_row_for_every_promise() -> None:
     command = [sys.executable, "-m", "tests.bench.figures", "--quick"]
     done = subprocess.run(
@@ -79,7 +80,7 @@ def test_a_table_says_what_was_not_met() -> None:
     assert percentile([5.0, 1.0, 3.0], 0.99) == 5.0
 
 
-@pytest.mark.slow
+@pytest.mark.lane("bench")
 @pytest.mark.parametrize("name", ["path", "worker_path"])
 def test_the_python_of_the_hot_path_is_measured(name: str) -> None:
     command = [sys.executable, "-m", f"tests.bench.{name}", "--seconds", "0.2"]
@@ -90,7 +91,7 @@ def test_the_python_of_the_hot_path_is_measured(name: str) -> None:
     assert done.stdout.count(" µs") >= 2 and "request" in done.stdout and "token" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.lane("bench")
 def test_the_cost_of_choosing_is_measured() -> None:
     command = [sys.executable, "-m", "tests.bench.affinity", "--quick", "--only", "overhead"]
     done = subprocess.run(

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from servekit.bench.lengths import Lengths, parse
+from servekit.bench.lengths import Lengths, parse_lengths
 from servekit.errors import ConfigError
 
 
@@ -24,8 +24,8 @@ from servekit.errors import ConfigError
     ],
 )
 def test_they_are_read_and_written(text: str, lengths: Lengths) -> None:
-    assert parse(text, "--x") == lengths
-    assert parse(str(lengths), "--x") == lengths
+    assert parse_lengths(text, "--x") == lengths
+    assert parse_lengths(str(lengths), "--x") == lengths
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_they_are_read_and_written(text: str, lengths: Lengths) -> None:
 )
 def test_nonsense_is_refused_by_its_option(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as error:
-        parse(text, "--prompt-tokens")
+        parse_lengths(text, "--prompt-tokens")
     assert error.value.message.startswith(f"--prompt-tokens {text!r}")
 
 
 @pytest.mark.parametrize("kind", ["normal", "lognormal"])
 def test_mean_and_deviation_are_those_of_the_length(kind: str) -> None:
-    lengths = parse(f"{kind}:400,100", "--x")
+    lengths = parse_lengths(f"{kind}:400,100", "--x")
     source = random.Random(1)
     drawn = [lengths.draw(source) for _ in range(20_000)]
     assert statistics.mean(drawn) == pytest.approx(400, rel=0.01)
@@ -61,11 +61,14 @@ def test_mean_and_deviation_are_those_of_the_length(kind: str) -> None:
 
 
 def test_uniform_has_both_ends_and_nothing_else() -> None:
-    lengths, source = parse("3..5", "--x"), random.Random(1)
+    lengths, source = parse_lengths("3..5", "--x"), random.Random(1)
     assert {lengths.draw(source) for _ in range(200)} == {3, 4, 5}
 
 
 def test_nothing_is_shorter_than_one_or_absurdly_long() -> None:
     source = random.Random(1)
-    assert min(parse("normal:1,50", "--x").draw(source) for _ in range(500)) == 1
-    assert max(parse("lognormal:1,9999999", "--x").draw(source) for _ in range(500)) <= 10_000_000
+    assert min(parse_lengths("normal:1,50", "--x").draw(source) for _ in range(500)) == 1
+    assert (
+        max(parse_lengths("lognormal:1,9999999", "--x").draw(source) for _ in range(500))
+        <= 10_000_000
+    )

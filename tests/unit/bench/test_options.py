@@ -9,13 +9,13 @@ import pytest
 
 from servekit.bench import options
 from servekit.bench.client.client_protocol import Target
-from servekit.bench.options import Load, Options, share
+from servekit.bench.options import Load, Options, share_of
 from servekit.errors import ConfigError
 
 
 def target(url: str, **changes: Any) -> Target:
     fields: dict[str, Any] = {"key": None, "ca": None, "insecure": False, "environ": {}}
-    return options.target(url, **{**fields, **changes})
+    return options.parse_target(url, **{**fields, **changes})
 
 
 def asking(**changes: Any) -> Any:
@@ -32,7 +32,7 @@ def asking(**changes: Any) -> Any:
         "extra": None,
         "dataset": None,
     }
-    return options.asking(**{**fields, **changes})
+    return options.make_asking(**{**fields, **changes})
 
 
 def whole(**changes: Any) -> Options:
@@ -112,7 +112,7 @@ def test_an_authority_must_be_there(tmp_path: Path) -> None:
     ],
 )
 def test_loads(concurrency: str | None, rate: str | None, found: tuple[Load, ...]) -> None:
-    assert options.loads(concurrency, rate) == found
+    assert options.parse_loads(concurrency, rate) == found
 
 
 @pytest.mark.parametrize(
@@ -130,20 +130,20 @@ def test_loads(concurrency: str | None, rate: str | None, found: tuple[Load, ...
 )
 def test_no_loads(concurrency: str | None, rate: str | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        options.loads(concurrency, rate)
+        options.parse_loads(concurrency, rate)
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [(None, None), ("30", 30), ("30s", 30), ("1.5m", 90), ("1h", 3600)]
 )
 def test_durations(text: str | None, seconds: float | None) -> None:
-    assert options.duration(text) == seconds
+    assert options.parse_run_time(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["0", "soon", "-1s", "1d", "9999h"])
+@pytest.mark.parametrize("text", ["0", "soon", "-1s", "1w", "9999h"])
 def test_no_durations(text: str) -> None:
     with pytest.raises(ConfigError, match="--duration"):
-        options.duration(text)
+        options.parse_run_time(text)
 
 
 @pytest.mark.parametrize(
@@ -195,4 +195,4 @@ def test_processes_are_by_need() -> None:
 
 
 def test_shares_differ_by_one_at_most() -> None:
-    assert [share(7, 3, index) for index in range(3)] == [3, 2, 2]
+    assert [share_of(7, 3, index) for index in range(3)] == [3, 2, 2]

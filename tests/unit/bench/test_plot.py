@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from servekit.bench.plot import check, draw
+from servekit.bench.plot import check_plot, draw_plot
 from servekit.errors import ConfigError, StartError
 from tests.unit.bench.results import result
 
@@ -16,7 +16,7 @@ from tests.unit.bench.results import result
 @pytest.mark.parametrize("name", ["a.jpg", "a", "png"])
 def test_only_what_can_be_drawn(name: str) -> None:
     with pytest.raises(ConfigError, match=r"FILE\.png or FILE\.html"):
-        check(Path(name))
+        check_plot(Path(name))
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigError, match=r"pip install 'servekit\[bench\]'"):
-        check(Path("a.png"))
+        check_plot(Path("a.png"))
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -33,8 +33,8 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_a_png(tmp_path: Path, loads: int, stream: bool) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "a.png"
-    check(path)
-    draw(result(loads, stream=stream), path)
+    check_plot(path)
+    draw_plot(result(loads, stream=stream), path)
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG\r\n")
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
@@ -44,7 +44,7 @@ def test_a_png(tmp_path: Path, loads: int, stream: bool) -> None:
 def test_a_page_of_one_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "a.html"
-    draw(result(2), path)
+    draw_plot(result(2), path)
     text = path.read_text()
     svg = text[text.index("<svg") : text.index("</svg>") + 6]
     assert ElementTree.fromstring(svg).tag.endswith("svg")
@@ -55,4 +55,4 @@ def test_a_page_of_one_file(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(StartError, match="--plot"):
-        draw(result(1), tmp_path / "none" / "a.png")
+        draw_plot(result(1), tmp_path / "none" / "a.png")

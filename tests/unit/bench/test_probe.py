@@ -72,7 +72,7 @@ def test_models_are_asked_with_the_key() -> None:
         return (200, LIST) if (path, body["key"]) == ("/v1/models", "Bearer k") else (401, {})
 
     with server(answer, key="k") as target:
-        assert probe.models(target) == ["a", "b"]
+        assert probe.list_models(target) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_models_are_asked_with_the_key() -> None:
 )
 def test_what_is_wrong_with_a_server(status: int, body: object, words: str) -> None:
     with server(lambda *_: (status, body)) as target, pytest.raises(StartError, match=words):
-        probe.models(target)
+        probe.list_models(target)
 
 
 def test_a_server_without_a_list_has_none() -> None:
     with server(lambda *_: (404, {})) as target:
-        assert probe.models(target) is None
+        assert probe.list_models(target) is None
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,13 @@ def test_a_server_without_a_list_has_none() -> None:
 )
 def test_nobody_there(target: Target, words: str) -> None:
     with pytest.raises(StartError, match=words):
-        probe.models(target)
+        probe.list_models(target)
 
 
 def test_the_only_model_needs_no_name() -> None:
-    assert probe.choose(None, ["a"], "u") == "a"
-    assert probe.choose("b", ["a", "b"], "u") == "b"
-    assert probe.choose("b", None, "u") == "b", "there is no list to look in"
+    assert probe.choose_model(None, ["a"], "u") == "a"
+    assert probe.choose_model("b", ["a", "b"], "u") == "b"
+    assert probe.choose_model("b", None, "u") == "b", "there is no list to look in"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_the_only_model_needs_no_name() -> None:
 )
 def test_a_model_must_be_there(wanted: str | None, known: list[str] | None, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        probe.choose(wanted, known, "u")
+        probe.choose_model(wanted, known, "u")
 
 
 def counting(chars_per_token: float, overhead: int) -> Callable[[str, dict[str, Any]], Answer]:
@@ -141,14 +141,14 @@ def counting(chars_per_token: float, overhead: int) -> Callable[[str, dict[str, 
 @pytest.mark.parametrize(("chars", "overhead"), [(1.0, 0), (5.2, 31), (4.0, 9)])
 def test_the_length_of_tokens_is_learnt(chars: float, overhead: int) -> None:
     with server(counting(chars, overhead)) as target:
-        told = probe.calibrated(target, asking(), seed=1, timeout_s=5.0)
+        told = probe.calibrate_tokens(target, asking(), seed=1, timeout_s=5.0)
     assert told.token_chars == pytest.approx(chars, rel=0.02)
     assert told.overhead_tokens == pytest.approx(overhead, abs=1)
 
 
 def test_who_counts_nothing_has_four_characters_a_token() -> None:
     with server(lambda *_: (200, {"choices": []})) as target:
-        assert probe.calibrated(target, asking(), 1, 5.0) == asking()
+        assert probe.calibrate_tokens(target, asking(), 1, 5.0) == asking()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_server_that_does_not_answer_requests(status: int, body: object, words
         server(lambda *_: (status, body)) as target,
         pytest.raises(ServekitError, match=words),
     ):
-        probe.calibrated(target, asking(), 1, 5.0)
+        probe.calibrate_tokens(target, asking(), 1, 5.0)
 
 
 def test_an_answer_that_never_comes() -> None:
@@ -178,5 +178,5 @@ def test_an_answer_that_never_comes() -> None:
 
     with server(answer) as target:
         with pytest.raises(StartError, match=r"does not answer within 0\.2 s"):
-            probe.calibrated(target, asking(), 1, timeout_s=0.2)
+            probe.calibrate_tokens(target, asking(), 1, timeout_s=0.2)
         never.set()

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from servekit.bench.client.client_protocol import Asking
-from servekit.bench.lengths import parse
+from servekit.bench.lengths import parse_lengths
 from servekit.bench.prompts import Prompts, read_dataset
 from servekit.errors import ConfigError
 
 
 def asking(**changes: Any) -> Asking:
     for name in ("prompt_tokens", "output_tokens", "turns"):
-        changes[name] = parse(changes.get(name, "1" if name == "turns" else "32"), name)
+        changes[name] = parse_lengths(changes.get(name, "1" if name == "turns" else "32"), name)
     return Asking(**{"api": "chat", "model": "m", "stream": True, **changes})
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 
 import msgspec
-import pytest
 from rich.console import Console
 
-from servekit.bench.report import notes, number, seconds, tables
+from servekit.bench.report import result_notes, result_tables
 from servekit.bench.result import Result
 from tests.unit.bench.results import result
 
@@ -16,7 +15,7 @@ from tests.unit.bench.results import result
 def shown(found: Result) -> str:
     console = Console(file=io.StringIO(), width=200, markup=False, emoji=False, highlight=False)
     with console.capture() as told:
-        for table in tables(found):
+        for table in result_tables(found):
             console.print(table)
     return told.get()
 
@@ -54,28 +53,6 @@ def test_nothing_measured_is_said() -> None:
 def test_an_interruption_and_a_guess_are_said() -> None:
     (run,) = result(1).runs
     cut = msgspec.structs.replace(run, interrupted=True, unfinished=3, tokens_by="chunks")
-    told = list(notes([cut]))
+    told = list(result_notes([cut]))
     assert "3 requests were under way" in told[0]
     assert "counted as one token" in told[1]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0 µs"),
-        (0.000051, "51 µs"),
-        (0.00123, "1.23 ms"),
-        (0.9994, "999 ms"),
-        (0.9996, "1 s"),
-        (1.0, "1 s"),
-        (12.34, "12.3 s"),
-        (123.4, "123 s"),
-    ],
-)
-def test_times_are_short(value: float, text: str) -> None:
-    assert seconds(value) == text
-
-
-def test_numbers_are_short() -> None:
-    found = [number(value) for value in (0.0, 1.234, 99.96, 999.6, 12345.6)]
-    assert found == ["0", "1.23", "100", "1,000", "12,346"]

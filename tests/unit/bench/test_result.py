@@ -8,7 +8,7 @@ import jsonschema
 import msgspec
 import pytest
 
-from servekit.bench.result import VERSION, Result, Run, Spread, schema
+from servekit.bench.result import VERSION, Result, Run, Spread, result_schema
 from tests.unit.bench.results import result
 
 #: Programs rely on these: taking one away, or changing what it means, takes a new version.
@@ -24,7 +24,7 @@ RUN = (
 def test_a_result_is_as_its_schema_says(loads: int, stream: bool) -> None:
     found = result(loads, stream=stream)
     written = msgspec.json.encode(found)
-    jsonschema.validate(json.loads(written), schema())
+    jsonschema.validate(json.loads(written), result_schema())
     assert msgspec.json.decode(written, type=Result) == found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from servekit.bench.client.client_protocol import Record
-from servekit.bench.slo import is_good, parse
+from servekit.bench.slo import is_good, parse_slo
 from servekit.bench.timing import Timing, tokens_in_time, tokens_of
 from servekit.errors import ConfigError
 
@@ -60,7 +60,7 @@ def test_tokens_that_come_after_the_end_are_not_in_the_rate() -> None:
     ],
 )
 def test_limits_are_read(text: str, limits: dict[str, float]) -> None:
-    assert parse(text) == limits
+    assert parse_slo(text) == limits
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_limits_are_read(text: str, limits: dict[str, float]) -> None:
 )
 def test_nonsense_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        parse(text)
+        parse_slo(text)
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_nonsense_is_refused(text: str, words: str) -> None:
 )
 def test_every_limit_counts(text: str, good: bool) -> None:
     record = stream()
-    assert is_good(record, Timing.of(record), parse(text)) is good
+    assert is_good(record, Timing.of(record), parse_slo(text)) is good
 
 
 def test_a_failure_is_never_good() -> None:
     record = stream(first=None, last=None)
     record.fate = "http"
-    assert not is_good(record, Timing.of(record), parse("e2e=100"))
+    assert not is_good(record, Timing.of(record), parse_slo("e2e=100"))
 
 
 def test_what_has_no_such_time_does_not_break_its_limit() -> None:
     record = Record("ok", 10.0, 11.0, output_tokens=5)
-    assert is_good(record, Timing.of(record), parse("ttft=0.001,e2e=2"))
+    assert is_good(record, Timing.of(record), parse_slo("ttft=0.001,e2e=2"))

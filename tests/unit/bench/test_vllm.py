@@ -19,7 +19,7 @@ TOKENS = 9
 USER = [{"role": "user", "content": "x"}]
 
 
-@pytest.mark.slow
+@pytest.mark.lane("bench")
 def test_it_prints_a_table() -> None:
     sizes = ["--streams", "4", "8", "--prompt", "12", "--output", str(TOKENS), "--rounds", "2"]
     command = [sys.executable, "-m", "tests.bench.vllm", "--engine", "echo", "--clients", "2"]
@@ -31,7 +31,7 @@ def test_it_prints_a_table() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.lane("bench")
 def test_a_crowd_counts_what_the_server_has_made(tmp_path: Path) -> None:
     load = Load(prompt=12, output=TOKENS, repeats=3, vocab=256, clients=2)
     prompts = load.prompts(5, 0, stream=True)
@@ -53,6 +53,7 @@ def test_a_crowd_counts_what_the_server_has_made(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.lane("bench")
 def test_the_path_of_a_token_is_told_by_stage() -> None:
     command = [sys.executable, "-m", "tests.bench.vllm_path", "--streams", "8", "--steps", "40"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

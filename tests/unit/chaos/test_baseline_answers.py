@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import string
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servekit.chaos.baseline_answers import Known, Tally, difference, percentile, prompt
+from servekit.chaos.baseline_answers import Known, Tally, classify_difference, make_prompt
 from servekit.chaos.client import Answer, Question, Usage
 
 #: A text in which no stretch occurs twice.
@@ -31,22 +30,22 @@ def tallied(got: Answer, *, sure: bool = True) -> Tally:
 
 @given(st.integers(0, 380), st.integers(1, 20))
 def test_a_lost_chunk_is_missing(at: int, size: int) -> None:
-    assert difference(TEXT, TEXT[:at] + TEXT[at + size :]) == "missing"
+    assert classify_difference(TEXT, TEXT[:at] + TEXT[at + size :]) == "missing"
 
 
 @given(st.integers(20, 380), st.integers(1, 20))
 def test_a_chunk_that_comes_twice_is_repeated(at: int, size: int) -> None:
-    assert difference(TEXT, TEXT[:at] + TEXT[at - size :]) == "repeated"
+    assert classify_difference(TEXT, TEXT[:at] + TEXT[at - size :]) == "repeated"
 
 
 @given(st.integers(0, 399))
 def test_other_text_is_wrong(at: int) -> None:
-    assert difference(TEXT, TEXT[:at] + "é" + TEXT[at + 1 :]) == "wrong"
+    assert classify_difference(TEXT, TEXT[:at] + "é" + TEXT[at + 1 :]) == "wrong"
 
 
 def test_equal_is_equal() -> None:
-    assert difference(TEXT, TEXT) == ""
-    assert difference("", "") == ""
+    assert classify_difference(TEXT, TEXT) == ""
+    assert classify_difference("", "") == ""
 
 
 def test_a_good_answer_is_clean() -> None:
@@ -83,11 +82,5 @@ def test_an_error_after_text_is_a_failure() -> None:
 
 
 def test_prompts_differ_and_stay() -> None:
-    assert prompt(1) == prompt(1) != prompt(2)
-    assert len(prompt(3)) > 300
-
-
-def test_percentiles() -> None:
-    assert percentile([3, 1, 2], 0.5) == 2
-    assert percentile(list(range(100)), 0.99) == 99
-    assert math.isnan(percentile([], 0.5))
+    assert make_prompt(1) == make_prompt(1) != make_prompt(2)
+    assert len(make_prompt(3)) > 300

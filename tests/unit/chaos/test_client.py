@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
 from servekit.chaos.baseline_answers import Known
 from servekit.chaos.client import Client, Question
 from servekit.chaos.load import Load, Silences
+from tests.polling import poll_async
 
 QUESTION = Question("m", "say abc", 3)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -53,12 +54,6 @@ async def server(answer: bytes, piece: int = 1 << 20, pause_s: float = 0.0) -> A
     listening = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with listening:
         yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-
-
-async def until(probe: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not probe():  # noqa: ASYNC110 - a counter has no event
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1 << 20])
@@ -113,7 +108,7 @@ async def test_load_keeps_its_clients_busy_and_counts_all() -> None:
         expected = await Client(url).ask(QUESTION, stream=True)
         known = [Known(QUESTION, expected, sure=True)]
         async with Load(Client(url), known, streams=3) as load:
-            await until(lambda: load.tally.answered >= 20)
+            await poll_async("it is answered", lambda: load.tally.answered >= 20)
     assert load.tally.answered >= 20
     assert load.tally.clean
     assert not load.active
@@ -122,7 +117,7 @@ async def test_load_keeps_its_clients_busy_and_counts_all() -> None:
 async def test_a_silence_is_measured_from_the_last_chunk_before() -> None:
     async with server(GOOD, piece=len(HEAD + text("a")), pause_s=0.3) as url:
         exchange = await Client(url).begin(QUESTION, stream=True)
-        await until(lambda: exchange.answer.chunks > 0)
+        await poll_async("it is answered", lambda: exchange.answer.chunks > 0)
         silences = Silences({exchange})
         await exchange.over
     [silent_s] = silences.silent_s

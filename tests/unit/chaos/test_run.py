@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.chaos.baseline_answers import Tally
-from servekit.chaos.finding import Judge, slowness
-from servekit.chaos.report import cells, markdown, seconds
+from servekit.chaos.finding import Judge, measure_slowness
+from servekit.chaos.report import findings_markdown, table_cells
 from servekit.chaos.run import EXPERIMENTS, LAST, RunOptions
-from servekit.chaos.target import _same, lacking, whole
+from servekit.chaos.target import _is_same, describe_lacking, is_whole
 from servekit.errors import ConfigError
 from servekit.protocol.messages import (
     GatewayStatus,
@@ -77,14 +77,14 @@ def test_a_busy_machine_gets_more_time() -> None:
 
 
 def test_how_busy_the_machine_is() -> None:
-    assert 1.0 <= slowness() < 1000
+    assert 1.0 <= measure_slowness() < 1000
 
 
 def test_whole_means_all_ready_and_the_victim_replaced() -> None:
-    assert whole(status())
-    assert not whole(status(), without=11)
-    assert not whole(status(), without=12)
-    assert not whole(status("loading"))
+    assert is_whole(status())
+    assert not is_whole(status(), without=11)
+    assert not is_whole(status(), without=12)
+    assert not is_whole(status("loading"))
 
 
 @pytest.mark.parametrize(
@@ -98,20 +98,19 @@ def test_whole_means_all_ready_and_the_victim_replaced() -> None:
     ],
 )
 def test_the_url_must_be_the_instances(asked: str, same: bool) -> None:
-    assert _same(asked, "http://127.0.0.1:8000") is same
+    assert _is_same(asked, "http://127.0.0.1:8000") is same
 
 
 def test_findings_are_readable() -> None:
     finding = Judge("x", "a|b").skip("why")
-    assert cells(finding)[-2:] == ["skipped", "why"]
-    assert "a\\|b" in markdown([finding])
-    assert (seconds(0.0081), seconds(1.256), seconds(None)) == ("8 ms", "1.26 s", "-")
+    assert table_cells(finding)[-2:] == ["skipped", "why"]
+    assert "a\\|b" in findings_markdown([finding])
 
 
 def test_what_does_not_serve_is_named_with_its_reason() -> None:
-    assert lacking(status()) == ""
+    assert describe_lacking(status()) == ""
     found = status("failed")
     [model] = found.models
     ill = replace(model.replicas[0], reason="no such folder")
     found = replace(found, models=(replace(model, replicas=(ill,)),))
-    assert lacking(found) == "m/0 is failed: no such folder"
+    assert describe_lacking(found) == "m/0 is failed: no such folder"

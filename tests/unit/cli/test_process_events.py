@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +10,9 @@ import pytest
 
 from servekit.cli import events, logs, process_events
 from servekit.errors import ServekitError, StartError
-from servekit.event_store import Wanted, names, newest
+from servekit.event_store import Wanted, event_names, newest_events
 from servekit.supervisor.event_log import Journal
+from tests.polling import poll
 
 
 @pytest.fixture
@@ -27,10 +27,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     journal.tell(
         "exit", "killed by SIGKILL", worker="gone/1", lived_s=2.0, served=1, again_in_s=0.5
     )
-    deadline = time.monotonic() + 60
-    while len(newest(tmp_path, Wanted(), 10)) < 4:
-        assert time.monotonic() < deadline, "the journal does not write"
-        time.sleep(0.005)  # between two looks, up to the deadline
+    poll("the journal writes", lambda: len(newest_events(tmp_path, Wanted(), 10)) == 4)
     yield tmp_path
     journal.close()
 
@@ -54,7 +51,7 @@ def test_who_has_written_nothing_began_and_ended(
 def test_what_it_wrote_stands_between_by_its_time(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    started, ready = process_events.lines(folder, "smol/0", 10)
+    started, ready = process_events.last_lines(folder, "smol/0", 10)
     assert started.at < ready.at
     said = f'{{"event": "hello", "timestamp": "{started.at}"}}\n'
     (folder / "logs" / "smol~0.log").write_text(said)
@@ -70,12 +67,7 @@ def test_a_follower_hears_what_is_noted_later(folder: Path) -> None:
     journal.open(folder)
     journal.tell("stopped", "unloaded", worker="smol/0")
     journal.tell("ready", worker="other/0")
-    found: list[str] = []
-    deadline = time.monotonic() + 60
-    while not found:
-        assert time.monotonic() < deadline, "it is not told"
-        found += [line.text for line in follower.lines()]
-        time.sleep(0.005)  # between two looks, up to the deadline
+    found = poll("it is told", lambda: [line.text for line in follower.lines()])
     journal.close()
     assert len(found) == 1 and '"stopped: unloaded"' in found[0]
     assert [*follower.lines()] == [], "once"
@@ -86,12 +78,14 @@ def test_a_follower_hears_what_is_noted_later(folder: Path) -> None:
     [(0, []), (1, ["ready"]), (2, ["started", "ready"]), (9, ["started", "ready"])],
 )
 def test_the_last_ones_are_told(folder: Path, most: int, kinds: list[str]) -> None:
-    told = [json.loads(line.text)["event"] for line in process_events.lines(folder, "smol/0", most)]
+    told = [
+        json.loads(line.text)["event"] for line in process_events.last_lines(folder, "smol/0", most)
+    ]
     assert [event.partition(":")[0] for event in told] == kinds
 
 
 def test_who_was_never_there_is_told_with_what_may_have_been_meant(folder: Path) -> None:
-    assert names(folder) == ["gone", "gone/1", "smol", "smol/0"]
+    assert event_names(folder) == ["gone", "gone/1", "smol", "smol/0"]
     with pytest.raises(StartError, match=r"'smoll'; there are: .*did you mean 'smol'\?"):
         events.events(name="smoll", run_dir=folder, follow=False, as_json=False, since="", most=5)
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from rich.cells import cell_len
 from rich.console import Console
 
-from servekit.cli.responsive_table import Fitted, shortened
-from servekit.cli.tables import _table, status_tables
+from servekit.cli.responsive_table import Fitted, shorten_text
+from servekit.cli.tables import _new_table, status_tables
 from servekit.protocol.messages import GatewayStatus, ModelStatus, ReplicaStatus, Status
 
 LONG = "smollm2-135m-instruct"
@@ -61,7 +61,7 @@ def test_nothing_is_cut_but_names(width: int, workers: tuple[ReplicaStatus, ...]
 
 
 def test_headers_take_two_lines_before_anything_is_left_out() -> None:
-    table = _table("MODEL", "KV / 1K TOKENS", "LEAST PER GPU", "NOTE")
+    table = _new_table("MODEL", "KV / 1K TOKENS", "LEAST PER GPU", "NOTE")
     table.add_row("x" * 21, "1 MiB", "2 MiB", "why")
     console = Console(width=46)
     with console.capture() as captured:
@@ -75,7 +75,7 @@ def test_headers_take_two_lines_before_anything_is_left_out() -> None:
 @pytest.mark.parametrize("name", ["a" * 40 + "/standby-0", "模型" * 20 + "/0"])
 def test_names_keep_their_ends(name: str) -> None:
     for room in range(60):
-        found = shortened(name, room)
+        found = shorten_text(name, room)
         assert cell_len(found) <= room
         assert room >= cell_len(name) or room < 16 or (found.endswith(name[-2:]) and "…" in found)
-    assert shortened(name, 99) == name
+    assert shorten_text(name, 99) == name

@@ -21,7 +21,7 @@ from servekit.cli.startup_display import (
     read_line,
     settled,
 )
-from servekit.cli.tables import duration, note, progress_text, size, status_tables
+from servekit.cli.tables import format_size, progress_text, replica_note, status_tables
 from servekit.protocol.adapters import AdapterInfo, AdapterStatus
 from servekit.protocol.messages import (
     GatewayStatus,
@@ -258,12 +258,9 @@ def test_for_programs_fields_have_names() -> None:
 
 
 def test_figures_are_for_people() -> None:
-    assert [size(n) for n in (0, 10, 2048, 5 * 2**20, 3 * 2**30)] == [
+    assert [format_size(n) for n in (0, 10, 2048, 5 * 2**20, 3 * 2**30)] == [
         *("-", "10 B", "2 KiB", "5 MiB", "3.0 GiB")
-    ]
-    assert [duration(t) for t in (5, 65, 3700, 90_000)] == [
-        *("5 s", "1 min 5 s", "1 h 1 min", "1 d 1 h")
     ]
     assert progress_text(Progress("warm-up")) == "warm-up"
     model = status(replica("m/0", "ready")).models[0]
-    assert note(model, model.replicas[0]) == "Llama float32"
+    assert replica_note(model, model.replicas[0]) == "Llama float32"

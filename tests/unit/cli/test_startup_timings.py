@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from servekit.cli.startup_timings import covered_s, heading, how_far, timing_tables
+from servekit.cli.startup_timings import covered_s, how_far, start_heading, timing_tables
 from servekit.protocol.messages import Status
 from servekit.protocol.startup_messages import Phase, Start, Starts
 
@@ -91,7 +91,7 @@ def test_how_far_a_start_came(start: Start, words: str) -> None:
     ],
 )
 def test_the_heading_says_how_it_stands(start: Start, words: str) -> None:
-    assert words in heading(Starts("m/0", (start,))).plain
+    assert words in start_heading(Starts("m/0", (start,))).plain
 
 
 def test_phases_that_name_each_other_are_no_trap() -> None:

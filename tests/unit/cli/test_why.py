@@ -8,12 +8,12 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from servekit.cli.why import diagnosis, why_tables
+from servekit.cli.why import explain_state, why_tables
 from servekit.protocol.adapters import AdapterInfo, AdapterStatus
 from servekit.protocol.messages import ReplicaHistory, Why
 from servekit.protocol.startup_messages import Phase, Start
 from servekit.protocol.types import ExitRecord
-from servekit.sanitize import plain
+from servekit.sanitize import strip_controls
 
 EXIT = ExitRecord(
     time.time() - 5, 7, 1.5, "killed by SIGKILL", None, 9, "ready", "", 3, 2, 2**20, 0, ("one",), ()
@@ -53,7 +53,7 @@ def shown(why: Why) -> str:
     ],
 )
 def test_the_diagnosis_is_a_sentence_with_the_next_step(why: Why, words: str) -> None:
-    assert words in diagnosis(why)
+    assert words in explain_state(why)
 
 
 def test_the_newest_death_is_last_and_told_in_full() -> None:
@@ -72,7 +72,7 @@ def test_the_newest_death_is_last_and_told_in_full() -> None:
 
 def test_what_would_move_the_cursor_is_left_out() -> None:
     evil = "a\x1b[2Jb\x1b]0;title\x07c\x9b31md\u202ee\rf\tg"
-    assert plain(evil) == "abc31mdef\tg"
+    assert strip_controls(evil) == "abc31mdef\tg"
     assert "\x1b" not in shown(of(replace(EXIT, tail=(evil,), what=evil, stacks=(evil,))))
 
 

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from servekit.config import keys
-from servekit.config.load import load
+from servekit.config.load import load_config
 from servekit.config.schema import Config
 from servekit.errors import ConfigError
 from tests.integration.certificates import make
 
-_, HASH = keys.new("alice")
+_, HASH = keys.new_key("alice")
 
 
 def config(folder: Path, **sections: Any) -> Config:
     models = [{"name": "m", "path": "-", "engine": "echo", "aliases": ["alias"]}]
     path = folder / "a.yaml"
     path.write_text(json.dumps({"models": models, **sections}))
-    return load(path)
+    return load_config(path)
 
 
 def test_all_there_is(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from servekit.config.engines.options import KINDS
-from servekit.config.load import load
+from servekit.config.load import load_config
 from tests.unit.config.test_load import complaints, write
 
 HEAD = """
@@ -34,7 +34,7 @@ def filed(tmp_path: Path, *lines: str, more: str = "") -> Path:
 def test_a_path_is_relative_to_the_file_and_a_hub_id_stays(tmp_path: Path) -> None:
     folder(tmp_path / "x")
     path = filed(tmp_path, "{name: x, path: ./x}", "{name: y, path: org/y, revision: main}")
-    [model] = load(path).models
+    [model] = load_config(path).models
     assert [(one.name, one.path, one.revision) for one in model.adapters] == [
         ("x", str(tmp_path / "x"), None),
         ("y", "org/y", "main"),
@@ -72,7 +72,7 @@ def test_two_adapters_have_two_names(tmp_path: Path) -> None:
 def test_a_key_may_name_one(tmp_path: Path) -> None:
     folder(tmp_path / "x")
     keys = "    keys:\n      - {name: k, environment: K, models: [x]}\n"
-    config = load(filed(tmp_path, "{name: x, path: ./x}", more=keys))
+    config = load_config(filed(tmp_path, "{name: x, path: ./x}", more=keys))
     assert config.keys[0].models == ("x",)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.config.load import load
+from servekit.config.load import load_config
 from servekit.config.schema import Config
 from servekit.errors import ConfigError
 from servekit.supervisor.deployments.config_diff import same_worker
@@ -24,7 +24,7 @@ def loaded(folder: Path, template: str, engine: str = "transformers") -> Config:
         f"models:\n  - name: m\n    path: {path}\n    engine: {engine}\n"
         f"    chat_template: {indented}\n"
     )
-    return load(file)
+    return load_config(file)
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm", "llamacpp"])

@@ -11,7 +11,7 @@ import yaml
 
 from servekit.config.engines.options import ENGINE_OPTIONS
 from servekit.config.json_schema import json_schema
-from servekit.config.load import load
+from servekit.config.load import load_config
 from servekit.config.schema import Config
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*"))
@@ -44,7 +44,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_example_loads_and_conforms(path: Path) -> None:
-    config = load(path)
+    config = load_config(path)
     assert path.read_text().startswith("# "), "an example begins by saying what it is"
     VALIDATOR.validate(yaml.safe_load(path.read_text()))
     for model in config.models:
@@ -64,7 +64,7 @@ def test_what_is_wrong_is_wrong_to_both(data: dict[str, Any], tmp_path: Path) ->
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump(data))
     with pytest.raises(ConfigError):
-        load(path)
+        load_config(path)
 
 
 #: What an engine cannot do without.

@@ -13,20 +13,20 @@ from servekit.config import keys
 
 
 def test_a_new_key_matches_its_hash_and_no_other() -> None:
-    key, line = keys.new("al.ice-2")
-    found = keys.parse(line)
+    key, line = keys.new_key("al.ice-2")
+    found = keys.parse_hash(line)
     assert key.startswith("sk-al.ice-2-")
     assert key not in line
     assert found.prefix == keys.prefix_of(key.encode()) == b"sk-al.ice-2-"
     assert found.matches(key.encode())
     assert not found.matches(key[:-1].encode() + b"!")
-    assert keys.new("al.ice-2")[0] != key
+    assert keys.new_key("al.ice-2")[0] != key
 
 
 @pytest.mark.parametrize("place", [0, 3, 4, 16, 31])
 def test_every_byte_of_a_hash_is_compared(place: int) -> None:
-    key, line = keys.new("x")
-    found = keys.parse(line)
+    key, line = keys.new_key("x")
+    found = keys.parse_hash(line)
     digest = bytearray(found.digest)
     digest[place] ^= 1
     assert len(found.digest) == 32
@@ -34,8 +34,8 @@ def test_every_byte_of_a_hash_is_compared(place: int) -> None:
 
 
 def test_the_hash_is_scrypt_as_anyone_computes_it() -> None:
-    key, line = keys.new("x")
-    found = keys.parse(line)
+    key, line = keys.new_key("x")
+    found = keys.parse_hash(line)
     theirs = hashlib.scrypt(
         key.encode(), salt=found.salt, n=2**14, r=8, p=1, maxmem=2**26, dklen=32
     )
@@ -55,13 +55,13 @@ def test_the_hash_is_scrypt_as_anyone_computes_it() -> None:
 )
 def test_what_is_no_hash(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        keys.parse(text)
+        keys.parse_hash(text)
 
 
 @given(st.text(max_size=200))
 def test_no_text_breaks_the_parser(text: str) -> None:
     try:
-        keys.parse(text)
+        keys.parse_hash(text)
     except ValueError as error:
         assert str(error)
 

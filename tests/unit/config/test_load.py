@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from servekit.config.load import complain, load
+from servekit.config.load import error_at, load_config
 from servekit.config.schema import Config
 from servekit.errors import ConfigError
 
@@ -27,7 +27,7 @@ def write(folder: Path, text: str) -> Path:
 def complaints(path: Path) -> list[str]:
     """The lines of the error, without the file's name."""
     with pytest.raises(ConfigError) as caught:
-        load(path)
+        load_config(path)
     lines = str(caught.value).splitlines()
     assert all(line.startswith(str(path)) for line in lines), lines
     return [line.removeprefix(str(path)) for line in lines]
@@ -239,7 +239,7 @@ def test_relative_paths_are_relative_to_the_file(
           - {name: d, path: "pypi:a-b==1.0/c/d.gguf"}
         """,
     )
-    config = load(path)
+    config = load_config(path)
     assert [model.path for model in config.models] == [
         str(tmp_path / "models" / "org" / "name"),
         str(tmp_path / "m.gguf"),
@@ -277,12 +277,12 @@ def test_an_empty_key_counts_as_not_written(tmp_path: Path) -> None:
         """,
     )
     expected = Config.model_validate({"models": [{"name": "a", "path": "org/name"}]})
-    assert load(path) == expected
+    assert load_config(path) == expected
 
 
 def test_json_is_yaml(tmp_path: Path) -> None:
     path = write(tmp_path, '{\n\t"models": [\n\t\t{"name": "a", "path": "org/name"}\n\t]\n}\n')
-    assert load(path).models[0].name == "a"
+    assert load_config(path).models[0].name == "a"
 
 
 def test_anchors_and_merges_save_repetition(tmp_path: Path) -> None:
@@ -296,15 +296,15 @@ def test_anchors_and_merges_save_repetition(tmp_path: Path) -> None:
             replicas: 1
         """,
     )
-    first, second = load(path).models
+    first, second = load_config(path).models
     assert (first.replicas, second.replicas, second.options) == (2, 1, {"slots": 4})
 
 
 def test_complain_names_the_place_of_what_the_machine_cannot_do(tmp_path: Path) -> None:
     path = write(tmp_path, "models:\n  - name: a\n    path: org/name\n    replicas: 8\n")
-    error = complain(path, ("models", 0, "replicas"), "there are 2 GPUs.")
+    error = error_at(path, ("models", 0, "replicas"), "there are 2 GPUs.")
     assert str(error) == f"{path}:4:15: models[0].replicas: there are 2 GPUs."
-    error = complain(path, ("models", 0, "device"), "no GPU.")  # a default: the model is blamed
+    error = error_at(path, ("models", 0, "device"), "no GPU.")  # a default: the model is blamed
     assert str(error) == f"{path}:2:5: models[0].device: no GPU."
 
 
@@ -332,7 +332,7 @@ def test_any_text_is_a_configuration_or_a_config_error(tmp_path: Path, text: str
     path = tmp_path / "servekit.yaml"
     path.write_text(text, encoding="utf-8", errors="replace")
     try:
-        assert isinstance(load(path), Config)
+        assert isinstance(load_config(path), Config)
     except ConfigError as error:
         assert all(line.startswith(f"{path}:") for line in str(error).splitlines())
 
@@ -346,7 +346,7 @@ def test_any_value_is_right_or_a_config_error(tmp_path: Path, key: str, value: o
     path = tmp_path / "servekit.yaml"
     path.write_text(json.dumps({"models": [{"name": "a", "path": "b/c", key: value}]}))
     try:
-        assert isinstance(load(path), Config)
+        assert isinstance(load_config(path), Config)
     except ConfigError as error:
         assert all(line.startswith(f"{path}:") for line in str(error).splitlines())
 

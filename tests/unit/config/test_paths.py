@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.config.paths import check
+from servekit.config.paths import check_model_path
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_kinds(tmp_path: Path, text: str, kind: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "m.gguf").touch()
     (tmp_path / "folder" / "m.gguf").touch()
-    found = check(text, tmp_path)
+    found = check_model_path(text, tmp_path)
     assert found.kind == kind
     assert Path(found.text).exists() == (kind == "local")
 
@@ -58,7 +58,7 @@ def test_what_is_refused(tmp_path: Path, text: str, expected: str) -> None:
     (tmp_path / "file.bin").touch()
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(ValueError) as caught:
-        check(text, tmp_path)
+        check_model_path(text, tmp_path)
     assert expected in str(caught.value)
 
 
@@ -66,4 +66,4 @@ def test_a_link_keeps_its_name(tmp_path: Path) -> None:
     """In the hub's cache m.gguf is a link to a blob without a suffix."""
     (tmp_path / "blob").touch()
     (tmp_path / "m.gguf").symlink_to("blob")
-    assert check("m.gguf", tmp_path).text == str(tmp_path / "m.gguf")
+    assert check_model_path("m.gguf", tmp_path).text == str(tmp_path / "m.gguf")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from servekit.config.tls import check
+from servekit.config.tls import check_certificate
 from tests.integration.certificates import make
 
 
 def test_a_good_pair_is_good(tmp_path: Path) -> None:
-    check(*make(tmp_path))
+    check_certificate(*make(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -19,27 +19,27 @@ def test_a_good_pair_is_good(tmp_path: Path) -> None:
 )
 def test_dates(tmp_path: Path, days: tuple[int, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        check(*make(tmp_path, days=days))
+        check_certificate(*make(tmp_path, days=days))
 
 
 def test_the_key_of_another(tmp_path: Path) -> None:
     certificate, _ = make(tmp_path)
     _, key = make(tmp_path, "other")
     with pytest.raises(ValueError, match=r"other\.key is not the key of .*server\.pem"):
-        check(certificate, key)
+        check_certificate(certificate, key)
 
 
 def test_a_passphrase_is_not_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has a passphrase"):
-        check(*make(tmp_path, passphrase="secret"))
+        check_certificate(*make(tmp_path, passphrase="secret"))
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     certificate, key = make(tmp_path)
     (tmp_path / "empty").write_text("nothing")
     with pytest.raises(ValueError, match="missing: does not exist"):
-        check(tmp_path / "missing", key)
+        check_certificate(tmp_path / "missing", key)
     with pytest.raises(ValueError, match=r"empty is not a private key in PEM form"):
-        check(certificate, tmp_path / "empty")
+        check_certificate(certificate, tmp_path / "empty")
     with pytest.raises(ValueError, match="cannot be used"):
-        check(key, certificate)
+        check_certificate(key, certificate)

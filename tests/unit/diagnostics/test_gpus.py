@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from servekit.diagnostics.finding import Finding
-from servekit.diagnostics.gpus import against_torch, each, gpus, whose
+from servekit.diagnostics.gpus import against_torch, check_gpu, check_gpus, describe_process
 
 GIB = 2**30
 GPU: dict[str, Any] = {
@@ -32,25 +32,25 @@ def worst(findings: list[Finding]) -> list[Finding]:
 
 
 def of(**changes: Any) -> Finding:
-    [found] = worst(list(each({**GPU, **changes}, lambda pid: "python train.py")))
+    [found] = worst(list(check_gpu({**GPU, **changes}, lambda pid: "python train.py")))
     return found
 
 
 def test_a_healthy_machine_is_ok() -> None:
-    found = list(gpus(True, DETAILS, TORCH, None))
+    found = list(check_gpus(True, DETAILS, TORCH, None))
     assert not worst(found)
     assert found[0].said == "driver 580.95, for CUDA up to 13.0"
     assert found[-1].said == "torch finds and uses the same 2 as NVML"
 
 
 def test_no_driver_is_no_error() -> None:
-    [found] = gpus(False, None, TORCH, None)
+    [found] = check_gpus(False, None, TORCH, None)
     assert found.level == "ok"
 
 
 @pytest.mark.parametrize("details", [None, {"error": "Driver/library version mismatch"}])
 def test_a_driver_that_does_not_answer_is_an_error(details: Any) -> None:
-    [found] = gpus(True, details, TORCH, None)
+    [found] = check_gpus(True, details, TORCH, None)
     assert found.level == "error" and "nvidia-smi" in found.said
 
 
@@ -76,17 +76,17 @@ def test_what_is_in_the_way_is_said(changes: dict[str, Any], level: str, said: s
 
 def test_what_this_gpu_does_not_know_is_no_warning() -> None:
     unknown = {**GPU, "mig": None, "persistence": None, "compute_mode": None}
-    assert not worst(list(each(unknown)))
+    assert not worst(list(check_gpu(unknown)))
 
 
 def test_an_instances_own_worker_is_no_stranger() -> None:
     gpu = {**GPU, "free_bytes": 70 * GIB, "processes": [[7, 10 * GIB]]}
-    assert not worst(list(each(gpu, lambda pid: "servekit, python -m servekit.worker")))
+    assert not worst(list(check_gpu(gpu, lambda pid: "servekit, python -m servekit.worker")))
 
 
 def test_whose_a_process_is() -> None:
-    assert "pytest" in whose(os.getpid()) or "python" in whose(os.getpid())
-    assert whose(2**22 + 1) == "another user's or container's"
+    assert "pytest" in describe_process(os.getpid()) or "python" in describe_process(os.getpid())
+    assert describe_process(2**22 + 1) == "another user's or container's"
 
 
 @pytest.mark.parametrize(

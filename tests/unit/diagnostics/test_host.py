@@ -3,15 +3,12 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-import pytest
-
 from servekit.diagnostics.host import (
-    disk,
-    limit,
-    memory,
-    memory_limit,
-    processors,
-    shared_memory,
+    check_disk,
+    check_limit,
+    check_memory,
+    check_processors,
+    check_shared_memory,
 )
 
 GIB = 2**30
@@ -32,12 +29,10 @@ def root(tmp_path: Path, files: dict[str, str]) -> Path:
 
 
 V2 = {"proc/self/cgroup": "0::/user/job\n"}
-V1 = {"proc/self/cgroup": "9:memory:/docker/1\n4:cpu:/docker/1\n"}
-V1_FOLDER = "sys/fs/cgroup/memory/docker/1"
 
 
 def test_the_hosts_memory_where_no_cgroup_limits_it(tmp_path: Path) -> None:
-    found = memory(root(tmp_path, {**V2, "sys/fs/cgroup/user/job/memory.max": "max\n"}))
+    found = check_memory(root(tmp_path, {**V2, "sys/fs/cgroup/user/job/memory.max": "max\n"}))
     assert (found.level, found.said) == ("ok", "32.0 GiB available of 64.0 GiB")
 
 
@@ -48,7 +43,7 @@ def test_the_tightest_cgroup_above_us_counts(tmp_path: Path) -> None:
         "sys/fs/cgroup/user/memory.max": f"{8 * GIB}\n",
         "sys/fs/cgroup/user/memory.current": f"{3 * GIB}\n",
     }
-    found = memory(root(tmp_path, {**V2, **groups}))
+    found = check_memory(root(tmp_path, {**V2, **groups}))
     assert found.level == "ok"
     assert found.said == (
         "5.0 GiB available of the 8.0 GiB that the cgroup allows (the host has 64.0 GiB)"
@@ -60,42 +55,33 @@ def test_little_memory_is_a_warning(tmp_path: Path) -> None:
         "sys/fs/cgroup/user/job/memory.max": f"{4 * GIB}\n",
         "sys/fs/cgroup/user/job/memory.current": f"{3 * GIB}\n",
     }
-    assert memory(root(tmp_path, {**V2, **groups})).level == "warning"
-
-
-@pytest.mark.parametrize(("limit_bytes", "expected"), [(2**63 - 4096, None), (GIB, GIB)])
-def test_the_older_cgroups(limit_bytes: int, expected: int | None, tmp_path: Path) -> None:
-    groups = {
-        f"{V1_FOLDER}/memory.limit_in_bytes": f"{limit_bytes}\n",
-        f"{V1_FOLDER}/memory.usage_in_bytes": "5\n",
-    }
-    assert memory_limit(root(tmp_path, {**V1, **groups}))[0] == expected
+    assert check_memory(root(tmp_path, {**V2, **groups})).level == "warning"
 
 
 def test_processors_that_are_kept_from_us_are_told() -> None:
-    assert processors(2, 64).said.startswith("2 usable of 64")
-    assert processors(64, 64).said == "64 usable"
+    assert check_processors(2, 64).said.startswith("2 usable of 64")
+    assert check_processors(64, 64).said == "64 usable"
 
 
 def test_dockers_little_shared_memory_is_a_warning() -> None:
-    found = shared_memory(64 * 2**20)
+    found = check_shared_memory(64 * 2**20)
     assert found.level == "warning" and "64 MiB" in found.said and "--shm-size" in found.said
-    assert shared_memory(8 * GIB).level == "ok"
+    assert check_shared_memory(8 * GIB).level == "ok"
 
 
 def test_limits_that_are_low_say_what_to_do() -> None:
-    found = limit("open files (nofile)", 1024, 4096, "ulimit -Hn 65536")
+    found = check_limit("open files (nofile)", 1024, 4096, "ulimit -Hn 65536")
     assert (found.level, found.said) == (
         "warning",
         "only 1024 open files (nofile); ulimit -Hn 65536",
     )
-    assert limit("open files", resource.RLIM_INFINITY, 4096, "").level == "ok"
+    assert check_limit("open files", resource.RLIM_INFINITY, 4096, "").level == "ok"
 
 
 def test_disk(tmp_path: Path) -> None:
-    assert disk("cache", tmp_path / "not" / "yet", 1).level == "ok"
-    full = disk("cache", tmp_path, 2**60)
+    assert check_disk("cache", tmp_path / "not" / "yet", 1).level == "ok"
+    full = check_disk("cache", tmp_path, 2**60)
     assert full.level == "warning" and "free some space" in full.said
     file = tmp_path / "file"
     file.touch()
-    assert disk("cache", file / "below", 1).level == "error"
+    assert check_disk("cache", file / "below", 1).level == "error"

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from servekit.diagnostics.packages import extension, installed, probe, torch, versions
+from servekit.diagnostics.packages import (
+    check_extension,
+    check_torch,
+    check_versions,
+    installed_modules,
+    probe_modules,
+)
 
 LIBRARIES = {
     "fine": "__version__ = '1.2'\nprint('noise on stdout')",
@@ -29,7 +35,7 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_is_told_apart(libraries: Path) -> None:
-    said = probe(list(LIBRARIES))
+    said = probe_modules(list(LIBRARIES))
     assert said["fine"] == {"version": "1.2", "error": ""}
     assert said["broken"]["error"] == "ImportError: undefined symbol: _ZN3c10"
     assert said["leaving"]["error"] == "SystemExit: 3"
@@ -39,29 +45,29 @@ def test_each_is_told_apart(libraries: Path) -> None:
 
 def test_one_that_hangs_holds_nobody_up(libraries: Path) -> None:
     before = time.monotonic()
-    said = probe(["endless"], patience_s=0.5)
+    said = probe_modules(["endless"], patience_s=0.5)
     assert said["endless"]["error"] == "its import took more than 0.5 s"
     assert time.monotonic() - before < 20
 
 
 def test_looking_what_is_there_imports_nothing(libraries: Path) -> None:
-    assert installed(["json", "no_such_library"]) == ["json"]
+    assert installed_modules(["json", "no_such_library"]) == ["json"]
 
 
 def test_what_is_said_of_an_extension() -> None:
-    assert extension("xformers", {"version": "0.1", "error": ""}).said == "xformers 0.1"
-    found = extension("xformers", {"version": "", "error": "ImportError: libcudart\nmore"})
+    assert check_extension("xformers", {"version": "0.1", "error": ""}).said == "xformers 0.1"
+    found = check_extension("xformers", {"version": "", "error": "ImportError: libcudart\nmore"})
     assert found.level == "warning"
     assert "(ImportError: libcudart); install the build that fits this torch" in found.said
 
 
 def test_what_is_said_of_torch() -> None:
-    ok = torch({"version": "2.13.0", "error": "", "cuda": "13.0"})
+    ok = check_torch({"version": "2.13.0", "error": "", "cuda": "13.0"})
     assert ok.said == "torch 2.13.0, built for CUDA 13.0"
-    assert torch({"version": "", "error": "OSError: libtorch.so"}).level == "error"
+    assert check_torch({"version": "", "error": "OSError: libtorch.so"}).level == "error"
 
 
 def test_the_versions_are_those_that_are_installed() -> None:
     import importlib.metadata
 
-    assert f"transformers {importlib.metadata.version('transformers')}" in versions().said
+    assert f"transformers {importlib.metadata.version('transformers')}" in check_versions().said

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from servekit.diagnostics.finding import Finding
-from servekit.diagnostics.service import cache_folder, free_port, service
+from servekit.diagnostics.service import check_port, check_service
 from servekit.system.gpus import Gpu
 from tests.integration.instance import echo, write_config
 
@@ -23,7 +23,7 @@ def of(area: str, findings: list[Finding]) -> Finding:
 def test_a_file_that_is_wrong_is_an_error_and_the_rest_is_told(tmp_path: Path) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text("models: [{name: a}]")
-    findings = list(service(file, tmp_path / "run", (), NO_CUDA))
+    findings = list(check_service(file, tmp_path / "run", (), NO_CUDA))
     found = of("configuration", findings)
     assert found.level == "error" and "path" in found.said
     assert len([finding for finding in findings if finding.area == "disk"]) == 2
@@ -31,7 +31,7 @@ def test_a_file_that_is_wrong_is_an_error_and_the_rest_is_told(tmp_path: Path) -
 
 def test_a_file_that_is_right(tmp_path: Path) -> None:
     file = write_config(tmp_path, [echo("a", replicas=2)])
-    found = of("configuration", list(service(file, tmp_path / "run", (), NO_CUDA)))
+    found = of("configuration", list(check_service(file, tmp_path / "run", (), NO_CUDA)))
     assert (found.level, found.said) == ("ok", f"{file}: 2 workers, 0 on GPUs, 2 on the CPU")
 
 
@@ -41,7 +41,7 @@ def test_a_model_on_a_gpu_needs_a_torch_with_cuda(
 ) -> None:
     (tmp_path / "m").mkdir()
     model = {"name": "m", "path": "./m", "device": "cuda"}
-    findings = service(
+    findings = check_service(
         write_config(tmp_path, [model]), tmp_path / "run", (GPU,), {**NO_CUDA, "cuda": cuda}
     )
     found = of("configuration", list(findings))
@@ -50,14 +50,6 @@ def test_a_model_on_a_gpu_needs_a_torch_with_cuda(
 
 def test_a_busy_port_names_its_holder() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        found = free_port("127.0.0.1", taken.getsockname()[1])
+        found = check_port("127.0.0.1", taken.getsockname()[1])
     assert found.level == "error" and "already in use by pid" in found.said
-    assert free_port("127.0.0.1", 0).level == "ok"
-
-
-def test_the_cache_is_where_the_engines_keep_it() -> None:
-    import os
-
-    from servekit.engines.model_files.cache import default_root
-
-    assert default_root().parent == cache_folder(os.environ)
+    assert check_port("127.0.0.1", 0).level == "ok"

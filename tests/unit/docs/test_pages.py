@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from servekit.docs import pages
-from servekit.docs.anchors import make_anchor
+from servekit.docs.pages import make_anchor
 from servekit.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 
 from servekit.config.json_schema import json_schema
-from servekit.docs import api, pages, reference
+from servekit.docs import pages
 from servekit.errors import ConfigError
 from servekit.event_store import KINDS
 from servekit.metrics import METRICS
 from servekit.protocol.messages import Status
+from tests.reference import api, parts
 
 PACKAGE = Path(__file__).parents[3] / "servekit"
 GENERATED = [
     name
     for name, page in pages.list_pages().items()
-    if reference.list_parts(page.path.read_text()) and name != "contributing"
+    if parts.list_parts(page.path.read_text()) and name != "contributing"
 ]
 
 
@@ -35,15 +36,15 @@ def text(name: str) -> str:
 @pytest.mark.parametrize("name", GENERATED)
 def test_a_page_is_what_the_source_says(name: str) -> None:
     path = pages.find_page(name).path
-    renewed = reference.renew_page(path.read_text())
+    renewed = parts.renew_page(path.read_text())
     if os.environ.get("SERVEKIT_REWRITE"):
         path.write_text(renewed)
     assert path.read_text() == renewed, "stale; run this with SERVEKIT_REWRITE=1"
 
 
 def test_each_reference_has_its_page() -> None:
-    found = [one for name in GENERATED for one in reference.list_parts(text_of(name))]
-    assert set(found) == set(reference.PARTS)
+    found = [one for name in GENERATED for one in parts.list_parts(text_of(name))]
+    assert set(found) == set(parts.PARTS)
 
 
 def text_of(name: str) -> str:
@@ -52,7 +53,7 @@ def text_of(name: str) -> str:
 
 def test_an_unknown_part_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing generates 'metric'; there are: configuration"):
-        reference.renew_page("<!-- generated: metric -->\n<!-- end -->\n")
+        parts.renew_page("<!-- generated: metric -->\n<!-- end -->\n")
 
 
 def test_each_key_of_the_file_is_there() -> None:

@@ -46,9 +46,9 @@ def tiny(tiny_model: Path) -> Iterator[Harness]:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct, fetched and converted on a fresh machine."""
-    from servekit.engines.model_files.source import resolve
+    from servekit.engines.model_files.source import resolve_folder
 
-    return resolve(SMOLLM2, None, lambda progress: None)
+    return resolve_folder(SMOLLM2, None, lambda progress: None)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from servekit.engines import ENGINES, create
+from servekit.engines import ENGINES, create_engine
 from servekit.engines.echo.engine import EchoEngine
 from servekit.errors import LoadError
 from servekit.protocol.messages import WorkerSpec
@@ -39,7 +39,7 @@ def thawed() -> Iterator[None]:
 
 
 def test_an_engine_is_found_by_name_and_what_it_imported_is_not_collected() -> None:
-    assert type(create(spec("echo"))) is EchoEngine
+    assert type(create_engine(spec("echo"))) is EchoEngine
     assert gc.isenabled()
     assert gc.get_freeze_count() > 0
 
@@ -47,13 +47,13 @@ def test_an_engine_is_found_by_name_and_what_it_imported_is_not_collected() -> N
 def test_collections_go_on_when_an_import_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENGINES, "gone", "servekit.engines.gone:Gone")
     with pytest.raises(ModuleNotFoundError):
-        create(spec("gone"))
+        create_engine(spec("gone"))
     assert gc.isenabled()
 
 
 def test_an_unknown_engine_is_one_sentence() -> None:
     with pytest.raises(LoadError, match="there is no engine 'nope'; known: echo, "):
-        create(spec("nope"))
+        create_engine(spec("nope"))
 
 
 # ---------------------------------------------------------------- of other packages
@@ -67,7 +67,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_one_of_another_package_is_found_by_its_entry_point(site: Path) -> None:
     markov.install(site)
-    made = create(replace(spec("markov"), options={"order": 2, "slots": 1}))
+    made = create_engine(replace(spec("markov"), options={"order": 2, "slots": 1}))
     assert type(made).__module__ == "markov_engine"
 
 
@@ -85,4 +85,4 @@ def test_one_that_is_of_no_use_is_one_sentence(site: Path, target: str, words: s
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[servekit.engines]\nacme = {target}\n")
     with pytest.raises(LoadError, match=words):
-        create(spec("acme"))
+        create_engine(spec("acme"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from servekit.protocol.messages import (
     WorkerSpec,
     WorkerState,
 )
-from servekit.protocol.transport.connection import listen
+from servekit.protocol.transport.connection import listen_at
 from servekit.worker.runner import Runner
+from tests.polling import poll_async
 
 DEADLINE_S = 60.0
 #: With these options, and as many tokens asked for, an echo worker does not end a request itself.
@@ -32,10 +32,7 @@ ENDLESS_TOKENS = 10**7
 
 async def until(condition: Callable[[], Any], what: str = "the condition") -> None:
     """Let the loop run until the condition holds."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - conditions are of many kinds
-            await asyncio.sleep(0.002)
-    assert condition(), what
+    await poll_async(what, condition, DEADLINE_S)
 
 
 class EchoWorker:
@@ -54,7 +51,7 @@ class EchoWorker:
 
     async def start(self) -> None:
         self.engine.start(self._emit)
-        self._server = await listen(self.path, self.runner.connect)
+        self._server = await listen_at(self.path, self.runner.connect)
 
     def _emit(self, outputs: Any) -> None:
         self.steps += outputs
@@ -93,7 +90,13 @@ class Service:
         await worker.start()
         return worker
 
-    def tell(self, *replicas: ReplicaStatus, draining: bool = False, gateways: int = 1) -> None:
+    def tell(
+        self,
+        *replicas: ReplicaStatus,
+        draining: bool = False,
+        gateways: int = 1,
+        changing: bool = False,
+    ) -> None:
         status = ModelStatus(
             "m",
             "echo",
@@ -103,6 +106,7 @@ class Service:
             aliases=("alias",),
             timeout_s=self.timeout_s,
             max_queue=self.max_queue,
+            changing=changing,
         )
         self.router.apply(Topology((status,), draining, gateways))
 

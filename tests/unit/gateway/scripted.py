@@ -24,7 +24,7 @@ from servekit.protocol.messages import (
     ReplicaStatus,
     WorkerState,
 )
-from servekit.protocol.transport.connection import Connection, listen
+from servekit.protocol.transport.connection import Connection, listen_at
 
 
 class WarpLoop(asyncio.SelectorEventLoop):
@@ -79,7 +79,7 @@ class ScriptedWorker:
         self.peers: list[Connection[GatewayToWorker]] = []
 
     async def start(self) -> None:
-        self._server = await listen(self.path, self._connect)
+        self._server = await listen_at(self.path, self._connect)
 
     def _connect(self) -> Connection[GatewayToWorker]:
         peer: Connection[GatewayToWorker] = Connection(

@@ -24,9 +24,9 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.remote_gateway import AdminRequest, AdminResponse, FromRemoteGateway
 from servekit.protocol.residency import ModelDemand
-from servekit.protocol.transport.address import tcp
+from servekit.protocol.transport.address import tcp_address
 from servekit.protocol.transport.certificate_holder import CertificateHolder
-from servekit.protocol.transport.connection import Connection, dial
+from servekit.protocol.transport.connection import Connection, dial_address
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.remote_server import ListenOptions
 from servekit.protocol.transport.tls import Authority
@@ -51,7 +51,7 @@ class Line:
 
     @property
     def address(self) -> str:
-        return tcp("127.0.0.1", self.remote.port)
+        return tcp_address("127.0.0.1", self.remote.port)
 
 
 @asynccontextmanager
@@ -188,7 +188,7 @@ async def test_its_certificate_is_renewed_and_shown_to_who_comes_next() -> None:
                 shown.set_result(tls.getpeercert(binary_form=True))
                 super().connection_made(transport)
 
-        made: Connection[Any] = await dial(
+        made: Connection[Any] = await dial_address(
             line.address,
             lambda: Looking(Hello, lambda _: None, lambda _: None),
             OURS.issue("supervisor", "s"),
@@ -205,7 +205,7 @@ async def test_nobody_but_a_supervisor_is_let_in(role: Any) -> None:
     async with listening() as line:
         for claim in posing:
             closed = asyncio.get_running_loop().create_future()
-            made: Connection[Any] = await dial(
+            made: Connection[Any] = await dial_address(
                 line.address,
                 lambda closed=closed: Connection(Hello, lambda _: None, closed.set_result),  # type: ignore[misc]
                 OURS.issue(role, "someone"),

@@ -30,7 +30,7 @@ from servekit.protocol.messages import (
     WorkerSpec,
     WorkerState,
 )
-from servekit.protocol.transport.connection import Connection, listen
+from servekit.protocol.transport.connection import Connection, listen_at
 from servekit.worker.runner import Runner
 from tests.unit.gateway.scripted import CountedCall, WarpLoop, expected
 
@@ -101,7 +101,7 @@ class Worker:
         self.engine.start(self.runner.emit)
 
     async def start(self) -> None:
-        self._server = await listen(self.path, self._connect)
+        self._server = await listen_at(self.path, self._connect)
 
     def _connect(self) -> Connection[Any]:
         self.connections.append(self.runner.connect())

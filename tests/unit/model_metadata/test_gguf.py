@@ -9,7 +9,7 @@ import gguf as library
 import pytest
 
 from servekit.model_metadata import gguf
-from servekit.model_metadata.gguf_header import read_header
+from servekit.model_metadata.gguf import read_header
 from servekit.model_metadata.kv_cache_shape import of_gguf
 from tests.unit.engines.origins import HIDDEN, write_tiny_gguf
 

@@ -12,7 +12,7 @@ from servekit.errors import WireError
 from servekit.protocol import fork_server
 from servekit.protocol.fork_server import Fork, Forked, FromStandby, NotForked, Prepared
 from servekit.protocol.messages import BootFailed, Stop
-from servekit.protocol.transport.connection import MAX_FRAME_BYTES, Connection, adopt
+from servekit.protocol.transport.connection import MAX_FRAME_BYTES, Connection, adopt_socket
 
 
 @pytest.fixture
@@ -24,17 +24,17 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def test_messages_come_whole_and_one_by_one(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
-    fork_server.send(ours, Stop())
-    fork_server.send(ours, Stop())
+    fork_server.send_message(ours, Stop())
+    fork_server.send_message(ours, Stop())
     ours.close()
-    assert [fork_server.receive(theirs) for _ in range(3)] == [Stop(), Stop(), None]
+    assert [fork_server.receive_message(theirs) for _ in range(3)] == [Stop(), Stop(), None]
 
 
 def test_half_a_message_is_the_end(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     ours.sendall(b"\0\0\0\x09half")
     ours.close()
-    assert fork_server.receive(theirs) is None
+    assert fork_server.receive_message(theirs) is None
 
 
 @pytest.mark.parametrize(
@@ -50,17 +50,17 @@ def test_nonsense_is_refused(
     ours, theirs = pair
     ours.sendall(data)
     with pytest.raises(error):
-        fork_server.receive(theirs)
+        fork_server.receive_message(theirs)
 
 
 async def test_a_connection_understands_it(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     heard: list[FromStandby] = []
     connection: Connection[FromStandby] = Connection(FromStandby, heard.append, lambda error: None)
-    fork_server.send(theirs, Prepared())
-    fork_server.send(theirs, BootFailed("no", permanent=True))
+    fork_server.send_message(theirs, Prepared())
+    fork_server.send_message(theirs, BootFailed("no", permanent=True))
     theirs.close()
-    await adopt(ours, lambda: connection)
+    await adopt_socket(ours, lambda: connection)
     await connection.closed
     assert heard == [Prepared(), BootFailed("no", permanent=True)]
 

@@ -12,15 +12,15 @@ from servekit.protocol.ray_messages import Node
 from servekit.ray.node_requirements import (
     Need,
     Versions,
-    fault,
     gpus_for,
     in_words,
-    refusal,
+    node_fault,
+    refusal_of_nodes,
     sites_of,
-    unfit,
+    why_unfit,
 )
 from servekit.supervisor.scheduling.placement import placed_elsewhere
-from servekit.supervisor.workers.worker_spec import worker_spec
+from servekit.supervisor.workers.worker_spec import make_worker_spec
 
 OWN = Versions("0.1.0", "3.11.7", "2.60.0")
 HEAD = Node("h", "10.0.0.1", 0, 0, "3.11.7", "2.60.0", "0.1.0")
@@ -30,27 +30,27 @@ ONE, FOUR, EIGHT = (Need("m", gpus, 1) for gpus in (1, 4, 8))
 
 
 def test_nodes_that_are_alike_and_large_enough_are_not_refused() -> None:
-    assert refusal([HEAD, SMALL, LARGE], OWN, [ONE, FOUR]) == ""
+    assert refusal_of_nodes([HEAD, SMALL, LARGE], OWN, [ONE, FOUR]) == ""
 
 
 def test_what_can_never_fit_is_told_with_its_arithmetic() -> None:
-    assert refusal([HEAD, SMALL, LARGE], OWN, [EIGHT]) == (
+    assert refusal_of_nodes([HEAD, SMALL, LARGE], OWN, [EIGHT]) == (
         "model 'm' needs 8 GPUs on one node of the Ray cluster for each replica, and the largest,"
         " 10.0.0.3, has 4"
     )
-    assert refusal([HEAD, SMALL], OWN, [Need("m", 0, 9)]) == (
+    assert refusal_of_nodes([HEAD, SMALL], OWN, [Need("m", 0, 9)]) == (
         "model 'm' needs 9 CPUs on one node of the Ray cluster for each replica, and the largest,"
         " 10.0.0.2, has 8; `ray.cpus` says how many"
     )
-    said = refusal([SMALL, LARGE], OWN, [Need("m", 3, 17)])
+    said = refusal_of_nodes([SMALL, LARGE], OWN, [Need("m", 3, 17)])
     assert "17 CPUs beside 3 GPUs" in said and "10.0.0.3, has 16" in said
 
 
 def test_what_fits_nowhere_may_wait_where_the_cluster_grows() -> None:
-    assert refusal([HEAD, SMALL], OWN, [EIGHT], grows=True) == ""
-    assert refusal([], OWN, [ONE], grows=True) == ""
+    assert refusal_of_nodes([HEAD, SMALL], OWN, [EIGHT], grows=True) == ""
+    assert refusal_of_nodes([], OWN, [ONE], grows=True) == ""
     older = replace(SMALL, servekit="0.0.9")
-    assert "has servekit 0.0.9" in refusal([older], OWN, [EIGHT, ONE], grows=True)
+    assert "has servekit 0.0.9" in refusal_of_nodes([older], OWN, [EIGHT, ONE], grows=True)
 
 
 def test_one_node_is_judged_by_the_same_words() -> None:
@@ -58,20 +58,22 @@ def test_one_node_is_judged_by_the_same_words() -> None:
     empty = replace(SMALL, lacks={"m": "there is no /models/m there"})
     older = replace(SMALL, servekit="0.0.9")
     mute = replace(SMALL, problem="it has not answered within 20 s")
-    assert unfit(SMALL, OWN, "m") == unfit(empty, OWN, "another") == ""
+    assert why_unfit(SMALL, OWN, "m") == why_unfit(empty, OWN, "another") == ""
     for node in (empty, older, mute):
-        assert unfit(node, OWN, "m") == refusal([node], OWN, [ONE]) != ""
-    assert unfit(empty, OWN, "m") == (
+        assert why_unfit(node, OWN, "m") == refusal_of_nodes([node], OWN, [ONE]) != ""
+    assert why_unfit(empty, OWN, "m") == (
         "model 'm' could be placed on the Ray node 10.0.0.2, and there is no /models/m there"
     )
 
 
 def test_what_keeps_all_of_ours_from_a_node_is_told_whatever_room_it_has() -> None:
-    assert fault(HEAD, OWN) == ""
-    assert fault(replace(HEAD, problem="servekit is not installed there"), OWN) == (
+    assert node_fault(HEAD, OWN) == ""
+    assert node_fault(replace(HEAD, problem="servekit is not installed there"), OWN) == (
         "servekit is not installed there"
     )
-    assert "has Python 3.12, and this one has 3.11" in fault(replace(HEAD, python="3.12.1"), OWN)
+    assert "has Python 3.12, and this one has 3.11" in node_fault(
+        replace(HEAD, python="3.12.1"), OWN
+    )
 
 
 def test_there_is_one_on_each_machine_but_ours() -> None:
@@ -89,14 +91,14 @@ def test_of_several_nodes_at_one_address_that_which_has_one_keeps_it() -> None:
 
 def test_versions_that_differ_are_told_where_a_worker_could_be() -> None:
     older = replace(SMALL, servekit="0.0.9")
-    assert refusal([older, LARGE], OWN, [ONE]) == (
+    assert refusal_of_nodes([older, LARGE], OWN, [ONE]) == (
         "the Ray node 10.0.0.2 has servekit 0.0.9, and this one has 0.1.0: install the same on all"
         " nodes"
     )
-    assert refusal([older, LARGE], OWN, [FOUR]) == ""  # nothing of it would ever be there
-    assert "Python 3.12" in refusal([replace(SMALL, python="3.12.1")], OWN, [ONE])
-    assert "Ray 2.61.0" in refusal([replace(SMALL, ray="2.61.0")], OWN, [ONE])
-    assert "has no servekit that its Python finds" in refusal(
+    assert refusal_of_nodes([older, LARGE], OWN, [FOUR]) == ""  # nothing of it would ever be there
+    assert "Python 3.12" in refusal_of_nodes([replace(SMALL, python="3.12.1")], OWN, [ONE])
+    assert "Ray 2.61.0" in refusal_of_nodes([replace(SMALL, ray="2.61.0")], OWN, [ONE])
+    assert "has no servekit that its Python finds" in refusal_of_nodes(
         [replace(SMALL, servekit="")], OWN, [ONE]
     )
 
@@ -104,14 +106,14 @@ def test_versions_that_differ_are_told_where_a_worker_could_be() -> None:
 def test_what_a_model_lacks_on_a_node_is_told() -> None:
     lacking = replace(LARGE, lacks={"m": "there is no /models/m there"})
     said = "model 'm' could be placed on the Ray node 10.0.0.3, and there is no /models/m there"
-    assert refusal([SMALL, lacking], OWN, [FOUR]) == said
-    assert refusal([SMALL, lacking], OWN, [Need("other", 1, 1)]) == ""
+    assert refusal_of_nodes([SMALL, lacking], OWN, [FOUR]) == said
+    assert refusal_of_nodes([SMALL, lacking], OWN, [Need("other", 1, 1)]) == ""
 
 
 def test_a_node_that_cannot_look_at_itself_is_told_once() -> None:
     silent = Node("x", "10.0.0.4", 8, 8, problem="it has not answered within 25 s")
     said = "the Ray node 10.0.0.4 cannot run workers: it has not answered within 25 s"
-    assert refusal([silent], OWN, [ONE]) == said
+    assert refusal_of_nodes([silent], OWN, [ONE]) == said
 
 
 def test_a_worker_elsewhere_is_told_of_its_gpus() -> None:
@@ -120,9 +122,9 @@ def test_a_worker_elsewhere_is_told_of_its_gpus() -> None:
     )
     (place,) = placed_elsewhere([model], threads=3)
     assert (place.gpus, place.threads) == ((), 3)
-    there = worker_spec(model, replace_place(place, elsewhere=2), "")
+    there = make_worker_spec(model, replace_place(place, elsewhere=2), "")
     assert (there.device, there.gpus, there.parallel) == ("cuda", 2, "tensor")
-    assert worker_spec(model, place, "").device == "cpu"
+    assert make_worker_spec(model, place, "").device == "cpu"
 
 
 @pytest.mark.parametrize(

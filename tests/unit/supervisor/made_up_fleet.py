@@ -10,7 +10,7 @@ from servekit.config.schema import ModelConfig
 from servekit.protocol.messages import ModelInfo
 from servekit.supervisor.deployments.config_diff import Slots
 from servekit.supervisor.deployments.deployment import Deployment
-from servekit.supervisor.lifecycle.startup_timing import StartReason
+from servekit.supervisor.lifecycle.history import StartReason
 
 GIB = 2**30
 
@@ -26,28 +26,24 @@ def info(*, sleeps: bool = True, parameters: int = 0, dtype: str = "float16") ->
 
 
 @dataclass
-class Vram:
+class Gpu:
     lacking: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Replica:
-    """Also its own `slumber`: `refuses` is why it does not do as it is told."""
+    """A worker; `refuses` is why it does not do as it is told."""
 
     name: str
     state: str = "ready"
     reason: str = ""
     rss_bytes: int = 0
     refuses: str = ""
-    vram: Vram = field(default_factory=Vram)
+    gpu: Gpu = field(default_factory=Gpu)
 
     @property
     def serves(self) -> bool:
         return self.state == "ready"
-
-    @property
-    def slumber(self) -> Replica:
-        return self
 
     async def sleep(self, told: Callable[[], Awaitable[None]]) -> str:
         await told()

@@ -21,7 +21,7 @@ from servekit.supervisor.access_rules import (
     secret_variables,
 )
 
-KEY, HASH = keys.new("alice")
+KEY, HASH = keys.new_key("alice")
 CLEAR = "correct-horse-battery"
 
 

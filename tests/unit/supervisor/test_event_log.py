@@ -9,14 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from servekit.event_store import FILE, Event, Wanted, newest
+from servekit.event_store import FILE, Event, Wanted, newest_events
 from servekit.supervisor import event_log as journal_module
 from servekit.supervisor.event_log import Journal
+from tests.polling import poll
 
 ALL = Wanted()
 
@@ -28,15 +29,8 @@ def journal() -> Iterator[Journal]:
     made.close()
 
 
-def until(what: str, probe: Callable[[], object], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not probe():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
-        time.sleep(0.005)  # between two looks, up to the deadline
-
-
 def kinds(folder: Path) -> list[str]:
-    return [one.kind for one in newest(folder, ALL, 1000)]
+    return [one.kind for one in newest_events(folder, ALL, 1000)]
 
 
 def test_what_is_told_is_read_by_name_time_and_kind(journal: Journal, tmp_path: Path) -> None:
@@ -46,17 +40,20 @@ def test_what_is_told_is_read_by_name_time_and_kind(journal: Journal, tmp_path: 
     journal.tell("breaker", "open: \ud800 half", model="a")
     journal.tell("exit", "killed", worker="b/0")
     journal.tell("ready", worker="gateway/0")
-    until("they are there", lambda: len(kinds(tmp_path)) == 4)
-    first, second = newest(tmp_path, Wanted(name="a"), 10)
+    poll("they are there", lambda: len(kinds(tmp_path)) == 4)
+    first, second = newest_events(tmp_path, Wanted(name="a"), 10)
     assert (first.kind, first.worker, first.model) == ("ready", "a/0", "a")
     assert first.detail == {"after_s": 1.5}
     assert second.what == "open: ? half"
-    assert [one.worker for one in newest(tmp_path, Wanted(name="b/0"), 10)] == ["b/0"]
-    assert [one.kind for one in newest(tmp_path, Wanted(kinds=("exit",)), 10)] == ["exit"]
-    assert [one.kind for one in newest(tmp_path, Wanted(after=second.id), 10)] == ["exit", "ready"]
-    assert newest(tmp_path, Wanted(since=time.time() + 60), 10) == []
-    assert [one.worker for one in newest(tmp_path, ALL, 1)] == ["gateway/0"]
-    assert newest(tmp_path, Wanted(name="gateway"), 10) == [], "no model is called that"
+    assert [one.worker for one in newest_events(tmp_path, Wanted(name="b/0"), 10)] == ["b/0"]
+    assert [one.kind for one in newest_events(tmp_path, Wanted(kinds=("exit",)), 10)] == ["exit"]
+    assert [one.kind for one in newest_events(tmp_path, Wanted(after=second.id), 10)] == [
+        "exit",
+        "ready",
+    ]
+    assert newest_events(tmp_path, Wanted(since=time.time() + 60), 10) == []
+    assert [one.worker for one in newest_events(tmp_path, ALL, 1)] == ["gateway/0"]
+    assert newest_events(tmp_path, Wanted(name="gateway"), 10) == [], "no model is called that"
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
 
 
@@ -73,12 +70,12 @@ def test_it_goes_on_where_it_left_off(tmp_path: Path) -> None:
 
 KILLED = """
 import os, pathlib, sys, time
-from servekit.event_store import Wanted, newest
+from servekit.event_store import Wanted, newest_events
 from servekit.supervisor.event_log import journal
 folder = pathlib.Path(sys.argv[1])
 journal.open(folder)
 journal.tell("up", pid=os.getpid())
-while not newest(folder, Wanted(), 1):
+while not newest_events(folder, Wanted(), 1):
     time.sleep(0.01)  # between two looks; the test waits no longer than its deadline
 os.kill(os.getpid(), 9)
 """
@@ -91,7 +88,7 @@ def test_a_supervisor_that_was_killed_is_told_of_by_the_next(tmp_path: Path) -> 
     journal.open(tmp_path)
     journal.tell("up", pid=2)
     journal.close()
-    up, crash, again = newest(tmp_path, ALL, 10)
+    up, crash, again = newest_events(tmp_path, ALL, 10)
     assert (up.kind, crash.kind, again.kind) == ("up", "crash", "up")
     assert f"pid {killed.pid}" in crash.what
 
@@ -99,10 +96,10 @@ def test_a_supervisor_that_was_killed_is_told_of_by_the_next(tmp_path: Path) -> 
 @pytest.mark.parametrize("content", [b"no database at all, but long enough" * 100, b"SQLite f"])
 def test_a_broken_file_is_put_aside(journal: Journal, tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE).write_bytes(content)
-    assert newest(tmp_path, ALL, 10) == [], "and it does a reader no harm"
+    assert newest_events(tmp_path, ALL, 10) == [], "and it does a reader no harm"
     journal.open(tmp_path)
     journal.tell("up")
-    until("a new one is begun", lambda: kinds(tmp_path) == ["up"])
+    poll("a new one is begun", lambda: kinds(tmp_path) == ["up"])
     assert (tmp_path / f"{FILE}.broken").read_bytes() == content
 
 
@@ -117,25 +114,25 @@ def test_a_damaged_page_and_another_version(tmp_path: Path) -> None:
         file.write(os.urandom(3 * 4096))
     journal.open(tmp_path)
     journal.tell("again")
-    until("a new one is begun", lambda: kinds(tmp_path) == ["again"])
+    poll("a new one is begun", lambda: kinds(tmp_path) == ["again"])
     journal.close()
     with sqlite3.connect(tmp_path / FILE) as raw:
         raw.execute("PRAGMA user_version = 77")
     raw.close()
     journal.open(tmp_path)
     journal.tell("later")
-    until("a new one is begun", lambda: kinds(tmp_path) == ["later"])
+    poll("a new one is begun", lambda: kinds(tmp_path) == ["later"])
     journal.close()
 
 
 def test_a_file_that_is_removed_is_begun_anew(journal: Journal, tmp_path: Path) -> None:
     journal.open(tmp_path)
     journal.tell("one")
-    until("it is there", lambda: kinds(tmp_path) == ["one"])
+    poll("it is there", lambda: kinds(tmp_path) == ["one"])
     for path in tmp_path.iterdir():
         path.unlink()
     journal.tell("two")
-    until("it is there again", lambda: kinds(tmp_path) == ["two"])
+    poll("it is there again", lambda: kinds(tmp_path) == ["two"])
 
 
 def test_a_place_that_cannot_be_written_to_costs_events_only(
@@ -151,31 +148,31 @@ def test_a_place_that_cannot_be_written_to_costs_events_only(
         journal.tell("x", str(number))
     assert time.monotonic() - began < 0.5
     (tmp_path / FILE).rmdir()
-    until("it has caught up", lambda: len(kinds(tmp_path)) == 11)
-    *_, last = newest(tmp_path, ALL, 100)
+    poll("it has caught up", lambda: len(kinds(tmp_path)) == 11)
+    *_, last = newest_events(tmp_path, ALL, 100)
     assert (last.kind, last.detail) == ("gap", {"lost": 15})
     journal.tell("y")
-    until("it goes on", lambda: kinds(tmp_path)[-1] == "y")
+    poll("it goes on", lambda: kinds(tmp_path)[-1] == "y")
     journal.close()
 
 
 FULL = """
 import pathlib, resource, signal, sys, time
-from servekit.event_store import Wanted, newest
+from servekit.event_store import Wanted, newest_events
 from servekit.supervisor.event_log import Journal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = pathlib.Path(sys.argv[1])
 journal = Journal(again_s=0.02)
 journal.open(folder)
 journal.tell("before")
-while len(newest(folder, Wanted(), 9)) < 1:
+while len(newest_events(folder, Wanted(), 9)) < 1:
     time.sleep(0.01)  # between two looks; the test waits no longer than its deadline
 resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
 journal.tell("full")
 while not journal._is_failing:
     time.sleep(0.01)  # between two looks; the test ends a program that takes too long
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-while [one.kind for one in newest(folder, Wanted(), 9)] != ["before", "full"]:
+while [one.kind for one in newest_events(folder, Wanted(), 9)] != ["before", "full"]:
     time.sleep(0.01)  # between two looks; the test waits no longer than its deadline
 journal.close()
 """
@@ -199,10 +196,10 @@ def test_its_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for number in range(400):
         journal.tell("x", "y" * 3000, worker=f"a/{number}")
         if number % 20 == 0:
-            until("the disk keeps up", lambda: not journal._waiting)
-    until("all are written", lambda: not journal._waiting)
+            poll("the disk keeps up", lambda: not journal._waiting)
+    poll("all are written", lambda: not journal._waiting)
     journal.close()
-    found = newest(tmp_path, ALL, 1000)
+    found = newest_events(tmp_path, ALL, 1000)
     assert found[-1].worker == "a/399"
     assert 10 <= len(found) <= 50
     assert (tmp_path / FILE).stat().st_size <= 40 * 4096
@@ -232,11 +229,11 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.M
 def test_rows_of_strangers_do_no_harm(journal: Journal, tmp_path: Path) -> None:
     journal.open(tmp_path)
     journal.tell("x")
-    until("it is there", lambda: kinds(tmp_path) == ["x"])
+    poll("it is there", lambda: kinds(tmp_path) == ["x"])
     with sqlite3.connect(tmp_path / FILE) as raw:
         raw.execute(
             "INSERT INTO events (at, kind, model, worker, what, detail) VALUES (1, 2, 3, 4, 5, ?)",
             ("[" * 100_000,),
         )
     raw.close()
-    assert newest(tmp_path, ALL, 1) == [Event(1.0, "2", "5", "3", "4", {}, 2)]
+    assert newest_events(tmp_path, ALL, 1) == [Event(1.0, "2", "5", "3", "4", {}, 2)]

@@ -7,7 +7,7 @@ import pytest
 
 from servekit.errors import StartError
 from servekit.supervisor.startup_resources import StartupResources
-from servekit.system.sockets import bind
+from servekit.system.sockets import bind_listener
 
 
 def test_both_ports_are_taken_before_the_directory(tmp_path: Path) -> None:
@@ -27,23 +27,23 @@ def test_both_ports_are_taken_before_the_directory(tmp_path: Path) -> None:
 
 
 def test_nothing_is_kept_where_the_second_port_or_the_directory_is_taken(tmp_path: Path) -> None:
-    with bind("127.0.0.1", 0) as holder:
+    with bind_listener("127.0.0.1", 0) as holder:
         busy, free = holder.getsockname()[1], _free_port()
         with pytest.raises(StartError, match="already in use"):
             StartupResources.take(tmp_path / "run", "127.0.0.1", free, busy)
-    bind("127.0.0.1", free).close()
+    bind_listener("127.0.0.1", free).close()
     held = StartupResources.take(tmp_path / "run", "127.0.0.1", 0)
     try:
         with pytest.raises(StartError):
             StartupResources.take(tmp_path / "run", "127.0.0.1", free, busy)
-        bind("127.0.0.1", free).close()
-        bind("127.0.0.1", busy).close()
+        bind_listener("127.0.0.1", free).close()
+        bind_listener("127.0.0.1", busy).close()
     finally:
         held.run_dir.release()
         held.listeners[0].close()
 
 
 def _free_port() -> int:
-    with bind("127.0.0.1", 0) as sock:
+    with bind_listener("127.0.0.1", 0) as sock:
         port: int = sock.getsockname()[1]
     return port

@@ -49,14 +49,14 @@ def test_a_group_is_a_process_and_what_it_has_started(starter: subprocess.Popen[
 
 def test_one_look_is_one(starter: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
     first, looks = another(starter), 0
-    everyone = procfs.everyone
+    everyone = procfs.all_processes
 
     def counted() -> Iterator[procfs.Process]:
         nonlocal looks
         looks += 1
         return everyone()
 
-    monkeypatch.setattr(procfs, "everyone", counted)
+    monkeypatch.setattr(procfs, "all_processes", counted)
     with one_look():
         second = another(starter)
         for _ in range(8):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from servekit.protocol.messages import GpuStatus
-from servekit.system.gpu_memory_audit import held_bytes, stray_memory, strays
-from servekit.system.gpus import Gpu, find_gpus, match, restrict
+from servekit.system.gpu_memory_audit import find_strays, held_bytes, stray_memory
+from servekit.system.gpus import Gpu, find_gpus, match_gpu, restrict_gpus
 from tests.integration.made_up_gpus import GIB, MadeUpGpus
 
 GPUS = tuple(
@@ -36,22 +36,22 @@ GPUS = tuple(
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(
     visible: str | None, indexes: list[int]
 ) -> None:
-    assert [gpu.index for gpu in restrict(GPUS, visible)] == indexes
+    assert [gpu.index for gpu in restrict_gpus(GPUS, visible)] == indexes
 
 
 def test_match_takes_index_uuid_and_its_unambiguous_start() -> None:
-    assert match(GPUS, 1) is GPUS[1]
-    assert match(GPUS, "gpu-BB03") is GPUS[2]
-    assert match(GPUS, "GPU-b") is GPUS[2]
-    assert match(GPUS, "GPU-a") is None
-    assert match(GPUS, "") is None
-    assert match(GPUS, 3) is None
+    assert match_gpu(GPUS, 1) is GPUS[1]
+    assert match_gpu(GPUS, "gpu-BB03") is GPUS[2]
+    assert match_gpu(GPUS, "GPU-b") is GPUS[2]
+    assert match_gpu(GPUS, "GPU-a") is None
+    assert match_gpu(GPUS, "") is None
+    assert match_gpu(GPUS, 3) is None
 
 
 def test_a_hidden_index_stays_hidden() -> None:
-    left = restrict(GPUS, "2")
-    assert match(left, 2) is GPUS[2]
-    assert match(left, 0) is None
+    left = restrict_gpus(GPUS, "2")
+    assert match_gpu(left, 2) is GPUS[2]
+    assert match_gpu(left, 0) is None
 
 
 def test_looking_for_gpus_never_imports_torch() -> None:
@@ -112,7 +112,7 @@ def test_a_stray_gpu_is_named() -> None:
 
 def test_what_all_processes_of_a_worker_hold_is_summed_by_gpu() -> None:
     holdings = {10: {"GPU-aa01": 3}, 11: {"GPU-aa01": 4, "GPU-aa02": 5}, 12: {"GPU-aa01": 9}}
-    assert strays({10, 11}, {"GPU-aa02"}, holdings) == {"GPU-aa01": 7}
+    assert find_strays({10, 11}, {"GPU-aa02"}, holdings) == {"GPU-aa01": 7}
 
 
 def test_a_cpu_worker_may_hold_nothing() -> None:

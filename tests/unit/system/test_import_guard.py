@@ -22,7 +22,7 @@ def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-GUARDED = "from servekit.system.import_guard import stand; stand('gateway')\n"
+GUARDED = "from servekit.system.import_guard import install_guard; install_guard('gateway')\n"
 
 
 def test_the_chain_of_imports_is_named(tmp_path: Path) -> None:
@@ -66,8 +66,8 @@ def test_it_comes_too_late_and_says_so(tmp_path: Path) -> None:
 
 def test_within_a_block_only(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("")
-    code = "from servekit.system.import_guard import guarded\n"
-    code += "with guarded('supervisor'): import json\n"
+    code = "from servekit.system.import_guard import guard_process\n"
+    code += "with guard_process('supervisor'): import json\n"
     assert python(f"{code}import torch", tmp_path).returncode == 0
 
 

@@ -91,7 +91,7 @@ def test_one_process_answers_many_questions(drivers: list[Driver]) -> None:
     pid = driver.ask("gpus")
     assert pid == driver.ask("memory")
     driver.close()
-    assert procfs.read(pid) is None
+    assert procfs.read_process(pid) is None
     assert driver.ask("gpus") != pid
 
 
@@ -99,7 +99,7 @@ def test_one_that_died_is_started_again(drivers: list[Driver]) -> None:
     driver = scripted(drivers, "import os\ninput(); print(os.getpid(), flush=True)")
     first = driver.ask("gpus")
     procfs_gone = time.monotonic() + 10
-    while (found := procfs.read(first)) is not None and found.state != "Z":
+    while (found := procfs.read_process(first)) is not None and found.state != "Z":
         assert time.monotonic() < procfs_gone
     assert driver.ask("gpus") not in (None, first)
 

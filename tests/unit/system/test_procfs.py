@@ -10,13 +10,13 @@ from servekit.system import procfs
 
 
 def test_reads_ourselves() -> None:
-    me = procfs.read(os.getpid())
+    me = procfs.read_process(os.getpid())
     assert me is not None
     assert (me.parent, me.group, me.state) == (os.getppid(), os.getpgrp(), "R")
     assert procfs.is_alive(me.pid, me.started)
     assert not procfs.is_alive(me.pid, me.started + 1)
     assert procfs.rss_bytes(me.pid) > 2**20
-    assert "python" in procfs.command(me.pid) or "pytest" in procfs.command(me.pid)
+    assert "python" in procfs.command_line(me.pid) or "pytest" in procfs.command_line(me.pid)
 
 
 def test_a_command_with_a_parenthesis_in_its_name_is_read() -> None:
@@ -28,7 +28,7 @@ def test_a_command_with_a_parenthesis_in_its_name_is_read() -> None:
     )
     assert process.stdout is not None
     process.stdout.readline()
-    found = procfs.read(process.pid)
+    found = procfs.read_process(process.pid)
     assert found is not None
     assert found.parent == os.getpid()
     process.communicate(b"\n")
@@ -37,15 +37,15 @@ def test_a_command_with_a_parenthesis_in_its_name_is_read() -> None:
 def test_a_zombie_is_no_longer_alive() -> None:
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    found = procfs.read(process.pid)
+    found = procfs.read_process(process.pid)
     assert found is not None
     assert found.state == "Z"
     assert not procfs.is_alive(process.pid, found.started)
-    assert process.pid not in [p.pid for p in procfs.everyone()]
+    assert process.pid not in [p.pid for p in procfs.all_processes()]
     process.wait()
-    assert procfs.read(process.pid) is None
+    assert procfs.read_process(process.pid) is None
     assert procfs.rss_bytes(process.pid) == 0
-    assert procfs.command(process.pid) == ""
+    assert procfs.command_line(process.pid) == ""
 
 
 def test_marks_are_whole_variables_and_never_our_own() -> None:
@@ -58,13 +58,13 @@ def test_marks_are_whole_variables_and_never_our_own() -> None:
     )
     assert process.stdout is not None
     process.stdout.readline()
-    assert [p.pid for p in procfs.marked("SOME_MARK=abc")] == [process.pid]
-    assert list(procfs.marked("SOME_MARK=ab")) == []
+    assert [p.pid for p in procfs.find_marked("SOME_MARK=abc")] == [process.pid]
+    assert list(procfs.find_marked("SOME_MARK=ab")) == []
     process.communicate(b"\n")
 
 
 def test_long_commands_are_cut() -> None:
-    assert len(procfs.command(os.getpid(), 10)) <= 10
+    assert len(procfs.command_line(os.getpid(), 10)) <= 10
 
 
 def test_of_a_program_that_lies_deep_its_name_is_kept(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_of_a_program_that_lies_deep_its_name_is_kept(tmp_path: Path) -> None:
         process.stdin.write(b"it runs\n")
         process.stdin.flush()
         process.stdout.readline()  # a program's words are there a moment after it was started
-        assert procfs.command(process.pid) == "cat -u -"
-        assert procfs.command(process.pid, 4096) == f"{folder}/cat -u -"
+        assert procfs.command_line(process.pid) == "cat -u -"
+        assert procfs.command_line(process.pid, 4096) == f"{folder}/cat -u -"
         process.stdin.close()
 
 
@@ -90,11 +90,11 @@ def test_descendants_are_children_and_theirs() -> None:
         assert shell.stdout is not None
         sleeper = int(shell.stdout.readline())
         try:
-            found = [process.pid for process in procfs.descendants(os.getpid())]
+            found = [process.pid for process in procfs.find_descendants(os.getpid())]
             assert {shell.pid, sleeper} <= set(found)
-            assert [p.pid for p in procfs.descendants(shell.pid)] == [sleeper]
-            assert procfs.has(sleeper, "PATH")
-            assert not procfs.has(sleeper, "PAT")
+            assert [p.pid for p in procfs.find_descendants(shell.pid)] == [sleeper]
+            assert procfs.has_variable(sleeper, "PATH")
+            assert not procfs.has_variable(sleeper, "PAT")
         finally:
             os.kill(sleeper, signal.SIGKILL)
 

@@ -13,12 +13,12 @@ from servekit.system import procfs, subreaper
 
 def orphan(**env):
     command = "sleep 60 >/dev/null & echo $!"
-    process = subreaper.start(
+    process = subreaper.start_process(
         ["/bin/sh", "-c", command], stdout=subprocess.PIPE, env=env, start_new_session=True
     )
     pid = int(process.stdout.readline())
     process.wait()
-    subreaper.reaped(process)
+    subreaper.forget_process(process)
     return pid
 
 def until(condition):
@@ -42,20 +42,20 @@ def run(code: str) -> None:
 def test_orphans_become_ours_and_are_reaped() -> None:
     run("""
     pid = orphan()
-    until(lambda: [p.pid for p in subreaper.adopted()] == [pid])
+    until(lambda: [p.pid for p in subreaper.adopted_children()] == [pid])
     os.kill(pid, 9)
-    until(lambda: procfs.read(pid).state == "Z")
-    subreaper.look()
-    assert procfs.read(pid) is None
+    until(lambda: procfs.read_process(pid).state == "Z")
+    subreaper.reap_orphans()
+    assert procfs.read_process(pid) is None
     """)
 
 
 def test_the_exit_of_a_child_of_our_own_is_left_to_who_waits_for_it() -> None:
     run("""
-    process = subreaper.start(["/bin/sh", "-c", "exit 7"])
+    process = subreaper.start_process(["/bin/sh", "-c", "exit 7"])
     assert subreaper.is_own(process.pid)
-    until(lambda: procfs.read(process.pid).state == "Z")
-    subreaper.look()
+    until(lambda: procfs.read_process(process.pid).state == "Z")
+    subreaper.reap_orphans()
     subreaper.end_adopted()
     assert process.wait() == 7
     """)
@@ -64,16 +64,16 @@ def test_the_exit_of_a_child_of_our_own_is_left_to_who_waits_for_it() -> None:
 def test_a_stray_is_killed_and_who_carries_a_mark_or_was_here_before_is_not() -> None:
     run("""
     settled = orphan()
-    until(lambda: subreaper.adopted())
-    subreaper.look(); subreaper.look()
+    until(lambda: subreaper.adopted_children())
+    subreaper.reap_orphans(); subreaper.reap_orphans()
     marked, stray = orphan(MARK="1"), orphan()
-    until(lambda: len(subreaper.adopted()) == 3)
+    until(lambda: len(subreaper.adopted_children()) == 3)
     assert subreaper.kill_strays("MARK") == 1
     until(lambda: not subreaper.kill_strays("MARK"))
-    assert procfs.read(stray) is None
-    assert sorted(p.pid for p in subreaper.adopted()) == sorted([settled, marked])
+    assert procfs.read_process(stray) is None
+    assert sorted(p.pid for p in subreaper.adopted_children()) == sorted([settled, marked])
     subreaper.end_adopted()
-    assert not subreaper.adopted()
+    assert not subreaper.adopted_children()
     """)
 
 
@@ -83,7 +83,7 @@ def test_who_adopts_nobody_kills_nobody() -> None:
     from servekit.system import subreaper
     child = subprocess.Popen(["sleep", "60"])
     assert subreaper.kill_strays("MARK") == 0
-    subreaper.end_adopted(); subreaper.look()
+    subreaper.end_adopted(); subreaper.reap_orphans()
     assert child.poll() is None
     child.kill()
     """

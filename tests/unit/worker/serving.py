@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from servekit.engines import create
+from servekit.engines import create_engine
 from servekit.engines.api.base import Engine
 from servekit.protocol.messages import (
     PROTOCOL,
@@ -25,7 +25,7 @@ from servekit.protocol.messages import (
     WorkerSpec,
     WorkerToGateway,
 )
-from servekit.protocol.transport.connection import Connection, dial, listen
+from servekit.protocol.transport.connection import Connection, dial_address, listen_at
 from servekit.worker.runner import Runner
 from tests.unit.gateway.conftest import DEADLINE_S
 
@@ -57,7 +57,7 @@ class Client:
         self.connection: Connection[WorkerToGateway]
 
     async def connect(self, socket: str) -> None:
-        self.connection = await dial(
+        self.connection = await dial_address(
             socket, lambda: Connection(WorkerToGateway, self._on_message, lambda error: None)
         )
         self.connection.send(Hello(PROTOCOL, "gateway", "g"))
@@ -102,11 +102,11 @@ class Client:
 @contextlib.asynccontextmanager
 async def serving(spec: WorkerSpec) -> AsyncIterator[Client]:
     """Load an engine, serve it, and connect."""
-    engine = create(spec)
+    engine = create_engine(spec)
     info = await asyncio.to_thread(engine.load, lambda progress: None)
     runner = Runner(engine, info, on_idle=lambda: None)
     engine.start(runner.emit)
-    server = await listen(spec.socket, runner.connect)
+    server = await listen_at(spec.socket, runner.connect)
     client = Client(runner, engine, info)
     await client.connect(spec.socket)
     try:

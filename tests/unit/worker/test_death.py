@@ -17,7 +17,7 @@ from servekit.protocol.messages import (
     SamplingParams,
     WorkerToGateway,
 )
-from servekit.protocol.transport.connection import Connection, dial
+from servekit.protocol.transport.connection import Connection, dial_address
 from tests.unit.gateway.conftest import until
 from tests.unit.worker.serving import serving, spec
 from tests.unit.worker.test_steps import SAID, text
@@ -47,7 +47,7 @@ async def test_what_was_made_is_out_before_it_hangs_up_and_the_rest_given_back(
         assert text(client.deltas[ran]) == "hel" and ran not in client.failures
         assert {client.failures[one].code for one in (held, late)} == {WorkerLost.code}
         ended: list[Exception | None] = []
-        again: Connection[WorkerToGateway] = await dial(
+        again: Connection[WorkerToGateway] = await dial_address(
             client.engine.spec.socket,
             lambda: Connection(WorkerToGateway, lambda message: None, ended.append),
         )

@@ -27,7 +27,7 @@ from servekit.protocol.messages import (
     WorkerSpec,
     WorkerToGateway,
 )
-from servekit.protocol.transport.connection import Connection, dial, listen
+from servekit.protocol.transport.connection import Connection, dial_address, listen_at
 from servekit.worker.request_preparation import LONG_PROMPT_CHARS
 from servekit.worker.runner import Runner
 from tests.unit.gateway.conftest import DEADLINE_S, until
@@ -82,7 +82,7 @@ class Gateway:
         self.got: list[Any] = []
 
     async def dial(self, path: str) -> None:
-        self.connection: Connection[WorkerToGateway] = await dial(
+        self.connection: Connection[WorkerToGateway] = await dial_address(
             path, lambda: Connection(WorkerToGateway, self.got.append, lambda error: None)
         )
         self.connection.send(Hello(PROTOCOL, "gateway", "g"))
@@ -121,7 +121,7 @@ class Scene:
         self.engine.start(self.runner.emit)
 
     async def open(self) -> None:
-        self.server = await listen(self.engine.spec.socket, self.runner.connect)
+        self.server = await listen_at(self.engine.spec.socket, self.runner.connect)
         self.a, self.b = [await self.gateway() for _ in range(2)]
 
     async def gateway(self) -> Gateway:

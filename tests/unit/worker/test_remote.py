@@ -37,13 +37,12 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.startup_messages import Phase, PhaseReport
 from servekit.protocol.transport import remote_server as module
-from servekit.protocol.transport.connection import Connection, dial
+from servekit.protocol.transport.connection import Connection, dial_address
 from servekit.protocol.transport.credentials import Role
 from servekit.protocol.transport.remote_server import ListenOptions
 from servekit.protocol.transport.resumable_channel import Attach, Attached, SupervisorReplaced
 from servekit.protocol.transport.tls import Authority
-from servekit.worker.remote import TcpChannel
-from servekit.worker.state_summary import Summary
+from servekit.worker.remote import Summary, TcpChannel
 from tests.unit.gateway.conftest import until
 
 DEADLINE_S = 30.0
@@ -106,7 +105,7 @@ class Caller:
             return Connection(kinds, caller.told.put_nowait, caller._on_close)
 
         member = "m/0" if role == "worker" else "someone"
-        caller.connection = await dial(line.address, made, OURS.issue(role, member))
+        caller.connection = await dial_address(line.address, made, OURS.issue(role, member))
         for message in first:
             caller.connection.send(message)
         return caller

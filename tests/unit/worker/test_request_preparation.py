@@ -24,9 +24,9 @@ from servekit.protocol.messages import (
     SamplingParams,
     ToolCall,
 )
-from servekit.protocol.transport.connection import dial
+from servekit.protocol.transport.connection import dial_address
 from servekit.worker.request_preparation import LONG_PROMPT_CHARS, completion_limit
-from servekit.worker.warmup import warm_up
+from servekit.worker.worker import warm_up
 from tests.unit.engines.harness import write_tiny_llama
 from tests.unit.engines.transformers.test_embedding import bert
 from tests.unit.gateway.conftest import DEADLINE_S, until
@@ -146,7 +146,7 @@ async def test_inputs_that_cannot_be_embedded_are_named(
 async def test_an_embedding_model_warms_up_and_embeds(tmp_path: Path, bert_folder: Path) -> None:
     wanted = spec(tmp_path, "transformers", str(bert_folder), threads=1)
     async with serving(wanted) as client:
-        await warm_up(partial(dial, wanted.socket), client.info)
+        await warm_up(partial(dial_address, wanted.socket), client.info)
         requests = [client.send(task="embed", inputs=["a", "b" * number]) for number in range(1, 9)]
         first = [(await client.answer(request))[0].vectors for request in requests]
         assert all(len(vectors) == 2 and len(vectors[0]) == 4 * 32 for vectors in first)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from servekit.errors import Unsupported
 from servekit.protocol.messages import Generate, ModelInfo, SamplingParams
 from servekit.protocol.types import Grammar
-from servekit.worker.request_validation import check, check_text
+from servekit.worker.request_validation import check_request, check_text
 from tests.unit.worker.serving import spec
 
 INFO = ModelInfo(100, 1, True, "echo", "none", "cpu")
@@ -41,15 +41,15 @@ def test_a_parameter_is_taken_by_those_who_serve_it(
     tmp_path: Path, params: dict[str, Any], capability: Any, param: str
 ) -> None:
     request = asked(**params)
-    check(request, replace(INFO, serves=("generate", capability)), spec(tmp_path))
+    check_request(request, replace(INFO, serves=("generate", capability)), spec(tmp_path))
     with pytest.raises(Unsupported, match=f"^{param}: the echo engine of 'm' ") as refused:
-        check(request, replace(INFO, serves=("generate",)), spec(tmp_path))
+        check_request(request, replace(INFO, serves=("generate",)), spec(tmp_path))
     assert refused.value.param == param
 
 
 def test_what_every_engine_takes(tmp_path: Path) -> None:
     request = asked(temperature=0.5, top_p=0.9, top_k=3, seed=1, max_tokens=5, stop=("x",))
-    check(request, replace(INFO, serves=("generate",)), spec(tmp_path))
+    check_request(request, replace(INFO, serves=("generate",)), spec(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_task_is_taken_by_those_who_serve_it(
 ) -> None:
     request = Generate(1, SamplingParams(), prompt="x", task=task)
     with pytest.raises(Unsupported, match=hint):
-        check(request, replace(INFO, serves=serves), spec(tmp_path))
+        check_request(request, replace(INFO, serves=serves), spec(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from servekit.protocol.messages import (
     WorkerSpec,
     WorkerToGateway,
 )
-from servekit.protocol.transport.connection import Connection, dial, listen
+from servekit.protocol.transport.connection import Connection, dial_address, listen_at
 from servekit.worker.runner import Runner
 from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, until
 from tests.unit.worker.serving import deltas_of, serving
@@ -42,9 +42,9 @@ async def test_the_last_answer_is_out_before_it_is_idle(tmp_path: Path) -> None:
     idle = asyncio.Event()
     runner = Runner(engine, info, on_idle=idle.set)
     engine.start(runner.emit)
-    server = await listen(spec.socket, runner.connect)
+    server = await listen_at(spec.socket, runner.connect)
     got: list[Any] = []
-    connection: Connection[WorkerToGateway] = await dial(
+    connection: Connection[WorkerToGateway] = await dial_address(
         spec.socket, lambda: Connection(WorkerToGateway, got.append, lambda error: None)
     )
     connection.send(Hello(PROTOCOL, "gateway", "g"))

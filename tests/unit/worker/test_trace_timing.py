@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from servekit.protocol.messages import Delta
-from servekit.worker.trace_timing import Stopwatch
+from servekit.worker.output_state import Stopwatch
 
 
 def test_the_last_delta_tells_four_times_in_order() -> None:

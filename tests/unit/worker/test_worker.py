@@ -46,7 +46,7 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.messages import Load as LoadModel
 from servekit.protocol.residency import Asleep, Awake, Sleep, Wake
-from servekit.protocol.transport.connection import Connection, adopt, dial
+from servekit.protocol.transport.connection import Connection, adopt_socket, dial_address
 from servekit.worker import worker as module
 from servekit.worker.transport import InheritedChannel
 from servekit.worker.worker import EXIT_BOOT_FAILED, EXIT_ENGINE_DIED, TOKENS_OF_USE, Worker
@@ -158,7 +158,7 @@ class Scene:
         self.control: Connection[FromWorker] = Connection(
             FromWorker, self.heard.append, lambda error: None
         )
-        await adopt(ours, lambda: self.control)
+        await adopt_socket(ours, lambda: self.control)
         self.worker = Worker("m/0", InheritedChannel(theirs), time.monotonic())
         self.exit = asyncio.ensure_future(self.worker.live())
 
@@ -169,7 +169,7 @@ class Scene:
         assert self.of(Ready), self.heard
 
     async def connect(self) -> None:
-        self.gateway = await dial(
+        self.gateway = await dial_address(
             self.spec.socket,
             lambda: Connection(WorkerToGateway, self.told.append, self._on_lost),
         )
@@ -211,7 +211,7 @@ class Scene:
         return await asyncio.wait_for(asyncio.shield(self.exit), DEADLINE_S)
 
     async def end(self) -> None:
-        self.worker._end(0)
+        self.worker._set_exit(0)
         with contextlib.suppress(asyncio.CancelledError):
             await self.exit
         for task in (self.worker._probe_task, self.worker._boot_task):
@@ -243,7 +243,7 @@ async def start(
 
     async def start(engine: type[Engine] = Puppet) -> Scene:
         scene = Scene(tmp_path, engine(spec(tmp_path)))
-        monkeypatch.setattr(module, "create", lambda spec: scene.engine)
+        monkeypatch.setattr(module, "create_engine", lambda spec: scene.engine)
         scenes.append(scene)
         await scene.start()
         return scene
@@ -380,7 +380,7 @@ async def test_a_busy_worker_sends_itself_nothing(
     async with asyncio.timeout(DEADLINE_S):
         while module.PROBE_EVERY_S not in waits:
             await asyncio.wait((scene.exit,), timeout=0.002)
-        scene.gateway = await dial(
+        scene.gateway = await dial_address(
             scene.spec.socket, lambda: Connection(WorkerToGateway, scene.told.append, print)
         )
         scene.gateway.send(Hello(PROTOCOL, "gateway", "g"))

@@ -1,5 +1,7 @@
 """The library's batch processor with its paged cache, scheduler and batch buffers.
 
+Our choice of tokens replaces the library's, and its output queue is not used.
+
 Written for transformers 5.17 and 5.23, whose differences are handled here, in `paged_attention` and
 in `decode.page_table`.
 """
@@ -7,21 +9,32 @@ in `decode.page_table`.
 from __future__ import annotations
 
 import dataclasses
+import mmap
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessorList,
+)
+from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
-from servekit.engines.transformers.batching import hooks
 from servekit.engines.transformers.batching import scheduler as groups
 from servekit.engines.transformers.batching.kv_cache import Plan
-from servekit.engines.transformers.batching.lazy_zeros import LazyZeros
+from servekit.engines.transformers.request_row import Row
+from servekit.engines.transformers.sampling import Sampler, best_tokens
 
+#: Smaller tensors of zeros are created as usual.
+LEAST_LAZY_BYTES = 2**20
 _FIELDS = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
 
 
-def manager(model: PreTrainedModel, plan: Plan, *, ranks: int = 1) -> Any:
+def make_manager(model: PreTrainedModel, plan: Plan, *, ranks: int = 1) -> Any:
     """Return the library's manager for this model, for the use of its parts without its thread.
 
     With several `ranks`, the cache that it creates is this rank's part.
@@ -57,16 +70,16 @@ def manager(model: PreTrainedModel, plan: Plan, *, ranks: int = 1) -> Any:
     return made
 
 
-def create(made: Any) -> Any:
+def create_processor(made: Any) -> Any:
     """Return a processor with an empty cache. Raises MemoryError, torch.OutOfMemoryError."""
     with LazyZeros():
         processor = made._create_batch_processor()
-    processor.model_runner._sample = hooks.choose
+    processor.model_runner._sample = take_best
     processor.cache.layout = None  # of a step; read by `paged_attention`
     return processor
 
 
-def capacity(cache: Any, plan: Plan) -> int:
+def request_capacity(cache: Any, plan: Plan) -> int:
     """Return the number of tokens that a single request can have in the cache."""
     groups = getattr(cache, "num_groups", 1)
     return int(plan.tokens // groups)
@@ -102,3 +115,102 @@ class _Part(DistributedHelper):
 
     def tp_broadcast_object_from_rank_0(self, obj: Any) -> Any:
         return obj
+
+
+# ---------------------------------------------------------------- hooks
+
+
+class Discard(OutputRouter):
+    """An output router that drops all outputs; tokens are read from the requests' states."""
+
+    def deliver(self, output: Any) -> None:
+        return None
+
+    def deliver_batch(self, outputs: Any) -> None:
+        return None
+
+
+def take_best(scores: Tensor, output_ids: Tensor) -> None:
+    """Take the best tokens; replaces the library's `ModelRunner._sample`.
+
+    `scores` is [1, requests, vocabulary] float32; ids are written to the start of `output_ids[0]`.
+    """
+    tokens = best_tokens(scores[0])
+    output_ids[0, : len(tokens)].copy_(tokens)
+
+
+class SamplingHook(ContinuousBatchingLogitsProcessorList):
+    """A caller of our sampler, in place of the library's logits processors.
+
+    The library itself takes the argmax. It does not call this object if `do_processing` is false,
+    so a batch of plain greedy rows costs nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(LogitsProcessorList())
+        self.rows: dict[str, Row] = {}
+        self._batch: list[Row] = []
+        self._sampler = Sampler()
+
+    def prepare_tensor_args(self, requests_in_batch: Sequence[Any], arg_storage: Any) -> Any:
+        """Record the rows whose logits follow, in order."""
+        self._batch = [
+            self.rows[future.state.request_id]
+            for future in requests_in_batch
+            if future.has_new_token
+        ]
+        self.do_processing = not all(row.plain for row in self._batch)
+        return arg_storage
+
+    def forget(self) -> None:
+        """Drop the last batch's rows, which hold references to their adapters."""
+        self._batch = []
+
+    def __call__(self, input_ids: Any, scores: Any, logits_processor_args: Any) -> Any:
+        for row, logits in zip(self._batch, scores, strict=False):
+            if row.noted is not None:
+                row.noted.append(logits.clone())
+        self._sampler.apply(self._batch, scores[: len(self._batch)])
+        return scores
+
+
+# ---------------------------------------------------------------- memory of the cache on a CPU
+
+
+class LazyZeros(TorchFunctionMode):
+    """A context in which large flat byte tensors of zeros on a CPU are lazy, in this thread.
+
+    `torch.zeros` writes every page of its memory. A cache is sized for the maximum that its slots
+    could use, so this took a large part of a small model's load time, and memory that most workers
+    never need. With a mapping, the kernel provides zero pages at their first use, and takes all
+    back with the tensor. `calloc` would not do, since it may reuse free heap memory and write zeros
+    to it.
+    """
+
+    def __torch_function__(  # type: ignore[no-untyped-def]
+        self,
+        func: Callable[..., Any],
+        types,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and _is_lazy(args, kwargs):
+            return torch.frombuffer(
+                _map_pages(args[0]), dtype=torch.uint8
+            )  # keeps the mapping alive
+        return func(*args, **kwargs)
+
+
+def _map_pages(size_bytes: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)  # as in NumPy: fewer page faults, and faster attention
+    return pages
+
+
+def _is_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if len(args) != 1 or not isinstance(args[0], int) or args[0] < LEAST_LAZY_BYTES:
+        return False
+    if kwargs.keys() - {"dtype", "device"} or kwargs.get("dtype") is not torch.uint8:
+        return False
+    return torch.device(kwargs.get("device") or "cpu").type == "cpu"

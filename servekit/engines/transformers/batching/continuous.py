@@ -23,8 +23,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,21 +33,14 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.transformers import prompt_scores
-from servekit.engines.transformers.batching import (
-    batch_processor as processor,
-)
-from servekit.engines.transformers.batching import (
-    hooks,
-    paged_attention,
-)
-from servekit.engines.transformers.batching import (
-    scheduler as groups,
-)
+from servekit.engines.transformers.batching import batch_processor, paged_attention
+from servekit.engines.transformers.batching import scheduler as groups
 from servekit.engines.transformers.batching.kv_cache import Plan
 from servekit.engines.transformers.decode.decode_loop import DecodeLoop, StepOptions
 from servekit.engines.transformers.lora.adapter import Adapter
-from servekit.engines.transformers.lora.batched_lora import BatchedLora, Part
+from servekit.engines.transformers.lora.batched_lora import Part
 from servekit.engines.transformers.request_row import Row
+from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
 
 log = logging.getLogger(__name__)
@@ -67,8 +59,8 @@ class SchedulerStuck(RuntimeError):
     """Raised if the library's scheduler finds nothing to run although requests are waiting."""
 
 
-class ContinuousRunner:
-    """Runner of many rows at once; not thread-safe, called only from the engine's thread."""
+class ContinuousRunner(CausalRunner):
+    """Runner of many rows at once."""
 
     def __init__(
         self,
@@ -80,32 +72,33 @@ class ContinuousRunner:
         decode: StepOptions | None = None,
     ) -> None:
         """Set up the cache; `decode` needs `by_request` and a single rank."""
+        super().__init__(model)
         self._model = model
         self.plan = plan
         self._ranks = ranks
-        self._mixing = BatchedLora(model)
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self.plain_attention = str(model.config._attn_implementation)
-        self._manager = processor.manager(model, plan, ranks=1 if ranks is None else ranks.size)
-        self._sampling = hooks.SamplingHook()
+        self._manager = batch_processor.make_manager(
+            model, plan, ranks=1 if ranks is None else ranks.size
+        )
+        self._sampling = batch_processor.SamplingHook()
         self._manager.logit_processor = self._sampling
-        self._manager.output_router = hooks.Discard()
+        self._manager.output_router = batch_processor.Discard()
         if by_request:
             model.set_attn_implementation(paged_attention.NAME)
         self.by_request = by_request
         self.attention = str(model.config._attn_implementation)
-        self._waiting: deque[Row] = deque()
         self._epochs = groups.Epochs()
         self._rows: dict[str, Row] = {}
         self._sampling.rows = self._rows
         self._idle_steps = 0
-        self._wish = decode
+        self._step_options = decode
         self._decoder: DecodeLoop | None = None
         self._reading = False  # the last step was the library's
         self._full = False  # the library cannot begin a request until one ends
         self._processor: Any = None
         self.make_pages()
-        self.capacity = processor.capacity(self._pages, plan)
+        self.capacity = batch_processor.request_capacity(self._pages, plan)
 
     @property
     def _pages(self) -> Any:
@@ -117,10 +110,6 @@ class ContinuousRunner:
     @property
     def running(self) -> int:
         return len(self._rows)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
 
     @property
     def decodes(self) -> str:
@@ -137,19 +126,8 @@ class ContinuousRunner:
         """Return whether prompt prefixes are cached; the library requires support in all layers."""
         return bool(getattr(self._processor.cache, "use_prefix_sharing", False))
 
-    def add(self, row: Row) -> None:
-        self._waiting.append(row)
-
-    def add_first(self, row: Row) -> None:
-        self._waiting.appendleft(row)
-
-    def install(self, adapter: Adapter) -> None:
-        """Allow rows with this adapter."""
-        self._mixing.install(adapter)
-
     def remove(self, adapter: Adapter) -> None:
-        """Remove an adapter that no row uses any more."""
-        self._mixing.remove(adapter)
+        super().remove(adapter)
         self._sampling.forget()
 
     def cancel(self, row: Row) -> None:
@@ -158,7 +136,7 @@ class ContinuousRunner:
         if self._decoder is not None:
             self._decoder.leave(row.key)
         if self._rows.pop(row.key, None) is None:
-            self._waiting = deque(other for other in self._waiting if other is not row)
+            self._withdraw(row)
             return
         scheduler = self._processor.scheduler
         scheduler.set_request_cancellation(row.key)
@@ -170,8 +148,8 @@ class ContinuousRunner:
     @torch.no_grad()
     def step(self) -> list[tuple[Row, StepOutput]]:
         """Run one forward pass and return its output. Any exception ends the engine."""
-        self._admit()
-        outputs = self._run()
+        self._admit_waiting()
+        outputs = self._run_step()
         if any(row.broken or row.alone for row, _ in outputs):
             outputs = [(row, output) for row, output in outputs if not self._run_again(row, output)]
         return outputs
@@ -193,26 +171,26 @@ class ContinuousRunner:
         self.add_first(row)
         return True
 
-    def _run(self) -> list[tuple[Row, StepOutput]]:
+    def _run_step(self) -> list[tuple[Row, StepOutput]]:
         decoder = self._decoder
         if decoder is None:
             return self._step_of_library()
-        if decoder.seated and (self._reading or self._full or not self._others(decoder)):
+        if decoder.seated and (self._reading or self._full or not self._has_others(decoder)):
             self._reading = False
-            return self._decode(decoder)
-        outputs = decoder.land()
+            return self._decode_step(decoder)
+        outputs = decoder.finish_step()
         outputs += self._step_of_library()
         self._reading = True
-        decoder.take_in()
+        decoder.admit_rows()
         return outputs
 
-    def _decode(self, decoder: DecodeLoop) -> list[tuple[Row, StepOutput]]:
+    def _decode_step(self, decoder: DecodeLoop) -> list[tuple[Row, StepOutput]]:
         self._mixing.step = None  # rows in the decode loop have no adapter
         outputs = decoder.step()
         self._full &= not any(output.finish or output.error for _, output in outputs)
         return outputs
 
-    def _others(self, decoder: DecodeLoop) -> bool:
+    def _has_others(self, decoder: DecodeLoop) -> bool:
         """Return whether there are requests that the library has to run."""
         scheduler = self._processor.scheduler
         known = len(scheduler.active_requests) + len(scheduler.waiting_requests)
@@ -226,23 +204,23 @@ class ContinuousRunner:
         self._idle_steps = 0
         model = self._lay_out()
         self._let_inputs_arrive()
-        if spans := self._spans():
+        if spans := self._find_spans():
             hidden = prompt_scores.Hidden(model)
             with hidden.kept():
                 processor._generation_step(model)
-            prompt_scores.score(hidden, spans, self._vocab_size)
+            prompt_scores.score_spans(hidden, spans, self._vocab_size)
         else:
             processor._generation_step(model)
         processor.update_batch()
-        return self._collect()
+        return self._collect_outputs()
 
-    def _spans(self) -> list[prompt_scores.Span]:
+    def _find_spans(self) -> list[prompt_scores.Span]:
         """Return the places in the batch where log probabilities of prompts are requested."""
         found, at = [], 0
         for future in self._processor.inputs_and_outputs.requests_in_batch:
             row, count = self._rows[future.state.request_id], future.query_length
             past = future.state.position_offset - count
-            if one := prompt_scores.span(row, at, past, count):
+            if one := prompt_scores.find_span(row, at, past, count):
                 found.append(one)
             at += count
         return found
@@ -258,61 +236,51 @@ class ContinuousRunner:
         return {key: torch.stack(logits) for key, logits in seen.items()}
 
     def make_pages(self) -> None:
-        """Create an empty cache. Raises MemoryError, torch.OutOfMemoryError."""
         ranks = self._ranks
         with ranks.paging(self.plan, self.attention) if ranks else contextlib.nullcontext():
-            made = processor.create(self._manager)
+            made = batch_processor.create_processor(self._manager)
         made.scheduler.rows = self._rows
         groups.keep_prefixes_apart(made.cache, self._rows, self._epochs)
         self._processor = made
-        if self._wish is not None:
+        if self._step_options is not None:
             slots = self.plan.slots
-            self._decoder = DecodeLoop(self._model, made, self._rows, slots, self._wish)
+            self._decoder = DecodeLoop(self._model, made, self._rows, slots, self._step_options)
             made.scheduler.elsewhere = self._decoder.seated
             made.scheduler.ample = self._decoder.pages.is_ample
 
     def drop_pages(self) -> None:
-        """Free the cache and all other data of the last step."""
         self._mixing.step = None
         self._sampling.forget()
-        self._drop_decoder()
-        self._processor = None
-        self._manager.batch_processor = None
-        gc.collect()
+        self._free_cache()
         if self._ranks is not None:
             self._ranks.drop_pages()
 
-    def tensors(self) -> Iterable[Tensor]:
-        """Return the adapters' tensors in the model."""
-        return self._mixing.tensors()
-
     def close(self) -> None:
-        """Free the cache."""
         self._rows.clear()
         self._waiting.clear()
-        self._drop_decoder()
+        self._free_cache()
+
+    def _free_cache(self) -> None:
+        if self._decoder is not None:
+            self._decoder.close()
+            self._decoder = None
         self._processor = None
         self._manager.batch_processor = None
         gc.collect()
 
-    def _drop_decoder(self) -> None:
-        if self._decoder is not None:
-            self._decoder.close()
-            self._decoder = None
-
     # ---- inside a step
 
-    def _admit(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._waiting and len(self._rows) < self.plan.slots:
             row = self._waiting[0]
-            if self._rows and self._promised() + _promise(row) > self.capacity:
+            if self._rows and self._promised_tokens() + _promised_to(row) > self.capacity:
                 return
             self._waiting.popleft()
             self._rows[row.key] = row
-            self._processor.scheduler.add_waiting_request(_state(row))
+            self._processor.scheduler.add_waiting_request(_request_state(row))
 
-    def _promised(self) -> int:
-        return sum(_promise(row) for row in self._rows.values())
+    def _promised_tokens(self) -> int:
+        return sum(_promised_to(row) for row in self._rows.values())
 
     def _be_patient(self) -> None:
         if self._decoder is not None and self._decoder.seated:
@@ -342,7 +310,7 @@ class ContinuousRunner:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream())
 
-    def _collect(self) -> list[tuple[Row, StepOutput]]:
+    def _collect_outputs(self) -> list[tuple[Row, StepOutput]]:
         outputs = []
         for future in self._processor.inputs_and_outputs.requests_in_batch:
             if future.has_new_token:
@@ -352,11 +320,11 @@ class ContinuousRunner:
                 if row.prompt_scores:
                     row.tell_prompt(output)
                 if output.finish or output.error:
-                    self._finish(row, future.state)
+                    self._finish_row(row, future.state)
                 outputs.append((row, output))
         return outputs
 
-    def _finish(self, row: Row, state: RequestState) -> None:
+    def _finish_row(self, row: Row, state: RequestState) -> None:
         if state.status == RequestStatus.FINISHED:
             del self._rows[row.key]
         elif row.ends_itself:
@@ -365,11 +333,11 @@ class ContinuousRunner:
             raise RuntimeError("the library and the engine disagree on where a request ends")
 
 
-def _promise(row: Row) -> int:
+def _promised_to(row: Row) -> int:
     return row.length + min(row.remaining, ADMISSION_TOKENS)
 
 
-def _state(row: Row) -> RequestState:
+def _request_state(row: Row) -> RequestState:
     """Return the library's record of a request, with another worker's tokens as prompt."""
     return RequestState(
         request_id=row.key,

@@ -7,10 +7,10 @@ the limit of its cgroup, at every level up to the root.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from servekit.errors import LoadError
+from servekit.units import format_bytes
 
 #: Share of available memory for the cache; activations and other processes need the rest.
 CPU_FRACTION = 0.4
@@ -99,7 +99,7 @@ def shape_of(config: Any, itemsize: int) -> Shape:
     )
 
 
-def plan(
+def plan_cache(
     shape: Shape,
     *,
     cuda: bool,
@@ -123,7 +123,7 @@ def plan(
     blocks = tokens // block_size
     if blocks < 2:
         raise LoadError(
-            f"There is no room for a KV cache: {available_bytes / 2**20:.0f} MiB of memory are "
+            f"There is no room for a KV cache: {format_bytes(available_bytes)} of memory are "
             f"available and one token takes {shape.token_bytes} bytes. Free some memory, or use a "
             "smaller model.",
             permanent=False,
@@ -137,8 +137,8 @@ def _tokens_that_fit(
     if asked is not None:
         if asked > available:
             raise LoadError(
-                f"kv_cache_bytes asks for {asked / 2**20:.0f} MiB, and only "
-                f"{available / 2**20:.0f} MiB are available.",
+                f"kv_cache_bytes asks for {format_bytes(asked)}, and only "
+                f"{format_bytes(available)} are available.",
                 permanent=False,
             )
         return asked // shape.token_bytes
@@ -147,69 +147,3 @@ def _tokens_that_fit(
     room = int(available * fraction) - headroom - shape.fixed_bytes(batch_tokens, slots)
     mask_bytes = batch_tokens * shape.itemsize  # the library's dense mask has a column per token
     return max(0, room) // (shape.token_bytes + shape.read_bytes + mask_bytes)
-
-
-# ---------------------------------------------------------------- memory on the host
-
-
-def available_host_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes this process may still allocate, within free memory and cgroup limits."""
-    return min([_mem_available(root), *_cgroup_rooms(root)])
-
-
-def _mem_available(root: Path) -> int:
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise LoadError("/proc/meminfo does not say how much memory is available.")
-
-
-def _cgroup_rooms(root: Path) -> list[int]:
-    """Return the bytes left under each memory limit of this process, for cgroup v2 and v1."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    rooms: list[int] = []
-    for line in lines:
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0":
-            mount, limit, usage = "sys/fs/cgroup", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            mount, limit = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-            usage = "memory.usage_in_bytes"
-        else:
-            continue
-        for folder in _upwards(root / mount, path):
-            room = _room(folder, limit, usage)
-            rooms += [] if room is None else [room]
-    return rooms
-
-
-def _upwards(mount: Path, path: str) -> list[Path]:
-    """Return the cgroup's folder and its parents; in a container the path may not exist."""
-    inside = Path(path.lstrip("/"))
-    return [mount / inside, *(mount / parent for parent in inside.parents)]
-
-
-def _room(folder: Path, limit_name: str, usage_name: str) -> int | None:
-    try:
-        limit = (folder / limit_name).read_text().strip()
-        usage = int((folder / usage_name).read_text())
-    except (OSError, ValueError):
-        return None
-    if limit == "max":
-        return None
-    return max(0, int(limit) - usage + _reclaimable(folder))
-
-
-def _reclaimable(folder: Path) -> int:
-    """Return the size of page cache that counts as usage, but that the kernel frees if needed."""
-    try:
-        for line in (folder / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("inactive_file", "total_inactive_file"):
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0

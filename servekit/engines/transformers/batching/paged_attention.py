@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.eager_paged import eager_paged_attention_forward
 
-from servekit.engines.transformers.decode.attention_metadata import Step
+from servekit.engines.transformers.decode.page_table import Step
 
 #: The name under which the library finds this attention.
 NAME = "paged_by_request"
@@ -99,21 +99,21 @@ class Layout:
     def of(cls, pasts: Sequence[int], queries: Sequence[int], device: torch.device) -> Layout:
         """Lay out requests, in batch order, by the number of tokens cached and new."""
         if not any(pasts):
-            spans = _spans([0] * len(queries), queries)
+            spans = _make_spans([0] * len(queries), queries)
             return cls(pasts, queries, chunks=[Chunk(span, None) for span in spans])
-        spans = _spans(pasts, queries)
+        spans = _make_spans(pasts, queries)
         layout = cls(pasts, queries)
         picks: list[Tensor] = []
         at = 0
-        for bucket in _buckets([span for span in spans if span.queries == 1]):
-            group, pick = _group(bucket, at, device)
+        for bucket in _bucket_spans([span for span in spans if span.queries == 1]):
+            group, pick = _make_group(bucket, at, device)
             layout.groups.append(group)
             picks.append(pick)
             at += len(pick)
         for span in spans:
             if span.queries > 1:
                 moved = Span(span.query, span.queries, at, span.keys)
-                layout.chunks.append(Chunk(moved, _causal(moved, device)))
+                layout.chunks.append(Chunk(moved, _causal_mask(moved, device)))
                 picks.append(torch.arange(span.key, span.key + span.keys, device=device))
                 at += span.keys
         layout.gather = torch.cat(picks)
@@ -128,7 +128,7 @@ class Layout:
         return self._read
 
 
-def _spans(pasts: Sequence[int], queries: Sequence[int]) -> list[Span]:
+def _make_spans(pasts: Sequence[int], queries: Sequence[int]) -> list[Span]:
     spans, query, key = [], 0, 0
     for past, count in zip(pasts, queries, strict=True):
         spans.append(Span(query, count, key, past + count))
@@ -137,14 +137,14 @@ def _spans(pasts: Sequence[int], queries: Sequence[int]) -> list[Span]:
     return spans
 
 
-def _buckets(spans: list[Span]) -> list[list[Span]]:
+def _bucket_spans(spans: list[Span]) -> list[list[Span]]:
     buckets: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         buckets[max(_SHORT, 1 << (span.keys - 1).bit_length())].append(span)
     return list(buckets.values())
 
 
-def _group(spans: list[Span], start: int, device: torch.device) -> tuple[Group, Tensor]:
+def _make_group(spans: list[Span], start: int, device: torch.device) -> tuple[Group, Tensor]:
     """Return the group and the [size * length] positions in the packed keys that it gathers."""
     if len(spans) == 1:  # all its keys, without padding
         (span,) = spans
@@ -163,7 +163,7 @@ def _group(spans: list[Span], start: int, device: torch.device) -> tuple[Group, 
     return group, pick.flatten()
 
 
-def _causal(span: Span, device: torch.device) -> Tensor | None:
+def _causal_mask(span: Span, device: torch.device) -> Tensor | None:
     if span.queries == span.keys:
         return None
     last = torch.arange(span.keys - span.queries, span.keys, device=device)
@@ -193,22 +193,22 @@ def attend(
         layer: Any = module.layer_idx
         return cache.layout.attend(layer, query, key, value, scaling), None
     layout: Layout = cache.layout
-    keys, values = _exchange(cache, key, value, module.layer_idx, layout, kwargs)
+    keys, values = _exchange_states(cache, key, value, module.layer_idx, layout, kwargs)
     packed = query[0].transpose(0, 1)
     if len(layout.groups) == 1 and not layout.chunks:  # the whole batch, in its order
-        out = _decode(layout.groups[0], packed, keys, values, scaling)
+        out = _attend_decoding(layout.groups[0], packed, keys, values, scaling)
         return out.unsqueeze(0), None
     out = packed.new_empty(*packed.shape[:2], values.shape[-1])
     for group in layout.groups:
-        out[group.rows] = _decode(group, packed[group.rows], keys, values, scaling)
+        out[group.rows] = _attend_decoding(group, packed[group.rows], keys, values, scaling)
     for chunk in layout.chunks:
         span = chunk.span
         where = slice(span.query, span.query + span.queries)
-        out[where] = _prefill(chunk, packed[where], keys, values, scaling)
+        out[where] = _attend_chunk(chunk, packed[where], keys, values, scaling)
     return out.unsqueeze(0), None
 
 
-def _decode(
+def _attend_decoding(
     group: Group, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
 ) -> Tensor:
     """Attend with one query per request, [size, heads, width].
@@ -227,7 +227,7 @@ def _decode(
     return out.reshape(group.size, query.shape[1], -1)
 
 
-def _prefill(
+def _attend_chunk(
     chunk: Chunk, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
 ) -> Tensor:
     """Attend with several queries of one request, [queries, heads, width]."""
@@ -248,7 +248,7 @@ def _prefill(
     return out[0].transpose(0, 1)
 
 
-def _exchange(
+def _exchange_states(
     cache: Any, key: Tensor, value: Tensor, layer: Any, layout: Layout, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Write the new keys and values, and read the gathered ones: [n, kv heads, width]."""
@@ -311,7 +311,7 @@ AttentionInterface.register(NAME, attend)
 AttentionInterface.register(_EAGER, attend_eagerly)
 
 
-def suits(config: Any) -> bool:
+def has_full_attention(config: Any) -> bool:
     """Return whether every layer has full attention, as sdpa would compute it."""
     types = getattr(config, "layer_types", None)
     if types is None:

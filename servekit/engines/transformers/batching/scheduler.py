@@ -85,7 +85,7 @@ class GroupScheduler(FIFOScheduler):
         full = False
         after = [group for group in groups if group > self._last]
         for group in (*after, *groups[: len(groups) - len(after)]):
-            found = self._schedule(group, token_budget, cache_budget)
+            found = self._schedule_group(group, token_budget, cache_budget)
             starved += self.starved_requests
             full = full or found[0] is None
             if found[0]:
@@ -94,12 +94,12 @@ class GroupScheduler(FIFOScheduler):
         self.starved_requests = starved
         return (None if full else [], *found[1:]) if not found[0] else self._side_by_side(found)
 
-    def _schedule(self, group: int, token_budget: int, cache_budget: int) -> Scheduled:
+    def _schedule_group(self, group: int, token_budget: int, cache_budget: int) -> Scheduled:
         """Schedule with only this group visible to the library."""
         active, waiting = self.active_requests, self.waiting_requests
         order = self.waiting_requests_order
-        self.active_requests = self._of(group, active)
-        self.waiting_requests = self._of(group, waiting)
+        self.active_requests = self._states_of(group, active)
+        self.waiting_requests = self._states_of(group, waiting)
         self.waiting_requests_order = deque(key for key in order if key in self.waiting_requests)
         try:
             return super().schedule_batch(token_budget, cache_budget)
@@ -112,7 +112,7 @@ class GroupScheduler(FIFOScheduler):
             }
             self.waiting_requests_order = deque(k for k in order if k in self.waiting_requests)
 
-    def _of(self, group: int, states: dict[str, Any]) -> dict[str, Any]:
+    def _states_of(self, group: int, states: dict[str, Any]) -> dict[str, Any]:
         return {key: state for key, state in states.items() if self.rows[key].group == group}
 
     def _side_by_side(self, found: Scheduled) -> Scheduled:
@@ -142,16 +142,16 @@ class Epochs:
 
     def join(self, row: Row) -> None:
         """Set a row's epoch, so that it shares blocks with later rows unless it runs alone."""
-        row.epoch = row.alone or self._now[self._place(row)]
+        row.epoch = row.alone or self._now[self._bucket_of(row)]
 
     def leave(self, row: Row) -> int:
         """End the epoch of a row's blocks; return a number that no other row has."""
-        self._now[self._place(row)] = self._last + 1
+        self._now[self._bucket_of(row)] = self._last + 1
         self._last += 2
         return self._last
 
     @staticmethod
-    def _place(row: Row) -> int:
+    def _bucket_of(row: Row) -> int:
         return hash((row.adapter_uid, row.job.cache_salt)) % _EPOCHS
 
 
@@ -165,17 +165,19 @@ def keep_prefixes_apart(cache: Any, rows: Mapping[str, Row], epochs: Epochs) -> 
         if row.unscored:  # its whole prompt has to be read
             return 0
         changes = _changes_of(row)
-        found: int = search(request_id, _salted(prompt_ids, changes) if changes else prompt_ids)
+        found: int = search(
+            request_id, _salt_tokens(prompt_ids, changes) if changes else prompt_ids
+        )
         row.note_cached(found)
         return found
 
     cache.search_prefix_match = search_prefix_match
     for name in ("mark_complete_blocks", "mark_shareable_blocks_as_complete"):  # 5.23, 5.17
         if hasattr(cache, name):
-            setattr(cache, name, _marking(getattr(cache, name), rows))
+            setattr(cache, name, _mark_disguised(getattr(cache, name), rows))
 
 
-def _marking(mark: Any, rows: Mapping[str, Row]) -> Any:
+def _mark_disguised(mark: Any, rows: Mapping[str, Row]) -> Any:
     def mark_complete_blocks(state: Any, complete_blocks: Any) -> None:
         row = rows.get(state.request_id)
         if complete_blocks and row is not None:
@@ -192,30 +194,30 @@ class _Disguised:
     def __init__(self, state: Any, changes: Sequence[int]) -> None:
         self.request_id = state.request_id
         self.status = state.status
-        self.initial_tokens = _salted(state.initial_tokens + state.generated_tokens, changes)
+        self.initial_tokens = _salt_tokens(state.initial_tokens + state.generated_tokens, changes)
         self.generated_tokens: list[int] = []
 
 
 def _changes_of(row: Row) -> Sequence[int]:
     salt = row.job.cache_salt
-    return _changes(row.adapter_uid, f"{row.epoch}\0{salt}" if row.epoch else salt)
+    return _token_changes(row.adapter_uid, f"{row.epoch}\0{salt}" if row.epoch else salt)
 
 
-def _changes(uid: int, salt: str) -> Sequence[int]:
+def _token_changes(uid: int, salt: str) -> Sequence[int]:
     """Return the 30-bit changes of the first tokens; none for the base without a salt."""
     if not uid and not salt:
         return ()
     changes = [uid * _SALT * (2 * place + 1) & _MASK30 for place in range(_SALTED)]
-    return changes if not salt else [a ^ b for a, b in zip(changes, _words(salt), strict=True)]
+    return changes if not salt else [a ^ b for a, b in zip(changes, _salt_words(salt), strict=True)]
 
 
 @lru_cache(1024)
-def _words(salt: str) -> tuple[int, ...]:
+def _salt_words(salt: str) -> tuple[int, ...]:
     digest = hashlib.sha256(salt.encode()).digest()
     return tuple(word & _MASK30 for word in struct.unpack(f"<{_SALTED}I", digest))
 
 
-def _salted(tokens: Iterable[int], changes: Sequence[int]) -> list[int]:
+def _salt_tokens(tokens: Iterable[int], changes: Sequence[int]) -> list[int]:
     """Return the tokens with the first eight changed by adapter and salt.
 
     Equal tokens remain equal, and different ones different. Eight tokens of thirty bits make a

@@ -31,14 +31,14 @@ class Disagreement(ValueError):
     """Raised if a model's output in the paged cache differs from its own."""
 
 
-def check(model: PreTrainedModel, runner: ContinuousRunner, plain_attention: str) -> None:
+def check_model(model: PreTrainedModel, runner: ContinuousRunner, plain_attention: str) -> None:
     """Raise Disagreement, or any error of running the model. Leaves the runner empty."""
-    rows = [_row(model, length) for length in _LENGTHS]
+    rows = [_probe_row(model, length) for length in _LENGTHS]
     paged = runner.logits_of(rows)
     own_attention = str(model.config._attn_implementation)
     model.set_attn_implementation(plain_attention)
     try:
-        errors = [_error(paged[row.key], _plain(model, row)) for row in rows]
+        errors = [_relative_error(paged[row.key], _plain_logits(model, row)) for row in rows]
     finally:
         model.set_attn_implementation(own_attention)
     allowed = _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
@@ -49,7 +49,7 @@ def check(model: PreTrainedModel, runner: ContinuousRunner, plain_attention: str
 
 
 def _check_unwatched(model: PreTrainedModel, runner: ContinuousRunner, rows: list[Row]) -> None:
-    again = [_row(model, len(row.job.prompt_ids)) for row in rows]
+    again = [_probe_row(model, len(row.job.prompt_ids)) for row in rows]
     for row in again:
         runner.add(row)
     while runner.running or runner.waiting:
@@ -58,7 +58,7 @@ def _check_unwatched(model: PreTrainedModel, runner: ContinuousRunner, rows: lis
         raise Disagreement("it says something else where nobody looks on")
 
 
-def _row(model: PreTrainedModel, length: int) -> Row:
+def _probe_row(model: PreTrainedModel, length: int) -> Row:
     embedding: Any = model.get_input_embeddings()
     size = embedding.weight.shape[0]
     prompt = [(7919 * (index + length)) % size for index in range(length)]
@@ -67,7 +67,7 @@ def _row(model: PreTrainedModel, length: int) -> Row:
 
 
 @torch.no_grad()
-def _plain(model: PreTrainedModel, row: Row) -> Tensor:
+def _plain_logits(model: PreTrainedModel, row: Row) -> Tensor:
     """Return logits [tokens, vocabulary] after the prompt and after each token but the last."""
     ids = torch.tensor([row.context[:-1]], device=model.device)
     whole: Any = model
@@ -75,5 +75,5 @@ def _plain(model: PreTrainedModel, row: Row) -> Tensor:
     return logits.float()
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def _relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp(min=1e-6))

@@ -41,7 +41,7 @@ class BatchSlot:
     room: int  # tokens that fit into its pages
     taken: bool = True
 
-    def said(self) -> None:
+    def update_state(self) -> None:
         """Update the library's record to the host's state."""
         whole = self.row.context
         self.state.generated_tokens = whole[len(self.state.initial_tokens) :]
@@ -79,57 +79,61 @@ class BatchSlots:
         """Give a slot to a request whose last token has been chosen but not read yet."""
         index = heapq.heappop(self._free)
         cached = row.length - 1
-        seat = BatchSlot(index, row, state, kind, cached, cached, len(pages) * size)
-        self.taken[row.key] = seat
-        self._moved[index] = _values(row, cached, kind, self.vocab_size)
-        self.lay(seat, pages)
-        return seat
+        slot = BatchSlot(index, row, state, kind, cached, cached, len(pages) * size)
+        self.taken[row.key] = slot
+        self._moved[index] = _slot_values(row, cached, kind, self.vocab_size)
+        self.set_pages(slot, pages)
+        return slot
 
-    def lay(self, seat: BatchSlot, pages: list[int]) -> None:
+    def set_pages(self, slot: BatchSlot, pages: list[int]) -> None:
         """Set the pages of a slot's tokens, in order."""
-        self._table[seat.index, : len(pages)] = pages
-        self._table[seat.index, len(pages) :] = self.trash
-        self._paged.add(seat.index)
+        self._table[slot.index, : len(pages)] = pages
+        self._table[slot.index, len(pages) :] = self.trash
+        self._paged.add(slot.index)
 
     def leave(self, key: str) -> BatchSlot | None:
         """Free a slot; later steps do not touch its pages, which another request may get."""
-        seat = self.taken.pop(key, None)
-        if seat is not None:
-            seat.taken = False
-            heapq.heappush(self._free, seat.index)
-            self._moved[seat.index] = ([0] * 7, [1.0] * 3)
-            self.lay(seat, [])
-        return seat
+        slot = self.taken.pop(key, None)
+        if slot is not None:
+            slot.taken = False
+            heapq.heappush(self._free, slot.index)
+            self._moved[slot.index] = ([0] * 7, [1.0] * 3)
+            self.set_pages(slot, [])
+        return slot
 
     @property
     def reach(self) -> int:
         """Return the number of slots up to the last taken one."""
-        return max((seat.index for seat in self.taken.values()), default=-1) + 1
+        return max((slot.index for slot in self.taken.values()), default=-1) + 1
 
     def upload(self) -> None:
         """Send changes to the device, in order with the steps and without waiting."""
         if self._moved:
-            where = self._index(self._moved)
+            where = self._index_tensor(self._moved)
             ints, floats = zip(*self._moved.values(), strict=True)
-            self.ints.index_copy_(0, where, self._sent(np.array(ints, np.int64)))
-            self.floats.index_copy_(0, where, self._sent(np.array(floats, np.float32)))
+            self.ints.index_copy_(0, where, self._send_values(np.array(ints, np.int64)))
+            self.floats.index_copy_(0, where, self._send_values(np.array(floats, np.float32)))
             self._moved.clear()
         if self._paged:
             rows = sorted(self._paged)
-            self.table.index_copy_(0, self._index(rows), self._sent(self._table[rows]))
+            self.table.index_copy_(
+                0, self._index_tensor(rows), self._send_values(self._table[rows])
+            )
             self._paged.clear()
 
-    def _index(self, seats: Iterable[int]) -> Tensor:
-        return self._sent(np.fromiter(seats, np.int64))
+    def _index_tensor(self, slots: Iterable[int]) -> Tensor:
+        return self._send_values(np.fromiter(slots, np.int64))
 
-    def _sent(self, values: Any) -> Tensor:
+    def _send_values(self, values: Any) -> Tensor:
         made = torch.from_numpy(values)
         if self.device.type == "cpu":
             return made
         return made.pin_memory().to(self.device, non_blocking=True)
 
 
-def _values(row: Row, cached: int, kind: int, vocab_size: int) -> tuple[list[int], list[float]]:
+def _slot_values(
+    row: Row, cached: int, kind: int, vocab_size: int
+) -> tuple[list[int], list[float]]:
     sampling: Sampling = row.sampling
     noise = noise_base(sampling.seed)
     token = row.context[-1]

@@ -7,7 +7,7 @@ A request that ended with step n still takes part in n+1: that step writes past 
 that was still the request's own when the step started, and its token is discarded. A page that
 another request gets is written only by later steps, in the device's order.
 
-Rows that need the host between logits and token (`device_sampling.careful`) make the step
+Rows that need the host between logits and token (`device_sampling.needs_host`) make the step
 synchronous: the forward pass is the same, but `sampling` chooses the tokens of all rows.
 """
 
@@ -23,14 +23,13 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.transformers.decode import batch_slots, device_sampling
-from servekit.engines.transformers.decode.attention_metadata import Holder, Step
 from servekit.engines.transformers.decode.batch_slots import BatchSlot, BatchSlots
 from servekit.engines.transformers.decode.device_sampling import SamplingMode
 from servekit.engines.transformers.decode.graphs import Graphs
 from servekit.engines.transformers.decode.kernels import Kernel
-from servekit.engines.transformers.decode.page_table import Pages
+from servekit.engines.transformers.decode.page_table import Holder, Pages, Step
 from servekit.engines.transformers.request_row import Row
-from servekit.engines.transformers.sampling.sampler import Sampler, best
+from servekit.engines.transformers.sampling import Sampler, best_tokens
 
 Output = tuple[Row, StepOutput]
 #: transformers 5.17 allocates up to two blocks more than a request fills; one is for the extra
@@ -50,7 +49,7 @@ class StepOptions(NamedTuple):
 class InflightStep(NamedTuple):
     """A step that has been started, whose tokens are on their way to the host."""
 
-    riders: list[BatchSlot]
+    running: list[BatchSlot]
     tokens: Tensor
     arrived: Any  # torch.cuda.Event; None if they have arrived
 
@@ -59,27 +58,32 @@ class DecodeLoop:
     """Decoder of the rows in slots; `rows` are all running rows by key."""
 
     def __init__(
-        self, model: Any, made: Any, rows: MutableMapping[str, Row], slots: int, wish: StepOptions
+        self,
+        model: Any,
+        made: Any,
+        rows: MutableMapping[str, Row],
+        slots: int,
+        options: StepOptions,
     ) -> None:
         """Use the library's batch processor `made`. Raises ValueError for an unknown cache."""
         self._model = model
         self._scheduler = made.scheduler
         self._rows = rows
-        self._wish = wish
+        self._options = options
         self.pages = Pages(made.cache, made.scheduler)
         device = model.device
         head = model.get_output_embeddings() or model.get_input_embeddings()
         self._vocab_size = int(head.weight.shape[0])
-        wide = -(-wish.context // self.pages.size) + _SPARE_PAGES
-        self._seats = BatchSlots(slots, wide, self.pages.trash, self._vocab_size, device)
-        self._graphs = Graphs(device, wish.graphs)
+        wide = -(-options.context // self.pages.size) + _SPARE_PAGES
+        self._slots = BatchSlots(slots, wide, self.pages.trash, self._vocab_size, device)
+        self._graphs = Graphs(device, options.graphs)
         self._holder = Holder()
         self._sampler = Sampler()
         self._chosen = torch.zeros(slots, dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
         self._heard = [torch.zeros(slots, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._logits: Tensor | None = None
-        self._flight: InflightStep | None = None
+        self._inflight: InflightStep | None = None
         self._watched: set[str] = set()
 
     # ---- participants
@@ -87,16 +91,16 @@ class DecodeLoop:
     @property
     def seated(self) -> MutableMapping[str, BatchSlot]:
         """Return the slots by key; the library's scheduler must not run these requests."""
-        return self._seats.taken
+        return self._slots.taken
 
     @property
     def how(self) -> str:
         """Return a short description for people."""
         graphs = "CUDA graphs" if self._graphs.on else "no CUDA graphs"
         failure = f" ({self._graphs.failure})" if self._graphs.failure else ""
-        return f"{graphs}{failure}, {self._wish.kernel.name} attention"
+        return f"{graphs}{failure}, {self._options.kernel.name} attention"
 
-    def take_in(self) -> None:
+    def admit_rows(self) -> None:
         """Give slots to all decoding rows; a row with an adapter stays with the library."""
         for key, state in self._scheduler.active_requests.items():
             row = self._rows.get(key)
@@ -104,26 +108,26 @@ class DecodeLoop:
                 continue
             if state.status == RequestStatus.DECODING and state.position_offset == row.length - 1:
                 kind = device_sampling.kind_of(row)
-                self._seats.take(row, state, kind, self._pages_of(key), self.pages.size)
-                if device_sampling.careful(row, self._vocab_size):
+                self._slots.take(row, state, kind, self._pages_of(key), self.pages.size)
+                if device_sampling.needs_host(row, self._vocab_size):
                     self._watched.add(key)
 
     def leave(self, key: str) -> None:
         """Free the slot of a cancelled row; the output of its running step is discarded."""
-        self._seats.leave(key)
+        self._slots.leave(key)
         self._watched.discard(key)
 
-    def give_back(self) -> None:
+    def return_rows(self) -> None:
         """Return all rows to the library; no step may be running."""
-        for key, seat in list(self.seated.items()):
-            seat.said()
+        for key, slot in list(self.seated.items()):
+            slot.update_state()
             self.leave(key)
 
     def close(self) -> None:
         """Wait for the running step on the device, before the cache is freed."""
-        if self._flight is not None and self._flight.arrived is not None:
-            self._flight.arrived.synchronize()
-        self._flight = None
+        if self._inflight is not None and self._inflight.arrived is not None:
+            self._inflight.arrived.synchronize()
+        self._inflight = None
 
     # ---- steps
 
@@ -132,147 +136,152 @@ class DecodeLoop:
 
         Without room for the step, all rows are returned to the library, which then frees some.
         """
-        self._watched = {key for key in self._watched if self._careful(key)}
+        self._watched = {key for key in self._watched if self._needs_host(key)}
         if self._watched:
-            return self.land() + (self._look_on() if self.seated else [])
+            return self.finish_step() + (self._look_on() if self.seated else [])
         if not self._make_room():
             return self._run_dry()
-        before, self._flight = self._flight, self._start()
-        return self._settle(before) + ([] if self._wish.ahead else self.land())
+        before, self._inflight = self._inflight, self._start_step()
+        return self._settle_step(before) + ([] if self._options.ahead else self.finish_step())
 
-    def land(self) -> list[Output]:
+    def finish_step(self) -> list[Output]:
         """Return the output of the running step, if any."""
-        flight, self._flight = self._flight, None
-        return self._settle(flight)
+        inflight, self._inflight = self._inflight, None
+        return self._settle_step(inflight)
 
-    def _careful(self, key: str) -> bool:
-        return device_sampling.careful(self.seated[key].row, self._vocab_size)
+    def _needs_host(self, key: str) -> bool:
+        return device_sampling.needs_host(self.seated[key].row, self._vocab_size)
 
     def _look_on(self) -> list[Output]:
         """Run a step whose tokens the host chooses."""
         if not self._make_room():
             return self._run_dry()
-        riders = self._run(device_sampling.FREE)
+        running = self._run_slots(device_sampling.FREE)
         assert self._logits is not None
-        ints = self._seats.ints
-        where = torch.tensor([seat.index for seat in riders], device=ints.device)
-        scores, rows = self._logits[where], [seat.row for seat in riders]
+        ints = self._slots.ints
+        where = torch.tensor([slot.index for slot in running], device=ints.device)
+        scores, rows = self._logits[where], [slot.row for slot in running]
         for row, logits in zip(rows, scores, strict=True):
             if row.noted is not None:
                 row.noted.append(logits.clone())
         self._sampler.apply(rows, scores)
-        tokens = best(scores)
+        tokens = best_tokens(scores)
         ints[where, batch_slots.TOKEN] = tokens.clamp(min=0)
-        _advance(ints)
-        return [self._say(seat, token) for seat, token in zip(riders, tokens.tolist(), strict=True)]
+        _advance_slots(ints)
+        return [
+            self._push_token(slot, token)
+            for slot, token in zip(running, tokens.tolist(), strict=True)
+        ]
 
-    def _start(self) -> InflightStep | None:
+    def _start_step(self) -> InflightStep | None:
         """Start a step; return None if every slot's request ends with the running step."""
-        if all(_ending(seat) for seat in self.seated.values()):
+        if all(_is_ending(slot) for slot in self.seated.values()):
             return None
-        kinds = {seat.kind for seat in self.seated.values()}
-        riders = self._run(
+        kinds = {slot.kind for slot in self.seated.values()}
+        running = self._run_slots(
             SamplingMode(plain=batch_slots.PLAIN in kinds, ranked=batch_slots.RANKED in kinds)
         )
         self._heard.reverse()
-        reach = max(seat.index for seat in riders) + 1
+        reach = max(slot.index for slot in running) + 1
         heard = self._heard[0][:reach].copy_(self._chosen[:reach], non_blocking=True)
         arrived = None
         if heard.is_pinned():
             cuda: Any = torch.cuda  # untyped in part
             arrived = cuda.Event()
             arrived.record()
-        return InflightStep(riders, heard, arrived)
+        return InflightStep(running, heard, arrived)
 
-    def _settle(self, flight: InflightStep | None) -> list[Output]:
-        if flight is None:
+    def _settle_step(self, inflight: InflightStep | None) -> list[Output]:
+        if inflight is None:
             return []
-        if flight.arrived is not None:
-            flight.arrived.synchronize()
-        tokens = flight.tokens.tolist()
-        return [self._say(seat, tokens[seat.index]) for seat in flight.riders if seat.taken]
+        if inflight.arrived is not None:
+            inflight.arrived.synchronize()
+        tokens = inflight.tokens.tolist()
+        return [
+            self._push_token(slot, tokens[slot.index]) for slot in inflight.running if slot.taken
+        ]
 
-    def _say(self, seat: BatchSlot, token: int) -> Output:
-        row = seat.row
-        seat.done += 1
+    def _push_token(self, slot: BatchSlot, token: int) -> Output:
+        row = slot.row
+        slot.done += 1
         output = row.push(token)
         output.cached_tokens = row.cached_tokens or 0
-        if seat.done % self.pages.size == 0:
-            seat.said()
-            self.pages.complete(seat.state)
-            self._lay(seat)  # a block may have been exchanged for an equal one
+        if slot.done % self.pages.size == 0:
+            slot.update_state()
+            self.pages.complete(slot.state)
+            self._update_pages(slot)  # a block may have been exchanged for an equal one
         if output.finish or output.error:
-            self._end(seat)
+            self._end_row(slot)
         return row, output
 
-    def _end(self, seat: BatchSlot) -> None:
-        key = seat.row.key
+    def _end_row(self, slot: BatchSlot) -> None:
+        key = slot.row.key
         self.leave(key)
         self._scheduler.finish_request(key)
         self._scheduler.block_new_requests = False
-        seat.state.status = RequestStatus.FINISHED
+        slot.state.status = RequestStatus.FINISHED
         del self._rows[key]
 
     # ---- room
 
     def _make_room(self) -> bool:
-        for seat in self.seated.values():
-            if seat.started < seat.room or _ending(seat):
+        for slot in self.seated.values():
+            if slot.started < slot.room or _is_ending(slot):
                 continue
-            seat.state.position_offset = seat.started
-            if not self.pages.reserve(seat.state):
+            slot.state.position_offset = slot.started
+            if not self.pages.reserve(slot.state):
                 return False
-            self._lay(seat)
+            self._update_pages(slot)
         return True
 
     def _run_dry(self) -> list[Output]:
-        outputs = self.land()
-        self.give_back()
+        outputs = self.finish_step()
+        self.return_rows()
         return outputs
 
-    def _lay(self, seat: BatchSlot) -> None:
-        pages = self._pages_of(seat.row.key)
-        seat.room = len(pages) * self.pages.size
-        self._seats.lay(seat, pages)
+    def _update_pages(self, slot: BatchSlot) -> None:
+        pages = self._pages_of(slot.row.key)
+        slot.room = len(pages) * self.pages.size
+        self._slots.set_pages(slot, pages)
 
     def _pages_of(self, key: str) -> list[int]:
         return [block * self.pages.stride for block in self.pages.of(key)]
 
     # ---- on the device
 
-    def _run(self, manner: SamplingMode) -> list[BatchSlot]:
+    def _run_slots(self, mode: SamplingMode) -> list[BatchSlot]:
         """Start a step of all slots, and return these."""
-        self._seats.upload()
-        size = bucket(self._seats.reach, self._seats.count)
-        work = partial(self._work, size, manner)
-        self._graphs.run((size, manner), work, self._seats.ints)
-        riders = list(self.seated.values())
-        for seat in riders:
-            seat.started += 1
-        return riders
+        self._slots.upload()
+        size = bucket_size(self._slots.reach, self._slots.count)
+        work = partial(self._compute_step, size, mode)
+        self._graphs.run((size, mode), work, self._slots.ints)
+        running = list(self.seated.values())
+        for slot in running:
+            slot.started += 1
+        return running
 
-    def _work(self, size: int, manner: SamplingMode) -> None:
+    def _compute_step(self, size: int, mode: SamplingMode) -> None:
         """Run the step, using only tensors at fixed addresses and without waiting for any."""
-        ints, floats = self._seats.ints[:size], self._seats.floats[:size]
-        logits = self._forward(ints, self._seats.table[:size])
-        if manner.free:
+        ints, floats = self._slots.ints[:size], self._slots.floats[:size]
+        logits = self._forward_slots(ints, self._slots.table[:size])
+        if mode.free:
             if self._logits is None:
-                shape = (self._seats.count, logits.shape[-1])
+                shape = (self._slots.count, logits.shape[-1])
                 self._logits = torch.empty(shape, dtype=torch.float32, device=logits.device)
             self._logits[:size].copy_(logits)
             return
-        tokens = device_sampling.choose(logits.float(), ints, floats, manner)
+        tokens = device_sampling.choose_tokens(logits.float(), ints, floats, mode)
         self._chosen[:size].copy_(tokens)
         ints[:, batch_slots.TOKEN].copy_(tokens.clamp(min=0))  # an invalid token ends its row later
-        _advance(ints)
+        _advance_slots(ints)
 
-    def _forward(self, ints: Tensor, table: Tensor) -> Tensor:
+    def _forward_slots(self, ints: Tensor, table: Tensor) -> Tensor:
         """Return the logits of each slot, [slots, vocabulary]."""
         position, size = ints[:, batch_slots.POSITION].contiguous(), self.pages.size
         place = (position // size).clamp(max=table.shape[1] - 1).unsqueeze(1)
         page = table.gather(1, place).squeeze(1).long()
         slots, lengths = page * size + position % size, (position + 1).int()
-        self._holder.layout = Step(self.pages, self._wish.kernel.attend, table, slots, lengths)
+        self._holder.layout = Step(self.pages, self._options.kernel.attend, table, slots, lengths)
         logits: Tensor = self._model(
             input_ids=ints[:, batch_slots.TOKEN].unsqueeze(0),
             position_ids=position.unsqueeze(0),
@@ -283,15 +292,15 @@ class DecodeLoop:
         return logits[0]
 
 
-def bucket(seated: int, most: int) -> int:
+def bucket_size(seated: int, most: int) -> int:
     """Return the batch size for a number of slots: there are few sizes, each with its own graph."""
     return min(most, 1 << (seated - 1).bit_length())
 
 
-def _advance(ints: Tensor) -> None:
+def _advance_slots(ints: Tensor) -> None:
     ints[:, batch_slots.POSITION : batch_slots.COUNT + 1].add_(ints[:, batch_slots.ALIVE :])
 
 
-def _ending(seat: BatchSlot) -> bool:
+def _is_ending(slot: BatchSlot) -> bool:
     """Return whether the request's last token is being computed."""
-    return seat.row.remaining <= seat.started - seat.done
+    return slot.row.remaining <= slot.started - slot.done

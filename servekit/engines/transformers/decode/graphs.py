@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from servekit.errors import describe_error
+
 log = logging.getLogger(__name__)
 
 
@@ -37,28 +39,27 @@ class Graphs:
             work()
             return
         if key not in self._graphs:
-            self._graphs[key] = self._recorded(work, changed)
+            self._graphs[key] = self._try_record(work, changed)
         graph = self._graphs[key]
         if graph is None:
             work()
         else:
             graph.replay()
 
-    def _recorded(self, work: Callable[[], None], changed: Tensor) -> Any:
+    def _try_record(self, work: Callable[[], None], changed: Tensor) -> Any:
         """Return the graph, or None if recording fails."""
         try:
-            return self._record(work, changed)
+            return self._record_graph(work, changed)
         except Exception as error:  # any failure of a model: it is served without a graph
-            first = next(iter(str(error).splitlines()), "")
-            self.failure = f"{type(error).__name__}: {first}"
+            self.failure = describe_error(error)
             log.warning("a step cannot be recorded as a CUDA graph: %s", self.failure)
             torch.cuda.synchronize(self._device)
             return None
 
-    def _record(self, work: Callable[[], None], changed: Tensor) -> Any:
+    def _record_graph(self, work: Callable[[], None], changed: Tensor) -> Any:
         kept = changed.clone()
         try:
-            self._rehearse(work)  # compiles kernels outside the graph
+            self._rehearse_work(work)  # compiles kernels outside the graph
         finally:
             changed.copy_(kept)
         if self._pool is None:
@@ -69,7 +70,7 @@ class Graphs:
             work()
         return graph
 
-    def _rehearse(self, work: Callable[[], None]) -> None:
+    def _rehearse_work(self, work: Callable[[], None]) -> None:
         cuda: Any = torch.cuda  # untyped in part
         current, side = cuda.current_stream(), cuda.Stream(self._device)
         side.wait_stream(current)

@@ -17,7 +17,7 @@ comes with torch) there are those of packages, with these requirements:
     flash-attn     FlashAttention-2: page size a multiple of 256 tokens; a source package
     torch          `torch.nn.attention.varlen` with `block_table`; the page sizes of flash-attn
 
-The chosen kernel must agree with `reference` when it is chosen: `agrees`.
+The chosen kernel must agree with `reference_attention` when it is chosen: `check_kernel`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -33,6 +33,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from servekit.errors import describe_error
 
 log = logging.getLogger(__name__)
 
@@ -66,46 +68,47 @@ class Shape:
     device: torch.device
 
 
-def choose(wish: str, shape: Shape) -> Kernel:
+def choose_kernel(wish: str, shape: Shape) -> Kernel:
     """Return the requested kernel, or with "auto" the first that works here.
 
     Raises LookupError with the reason if there is none.
     """
     if wish != "auto":
-        return _tried(wish, shape)
+        return _try_kernel(wish, shape)
     reasons = []
     for name in ("flash4", "flash3", "triton", "flash2", "torch"):
         try:
-            return _tried(name, shape)
+            return _try_kernel(name, shape)
         except LookupError as error:
             reasons.append(str(error))
     raise LookupError("; ".join(reasons))
 
 
-def _tried(name: str, shape: Shape) -> Kernel:
+def _try_kernel(name: str, shape: Shape) -> Kernel:
     try:
         kernel = MAKERS[name](shape)
         if kernel.captured:
-            agrees(kernel, shape)
+            check_kernel(kernel, shape)
     except Exception as error:  # a compiler's own error, a missing symbol: any failure excludes it
-        first = next(iter(str(error).splitlines()), "")
-        raise LookupError(f"{name}: {type(error).__name__}: {first}"[:300]) from error
+        raise LookupError(f"{name}: {describe_error(error)}"[:300]) from error
     return kernel
 
 
 @torch.no_grad()
-def agrees(kernel: Kernel, shape: Shape) -> None:
-    """Raise ValueError unless the kernel agrees with `reference` for requests of all lengths."""
+def check_kernel(kernel: Kernel, shape: Shape) -> None:
+    """Raise ValueError unless the kernel agrees with `reference_attention` for all lengths."""
     size = shape.page_size
     lengths = [1, size, size + 1, 3 * size - 1, 777, 2050]
-    case = example(shape, lengths)
-    found, expected = kernel.attend(*case).float(), reference(*case).float()
+    case = make_example(shape, lengths)
+    found, expected = kernel.attend(*case).float(), reference_attention(*case).float()
     error = float((found - expected).norm() / expected.norm())
     if not error <= _TOLERANCE.get(shape.dtype, _HALF_TOLERANCE):  # NaN is no agreement
         raise ValueError(f"its attention is off by {error:.1%}")
 
 
-def example(shape: Shape, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Any]:
+def make_example(
+    shape: Shape, lengths: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Any]:
     """Return random arguments for a kernel, with requests of these lengths on scattered pages."""
     made = torch.Generator().manual_seed(7)
     size = shape.page_size
@@ -130,7 +133,7 @@ def example(shape: Shape, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, T
 # ---------------------------------------------------------------- without a package
 
 
-def reference(
+def reference_attention(
     query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
 ) -> Tensor:
     """Compute in plain torch, on any device; waits for the device to learn the longest length."""
@@ -149,11 +152,11 @@ def reference(
     return out.reshape(query.shape[0], query.shape[1], -1)
 
 
-def _reference(shape: Shape) -> Kernel:
-    return Kernel("reference", reference, captured=False)
+def _make_reference(shape: Shape) -> Kernel:
+    return Kernel("reference", reference_attention, captured=False)
 
 
-def _triton(shape: Shape) -> Kernel:
+def _make_triton(shape: Shape) -> Kernel:
     if shape.device.type != "cuda":
         raise LookupError("Triton runs on a GPU only")
     from servekit.engines.transformers.decode import paged_triton
@@ -164,7 +167,7 @@ def _triton(shape: Shape) -> Kernel:
 # ---------------------------------------------------------------- from packages
 
 
-def _torch(shape: Shape) -> Kernel:
+def _make_torch(shape: Shape) -> Kernel:
     varlen: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     if "block_table" not in inspect.signature(varlen).parameters:
         raise LookupError(f"torch {torch.__version__} has no paged attention")
@@ -187,12 +190,12 @@ def _torch(shape: Shape) -> Kernel:
     return Kernel("torch", attend)
 
 
-def _flash2(shape: Shape) -> Kernel:
+def _make_flash2(shape: Shape) -> Kernel:
     _need_big_pages(shape)
     return _with_cache("flash2", "flash_attn", "block_table")
 
 
-def _flash3(shape: Shape) -> Kernel:
+def _make_flash3(shape: Shape) -> Kernel:
     return _with_cache("flash3", "flash_attn_interface", "page_table")
 
 
@@ -217,7 +220,7 @@ def _with_cache(name: str, module: str, table_argument: str) -> Kernel:
     return Kernel(name, attend)
 
 
-def _flash4(shape: Shape) -> Kernel:
+def _make_flash4(shape: Shape) -> Kernel:
     if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
         raise LookupError("flash-attn-4 is not installed")
     varlen: Any = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
@@ -244,15 +247,10 @@ def _need_big_pages(shape: Shape) -> None:
 
 
 MAKERS: dict[str, Callable[[Shape], Kernel]] = {
-    "reference": _reference,
-    "triton": _triton,
-    "torch": _torch,
-    "flash2": _flash2,
-    "flash3": _flash3,
-    "flash4": _flash4,
+    "reference": _make_reference,
+    "triton": _make_triton,
+    "torch": _make_torch,
+    "flash2": _make_flash2,
+    "flash3": _make_flash3,
+    "flash4": _make_flash4,
 }
-
-
-def names() -> Iterable[str]:
-    """Return the names of all kernels, installed or not."""
-    return MAKERS

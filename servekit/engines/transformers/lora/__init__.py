@@ -6,7 +6,7 @@
     peft_model.py     PEFT's own layers on a skeleton, checked by shape, and their weights
     batching_mode.py  how an adapter shares batches, and why
     batched_lora.py   low-rank adapters and virtual tokens in the running model, token by token
-    verify.py         the checks before an adapter is served; layer_checks.py, tolerance.py
+    verify.py         the checks before an adapter is served, and their tolerances
     manager.py        loading and unloading: all of the above, in order
 
 Nothing here is imported before a model is loaded, and peft not before an adapter is.

@@ -28,19 +28,19 @@ class AdapterFiles:
     shapes: dict[str, tuple[int, ...]]
 
 
-def read(spec: AdapterSpec) -> AdapterFiles:
+def read_adapter(spec: AdapterSpec) -> AdapterFiles:
     """Find the adapter and fetch it if necessary; its weights are not read.
 
     Raises RequestError if the folder holds no adapter, a damaged one, or weights only as a pickle,
     and LoadError if it cannot be fetched now.
     """
     folder = resolve_adapter(spec.path, spec.revision)
-    config = _config(folder)
+    config = _read_config(folder)
     _require_safetensors(folder)
-    return AdapterFiles(folder, config, _shapes(folder / WEIGHTS))
+    return AdapterFiles(folder, config, _read_shapes(folder / WEIGHTS))
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         what = (
@@ -71,6 +71,6 @@ def _require_safetensors(folder: Path) -> None:
         raise RequestError(f"{path} is damaged: {reason}. Fetch it again.", param=PARAM)
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     with safe_open(path, "pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

@@ -89,11 +89,11 @@ class Step:
         step = cls(0)
         for part in parts:
             if part.adapter is not None and part.adapter.model is None:
-                step._take(part, part.adapter)
+                step._take_part(part, part.adapter)
             step.tokens += part.count
         return step if step.runs or step.prompts else None
 
-    def _take(self, part: Part, adapter: Adapter) -> None:
+    def _take_part(self, part: Part, adapter: Adapter) -> None:
         start, stop = self.tokens, self.tokens + part.count
         if adapter.prompt is not None:
             if part.past < adapter.virtual_tokens:
@@ -152,7 +152,7 @@ class BatchedLora:
         """Install an adapter; on an exception nothing of it remains."""
         try:
             for name, factors in adapter.factors.items():
-                self._layer(name).put(adapter.uid, factors)
+                self._mixed_layer(name).put(adapter.uid, factors)
             if adapter.prompt is not None:
                 self._prompts += 1
                 self._wrap_embedding()
@@ -193,7 +193,7 @@ class BatchedLora:
         up = torch.cat([one.up for one in factors.values()])
         return Stack(self._keys[who], who, places, down, up)
 
-    def _layer(self, name: str) -> MixedLayer:
+    def _mixed_layer(self, name: str) -> MixedLayer:
         if name not in self._layers:
             self._layers[name] = MixedLayer(self, self._model.get_submodule(name))
         return self._layers[name]
@@ -202,9 +202,9 @@ class BatchedLora:
         if self._embedding is None:
             inputs: Any = self._model
             self._embedding = _Wrapped(inputs.get_input_embeddings())
-            self._embedding.wrap(self._embed)
+            self._embedding.wrap(self._embed_tokens)
 
-    def _embed(self, plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _embed_tokens(self, plain: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Compute the base's embedding, with the adapters' own rows for virtual tokens."""
         out = plain(*args, **kwargs)
         if self.step is not None:
@@ -240,14 +240,14 @@ class MixedLayer:
         self._factors: dict[int, Factors] = {}
         self._stack: Stack | None = None
         self._wrapped = _Wrapped(module)
-        self._wrapped.wrap(self._forward)
+        self._wrapped.wrap(self._forward_mixed)
 
     def put(self, uid: int, factors: Factors) -> None:
-        self._restack(self._factors | {uid: factors})
+        self._restack_factors(self._factors | {uid: factors})
 
     def drop(self, uid: int) -> bool:
         """Remove an adapter; return True if none is left."""
-        self._restack({other: f for other, f in self._factors.items() if other != uid})
+        self._restack_factors({other: f for other, f in self._factors.items() if other != uid})
         return not self._factors
 
     def tensors(self) -> Iterator[Tensor]:
@@ -257,7 +257,7 @@ class MixedLayer:
     def unwrap(self) -> None:
         self._wrapped.unwrap()
 
-    def _restack(self, factors: dict[int, Factors]) -> None:
+    def _restack_factors(self, factors: dict[int, Factors]) -> None:
         """Copy all factors into one stack, and replace them by views of it to save memory."""
         self._stack = stack = self._mixing.stack(factors) if factors else None
         if stack is not None:
@@ -266,15 +266,17 @@ class MixedLayer:
             }
         self._factors = factors
 
-    def _forward(self, plain: Callable[..., Tensor], x: Tensor, *args: Any, **kw: Any) -> Tensor:
+    def _forward_mixed(
+        self, plain: Callable[..., Tensor], x: Tensor, *args: Any, **kw: Any
+    ) -> Tensor:
         out = plain(x, *args, **kw)
         step, stack = self._mixing.step, self._stack
         if step is not None and step.runs and stack is not None:
-            _add(step, stack, x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]))
+            _add_products(step, stack, x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]))
         return out
 
 
-def _add(step: Step, stack: Stack, x: Tensor, out: Tensor) -> None:
+def _add_products(step: Step, stack: Stack, x: Tensor, out: Tensor) -> None:
     """Add the adapters' products with `x` [tokens, in] to `out` [tokens, out] in place."""
     plan = step.plan(stack)
     if len(plan.runs) > 1 and _stacked_is_quicker(plan, x, out):

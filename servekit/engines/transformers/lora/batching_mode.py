@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from servekit.engines.transformers.batching import kv_cache
 from servekit.engines.transformers.lora.adapter import Factors
 from servekit.engines.transformers.lora.adapter_files import PARAM
 from servekit.engines.transformers.lora.module_clone import ModuleClones
 from servekit.engines.transformers.lora.peft_model import NAME
 from servekit.errors import RequestError
 from servekit.protocol.adapters import AdapterMode
+from servekit.system import cgroup
+from servekit.units import format_bytes
 
 #: Tuners that compute a whole weight, or invert a matrix, in each layer and step.
 COSTLY = {
@@ -41,11 +42,11 @@ class Choice:
     why: str  # a sentence
 
 
-def choose(kind: str, model: Any, skeletons: ModuleClones) -> Choice:
+def choose_mode(kind: str, model: Any, skeletons: ModuleClones) -> Choice:
     """Choose the mode for a PeftModel of this kind, whose weights are loaded."""
     if kind in PROMPTS:
         return Choice("mixed", "Its virtual tokens stand before the prompt as tokens of its own.")
-    obstacle = _unmixable(kind, model, skeletons)
+    obstacle = _explain_unmixable(kind, model, skeletons)
     if not obstacle:
         return Choice("mixed", "Low-rank factors are added token by token, beside all others.")
     if kind not in COSTLY:
@@ -54,13 +55,13 @@ def choose(kind: str, model: Any, skeletons: ModuleClones) -> Choice:
     if needed > free * MERGE_FRACTION:
         return Choice(
             "grouped",
-            f"{obstacle}, and merging needs {needed / 2**20:.0f} MiB for copies of the weights "
-            f"where {free / 2**20:.0f} MiB are free.",
+            f"{obstacle}, and merging needs {format_bytes(needed)} for copies of the weights "
+            f"where {format_bytes(free)} are free.",
         )
     return Choice(
         "merged",
         f"{obstacle}, and its own layers are costly: it is merged into copies of the weights that "
-        f"it changes, {needed / 2**20:.1f} MiB.",
+        f"it changes, {format_bytes(needed)}.",
     )
 
 
@@ -99,7 +100,7 @@ def copied_bytes(model: Any) -> int:
     return sum(p.numel() * p.element_size() for base in bases for p in base.parameters())
 
 
-def _unmixable(kind: str, model: Any, skeletons: ModuleClones) -> str:
+def _explain_unmixable(kind: str, model: Any, skeletons: ModuleClones) -> str:
     """Return why tokens of this adapter cannot share a step with others, or ""."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -112,11 +113,11 @@ def _unmixable(kind: str, model: Any, skeletons: ModuleClones) -> str:
         return "It brings weights of the base, changed"
     layers = tuner_layers(model)
     head = inner.get_output_embeddings()
-    odd = next((n for n, layer in layers if not _plain(layer) or layer.base_layer is head), "")
+    odd = next((n for n, layer in layers if not _is_plain(layer) or layer.base_layer is head), "")
     return f"Its layer {odd} is more than low-rank factors on a linear layer" if odd else ""
 
 
-def _plain(layer: Any) -> bool:
+def _is_plain(layer: Any) -> bool:
     from peft.tuners.lora.layer import Linear
     from transformers.pytorch_utils import Conv1D
 
@@ -135,13 +136,13 @@ def _changes_the_base(inner: nn.Module, skeletons: ModuleClones) -> bool:
 def _free_bytes(skeletons: ModuleClones) -> int:
     device = next(skeletons.base.parameters()).device
     if device.type != "cuda":
-        return kv_cache.available_host_bytes()
+        return cgroup.available_memory_bytes()
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + held
 
 
 @torch.no_grad()
-def merge(model: Any) -> Any:
+def merge_adapter(model: Any) -> Any:
     """Merge a PeftModel into copies of the weights that it changes; return the bare model."""
     for _, layer in tuner_layers(model):
         base = layer.get_base_layer()

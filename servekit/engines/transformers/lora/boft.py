@@ -21,10 +21,10 @@ class BlockDiagonal:
     @staticmethod
     def forward(blocks: Tensor) -> tuple[Tensor]:
         """Convert blocks [n, d, h, h] to block-diagonal matrices [n, d * h, d * h]."""
-        return (torch.stack([_diagonal(each) for each in blocks]),)
+        return (torch.stack([_block_diagonal(each) for each in blocks]),)
 
 
-def _diagonal(blocks: Tensor) -> Tensor:
+def _block_diagonal(blocks: Tensor) -> Tensor:
     make: Any = torch.block_diag  # untyped in the library
     matrix: Tensor = make(*blocks.unbind())
     return matrix

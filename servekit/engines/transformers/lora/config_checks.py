@@ -42,7 +42,7 @@ _REFUSED = {
 }
 
 
-def check(files: AdapterFiles, max_rank: int) -> None:
+def check_config(files: AdapterFiles, max_rank: int) -> None:
     """Raise RequestError if this kind of adapter is not served, or its rank is too high."""
     config = files.config
     kind = config.get("peft_type")
@@ -103,10 +103,10 @@ def _check_names(config: dict[str, Any]) -> None:
 
 def rank_of(config: dict[str, Any]) -> int:
     """Return the highest rank in an adapter's configuration; 0 if its tuner has none."""
-    return max(_ranks(config), default=0)
+    return max(_stated_ranks(config), default=0)
 
 
-def _ranks(config: dict[str, Any]) -> Iterator[int]:
+def _stated_ranks(config: dict[str, Any]) -> Iterator[int]:
     patterns = config.get("rank_pattern")
     stated = [config.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
     yield from (rank for rank in stated if isinstance(rank, int) and not isinstance(rank, bool))
@@ -131,10 +131,10 @@ def other_base(config: dict[str, Any], names: set[str]) -> str:
     stated = config.get("base_model_name_or_path")
     if not isinstance(stated, str) or not stated:
         return ""
-    wanted, known = _last(stated), {_last(name) for name in names if name}
+    wanted, known = _last_part(stated), {_last_part(name) for name in names if name}
     converted = any(n.endswith(".gguf") and n.startswith(wanted) for n in known)  # NAME.Q4_1.gguf
     return "" if converted or wanted in known else stated
 
 
-def _last(name: str) -> str:
+def _last_part(name: str) -> str:
     return PurePosixPath(name.rstrip("/")).name.lower()

@@ -29,43 +29,38 @@ class ModuleClones:
     """Factory of skeletons of one model, which run with the model's plain attention."""
 
     def __init__(self, model: PreTrainedModel, attention: str | None) -> None:
-        self.base: PreTrainedModel = _twin(model)
+        self.base: PreTrainedModel = _clone_modules(model)
         if attention is not None:
             self.base.set_attn_implementation(attention)
         # By storage instead of address: sleeping moves the storage's memory.
-        self._shared = {_storage(tensor) for tensor in _tensors(model)}
+        self._shared = {_storage_id(tensor) for tensor in _all_tensors(model)}
 
     def new(self) -> PreTrainedModel:
         """Return a new skeleton for an adapter."""
-        return _twin(self.base)
+        return _clone_modules(self.base)
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether the tensor's memory is the base model's."""
-        return _storage(tensor) in self._shared
+        return _storage_id(tensor) in self._shared
 
     def own(self, module: nn.Module) -> list[Tensor]:
         """Return a module's tensors that are not the base's, each memory once."""
-        found = {t.data_ptr(): t for t in _tensors(module) if t.numel() and not self.owns(t)}
+        found = {t.data_ptr(): t for t in _all_tensors(module) if t.numel() and not self.owns(t)}
         return list(found.values())
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Raise BaseChanged if the base's weights differ at the end of the block."""
-        before = self._fingerprint()
+        before = self._sum_weights()
         try:
             yield
         finally:
-            if not torch.equal(before, self._fingerprint()):
+            if not torch.equal(before, self._sum_weights()):
                 raise BaseChanged("Loading an adapter has changed the weights of the base model.")
 
-    def _fingerprint(self) -> Tensor:
+    def _sum_weights(self) -> Tensor:
         tensors = (parameter.detach() for parameter in self.base.parameters())
         return torch.stack([t.view(_INTEGERS[t.element_size()]).sum() for t in tensors])
-
-    @torch.no_grad()
-    def logits(self, ids: list[int], last: int) -> Tensor:
-        """Return the base's own logits: float32 [last, vocabulary]."""
-        return logits_of(self.base, ids, last)
 
 
 @torch.no_grad()
@@ -77,17 +72,17 @@ def logits_of(model: Any, ids: list[int], last: int) -> Tensor:
     return logits.float()
 
 
-def _twin(model: PreTrainedModel) -> PreTrainedModel:
+def _clone_modules(model: PreTrainedModel) -> PreTrainedModel:
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     return copy.deepcopy(model, memo)
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
+def _all_tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from module.buffers()

@@ -24,17 +24,17 @@ NAME = "default"
 _PREFIX = "base_model.model."
 
 
-def build(files: AdapterFiles, skeletons: ModuleClones, base: str) -> tuple[Any, str]:
+def build_peft_model(files: AdapterFiles, skeletons: ModuleClones, base: str) -> tuple[Any, str]:
     """Return a PeftModel over a skeleton with its weights, and its kind ("LORA", "DORA", …).
 
     `base` is the model's display name. Raises RequestError if the adapter does not fit, LoadError
     if memory does not suffice.
     """
-    with explained(base), offline():
-        model, kind = _layers(files, skeletons)
+    with explain_errors(base), offline():
+        model, kind = _build_layers(files, skeletons)
     _require_fit(files, model, base)
-    with explained(base), offline():
-        _load(files, model, skeletons)
+    with explain_errors(base), offline():
+        _load_weights(files, model, skeletons)
     device = next(skeletons.base.parameters()).device
     _bring_constants(model, device)
     _require_device(model, device)
@@ -42,7 +42,7 @@ def build(files: AdapterFiles, skeletons: ModuleClones, base: str) -> tuple[Any,
     return model.eval(), kind
 
 
-def _layers(files: AdapterFiles, skeletons: ModuleClones) -> tuple[Any, str]:
+def _build_layers(files: AdapterFiles, skeletons: ModuleClones) -> tuple[Any, str]:
     import peft
     from peft import PeftConfig, PeftModelForCausalLM
 
@@ -71,27 +71,29 @@ def _require_fit(files: AdapterFiles, model: Any, base: str) -> None:
     for name, shape in files.shapes.items():
         wanted = known.get(name)
         if wanted is None:
-            _refuse(files, f"changes {_plain(name)}, which {base} does not have")
+            _refuse_adapter(files, f"changes {_plain_name(name)}, which {base} does not have")
         elif tuple(wanted.shape) != shape:
             needed = f"where {base} needs {list(wanted.shape)}"
-            _refuse(files, f"has {list(shape)} for {_plain(name)}, {needed}")
+            _refuse_adapter(files, f"has {list(shape)} for {_plain_name(name)}, {needed}")
     missing = [name for name in state if name not in files.shapes]
     if missing:
-        _refuse(files, f"lacks {_plain(missing[0])}, and {len(missing)} tensors in all")
+        _refuse_adapter(
+            files, f"lacks {_plain_name(missing[0])}, and {len(missing)} tensors in all"
+        )
 
 
-def _refuse(files: AdapterFiles, what: str) -> NoReturn:
+def _refuse_adapter(files: AdapterFiles, what: str) -> NoReturn:
     made_for = files.config.get("base_model_name_or_path") or "a model that it does not name"
     raise RequestError(
         f"The adapter does not fit: it {what}. It was made for {made_for}.", param=PARAM
     )
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     return name.removeprefix(_PREFIX)
 
 
-def _load(files: AdapterFiles, model: Any, skeletons: ModuleClones) -> None:
+def _load_weights(files: AdapterFiles, model: Any, skeletons: ModuleClones) -> None:
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -123,7 +125,7 @@ def _require_device(model: Any, device: torch.device) -> None:
     for name, tensor in tensors:
         if tensor.device != device:
             raise RequestError(
-                f"{_plain(name)} of the adapter is on {tensor.device}, not on {device}.",
+                f"{_plain_name(name)} of the adapter is on {tensor.device}, not on {device}.",
                 param=PARAM,
             )
 
@@ -142,7 +144,7 @@ def offline() -> Iterator[None]:
 
 
 @contextmanager
-def explained(base: str) -> Iterator[None]:
+def explain_errors(base: str) -> Iterator[None]:
     """Turn errors of PEFT and torch, of many kinds, into a sentence."""
     try:
         yield

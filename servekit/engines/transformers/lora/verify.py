@@ -1,11 +1,11 @@
 """Checks that an adapter must pass before it is served, on the device that it will run on.
 
 Alone:
-- every tensor is finite and on the worker's device (`peft_model.build`);
-- its layers have an effect, are accurate, and can be merged (`layer_checks.check`);
+- every tensor is finite and on the worker's device (`peft_model.build_peft_model`);
+- its layers have an effect, are accurate, and can be merged (`check_layers`);
 - the model's output with the adapter is finite and differs from the base's;
 - merged, if that is its mode, the model gives the same output as unmerged;
-- if it has its own model, that gives the same output in the paged cache (`paged_model.prepare`).
+- if it has its own model, that gives the same output in the paged cache (`manager`).
 
 In the engine's own batch, beside the base and other adapters, while the engine serves: two prompts
 give the same output as alone, and the base and the other adapters give the same output as before.
@@ -13,23 +13,84 @@ give the same output as alone, and the base and the other adapters give the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from servekit.engines.transformers.lora import layer_checks
+from servekit.engines.transformers.lora import batching_mode, boft
 from servekit.engines.transformers.lora.adapter_files import PARAM
 from servekit.engines.transformers.lora.module_clone import ModuleClones, logits_of
-from servekit.engines.transformers.lora.tolerance import Tolerance, error
 from servekit.errors import RequestError
+
+log = logging.getLogger(__name__)
 
 #: Lengths of the test prompts, and the number of tokens generated for each.
 LENGTHS = (5, 11)
 TOKENS = 3
+#: Maximum size of the weights copied to the CPU; of a larger model every n-th layer is compared.
+REFERENCE_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The tolerances for two computations of the same result.
+
+    All are relative: the norm of the difference over the norm of the expected result.
+
+        layers   an adapted layer on its device against float32 on the CPU; merged against unmerged
+        logits   the whole model: in a batch against alone, merged against unmerged
+        noise    effect of rounding on the logits; a smaller effect of an adapter is not detectable
+
+    float32 has 24 bits: a sum of some thousand products is off by 1e-6, more after BOFT's and OFT's
+    inverses. On a GPU, with TF32 off, sums have another order and inverses other routines: ten
+    times more. bfloat16 has 8 bits, an error of 0.4 % in each rounding; a layer rounds its own
+    product, the adapter's, and their sum, and thirty layers add up to some percent. float16 has 11
+    bits. Real errors are far larger: a layer without its adapter, with another's, or with zeros is
+    off by the adapter's whole effect, against which the error is also compared (`allowed`).
+    """
+
+    layers: float
+    logits: float
+    noise: float
+
+    def allowed(self, effect: float) -> float:
+        """Return the tolerance for logits, given the adapter's relative effect on them.
+
+        The result must be nearer to the adapter's logits than to the base's, as far as rounding
+        allows.
+        """
+        return min(self.logits, max(effect / 2, self.noise))
+
+
+_TABLE = {
+    ("cpu", torch.float32): Tolerance(layers=1e-4, logits=1e-3, noise=1e-5),
+    ("cuda", torch.float32): Tolerance(layers=1e-3, logits=1e-2, noise=1e-4),
+    ("cpu", torch.bfloat16): Tolerance(layers=3e-2, logits=0.15, noise=5e-2),
+    ("cuda", torch.bfloat16): Tolerance(layers=3e-2, logits=0.15, noise=5e-2),
+    ("cpu", torch.float16): Tolerance(layers=5e-3, logits=5e-2, noise=1e-2),
+    ("cuda", torch.float16): Tolerance(layers=5e-3, logits=5e-2, noise=1e-2),
+}
+
+
+def tolerance_of(device: torch.device, dtype: torch.dtype) -> Tolerance:
+    """Return the tolerances for a model of this dtype on this device."""
+    return _TABLE.get((device.type, dtype), _TABLE["cuda", torch.bfloat16])
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the relative error in float32; NaN if either tensor has one."""
+    found, expected = found.float(), expected.float()
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+# ---------------------------------------------------------------- the whole model
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +110,26 @@ class Said:
     logits: Tensor
 
 
-def prompt(length: int, vocab_size: int) -> list[int]:
+def probe_prompt(length: int, vocab_size: int) -> list[int]:
     """Return the token ids of a test prompt, spread over the vocabulary."""
     return [(7919 * (index + length)) % vocab_size for index in range(length)]
 
 
-def alone(model: Any, skeletons: ModuleClones, vocab_size: int, tolerance: Tolerance) -> Alone:
+def verify_alone(
+    model: Any, skeletons: ModuleClones, vocab_size: int, tolerance: Tolerance
+) -> Alone:
     """Verify a PeftModel alone. Raises RequestError with the failed check."""
-    ids = prompt(LENGTHS[-1], vocab_size)
+    ids = probe_prompt(LENGTHS[-1], vocab_size)
     said: list[Tensor] = []
 
     def run() -> None:
         said.append(logits_of(model, ids, len(ids)))
 
-    figures = layer_checks.check(model, run, tolerance)
-    logits, base = said[0], skeletons.logits(ids, len(ids))
+    figures = check_layers(model, run, tolerance)
+    logits, base = said[0], logits_of(skeletons.base, ids, len(ids))
     if not torch.isfinite(logits).all():
         raise RequestError("The model's logits are NaN or Inf with the adapter.", param=PARAM)
-    effect = error(logits, base)
+    effect = relative_error(logits, base)
     if effect == 0:
         raise RequestError(
             "The adapter changes nothing: the model says with it what it says without.", param=PARAM
@@ -74,23 +137,29 @@ def alone(model: Any, skeletons: ModuleClones, vocab_size: int, tolerance: Toler
     return Alone(logits, effect, figures | {"effect": effect})
 
 
-def merged(model: Any, before: Alone, vocab_size: int, tolerance: Tolerance) -> dict[str, float]:
+def verify_merged(
+    model: Any, before: Alone, vocab_size: int, tolerance: Tolerance
+) -> dict[str, float]:
     """Compare a merged model with its output before merging. Raises RequestError."""
-    ids = prompt(LENGTHS[-1], vocab_size)
-    found = error(logits_of(model, ids, len(ids)), before.logits)
-    return {"merged_error": _require(found, before.effect, tolerance, "merged into the weights")}
+    ids = probe_prompt(LENGTHS[-1], vocab_size)
+    found = relative_error(logits_of(model, ids, len(ids)), before.logits)
+    return {
+        "merged_error": _require_agreement(
+            found, before.effect, tolerance, "merged into the weights"
+        )
+    }
 
 
-def batched(
+def verify_batched(
     said: Sequence[Tensor], expected: Sequence[Tensor], effect: float, tolerance: Tolerance
 ) -> float:
     """Compare logits [tokens, vocabulary] from the engine's batch with those computed alone."""
     pairs = zip(said, expected, strict=True)
-    found = max((error(a, b) for a, b in pairs), key=lambda value: (value != value, value))
-    return _require(found, effect, tolerance, "in a batch with others")
+    found = max((relative_error(a, b) for a, b in pairs), key=lambda value: (value != value, value))
+    return _require_agreement(found, effect, tolerance, "in a batch with others")
 
 
-def disturbed(said: Said, before: Said, tolerance: Tolerance, who: str) -> float:
+def verify_undisturbed(said: Said, before: Said, tolerance: Tolerance, who: str) -> float:
     """Compare the output of another model beside the adapter with its output without the adapter.
 
     The comparison ends where the completions diverge: between two almost equally likely tokens
@@ -98,7 +167,9 @@ def disturbed(said: Said, before: Said, tolerance: Tolerance, who: str) -> float
     """
     pairs = zip(said.completion, before.completion, strict=True)
     alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    found = error(said.logits[: alike + 1], before.logits[: alike + 1].to(said.logits.device))
+    found = relative_error(
+        said.logits[: alike + 1], before.logits[: alike + 1].to(said.logits.device)
+    )
     if not found <= tolerance.logits:
         raise RequestError(
             f"Beside the adapter {who} says something else: {found:.1%} off.", param=PARAM
@@ -106,7 +177,7 @@ def disturbed(said: Said, before: Said, tolerance: Tolerance, who: str) -> float
     return found
 
 
-def _require(found: float, effect: float, tolerance: Tolerance, how: str) -> float:
+def _require_agreement(found: float, effect: float, tolerance: Tolerance, how: str) -> float:
     allowed = tolerance.allowed(effect)
     if not found <= allowed:
         raise RequestError(
@@ -117,4 +188,157 @@ def _require(found: float, effect: float, tolerance: Tolerance, how: str) -> flo
     return found
 
 
-Reference = Callable[[list[int], int], Tensor]
+# ---------------------------------------------------------------- layer by layer
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The inputs and output of one layer in one forward pass."""
+
+    name: str
+    layer: Any
+    given: tuple[Any, ...]
+    made: Tensor
+
+
+@torch.no_grad()
+def check_layers(model: Any, run: Callable[[], object], tolerance: Tolerance) -> dict[str, float]:
+    """Run a PeftModel by `run` and compare its layers; return the measurements by name.
+
+    The inputs of each layer in one forward pass are recorded and passed again to
+
+    - the layer that it wraps: an output of zeros, NaN or Inf is then the adapter's fault;
+    - a merged copy of the layer;
+    - a copy of the layer in float32 on the CPU.
+
+    Raises RequestError with the name of the first wrong layer, or if no layer has any effect.
+    """
+    seen = _record_layers(model, run)
+    _require_alive(seen)
+    if seen and not any(_has_effect(one) for one in seen):
+        raise RequestError(
+            f"The adapter changes nothing: each of its {len(seen)} layers, such as "
+            f"{seen[0].name}, gives what the base's own gives.",
+            param=PARAM,
+        )
+    chosen = _within_budget(seen)
+    figures = {"layers": float(len(seen)), "layers_compared": float(len(chosen))}
+    merged = [(one, _merged_error(one)) for one in chosen]
+    known = [(one, value) for one, value in merged if value is not None]
+    if known:
+        figures["merge_error"] = _require_accurate(
+            known, tolerance, "merged, it gives something else"
+        )
+    against = [(one, _reference_error(one)) for one in chosen]
+    if against:
+        what = "it differs from the same layer in float32 on the CPU"
+        figures["layer_error"] = _require_accurate(against, tolerance, what)
+    return figures
+
+
+def _record_layers(model: Any, run: Callable[[], object]) -> list[Seen]:
+    seen: list[Seen] = []
+    handles = [
+        layer.register_forward_hook(_make_recorder(name, seen))
+        for name, layer in batching_mode.tuner_layers(model)
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _make_recorder(name: str, seen: list[Seen]) -> Callable[[Any, tuple[Any, ...], Any], None]:
+    def record(layer: Any, given: tuple[Any, ...], made: Any) -> None:
+        if isinstance(made, Tensor):
+            seen.append(Seen(name, layer, given, made.detach().clone()))
+
+    return record
+
+
+def _require_alive(seen: list[Seen]) -> None:
+    for one in seen:
+        if not torch.isfinite(one.made).all():
+            raise RequestError(f"Layer {one.name} gives NaN or Inf with the adapter.", param=PARAM)
+        if not one.made.any() and _base_output(one).any():
+            raise RequestError(
+                f"Layer {one.name} gives only zeros with the adapter, and not without it.",
+                param=PARAM,
+            )
+
+
+def _base_output(one: Seen) -> Tensor:
+    found: Tensor = one.layer.get_base_layer()(*one.given)
+    return found
+
+
+def _has_effect(one: Seen) -> bool:
+    return not torch.equal(one.made, _base_output(one))
+
+
+def _within_budget(seen: list[Seen]) -> list[Seen]:
+    held = sum(4 * p.numel() for one in seen for p in one.layer.get_base_layer().parameters())
+    stride = -(-held // REFERENCE_BYTES) or 1
+    return seen[::stride]
+
+
+def _require_accurate(measured: list[tuple[Seen, float]], tolerance: Tolerance, what: str) -> float:
+    for one, value in measured:
+        if not value <= tolerance.layers:  # NaN is no agreement
+            raise RequestError(
+                f"Layer {one.name} is not right with the adapter: {what}, by {value:.1e} where "
+                f"{tolerance.layers:.0e} is rounding.",
+                param=PARAM,
+            )
+    return max(value for _, value in measured)
+
+
+def _merged_error(one: Seen) -> float | None:
+    """Return the relative error of the merged layer; None if the tuner cannot be merged."""
+    memo: dict[int, Any] = {id(p): p for p in (*one.layer.parameters(), *one.layer.buffers())}
+    for parameter in one.layer.get_base_layer().parameters():
+        memo[id(parameter)] = _frozen_parameter(parameter.clone())
+    layer: Any = copy.deepcopy(one.layer, memo)
+    try:
+        layer.merge()
+    except Exception as reason:  # of many kinds, depending on the tuner
+        log.info("%s cannot be merged: %s", one.name, reason)
+        return None
+    return relative_error(layer(*one.given), one.made)
+
+
+def _reference_error(one: Seen) -> float:
+    memo: dict[int, Any] = {}
+    for parameter in one.layer.parameters():
+        memo[id(parameter)] = _frozen_parameter(_on_cpu(parameter))
+    for buffer in one.layer.buffers():
+        memo[id(buffer)] = _on_cpu(buffer)
+    layer = copy.deepcopy(one.layer, memo)
+    given = [_on_cpu(each) if isinstance(each, Tensor) else each for each in one.given]
+    with _own_arithmetic():
+        return relative_error(one.made.cpu(), layer(*given))
+
+
+def _frozen_parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    found = tensor.detach().to("cpu")
+    return found.float() if found.is_floating_point() else found
+
+
+@contextmanager
+def _own_arithmetic() -> Iterator[None]:
+    """Compute the reference without the extension that it is meant to check."""
+    from peft.tuners.boft import layer
+
+    library: Any = layer
+    used = library._FBD_CUDA
+    boft.use_torch()
+    try:
+        yield
+    finally:
+        library._FBD_CUDA = used

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from servekit.engines.transformers.batching import kv_cache
 from servekit.protocol.messages import WorkerSpec
+from servekit.system import cgroup
 
 #: GPU memory of a process besides torch's tensors: its context, loaded kernels, and the workspaces
 #: of libraries.
@@ -14,7 +14,7 @@ CONTEXT_BYTES = 640 * 2**20
 NCCL_BYTES = 512 * 2**20
 
 
-def bound(spec: WorkerSpec, device: torch.device) -> None:
+def limit_memory(spec: WorkerSpec, device: torch.device) -> None:
     """Make torch enforce `spec.memory_bytes`, if set."""
     if not spec.memory_bytes or device.type != "cuda":
         return
@@ -32,7 +32,7 @@ def tensors_bytes(spec: WorkerSpec) -> int:
 def available_bytes(spec: WorkerSpec, device: torch.device) -> int:
     """Return the bytes that this process may still allocate on the device."""
     if device.type == "cpu":
-        return kv_cache.available_host_bytes()
+        return cgroup.available_memory_bytes()
     torch.cuda.empty_cache()
     free = int(torch.cuda.mem_get_info(device)[0])
     if not spec.memory_bytes:

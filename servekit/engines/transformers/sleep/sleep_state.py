@@ -12,11 +12,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-from typing import Any
 
 import torch
 
-from servekit.engines.transformers.runner_factory import Runner
+from servekit.engines.transformers.runner import Runner
 from servekit.engines.transformers.sleep.weight_offload import WeightStore
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
 from servekit.errors import LoadError
@@ -27,9 +26,9 @@ _NO_ROOM = (MemoryError, torch.OutOfMemoryError, LoadError)
 class SleepState:
     """The sleep state of one engine."""
 
-    def __init__(self, runner: Runner[Any], bed: WeightStore, ranks: Ranks | None) -> None:
+    def __init__(self, runner: Runner, store: WeightStore, ranks: Ranks | None) -> None:
         self._runner = runner
-        self._bed = bed
+        self._store = store
         self._ranks = ranks
         self.asleep = False
 
@@ -44,10 +43,10 @@ class SleepState:
             self._lie_down()
         except _NO_ROOM as error:
             self._runner.make_pages()
-            raise _told(error) from error
+            raise _as_load_error(error) from error
         self.asleep = True
         gc.collect()
-        _trim()
+        _trim_heap()
 
     def wake(self) -> None:
         """Wake the model, as `Engine.wake`."""
@@ -55,29 +54,29 @@ class SleepState:
             return
         try:
             with self._ranks.waking() if self._ranks else contextlib.nullcontext():
-                self._bed.wake()
+                self._store.wake()
         except _NO_ROOM as error:
-            raise _told(error) from error
+            raise _as_load_error(error) from error
         try:
             self._runner.make_pages()
         except _NO_ROOM as error:
             self._lie_down()
-            raise _told(error) from error
+            raise _as_load_error(error) from error
         self.asleep = False
 
     def _lie_down(self) -> None:
         with self._ranks.falling_asleep() if self._ranks else contextlib.nullcontext():
-            self._bed.sleep()
+            self._store.sleep()
 
 
-def _told(error: Exception) -> LoadError:
+def _as_load_error(error: Exception) -> LoadError:
     if isinstance(error, LoadError):
         return error
     first = next(iter(str(error).splitlines()), type(error).__name__)
     return LoadError(f"There is no room for the model: {first}", permanent=False)
 
 
-def _trim() -> None:
+def _trim_heap() -> None:
     """Make the C library return freed memory to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from servekit.engines.transformers import packed_linear
-from servekit.engines.transformers.batching import kv_cache
 from servekit.errors import LoadError
+from servekit.system import cgroup
+from servekit.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +50,14 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(), module.buffers())
 
 
-def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+def unique_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Return the tensors' storages, each once; of a tensor sharded over ranks, this rank's part."""
     local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
     found = (tensor.untyped_storage() for tensor in local)
     return list({storage._cdata: storage for storage in found if storage.nbytes()}.values())
 
 
-def bed_for(
+def weight_store(
     model: nn.Module,
     device: torch.device,
     more: Tensors = list,
@@ -82,15 +83,15 @@ class HostOffload:
     def sleep(self) -> None:
         if self._kept:
             return
-        on_gpu = [each for each in storages(self._tensors()) if each.device.type == "cuda"]
+        on_gpu = [each for each in unique_storages(self._tensors()) if each.device.type == "cuda"]
         if not all(storage.resizable() for storage in on_gpu):
             raise LoadError("The model's weights are in memory that another library holds.")
         self._host = host = _host_memory(sum(storage.nbytes() for storage in on_gpu))
         parts = torch.split(host, [storage.nbytes() for storage in on_gpu])
         kept = list(zip(on_gpu, parts, strict=True))
         for storage, part in kept:
-            part.copy_(_bytes(storage), non_blocking=True)
-        _synchronize(on_gpu)
+            part.copy_(_as_bytes(storage), non_blocking=True)
+        _synchronize_devices(on_gpu)
         for storage in on_gpu:
             storage.resize_(0)
         self._kept = kept
@@ -100,27 +101,27 @@ class HostOffload:
         try:
             for storage, part in self._kept:
                 storage.resize_(len(part))
-                _bytes(storage).copy_(part, non_blocking=True)
+                _as_bytes(storage).copy_(part, non_blocking=True)
         except torch.OutOfMemoryError as error:
             self._fall_back()
             raise LoadError(
                 f"The GPU has no room to wake the model: {str(error).splitlines()[0]}",
                 permanent=False,
             ) from error
-        _synchronize([storage for storage, _ in self._kept])
+        _synchronize_devices([storage for storage, _ in self._kept])
         self._kept = []
         if self._host is not None:
-            _unlock(self._host)
+            _unlock_memory(self._host)
             self._host = None
 
     def _fall_back(self) -> None:
-        _synchronize([storage for storage, _ in self._kept])
+        _synchronize_devices([storage for storage, _ in self._kept])
         for storage, _ in self._kept:
             storage.resize_(0)
         _empty_caches()
 
 
-def _bytes(storage: UntypedStorage) -> Tensor:
+def _as_bytes(storage: UntypedStorage) -> Tensor:
     """Return a storage as a tensor, uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -130,10 +131,10 @@ def _host_memory(size: int) -> Tensor:
 
     It is locked in place, because torch's pinned memory comes in powers of two.
     """
-    room = kv_cache.available_host_bytes()
+    room = cgroup.available_memory_bytes()
     if size > room:
         raise LoadError(
-            f"The weights take {size / 2**30:.1f} GiB, and the host has {room / 2**30:.1f} GiB to "
+            f"The weights take {format_bytes(size)}, and the host has {format_bytes(room)} to "
             "keep them in.",
             permanent=False,
         )
@@ -143,7 +144,7 @@ def _host_memory(size: int) -> Tensor:
     return host
 
 
-def _unlock(host: Tensor) -> None:
+def _unlock_memory(host: Tensor) -> None:
     if len(host):
         _cudart().cudaHostUnregister(host.data_ptr())
 
@@ -153,7 +154,7 @@ def _cudart() -> Any:
     return runtime.cudart()
 
 
-def _synchronize(on_gpu: Iterable[UntypedStorage]) -> None:
+def _synchronize_devices(on_gpu: Iterable[UntypedStorage]) -> None:
     for device in {storage.device for storage in on_gpu}:
         torch.cuda.synchronize(device)
 
@@ -181,9 +182,9 @@ class DiskReload:
     def sleep(self) -> None:
         if self._dropped:
             return
-        packed_linear.drop(self._packed)
-        own = storages(tensors_of(self._model))
-        release(own)
+        packed_linear.drop_copies(self._packed)
+        own = unique_storages(tensors_of(self._model))
+        release_pages(own)
         if self._load is not None:
             converted = [storage for storage in own if storage.resizable()]
             self._dropped = {each._cdata: (each, each.nbytes()) for each in converted}
@@ -193,12 +194,12 @@ class DiskReload:
     def wake(self) -> None:
         if self._dropped and self._load is not None:
             self._read_again(self._load)
-        if self._packed and packed_linear.make(self._packed):
-            release(storages(tensors_of(self._model)))
+        if self._packed and packed_linear.make_copies(self._packed):
+            release_pages(unique_storages(tensors_of(self._model)))
 
     def _read_again(self, load: Callable[[], nn.Module]) -> None:
-        again = dict(_named(load()))
-        for name, tensor in _named(self._model):
+        again = dict(_named_tensors(load()))
+        for name, tensor in _named_tensors(self._model):
             found = self._dropped.pop(tensor.untyped_storage()._cdata, None)
             if found is not None:
                 storage, size = found
@@ -206,13 +207,13 @@ class DiskReload:
                 storage.copy_(again[name].untyped_storage())
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )
 
 
-def release(own: Iterable[UntypedStorage]) -> None:
+def release_pages(own: Iterable[UntypedStorage]) -> None:
     """Make the kernel drop the pages of mapped files; they are read again on use.
 
     Mappings with modified pages are skipped, because the changes would be lost, and so are all
@@ -222,13 +223,13 @@ def release(own: Iterable[UntypedStorage]) -> None:
     if not places or not _SMAPS.exists():
         return
     libc = ctypes.CDLL(None)
-    for start, end, written_kb in _mappings(_SMAPS):
+    for start, end, written_kb in _file_mappings(_SMAPS):
         if not written_kb and any(start <= place < end for place in places):
             size = ctypes.c_size_t(end - start)
             libc.madvise(ctypes.c_void_p(start), size, mmap.MADV_DONTNEED)
 
 
-def _mappings(path: Path) -> Iterator[tuple[int, int, int]]:
+def _file_mappings(path: Path) -> Iterator[tuple[int, int, int]]:
     """Yield (start, end, KiB of private pages) of this process's file mappings."""
     place: tuple[int, int] | None = None
     anonymous_kb = 0

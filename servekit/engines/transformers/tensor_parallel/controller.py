@@ -53,13 +53,13 @@ class Ranks:
     ) -> Iterator[None]:
         """Load the other ranks' shards while the block loads rank 0's. Raises LoadError."""
         store = self._children.store
-        self._tell(messages.Begin(self._spec, str(folder), store, threads, for_embeddings))
+        self._send_order(messages.Begin(self._spec, str(folder), store, threads, for_embeddings))
         try:
-            process_group.join(self._device, 0, self.size, store)
+            process_group.join_group(self._device, 0, self.size, store)
         except Exception as error:  # the others would wait for rank 0 forever
             self.close()
             raise LoadError(f"The ranks do not come together: {error}") from error
-        with self._answered():
+        with self._require_answers():
             yield
 
     def report_death(self, died: Callable[[str], None]) -> None:
@@ -86,7 +86,7 @@ class Ranks:
         def mirror(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if args:
                 raise TypeError("the ranks are told of arguments by name only")
-            self._run(str(module.config._attn_implementation), kwargs)
+            self._run_forward(str(module.config._attn_implementation), kwargs)
 
         model.register_forward_pre_hook(mirror, with_kwargs=True)
 
@@ -105,70 +105,72 @@ class Ranks:
             plan.token_bytes,
             attention,
         )
-        with self._together(make, undo=messages.DropPages()):
+        with self._order_all(make, undo=messages.DropPages()):
             yield
 
     def drop_pages(self) -> None:
-        with self._together(messages.DropPages()):
+        with self._order_all(messages.DropPages()):
             pass
 
     @contextmanager
     def falling_asleep(self) -> Iterator[None]:
         """Put the other ranks to sleep while the block does rank 0; on failure all are awake."""
-        with self._together(messages.FallAsleep(), undo=messages.WakeUp()):
+        with self._order_all(messages.FallAsleep(), undo=messages.WakeUp()):
             yield
 
     @contextmanager
     def waking(self) -> Iterator[None]:
         """Wake the other ranks while the block wakes rank 0; on failure all are asleep."""
-        with self._together(messages.WakeUp(), undo=messages.FallAsleep()):
+        with self._order_all(messages.WakeUp(), undo=messages.FallAsleep()):
             yield
 
     def close(self) -> None:
         """End the other ranks, and return once they are reaped."""
         self._children.close()
-        process_group.leave()
+        process_group.leave_group()
 
     # ---- messages
 
-    def _run(self, attention: str, kwargs: dict[str, Any]) -> None:
-        arguments, tensors = tensor_transfer.pack(kwargs)
-        whole = tensor_transfer.join(tensors, self._device)
-        self._tell(messages.Run(attention, arguments, tensor_transfer.forms(tensors), len(whole)))
-        process_group.broadcast(whole)
+    def _run_forward(self, attention: str, kwargs: dict[str, Any]) -> None:
+        arguments, tensors = tensor_transfer.pack_arguments(kwargs)
+        whole = tensor_transfer.join_tensors(tensors, self._device)
+        self._send_order(
+            messages.Run(attention, arguments, tensor_transfer.tensor_forms(tensors), len(whole))
+        )
+        process_group.broadcast_tensor(whole)
 
-    def _tell(self, order: messages.ToRank) -> None:
+    def _send_order(self, order: messages.ToRank) -> None:
         for channel in self._children.channels:
-            messages.send(channel, order)
+            messages.send_message(channel, order)
 
     @contextmanager
-    def _together(
+    def _order_all(
         self, order: messages.ToRank, undo: messages.ToRank | None = None
     ) -> Iterator[None]:
         """Carry out a command on all ranks; if one fails, undo it on the others."""
-        self._tell(order)
-        with self._answered(undo):
+        self._send_order(order)
+        with self._require_answers(undo):
             yield
 
     @contextmanager
-    def _answered(self, undo: messages.ToRank | None = None) -> Iterator[None]:
+    def _require_answers(self, undo: messages.ToRank | None = None) -> Iterator[None]:
         try:
             yield
         except BaseException:
             self._await_answers()
-            self._undo(undo)
+            self._undo_order(undo)
             raise
         failures = self._await_answers()
         if failures:
-            self._undo(undo)
+            self._undo_order(undo)
             told = "; ".join(failure.message for failure in failures)
             if any(failure.out_of_memory for failure in failures):
                 raise MemoryError(told)
             raise LoadError(told, permanent=any(failure.permanent for failure in failures))
 
-    def _undo(self, undo: messages.ToRank | None) -> None:
+    def _undo_order(self, undo: messages.ToRank | None) -> None:
         if undo is not None:
-            self._tell(undo)
+            self._send_order(undo)
             self._await_answers()
 
     def _await_answers(self) -> list[messages.Failed]:

@@ -92,7 +92,7 @@ _order: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToRank)
 _answer: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromRank)
 
 
-def send(channel: socket.socket, message: msgspec.Struct) -> None:
+def send_message(channel: socket.socket, message: msgspec.Struct) -> None:
     """Send a message; blocks, and raises OSError."""
     channel.send(_encode(message))
 

@@ -29,7 +29,7 @@ def over_layers(spec: WorkerSpec) -> bool:
     return is_spread(spec) and spec.parallel == "device_map" and spec.device == "cuda"
 
 
-def check(model: Any, spec: WorkerSpec) -> None:
+def check_spread(model: Any, spec: WorkerSpec) -> None:
     """Raise LoadError if the ranks could not share this model, which may be without weights."""
     if not torch.distributed.is_available():
         raise LoadError(

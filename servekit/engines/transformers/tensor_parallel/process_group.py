@@ -32,7 +32,7 @@ def device_of(spec: WorkerSpec, rank: int) -> torch.device:
     return torch.device("cuda", rank) if spec.device == "cuda" else torch.device("cpu")
 
 
-def join(device: torch.device, rank: int, size: int, store: str) -> None:
+def join_group(device: torch.device, rank: int, size: int, store: str) -> None:
     """Join the group; from here on this process uses only its own GPU."""
     os.environ["LOCAL_RANK"] = str(rank)  # tells transformers its GPU
     for name, value in _ENVIRONMENT.items():
@@ -51,7 +51,7 @@ def join(device: torch.device, rank: int, size: int, store: str) -> None:
     )
 
 
-def leave() -> None:
+def leave_group() -> None:
     """Leave the group; NCCL's regular way would wait for ranks that are gone."""
     library: Any = dist.distributed_c10d
     if not dist.is_initialized():
@@ -62,7 +62,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def broadcast(tensor: Tensor) -> Tensor:
+def broadcast_tensor(tensor: Tensor) -> Tensor:
     """Broadcast rank 0's content to all other ranks."""
     if len(tensor):
         dist.broadcast(tensor, src=0)

@@ -40,7 +40,7 @@ class Follower:
         self._model: Any = None
         self._attention = ""  # the library's name of its implementation
         self._spec: WorkerSpec
-        self._bed: weight_offload.WeightStore
+        self._store: weight_offload.WeightStore
         self._processor: Any = None
         self._past: Any = None  # cache of the running request, if requests run one at a time
 
@@ -48,11 +48,11 @@ class Follower:
         """Carry out commands until rank 0 is gone."""
         while (order := messages.receive_order(self._channel)) is not None:
             if isinstance(order, messages.Run):
-                self._run(order)
+                self._run_forward(order)
             else:
-                messages.send(self._channel, self._answer(order))
+                messages.send_message(self._channel, self._answer_order(order))
 
-    def _answer(self, order: messages.ToRank) -> messages.FromRank:
+    def _answer_order(self, order: messages.ToRank) -> messages.FromRank:
         try:
             self._carry_out(order)
         except Exception as error:
@@ -70,22 +70,22 @@ class Follower:
     def _carry_out(self, order: messages.ToRank) -> None:
         match order:
             case messages.Begin():
-                self._begin(order)
+                self._begin_load(order)
             case messages.MakePages():
                 self._make_pages(order)
             case messages.DropPages():
                 self._drop_pages()
             case messages.FallAsleep():
                 self._drop_pages()
-                self._bed.sleep()
+                self._store.sleep()
             case messages.WakeUp():
-                self._bed.wake()
+                self._store.wake()
 
-    def _begin(self, order: messages.Begin) -> None:
+    def _begin_load(self, order: messages.Begin) -> None:
         torch.set_num_threads(order.threads)
         self._device = process_group.device_of(order.spec, self._rank)
         self._spec = order.spec
-        process_group.join(self._device, self._rank, self._size, order.store)
+        process_group.join_group(self._device, self._rank, self._size, order.store)
         self._model = weights.load_model(
             Path(order.folder),
             order.spec,
@@ -95,7 +95,7 @@ class Follower:
             device=self._device,
         )
         self._attention = str(self._model.config._attn_implementation)
-        self._bed = weight_offload.bed_for(self._model, self._device)
+        self._store = weight_offload.weight_store(self._model, self._device)
 
     def _make_pages(self, order: messages.MakePages) -> None:
         self._drop_pages()
@@ -103,20 +103,22 @@ class Follower:
             order.blocks, order.block_size, order.batch_tokens, order.slots, order.token_bytes
         )
         self._model.set_attn_implementation(self._attention)
-        manager = batch_processor.manager(self._model, plan, ranks=self._size)
+        manager = batch_processor.make_manager(self._model, plan, ranks=self._size)
         self._model.set_attn_implementation(order.attention)
-        self._processor = batch_processor.create(manager)
+        self._processor = batch_processor.create_processor(manager)
 
     def _drop_pages(self) -> None:
         self._processor = self._past = None
         gc.collect()
 
     @torch.no_grad()
-    def _run(self, order: messages.Run) -> None:
+    def _run_forward(self, order: messages.Run) -> None:
         whole = torch.empty(order.size_bytes, dtype=torch.uint8, device=self._device)
-        tensors = tensor_transfer.split(process_group.broadcast(whole), order.tensors)
+        tensors = tensor_transfer.split_tensors(
+            process_group.broadcast_tensor(whole), order.tensors
+        )
         pages = None if self._processor is None else self._processor.cache
-        arguments = tensor_transfer.unpack(order.arguments, tensors, self._past, pages)
+        arguments = tensor_transfer.unpack_value(order.arguments, tensors, self._past, pages)
         if str(self._model.config._attn_implementation) != order.attention:
             self._model.set_attn_implementation(order.attention)
         outputs = self._model(**arguments)

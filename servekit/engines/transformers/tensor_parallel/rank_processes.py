@@ -79,7 +79,7 @@ class Children:
         self._failure: OSError | None = None
         self._store = os.memfd_create("servekit-ranks", os.MFD_CLOEXEC)
         # The kernel ends a child when the thread that started it ends, so this thread starts them.
-        self._thread = threading.Thread(target=self._live, name="ranks", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="ranks", daemon=True)
         self._thread.start()
         self._ready.wait()
         if self._failure is not None:
@@ -113,19 +113,19 @@ class Children:
 
     # ---- in the thread
 
-    def _live(self) -> None:
+    def _run_thread(self) -> None:
         try:
-            self._children = [self._start(rank) for rank in range(1, self._size)]
+            self._children = [self._start_rank(rank) for rank in range(1, self._size)]
         except OSError as error:
             self._failure = error
         self._ready.set()
-        dead = self._watch()
+        dead = self._watch_ranks()
         if dead is not None and not self._closing.is_set():
             self.dying.set()
-            self.died(self._explain(dead))
+            self.died(self._explain_end(dead))
         self._end_all()
 
-    def _start(self, rank: int) -> _Child:
+    def _start_rank(self, rank: int) -> _Child:
         channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         lifeline, its_end = socket.socketpair()
         reading, writing = os.pipe()
@@ -148,7 +148,7 @@ class Children:
                 os.close(writing)
         return _Child(rank, process, channel, lifeline, os.fdopen(reading, "rb", buffering=0))
 
-    def _watch(self) -> _Child | None:
+    def _watch_ranks(self) -> _Child | None:
         """Watch the ranks, and return the first one that is gone."""
         with selectors.DefaultSelector() as selector:
             for child in self._children:
@@ -163,17 +163,17 @@ class Children:
                         selector.unregister(heard.errors)
         return None
 
-    def _explain(self, child: _Child) -> str:
+    def _explain_end(self, child: _Child) -> str:
         try:
             code = child.process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
             code = None
-        self._drain(child)
+        self._drain_errors(child)
         end = f"rank {child.rank} of {self._size} (pid {child.process.pid}) {_in_words(code)}"
         said = " | ".join(child.tail)
         return f"{end}: {said}" if said else end
 
-    def _drain(self, child: _Child) -> None:
+    def _drain_errors(self, child: _Child) -> None:
         os.set_blocking(child.errors.fileno(), False)
         with contextlib.suppress(BlockingIOError):
             while child.read():

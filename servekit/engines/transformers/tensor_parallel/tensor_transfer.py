@@ -23,26 +23,26 @@ _ALIGN_BYTES = 16
 _NOT_SENT = {"logits_processor_args"}
 
 
-def pack(arguments: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
+def pack_arguments(arguments: Mapping[str, Any]) -> tuple[Any, list[Tensor]]:
     """Return the arguments as a message, and the tensors that go with it.
 
     Raises TypeError for a value that can be sent in neither way.
     """
     tensors: list[Tensor] = []
     kept = {name: value for name, value in arguments.items() if name not in _NOT_SENT}
-    return _packed(kept, tensors), tensors
+    return _pack_value(kept, tensors), tensors
 
 
-def _packed(value: Any, tensors: list[Tensor]) -> Any:
+def _pack_value(value: Any, tensors: list[Tensor]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
     if isinstance(value, Mapping):
-        return {"dict": {name: _packed(item, tensors) for name, item in value.items()}}
+        return {"dict": {name: _pack_value(item, tensors) for name, item in value.items()}}
     if isinstance(value, (list, tuple)):
-        return [_packed(item, tensors) for item in value]
+        return [_pack_value(item, tensors) for item in value]
     if isinstance(value, Cache):
         return {"past": True}
     if hasattr(value, "layout"):
@@ -51,17 +51,17 @@ def _packed(value: Any, tensors: list[Tensor]) -> Any:
     raise TypeError(f"a forward pass takes a {type(value).__name__}, which is no tensor or cache")
 
 
-def unpack(packed: Any, tensors: Sequence[Tensor], past: Any, pages: Any) -> Any:
+def unpack_value(packed: Any, tensors: Sequence[Tensor], past: Any, pages: Any) -> Any:
     """Return the arguments, with this rank's `past` and `pages` in place of caches."""
     if isinstance(packed, list):
-        return [unpack(item, tensors, past, pages) for item in packed]
+        return [unpack_value(item, tensors, past, pages) for item in packed]
     if not isinstance(packed, dict):
         return packed
     ((kind, value),) = packed.items()
     if kind == "tensor":
         return tensors[value]
     if kind == "dict":
-        return {name: unpack(item, tensors, past, pages) for name, item in value.items()}
+        return {name: unpack_value(item, tensors, past, pages) for name, item in value.items()}
     if kind == "past":
         return past
     pages.layout = None if value is None else Layout.of(value[0], value[1], pages.device)
@@ -71,7 +71,7 @@ def unpack(packed: Any, tensors: Sequence[Tensor], past: Any, pages: Any) -> Any
 # ---------------------------------------------------------------- tensors in one broadcast
 
 
-def forms(tensors: Sequence[Tensor]) -> tuple[TensorForm, ...]:
+def tensor_forms(tensors: Sequence[Tensor]) -> tuple[TensorForm, ...]:
     return tuple(
         TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for tensor in tensors
@@ -79,22 +79,22 @@ def forms(tensors: Sequence[Tensor]) -> tuple[TensorForm, ...]:
 
 
 def size_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(_aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
+    return sum(_align_length(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
 
-def join(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+def join_tensors(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return all tensors joined, uint8 [size_bytes]."""
     whole = torch.empty(size_bytes(tensors), dtype=torch.uint8, device=device)
     at = 0
     for tensor in tensors:
         flat = tensor.to(device).reshape(-1).view(torch.uint8)
         whole[at : at + len(flat)] = flat
-        at += _aligned(len(flat))
+        at += _align_length(len(flat))
     return whole
 
 
-def split(whole: Tensor, shapes: Sequence[TensorForm]) -> list[Tensor]:
-    """Return views of `join`'s result, with the original dtypes and shapes."""
+def split_tensors(whole: Tensor, shapes: Sequence[TensorForm]) -> list[Tensor]:
+    """Return views of `join_tensors`' result, with the original dtypes and shapes."""
     tensors, at = [], 0
     for form in shapes:
         dtype: torch.dtype = getattr(torch, form.dtype)
@@ -102,9 +102,9 @@ def split(whole: Tensor, shapes: Sequence[TensorForm]) -> list[Tensor]:
         for count in form.shape:
             length *= count
         tensors.append(whole[at : at + length].view(dtype).view(form.shape))
-        at += _aligned(length)
+        at += _align_length(length)
     return tensors
 
 
-def _aligned(length: int) -> int:
+def _align_length(length: int) -> int:
     return -(-length // _ALIGN_BYTES) * _ALIGN_BYTES

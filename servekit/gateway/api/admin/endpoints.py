@@ -35,7 +35,7 @@ from servekit.protocol.messages import (
     Why,
 )
 from servekit.protocol.residency import SetResidency, Want
-from servekit.protocol.transport.rpc import Way, put
+from servekit.protocol.transport.rpc import Way, ask_supervisor
 from servekit.protocol.types import as_builtins
 
 log: Any = structlog.get_logger("servekit.gateway")
@@ -150,7 +150,7 @@ async def ask(way: Way, question: ToSupervisor, deadline_s: float) -> FromSuperv
     """
     try:
         if isinstance(way, Path):
-            return await put(way, question, deadline_s)
+            return await ask_supervisor(way, question, deadline_s)
         return await way(question, deadline_s)
     except EOFError as error:
         raise NoSupervisor(f"{error}; ask again in a moment") from None

@@ -8,14 +8,17 @@ read files, and can have the engine read files that he placed there.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import structlog
+from msgspec import Meta
 
 from servekit.errors import Forbidden, RequestError, ServekitError
 from servekit.gateway.api.admin.endpoints import NothingSuch, Supervisor
+from servekit.gateway.api.fields import doc
 from servekit.gateway.api.openai.schema import decode
+from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.auth.authorization import ACTING, Access
 from servekit.gateway.http.asgi import (
     ClientGone,
@@ -39,20 +42,26 @@ _NEEDS = (
 )
 
 
+AdapterName = Annotated[str, doc("The name that requests use as their model", "sql")]
+
+
 class LoadLoraAdapterRequest(msgspec.Struct, frozen=True):
     """An adapter to load."""
 
-    lora_name: str = ""
-    lora_path: str = ""
+    lora_name: AdapterName = ""
+    lora_path: Annotated[str, Meta(examples=["/adapters/sql"])] = ""
+    """An absolute path to a folder with adapter_config.json on servekit's machine, or a hub id."""
     base_model_name: str | None = None
-    load_inplace: bool = False
+    """The base model; may be left out if there is only one."""
+    load_inplace: Annotated[bool, doc("Replace the adapter that has this name now")] = False
     any_base: bool = False
+    """servekit's own: load the adapter even if it names another base model."""
 
 
 class UnloadLoraAdapterRequest(msgspec.Struct, frozen=True):
     """An adapter to unload."""
 
-    lora_name: str = ""
+    lora_name: AdapterName = ""
 
 
 class AdapterRefused(RequestError):
@@ -153,3 +162,21 @@ async def _send_text(send: Send, text: str) -> None:
     ]
     await send({"type": "http.response.start", "status": 200, "headers": head})
     await send({"type": "http.response.body", "body": body})
+
+
+OPERATIONS = (
+    Operation(
+        "/v1/load_lora_adapter",
+        "Load an adapter on all workers of a model, or on none",
+        LoadLoraAdapterRequest,
+        Annotated[str, Meta(examples=["Success: LoRA adapter 'sql' added successfully."])],
+        tag="adapters",
+    ),
+    Operation(
+        "/v1/unload_lora_adapter",
+        "Unload an adapter once its requests are done",
+        UnloadLoraAdapterRequest,
+        Annotated[str, Meta(examples=["Success: LoRA adapter 'sql' removed successfully."])],
+        tag="adapters",
+    ),
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -13,10 +14,17 @@ from servekit.gateway.api.anthropic.request import (
     sampling,
 )
 from servekit.gateway.api.anthropic.response import MessageEncoder, encode_error
+from servekit.gateway.api.anthropic.response_types import (
+    EVENTS,
+    AnthropicError,
+    AnthropicMessage,
+    TokenCount,
+)
 from servekit.gateway.api.anthropic.tools import tool_choice, tools
 from servekit.gateway.api.endpoint import EndpointFactory, GenerationEndpoint
 from servekit.gateway.api.openai.embeddings import Asked
 from servekit.gateway.api.openai.schema import decode
+from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.generation.generation import GenerationRequest
 from servekit.gateway.http.asgi import Envelope
 from servekit.gateway.http.request_limits import check_free
@@ -80,4 +88,13 @@ class Anthropic:
 
 
 def _count_of(answers: list[Delta]) -> bytes:
-    return _encode({"input_tokens": answers[0].prompt_tokens})
+    return _encode(TokenCount(answers[0].prompt_tokens))
+
+
+_operation = partial(Operation, tag="Anthropic", error=AnthropicError)
+OPERATIONS = (
+    _operation("/v1/messages", "A message", MessagesRequest, AnthropicMessage, EVENTS),
+    _operation(
+        "/v1/messages/count_tokens", "The number of tokens of a prompt", CountRequest, TokenCount
+    ),
+)

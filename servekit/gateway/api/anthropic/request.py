@@ -17,95 +17,120 @@ from msgspec.structs import replace
 
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.api.anthropic.tools import Tool, ToolChoice
+from servekit.gateway.api.fields import (
+    FORM,
+    QUESTION,
+    SCHEMA,
+    TOOLS,
+    Ignored,
+    ModelName,
+    Stream,
+    doc,
+)
 from servekit.gateway.api.openai.request import schema_grammar
 from servekit.gateway.api.openai.schema import (
     MAX_STOPS,
+    TOP_K,
     Count,
     StopString,
     Temperature,
     TopP,
+    Whole,
 )
 from servekit.protocol.messages import ChatMessage, SamplingParams, ToolCall
 
 
+def _unsupported(*harmless: Any) -> Meta:
+    values = [None, *harmless]
+    return Meta(description="Not supported", extra_json_schema={"enum": values})
+
+
 class Block(msgspec.Struct):
-    """A block of content, of whatever type; which fields it has goes by that."""
+    """A block of content. Its `type` decides which of the fields it has."""
 
     type: str
-    text: str | None = None
-    thinking: str | None = None
-    id: str = ""
-    name: str = ""
-    input: dict[str, Any] | None = None
-    tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    """text, thinking, tool_use or tool_result; images and documents are refused."""
+    text: Annotated[str, doc("The text")] | None = None
+    thinking: Annotated[str, doc("The assistant's thoughts")] | None = None
+    id: Annotated[str, doc("The id of the call")] = ""
+    name: Annotated[str, doc("The name of the tool")] = ""
+    input: Annotated[dict[str, Any], doc("The arguments of the call")] | None = None
+    tool_use_id: Annotated[str, doc("The id of the call that has this result")] | None = None
+    content: Annotated[str | list[Block] | None, doc("Text, or blocks of type text")] = None
     is_error: bool | None = None
+    """The tool failed: the model reads `Error: ` before the result."""
 
 
 class Message(msgspec.Struct):
     """One turn of the conversation."""
 
-    role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    role: Annotated[Literal["user", "assistant", "system"], doc("The speaker", "user")]
+    content: Annotated[str | list[Block], doc("Text, or blocks", QUESTION)]
 
 
 class Thinking(msgspec.Struct):
-    """Whether to think; `adaptive` is as `enabled`, without a budget."""
+    """Whether to think. `adaptive` is like `enabled`, without a budget."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    budget_tokens: Count | None = None
+    """A wish that is passed to the chat template; less than `max_tokens`."""
 
 
 class OutputFormat(msgspec.Struct):
     """A JSON schema that the answer has to fit."""
 
-    schema: dict[str, Any]
+    schema: Annotated[dict[str, Any], SCHEMA]
     type: Literal["json_schema"] = "json_schema"
 
 
 class OutputConfig(msgspec.Struct):
-    """What is asked of the answer."""
+    """Options of the answer."""
 
-    format: OutputFormat | None = None
+    format: Annotated[OutputFormat | None, FORM] = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """Passed to the chat template."""
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
     """Body of POST /v1/messages/count_tokens: what a prompt is made of."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
-    model: str = ""
-    system: str | list[Block] | None = None
-    thinking: Thinking | None = None
-    tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
-    tool_choice: ToolChoice | None = None
-    output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # older clients' name of output_config.format
+    """The conversation. `server.limits.messages` may allow fewer messages."""
+    model: ModelName = ""
+    system: Annotated[str | list[Block] | None, doc("A system message before the others")] = None
+    thinking: Annotated[Thinking | None, doc("Whether to think and to return thoughts")] = None
+    tools: Annotated[list[Tool], TOOLS, Meta(max_length=1024)] | None = None
+    tool_choice: Annotated[ToolChoice | None, doc("Whether a tool may or has to be called")] = None
+    output_config: Annotated[OutputConfig | None, doc("Options of the answer")] = None
+    output_format: OutputFormat | None = None
+    """The older name of `output_config.format`."""
     # refused by name if they are set:
-    mcp_servers: Any = None
-    container: Any = None
-    context_management: Any = None
+    mcp_servers: Annotated[Any, _unsupported([])] = None
+    container: Annotated[Any, _unsupported()] = None
+    context_management: Annotated[Any, _unsupported()] = None
 
 
 class Metadata(msgspec.Struct):
-    """Who the user is."""
+    """The user."""
 
-    user_id: str | None = None
+    user_id: Annotated[str, doc("Has no effect")] | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
     """Body of POST /v1/messages."""
 
-    max_tokens: Count
-    stream: bool | None = None
+    max_tokens: Annotated[Count, Meta(examples=[64])]
+    """Most tokens to generate; a value beyond the context means its end."""
+    stream: Stream | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    """The answer ends before the first of these strings, and says which it was."""
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    metadata: Metadata | None = None
-    service_tier: Any = None
-    inference_geo: Any = None
-    cache_control: Any = None
+    top_k: Annotated[Whole, TOP_K] | None = None
+    metadata: Annotated[Metadata | None, doc("Has no effect")] = None
+    service_tier: Ignored = None
+    inference_geo: Ignored = None
+    cache_control: Ignored = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from servekit.errors import RequestError, Unsupported
+from servekit.gateway.api.fields import DESCRIPTION, doc
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class Tool(msgspec.Struct):
-    """A tool of the client's own; those that Anthropic runs have other types."""
+    """A tool of the client's own. The tools that Anthropic runs have other types."""
 
-    name: str = ""
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    type: str | None = None
-    strict: bool | None = None
+    name: Annotated[str, doc("The name of the tool")] = ""
+    description: Annotated[str, DESCRIPTION] | None = None
+    input_schema: Annotated[dict[str, Any], doc("The JSON schema of the input")] | None = None
+    type: Annotated[str, doc("custom; others are refused")] | None = None
+    strict: Annotated[bool, doc("Enforce the schema on calls")] | None = None
 
 
 class ToolChoice(msgspec.Struct):
     """Whether a tool may or must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
+    """`any` requires a call, `tool` a call of the named tool."""
+    name: Annotated[str, doc("The name of the tool")] | None = None
+    disable_parallel_tool_use: Annotated[bool, doc("true: one call at most")] | None = None
 
 
 def tools(given: list[Tool] | None) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from servekit.errors import ContextLengthExceeded
+from servekit.gateway.api.ollama.response_types import OllamaEmbedding, OllamaEmbeddings
 from servekit.gateway.api.openai.embeddings import GROUP, Asked, Input, numbers, shortened
 from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.request import InflightRequest
@@ -90,21 +91,18 @@ class Embedding:
         started_s = min((call.started_s for call in self._calls), default=self.began_s)
         vectors = [vector for answer in answers for vector in answer.vectors]
         size = dimensions or 2**20
-        spans = {
-            "total_duration": time.monotonic() - self.began_s,
-            "load_duration": started_s - self.began_s,
-        }
         return _encode(
-            {
-                "model": model,
-                "embeddings": [numbers(shortened(vector, size)) for vector in vectors],
-                **{name: round(span_s * 1e9) for name, span_s in spans.items()},
-                "prompt_eval_count": sum(answer.prompt_tokens for answer in answers),
-            }
+            OllamaEmbeddings(
+                model=model,
+                embeddings=[numbers(shortened(vector, size)) for vector in vectors],
+                total_duration=round((time.monotonic() - self.began_s) * 1e9),
+                load_duration=round((started_s - self.began_s) * 1e9),
+                prompt_eval_count=sum(answer.prompt_tokens for answer in answers),
+            )
         )
 
 
 def write_one(answers: list[Delta]) -> bytes:
     """Return the body of /api/embeddings, with the engine's vector; empty for an empty text."""
     vectors = [vector for answer in answers for vector in answer.vectors]
-    return _encode({"embedding": numbers(vectors[0]) if vectors else []})
+    return _encode(OllamaEmbedding(numbers(vectors[0]) if vectors else []))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from fastapi.responses import Response
 
 from servekit import __version__
 from servekit.errors import Unsupported
@@ -29,7 +29,18 @@ from servekit.gateway.api.ollama.request import (
     template,
 )
 from servekit.gateway.api.ollama.response import OllamaEncoder, encode_error
+from servekit.gateway.api.ollama.response_types import (
+    OllamaChat,
+    OllamaEmbedding,
+    OllamaEmbeddings,
+    OllamaError,
+    OllamaGenerated,
+    OllamaShown,
+    OllamaStatus,
+    OllamaVersion,
+)
 from servekit.gateway.api.openai.schema import decode
+from servekit.gateway.api.openapi.operation import LINES, Operation
 from servekit.gateway.generation.generation import GenerationRequest
 from servekit.gateway.http.asgi import Envelope
 from servekit.gateway.http.response import Endpoint, Handler
@@ -159,7 +170,7 @@ class Ollama:
         route = self._named(body)
         if isinstance(route, AdapterRoute):
             route.check_loaded()
-        return _encode({"status": "success"})
+        return _encode(OllamaStatus("success"))
 
     def _named(self, body: bytes) -> ModelQueue:
         request = decode(NameRequest, body)
@@ -176,13 +187,45 @@ def add_reads(app: FastAPI, router: Router) -> None:
     """Add the GET endpoints."""
 
     @app.get("/api/tags", tags=["Ollama"], summary="The models served")
-    async def tags() -> dict[str, Any]:
-        return models.tags(router)
+    async def tags() -> Response:
+        return Response(_encode(models.tags(router)), media_type="application/json")
 
     @app.get("/api/ps", tags=["Ollama"], summary="The models that can serve now")
-    async def ps() -> dict[str, Any]:
-        return models.running(router)
+    async def ps() -> Response:
+        return Response(_encode(models.running(router)), media_type="application/json")
 
     @app.get("/api/version", tags=["Ollama"], summary="The version of Ollama's API spoken here")
-    async def version() -> dict[str, str]:
-        return {"version": models.API_VERSION, "servekit": __version__}
+    async def version() -> Response:
+        body = OllamaVersion(models.API_VERSION, __version__)
+        return Response(_encode(body), media_type="application/json")
+
+
+_operation = partial(Operation, tag="Ollama", stream=LINES, error=OllamaError)
+OPERATIONS = (
+    _operation(
+        "/api/chat",
+        "A chat, streamed unless `stream` is false",
+        ChatRequest,
+        OllamaChat,
+        (OllamaChat, OllamaError),
+    ),
+    _operation(
+        "/api/generate",
+        "An answer to a prompt, streamed unless `stream` is false",
+        GenerateRequest,
+        OllamaGenerated,
+        (OllamaGenerated, OllamaError),
+    ),
+    _operation("/api/embed", "Embeddings", EmbedRequest, OllamaEmbeddings),
+    _operation(
+        "/api/embeddings", "One embedding, in the older form", EmbeddingsRequest, OllamaEmbedding
+    ),
+    _operation("/api/show", "A model's properties", NameRequest, OllamaShown),
+    _operation(
+        "/api/pull",
+        "Success if the model is served; nothing is downloaded",
+        NameRequest,
+        OllamaStatus,
+        (OllamaStatus,),
+    ),
+)

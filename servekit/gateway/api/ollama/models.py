@@ -9,6 +9,15 @@ from typing import Any
 
 from servekit.errors import ModelNotFound
 from servekit.gateway.api.ollama.response import timestamp
+from servekit.gateway.api.ollama.response_types import (
+    Capability,
+    OllamaDetails,
+    OllamaModel,
+    OllamaModels,
+    OllamaRunning,
+    OllamaRunningModel,
+    OllamaShown,
+)
 from servekit.gateway.routing.adapter_route import base_of
 from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.router import Router
@@ -41,14 +50,14 @@ def find(router: Router, name: str) -> ModelQueue:
     return router.find(name.removesuffix(LATEST))
 
 
-def tags(router: Router) -> dict[str, Any]:
+def tags(router: Router) -> OllamaModels:
     """Return the body of /api/tags: all models."""
-    return {"models": [_entry(route) for route in router.models()]}
+    return OllamaModels([OllamaModel(**_entry(route)) for route in router.models()])
 
 
-def running(router: Router) -> dict[str, Any]:
+def running(router: Router) -> OllamaRunning:
     """Return the body of /api/ps: the models that can serve now."""
-    return {"models": [_running(route) for route in router.models() if route.ready]}
+    return OllamaRunning([_running(route) for route in router.models() if route.ready])
 
 
 def _entry(route: ModelQueue) -> dict[str, Any]:
@@ -65,15 +74,15 @@ def _entry(route: ModelQueue) -> dict[str, Any]:
     }
 
 
-def _running(route: ModelQueue) -> dict[str, Any]:
+def _running(route: ModelQueue) -> OllamaRunningModel:
     gpu_bytes = sum(replica.gpu_bytes for replica in route.status.replicas)
     info = route.status.info
-    more = {
-        "expires_at": _expires_at(route),
-        "size_vram": gpu_bytes,
-        "context_length": info.max_context if info else 0,
-    }
-    return _entry(route) | more
+    return OllamaRunningModel(
+        **_entry(route),
+        expires_at=_expires_at(route),
+        size_vram=gpu_bytes,
+        context_length=info.max_context if info else 0,
+    )
 
 
 def _expires_at(route: ModelQueue) -> str:
@@ -92,19 +101,19 @@ def _size_bytes(info: ModelInfo | None) -> int:
     return info.weights_bytes or info.parameters * _BYTES.get(info.dtype, 2)
 
 
-def details(route: ModelQueue) -> dict[str, Any]:
+def details(route: ModelQueue) -> OllamaDetails:
     """Return a short description of a model; values are empty until its first load is done."""
     status = route.status
     info = status.info
     family = _family(info) if info else ""
-    return {
-        "parent_model": base_of(route),
-        "format": _format(status.engine, status.path),
-        "family": family,
-        "families": [family] if family else [],
-        "parameter_size": _count(info.parameters) if info and info.parameters else "",
-        "quantization_level": _LEVELS.get(info.dtype, info.dtype) if info else "",
-    }
+    return OllamaDetails(
+        parent_model=base_of(route),
+        format=_format(status.engine, status.path),
+        family=family,
+        families=[family] if family else [],
+        parameter_size=_count(info.parameters) if info and info.parameters else "",
+        quantization_level=_LEVELS.get(info.dtype, info.dtype) if info else "",
+    )
 
 
 def _format(engine: str, path: str) -> str:
@@ -128,18 +137,18 @@ def _count(parameters: int) -> str:
     return str(parameters)
 
 
-def show(route: ModelQueue) -> dict[str, Any]:
+def show(route: ModelQueue) -> OllamaShown:
     """Return the body of /api/show: one model."""
     status = route.status
-    return {
-        "modelfile": f"# {status.engine}: {status.path}\n",
-        "parameters": "",
-        "template": "",
-        "modified_at": timestamp(status.created),
-        "details": details(route),
-        "model_info": _info(status.info),
-        "capabilities": _capabilities(status.info),
-    }
+    return OllamaShown(
+        modelfile=f"# {status.engine}: {status.path}\n",
+        parameters="",
+        template="",
+        modified_at=timestamp(status.created),
+        details=details(route),
+        model_info=_info(status.info),
+        capabilities=_capabilities(status.info),
+    )
 
 
 def _info(info: ModelInfo | None) -> dict[str, Any]:
@@ -156,10 +165,10 @@ def _info(info: ModelInfo | None) -> dict[str, Any]:
     return known
 
 
-def _capabilities(info: ModelInfo | None) -> list[str]:
+def _capabilities(info: ModelInfo | None) -> list[Capability]:
     if info is None:
         return []
-    has = {
+    has: dict[Capability, bool] = {
         "completion": "generate" in info.serves,
         "tools": "tools" in info.serves and bool(info.dialect.tools),
         "thinking": bool(info.dialect.think_end) or info.dialect.tools == "harmony",

@@ -15,13 +15,26 @@ import msgspec
 from msgspec import Meta
 
 from servekit.errors import RequestError, Unsupported
+from servekit.gateway.api.fields import (
+    FORM,
+    QUESTION,
+    EmbeddingModel,
+    Ignored,
+    ModelName,
+    Stream,
+    Tools,
+    doc,
+)
 from servekit.gateway.api.openai.request import schema_grammar
 from servekit.gateway.api.openai.schema import (
     INT64,
-    MAX_STOPS,
-    Fraction,
-    Penalty,
-    StopString,
+    TOP_K,
+    FrequencyPenalty,
+    MinP,
+    PresencePenalty,
+    RepetitionPenalty,
+    Stop,
+    TopLogprobs,
     TopP,
 )
 from servekit.protocol.messages import (
@@ -35,118 +48,137 @@ from servekit.protocol.messages import (
 #: Ollama accepts 10.0 for a whole number, and its clients send that.
 Whole = int | float
 Think = bool | Literal["low", "medium", "high"]
+Images = Annotated[list[Any], doc("Not supported: models take text")]
+Stay = Annotated[
+    float | str,
+    doc(
+        "How long a model that is loaded on demand stays loaded: seconds, or a duration such as 5m."
+        " 0: unload it; below 0: keep it loaded"
+    ),
+]
+EXAMPLE = [{"role": "user", "content": QUESTION}]
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """How to choose tokens."""
+    """Sampling parameters. Options of loading have no effect: the configuration file decides."""
 
     num_predict: Whole | None = None
+    """Most tokens to generate; below 1: as many as fit into the context."""
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_k: Whole | None = None
+    """0 is greedy; the default is the model's own."""
+    top_k: Annotated[Whole | None, TOP_K] = None
     top_p: TopP | None = None
-    min_p: Fraction | None = None
-    seed: Whole | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    min_p: MinP | None = None
+    seed: Annotated[Whole | None, doc("The same seed gives the same answer")] = None
+    stop: Stop | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     repeat_last_n: Whole | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    """0 turns `repeat_penalty` off; any other value means all of the text."""
+    presence_penalty: PresencePenalty | None = None
+    frequency_penalty: FrequencyPenalty | None = None
     # refused by name if they are set:
-    mirostat: Whole | None = None
-    tfs_z: float | None = None
-    typical_p: float | None = None
+    mirostat: Annotated[Whole | None, doc("Not supported, except 0")] = None
+    tfs_z: Annotated[float | None, doc("Not supported, except 0 and 1")] = None
+    typical_p: Annotated[float | None, doc("Not supported, except 0 and 1")] = None
 
 
 class Common(msgspec.Struct, kw_only=True):
-    """What /api/chat and /api/generate take."""
+    """The fields that /api/chat and /api/generate share."""
 
-    model: str = ""
-    stream: bool | None = None
-    options: Options | None = None
-    format: str | dict[str, Any] | None = None
+    model: ModelName = ""
+    stream: Annotated[Stream, Meta(examples=[False])] | None = None
+    options: Annotated[Options | None, doc("Sampling parameters")] = None
+    format: Annotated[str | dict[str, Any] | None, FORM] = None
     think: Think | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    #: How long the model stays loaded: seconds, or a duration; 0: unload it, below 0: for ever.
-    keep_alive: float | str | None = None
+    """Whether to think, or how much; refused for a model that does not think."""
+    logprobs: Annotated[bool, doc("Return the log probabilities of the tokens")] | None = None
+    top_logprobs: TopLogprobs | None = None
+    keep_alive: Stay | None = None
 
 
 class CalledFunction(msgspec.Struct):
-    """What was called, and with what."""
+    """The function of a call, and its arguments."""
 
-    name: str
-    arguments: dict[str, Any] | str | None = None
+    name: Annotated[str, doc("The name of the function")]
+    arguments: Annotated[dict[str, Any] | str | None, doc("The arguments, an object")] = None
 
 
 class CalledTool(msgspec.Struct):
     """A call that the assistant made in an earlier turn."""
 
-    function: CalledFunction
-    id: str = ""
+    function: Annotated[CalledFunction, doc("The function and its arguments")]
+    id: Annotated[str, doc("The id that the answer had")] = ""
 
 
 class InMessage(msgspec.Struct):
     """One message of a conversation."""
 
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
-    thinking: str | None = None
-    images: list[Any] | None = None
+    role: Annotated[Literal["system", "user", "assistant", "tool"], doc("The speaker", "user")]
+    content: Annotated[str, doc("The text", QUESTION)] | None = None
+    thinking: Annotated[str, doc("The assistant's thoughts")] | None = None
+    images: Images | None = None
     tool_calls: list[CalledTool] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
+    """The calls that the assistant made in this turn."""
+    tool_name: Annotated[str, doc("The tool that has this result")] | None = None
+    tool_call_id: Annotated[str, doc("The id of the call that this answers")] | None = None
 
 
 class ChatRequest(Common, kw_only=True):
     """Body of POST /api/chat. Without messages it only asks for the model to be loaded."""
 
-    messages: Annotated[list[InMessage], Meta(max_length=4096)] | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
+    messages: Annotated[list[InMessage], Meta(max_length=4096, examples=[EXAMPLE])] | None = None
+    """The conversation. `server.limits.messages` may allow fewer messages."""
+    tools: Tools | None = None
 
 
 class GenerateRequest(Common, kw_only=True):
     """Body of POST /api/generate. Without a prompt it only asks for the model to be loaded."""
 
-    prompt: str | None = None
-    system: str | None = None
-    raw: bool | None = None
-    images: list[Any] | None = None
+    prompt: Annotated[str, doc("The prompt", QUESTION)] | None = None
+    system: Annotated[str, doc("A system message before the prompt")] | None = None
+    raw: Annotated[bool, doc("Use the prompt without the chat template")] | None = None
+    images: Images | None = None
     # refused by name if they are set:
-    suffix: str | None = None
-    template: str | None = None
-    context: list[Any] | None = None
+    suffix: Annotated[str, doc("Not supported")] | None = None
+    template: Annotated[str, doc("Not supported; use `raw` for none")] | None = None
+    context: Annotated[list[Any], doc("Not supported; use /api/chat")] | None = None
 
 
 class EmbedRequest(msgspec.Struct):
     """Body of POST /api/embed."""
 
-    input: str | Annotated[list[str], Meta(max_length=2048)]
-    model: str = ""
+    input: Annotated[
+        str | Annotated[list[str], Meta(max_length=2048)],
+        doc("A text, or several", ["one text", "another"]),
+    ]
+    model: EmbeddingModel = ""
     truncate: bool | None = None
+    """Cut texts to the model's context, which is the default, instead of refusing them."""
     dimensions: Annotated[int, Meta(ge=0, le=1048576)] | None = None
-    keep_alive: float | str | None = None
+    """Size of the vectors: the first numbers of each, normalised to a unit vector."""
+    keep_alive: Stay | None = None
 
 
 class EmbeddingsRequest(msgspec.Struct):
     """Body of POST /api/embeddings, the older form."""
 
-    prompt: str = ""
-    model: str = ""
-    keep_alive: float | str | None = None
+    prompt: Annotated[str, doc("The text", "one text")] = ""
+    model: EmbeddingModel = ""
+    keep_alive: Stay | None = None
 
 
 class NameRequest(msgspec.Struct):
     """Body of POST /api/show and /api/pull."""
 
-    model: str = ""
-    name: str = ""
-    # accepted without effect: models are served as configured
-    stream: Any = None
-    insecure: Any = None
-    verbose: Any = None
-    system: Any = None
-    template: Any = None
-    options: Any = None
+    model: ModelName = ""
+    name: Annotated[str, doc("The older name of `model`")] = ""
+    # models are served as configured:
+    stream: Ignored = None
+    insecure: Ignored = None
+    verbose: Ignored = None
+    system: Ignored = None
+    template: Ignored = None
+    options: Ignored = None
 
 
 # ---------------------------------------------------------------- sampling

@@ -13,8 +13,24 @@ from msgspec import Meta
 
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.api.endpoint import EndpointFactory
+from servekit.gateway.api.fields import EmbeddingModel, ModelName, Tools, doc
 from servekit.gateway.api.openai.request import chat_messages
-from servekit.gateway.api.openai.schema import InMessage, Timeout, TokenId, decode
+from servekit.gateway.api.openai.response_types import (
+    Detokenized,
+    Embedding,
+    EmbeddingList,
+    EmbeddingUsage,
+    Tokens,
+)
+from servekit.gateway.api.openai.schema import (
+    Inputs,
+    Messages,
+    TemplateArguments,
+    Timeout,
+    TokenId,
+    decode,
+)
+from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.http.asgi import encode_error
 from servekit.gateway.http.request_limits import check_free
 from servekit.gateway.http.response import Endpoint
@@ -34,34 +50,35 @@ Input = str | list[int]
 class EmbeddingRequest(msgspec.Struct):
     """Body of POST /v1/embeddings."""
 
-    input: (
-        str | Annotated[list[TokenId | str | list[TokenId]], Meta(min_length=1, max_length=1048576)]
-    )
-    model: str = ""
+    input: Annotated[Inputs, Meta(examples=[["one text", "another"]])]
+    """A text or token ids, or up to 2048 of either; each has to fit into the model's context."""
+    model: EmbeddingModel = ""
     encoding_format: Literal["float", "base64"] | None = None
-    #: The size of the vectors: their first numbers, normalised to a unit vector.
+    """Numbers, or base64 of float32, little-endian."""
     dimensions: Annotated[int, Meta(ge=1, le=1048576)] | None = None
-    user: str | None = None
+    """Size of the vectors: the first numbers of each, normalised to a unit vector."""
+    user: Annotated[str, doc("Has no effect")] | None = None
     timeout_s: Timeout | None = None
 
 
 class TokenizeRequest(msgspec.Struct):
     """Body of POST /tokenize: a prompt, or a conversation by the model's template."""
 
-    model: str = ""
-    prompt: str | None = None
-    messages: Annotated[list[InMessage], Meta(min_length=1, max_length=4096)] | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
+    model: ModelName = ""
+    prompt: Annotated[str, doc("The text; either this or `messages`", "Hello world")] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    add_special_tokens: Annotated[bool, doc("false is refused")] | None = None
+    add_generation_prompt: Annotated[bool, doc("false is refused")] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct):
     """Body of POST /detokenize."""
 
-    tokens: Annotated[list[TokenId], Meta(max_length=1048576)]
-    model: str = ""
+    tokens: Annotated[list[TokenId], Meta(max_length=1048576, examples=[[19556, 905]])]
+    """Token ids, each below the size of the model's vocabulary."""
+    model: ModelName = ""
 
 
 class Asked:
@@ -142,7 +159,7 @@ class Vectors:
         def write(answers: list[Delta]) -> bytes:
             ids = answers[0].token_ids
             most = None if info is None else info.max_context
-            return _encode({"count": len(ids), "max_model_len": most, "tokens": ids})
+            return _encode(Tokens(len(ids), most, ids))
 
         return Asked(self._router, [call], None), write
 
@@ -151,7 +168,7 @@ class Vectors:
         call = _call(request.model, key, task="detokenize")
         call.prompt = request.tokens
         asked = Asked(self._router, [call], None)
-        return asked, lambda answers: _encode({"prompt": answers[0].text})
+        return asked, lambda answers: _encode(Detokenized(answers[0].text))
 
 
 def embedding_calls(model: str, key: str, inputs: list[Input]) -> list[InflightRequest]:
@@ -194,16 +211,13 @@ def _vectors(request: EmbeddingRequest, model: str, answers: list[Delta]) -> byt
         raw = [shortened(vector, request.dimensions) for vector in raw]
     base = request.encoding_format == "base64"
     data = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": base64.b64encode(vector).decode() if base else numbers(vector),
-        }
+        Embedding(
+            "embedding", index, base64.b64encode(vector).decode() if base else numbers(vector)
+        )
         for index, vector in enumerate(raw)
     ]
     used = sum(answer.prompt_tokens for answer in answers)
-    usage = {"prompt_tokens": used, "total_tokens": used}
-    return _encode({"object": "list", "data": data, "model": model, "usage": usage})
+    return _encode(EmbeddingList("list", data, model, EmbeddingUsage(used, used)))
 
 
 def numbers(vector: bytes) -> list[float]:
@@ -216,3 +230,16 @@ def shortened(vector: bytes, size: int) -> bytes:
     first = array.array("f", vector)[:size]
     length = math.sqrt(math.fsum(value * value for value in first)) or 1.0
     return array.array("f", (value / length for value in first)).tobytes()
+
+
+OPERATIONS = (
+    Operation("/v1/embeddings", "Embeddings", EmbeddingRequest, EmbeddingList),
+    Operation(
+        "/tokenize",
+        "The tokens of a prompt, or of a conversation by the model's template",
+        TokenizeRequest,
+        Tokens,
+        tag="tokens",
+    ),
+    Operation("/detokenize", "The text of tokens", DetokenizeRequest, Detokenized, tag="tokens"),
+)

@@ -6,7 +6,15 @@ from servekit.gateway.api.endpoint import GenerationEndpoint
 from servekit.gateway.api.openai.generation_request import chat_request, completion_request
 from servekit.gateway.api.openai.request import check_prompt_logprobs, completion_prompts
 from servekit.gateway.api.openai.response import ChatEncoder, CompletionEncoder
+from servekit.gateway.api.openai.response_types import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    OpenAIError,
+)
 from servekit.gateway.api.openai.schema import ChatRequest, CompletionRequest, decode
+from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.generation.generation import GenerationRequest
 from servekit.gateway.http.response import Handler
 from servekit.gateway.routing.router import Router
@@ -46,3 +54,21 @@ def _parse_completion(body: bytes, key: str) -> tuple[GenerationRequest, Complet
         prompt_logprobs=request.prompt_logprobs,
     )
     return completion_request(request, prompts, key), encoder
+
+
+OPERATIONS = (
+    Operation(
+        "/v1/chat/completions",
+        "A chat completion",
+        ChatRequest,
+        ChatCompletion,
+        (ChatChunk, OpenAIError),
+    ),
+    Operation(
+        "/v1/completions",
+        "A completion",
+        CompletionRequest,
+        Completion,
+        (CompletionChunk, OpenAIError),
+    ),
+)

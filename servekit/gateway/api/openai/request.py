@@ -21,6 +21,7 @@ from servekit.gateway.api.openai.schema import (
     ResponseFormat,
     StructuredOutputs,
     refuse_unserved,
+    unserved_fields,
 )
 from servekit.gateway.tool_parsing import without_unknown_formats
 from servekit.protocol.messages import ChatMessage, Grammar, SamplingParams, ToolCall
@@ -32,10 +33,7 @@ MAX_CHOICES = 128
 ANY_OBJECT = '{"type":"object"}'
 #: Converting longer GBNF takes more than a tenth of a second, on the event loop.
 MAX_GBNF_CHARS = 16 * 1024
-_UNSERVED_FORMS = (
-    *("structural_tag", "whitespace_pattern"),
-    *("disable_any_whitespace", "disable_additional_properties"),
-)
+_UNSERVED_FORMS = unserved_fields(StructuredOutputs)
 #: The characters with a special meaning in a regular expression, with slashes around it or not.
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
@@ -167,8 +165,7 @@ def constraint(request: ChatRequest | CompletionRequest) -> Grammar | None:
 def structured(asked: StructuredOutputs) -> list[Grammar]:
     """Convert vLLM's `structured_outputs`. Raises RequestError if they hold no constraint."""
     param: GrammarParam = "structured_outputs"
-    for name in _UNSERVED_FORMS:
-        refuse_unserved(name, getattr(asked, name), f"{param}.")
+    refuse_unserved(asked, _UNSERVED_FORMS, f"{param}.")
     found = []
     if asked.json is not None:
         found.append(_by_schema(asked.json, param))

@@ -11,8 +11,10 @@ import msgspec
 from servekit.errors import ServekitError
 from servekit.gateway.api.endpoint import GenerationEndpoint
 from servekit.gateway.api.openai.response import logprob_of, new_id
+from servekit.gateway.api.openai.responses_events import EVENTS, Response
 from servekit.gateway.api.openai.responses_schema import ResponsesRequest, ask_of
 from servekit.gateway.api.openai.schema import decode
+from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.generation.generation import (
     Choice,
     Generation,
@@ -295,3 +297,8 @@ def _usage(generation: Generation) -> Json:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + completion,
     }
+
+
+OPERATIONS = (
+    Operation("/v1/responses", "A response; none is stored", ResponsesRequest, Response, EVENTS),
+)

@@ -13,103 +13,138 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from servekit.errors import RequestError, Unsupported
+from servekit.gateway.api.fields import (
+    CONTENT,
+    DESCRIPTION,
+    FORM,
+    QUESTION,
+    ROLE,
+    SCHEMA,
+    TOOLS,
+    Ignored,
+    ModelName,
+    Stream,
+    doc,
+)
 from servekit.gateway.api.openai.request import schema_grammar
-from servekit.gateway.api.openai.schema import Count, Priority, Temperature, Timeout, TopP
+from servekit.gateway.api.openai.schema import (
+    Count,
+    Effort,
+    OneCall,
+    Priority,
+    SessionKey,
+    Temperature,
+    Timeout,
+    ToolChoice,
+    TopLogprobs,
+    TopP,
+)
 from servekit.gateway.generation.generation import GenerationRequest
 from servekit.protocol.messages import ChatMessage, Grammar, SamplingParams, ToolCall
 
+_NOT_STORED = "Refused: nothing is stored; send the whole conversation"
+Refused = Annotated[Any, Meta(description=_NOT_STORED, extra_json_schema={"enum": [None]})]
+
 
 class Part(msgspec.Struct):
-    """A piece of a message, or of what a tool gave back."""
+    """A part of a message, or of the result of a tool."""
 
-    type: str
-    text: str | None = None
-    refusal: str | None = None
+    type: Annotated[str, doc("The type of the part: text, or a refusal")]
+    text: Annotated[str, doc("The text")] | None = None
+    refusal: Annotated[str, doc("The text of a refusal")] | None = None
 
 
 class Item(msgspec.Struct):
-    """One item of the input. Which fields belong together is told by `type`."""
+    """One item of the input. Its `type` decides which of the fields it has."""
 
     type: str = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
-    id: str | None = None
+    """message, reasoning, function_call or function_call_output."""
+    role: Annotated[Literal["system", "developer", "user", "assistant"] | None, ROLE] = None
+    content: Annotated[str | list[Part] | None, CONTENT] = None
+    id: Annotated[str, doc("The id that the item had; has no effect")] | None = None
     # of function_call and function_call_output
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | list[Part] | None = None
+    call_id: Annotated[str, doc("The id of the call")] | None = None
+    name: Annotated[str, doc("The name of the function")] | None = None
+    arguments: Annotated[str, doc("The text of a JSON object")] | None = None
+    output: Annotated[str | list[Part] | None, doc("The result of the function")] = None
 
 
 class Function(msgspec.Struct):
     """A tool. Only functions: the others are OpenAI's own services."""
 
-    type: str
-    name: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    type: Annotated[str, doc("Always function; others are refused")]
+    name: Annotated[str, doc("The name: 1 to 64 letters, digits, _ or -")] = ""
+    description: Annotated[str, DESCRIPTION] | None = None
+    parameters: Annotated[dict[str, Any], doc("The JSON schema of the arguments")] | None = None
+    strict: Annotated[bool, doc("Enforce the schema on calls")] | None = None
 
 
 class Format(msgspec.Struct):
-    """What the text has to be."""
+    """The form of the text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    schema: dict[str, Any] | bool | None = None
-    strict: bool | None = None
-    description: str | None = None
+    name: Annotated[str, doc("Has no effect")] | None = None
+    schema: Annotated[dict[str, Any] | bool | None, SCHEMA] = None
+    strict: Annotated[bool, doc("Has no effect: schemas are always enforced")] | None = None
+    description: Annotated[str, doc("Has no effect")] | None = None
 
 
 class TextOptions(msgspec.Struct):
-    """What is asked of the text."""
+    """Options of the text."""
 
-    format: Format | None = None
-    verbosity: str | None = None
+    format: Annotated[Format | None, FORM] = None
+    verbosity: Annotated[str, doc("Has no effect")] | None = None
 
 
 class ReasoningOptions(msgspec.Struct):
-    """What is asked of the model's thoughts."""
+    """Options of the model's thoughts."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: str | None = None
+    effort: Effort | None = None
+    summary: Annotated[str, doc("Has no effect")] | None = None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Body of POST /v1/responses."""
 
-    input: str | Annotated[list[Item], Meta(min_length=1, max_length=4096)]
-    model: str = ""
-    instructions: str | None = None
-    stream: bool | None = None
-    max_output_tokens: Count | None = None
+    input: Annotated[
+        str | Annotated[list[Item], Meta(min_length=1, max_length=4096)],
+        doc("A text, or the items of the whole conversation so far", QUESTION),
+    ]
+    model: ModelName = ""
+    instructions: Annotated[str, doc("A system message before the input")] | None = None
+    stream: Stream | None = None
+    max_output_tokens: Annotated[Count, Meta(examples=[64])] | None = None
+    """Most tokens to generate, thoughts included."""
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: Annotated[list[Function], Meta(max_length=1024)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
-    metadata: dict[str, str] | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
+    top_logprobs: TopLogprobs | None = None
+    tools: Annotated[list[Function], TOOLS, Meta(max_length=1024)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: OneCall | None = None
+    text: Annotated[TextOptions | None, doc("Options of the text")] = None
+    reasoning: Annotated[ReasoningOptions | None, doc("Options of the model's thoughts")] = None
+    metadata: Annotated[dict[str, str], doc("Has no effect; the response has it")] | None = None
+    user: Annotated[str, doc("Has no effect")] | None = None
+    prompt_cache_key: SessionKey | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    store: bool | None = None
+    """Has no effect: an input that is too long is refused."""
+    store: Annotated[bool, doc("Has no effect: nothing is stored")] | None = None
     include: list[str] | None = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_retention: Any = None
-    stream_options: Any = None
-    max_tool_calls: Any = None
+    """`message.output_text.logprobs` adds log probabilities; others have no effect."""
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_retention: Ignored = None
+    stream_options: Ignored = None
+    max_tool_calls: Ignored = None
     # servekit's own:
     priority: Priority | None = None
     timeout_s: Timeout | None = None
     # refused by name if they are set:
-    previous_response_id: Any = None
-    conversation: Any = None
-    prompt: Any = None
-    background: bool | None = None
+    previous_response_id: Refused = None
+    conversation: Refused = None
+    prompt: Refused = None
+    background: Annotated[bool | None, Meta(extra_json_schema={"enum": [None, False]})] = None
+    """Refused unless false."""
 
 
 STATEFUL = ("previous_response_id", "conversation", "prompt", "background")

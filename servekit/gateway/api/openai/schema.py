@@ -8,15 +8,27 @@ rather than ignored; undeclared ones are reported (`gateway.api.unknown_paramete
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from functools import cache
 from operator import attrgetter
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import msgspec
 from msgspec import Meta
 
 from servekit.errors import RequestError, Unsupported
+from servekit.gateway.api.fields import (
+    CONTENT,
+    FORM,
+    ROLE,
+    SCHEMA,
+    Ignored,
+    ModelName,
+    Stream,
+    Tools,
+    doc,
+    unserved,
+)
 from servekit.gateway.api.unknown_parameters import UNKNOWN
 
 INT64 = 2**63
@@ -24,244 +36,296 @@ MAX_STOPS = 32
 MAX_WORDS = 1024
 PLAIN_MAX_TOKENS = 16
 
-Temperature = Annotated[float, Meta(ge=0, le=2, description="0 is greedy")]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+INT32 = 2**31
+Temperature = Annotated[float, doc("0 is greedy; the default is the model's own", ge=0, le=2)]
+TopP = Annotated[
+    float,
+    doc("Sample from the most probable tokens that together have this probability", gt=0, le=1),
+]
+MinP = Annotated[
+    float,
+    doc("Sample from tokens with at least this share of the best one's probability", ge=0, le=1),
+]
+TOP_K = doc("Sample from this many most probable tokens; 0 and -1: from all")
+PresencePenalty = Annotated[
+    float, doc("Subtracted from the logit of each token that the answer has already", ge=-2, le=2)
+]
+FrequencyPenalty = Annotated[
+    float, doc("Subtracted from a token's logit for each time it is in the answer", ge=-2, le=2)
+]
+RepetitionPenalty = Annotated[
+    float, doc("Divides the logits of tokens in prompt and answer; 1 is off", gt=0, le=100)
+]
+Count = Annotated[int, Meta(ge=1, le=INT32 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+Stop = Annotated[
+    StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)],
+    doc(
+        "The answer ends before the first of these strings. `server.limits.stop_strings` may allow"
+        " fewer. They do not end a tool call that `tool_choice` requires"
+    ),
+]
 Seed = Annotated[int, Meta(ge=-INT64, le=INT64 - 1)]
 Priority = Annotated[
-    int, Meta(ge=-10, le=10, description="lower is earlier; a step is worth 10 s of waiting")
+    int,
+    doc("servekit's own: lower is earlier; a step is worth ten seconds of waiting", ge=-10, le=10),
 ]
 Timeout = Annotated[
-    float, Meta(gt=0, description="s, waiting included; capped by the model's own timeout_s")
+    float,
+    doc("servekit's own: seconds, waiting included; at most the model's own `timeout_s`", gt=0),
+]
+SessionKey = Annotated[
+    str,
+    doc(
+        "Requests with the same key go to the same replica, unless it is busier than the others."
+        " The header `X-Session-Id` does the same, and takes precedence"
+    ),
 ]
 Choices = Annotated[int, Meta(ge=1, le=128)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-PromptEnd = Annotated[
-    int,
-    Meta(ge=-1, le=2**31 - 1, description="tokens kept of the prompt's end; -1: as many as fit"),
+Whole = Annotated[int, Meta(ge=0, le=INT32 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=INT32 - 1)]
+TopLogprobs = Annotated[
+    int, doc("Also return this many of the most probable tokens; needs `logprobs`", ge=0, le=20)
 ]
+ToolChoice = Annotated[
+    str | dict[str, Any], doc("`none`, `auto`, `required`, a function by name, or `allowed_tools`")
+]
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh"],
+    doc("Passed to the chat template; `none` also turns thinking off"),
+]
+OneCall = Annotated[bool, doc("false: one call at most")]
+TemplateArguments = Annotated[
+    dict[str, Any], doc('More arguments of the chat template, as in `{"enable_thinking": false}`')
+]
+Inputs = (
+    str | Annotated[list[TokenId | str | list[TokenId]], Meta(min_length=1, max_length=1048576)]
+)
+OneOf = Annotated[list[str], doc("The texts that the answer may be", min_length=1, max_length=4096)]
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream tells beside the answer."""
+    """What a stream tells besides the answer."""
 
     include_usage: bool | None = None
-    #: servekit's own: comments like `: queue position 3` while the request waits.
+    """Send a last chunk, without choices, with the token counts."""
     queue_position: bool | None = None
+    """servekit's own: send a comment for each new position in the queue."""
 
 
 class ContentPart(msgspec.Struct):
-    """A piece of a message: text."""
+    """A part of a message: text."""
 
-    type: str
-    text: str | None = None
-    refusal: str | None = None
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
+    """The type of the part; images are refused."""
+    text: Annotated[str, doc("The text")] | None = None
+    refusal: Annotated[str, doc("The text of a refusal")] | None = None
 
 
 class JsonSchema(msgspec.Struct):
-    """What `response_format` asks for where its type is json_schema."""
+    """The schema of a `response_format` of type json_schema."""
 
-    name: str = ""
-    schema: dict[str, Any] | bool = True
-    strict: bool | None = None
-    description: str | None = None
+    name: Annotated[str, doc("Has no effect")] = ""
+    schema: Annotated[dict[str, Any] | bool, SCHEMA] = True
+    strict: Annotated[bool, doc("Has no effect: schemas are always enforced")] | None = None
+    description: Annotated[str | None, doc("Has no effect")] = None
 
 
 class ResponseFormat(msgspec.Struct):
-    """What the answer has to be."""
+    """The form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: Annotated[JsonSchema | None, doc("The schema, for type `json_schema`")] = None
 
 
 class CalledFunction(msgspec.Struct):
-    """What was called, and with what."""
+    """The function of a call, and its arguments."""
 
-    name: str
-    arguments: str = "{}"
+    name: Annotated[str, doc("The name of the function")]
+    arguments: Annotated[str, doc("The text of a JSON object")] = "{}"
 
 
 class CalledTool(msgspec.Struct):
     """A call that the assistant made in an earlier turn."""
 
-    function: CalledFunction
-    id: str = ""
+    function: Annotated[CalledFunction, doc("The function and its arguments")]
+    id: Annotated[str, doc("The id that the answer had")] = ""
     type: Literal["function"] = "function"
 
 
 class StructuredOutputs(msgspec.Struct):
-    """vLLM's: one of these says which form the answer has."""
+    """vLLM's constraint on the answer: exactly one of these fields."""
 
-    #: A JSON schema, as an object or as its text.
-    json: dict[str, Any] | str | None = None
-    #: A regular expression in the Rust dialect.
+    json: Annotated[dict[str, Any] | str | None, doc("A JSON schema, or its text")] = None
     regex: str | None = None
-    #: The texts that the answer may be.
-    choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
-    #: A grammar in llguidance's Lark dialect, or in GBNF with a rule `root`.
+    """A regular expression in the Rust dialect, for the whole answer."""
+    choice: OneOf | None = None
     grammar: str | None = None
-    json_object: bool | None = None
-    # refused by name if they are set:
-    structural_tag: Any = None
-    whitespace_pattern: Any = None
-    disable_any_whitespace: Any = None
-    disable_additional_properties: Any = None
+    """A grammar in llguidance's Lark dialect, or in GBNF with a rule `root`."""
+    json_object: Annotated[bool, doc("Any JSON object")] | None = None
+    structural_tag: Annotated[Any, unserved()] = None
+    whitespace_pattern: Annotated[Any, unserved()] = None
+    disable_any_whitespace: Annotated[Any, unserved(False)] = None
+    disable_additional_properties: Annotated[Any, unserved(False)] = None
 
 
 class InMessage(msgspec.Struct):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
+    role: Annotated[Literal["system", "developer", "user", "assistant", "tool", "function"], ROLE]
+    content: Annotated[str | list[ContentPart] | None, CONTENT] = None
+    name: Annotated[str, doc("The name of the speaker, tool or function")] | None = None
     tool_calls: list[CalledTool] | None = None
-    tool_call_id: str | None = None
-    refusal: str | None = None
-    #: The assistant's reasoning, as servekit returned it; some templates show it to the model.
+    """The calls that the assistant made in this turn."""
+    tool_call_id: Annotated[str, doc("The id of the call that this answers")] | None = None
+    refusal: Annotated[str, doc("The text of a refusal")] | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None
+    """The assistant's thoughts, as servekit returned them; some templates show them."""
+    reasoning: Annotated[str, doc("Another name of `reasoning_content`")] | None = None
+
+
+Messages = Annotated[
+    list[InMessage],
+    doc(
+        "The conversation. `server.limits.messages` may allow fewer messages",
+        min_length=1,
+        max_length=4096,
+    ),
+]
 
 
 class Common(msgspec.Struct, kw_only=True):
-    """What both endpoints take."""
+    """The fields of both endpoints."""
 
-    model: str = ""
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
+    model: ModelName = ""
+    stream: Stream | None = None
+    stream_options: Annotated[StreamOptions | None, doc("Options of a stream")] = None
+    max_tokens: Annotated[Count, Meta(examples=[64])] | None = None
+    """Most tokens to generate; together with the prompt they have to fit into the context."""
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Fraction | None = None
+    top_k: Annotated[int, TOP_K, Meta(ge=-1, le=INT32 - 1)] | None = None
+    min_p: MinP | None = None
     seed: Seed | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    """The same seed gives the same answer; each of the `n` choices has the next seed."""
+    presence_penalty: PresencePenalty | None = None
+    frequency_penalty: FrequencyPenalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    stop: Stop | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    # accepted from clients that always send them, without any effect:
-    user: str | None = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_retention: Any = None
-    verbosity: Any = None
-    guided_decoding_backend: Any = None
+    """Generate `max_tokens` tokens; a `response_format` still ends where it is complete."""
+    min_tokens: Whole | None = None
+    """Least tokens to generate, up to `max_tokens`; a `response_format` ends once complete."""
+    user: Annotated[str, doc("Has no effect")] | None = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_retention: Ignored = None
+    verbosity: Ignored = None
+    guided_decoding_backend: Ignored = None
     request_id: Any = None
-    #: The session, like the header `X-Session-Id`.
-    prompt_cache_key: str | None = None
+    """Has no effect; the header `X-Request-Id` names a request."""
+    prompt_cache_key: SessionKey | None = None
     n: Choices | None = None
+    """Number of choices, each a request of its own in the queue."""
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=4096)] | None = None
+    """Added to the logits of tokens, by token id (see /tokenize); 4096 at most."""
     # vLLM's:
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_WORDS)] | None = None
+    """The answer ends before the first of these tokens; `stop_reason` names it."""
     include_stop_str_in_output: bool | None = None
+    """Keep the stop string or token that ended the answer as a part of it."""
     bad_words: Annotated[list[StopString], Meta(max_length=MAX_WORDS)] | None = None
-    truncate_prompt_tokens: PromptEnd | None = None
-    #: The number of alternatives to each of the prompt's tokens; not in streams.
+    """Words that the answer never has, neither at its beginning nor after a space."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT32 - 1)] | None = None
+    """Keep this many tokens of the prompt's end; -1: as many as fit beside `max_tokens`; 0: all."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    #: Older names of the fields of `structured_outputs`.
+    """Return the log probabilities of the prompt's tokens, and of this many alternatives to each.
+
+    Not in a stream.
+    """
+    structured_outputs: Annotated[StructuredOutputs | None, FORM] = None
     guided_json: dict[str, Any] | str | None = None
+    """The older name of `structured_outputs.json`."""
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
+    """The older name of `structured_outputs.regex`."""
+    guided_choice: OneOf | None = None
+    """The older name of `structured_outputs.choice`."""
     guided_grammar: str | None = None
+    """The older name of `structured_outputs.grammar`."""
+    guided_whitespace_pattern: Annotated[Any, unserved()] = None
+    allowed_token_ids: Annotated[Any, unserved([])] = None
+    use_beam_search: Annotated[Any, unserved(False)] = None
+    skip_special_tokens: Annotated[Any, unserved(True)] = None
     # servekit's own:
     priority: Priority | None = None
     timeout_s: Timeout | None = None
-    # refused by name if they are set:
-    guided_whitespace_pattern: Any = None
-    allowed_token_ids: Any = None
-    use_beam_search: Any = None
-    skip_special_tokens: Any = None
 
 
 class ChatRequest(Common, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[InMessage], Meta(min_length=1, max_length=4096)]
+    messages: Messages
     max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    #: More arguments of the chat template, such as `{"enable_thinking": false}`.
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    #: False leaves the reasoning in `content` as the model wrote it.
+    """The newer name of `max_tokens`; it takes precedence."""
+    logprobs: Annotated[bool, doc("Return the log probabilities of the tokens")] | None = None
+    top_logprobs: TopLogprobs | None = None
+    response_format: Annotated[ResponseFormat | None, FORM] = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: OneCall | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+    reasoning_effort: Effort | None = None
     separate_reasoning: bool | None = None
-    #: The last message is the beginning of the answer, which the model continues.
+    """servekit's own; false: leave the thoughts in `content`, as the model wrote them."""
     continue_final_message: bool | None = None
+    """Continue the last message, which is the beginning of the assistant's answer."""
     add_generation_prompt: bool | None = None
-    # refused by name if they are set:
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    modalities: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
+    """false only with `continue_final_message`."""
+    functions: Annotated[Any, unserved([], instead="use tools")] = None
+    function_call: Annotated[Any, unserved("none", "auto", instead="use tool_choice")] = None
+    audio: Annotated[Any, unserved()] = None
+    modalities: Annotated[Any, unserved([], ["text"])] = None
+    prediction: Annotated[Any, unserved()] = None
+    web_search_options: Annotated[Any, unserved()] = None
 
 
 class CompletionRequest(Common, kw_only=True):
     """Body of POST /v1/completions."""
 
-    #: 0: the prompt alone, for `echo` and `prompt_logprobs`.
-    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    prompt: (
-        str | Annotated[list[TokenId | str | list[TokenId]], Meta(min_length=1, max_length=1048576)]
-    )
+    max_tokens: Annotated[int, Meta(ge=0, le=INT32 - 1, examples=[16])] | None = None
+    """Most tokens to generate; together with the prompt they have to fit into the context.
+
+    0 generates none, for `echo` and `prompt_logprobs`.
+    """
+    prompt: Annotated[Inputs, Meta(examples=["The capital of France is"])]
+    """A text, several, or token ids. The number of prompts times `n` is 128 at most."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """Return log probabilities, and this many of the most probable tokens."""
     echo: bool | None = None
-    best_of: Choices | None = None
-    response_format: ResponseFormat | None = None
-    # refused by name if they are set:
-    suffix: Any = None
+    """Begin the answer with the prompt, and `logprobs` with those of its tokens."""
+    best_of: Annotated[Choices, doc("Not supported, except with the value of `n`")] | None = None
+    response_format: Annotated[ResponseFormat | None, FORM] = None
+    suffix: Annotated[Any, unserved("")] = None
 
-
-#: The harmless values of the parameters that are declared but not served.
-NOTHING: dict[str, tuple[Any, ...]] = {
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "audio": (None,),
-    "modalities": (None, [], ["text"]),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "suffix": (None, ""),
-    "guided_whitespace_pattern": (None,),
-    "allowed_token_ids": (None, []),
-    "use_beam_search": (None, False),
-    "skip_special_tokens": (None, True),
-    "structural_tag": (None,),
-    "whitespace_pattern": (None,),
-    "disable_any_whitespace": (None, False),
-    "disable_additional_properties": (None, False),
-}
-
-_INSTEAD = {
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-}
 
 Request = TypeVar("Request")
 
 
 _Decoder = msgspec.json.Decoder[Any]
+#: The harmless values of an unserved parameter, and what to do instead.
+Mark = dict[str, Any]
 
 
 class _Kind(NamedTuple):
-    """The decoders of one type of body, and its unserved parameters."""
+    """The decoders of one type of body, and the marks of its unserved parameters."""
 
     strict: _Decoder  # raises for an unknown field
     lenient: _Decoder
     fields: frozenset[str]
-    unserved: tuple[str, ...]  # declared, but not served
+    unserved: dict[str, Mark]  # declared, but not served
     asks: Callable[[Any], tuple[Any, ...]]  # returns the values of the unserved parameters
     none: tuple[None, ...]  # their values in nearly all bodies
 
@@ -271,7 +335,7 @@ def _decoders(kind: Hashable) -> _Kind:
     lenient = cast(type[msgspec.Struct], kind)
     strict = msgspec.defstruct(lenient.__name__, [], bases=(lenient,), forbid_unknown_fields=True)
     fields = [field.encode_name for field in msgspec.structs.fields(lenient)]
-    unserved = tuple(name for name in fields if name in NOTHING)
+    unserved = unserved_fields(lenient)
     # attrgetter returns a tuple only for several names
     asks = attrgetter(*unserved) if len(unserved) > 1 else _getter(unserved)
     return _Kind(
@@ -284,7 +348,17 @@ def _decoders(kind: Hashable) -> _Kind:
     )
 
 
-def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+def unserved_fields(kind: type[msgspec.Struct]) -> dict[str, Mark]:
+    """Return what `fields.unserved` says of the fields of a type, by name."""
+    return {
+        field.name: mark.extra
+        for field in msgspec.structs.fields(kind)
+        for mark in get_args(field.type)[1:]
+        if isinstance(mark, Meta) and mark.extra
+    }
+
+
+def _getter(names: Collection[str]) -> Callable[[Any], tuple[Any, ...]]:
     return lambda request: tuple(getattr(request, name) for name in names)
 
 
@@ -309,19 +383,17 @@ def decode(kind: type[Request], body: bytes) -> Request:
         raise _not_json(body, error) from None
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
-    if (values := asks(request)) != none:
-        for name, value in zip(unserved, values, strict=True):
-            refuse_unserved(name, value)
+    if asks(request) != none:
+        refuse_unserved(request, unserved)
     return request
 
 
-def refuse_unserved(name: str, value: Any, within: str = "") -> None:
-    """Raise Unsupported if a declared but unserved parameter has more than a harmless value."""
-    if value is not None and not _asks_nothing(value, NOTHING[name]):
-        param = f"{within}{name}"
-        raise Unsupported(
-            f"{param} is not supported; {_INSTEAD.get(name, 'leave it out')}", param=param
-        )
+def refuse_unserved(request: Any, unserved: dict[str, Mark], within: str = "") -> None:
+    """Raise Unsupported if an unserved parameter has more than a harmless value."""
+    for name, mark in unserved.items():
+        if not _asks_nothing(getattr(request, name), mark["harmless"]):
+            param = f"{within}{name}"
+            raise Unsupported(f"{param} is not supported; {mark['instead']}", param=param)
 
 
 def _not_json(body: bytes, error: Exception) -> RequestError:

@@ -1,5 +1,4 @@
-"""The OpenAPI document: operations, response types, field texts, and the pages of the manual.
+"""The OpenAPI document, and the pages of the manual. Only the gateway and `docs` import from here.
 
-The package serves no inference request; it is imported on the first request for the document. Unit
-tests check that answers fit these types. Only the gateway and `docs` may import from here.
+Unit tests check that answers fit the types that the document describes.
 """

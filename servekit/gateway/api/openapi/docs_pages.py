@@ -52,11 +52,11 @@ class Manual:
         """Return a page as HTML, or the search index. Raises ServekitError if rendering fails."""
         async with self._one_at_a_time:
             if name not in self._made:
-                self._made[name] = await _make(name)
+                self._made[name] = await _render_page(name)
         return self._made[name]
 
 
-async def _make(name: str) -> str:
+async def _render_page(name: str) -> str:
     safe = () if not sys.flags.safe_path else ("-P",)
     making = await asyncio.create_subprocess_exec(
         sys.executable, *safe, "-m", "servekit.docs.site", name,

@@ -19,9 +19,9 @@ from servekit.gateway.api.admin.endpoints import ANSWER_S, NothingSuch
 from servekit.gateway.api.admin.lora import CHANGE_S, AdapterRefused, require_right
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.ui.pages.language import Say
-from servekit.gateway.ui.pages.page_layout import NOW, QUIET, Frame, visit
-from servekit.gateway.ui.status_html import error_note, note
-from servekit.gateway.ui.widgets.answer_html import plain
+from servekit.gateway.ui.pages.page_layout import NOW, QUIET, Frame, get_visit
+from servekit.gateway.ui.status_html import error_note, render_note
+from servekit.gateway.ui.widgets.answer_html import clean_text
 from servekit.protocol.adapters import AdapterSpec, AddAdapter, RemoveAdapter
 from servekit.protocol.messages import Accepted, GetWhy, Why
 from servekit.protocol.residency import Want
@@ -34,7 +34,7 @@ WANTS: tuple[Want, ...] = ("load", "unload", "sleep", "wake")
 TAIL_CHARS = 8_000
 
 
-def build(frame: Frame, blocks: gr.Blocks) -> None:
+def build_page(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("operate")
@@ -50,19 +50,19 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
                 }
                 why = gr.Button(say("operate.why"), elem_id="sk-why")
             told = gr.HTML("", elem_id="sk-told")
-        _adapters(frame, model)
+        _build_adapters(frame, model)
     frame.keep_choices(blocks, [model], "")
 
     async def greet(request: gr.Request) -> str:
-        return await _may(frame, request)
+        return await _note_rights(frame, request)
 
     blocks.load(greet, None, may, **NOW)
     for want, button in buttons.items():
-        button.click(_wanting(frame, want), model, told, **QUIET)
-    why.click(_explaining(frame), model, told, **QUIET)
+        button.click(_make_residency_action(frame, want), model, told, **QUIET)
+    why.click(_make_why_action(frame), model, told, **QUIET)
 
 
-def _adapters(frame: Frame, model: gr.Dropdown) -> None:
+def _build_adapters(frame: Frame, model: gr.Dropdown) -> None:
     say = frame.say
     with gr.Column(elem_classes="sk-card"):
         gr.HTML(f"<h2>{escape(say('operate.adapters'))}</h2>")
@@ -79,15 +79,15 @@ def _adapters(frame: Frame, model: gr.Dropdown) -> None:
 
     async def added(request: gr.Request, base: str, named: str, at: str) -> str:
         async def do() -> str:
-            return await _add(frame, base, named.strip(), at.strip())
+            return await _add_adapter(frame, base, named.strip(), at.strip())
 
-        return await _done(frame, request, do)
+        return await _run_action(frame, request, do)
 
     async def removed(request: gr.Request, named: str) -> str:
         async def do() -> str:
-            return await _remove(frame, named.strip())
+            return await _remove_adapter(frame, named.strip())
 
-        return await _done(frame, request, do)
+        return await _run_action(frame, request, do)
 
     add.click(added, [model, name, path], told, **QUIET)
     remove.click(removed, [name], told, **QUIET)
@@ -96,30 +96,30 @@ def _adapters(frame: Frame, model: gr.Dropdown) -> None:
 # ---- the actions
 
 
-def _wanting(frame: Frame, want: Want) -> Callable[..., Awaitable[str]]:
+def _make_residency_action(frame: Frame, want: Want) -> Callable[..., Awaitable[str]]:
     async def act(request: gr.Request, model: str) -> str:
         async def do() -> str:
             await frame.supervisor.reside(want, model or "", False)
             return frame.say(f"operate.{want}.begun", model=model)
 
-        return await _done(frame, request, do)
+        return await _run_action(frame, request, do)
 
     return act
 
 
-def _explaining(frame: Frame) -> Callable[..., Awaitable[str]]:
+def _make_why_action(frame: Frame) -> Callable[..., Awaitable[str]]:
     async def act(request: gr.Request, model: str) -> str:
         async def do() -> Why:
             frame.router.access.require_admin()
             wish = GetWhy(model or "")
             return await frame.supervisor.answer_to(wish, Why, ANSWER_S, NothingSuch)
 
-        return await _done(frame, request, do)
+        return await _run_action(frame, request, do)
 
     return act
 
 
-async def _add(frame: Frame, base: str, name: str, path: str) -> str:
+async def _add_adapter(frame: Frame, base: str, name: str, path: str) -> str:
     require_right(frame.router.access)
     if not name or not path.isprintable() or not path:
         raise RequestError(frame.say("adapter.needs"))
@@ -129,7 +129,7 @@ async def _add(frame: Frame, base: str, name: str, path: str) -> str:
     return frame.say("adapter.added", name=name)
 
 
-async def _remove(frame: Frame, name: str) -> str:
+async def _remove_adapter(frame: Frame, name: str) -> str:
     require_right(frame.router.access)
     log.info("an adapter's end asked for on the page", adapter=name)
     wish = RemoveAdapter(name)
@@ -137,11 +137,13 @@ async def _remove(frame: Frame, name: str) -> str:
     return frame.say("adapter.removed", name=name)
 
 
-async def _done(frame: Frame, request: gr.Request, do: Callable[[], Awaitable[str | Why]]) -> str:
+async def _run_action(
+    frame: Frame, request: gr.Request, do: Callable[[], Awaitable[str | Why]]
+) -> str:
     """Run an action as the visitor, and return its outcome as HTML."""
     before = ACTING.set(None)
     try:
-        ACTING.set(await frame.router.access.visitor(visit(request).authorization))
+        ACTING.set(await frame.router.access.visitor(get_visit(request).authorization))
         done = await do()
     except Forbidden as error:
         return error_note(f"{frame.say('operate.forbidden')} {error.message}")
@@ -149,14 +151,14 @@ async def _done(frame: Frame, request: gr.Request, do: Callable[[], Awaitable[st
         return error_note(error.message)
     finally:
         ACTING.reset(before)
-    return note(done) if isinstance(done, str) else story(done, frame.say)
+    return render_note(done) if isinstance(done, str) else write_story(done, frame.say)
 
 
-async def _may(frame: Frame, request: gr.Request) -> str:
+async def _note_rights(frame: Frame, request: gr.Request) -> str:
     """Return a note on whether this visitor may change anything, before he tries."""
     caller = await frame.caller(request)
     if caller is not None and caller.rule.admin:
-        return note(frame.say("operate.you_may", name=caller.rule.name))
+        return render_note(frame.say("operate.you_may", name=caller.rule.name))
     closed = frame.router.access.closed
     words = frame.say("operate.you_may_not" if closed else "operate.no_keys")
     return f'<p class="sk-hint">{escape(words)}</p>'
@@ -165,30 +167,32 @@ async def _may(frame: Frame, request: gr.Request) -> str:
 # ---- why
 
 
-def story(why: Why, say: Say) -> str:
+def write_story(why: Why, say: Say) -> str:
     """Return the history of a model's workers, with the last lines of those that ended."""
     parts = [f"<h3>{escape(why.model)}</h3>"]
     if why.breaker != "closed":
-        parts.append(f'<p class="sk-hint">{escape(plain(why.breaker))}</p>')
+        parts.append(f'<p class="sk-hint">{escape(clean_text(why.breaker))}</p>')
     if why.residence is not None and why.residence.reason:
-        parts.append(note(why.residence.reason))
-    return "".join(parts) + "".join(_history(one, say) for one in why.replicas)
+        parts.append(render_note(why.residence.reason))
+    return "".join(parts) + "".join(_write_history(one, say) for one in why.replicas)
 
 
-def _history(one: ReplicaHistory, say: Say) -> str:
+def _write_history(one: ReplicaHistory, say: Say) -> str:
     head = f"{one.name}: {say(f'state.{one.state}')}, {say.count('restart', one.restarts)}"
     said = "".join(
-        f'<p class="sk-quiet">{escape(plain(text))}</p>' for text in (one.reason, one.alert) if text
+        f'<p class="sk-quiet">{escape(clean_text(text))}</p>'
+        for text in (one.reason, one.alert)
+        if text
     )
-    exits = "".join(_exit(record, say) for record in reversed(one.exits))
+    exits = "".join(_write_exit(record, say) for record in reversed(one.exits))
     none = f'<p class="sk-quiet">{escape(say("why.none"))}</p>'
     return f'<section class="sk-story"><h4>{escape(head)}</h4>{said}{exits or none}</section>'
 
 
-def _exit(record: ExitRecord, say: Say) -> str:
+def _write_exit(record: ExitRecord, say: Say) -> str:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(record.at))
     words = say("why.exit", at=at, lived=f"{record.lived_s:.0f}", phase=record.phase)
-    tail = plain("\n".join(record.tail))[-TAIL_CHARS:]
+    tail = clean_text("\n".join(record.tail))[-TAIL_CHARS:]
     label = escape(say("why.tail"))
     lines = f'<pre tabindex="0" aria-label="{label}">{escape(tail)}</pre>' if tail else ""
-    return f"<p><b>{escape(plain(record.what))}</b><br>{escape(words)}</p>{lines}"
+    return f"<p><b>{escape(clean_text(record.what))}</b><br>{escape(words)}</p>{lines}"

@@ -10,13 +10,18 @@ from typing import Any
 import gradio as gr
 
 from servekit.gateway.ui.pages.page_layout import MAX_CHARS, QUIET, Frame
-from servekit.gateway.ui.widgets.answer_html import answer
-from servekit.gateway.ui.widgets.request_runner import CHAT, COMPLETIONS, RequestOptions, merged
+from servekit.gateway.ui.widgets.answer_html import render_answer
+from servekit.gateway.ui.widgets.request_runner import (
+    CHAT,
+    COMPLETIONS,
+    RequestOptions,
+    merge_streams,
+)
 
 SIDES = ("a", "b")
 
 
-def wish(frame: Frame, model: str, prompt: str, *settings: float | None) -> RequestOptions:
+def make_wish(frame: Frame, model: str, prompt: str, *settings: float | None) -> RequestOptions:
     """Return one side's request: a chat, or a completion for a model without a chat template."""
     given = zip(("temperature", "max_tokens", "seed"), settings, strict=True)
     more = {name: value for name, value in given if value is not None}
@@ -27,7 +32,7 @@ def wish(frame: Frame, model: str, prompt: str, *settings: float | None) -> Requ
     return RequestOptions(CHAT, {"model": model, "messages": messages, **more})
 
 
-def build(frame: Frame, blocks: gr.Blocks) -> None:
+def build_page(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("compare")
@@ -56,28 +61,28 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
                     text = gr.HTML("", elem_classes="sk-answer", elem_id=f"sk-answer-{side}")
                     note = gr.HTML("", elem_id=f"sk-note-{side}")
                 panes.append((model, text, note))
-        frame.code(partial(wish, frame), [panes[0][0], prompt, *settings])
+        frame.code(partial(make_wish, frame), [panes[0][0], prompt, *settings])
     inputs = [*(model for model, _, _ in panes), prompt, *settings]
     outputs = [part for _, text, note in panes for part in (text, note)]
     # one event for both: Gradio runs several events of one click one after the other
-    gr.on([run.click, prompt.submit], _both(frame), inputs, outputs, **QUIET)
+    gr.on([run.click, prompt.submit], _make_runner(frame), inputs, outputs, **QUIET)
     frame.keep_choices(blocks, [model for model, _, _ in panes], "generate")
     frame.leave_empty(blocks, settings[2:])
     frame.stop_with(blocks, stop)
 
 
-def _both(frame: Frame) -> Callable[..., AsyncGenerator[Any]]:
+def _make_runner(frame: Frame) -> Callable[..., AsyncGenerator[Any]]:
     async def run(
         request: gr.Request, a: str, b: str, prompt: str, *settings: Any
     ) -> AsyncGenerator[Any]:
         shown = dict.fromkeys(SIDES, ("", ""))
         streams = {
-            side: frame.show(request, partial(wish, frame, model, prompt, *settings), side)
+            side: frame.show(request, partial(make_wish, frame, model, prompt, *settings), side)
             for side, model in zip(SIDES, (a, b), strict=True)
         }
-        async with aclosing(merged(streams)) as told:
+        async with aclosing(merge_streams(streams)) as told:
             async for side, (now, note) in told:
-                shown[side] = ("" if now is None else answer(now, frame.say), note)
+                shown[side] = ("" if now is None else render_answer(now, frame.say), note)
                 yield [part for side in SIDES for part in shown[side]]
 
     return run

@@ -16,13 +16,13 @@ from msgspec.structs import replace
 from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.ui.pages.page_layout import NOW, Frame
 from servekit.gateway.ui.widgets import log_tail, machine_tables
-from servekit.gateway.ui.widgets.stat_cards import figures as draw
+from servekit.gateway.ui.widgets.stat_cards import render_figures as draw
 from servekit.protocol.messages import ModelStatus, ReplicaStatus, Status
 
 EVERY_S = 1.0
 
 
-def build(frame: Frame, blocks: gr.Blocks) -> None:
+def build_page(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("dashboard")
@@ -36,13 +36,13 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
         with gr.Column(elem_classes="sk-card"):
             gr.HTML(f"<h2>{escape(say('events.title'))}</h2>")
             events = gr.HTML("", elem_id="sk-events")
-        _log(frame, blocks)
+        _build_log(frame, blocks)
         seen = gr.State(())
     parts = [figures, gpus, workers, events]
 
     async def tick(request: gr.Request, before: Sequence[int]) -> list[Any]:
         """Return the parts that have changed since this browser's last tick."""
-        shown = await render(frame, await frame.caller(request))
+        shown = await render_page(frame, await frame.caller(request))
         now = tuple(map(hash, shown))
         old = before if len(before) == len(now) else (None,) * len(now)
         fresh = [
@@ -58,7 +58,7 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
     gr.Timer(EVERY_S).tick(tick, [seen], [seen, *parts], **NOW)
 
 
-def _log(frame: Frame, blocks: gr.Blocks) -> None:
+def _build_log(frame: Frame, blocks: gr.Blocks) -> None:
     """Add the log of all processes or of one; it can be paused for reading."""
     say = frame.say
     with gr.Column(elem_classes="sk-card"):
@@ -72,7 +72,7 @@ def _log(frame: Frame, blocks: gr.Blocks) -> None:
 
     async def tick(request: gr.Request, name: str | None, hold: bool, before: Any) -> list[Any]:
         old_html, old_names = before
-        names, html = await _lines(frame, await frame.caller(request), name or "")
+        names, html = await _list_lines(frame, await frame.caller(request), name or "")
         updates = [gr.skip(), gr.skip(), gr.skip()]
         if hash(html) != old_html and not (hold and old_html):
             updates[0], old_html = html, hash(html)
@@ -87,46 +87,48 @@ def _log(frame: Frame, blocks: gr.Blocks) -> None:
     whose.change(tick, [whose, held, seen], shown, **NOW)
 
 
-async def _lines(frame: Frame, caller: ApiKey | None, name: str) -> tuple[tuple[str, ...], str]:
+async def _list_lines(
+    frame: Frame, caller: ApiKey | None, name: str
+) -> tuple[tuple[str, ...], str]:
     """Return the processes with logs, and the last lines; for other visitors only a sentence."""
     if caller is None or not caller.rule.admin:
         words = frame.say("log.admins" if frame.router.access.closed else "log.no_keys")
         return (), f'<p class="sk-quiet">{escape(words)}</p>'
     names = tuple(await frame.tail.names())
-    return names, log_tail.html(await frame.tail.lines(name), frame.say)
+    return names, log_tail.render_log(await frame.tail.lines(name), frame.say)
 
 
-async def render(frame: Frame, caller: ApiKey | None) -> tuple[str, str, str, str]:
+async def render_page(frame: Frame, caller: ApiKey | None) -> tuple[str, str, str, str]:
     """Return the parts of the page as they are now, for the models that a visitor may use.
 
     Figures and gateways cover all models, so a visitor restricted to some models sees neither.
     """
     status = await frame.watch.status()
     whole = frame.sees_all(caller)
-    models = [one for one in _models(frame, status) if whole or frame.sees(caller, one.name)]
+    models = [one for one in _update_models(frame, status) if whole or frame.sees(caller, one.name)]
     happenings = [one for one in frame.watch.happenings if whole or frame.sees(caller, one.model)]
-    gpus = machine_tables.gpus(status.gpus, models, frame.say) if status is not None else ""
+    gpus = machine_tables.render_gpus(status.gpus, models, frame.say) if status is not None else ""
     heading = f'<div class="sk-card"><h2>{escape(frame.say("gpu.title"))}</h2>'
-    workers = machine_tables.workers(models, frame.say)
+    workers = machine_tables.render_workers(models, frame.say)
     if status is not None and whole:
-        workers += machine_tables.gateways(status.gateways, frame.say)
+        workers += machine_tables.render_gateways(status.gateways, frame.say)
     return (
         draw(list(frame.watch.samples), status, frame.say) if whole else "",
         f'{heading}<div class="sk-gpus">{gpus}</div></div>' if gpus else "",
         workers,
-        machine_tables.happenings(happenings, frame.say),
+        machine_tables.render_events(happenings, frame.say),
     )
 
 
-def _models(frame: Frame, status: Status | None) -> Sequence[ModelStatus]:
+def _update_models(frame: Frame, status: Status | None) -> Sequence[ModelStatus]:
     """Return the supervisor's answer, a second or two old, updated with its later pushes."""
     pushed = {route.status.name: route.status for route in frame.router.routes.values()}
     if status is None:
         return list(pushed.values())
-    return [fresh(one, pushed.get(one.name)) for one in status.models]
+    return [refresh_model(one, pushed.get(one.name)) for one in status.models]
 
 
-def fresh(told: ModelStatus, pushed: ModelStatus | None) -> ModelStatus:
+def refresh_model(told: ModelStatus, pushed: ModelStatus | None) -> ModelStatus:
     """Return the model with each worker as pushed, if its state or restart count has changed."""
     now = {} if pushed is None else {one.name: one for one in pushed.replicas}
 

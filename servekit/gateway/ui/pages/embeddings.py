@@ -10,8 +10,8 @@ import gradio as gr
 from servekit.errors import RequestError
 from servekit.gateway.api.openai.embeddings import Asked, embedding_calls
 from servekit.gateway.auth.authorization import ACTING
-from servekit.gateway.ui.pages.page_layout import MAX_CHARS, QUIET, Frame, visit
-from servekit.gateway.ui.status_html import error_note, note
+from servekit.gateway.ui.pages.page_layout import MAX_CHARS, QUIET, Frame, get_visit
+from servekit.gateway.ui.status_html import error_note, render_note
 from servekit.gateway.ui.widgets import similarity_matrix
 from servekit.gateway.ui.widgets.request_runner import RequestOptions
 
@@ -29,12 +29,12 @@ def texts_of(given: str) -> list[str]:
     return texts
 
 
-def wish(model: str, given: str) -> RequestOptions:
+def make_wish(model: str, given: str) -> RequestOptions:
     """Return the request that the page shows as code."""
     return RequestOptions("/v1/embeddings", {"model": model, "input": texts_of(given)})
 
 
-def build(frame: Frame, blocks: gr.Blocks) -> None:
+def build_page(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("embeddings")
@@ -51,11 +51,11 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
                 run = gr.Button(say("embeddings.run"), variant="primary", elem_id="sk-run")
         with gr.Column(elem_classes="sk-card sk-result"):
             result = gr.HTML("", elem_id="sk-vectors")
-        frame.code(wish, [model, texts])
+        frame.code(make_wish, [model, texts])
 
     async def embed(request: gr.Request, name: str, given: str) -> Any:
         try:
-            return await _embed(frame, request, name, texts_of(given))
+            return await _embed_texts(frame, request, name, texts_of(given))
         except RequestError as error:
             return error_note(error.message)
 
@@ -63,9 +63,9 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
     frame.keep_choices(blocks, [model], "embed")
 
 
-async def _embed(frame: Frame, request: gr.Request, model: str, texts: list[str]) -> str:
+async def _embed_texts(frame: Frame, request: gr.Request, model: str, texts: list[str]) -> str:
     """Embed through the queue, and build the table in a thread, off the event loop."""
-    who = visit(request)
+    who = get_visit(request)
     caller = await frame.router.access.visitor(who.authorization)
     before = ACTING.set(caller)
     try:
@@ -75,12 +75,18 @@ async def _embed(frame: Frame, request: gr.Request, model: str, texts: list[str]
     answers = await asked.answers()
     raw = [vector for one in answers for vector in one.vectors]
     used = sum(one.prompt_tokens for one in answers)
-    return await asyncio.to_thread(_shown, frame, model, texts, raw, used)
+    return await asyncio.to_thread(_show_vectors, frame, model, texts, raw, used)
 
 
-def _shown(frame: Frame, model: str, texts: list[str], raw: list[bytes], used: int) -> str:
+def _show_vectors(frame: Frame, model: str, texts: list[str], raw: list[bytes], used: int) -> str:
     vectors = [similarity_matrix.vector_of(one) for one in raw]
     size = len(vectors[0]) if vectors else 0
     said = frame.say("embeddings.done", texts=len(texts), size=size, tokens=used)
-    shown = similarity_matrix.table(texts, similarity_matrix.cosines(vectors), frame.say)
-    return shown + note(said) + similarity_matrix.downloads(model, texts, vectors, frame.say)
+    shown = similarity_matrix.render_table(
+        texts, similarity_matrix.compute_cosines(vectors), frame.say
+    )
+    return (
+        shown
+        + render_note(said)
+        + similarity_matrix.render_downloads(model, texts, vectors, frame.say)
+    )

@@ -41,23 +41,23 @@ class Say:
 SAY_ENGLISH = Say("en")
 
 
-def root(language: str) -> str:
+def get_root(language: str) -> str:
     """Return the address below which the pages of a language are."""
     return PATH if language == DEFAULT else f"{PATH}/{language}"
 
 
-def preferred(headers: Iterable[tuple[bytes, bytes]]) -> str:
+def get_preferred(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """Return a visitor's language by the request's headers: the cookie, else Accept-Language."""
     accepted = ""
     for name, value in headers:
-        if name == b"cookie" and (chosen := _chosen(value.decode("latin-1"))):
+        if name == b"cookie" and (chosen := _get_chosen(value.decode("latin-1"))):
             return chosen
         if name == b"accept-language":
             accepted = value.decode("latin-1")
-    return _best(accepted)
+    return _choose_best(accepted)
 
 
-def _chosen(cookies: str) -> str:
+def _get_chosen(cookies: str) -> str:
     try:
         morsel = SimpleCookie(cookies).get(COOKIE)
     except CookieError:
@@ -65,14 +65,14 @@ def _chosen(cookies: str) -> str:
     return morsel.value if morsel is not None and morsel.value in TABLES else ""
 
 
-def _best(accepted: str) -> str:
+def _choose_best(accepted: str) -> str:
     """Return our first language in Accept-Language by weight. Source: RFC 9110, 12.5.4."""
-    weighed = [_weighed(one) for one in accepted.split(",")[:32]]
+    weighed = [_weigh_entry(one) for one in accepted.split(",")[:32]]
     ours = [(weight, language) for weight, language in weighed if language in TABLES and weight > 0]
     return max(ours, key=lambda one: one[0])[1] if ours else DEFAULT
 
 
-def _weighed(entry: str) -> tuple[float, str]:
+def _weigh_entry(entry: str) -> tuple[float, str]:
     tag, _, parameter = entry.strip().partition(";")
     language = tag.strip().lower().partition("-")[0]
     _, is_weighed, weight = parameter.partition("q=")

@@ -18,8 +18,8 @@ from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.routing.router import Router
 from servekit.gateway.ui.chat_session import Visit
 from servekit.gateway.ui.pages import snippets
-from servekit.gateway.ui.pages.language import NAMES, PAGES, Say, root
-from servekit.gateway.ui.status_html import choices, error_note, may_see, progress_note
+from servekit.gateway.ui.pages.language import NAMES, PAGES, Say, get_root
+from servekit.gateway.ui.status_html import error_note, list_choices, may_see, progress_note
 from servekit.gateway.ui.widgets.log_tail import Tail
 from servekit.gateway.ui.widgets.request_runner import RequestOptions, Runs, Shown
 from servekit.gateway.ui.widgets.status_poller import StatusPoller
@@ -39,7 +39,7 @@ _OUT = (
 )
 
 
-def visit(request: gr.Request) -> Visit:
+def get_visit(request: gr.Request) -> Visit:
     """Return the visitor who sent a request."""
     client = f"ui {request.client.host if request.client else ''}"
     authorization = request.headers.get("authorization") or ""
@@ -71,14 +71,15 @@ class Frame:
         gr.HTML(html, elem_classes="sk-title")
 
     def _head(self, page: str) -> str:
-        say, base = self.say, root(self.say.language)
+        say, base = self.say, get_root(self.say.language)
         links = "".join(
-            f'<a href="{base}/{name}"{_current(name == page)}>{escape(_title(name, say))}</a>'
+            f'<a href="{base}/{name}"{_mark_current(name == page)}>'
+            f"{escape(_make_title(name, say))}</a>"
             for name in PAGES
         )
         others = "".join(
             f'<a lang="{other}" hreflang="{other}" data-lang="{other}" '
-            f'href="{root(other)}/{page}">{name}</a>'
+            f'href="{get_root(other)}/{page}">{name}</a>'
             for other, name in NAMES.items()
             if other != say.language
         )
@@ -101,7 +102,7 @@ class Frame:
 
         The page is built once for all visitors; the choices are filled in as each visitor loads it.
         """
-        found = [] if self.router.access.closed else choices(self.router, self.say, task=task)
+        found = [] if self.router.access.closed else list_choices(self.router, self.say, task=task)
         value = found[0][1] if found else None
         return gr.Dropdown(found, value=value, label=label, allow_custom_value=True, **more)
 
@@ -120,11 +121,11 @@ class Frame:
         seen = gr.State("")
 
         async def tick(request: gr.Request, before: str, *chosen: str | None) -> list[Any]:
-            found = choices(self.router, self.say, await self.caller(request), task)
+            found = list_choices(self.router, self.say, await self.caller(request), task)
             now = str(found)
             if now == before:
                 return [gr.skip() for _ in (0, *chosen)]
-            return [now, *(_kept(found, one, at) for at, one in enumerate(chosen))]
+            return [now, *(_keep_choice(found, one, at) for at, one in enumerate(chosen))]
 
         blocks.load(tick, [seen, *models], [seen, *models], **NOW)
         gr.Timer(MODELS_EVERY_S).tick(tick, [seen, *models], [seen, *models], **NOW)
@@ -154,7 +155,7 @@ class Frame:
         except RequestError as error:
             yield None, error_note(error.message)
             return
-        async with aclosing(self.runs.follow(visit(request), wish, slot)) as told:
+        async with aclosing(self.runs.follow(get_visit(request), wish, slot)) as told:
             async for shown in told:
                 note = progress_note(shown.progress, busy=shown.busy, say=self.say)
                 yield shown, error_note(shown.error) if shown.error else note
@@ -190,7 +191,9 @@ class Frame:
             except RequestError as error:
                 return error_note(error.message)
             origin = request.headers.get("origin") or ""
-            return snippets.html(origin, wish, self.say, closed=self.router.access.closed)
+            return snippets.render_snippets(
+                origin, wish, self.say, closed=self.router.access.closed
+            )
 
         # a conversation is long, and changes with every word: read it only when unfolded
         seen = [one for one in inputs if not isinstance(one, gr.BrowserState)]
@@ -198,15 +201,15 @@ class Frame:
         gr.on([fold.expand, *changed], tell, list(inputs), block, trigger_mode="always_last", **NOW)
 
 
-def _title(page: str, say: Say) -> str:
+def _make_title(page: str, say: Say) -> str:
     return say(f"nav.{page or 'chat'}")
 
 
-def _current(is_it: bool) -> str:
+def _mark_current(is_it: bool) -> str:
     return ' aria-current="page"' if is_it else ""
 
 
-def _kept(found: list[tuple[str, str]], chosen: str | None, at: int) -> Any:
+def _keep_choice(found: list[tuple[str, str]], chosen: str | None, at: int) -> Any:
     """Return the choices; if none is selected, select one, a different one in each dropdown."""
     if chosen or not found:
         return gr.update(choices=found)

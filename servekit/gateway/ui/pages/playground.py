@@ -12,7 +12,7 @@ import gradio as gr
 from servekit.errors import RequestError
 from servekit.gateway.ui.pages.page_layout import QUIET, Frame
 from servekit.gateway.ui.widgets import token_html
-from servekit.gateway.ui.widgets.answer_html import plain
+from servekit.gateway.ui.widgets.answer_html import clean_text
 from servekit.gateway.ui.widgets.request_runner import COMPLETIONS, RequestOptions
 
 #: The most tokens of one completion: each is an element of the page, with its alternatives.
@@ -21,7 +21,7 @@ MOST_PROMPT_CHARS = 20_000
 NAMES = ("max_tokens", "logprobs", "temperature", "top_p", "seed")
 
 
-def wish(model: str, prompt: str, *settings: float | None) -> RequestOptions:
+def make_wish(model: str, prompt: str, *settings: float | None) -> RequestOptions:
     """Return a completion request with log probabilities. Raises RequestError for a long one."""
     given = dict(zip(NAMES, settings, strict=True))
     given["top_p"] = given["top_p"] or None  # an empty field is 0 for a moment at first
@@ -31,7 +31,7 @@ def wish(model: str, prompt: str, *settings: float | None) -> RequestOptions:
     return RequestOptions(COMPLETIONS, {"model": model, "prompt": prompt, **more})
 
 
-def build(frame: Frame, blocks: gr.Blocks) -> None:
+def build_page(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("playground")
@@ -44,29 +44,29 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
                 max_length=MOST_PROMPT_CHARS, elem_id="sk-prompt",
             )  # fmt: skip
             with gr.Row(elem_classes="sk-settings"):
-                settings = _settings(frame)
+                settings = _build_settings(frame)
             with gr.Row(elem_classes="sk-actions"):
                 run = gr.Button(say("run"), variant="primary", elem_id="sk-run")
                 stop = gr.Button(say("stop"), elem_id="sk-stop")
         with gr.Column(elem_classes="sk-card"):
-            gr.HTML(token_html.legend(say))
+            gr.HTML(token_html.render_legend(say))
             text = gr.HTML("", elem_id="sk-tokens")
             note = gr.HTML("", elem_id="sk-token-note")
         inputs = [model, prompt, *settings]
-        frame.code(wish, inputs)
+        frame.code(make_wish, inputs)
 
     async def complete(request: gr.Request, *values: Any) -> AsyncGenerator[Any]:
-        async for shown, note in frame.show(request, partial(wish, *values)):
+        async for shown, note in frame.show(request, partial(make_wish, *values)):
             if shown is None:
                 yield gr.skip(), note
                 continue
             said = shown.choice.logprobs
-            html = token_html.spans(str(values[1]), said, say)
+            html = token_html.render_spans(str(values[1]), said, say)
             if said or not shown.choice.text:
-                more = "" if shown.busy else _sentence(token_html.summary(said, say))
+                more = "" if shown.busy else _write_sentence(token_html.summarize_tokens(said, say))
                 yield html, note + more
             else:  # an engine without log probabilities
-                yield html + escape(plain(shown.choice.text)), note
+                yield html + escape(clean_text(shown.choice.text)), note
 
     gr.on([run.click, prompt.submit], complete, inputs, [text, note], **QUIET)
     frame.keep_choices(blocks, [model], "generate")
@@ -74,11 +74,11 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
     frame.stop_with(blocks, stop)
 
 
-def _sentence(text: str) -> str:
+def _write_sentence(text: str) -> str:
     return f'<p class="sk-note">{escape(text)}</p>' if text else ""
 
 
-def _settings(frame: Frame) -> list[gr.Number]:
+def _build_settings(frame: Frame) -> list[gr.Number]:
     """Return the fields in the order of NAMES."""
     say = frame.say
     return [

@@ -7,7 +7,7 @@ import hashlib
 from html import escape
 from pathlib import Path
 
-from servekit.gateway.ui.pages.language import NAMES, Say, root
+from servekit.gateway.ui.pages.language import NAMES, Say, get_root
 
 ICON = (  # inline, so that the browser asks for no favicon
     '<link rel="icon" href="data:image/svg+xml,<svg xmlns=%22http://www.w3.org/2000/svg%22 '
@@ -32,12 +32,12 @@ POLICY = (
 )
 
 
-def html(say: Say, page: str, problem: str = "") -> bytes:
+def render_form(say: Say, page: str, problem: str = "") -> bytes:
     """Return the page. `page` is the page to go on to; `problem` is shown above the form."""
-    here = f"{root(say.language)}/login"
+    here = f"{get_root(say.language)}/login"
     others = "".join(
         f'<a lang="{other}" hreflang="{other}" '
-        f'href="{root(other)}/login?lang={other}&amp;to={page}">{name}</a>'
+        f'href="{get_root(other)}/login?lang={other}&amp;to={page}">{name}</a>'
         for other, name in NAMES.items()
         if other != say.language
     )

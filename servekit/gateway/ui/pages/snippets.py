@@ -1,4 +1,4 @@
-"""A request as `curl` and as Python, to copy, with placeholders for keys."""
+"""A request as `write_curl` and as Python, to copy, with placeholders for keys."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _EMBED = "embeddings.create"
 _SHOW_EMBED = "print(len(answer.data[0].embedding))"
 
 
-def curl(origin: str, wish: RequestOptions, *, closed: bool) -> str:
+def write_curl(origin: str, wish: RequestOptions, *, closed: bool) -> str:
     """Return a command line. `closed`: a key is needed."""
     body = json.dumps(wish.body, ensure_ascii=False, indent=2)
     lines = [f"curl {shlex.quote(origin + wish.path)}", "-H 'Content-Type: application/json'"]
@@ -51,7 +51,7 @@ def curl(origin: str, wish: RequestOptions, *, closed: bool) -> str:
     return " \\\n  ".join([*lines, f"-d {shlex.quote(body)}"])
 
 
-def python(origin: str, wish: RequestOptions, *, closed: bool) -> str:
+def write_python(origin: str, wish: RequestOptions, *, closed: bool) -> str:
     """Return a program that uses OpenAI's client."""
     named = {key: value for key, value in wish.body.items() if key in _OPENAI}
     more = {key: value for key, value in wish.body.items() if key not in _OPENAI}
@@ -73,14 +73,14 @@ def python(origin: str, wish: RequestOptions, *, closed: bool) -> str:
     )
 
 
-def html(origin: str, wish: RequestOptions, say: Say, *, closed: bool) -> str:
+def render_snippets(origin: str, wish: RequestOptions, say: Say, *, closed: bool) -> str:
     """Return both as HTML, each with a button that copies it."""
     note = f'<p class="sk-quiet">{escape(say("code.key", name=KEY))}</p>' if closed else ""
-    shell = _block("curl", curl(origin, wish, closed=closed), say)
-    return note + shell + _block("Python", python(origin, wish, closed=closed), say)
+    shell = _render_block("curl", write_curl(origin, wish, closed=closed), say)
+    return note + shell + _render_block("Python", write_python(origin, wish, closed=closed), say)
 
 
-def _block(name: str, code: str, say: Say) -> str:
+def _render_block(name: str, code: str, say: Say) -> str:
     return (
         f'<div class="sk-code"><div class="sk-code-head"><span>{name}</span>'
         f'<button type="button" class="sk-copy" data-done="{escape(say("code.copied"))}"'

@@ -13,9 +13,9 @@ import gradio as gr
 from servekit.errors import RequestError
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.pages.page_layout import MAX_CHARS, QUIET, Frame
-from servekit.gateway.ui.widgets.answer_html import clipped, plain, thoughts
+from servekit.gateway.ui.widgets.answer_html import clean_text, clip_text, render_thoughts
 from servekit.gateway.ui.widgets.request_runner import CHAT, RequestOptions, Shown
-from servekit.gateway.ui.widgets.schema_check import checked, json_of, verdict
+from servekit.gateway.ui.widgets.schema_check import check_schema, json_of, judge_answer
 
 EXAMPLE_SCHEMA = """{
   "type": "object",
@@ -46,9 +46,9 @@ CHOICES = ("auto", "required", "none")
 
 def schema_wish(model: str, prompt: str, text: str, limit: float | None) -> RequestOptions:
     """Return a request for an answer by a schema. Raises RequestError for an invalid schema."""
-    schema = checked(json_of(text, "the schema"), "the schema")
+    schema = check_schema(json_of(text, "the schema"), "the schema")
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    return _chat(model, prompt, limit, {"response_format": form})
+    return _make_chat(model, prompt, limit, {"response_format": form})
 
 
 def tools_wish(
@@ -57,8 +57,8 @@ def tools_wish(
     """Return a request with tools. Raises RequestError for invalid definitions."""
     tools = json_of(text, "the tools")
     for name, schema in schemas_of(tools).items():
-        checked(schema, f"the parameters of {name!r}")
-    return _chat(model, prompt, limit, {"tools": tools, "tool_choice": choice})
+        check_schema(schema, f"the parameters of {name!r}")
+    return _make_chat(model, prompt, limit, {"tools": tools, "tool_choice": choice})
 
 
 def schemas_of(tools: Any) -> dict[str, Any]:
@@ -71,7 +71,9 @@ def schemas_of(tools: Any) -> dict[str, Any]:
     return {one["name"]: one.get("parameters", {}) for one in functions if isinstance(one, dict)}
 
 
-def _chat(model: str, prompt: str, limit: float | None, more: Mapping[str, Any]) -> RequestOptions:
+def _make_chat(
+    model: str, prompt: str, limit: float | None, more: Mapping[str, Any]
+) -> RequestOptions:
     messages = [{"role": "user", "content": prompt}]
     length = {} if limit is None else {"max_tokens": limit}
     return RequestOptions(
@@ -84,53 +86,55 @@ def _chat(model: str, prompt: str, limit: float | None, more: Mapping[str, Any])
 
 def of_schema(shown: Shown, schema: Mapping[str, Any], say: Say) -> str:
     """Return the answer as HTML; once complete, with the result of the schema check."""
-    judged = "" if _unjudged(shown) else _mark(verdict(schema, shown.choice.text), say)
-    return judged + thoughts(shown.choice, say) + _pre(shown.choice.text, say)
+    judged = (
+        "" if _is_unjudged(shown) else _render_mark(judge_answer(schema, shown.choice.text), say)
+    )
+    return judged + render_thoughts(shown.choice, say) + _render_text(shown.choice.text, say)
 
 
 def of_tools(shown: Shown, schemas: Mapping[str, Any], say: Say) -> str:
     """Return the calls as HTML, each with the check of its arguments, and the text beside them."""
-    done = not _unjudged(shown)
+    done = not _is_unjudged(shown)
     calls = "".join(
-        f'<section class="sk-call"><h3><code>{escape(plain(call.name))}</code></h3>'
+        f'<section class="sk-call"><h3><code>{escape(clean_text(call.name))}</code></h3>'
         f"{_judge_call(call.name, call.arguments, schemas, say) if done else ''}"
-        f"{_pre(call.arguments, say)}</section>"
+        f"{_render_text(call.arguments, say)}</section>"
         for call in shown.choice.calls
     )
     none = (
         f'<p class="sk-note">{escape(say("tools.none_called"))}</p>' if done and not calls else ""
     )
-    text = _pre(shown.choice.text, say) if shown.choice.text else ""
-    return calls + none + thoughts(shown.choice, say) + text
+    text = _render_text(shown.choice.text, say) if shown.choice.text else ""
+    return calls + none + render_thoughts(shown.choice, say) + text
 
 
 def _judge_call(name: str, arguments: str, schemas: Mapping[str, Any], say: Say) -> str:
     if name not in schemas:
-        return _mark(say("tools.unknown"), say)
+        return _render_mark(say("tools.unknown"), say)
     schema = schemas[name]
-    return _mark(verdict(schema if isinstance(schema, dict) else {}, arguments), say)
+    return _render_mark(judge_answer(schema if isinstance(schema, dict) else {}, arguments), say)
 
 
-def _unjudged(shown: Shown) -> bool:
+def _is_unjudged(shown: Shown) -> bool:
     return shown.busy or bool(shown.error)
 
 
-def _mark(problem: str, say: Say) -> str:
+def _render_mark(problem: str, say: Say) -> str:
     if not problem:
         return f'<p class="sk-verdict sk-valid" role="status">✓ {escape(say("valid"))}</p>'
-    said = f"{escape(say('invalid'))}: {escape(plain(problem))}"
+    said = f"{escape(say('invalid'))}: {escape(clean_text(problem))}"
     return f'<p class="sk-verdict sk-invalid" role="status">✗ {said}</p>'
 
 
-def _pre(text: str, say: Say) -> str:
+def _render_text(text: str, say: Say) -> str:
     label = escape(say("answer"))
-    return f'<pre class="sk-text" tabindex="0" aria-label="{label}">{clipped(text, say)}</pre>'
+    return f'<pre class="sk-text" tabindex="0" aria-label="{label}">{clip_text(text, say)}</pre>'
 
 
 # ---- the page
 
 
-def build(frame: Frame, blocks: gr.Blocks) -> None:
+def build_page(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("structured")
@@ -144,7 +148,9 @@ def build(frame: Frame, blocks: gr.Blocks) -> None:
     frame.keep_choices(blocks, [schema_model, tools_model], "generate")
 
 
-def _asking(frame: Frame, example: str, kind: str) -> tuple[gr.Dropdown, gr.Textbox, gr.Textbox]:
+def _build_inputs(
+    frame: Frame, example: str, kind: str
+) -> tuple[gr.Dropdown, gr.Textbox, gr.Textbox]:
     say = frame.say
     model = frame.model(say("model"))
     prompt = gr.Textbox(
@@ -158,7 +164,7 @@ def _asking(frame: Frame, example: str, kind: str) -> tuple[gr.Dropdown, gr.Text
     return model, prompt, text
 
 
-def _ending(frame: Frame, blocks: gr.Blocks, kind: str) -> tuple[gr.Button, list[gr.HTML]]:
+def _build_outputs(frame: Frame, blocks: gr.Blocks, kind: str) -> tuple[gr.Button, list[gr.HTML]]:
     with gr.Row(elem_classes="sk-actions"):
         run = gr.Button(frame.say("run"), variant="primary", elem_id=f"sk-{kind}-run")
         stop = gr.Button(frame.say("stop"), elem_id=f"sk-{kind}-stop")
@@ -167,15 +173,15 @@ def _ending(frame: Frame, blocks: gr.Blocks, kind: str) -> tuple[gr.Button, list
     return run, [result, gr.HTML("", elem_id=f"sk-{kind}-note")]
 
 
-def _limit(frame: Frame) -> gr.Number:
+def _build_limit(frame: Frame) -> gr.Number:
     return gr.Number(256, label=frame.say("max_tokens"), info=frame.say("max_tokens.info"), step=64)
 
 
 def _schema_side(frame: Frame, blocks: gr.Blocks) -> gr.Dropdown:
     with gr.Column(elem_classes="sk-card"):
-        model, prompt, text = _asking(frame, EXAMPLE_SCHEMA, "schema")
-        limit = _limit(frame)
-        run, outputs = _ending(frame, blocks, "schema")
+        model, prompt, text = _build_inputs(frame, EXAMPLE_SCHEMA, "schema")
+        limit = _build_limit(frame)
+        run, outputs = _build_outputs(frame, blocks, "schema")
     inputs = [model, prompt, text, limit]
     frame.code(schema_wish, inputs)
 
@@ -193,7 +199,7 @@ def _schema_side(frame: Frame, blocks: gr.Blocks) -> gr.Dropdown:
 
 def _tools_side(frame: Frame, blocks: gr.Blocks) -> gr.Dropdown:
     with gr.Column(elem_classes="sk-card"):
-        model, prompt, text = _asking(frame, EXAMPLE_TOOLS, "tools")
+        model, prompt, text = _build_inputs(frame, EXAMPLE_TOOLS, "tools")
         with gr.Row(elem_classes="sk-settings"):
             options: Sequence[tuple[str, str]] = [
                 (frame.say(f"tools.{one}"), one) for one in CHOICES
@@ -201,8 +207,8 @@ def _tools_side(frame: Frame, blocks: gr.Blocks) -> gr.Dropdown:
             choice = gr.Dropdown(
                 options, value=CHOICES[0], label=frame.say("tools.choice"), interactive=True
             )
-            limit = _limit(frame)
-        run, outputs = _ending(frame, blocks, "tools")
+            limit = _build_limit(frame)
+        run, outputs = _build_outputs(frame, blocks, "tools")
     inputs = [model, prompt, text, choice, limit]
     frame.code(tools_wish, inputs)
 

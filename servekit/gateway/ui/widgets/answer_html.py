@@ -16,12 +16,12 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def plain(text: str) -> str:
+def clean_text(text: str) -> str:
     """Return text without terminal escape sequences, control characters and bidi overrides."""
     return _CONTROLS.sub("�", _ESCAPES.sub("", text.replace("\r\n", "\n")))
 
 
-def answer(shown: Shown, say: Say) -> str:
+def render_answer(shown: Shown, say: Say) -> str:
     """Return an answer so far.
 
     The last element stays open, and browsers close it. Thus new text only extends the HTML, and
@@ -29,20 +29,20 @@ def answer(shown: Shown, say: Say) -> str:
     """
     choice = shown.choice
     text = f'<div class="sk-text" tabindex="0" role="region" aria-label="{escape(say("answer"))}">'
-    return thoughts(choice, say) + text + clipped(choice.text, say)
+    return render_thoughts(choice, say) + text + clip_text(choice.text, say)
 
 
-def thoughts(choice: Choice, say: Say) -> str:
+def render_thoughts(choice: Choice, say: Say) -> str:
     """Return the model's reasoning as an element to unfold."""
     if not choice.reasoning:
         return ""
     summary = escape(say("thoughts"))
-    said = clipped(choice.reasoning, say)
+    said = clip_text(choice.reasoning, say)
     return f'<details class="sk-thoughts"><summary>{summary}</summary><div>{said}</div></details>'
 
 
-def clipped(text: str, say: Say) -> str:
+def clip_text(text: str, say: Say) -> str:
     """Return text as HTML, at most MOST_CHARS characters of it."""
-    shown = escape(plain(text[:MOST_CHARS]), quote=False)
+    shown = escape(clean_text(text[:MOST_CHARS]), quote=False)
     left = len(text) - MOST_CHARS
     return shown if left <= 0 else f"{shown}\n… {escape(say.count('more', left))}"

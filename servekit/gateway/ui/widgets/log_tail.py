@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from servekit.gateway.ui.pages.language import Say
-from servekit.gateway.ui.widgets.answer_html import plain
-from servekit.log_files import Line, files, is_of, last, stamp
+from servekit.gateway.ui.widgets.answer_html import clean_text
+from servekit.log_files import Line, find_log_files, is_of, last_lines, timestamp_of
 
 LINES = 150
 LINE_CHARS = 600
@@ -44,7 +44,7 @@ class Tail:
         now_s = time.monotonic()
         at_s, found = self._kept.get(name, (float("-inf"), []))
         if self._folder is not None and now_s - at_s >= AGAIN_S:
-            found = await asyncio.to_thread(read, self._folder, name)
+            found = await asyncio.to_thread(read_log, self._folder, name)
             self._kept[name] = now_s, found
             self._kept.move_to_end(name)
             if len(self._kept) > _CHOICES:
@@ -53,61 +53,61 @@ class Tail:
 
     async def names(self) -> list[str]:
         """Return the names of processes that have written logs."""
-        return [] if self._folder is None else await asyncio.to_thread(_names, self._folder)
+        return [] if self._folder is None else await asyncio.to_thread(_list_names, self._folder)
 
 
-def read(folder: Path, name: str) -> list[Line]:
+def read_log(folder: Path, name: str) -> list[Line]:
     """Return the last lines of the files in `folder`. Blocks on the disk."""
-    found = [(one, path) for one, path in files(folder).items() if is_of(one, name)]
-    found = sorted(found, key=lambda one: -_written(one[1]))[:FILES]
-    each = [last(one, path, LINES, FILE_BYTES) for one, path in found]
+    found = [(one, path) for one, path in find_log_files(folder).items() if is_of(one, name)]
+    found = sorted(found, key=lambda one: -_get_mtime(one[1]))[:FILES]
+    each = [last_lines(one, path, LINES, FILE_BYTES) for one, path in found]
     return list(heapq.merge(*each, key=lambda line: line.at))[-LINES:]
 
 
-def _names(folder: Path) -> list[str]:
-    return list(files(folder))
+def _list_names(folder: Path) -> list[str]:
+    return list(find_log_files(folder))
 
 
-def _written(path: Path) -> float:
+def _get_mtime(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
         return 0.0
 
 
-def html(lines: list[Line], say: Say) -> str:
+def render_log(lines: list[Line], say: Say) -> str:
     """Return a list, the newest line first; its style reverses it and keeps that in view."""
     if not lines:
         return f'<p class="sk-quiet">{escape(say("log.none"))}</p>'
     label = escape(say("log.title"))
-    rows = "".join(map(_row, reversed(lines)))
+    rows = "".join(map(_render_row, reversed(lines)))
     return (
         f'<div class="sk-log" tabindex="0" role="region" aria-label="{label}"><ol>{rows}</ol></div>'
     )
 
 
-def _row(line: Line) -> str:
-    level, text = told(line.text)
+def _render_row(line: Line) -> str:
+    level, text = parse_line(line.text)
     mark = f' class="sk-{level}"' if level in _LEVELS else ""
-    at = stamp(line.text)[11:19]
+    at = timestamp_of(line.text)[11:19]
     when = f"<time>{escape(at)}</time> " if at else ""
     return f"<li{mark}>{when}<b>{escape(line.name)}</b> {escape(text)}</li>"
 
 
-def told(text: str) -> tuple[str, str]:
+def parse_line(text: str) -> tuple[str, str]:
     """Return a line's level and its clipped text; a foreign line is shown as it is."""
     level, said = "", text
     if text.startswith("{"):
-        fields = _fields(text)
+        fields = _parse_fields(text)
         if "event" in fields:
             level = str(fields.get("level", ""))
             rest = (f"{key}={value}" for key, value in fields.items() if key not in _APART)
             said = " ".join((str(fields["event"]), *rest))
-    shown = " ".join(plain(said[: 4 * LINE_CHARS]).split())
+    shown = " ".join(clean_text(said[: 4 * LINE_CHARS]).split())
     return level, shown if len(shown) <= LINE_CHARS else f"{shown[:LINE_CHARS]} …"
 
 
-def _fields(text: str) -> dict[str, Any]:
+def _parse_fields(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from servekit.gateway.ui.pages.language import Say
-from servekit.gateway.ui.status_html import MARK, gigabytes, state_words
-from servekit.gateway.ui.widgets.answer_html import plain
+from servekit.gateway.ui.status_html import MARK, state_words
+from servekit.gateway.ui.widgets.answer_html import clean_text
 from servekit.gateway.ui.widgets.status_poller import Happening
 from servekit.protocol.messages import GatewayStatus, GpuStatus, ModelStatus, ReplicaStatus
+from servekit.units import format_bytes
 
 #: The most characters of a reason: `servekit why` has the rest.
 REASON_CHARS = 400
@@ -19,13 +20,13 @@ SHOWN_HAPPENINGS = 30
 COLOURS = 5
 
 
-def gpus(found: Sequence[GpuStatus], models: Sequence[ModelStatus], say: Say) -> str:
+def render_gpus(found: Sequence[GpuStatus], models: Sequence[ModelStatus], say: Say) -> str:
     """Return each GPU's memory by worker, and its utilisation; "" on a machine without GPUs."""
     workers = [one for model in models for one in (*model.replicas, *model.standbys)]
-    return "".join(_gpu(gpu, workers, say) for gpu in found)
+    return "".join(_render_gpu(gpu, workers, say) for gpu in found)
 
 
-def _gpu(gpu: GpuStatus, workers: Iterable[ReplicaStatus], say: Say) -> str:
+def _render_gpu(gpu: GpuStatus, workers: Iterable[ReplicaStatus], say: Say) -> str:
     held = [
         (worker.name, size)
         for worker in workers
@@ -41,10 +42,10 @@ def _gpu(gpu: GpuStatus, workers: Iterable[ReplicaStatus], say: Say) -> str:
     )
     names = "".join(
         f'<li><span class="sk-swatch sk-share{at % COLOURS}"></span>{escape(name)} '
-        f"<b>{gigabytes(size)}</b></li>"
+        f"<b>{format_bytes(size)}</b></li>"
         for at, (name, size) in enumerate(held)
     )
-    of = f"{gigabytes(gpu.used_bytes)} / {gigabytes(gpu.total_bytes)}"
+    of = f"{format_bytes(gpu.used_bytes)} / {format_bytes(gpu.total_bytes)}"
     busy = "" if gpu.utilisation is None else say("gpu.busy", percent=round(100 * gpu.utilisation))
     kind = " · ".join(filter(None, (gpu.name, gpu.node)))
     return (
@@ -55,12 +56,12 @@ def _gpu(gpu: GpuStatus, workers: Iterable[ReplicaStatus], say: Say) -> str:
     )
 
 
-def workers(models: Sequence[ModelStatus], say: Say) -> str:
+def render_workers(models: Sequence[ModelStatus], say: Say) -> str:
     """Return a table of all workers, one per row; on a phone, each row is a card."""
     names = ("worker", "state", "device", "requests", "cache", "memory", "restarts")
     heads = "".join(f'<th scope="col">{escape(say(f"workers.{name}"))}</th>' for name in names)
-    rows = "".join(_worker(one, names, say) for model in models for one in model.replicas)
-    rows += "".join(_away(model, len(names), say) for model in models if not model.replicas)
+    rows = "".join(_render_worker(one, names, say) for model in models for one in model.replicas)
+    rows += "".join(_render_away(model, len(names), say) for model in models if not model.replicas)
     caption = escape(say("workers.caption"))
     return (
         f'<div class="sk-scroll" tabindex="0" role="region" aria-label="{caption}">'
@@ -69,9 +70,9 @@ def workers(models: Sequence[ModelStatus], say: Say) -> str:
     )
 
 
-def _worker(one: ReplicaStatus, names: Sequence[str], say: Say) -> str:
+def _render_worker(one: ReplicaStatus, names: Sequence[str], say: Say) -> str:
     mark = MARK.get(one.state, "busy")
-    memory = gigabytes(one.gpu_bytes or one.rss_bytes) if one.gpu_bytes or one.rss_bytes else "–"
+    memory = format_bytes(one.gpu_bytes or one.rss_bytes) if one.gpu_bytes or one.rss_bytes else "–"
     cells = (
         escape(one.name),
         f'<span class="sk-dot sk-{mark}"></span> {escape(state_words(one, say))}',
@@ -87,48 +88,48 @@ def _worker(one: ReplicaStatus, names: Sequence[str], say: Say) -> str:
     )
     row = f'<tr class="sk-{mark}-row"><th scope="row">{cells[0]}</th>{told}</tr>'
     said = one.reason or one.trouble or one.stray or one.excess
-    return row + (_reason(said, len(names)) if said else "")
+    return row + (_render_reason(said, len(names)) if said else "")
 
 
-def _short(reason: str) -> str:
-    return plain(reason)[:REASON_CHARS] + ("…" if len(reason) > REASON_CHARS else "")
+def _shorten_reason(reason: str) -> str:
+    return clean_text(reason)[:REASON_CHARS] + ("…" if len(reason) > REASON_CHARS else "")
 
 
-def _reason(reason: str, width: int) -> str:
-    short = _short(reason)
+def _render_reason(reason: str, width: int) -> str:
+    short = _shorten_reason(reason)
     return f'<tr class="sk-why"><td colspan="{width}">{escape(short)}</td></tr>'
 
 
-def _away(model: ModelStatus, width: int, say: Say) -> str:
+def _render_away(model: ModelStatus, width: int, say: Say) -> str:
     tier = model.residence.tier if model.residence is not None else "stopped"
     words = f"{model.name}: {say(f'tier.{tier}')}"
     return f'<tr class="sk-away"><td colspan="{width}">{escape(words)}</td></tr>'
 
 
-def gateways(found: Sequence[GatewayStatus], say: Say) -> str:
+def render_gateways(found: Sequence[GatewayStatus], say: Say) -> str:
     """Return a list of the gateways, one per line."""
     rows = "".join(
         f'<li><span class="sk-dot sk-{MARK.get(one.state, "busy")}"></span> <b>{escape(one.name)}'
         f"</b> {escape(say(f'state.{one.state}'))} · "
         f"{escape(say('gateways.counts', requests=f'{one.requests:,}', open=one.in_flight))} · "
-        f"{gigabytes(one.rss_bytes)} · {escape(say.count('restart', one.restarts))}"
-        f"{' · ' if one.reason else ''}{escape(_short(one.reason))}</li>"
+        f"{format_bytes(one.rss_bytes)} · {escape(say.count('restart', one.restarts))}"
+        f"{' · ' if one.reason else ''}{escape(_shorten_reason(one.reason))}</li>"
         for one in found
     )
     return f'<ul class="sk-gateways">{rows}</ul>'
 
 
-def happenings(found: Sequence[Happening], say: Say) -> str:
+def render_events(found: Sequence[Happening], say: Say) -> str:
     """Return the latest events, the newest first, in UTC: visitors' time zones are unknown."""
     if not found:
         return f'<p class="sk-quiet">{escape(say("events.none"))}</p>'
-    rows = "".join(_happening(one, say) for one in reversed(found[-SHOWN_HAPPENINGS:]))
+    rows = "".join(_render_event(one, say) for one in reversed(found[-SHOWN_HAPPENINGS:]))
     return f'<ol class="sk-events" aria-label="{escape(say("events.title"))}">{rows}</ol>'
 
 
-def _happening(one: Happening, say: Say) -> str:
+def _render_event(one: Happening, say: Say) -> str:
     at = time.strftime("%H:%M:%S", time.gmtime(one.at))
-    detail = plain(one.detail)[:REASON_CHARS]
+    detail = clean_text(one.detail)[:REASON_CHARS]
     bad = " sk-bad-event" if one.kind in ("died", "state.failed", "trouble") else ""
     more = f' <span class="sk-detail-words">{escape(detail)}</span>' if detail else ""
     return (

@@ -41,7 +41,7 @@ class Sample:
         return sum(self.waiting.values())
 
 
-def sample(at: float, status: Status, series: Sequence[Series]) -> Sample:
+def make_sample(at: float, status: Status, series: Sequence[Series]) -> Sample:
     """Return the supervisor's answers as a sample."""
     waiting = {one.model: one.queued for one in status.traffic}
     in_flight = sum(one.in_flight for one in status.gateways)
@@ -57,18 +57,18 @@ def sample(at: float, status: Status, series: Sequence[Series]) -> Sample:
             if gpu.utilisation is not None
         },
         used={(gpu.node, gpu.index): gpu.used_bytes / gpu.total_bytes for gpu in status.gpus},
-        firsts=_firsts(series),
+        firsts=_sum_firsts(series),
     )
 
 
-def _firsts(series: Sequence[Series]) -> tuple[float, ...]:
+def _sum_firsts(series: Sequence[Series]) -> tuple[float, ...]:
     """Return the counts of all models together, without the last figure of each, which is a sum."""
     own = [one.figures[:-1] for one in series if one.metric == FIRST]
     fit = [counts for counts in own if len(counts) == len(NONE)]
     return tuple(map(sum, zip(*fit, strict=True))) if fit else NONE
 
 
-def rates(samples: Sequence[Sample]) -> list[float]:
+def compute_rates(samples: Sequence[Sample]) -> list[float]:
     """Return the tokens per second at each sample, since a sample at least RATE_OVER_S older."""
     found, then = [], 0
     for at, one in enumerate(samples):

@@ -25,7 +25,7 @@ class Line:
     style: int = 0
 
 
-def ceiling(most: float) -> float:
+def round_up(most: float) -> float:
     """Return the least round number that is not below `most`; 1 if `most` is 0."""
     if most <= 0:
         return 1.0
@@ -37,17 +37,18 @@ def ceiling(most: float) -> float:
     return next(step * power for step in _STEPS if step * power >= most * 0.9999)
 
 
-def chart(title: str, unit: str, lines: Sequence[Line], span_s: float, say: Say) -> str:
+def render_chart(title: str, unit: str, lines: Sequence[Line], span_s: float, say: Say) -> str:
     """Return a figure with its title, last values, and curves over `span_s` seconds."""
     values = [value for line in lines for _, value in line.points if value is not None]
-    top = ceiling(max(values, default=0.0))
-    keys = "".join(_key(line, unit, single=len(lines) == 1) for line in lines)
-    label = escape(_words(title, unit, lines, say))
-    curves = "".join(_curve(line, span_s, top) for line in lines)
-    grid = "".join(f'<line x1="0" x2="{WIDTH:g}" y1="{y:g}" y2="{y:g}"/>' for y in _grid())
+    top = round_up(max(values, default=0.0))
+    keys = "".join(_render_key(line, unit, single=len(lines) == 1) for line in lines)
+    label = escape(_describe_chart(title, unit, lines, say))
+    curves = "".join(_render_curve(line, span_s, top) for line in lines)
+    grid = "".join(f'<line x1="0" x2="{WIDTH:g}" y1="{y:g}" y2="{y:g}"/>' for y in _render_grid())
     return (
         f'<figure class="sk-plot"><figcaption><span>{escape(title)}</span>{keys}</figcaption>'
-        f'<div class="sk-plot-area"><span class="sk-top-value">{number(top)} {escape(unit)}</span>'
+        '<div class="sk-plot-area">'
+        f'<span class="sk-top-value">{format_number(top)} {escape(unit)}</span>'
         f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none" role="img" '
         f'aria-label="{label}"><g class="sk-grid">{grid}</g>{curves}</svg></div>'
         f'<div class="sk-axis"><span>{escape(say("plot.ago", minutes=f"{span_s / 60:g}"))}</span>'
@@ -55,7 +56,7 @@ def chart(title: str, unit: str, lines: Sequence[Line], span_s: float, say: Say)
     )
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Return a short number with the significant digits."""
     if value >= 10_000:
         return f"{value / 1000:.4g}k"
@@ -64,33 +65,35 @@ def number(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2g}"
 
 
-def _grid() -> list[float]:
+def _render_grid() -> list[float]:
     return [0.5, HEIGHT / 2, HEIGHT - 0.5]
 
 
-def _last(line: Line) -> float | None:
+def _get_last(line: Line) -> float | None:
     return next((value for _, value in reversed(line.points) if value is not None), None)
 
 
-def _key(line: Line, unit: str, *, single: bool) -> str:
-    last = _last(line)
-    told = "–" if last is None else f"{number(last)} {unit}"
+def _render_key(line: Line, unit: str, *, single: bool) -> str:
+    last = _get_last(line)
+    told = "–" if last is None else f"{format_number(last)} {unit}"
     name = "" if single else f"{escape(line.name)} "
     return f'<span class="sk-key sk-line{line.style}">{name}<b>{escape(told)}</b></span>'
 
 
-def _words(title: str, unit: str, lines: Sequence[Line], say: Say) -> str:
+def _describe_chart(title: str, unit: str, lines: Sequence[Line], say: Say) -> str:
     parts = []
     for line in lines:
         values = [value for _, value in line.points if value is not None]
-        last = _last(line)
+        last = _get_last(line)
         if last is not None:
-            words = say("plot.words", now=number(last), most=number(max(values)), unit=unit)
+            words = say(
+                "plot.words", now=format_number(last), most=format_number(max(values)), unit=unit
+            )
             parts.append(f"{line.name}: {words}" if len(lines) > 1 else words)
     return f"{title}. {'; '.join(parts) or say('plot.empty')}"
 
 
-def _curve(line: Line, span_s: float, top: float) -> str:
+def _render_curve(line: Line, span_s: float, top: float) -> str:
     pieces: list[list[str]] = [[]]
     for ago_s, value in line.points:
         if value is None:

@@ -136,7 +136,7 @@ class Runs:
         return (UPDATE_S + UPDATE_PER_ANSWER_S * len(self._runs)) * weight
 
 
-async def merged(
+async def merge_streams(
     streams: Mapping[str, AsyncGenerator[Told, None]],
 ) -> AsyncGenerator[tuple[str, Told], None]:
     """Yield the items of several streams as they arrive, with the name of each stream.

@@ -44,7 +44,7 @@ def json_of(text: str, what: str) -> Any:
         raise RequestError(f"{what} is nested too deeply, or has numbers too long") from None
 
 
-def checked(schema: Any, what: str) -> dict[str, Any]:
+def check_schema(schema: Any, what: str) -> dict[str, Any]:
     """Return the schema if it is valid. Raises RequestError with the reason if not."""
     if not isinstance(schema, dict):
         raise RequestError(f"{what}: expected a JSON object, which a schema is here")
@@ -56,7 +56,7 @@ def checked(schema: Any, what: str) -> dict[str, Any]:
 
 def problem_of(schema: Mapping[str, Any], value: Any, *, trusted: bool = False) -> str:
     """Return a sentence on how a value violates a schema; "" if it fits."""
-    judge = _validator(schema if trusted else without_patterns(schema), trusted=trusted)
+    judge = _make_validator(schema if trusted else without_patterns(schema), trusted=trusted)
     try:
         error = best_match(judge.iter_errors(value))
     except TooMuch:
@@ -68,15 +68,15 @@ def problem_of(schema: Mapping[str, Any], value: Any, *, trusted: bool = False) 
     if error is None:
         return ""
     where = "".join(f"[{step!r}]" for step in error.absolute_path)
-    return f"{'at ' + where + ': ' if where else ''}{_short(error.message)}"
+    return f"{'at ' + where + ': ' if where else ''}{_shorten_message(error.message)}"
 
 
-def verdict(schema: Mapping[str, Any], text: str) -> str:
+def judge_answer(schema: Mapping[str, Any], text: str) -> str:
     """Return a sentence on why an answer is not JSON that fits the schema; "" if it is."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return f"it is not JSON: {_short(str(error))}"
+        return f"it is not JSON: {_shorten_message(str(error))}"
     return problem_of(schema, value)
 
 
@@ -97,14 +97,14 @@ def without_patterns(schema: Any) -> Any:
     return kept
 
 
-def _short(message: str) -> str:
+def _shorten_message(message: str) -> str:
     return message if len(message) <= 300 else f"{message[:300]}…"
 
 
-def _validator(schema: Mapping[str, Any], *, trusted: bool) -> Any:
+def _make_validator(schema: Mapping[str, Any], *, trusted: bool) -> Any:
     left = [MOST_STEPS]
     keywords = {
-        name: partial(_counted, left, keyword)
+        name: partial(_count_step, left, keyword)
         for name, keyword in Draft202012Validator.VALIDATORS.items()
     }
     bounded: Any = validators.extend(Draft202012Validator, keywords)  # type: ignore[no-untyped-call]
@@ -112,7 +112,7 @@ def _validator(schema: Mapping[str, Any], *, trusted: bool) -> Any:
     return bounded(schema) if trusted else bounded(schema, registry=Registry())
 
 
-def _counted(
+def _count_step(
     left: list[int],
     keyword: Callable[..., Iterator[Any] | None],
     validator: Any,

@@ -12,7 +12,7 @@ from html import escape
 import numpy
 
 from servekit.gateway.ui.pages.language import Say
-from servekit.gateway.ui.widgets.answer_html import plain
+from servekit.gateway.ui.widgets.answer_html import clean_text
 
 #: The characters of a text that name it in the table.
 NAME_CHARS = 28
@@ -24,7 +24,7 @@ def vector_of(raw: bytes) -> list[float]:
     return array.array("f", raw).tolist()
 
 
-def cosines(vectors: Sequence[Vector]) -> list[list[float]]:
+def compute_cosines(vectors: Sequence[Vector]) -> list[list[float]]:
     """Return the cosine similarity of each pair, -1 to 1; 0 for zero vectors."""
     if not vectors:
         return []
@@ -35,12 +35,13 @@ def cosines(vectors: Sequence[Vector]) -> list[list[float]]:
     return alike
 
 
-def table(texts: Sequence[str], matrix: Sequence[Sequence[float]], say: Say) -> str:
+def render_table(texts: Sequence[str], matrix: Sequence[Sequence[float]], say: Say) -> str:
     """Return the matrix as an HTML table: each cell has its number and a shade."""
     numbers = "".join(f'<th scope="col">{at + 1}</th>' for at in range(len(texts)))
     rows = "".join(
-        f'<tr><th scope="row" title="{_name(text, 400)}"><span class="sk-number">{at + 1}</span> '
-        f"{_name(text, NAME_CHARS)}</th>{''.join(map(_cell, matrix[at]))}</tr>"
+        f'<tr><th scope="row" title="{_shorten_name(text, 400)}">'
+        f'<span class="sk-number">{at + 1}</span> '
+        f"{_shorten_name(text, NAME_CHARS)}</th>{''.join(map(_render_cell, matrix[at]))}</tr>"
         for at, text in enumerate(texts)
     )
     caption, corner = escape(say("matrix.caption")), escape(say("matrix.text"))
@@ -52,12 +53,12 @@ def table(texts: Sequence[str], matrix: Sequence[Sequence[float]], say: Say) -> 
     )
 
 
-def _name(text: str, most: int) -> str:
-    line = " ".join(plain(text).split())
+def _shorten_name(text: str, most: int) -> str:
+    line = " ".join(clean_text(text).split())
     return escape(line if len(line) <= most else line[: most - 1] + "…")
 
 
-def _cell(value: float) -> str:
+def _render_cell(value: float) -> str:
     share = round(60 * max(0.0, value))
     return f'<td style="--sk-share:{share}%">{value:.3f}</td>'
 
@@ -65,7 +66,7 @@ def _cell(value: float) -> str:
 # ---- files
 
 
-def downloads(model: str, texts: Sequence[str], vectors: Sequence[Vector], say: Say) -> str:
+def render_downloads(model: str, texts: Sequence[str], vectors: Sequence[Vector], say: Say) -> str:
     """Return buttons that save the vectors as JSON and as CSV; the page contains the files."""
     files = {
         "json": as_json(model, texts, vectors),

@@ -9,15 +9,15 @@ from html import escape
 from itertools import pairwise
 
 from servekit.gateway.ui.pages.language import Say
-from servekit.gateway.ui.widgets.metrics_history import Sample, Which, median_s, rates
-from servekit.gateway.ui.widgets.plots import STYLES, Line, Point, chart, number
+from servekit.gateway.ui.widgets.metrics_history import Sample, Which, compute_rates, median_s
+from servekit.gateway.ui.widgets.plots import STYLES, Line, Point, format_number, render_chart
 from servekit.gateway.ui.widgets.status_poller import SPAN_S
 from servekit.protocol.messages import Status
 
 
-def figures(samples: Sequence[Sample], status: Status | None, say: Say) -> str:
+def render_figures(samples: Sequence[Sample], status: Status | None, say: Say) -> str:
     """Return numbers and plots as HTML. Current numbers are those of the last sample."""
-    now, tokens = time.time(), rates(samples)
+    now, tokens = time.time(), compute_rates(samples)
 
     def line(name: str, of: Callable[[Sample], float | None], style: int = 0) -> Line:
         return Line(name, [(now - one.at, of(one)) for one in samples], style)
@@ -27,17 +27,17 @@ def figures(samples: Sequence[Sample], status: Status | None, say: Say) -> str:
         line(say("plot.running"), lambda one: one.running),
         line(say("plot.waiting"), lambda one: one.queued, 1),
     ]
-    firsts = [Line("", _firsts(samples, now))]
+    firsts = [Line("", _list_firsts(samples, now))]
     plots = [
-        chart(say("plot.tokens"), say("plot.tokens_unit"), [Line("", rate)], SPAN_S, say),
-        chart(say("plot.requests"), "", requests, SPAN_S, say),
-        chart(say("plot.ttft"), "ms", firsts, SPAN_S, say),
-        *_queues(samples, line, say),
-        chart(say("plot.restarts"), "", [line("", lambda one: one.restarts)], SPAN_S, say),
-        *_gpus(samples, line, say),
+        render_chart(say("plot.tokens"), say("plot.tokens_unit"), [Line("", rate)], SPAN_S, say),
+        render_chart(say("plot.requests"), "", requests, SPAN_S, say),
+        render_chart(say("plot.ttft"), "ms", firsts, SPAN_S, say),
+        *_plot_queues(samples, line, say),
+        render_chart(say("plot.restarts"), "", [line("", lambda one: one.restarts)], SPAN_S, say),
+        *_plot_gpus(samples, line, say),
     ]
     return (
-        f'<div class="sk-tiles">{"".join(_tiles(samples, tokens, status, say))}</div>'
+        f'<div class="sk-tiles">{"".join(_render_tiles(samples, tokens, status, say))}</div>'
         f'<div class="sk-plots">{"".join(plots)}</div>'
     )
 
@@ -45,21 +45,21 @@ def figures(samples: Sequence[Sample], status: Status | None, say: Say) -> str:
 MakeLine = Callable[[str, Callable[[Sample], float | None], int], Line]
 
 
-def _queues(samples: Sequence[Sample], line: MakeLine, say: Say) -> Iterable[str]:
+def _plot_queues(samples: Sequence[Sample], line: MakeLine, say: Say) -> Iterable[str]:
     """Yield a plot of the queues by model, for the models that waited most; none for one model."""
     names = {name for one in samples for name in one.waiting}
     most = {name: max(one.waiting.get(name, 0) for one in samples) for name in names}
     first = sorted(names, key=lambda name: (-most[name], name))[:STYLES]
     if len(first) > 1:
-        lines = [line(name, partial(_waiting, name), style) for style, name in enumerate(first)]
-        yield chart(say("plot.queues"), "", lines, SPAN_S, say)
+        lines = [line(name, partial(_get_waiting, name), style) for style, name in enumerate(first)]
+        yield render_chart(say("plot.queues"), "", lines, SPAN_S, say)
 
 
-def _waiting(name: str, one: Sample) -> float:
+def _get_waiting(name: str, one: Sample) -> float:
     return one.waiting.get(name, 0)
 
 
-def _gpus(samples: Sequence[Sample], line: MakeLine, say: Say) -> Iterable[str]:
+def _plot_gpus(samples: Sequence[Sample], line: MakeLine, say: Say) -> Iterable[str]:
     """Yield plots of the utilisation and memory of the first GPUs."""
     kinds: dict[str, Callable[[Sample], dict[Which, float]]] = {
         "plot.busy": lambda one: one.busy,
@@ -70,20 +70,20 @@ def _gpus(samples: Sequence[Sample], line: MakeLine, say: Say) -> Iterable[str]:
         lines = [
             line(" · ".join(filter(None, (f"GPU {index}", node))), of, style)
             for style, (node, index) in enumerate(known)
-            for of in (partial(_percent, shares, (node, index)),)
+            for of in (partial(_get_percent, shares, (node, index)),)
         ]
         if lines:
-            yield chart(say(key), "%", lines, SPAN_S, say)
+            yield render_chart(say(key), "%", lines, SPAN_S, say)
 
 
-def _percent(
+def _get_percent(
     shares: Callable[[Sample], dict[Which, float]], which: Which, one: Sample
 ) -> float | None:
     share = shares(one).get(which)
     return None if share is None else 100 * share
 
 
-def _firsts(samples: Sequence[Sample], now: float) -> list[Point]:
+def _list_firsts(samples: Sequence[Sample], now: float) -> list[Point]:
     """Return the points of TTFT without idle samples, so that the line has no gaps."""
     points: list[Point] = []
     for before, one in pairwise(samples):
@@ -92,7 +92,7 @@ def _firsts(samples: Sequence[Sample], now: float) -> list[Point]:
     return points
 
 
-def _tiles(
+def _render_tiles(
     samples: Sequence[Sample], tokens: Sequence[float], status: Status | None, say: Say
 ) -> list[str]:
     last = samples[-1] if samples else Sample(0.0)
@@ -101,19 +101,21 @@ def _tiles(
     requests = f"{sum(one.requests for one in status.gateways):,}" if status else "–"
     ready = sum(one.state == "ready" for one in replicas)
     return [
-        _tile(say("tile.tokens"), number(tokens[-1] if tokens else 0.0)),
-        _tile(say("tile.running"), str(last.running)),
-        _tile(say("tile.waiting"), str(last.queued)),
-        _tile(say("tile.ttft"), "–" if first_s is None else _duration(first_s)),
-        _tile(say("tile.requests"), requests),
-        _tile(say("tile.workers"), f"{ready} / {len(replicas)}"),
-        _tile(say("tile.restarts"), str(sum(one.restarts for one in replicas)) if status else "–"),
+        _render_tile(say("tile.tokens"), format_number(tokens[-1] if tokens else 0.0)),
+        _render_tile(say("tile.running"), str(last.running)),
+        _render_tile(say("tile.waiting"), str(last.queued)),
+        _render_tile(say("tile.ttft"), "–" if first_s is None else _format_duration(first_s)),
+        _render_tile(say("tile.requests"), requests),
+        _render_tile(say("tile.workers"), f"{ready} / {len(replicas)}"),
+        _render_tile(
+            say("tile.restarts"), str(sum(one.restarts for one in replicas)) if status else "–"
+        ),
     ]
 
 
-def _duration(seconds: float) -> str:
-    return f"{number(1000 * seconds)} ms" if seconds < 1 else f"{number(seconds)} s"
+def _format_duration(seconds: float) -> str:
+    return f"{format_number(1000 * seconds)} ms" if seconds < 1 else f"{format_number(seconds)} s"
 
 
-def _tile(name: str, value: str) -> str:
+def _render_tile(name: str, value: str) -> str:
     return f'<div class="sk-tile"><span>{escape(name)}</span><b>{escape(value)}</b></div>'

@@ -19,7 +19,7 @@ import structlog
 from servekit.errors import ServekitError
 from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.routing.router import Router
-from servekit.gateway.ui.widgets.metrics_history import Sample, sample
+from servekit.gateway.ui.widgets.metrics_history import Sample, make_sample
 from servekit.protocol.messages import GetStatus, ModelStatus, ReplicaStatus, Status
 from servekit.protocol.metrics_messages import Figures, GetMetrics
 
@@ -74,7 +74,7 @@ class StatusPoller:
     def look(self) -> None:
         """Record the events since the last call."""
         now = {name: route.status for name, route in self.router.routes.items()}
-        self.happenings.extend(changes(self._before, now, time.time()))
+        self.happenings.extend(list_changes(self._before, now, time.time()))
         self._before = now
 
     async def status(self) -> Status | None:
@@ -95,7 +95,7 @@ class StatusPoller:
             status = await self.supervisor.answer_to(GetStatus(), Status, ANSWER_S)
             counted = await self.supervisor.answer_to(GetMetrics(), Figures, ANSWER_S)
             self._status = status
-            self.samples.append(sample(time.time(), status, counted.series))
+            self.samples.append(make_sample(time.time(), status, counted.series))
         except ServekitError as error:
             self._status = None
             log.debug("no figures for the dashboard", reason=error.message)
@@ -105,7 +105,7 @@ class StatusPoller:
 # ---- events
 
 
-def changes(
+def list_changes(
     before: Mapping[str, ModelStatus], now: Mapping[str, ModelStatus], at: float
 ) -> list[Happening]:
     """Return the events of models and their workers between two states."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from servekit.bench.client.client_protocol import Record, Target
 from servekit.bench.client.connection import Exchange
 from servekit.bench.client.connection_pool import Dialer, Unreachable
-from servekit.bench.load_generator import head
+from servekit.bench.load_generator import request_head
 from tests.unit.bench.serving import (
     CLOSE,
     DONE,
@@ -44,7 +44,7 @@ async def one(dialer: Dialer, target: Target, body: bytes = b"{}") -> Exchange:
     connection = dialer.resting() or await dialer.open()
     over = asyncio.get_running_loop().create_future()
     exchange = Exchange(time.monotonic(), over.set_result, keep_text=True)
-    connection.ask(head(target, "/x") + b"%d\r\n\r\n" % len(body) + body, exchange)
+    connection.ask(request_head(target, "/x") + b"%d\r\n\r\n" % len(body) + body, exchange)
     async with asyncio.timeout(10):
         await over
     return exchange

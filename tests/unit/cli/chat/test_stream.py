@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from servekit.cli.chat import stream as chat_stream
-from servekit.cli.chat.stream import Asked, Piece, answer
+from servekit.cli.chat.stream import Asked, Piece, stream_answer
 from servekit.errors import ServekitError, StartError
 
 
@@ -61,7 +61,9 @@ def server() -> Iterator[Server]:
 
 def pieces(server: Server, **parameters: object) -> list[Piece]:
     with httpx.Client(base_url=server.url, headers={"authorization": "Bearer k"}) as client:
-        return list(answer(client, Asked("m", parameters), [{"role": "user", "content": "hi"}]))
+        return list(
+            stream_answer(client, Asked("m", parameters), [{"role": "user", "content": "hi"}])
+        )
 
 
 def event(**delta: object) -> bytes:
@@ -93,17 +95,19 @@ def test_what_goes_wrong_is_a_sentence(server: Server) -> None:
         pieces(server)
 
 
-def test_a_line_without_an_end_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_without_an_end_is_given_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chat_stream, "_LONGEST_BYTES", 2**20)
     server.pieces, server.endless = [b"data: ", b"x" * 2**16], True
-    with pytest.raises(ServekitError, match="a line of more than 1048576 bytes"):
+    with pytest.raises(ServekitError, match="an event of more than 1048576 bytes"):
         pieces(server)
 
 
 def test_to_stop_listening_is_to_hang_up(server: Server) -> None:
     server.pieces, server.endless = [event(content="a" * 1000)], True
     with httpx.Client(base_url=server.url) as client:
-        stream = answer(client, Asked("m"), [])
+        stream = stream_answer(client, Asked("m"), [])
         assert next(stream).text == "a" * 1000
         stream.close()  # type: ignore[attr-defined]  # a generator
         assert server.hung_up.wait(5)
@@ -111,4 +115,4 @@ def test_to_stop_listening_is_to_hang_up(server: Server) -> None:
 
 def test_nobody_there() -> None:
     with httpx.Client(base_url="http://127.0.0.1:1/v1") as client, pytest.raises(StartError):
-        list(answer(client, Asked("m"), []))
+        list(stream_answer(client, Asked("m"), []))

@@ -14,19 +14,19 @@ from servekit.cli.init.config_template import (
     DEMO_NAME,
     FIRST,
     TemplateOptions,
-    compose,
+    compose_config,
     name_of,
-    write,
+    write_config,
 )
 from servekit.config import keys
-from servekit.config.load import load
+from servekit.config.load import load_config
 from servekit.errors import ConfigError, StartError
 
 
 def test_the_first_file_is_one_that_loads(tmp_path: Path) -> None:
     path = tmp_path / "servekit.yaml"
-    write(path, FIRST)
-    assert load(path).models[0].name == "smollm2-135m-instruct"
+    write_config(path, FIRST)
+    assert load_config(path).models[0].name == "smollm2-135m-instruct"
     assert [entry.name for entry in tmp_path.iterdir()] == ["servekit.yaml"]
 
 
@@ -41,15 +41,15 @@ def test_nothing_is_written_over_unless_told(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("mine")
     with pytest.raises(ConfigError, match="--force"):
-        write(path, FIRST)
+        write_config(path, FIRST)
     assert path.read_text() == "mine"
-    write(path, FIRST, force=True)
+    write_config(path, FIRST, force=True)
     assert path.read_text() == FIRST
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="cannot write"):
-        write(tmp_path / "none" / "a.yaml", FIRST)
+        write_config(tmp_path / "none" / "a.yaml", FIRST)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +58,13 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         TemplateOptions(),
         TemplateOptions("Qwen/Qwen3-0.6B", "qwen3", engine="auto", gpus=(), machine="one, two"),
         TemplateOptions("org/name", "on", engine="auto", gpus=(0, 2), port=0),
-        TemplateOptions("org/name", "1e3", host="0.0.0.0", key=("me", keys.new("me")[1])),
+        TemplateOptions("org/name", "1e3", host="0.0.0.0", key=("me", keys.new_key("me")[1])),
     ],
 )
 def test_whatever_is_wished_for_the_file_loads(tmp_path: Path, wish: TemplateOptions) -> None:
     path = tmp_path / "servekit.yaml"
-    write(path, compose(wish))
-    config = load(path)
+    write_config(path, compose_config(wish))
+    config = load_config(path)
     [model] = config.models
     assert (model.name, config.server.port, config.server.host) == (wish.name, wish.port, wish.host)
     assert model.path in (wish.path, str(wish.path))
@@ -77,8 +77,10 @@ def test_a_path_with_odd_characters_is_quoted(tmp_path: Path) -> None:
     folder = tmp_path / "models: #1 'x' \"y\" ü"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    write(tmp_path / "a.yaml", compose(TemplateOptions(str(folder), name_of(str(folder)))))
-    [model] = load(tmp_path / "a.yaml").models
+    write_config(
+        tmp_path / "a.yaml", compose_config(TemplateOptions(str(folder), name_of(str(folder))))
+    )
+    [model] = load_config(tmp_path / "a.yaml").models
     assert model.path == str(folder)
     assert model.name == "models-1-x-y"
 
@@ -105,4 +107,4 @@ def test_a_file_system_that_is_read_only_is_one_sentence(
     monkeypatch.setattr(Path, "write_text", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(StartError, match=r"cannot write .*x\.yaml: Read-only file system$"):
-        write(tmp_path / "x.yaml", FIRST)
+        write_config(tmp_path / "x.yaml", FIRST)

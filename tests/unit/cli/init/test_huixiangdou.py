@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from servekit.cli.init.huixiangdou import convert
-from servekit.config.load import load
+from servekit.cli.init.huixiangdou import convert_config
+from servekit.config.load import load_config
 from servekit.config.schema import Config
 from servekit.errors import ConfigError
 
@@ -57,9 +57,9 @@ tpm = 200000
 def converted(folder: Path, text: str) -> tuple[Config, str, tuple[str, ...]]:
     ini, ours = folder / "config.ini", folder / "ours.yaml"
     ini.write_text(OTHERS + text)
-    carried = convert(ini)
+    carried = convert_config(ini)
     ours.write_text(carried.text)
-    return load(ours), carried.text, carried.left_out
+    return load_config(ours), carried.text, carried.left_out
 
 
 def test_local_and_remote(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_what_is_new_there_is_named(tmp_path: Path) -> None:
 def test_a_model_that_is_not_there_is_said(tmp_path: Path) -> None:
     ini = tmp_path / "config.ini"
     ini.write_text(BOTH.replace("internlm/internlm2-chat-7b", "/no/such/folder"))
-    carried = convert(ini)
+    carried = convert_config(ini)
     assert '"/no/such/folder"' in carried.text
     assert any("/no/such/folder: does not exist" in line for line in carried.left_out)
 
@@ -138,12 +138,12 @@ def test_files_that_are_something_else(tmp_path: Path, text: str, said: str) -> 
     ini = tmp_path / "config.ini"
     ini.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        convert(ini)
+        convert_config(ini)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
-        convert(tmp_path / "none.ini")
+        convert_config(tmp_path / "none.ini")
     (tmp_path / "b.ini").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        convert(tmp_path / "b.ini")
+        convert_config(tmp_path / "b.ini")

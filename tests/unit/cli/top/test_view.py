@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rich.cells import cell_len
 
 from servekit.cli.top.sampler import Sampler, View
-from servekit.cli.top.view import _HEAD, lines
+from servekit.cli.top.view import _HEAD, draw_view
 from servekit.event_store import Event
 from servekit.protocol.admin_messages import ModelTraffic
 from servekit.protocol.messages import GatewayStatus, ModelStatus, ReplicaStatus, Status
@@ -46,7 +46,7 @@ EVENTS = tuple(Event(time.time(), "exit", "x\x1b[0m" * 40, "qwen", "qwen/0") for
 
 
 def text(view: View, width: int = 80, height: int | None = 24) -> str:
-    return "\n".join(line.plain for line in lines(view, width, height))
+    return "\n".join(line.plain for line in draw_view(view, width, height))
 
 
 def test_all_of_it_is_there() -> None:
@@ -79,7 +79,7 @@ def test_gpus_of_other_nodes_have_their_names_before_them() -> None:
 def test_it_is_never_larger_than_its_window(width: int, height: int, models: int) -> None:
     many = [replace(MODEL, name=f"模型-{number}" * 3) for number in range(models)]
     view = View(status(*many), {}, EVENTS, "no servekit runs in /x", time.time())
-    shown = lines(view, width, height)
+    shown = draw_view(view, width, height)
     assert len(shown) == height
     assert max(cell_len(line.plain) for line in shown) <= width
     assert all("\n" not in line.plain for line in shown)

@@ -24,16 +24,19 @@ def test_a_module_is_there_if_it_could_be_imported(
 
 def test_any_of_its_modules_will_do_and_the_first_is_used() -> None:
     kind = KINDS["llamacpp"]
-    assert installed.found(kind, {"xllamacpp", "llama_cpp"}.__contains__) == "xllamacpp"
-    assert installed.found(kind, {"llama_cpp"}.__contains__) == "llama_cpp"
-    assert installed.lacking(kind, {"llama_cpp"}.__contains__) == ""
-    assert installed.lacking(kind, set[str]().__contains__) == "pip install 'servekit[llamacpp]'"
-    assert installed.lacking(KINDS["echo"], set[str]().__contains__) == ""
+    assert installed.find_module(kind, {"xllamacpp", "llama_cpp"}.__contains__) == "xllamacpp"
+    assert installed.find_module(kind, {"llama_cpp"}.__contains__) == "llama_cpp"
+    assert installed.install_command(kind, {"llama_cpp"}.__contains__) == ""
+    assert (
+        installed.install_command(kind, set[str]().__contains__)
+        == "pip install 'servekit[llamacpp]'"
+    )
+    assert installed.install_command(KINDS["echo"], set[str]().__contains__) == ""
 
 
 def test_each_engine_is_listed_and_none_is_imported() -> None:
     before = set(sys.modules)
-    listed = dict(installed.engines())
+    listed = dict(installed.list_engines())
     assert listed["transformers"].startswith("transformers ")
     assert listed["echo"] == "comes with servekit"
     assert set(listed) >= set(KINDS)

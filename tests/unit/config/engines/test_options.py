@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.config.load import load
+from servekit.config.load import load_config
 from tests.unit.config.test_load import complaints, write
 
 HEAD = """
@@ -24,7 +24,7 @@ def filed(folder: Path, options: str = URL, *lines: str) -> Path:
 
 
 def test_a_name_at_an_endpoint_is_no_path(tmp_path: Path) -> None:
-    [model] = load(filed(tmp_path)).models
+    [model] = load_config(filed(tmp_path)).models
     assert model.path == "kimi"
 
 
@@ -70,5 +70,5 @@ def test_what_is_its_endpoint_s_to_say(tmp_path: Path, line: str, words: str) ->
 def test_limits_hold_for_all_or_for_nobody(tmp_path: Path) -> None:
     found = complaints(filed(tmp_path, f"{URL}, requests_per_minute: 60", "replicas: 2"))
     assert "each replica would keep to the endpoint's limits by itself" in found[0]
-    assert load(filed(tmp_path, URL, "replicas: 2")).models[0].replicas == 2
-    assert load(filed(tmp_path, f"{URL}, requests_per_minute: 60", "replicas: 1"))
+    assert load_config(filed(tmp_path, URL, "replicas: 2")).models[0].replicas == 2
+    assert load_config(filed(tmp_path, f"{URL}, requests_per_minute: 60", "replicas: 1"))

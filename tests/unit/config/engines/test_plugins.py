@@ -12,7 +12,7 @@ import pytest
 from servekit.config.engines import installed, plugins
 from servekit.config.engines.options import KINDS
 from servekit.config.json_schema import json_schema
-from servekit.config.load import load
+from servekit.config.load import load_config
 from tests import markov
 from tests.unit.config.test_load import complaints, write
 
@@ -50,11 +50,11 @@ def test_one_that_describes_itself_is_as_good_as_ours(site: Path, tmp_path: Path
     markov.install(site)
     plugins.look_again()
     (tmp_path / "t").mkdir()
-    [served] = load(model(tmp_path, "markov", ", options: {order: 2}")).models
+    [served] = load_config(model(tmp_path, "markov", ", options: {order: 2}")).models
     assert served.path == str(tmp_path / "t")
     assert served.engine_options().model_dump() == {"order": 2, "slots": 8}
     assert KINDS["markov"].gpu == "never"
-    assert dict(installed.engines())["markov"] == "from servekit-markov 1.2.0"
+    assert dict(installed.list_engines())["markov"] == "from servekit-markov 1.2.0"
     assert "markov_engine" not in sys.modules
     schema = json_schema()
     assert "markov" in schema["$defs"]["ModelConfig"]["properties"]["engine"]["enum"]
@@ -80,17 +80,17 @@ def test_its_options_and_needs_are_checked_by_line(site: Path, tmp_path: Path) -
 def test_one_that_does_not_has_options_of_any_form_and_any_path(site: Path, tmp_path: Path) -> None:
     bring(site, "acme", "acme = nowhere:Engine")
     path = model(tmp_path, "acme", ", options: {depth: {a: [1, x]}}")
-    [served] = load(path).models
+    [served] = load_config(path).models
     assert served.engine_options().model_dump() == {"depth": {"a": [1, "x"]}}
     assert served.path == "./t"
     (tmp_path / "t").mkdir()
-    assert load(path).models[0].path == str(tmp_path / "t")
+    assert load_config(path).models[0].path == str(tmp_path / "t")
 
 
 def test_it_is_gone_when_its_package_is(site: Path, tmp_path: Path) -> None:
     bring(site, "acme", "acme = nowhere:Engine")
     path = model(tmp_path, "acme")
-    load(path)
+    load_config(path)
     (site / "acme-1.0.dist-info" / "entry_points.txt").unlink()
     plugins.look_again()
     assert "but is the text 'acme'" in complaints(path)[0]
@@ -102,7 +102,7 @@ def test_it_is_gone_when_its_package_is(site: Path, tmp_path: Path) -> None:
 def test_a_description_that_breaks_harms_nothing_that_runs(site: Path, tmp_path: Path) -> None:
     described = "from servekit.config.engines.plugins import UNTOLD as KIND\n"
     bring(site, "acme", "breaks = nowhere:E", "breaks = acme_breaks:KIND", acme_breaks=described)
-    load(model(tmp_path, "breaks"))
+    load_config(model(tmp_path, "breaks"))
     entries = site / "acme-1.0.dist-info" / "entry_points.txt"
     entries.write_text(entries.read_text().replace(":KIND", ":GONE"))
     plugins.look_again()
@@ -118,8 +118,8 @@ def test_a_name_of_ours_is_refused(site: Path, tmp_path: Path, name: str) -> Non
         f"models[0].engine: acme 1.0 brings an engine that is named '{name}' as servekit's own is: "
         "it is not run; uninstall it, or give its entry point another name."
     )
-    assert len(list(installed.refused())) == 1
-    assert list(dict(installed.engines())) == list(KINDS)
+    assert len(list(installed.refused_plugins())) == 1
+    assert list(dict(installed.list_engines())) == list(KINDS)
 
 
 def test_two_of_a_name_are_refused(site: Path, tmp_path: Path) -> None:

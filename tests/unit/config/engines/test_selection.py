@@ -9,8 +9,8 @@ import pytest
 
 from servekit.config.engines.installed import Machine
 from servekit.config.engines.requirements import Asked
-from servekit.config.engines.selection import choose
-from servekit.config.load import load, load_here
+from servekit.config.engines.selection import choose_engine
+from servekit.config.load import load_config, load_here
 from servekit.errors import ConfigError
 from tests.unit.config.test_load import write
 
@@ -88,7 +88,7 @@ GGUF, FOLDER = Asked("gguf"), Asked("folder")
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_table(asks: Asked, where: Machine, expected: str) -> None:
-    assert str(choose(asks, where)) == expected
+    assert str(choose_engine(asks, where)) == expected
 
 
 FILE = """\
@@ -143,4 +143,4 @@ def test_options_are_those_of_what_was_chosen(
 
 
 def test_the_file_alone_leaves_it_open(tmp_path: Path) -> None:
-    assert [model.engine for model in load(filed(tmp_path)).models[:3]] == ["auto"] * 3
+    assert [model.engine for model in load_config(filed(tmp_path)).models[:3]] == ["auto"] * 3

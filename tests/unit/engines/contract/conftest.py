@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,12 @@ from tests.unit.engines.contract.running import Running
 from tests.unit.engines.contract.subjects import SUBJECTS, Subject
 
 
-@pytest.fixture(scope="module", params=SUBJECTS, ids=lambda subject: subject.name)
+def in_lane(subject: Subject) -> Any:
+    marks = [pytest.mark.lane("vllm")] if subject.name.startswith("vllm") else []
+    return pytest.param(subject, id=subject.name, marks=marks)
+
+
+@pytest.fixture(scope="module", params=map(in_lane, SUBJECTS))
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     chosen: Subject = request.param
     if chosen.site is not None:

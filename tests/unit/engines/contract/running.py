@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from servekit.engines import create
+from servekit.engines import create_engine
 from servekit.engines.api.base import EmbedJob, Job, StepOutput
 from servekit.errors import RequestError
 from servekit.protocol.messages import (
@@ -28,7 +27,7 @@ class Running:
     def __init__(self, spec: WorkerSpec, *, exact: bool = True) -> None:
         self.spec = spec
         self.exact = exact
-        self.engine = create(spec)
+        self.engine = create_engine(spec)
         self.progress: list[Progress] = []
         self.info: ModelInfo = self.engine.load(self.progress.append)
         self.outputs: dict[int, list[StepOutput]] = {}
@@ -140,11 +139,3 @@ class Running:
     def is_idle(self) -> bool:
         now = self.engine.load_now()
         return (now.running, now.waiting, now.progress_age_s) == (0, 0, 0.0)
-
-
-def poll(happened: Callable[[], bool], what: str) -> None:
-    """Wait for what brings no emission."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not happened():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s in vain until {what}"
-        threading.Event().wait(0.002)

@@ -22,7 +22,8 @@ import pytest
 from servekit.engines.api.base import Job
 from servekit.errors import RequestError, Unsupported
 from servekit.protocol.messages import Capability, Grammar, SamplingParams
-from tests.unit.engines.contract.running import Running, poll
+from tests.polling import poll
+from tests.unit.engines.contract.running import Running
 from tests.unit.engines.contract.subjects import Subject
 
 PROMPT = "The quick brown fox"
@@ -295,11 +296,11 @@ def test_sixty_four_at_once_all_end_right(engine: Running, reference: list[int])
     }
     for job, count in jobs.items():
         assert engine.alike(engine.tokens(job), reference[:count])
-    poll(engine.is_idle, "it is idle")
+    poll("it is idle", engine.is_idle)
 
 
 def test_its_load_is_told_while_it_works_and_nothing_when_idle(engine: Running) -> None:
-    poll(engine.is_idle, "it is idle")
+    poll("it is idle", engine.is_idle)
     job = engine.submit(PROMPT, **engine.endless)
     engine.has_begun(job)
     now = engine.engine.load_now()
@@ -307,7 +308,7 @@ def test_its_load_is_told_while_it_works_and_nothing_when_idle(engine: Running) 
     assert 0 <= now.progress_age_s < 30
     assert 0 <= now.kv_used <= 1
     engine.engine.cancel(job)
-    poll(engine.is_idle, "it is idle")
+    poll("it is idle", engine.is_idle)
 
 
 def test_who_leaves_frees_a_slot_and_is_not_heard_of_again(
@@ -323,7 +324,7 @@ def test_who_leaves_frees_a_slot_and_is_not_heard_of_again(
     assert_well(engine, reference)
     assert [len(engine.outputs.get(job, ())) for job in jobs] == said
     assert not any(engine.ended(job) for job in jobs)
-    poll(engine.is_idle, "it is idle")
+    poll("it is idle", engine.is_idle)
 
 
 def test_cancelling_before_the_first_step_and_after_the_end(
@@ -336,7 +337,7 @@ def test_cancelling_before_the_first_step_and_after_the_end(
     engine.engine.cancel(done)
     engine.engine.cancel(123456789)
     assert_well(engine, reference)
-    poll(engine.is_idle, "it is idle")
+    poll("it is idle", engine.is_idle)
 
 
 # ---------------------------------------------------------------- what it cannot do
@@ -478,7 +479,7 @@ def test_sleep_changes_nothing_that_it_says(engine: Running, reference: list[int
             engine.engine.sleep()
         return
     for _ in range(2):
-        poll(engine.is_idle, "it is idle")
+        poll("it is idle", engine.is_idle)
         engine.engine.sleep()
         assert engine.is_idle()
         engine.engine.wake()
@@ -520,8 +521,8 @@ def test_a_life_leaves_nothing_behind(
         running.has_begun(running.submit(PROMPT, **running.endless))
     finally:
         running.close()
-    poll(lambda: _threads() <= threads, "its threads end")
-    poll(lambda: _processes() <= processes, "its processes end")
+    poll("its threads end", lambda: _threads() <= threads)
+    poll("its processes end", lambda: _processes() <= processes)
     assert capfd.readouterr().out == ""
 
 

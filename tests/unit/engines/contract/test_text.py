@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from servekit.engines import create
+from servekit.engines import create_engine
 from servekit.engines.api.base import Job, StepOutput
 from servekit.engines.api.text_engine import TextEngine, TextJob, TextOutput
 from servekit.errors import Unsupported
@@ -20,6 +20,7 @@ from servekit.protocol.messages import (
     Progress,
     SamplingParams,
 )
+from tests.polling import poll_async
 from tests.unit.engines.contract.subjects import spec
 from tests.unit.engines.remote.liar import Liar, lying, said, silent, status
 
@@ -56,7 +57,7 @@ class Running:
         return bool(last) and (last[0].finish is not None or last[0].failure is not None)
 
     async def answer(self, job_id: int) -> list[TextOutput]:
-        await until(lambda: self.ended(job_id))
+        await poll_async("the engine gets there", lambda: self.ended(job_id))
         return self.outputs[job_id]
 
     async def text(self, job_id: int) -> str:
@@ -67,18 +68,12 @@ class Running:
         return (now.running, now.waiting, now.progress_age_s) == (0, 0, 0.0)
 
 
-async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not happened():  # noqa: ASYNC110 - what is waited for happens in a thread
-            await asyncio.sleep(0.002)  # between two looks, up to the deadline
-
-
 @contextlib.asynccontextmanager
 async def reached() -> AsyncIterator[tuple[Liar, Running]]:
     """It is left alive and silent about jobs that had ended."""
     async with lying() as liar:
         options = {"url": liar.url, "slots": SLOTS, "retries": 0}
-        engine = create(spec("openai", "kimi", options=options))
+        engine = create_engine(spec("openai", "kimi", options=options))
         assert isinstance(engine, TextEngine)
         progress: list[Progress] = []
         info = await asyncio.to_thread(engine.load, progress.append)
@@ -119,7 +114,7 @@ async def test_sixty_four_at_once_all_end() -> None:
     async with reached() as (_, engine):
         jobs = [engine.ask() for _ in range(64)]
         assert [await engine.text(job) for job in jobs] == ["Hello!"] * 64
-        await until(engine.is_idle)
+        await poll_async("the engine gets there", engine.is_idle)
 
 
 async def test_who_leaves_is_not_heard_of_again_and_the_endpoint_hears_of_it() -> None:
@@ -134,7 +129,7 @@ async def test_who_leaves_is_not_heard_of_again_and_the_endpoint_hears_of_it() -
         await liar.until(lambda: liar.gone == 1)
         assert await engine.text(engine.ask()) == "Hello!"
         assert stuck not in engine.outputs
-        await until(engine.is_idle)
+        await poll_async("the engine gets there", engine.is_idle)
 
 
 async def test_what_fails_fails_alone() -> None:

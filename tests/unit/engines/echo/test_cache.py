@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from servekit.engines.api.base import Job
-from servekit.engines.echo.cache import BLOCK, EchoCache
+from servekit.engines.echo.run import BLOCK, EchoCache
 from servekit.protocol.messages import SamplingParams
 
 IDS = list(range(10 * BLOCK))

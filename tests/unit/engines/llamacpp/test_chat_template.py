@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from servekit.engines.llamacpp.chat_template import Renderer
+from servekit.engines.llamacpp.tokenizer import Renderer
 from servekit.engines.text.chat_template import SENTINEL_TOOL, ChatTemplate
 from servekit.errors import RequestError
 from servekit.protocol.messages import ChatMessage, ToolCall

@@ -13,9 +13,9 @@ import pytest
 
 from servekit.engines.llamacpp import bindings
 from servekit.engines.llamacpp.engine import LlamaCppEngine
-from servekit.engines.transformers.batching import kv_cache
 from servekit.errors import LoadError
 from servekit.protocol.messages import Progress
+from servekit.system import cgroup
 from tests.unit.engines.harness import Harness, make_spec
 from tests.unit.engines.origins import write_tiny_gguf
 
@@ -115,7 +115,7 @@ def test_a_part_without_the_others(tmp_path: Path) -> None:
 
 
 def test_a_context_that_is_too_big(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "available_host_bytes", lambda: 256 * 1024)
+    monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: 256 * 1024)
     error = refusal(gguf_file, max_context=256, options={"cache_type": "f32"})
     assert error.permanent
     assert "A context of 256 tokens takes" in str(error)
@@ -125,7 +125,7 @@ def test_a_context_that_is_too_big(gguf_file: Path, monkeypatch: pytest.MonkeyPa
 def test_a_context_that_nobody_asked_for_is_what_fits(
     gguf: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_cache, "available_host_bytes", lambda: 256 * 1024)
+    monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: 256 * 1024)
     assert gguf().info.max_context == 204  # 0.4 of the memory, at 512 bytes a token
 
 
@@ -154,9 +154,9 @@ def test_a_layout_that_is_not_known_is_refused() -> None:
     known = bindings.open_binding("xllamacpp")
     assert isinstance(known, bindings.XLlamaCpp)
     params = known._module.CommonParams()
-    known._check(params, id(params) + object.__basicsize__)
+    known._check_layout(params, id(params) + object.__basicsize__)
     with pytest.raises(LoadError, match="does not know"):
-        known._check(params, id(params) + object.__basicsize__ + 4)
+        known._check_layout(params, id(params) + object.__basicsize__ + 4)
 
 
 def test_neither_torch_nor_transformers_is_imported(gguf_file: Path) -> None:

@@ -17,7 +17,7 @@ from servekit.protocol.messages import ChatMessage, Grammar
 from tests.unit.engines.conftest import SMOLLM2, llamacpp
 from tests.unit.engines.harness import Harness
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.lane("models"), pytest.mark.model]
 
 QUESTIONS = [
     "Tell me about the sea.",

@@ -59,14 +59,14 @@ def test_it_says_what_the_package_says_with_the_same_library(
 
 
 def test_the_file_itself_will_do(llama_build: Path) -> None:
-    assert library_folder._find(llama_build / "libllama.so") == llama_build / "libllama.so"
+    assert library_folder._find_library(llama_build / "libllama.so") == llama_build / "libllama.so"
 
 
 @pytest.mark.parametrize("name", ["libllama.so.0", "libllama.so.0.5.0", "libllama.cuda.v0.5.0.so"])
 def test_a_library_whose_name_tells_more(tmp_path: Path, name: str) -> None:
     for one in (name, "libllama-common.so", "libllama.a"):
         (tmp_path / one).touch()
-    assert library_folder._find(tmp_path) == tmp_path / name
+    assert library_folder._find_library(tmp_path) == tmp_path / name
 
 
 def test_a_folder_without_it(tmp_path: Path) -> None:

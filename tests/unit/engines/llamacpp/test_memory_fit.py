@@ -11,9 +11,9 @@ from servekit.engines.llamacpp.memory_fit import (
     HEADROOM_BYTES,
     FitOptions,
     Shape,
-    _masks,
-    _workspace,
-    fit,
+    _mask_bytes,
+    _workspace_bytes,
+    fit_memory,
     read_parts,
     shape_of,
 )
@@ -48,11 +48,11 @@ def taken(shape: Shape, wish: FitOptions, gpu_layers: int, tokens: int) -> int:
     layers = min(gpu_layers, len(shape.layers))
     weights = layers * shape.layers[0] + (shape.output if gpu_layers > layers else 0)
     cache = tokens * shape.cached * layers
-    return weights + cache + _workspace(shape, wish) + tokens * _masks(wish)
+    return weights + cache + _workspace_bytes(shape, wish) + tokens * _mask_bytes(wish)
 
 
 def test_a_big_gpu_takes_it_all() -> None:
-    plan = fit(SHAPE, WISH)
+    plan = fit_memory(SHAPE, WISH)
     assert plan.gpu_layers == 33
     assert (plan.max_context, plan.context) == (8192, 8 * 8192)
     assert plan.cache_bytes == 8 * 8192 * 4096 * 32
@@ -60,7 +60,7 @@ def test_a_big_gpu_takes_it_all() -> None:
 
 def test_less_memory_is_less_cache_first() -> None:
     wish = replace(WISH, budgets=(8 * GIB,))
-    plan = fit(SHAPE, wish)
+    plan = fit_memory(SHAPE, wish)
     assert plan.gpu_layers == 33
     assert 8192 <= plan.context < 8 * 8192
     assert taken(SHAPE, wish, 33, plan.context - 256) <= 8 * GIB
@@ -69,7 +69,7 @@ def test_less_memory_is_less_cache_first() -> None:
 
 def test_then_fewer_layers() -> None:
     wish = replace(WISH, budgets=(4 * GIB,))
-    plan = fit(SHAPE, wish)
+    plan = fit_memory(SHAPE, wish)
     assert 0 < plan.gpu_layers < 32
     assert taken(SHAPE, wish, plan.gpu_layers, plan.context - 256) <= 4 * GIB
     assert taken(SHAPE, wish, plan.gpu_layers + 1, 8192) > 4 * GIB
@@ -77,11 +77,11 @@ def test_then_fewer_layers() -> None:
 
 
 def test_a_gpu_without_room_gets_no_layer() -> None:
-    assert fit(SHAPE, replace(WISH, budgets=(HEADROOM_BYTES,))).gpu_layers == 0
+    assert fit_memory(SHAPE, replace(WISH, budgets=(HEADROOM_BYTES,))).gpu_layers == 0
 
 
 def test_two_gpus_share() -> None:
-    assert fit(SHAPE, replace(WISH, budgets=(4 * GIB, 4 * GIB))).gpu_layers == 33
+    assert fit_memory(SHAPE, replace(WISH, budgets=(4 * GIB, 4 * GIB))).gpu_layers == 33
 
 
 #: As SmolLM2-135M in Q4_1: 30 layers of a cache of 768 bytes a token each.
@@ -105,7 +105,7 @@ def test_what_an_h200_held_is_within_the_claim(layers: int, gpus: int) -> None:
     """
     budget, copies = 2 * GIB, 4 if gpus > 1 else 1
     wish = replace(WISH, slots=64, batch=2048, gpu_layers=layers, budgets=(budget,) * gpus)
-    plan = fit(SMALL, replace(wish, max_context=2048))
+    plan = fit_memory(SMALL, replace(wish, max_context=2048))
     weights = sum(SMALL.layers[:layers]) + (SMALL.output if layers > 30 else 0)
     own = (weights + plan.context * 768 * min(layers, 30)) / gpus
     held = own + 0.66 * GIB + plan.context * 3830 * copies
@@ -115,23 +115,25 @@ def test_what_an_h200_held_is_within_the_claim(layers: int, gpus: int) -> None:
 
 def test_layers_that_were_asked_for_and_do_not_fit_are_refused() -> None:
     with pytest.raises(LoadError, match=r"33 layers of 4\.5 GiB do not fit"):
-        fit(SHAPE, replace(WISH, budgets=(4 * GIB,), gpu_layers=33))
-    assert fit(SHAPE, replace(WISH, gpu_layers=5)).gpu_layers == 5
+        fit_memory(SHAPE, replace(WISH, budgets=(4 * GIB,), gpu_layers=33))
+    assert fit_memory(SHAPE, replace(WISH, gpu_layers=5)).gpu_layers == 5
 
 
 def test_a_context_that_was_asked_for_and_does_not_fit_is_refused() -> None:
     wish = replace(WISH, budgets=(6 * GIB,), gpu_layers=33, max_context=8192)
     with pytest.raises(LoadError, match=r"takes 1\.0 GiB of cache") as caught:
-        fit(SHAPE, wish)
+        fit_memory(SHAPE, wish)
     assert caught.value.permanent
-    assert fit(SHAPE, replace(wish, max_context=None)).max_context < 8192
+    assert fit_memory(SHAPE, replace(wish, max_context=None)).max_context < 8192
 
 
 def test_on_a_cpu_the_hosts_memory_counts() -> None:
     wish = replace(WISH, budgets=(), host_bytes=10 * GIB)
-    assert fit(SHAPE, wish).gpu_layers == 0
-    assert fit(SHAPE, wish).context == 8192  # more than 8 × 512, for one may be that long
-    assert fit(SHAPE, replace(wish, host_bytes=GIB)).max_context == int(0.4 * GIB) // (4096 * 32)
+    assert fit_memory(SHAPE, wish).gpu_layers == 0
+    assert fit_memory(SHAPE, wish).context == 8192  # more than 8 × 512, for one may be that long
+    assert fit_memory(SHAPE, replace(wish, host_bytes=GIB)).max_context == int(0.4 * GIB) // (
+        4096 * 32
+    )
 
 
 def test_the_header_says_it(tmp_path: Path) -> None:

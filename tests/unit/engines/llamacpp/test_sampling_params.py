@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from servekit.engines.llamacpp.sampling_params import _noise, draw
+from servekit.engines.llamacpp.sampling_params import _gumbel_noise, draw_token
 from servekit.engines.text.sampling_params import CANDIDATES, Sampling, noise_keys
-from servekit.engines.transformers.sampling.sampler import _gumbel
-from servekit.engines.transformers.sampling.sampler import draw as draw_by_torch
+from servekit.engines.transformers.sampling import _gumbel_noise as gumbel_noise_by_torch
+from servekit.engines.transformers.sampling import draw_tokens as draw_by_torch
 
 SIZE = 5000
 SAMPLINGS = [
@@ -36,7 +36,7 @@ def test_both_draw_the_same_tokens(sampling: Sampling) -> None:
         seeded = Sampling(**{name: getattr(sampling, name) for name in sampling.__slots__})
         expected = int(draw_by_torch(torch.from_numpy(logits.copy())[None], [seeded], [position]))
         drawn.add(expected)
-        assert draw(logits.copy(), seeded, position) == expected
+        assert draw_token(logits.copy(), seeded, position) == expected
     assert len(drawn) > 30
 
 
@@ -44,8 +44,10 @@ def test_the_noise_is_torchs(seed: int = 12345) -> None:
     for position in range(5):
         keys = noise_keys(seed, position)
         ids = np.arange(200_000)
-        expected = _gumbel(torch.from_numpy(ids)[None], torch.tensor([keys]))[0].numpy()
-        assert np.abs(_noise(ids, keys) - expected).max() < 1e-5
+        expected = gumbel_noise_by_torch(torch.from_numpy(ids)[None], torch.tensor([keys]))[
+            0
+        ].numpy()
+        assert np.abs(_gumbel_noise(ids, keys) - expected).max() < 1e-5
         assert expected.max() < 16.7
 
 
@@ -53,6 +55,6 @@ def test_what_is_ruled_out_is_never_drawn() -> None:
     logits = np.full(SIZE, -np.inf, np.float32)
     logits[[17, 99]] = 1.0
     for sampling in SAMPLINGS:
-        drawn = {draw(logits.copy(), sampling, position) for position in range(40)}
+        drawn = {draw_token(logits.copy(), sampling, position) for position in range(40)}
         assert drawn <= {17, 99}
-    assert {draw(logits.copy(), Sampling(), position) for position in range(40)} == {17, 99}
+    assert {draw_token(logits.copy(), Sampling(), position) for position in range(40)} == {17, 99}

@@ -13,8 +13,8 @@ from servekit.engines.llamacpp.struct_layouts import (
     MODEL_LAYOUTS,
     ROOM,
     Layout,
-    fill,
-    recognise,
+    fill_fields,
+    recognise_layout,
     struct_of,
 )
 
@@ -39,7 +39,7 @@ SET = {"n_gpu_layers", "split_mode"} | {
 def defaults_of(layout: Layout, rest: bytes = b"") -> bytes:
     """What a library with that layout says; `rest` follows its last field."""
     params = struct_of(layout)()
-    fill(params, {name: default for name, _, default in layout if default is not None})
+    fill_fields(params, {name: default for name, _, default in layout if default is not None})
     ctypes.memmove(params.spare, rest, len(rest))
     return bytes(params)
 
@@ -51,7 +51,7 @@ def places(struct: type[ctypes.Structure]) -> dict[str, int]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=len)
 def test_a_layout_is_known_by_its_own_defaults(layout: Layout) -> None:
     for rest in (b"", b"\1" * 64):  # a later version may add to its end
-        found = recognise(defaults_of(layout, rest), LAYOUTS)
+        found = recognise_layout(defaults_of(layout, rest), LAYOUTS)
         assert found is not None
         assert places(found) == places(struct_of(layout))
         assert ctypes.sizeof(found) == ROOM
@@ -67,7 +67,7 @@ def test_whatever_is_set_has_its_place_or_the_layout_is_refused(layout: Layout) 
     changed += [(*layout[:at], new, *layout[at:]) for at in range(len(layout) + 1) for new in NEW]
     refused = 0
     for other in changed:
-        found = recognise(defaults_of(other), LAYOUTS)
+        found = recognise_layout(defaults_of(other), LAYOUTS)
         refused += found is None
         if found is not None:
             mine, theirs = places(found), places(struct_of(other))
@@ -78,6 +78,6 @@ def test_whatever_is_set_has_its_place_or_the_layout_is_refused(layout: Layout) 
 
 def test_only_fields_that_are_there_are_set() -> None:
     params: Any = struct_of(MODEL_LAYOUTS[0])()
-    fill(params, {"n_gpu_layers": 7, "of_another_version": 1})
+    fill_fields(params, {"n_gpu_layers": 7, "of_another_version": 1})
     assert params.n_gpu_layers == 7
     assert not hasattr(params, "of_another_version")

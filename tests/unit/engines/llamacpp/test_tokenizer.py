@@ -13,7 +13,7 @@ import pytest
 
 from servekit.engines.api.base import TooManyTokens
 from servekit.engines.llamacpp.tokenizer import LlamaCodec
-from servekit.engines.text.tool_format_detection import find_dialect, takes_tools
+from servekit.engines.text.tool_format_detection import find_dialect
 from servekit.errors import RequestError
 from servekit.protocol.messages import ChatMessage, Grammar
 from tests.unit.engines.conftest import SMOLLM2, llamacpp
@@ -95,7 +95,7 @@ def test_how_the_model_writes_calls_is_told_by_its_template(codec: LlamaCodec) -
     found = find_dialect(qwen.template)
     assert found.tools == "hermes"
     assert (found.think_begin, found.think_end) == ("<think>", "</think>")
-    assert takes_tools(qwen.template)
+    assert qwen.template.takes_tools
 
 
 def test_sentencepieces_first_space_is_not_the_texts(tmp_path: Path) -> None:
@@ -158,6 +158,7 @@ def smol_gguf() -> Iterator[Harness]:
     shared.close()
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
 def test_ids_are_those_of_the_converted_model(smol_gguf: Harness, smollm2: Path) -> None:
     from transformers import AutoTokenizer
@@ -172,6 +173,7 @@ def test_ids_are_those_of_the_converted_model(smol_gguf: Harness, smollm2: Path)
     assert smol_gguf.engine._eos >= {tokenizer.eos_token_id}
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
 def test_digits_are_cut_off_as_the_models_own_tokenizer_cuts_them(smol_gguf: Harness) -> None:
     """What the conversion to `transformers` loses: white space before a digit is one token."""

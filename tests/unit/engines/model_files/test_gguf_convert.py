@@ -10,7 +10,7 @@ import pytest
 
 from servekit.engines.model_files import gguf_convert
 from servekit.errors import LoadError
-from servekit.model_metadata.gguf_header import read_header
+from servekit.model_metadata.gguf import read_header
 from servekit.protocol.messages import Progress
 from tests.unit.engines.conftest import llamacpp
 from tests.unit.engines.harness import Harness, make_spec, write_tiny_llama
@@ -46,7 +46,7 @@ def test_the_conversion_is_the_model_that_the_file_holds(tmp_path: Path, tied: b
 
     path = write_tiny_gguf(tmp_path / "tiny.gguf", tied=tied)
     (folder := tmp_path / "out").mkdir()
-    gguf_convert.convert(path, folder, ignore)
+    gguf_convert.convert_gguf(path, folder, ignore)
     direct = load(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
     converted = load(folder)
     assert converted.dtype == torch.float32
@@ -59,7 +59,7 @@ def test_the_conversion_is_the_model_that_the_file_holds(tmp_path: Path, tied: b
 def test_tokenizer_template_and_generation_config_come_along(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     (folder := tmp_path / "out").mkdir()
-    gguf_convert.convert(path, folder, ignore)
+    gguf_convert.convert_gguf(path, folder, ignore)
     ours, theirs = tokenizer(folder), tokenizer(tmp_path, gguf_file="tiny.gguf")
     text = "the hello <|im_end|> wörld 🙂"
     assert ours(text)["input_ids"] == theirs(text)["input_ids"]
@@ -91,7 +91,7 @@ def test_a_name_of_an_end_that_is_plain_text_does_not_end_anything(tmp_path: Pat
 def test_an_end_of_turn_that_is_not_the_end_of_sequence_ends_the_answer(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", tokenizer__ggml__eot_token_id=40)
     (folder := tmp_path / "out").mkdir()
-    gguf_convert.convert(path, folder, ignore)
+    gguf_convert.convert_gguf(path, folder, ignore)
     harness = Harness(make_spec(folder))
     try:
         job = harness.submit([50, 60], max_tokens=8, logit_bias=((40, 100.0),))
@@ -123,7 +123,7 @@ def test_progress_counts_every_tensor(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     (folder := tmp_path / "out").mkdir()
     seen: list[Progress] = []
-    gguf_convert.convert(path, folder, seen.append)
+    gguf_convert.convert_gguf(path, folder, seen.append)
     assert [p.done for p in seen] == [0, *range(20), 20]
     assert {(p.phase, p.total, p.unit) for p in seen} == {("convert", 20, "tensors")}
 
@@ -135,7 +135,7 @@ def test_the_library_is_left_as_it_was(tmp_path: Path) -> None:
     before = (gguf_package.GGUFReader, gguf_package.get_tensor_name_map, vars(library)["tqdm"])
     path = write_tiny_gguf(tmp_path / "tiny.gguf", architecture="nonesuch")
     with pytest.raises(LoadError):
-        gguf_convert.convert(path, tmp_path, ignore)
+        gguf_convert.convert_gguf(path, tmp_path, ignore)
     after = (gguf_package.GGUFReader, gguf_package.get_tensor_name_map, vars(library)["tqdm"])
     assert after == before
 
@@ -150,7 +150,7 @@ def test_a_large_model_is_stored_as_bfloat16(
     wide = gguf_convert.converted_bytes(header)
     monkeypatch.setattr(gguf_convert, "FLOAT32_BELOW", header.parameters)
     (folder := tmp_path / "out").mkdir()
-    gguf_convert.convert(path, folder, ignore)
+    gguf_convert.convert_gguf(path, folder, ignore)
     assert load(folder, dtype="auto").dtype == torch.bfloat16
     assert wide - gguf_convert.converted_bytes(header) == 2 * header.parameters
 
@@ -208,24 +208,24 @@ def test_one_part_of_many_says_how_to_join_them(tmp_path: Path) -> None:
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", architecture="nonesuch")
     with pytest.raises(LoadError, match=r"tiny\.gguf \(architecture nonesuch\) cannot") as caught:
-        gguf_convert.convert(path, tmp_path, ignore)
+        gguf_convert.convert_gguf(path, tmp_path, ignore)
     assert caught.value.permanent
 
 
 def test_a_tensor_that_is_lacking_is_not_made_up(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", skip="blk.1.ffn_up")
     with pytest.raises(LoadError, match=r"lacks 1 tensors.*layers\.1\.mlp\.up_proj"):
-        gguf_convert.convert(path, tmp_path, ignore)
+        gguf_convert.convert_gguf(path, tmp_path, ignore)
 
 
 @pytest.mark.model
-@pytest.mark.slow
+@pytest.mark.lane("models")
 def test_smollm2_converted_equals_smollm2_loaded_from_its_gguf() -> None:
     import torch
 
-    from servekit.engines.model_files.source import resolve
+    from servekit.engines.model_files.source import resolve_folder
 
-    folder = resolve(SMOLLM2, None, ignore, cache=shared_cache())
+    folder = resolve_folder(SMOLLM2, None, ignore, cache=shared_cache())
     file = next(folder.parent.glob("*-file-*/SmolLM2-135M-Instruct.Q4_1.gguf"))
     ids = tokenizer(folder)("The capital of France is")["input_ids"]
     direct = load(file.parent, gguf_file=file.name, dtype=torch.float32)

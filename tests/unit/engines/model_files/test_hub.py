@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from servekit.engines.model_files.cache import Cache
-from servekit.engines.model_files.source import resolve
+from servekit.engines.model_files.source import resolve_folder
 from servekit.protocol.messages import Progress
 from tests.unit.engines.origins import hub_server, outcome, start_resolving, write_tiny_gguf
 
@@ -28,7 +28,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What a model's repository holds, and what one also finds there."""
     folder = tmp_path_factory.mktemp("tiny")
     path = write_tiny_gguf(folder / "tiny.gguf")
-    converted = resolve(str(path), None, ignore, cache=Cache(folder / "cache"))
+    converted = resolve_folder(str(path), None, ignore, cache=Cache(folder / "cache"))
     model = {p.name: p.read_bytes() for p in converted.iterdir() if p.name != ".servekit.json"}
     rest = ["pytorch_model.bin", "README.md", "onnx/model.onnx", "original/model.safetensors"]
     code = {"modeling_tiny.py": b"1 / 0"}
@@ -156,7 +156,7 @@ def test_code_comes_along_only_for_those_who_trust_it(
         )
         for trust in (False, True):
             cache = Cache(tmp_path / "cache")
-            folder = resolve("test/tiny", None, ignore, trust_remote_code=trust, cache=cache)
+            folder = resolve_folder("test/tiny", None, ignore, trust_remote_code=trust, cache=cache)
             assert (folder / "modeling_tiny.py").is_file() == trust
 
 

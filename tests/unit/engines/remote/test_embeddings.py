@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.remote.embeddings import vectors
+from servekit.engines.remote.embeddings import parse_vectors
 from servekit.errors import EndpointFailed
 
 
@@ -22,10 +22,10 @@ def data(*embeddings: Any, **more: Any) -> bytes:
 
 def test_as_numbers_and_as_base64_in_their_own_order() -> None:
     coded = base64.b64encode(raw(3, 4)).decode()
-    assert vectors(data([1, 2.5], coded), 2) == ([raw(1, 2.5), raw(3, 4)], None)
+    assert parse_vectors(data([1, 2.5], coded), 2) == ([raw(1, 2.5), raw(3, 4)], None)
     listed = [{"index": 1, "embedding": [1]}, {"index": 0, "embedding": [2]}]
     body = json.dumps({"data": listed, "usage": {"prompt_tokens": 5, "total_tokens": 5}})
-    assert vectors(body.encode(), 2) == ([raw(2), raw(1)], 5)
+    assert parse_vectors(body.encode(), 2) == ([raw(2), raw(1)], 5)
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_as_numbers_and_as_base64_in_their_own_order() -> None:
 )
 def test_lies(body: bytes, count: int) -> None:
     with pytest.raises(EndpointFailed):
-        vectors(body, count)
+        parse_vectors(body, count)

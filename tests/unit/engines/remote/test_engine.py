@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from servekit.engines import create
+from servekit.engines import create_engine
 from servekit.engines.remote import client as endpoint
 from servekit.engines.remote import health, rate_limiter
 from servekit.engines.remote.engine import OpenAIEngine
 from servekit.errors import LoadError
 from servekit.gateway.tool_parsing import parser
 from servekit.protocol.messages import ChatMessage, Delta, Grammar, SamplingParams
+from tests.polling import poll_async
 from tests.unit.engines.remote.liar import (
     DONE,
     Liar,
@@ -174,7 +175,7 @@ async def test_a_cancelled_request_ends_there_too(tmp_path: Path) -> None:
             client.cancel(request)
             await liar.until(lambda gone=gone: liar.gone == gone, within_s=30)  # type: ignore[misc]
         assert text(await client.answer(client.send(messages=USER))) == "Hello!"
-        await _until(liar, lambda: client.engine.load_now().running == 0)
+        await poll_async("the engine gets there", lambda: client.engine.load_now().running == 0)
 
 
 async def test_a_gateway_that_is_gone_wants_nothing_any_more(tmp_path: Path) -> None:
@@ -196,7 +197,7 @@ async def test_no_more_requests_in_a_minute_than_the_file_says(
         requests = [client.send(messages=USER) for _ in range(5)]
         await client.answer(requests[1])
         await liar.until(lambda: len(liar.asked) == 2)
-        await _until(liar, lambda: client.engine.load_now().waiting == 3)
+        await poll_async("the engine gets there", lambda: client.engine.load_now().waiting == 3)
         monkeypatch.setattr(rate_limiter, "WINDOW_S", 0.4)  # the next to wait goes by it
         client.cancel(requests[2])
         await client.answer(requests[4])
@@ -227,14 +228,14 @@ async def test_one_that_goes_down_is_in_trouble_and_comes_back_by_itself(
         assert isinstance(engine, OpenAIEngine)
         assert engine.trouble == ""
         liar.models = status(503, "out to lunch")
-        await _until(liar, lambda: "out to lunch" in engine.trouble)
+        await poll_async("the engine gets there", lambda: "out to lunch" in engine.trouble)
         liar.answers.extend([dropped()] * 9)
         failed = await client.failure(client.send(messages=USER))
         assert failed.code == "model_unavailable"
         assert len(liar.asked) == 1, "while it is in trouble nobody is kept waiting"
         liar.models, spent = None, len(liar.greetings)
         liar.answers.clear()
-        await _until(liar, lambda: engine.trouble == "")
+        await poll_async("the engine gets there", lambda: engine.trouble == "")
         assert len(liar.greetings) == spent
         assert text(await client.answer(client.send(messages=USER))) == "Hello!"
 
@@ -251,31 +252,29 @@ async def test_any_answer_ends_the_trouble(tmp_path: Path) -> None:
         assert engine.trouble == ""
 
 
-async def _until(liar: Liar, true: Any) -> None:
-    async with asyncio.timeout(60):
-        while not true():  # noqa: ASYNC110 - another thread's
-            await asyncio.sleep(0.01)
-
-
 async def test_its_loop_turns_while_it_waits(tmp_path: Path) -> None:
     async with reached(tmp_path) as (liar, client):
         liar.answers += [silent()]
         request = client.send(messages=USER)
         await liar.until(lambda: liar.open == 1)
-        await _until(liar, lambda: client.engine.load_now().progress_age_s > 0.3)
-        await _until(liar, lambda: client.engine.load_now().progress_age_s < 0.3)
+        await poll_async(
+            "the engine gets there", lambda: client.engine.load_now().progress_age_s > 0.3
+        )
+        await poll_async(
+            "the engine gets there", lambda: client.engine.load_now().progress_age_s < 0.3
+        )
         client.cancel(request)
 
 
 def test_a_key_that_is_not_there(tmp_path: Path) -> None:
     options = {"url": "http://127.0.0.1:9/v1", "key_environment": "NO_SUCH_VARIABLE"}
     with pytest.raises(LoadError, match="the variable NO_SUCH_VARIABLE") as told:
-        create(spec(tmp_path, "openai", "kimi", **options)).load(lambda _: None)
+        create_engine(spec(tmp_path, "openai", "kimi", **options)).load(lambda _: None)
     assert told.value.permanent
 
 
 def test_it_may_be_told_to_end_before_it_has_begun(tmp_path: Path) -> None:
-    create(spec(tmp_path, "openai", "kimi", url="http://127.0.0.1:9/v1")).close()
+    create_engine(spec(tmp_path, "openai", "kimi", url="http://127.0.0.1:9/v1")).close()
 
 
 async def test_many_at_once(tmp_path: Path) -> None:

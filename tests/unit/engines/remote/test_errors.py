@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from servekit.engines.remote.errors import (
-    lie,
-    refused,
+    response_refusal,
     retry_after_s,
     told_in_answer,
-    unreachable,
+    unreachable_error,
+    wrong_answer,
 )
 from servekit.errors import LONGEST_MESSAGE
 
@@ -48,21 +48,21 @@ def body(message: Any = "so it is", **more: Any) -> bytes:
     ],
 )
 def test_by_status(status: int, code: str, again: bool, trouble: bool) -> None:
-    found = refused(status, {}, body())
+    found = response_refusal(status, {}, body())
     assert (found.error.code, found.again, found.trouble) == (code, again, trouble)
     assert "so it is" in found.error.message
     assert str(status) in found.error.message
 
 
 def test_the_request_s_own_fault_keeps_its_place() -> None:
-    found = refused(400, {}, body(param="top_k", code="unknown_parameter"))
+    found = response_refusal(400, {}, body(param="top_k", code="unknown_parameter"))
     assert (found.error.code, found.error.param) == ("invalid_request", "top_k")
-    found = refused(400, {}, body(code="context_length_exceeded", param=7))
+    found = response_refusal(400, {}, body(code="context_length_exceeded", param=7))
     assert (found.error.code, found.error.param) == ("context_length_exceeded", None)
 
 
 def test_no_patience_helps_where_there_is_no_money() -> None:
-    found = refused(429, {"retry-after": "1"}, body(code="insufficient_quota"))
+    found = response_refusal(429, {"retry-after": "1"}, body(code="insufficient_quota"))
     assert (found.error.status, found.again, found.trouble) == (429, False, True)
 
 
@@ -83,14 +83,14 @@ def test_no_patience_helps_where_there_is_no_money() -> None:
     ],
 )
 def test_in_whatever_form_it_is_told(told: bytes, words: str) -> None:
-    message = refused(500, {}, told).error.message
+    message = response_refusal(500, {}, told).error.message
     assert words in message
     assert message.isprintable()
     assert len(message) < LONGEST_MESSAGE
 
 
 def test_a_redirect_says_where_to() -> None:
-    message = refused(301, {"location": "https://else.example/v1"}, b"").error.message
+    message = response_refusal(301, {"location": "https://else.example/v1"}, b"").error.message
     assert "'https://else.example/v1', which is not followed" in message
 
 
@@ -101,7 +101,7 @@ def test_a_redirect_says_where_to() -> None:
 )  # fmt: skip
 def test_how_long_it_wants_to_be_left_alone(header: str, expected_s: float | None) -> None:
     assert retry_after_s({"retry-after": header} if header else {}) == expected_s
-    found = refused(429, {"retry-after": header}, b"")
+    found = response_refusal(429, {"retry-after": header}, b"")
     assert found.after_s == found.error.retry_after_s == expected_s
 
 
@@ -113,8 +113,8 @@ def test_a_date_in_the_future() -> None:
 
 
 def test_what_has_no_status() -> None:
-    assert unreachable("http://x/v1", "refused").error.status == 503
-    assert unreachable("http://x/v1", "refused").again
-    assert lie("it is none").status == 502
+    assert unreachable_error("http://x/v1", "refused").error.status == 503
+    assert unreachable_error("http://x/v1", "refused").again
+    assert wrong_answer("it is none").status == 502
     assert "too hot" in told_in_answer({"message": "too hot", "code": 500}).message
     assert "plain" in told_in_answer("plain").message

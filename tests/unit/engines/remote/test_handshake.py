@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.remote.handshake import Greeted, greet
+from servekit.engines.remote.handshake import Greeted, greet_endpoint
 from servekit.engines.remote.request_builder import EndpointTraits
 from servekit.errors import LoadError
 from tests.unit.engines.remote.liar import (
@@ -25,13 +25,13 @@ MANNER = EndpointTraits("kimi", {"temperature": 0.3, "max_tokens": 9999})
 
 
 async def greeted(url: str, *, embeds: bool = False, **fields: Any) -> Greeted:
-    return await greet(address(url, **fields), MANNER, "KIMI_KEY", embeds=embeds)
+    return await greet_endpoint(address(url, **fields), MANNER, "KIMI_KEY", embeds=embeds)
 
 
 async def test_a_few_tokens_and_nothing_that_it_may_not_know() -> None:
     async with lying() as liar:
         found = await greeted(liar.url)
-        assert (found.manner, found.lists, found.max_context) == (MANNER, True, 0)
+        assert (found.traits, found.lists, found.max_context) == (MANNER, True, 0)
         [asked] = liar.greetings
         assert asked.body.keys() == {"model", "messages", "stream", "stream_options", "max_tokens"}
         assert asked.body["max_tokens"] <= 16
@@ -70,10 +70,10 @@ async def test_it_is_asked_in_its_own_manner() -> None:
     async with lying() as liar:
         liar.greets += [status(400, "use max_completion_tokens")]
         found = await greeted(liar.url)
-        assert (found.manner.limit, found.manner.usage) == ("max_completion_tokens", True)
+        assert (found.traits.limit, found.traits.usage) == ("max_completion_tokens", True)
         liar.greets += [status(422, "stream_options?")] * 2
         found = await greeted(liar.url)
-        assert (found.manner.limit, found.manner.usage) == ("max_tokens", False)
+        assert (found.traits.limit, found.traits.usage) == ("max_tokens", False)
         assert "stream_options" not in liar.greetings[-1].body
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from servekit.engines.remote.errors import Refused, refused, unreachable
+from servekit.engines.remote.errors import Refused, response_refusal, unreachable_error
 from servekit.engines.remote.health import HealthWatcher
 
-DOWN = unreachable("http://x/v1", "connection refused")
+DOWN = unreachable_error("http://x/v1", "connection refused")
 
 
 def status(code: int) -> Refused:
-    return refused(code, {}, b"")
+    return response_refusal(code, {}, b"")
 
 
 def watch(*, lists: bool = True) -> HealthWatcher:

@@ -9,9 +9,8 @@ import pytest
 
 from servekit.engines.remote import reader
 from servekit.engines.remote.client import Endpoint
-from servekit.engines.remote.reader import drain, read
+from servekit.engines.remote.reader import MAX_EVENT_BYTES, drain_reply, read_reply
 from servekit.engines.remote.response_parser import Answer
-from servekit.engines.remote.sse import MAX_EVENT_BYTES
 from servekit.errors import EndpointFailed
 from servekit.protocol.messages import Generate, SamplingParams
 from tests.unit.engines.remote.liar import (
@@ -34,9 +33,9 @@ async def heard(endpoint: Endpoint) -> tuple[list[str], Answer]:
     answer = Answer(Generate(1, SamplingParams(), messages=[]), 10, 2**20)
     told: list[str] = []
     async with endpoint.ask(asking()) as reply:
-        await read(reply, answer, lambda: told.append(answer.piece(1).text))
+        await read_reply(reply, answer, lambda: told.append(answer.piece(1).text))
         told.append(answer.piece(1, last=True).text)
-        await drain(reply)
+        await drain_reply(reply)
     return told, answer
 
 
@@ -71,7 +70,7 @@ async def test_text_is_told_as_it_comes() -> None:
         liar.answers += [stream(delta("one"), hold=more)]
         answer, told = Answer(Generate(1, SamplingParams(), messages=[]), 1, 99), asyncio.Event()
         async with endpoint.ask(asking()) as reply:
-            task = asyncio.ensure_future(read(reply, answer, told.set))
+            task = asyncio.ensure_future(read_reply(reply, answer, told.set))
             async with asyncio.timeout(60):
                 await told.wait()
             assert answer.piece(1).text == "one"

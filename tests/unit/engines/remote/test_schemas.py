@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.remote.schemas import decode, logprobs
+from servekit.engines.remote.schemas import convert_logprobs, decode_chunk
 from servekit.errors import EndpointFailed
 from servekit.protocol.messages import TokenLogprob
 
@@ -14,15 +14,17 @@ from servekit.protocol.messages import TokenLogprob
 def test_of_a_chat() -> None:
     best = [{"token": "a", "logprob": -1, "bytes": [97]}, {"token": "ä", "logprob": -2.5}]
     given = {"content": [{"token": "?", "bytes": [195], "logprob": -1, "top_logprobs": best}]}
-    assert logprobs(given) == [TokenLogprob(b"\xc3", -1.0, ((b"a", -1.0), ("ä".encode(), -2.5)))]
-    assert logprobs({"content": []}) == logprobs({"content": None}) == []
+    assert convert_logprobs(given) == [
+        TokenLogprob(b"\xc3", -1.0, ((b"a", -1.0), ("ä".encode(), -2.5)))
+    ]
+    assert convert_logprobs({"content": []}) == convert_logprobs({"content": None}) == []
 
 
 def test_of_a_plain_completion() -> None:
     given: dict[str, Any] = {"tokens": ["a", "b"], "token_logprobs": [None, -0.5]}
-    assert logprobs(given) == [TokenLogprob(b"a", 0.0), TokenLogprob(b"b", -0.5)]
+    assert convert_logprobs(given) == [TokenLogprob(b"a", 0.0), TokenLogprob(b"b", -0.5)]
     given["top_logprobs"] = [None, {"c": -3}]
-    assert logprobs(given)[1].best == ((b"c", -3.0),)
+    assert convert_logprobs(given)[1].best == ((b"c", -3.0),)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +36,9 @@ def test_of_a_plain_completion() -> None:
 )  # fmt: skip
 def test_what_has_no_known_form(given: Any) -> None:
     with pytest.raises(EndpointFailed, match="log probabilities"):
-        logprobs(given)
+        convert_logprobs(given)
 
 
 def test_more_than_is_known_is_passed_over() -> None:
     data = b'{"id": "x", "choices": [], "usage": null, "provider": {"name": [1]}}'
-    assert decode(data).choices == []
+    assert decode_chunk(data).choices == []

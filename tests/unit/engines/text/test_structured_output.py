@@ -285,13 +285,13 @@ def test_a_lexer_that_is_full_ends_no_text(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(byte_level_tokenizer(), 400, frozenset({2}))
     compiled: list[Grammar] = []
-    compile_one = grammars._compile
+    compile_one = grammars._compile_tried
 
     def counted(grammar: Grammar, *, patient: bool) -> Any:
         compiled.append(grammar)
         return compile_one(grammar, patient=patient)
 
-    monkeypatch.setattr(grammars, "_compile", counted)
+    monkeypatch.setattr(grammars, "_compile_tried", counted)
     first = grammars.constraint(DIGITS)
     first.take(int(allowed(first)[0]))
     again = grammars.constraint(DIGITS)
@@ -312,6 +312,7 @@ def allowed(constraint: Any) -> list[int]:
 # ---------------------------------------------------------------- SmolLM2
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
 def test_smollm2_answers_in_json(smol: Harness) -> None:
     question = ChatMessage("user", "Describe Anna, who is 32 and likes red, as JSON.")
@@ -322,6 +323,7 @@ def test_smollm2_answers_in_json(smol: Harness) -> None:
         assert smol.finish(job) == "stop"
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
 def test_smollm2_answers_in_three_digits(smol: Harness) -> None:
     job = smol.submit("One hundred and twenty-three is", grammar=DIGITS, max_tokens=10)

@@ -47,6 +47,7 @@ def test_special_tokens_are_their_names_and_padding_is_nothing() -> None:
     assert pieces.of(100_000) == b""
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
 def test_smollm2s_pieces_are_those_that_grammars_are_made_of(smol: Harness) -> None:
     assert smol.engine._grammars is not None

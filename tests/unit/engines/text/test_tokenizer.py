@@ -212,6 +212,7 @@ def test_a_broken_template_is_an_error_of_the_request() -> None:
         TokenizerCodec(broken).render_chat([ChatMessage("user", "hi")])
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
 def test_smollm2_decodes_random_ids_as_its_tokenizer(smol: Harness) -> None:
     codec = smol.engine.codec

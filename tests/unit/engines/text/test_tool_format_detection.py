@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from servekit.engines.text.chat_template import ChatTemplate
-from servekit.engines.text.tool_format_detection import find_dialect, takes_tools
+from servekit.engines.text.tool_format_detection import find_dialect
 from servekit.protocol.messages import Dialect
-from servekit.protocol.tool_formats import MARKERS, THOUGHTS, markers
+from servekit.protocol.tool_formats import MARKERS, THOUGHTS, dialect_markers
 from tests.unit.engines.harness import byte_level_tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
@@ -60,7 +60,7 @@ def template(source: str) -> ChatTemplate:
 def test_real_templates(name: str, dialect: Dialect, takes: bool) -> None:
     found = template((TEMPLATES / f"{name}.jinja").read_text())
     assert find_dialect(found) == dialect
-    assert takes_tools(found) is takes
+    assert found.takes_tools is takes
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_real_templates(name: str, dialect: Dialect, takes: bool) -> None:
 )  # fmt: skip
 def test_what_a_template_writes_is_what_the_model_has_learnt(calls: str, dialect: Dialect) -> None:
     found = template(written(calls))
-    assert takes_tools(found)
+    assert found.takes_tools
     assert find_dialect(found) == dialect
 
 
@@ -111,7 +111,7 @@ def test_a_template_may_only_tell_of_calls(told: str, family: str) -> None:
 def test_without_tools_in_the_prompt_markers_mean_nothing() -> None:
     source = HEAD.partition("{% endif %}")[2] + "{# <tool_call> </tool_call> #}" + TAIL
     found = template(source)
-    assert not takes_tools(found)
+    assert not found.takes_tools
     assert find_dialect(found) == Dialect()
 
 
@@ -122,7 +122,7 @@ def test_no_template_no_dialect() -> None:
 @pytest.mark.parametrize("source", ["{{ 1 // 0 }}", "{{ raise_exception('no') }}", "{{ x", "{%"])
 def test_a_broken_template_has_no_dialect(source: str) -> None:
     assert find_dialect(template(source)) == Dialect()
-    assert not takes_tools(template(source))
+    assert not template(source).takes_tools
 
 
 THINKS = (
@@ -149,11 +149,11 @@ def test_the_file_has_the_last_word() -> None:
 
 
 def test_markers_are_all_that_the_text_must_keep() -> None:
-    assert markers(Dialect("hermes", **THINK)) == (
+    assert dialect_markers(Dialect("hermes", **THINK)) == (
         "<tool_call>", "</tool_call>", "<think>", "</think>",
     )  # fmt: skip
-    assert markers(Dialect("template", "<a>")) == ("<a>",)
-    assert markers(Dialect()) == ()
+    assert dialect_markers(Dialect("template", "<a>")) == ("<a>",)
+    assert dialect_markers(Dialect()) == ()
 
 
 def test_the_file_knows_all_names() -> None:

@@ -143,7 +143,7 @@ def test_a_prompt_longer_than_one_batch_is_read_in_chunks(harness: Make, tiny_mo
 # ---------------------------------------------------------------- SmolLM2
 
 
-@pytest.mark.slow
+@pytest.mark.lane("models")
 @pytest.mark.model
 def test_smollm2_greedy_is_what_generate_says_even_in_a_crowd(smol: Harness, smollm2: Path) -> None:
     prompts = ["The capital of France is", "Once upon a time", "Water boils at", "1, 2, 3, 5, 8,"]
@@ -156,6 +156,7 @@ def test_smollm2_greedy_is_what_generate_says_even_in_a_crowd(smol: Harness, smo
     assert [smol.tokens(job) for job in jobs] == expected
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
 def test_smollm2_seeded_and_continued(smol: Harness) -> None:
     params: dict[str, Any] = {
@@ -184,6 +185,7 @@ def test_smollm2_chats(smol: Harness) -> None:
     assert smol.finish(job) == "stop"
 
 
+@pytest.mark.lane("models")
 @pytest.mark.model
 def test_smollm2_one_at_a_time_says_the_same(smol: Harness, harness: Make, smollm2: Path) -> None:
     static = harness(smollm2, options={"batching": "static"})

@@ -279,7 +279,7 @@ def test_code_of_the_model_runs_only_if_trusted(copy: Path, tmp_path: Path) -> N
 def test_too_little_memory_may_pass(tiny_model: Path) -> None:
     with (
         pytest.raises(LoadError, match="does not fit") as caught,
-        weights.explained(tiny_model, make_spec(tiny_model)),
+        weights.explain_errors(tiny_model, make_spec(tiny_model)),
     ):
         torch.empty(2**60, dtype=torch.uint8)
     assert not caught.value.permanent

@@ -124,7 +124,7 @@ def test_a_step_on_the_device_says_which_rows_are_not_numbers(manner: SamplingMo
     ints[:, batch_slots.LIMIT] = 50
     floats = torch.ones(4, 8)
     floats[:, batch_slots.FLOOR] = -torch.inf
-    tokens = device_sampling.choose(logits, ints, floats, manner).tolist()
+    tokens = device_sampling.choose_tokens(logits, ints, floats, manner).tolist()
     assert tokens[1] == NOT_A_NUMBER
     assert all(0 <= token < 50 for token in (tokens[0], *tokens[2:]))
     assert tokens[0] == int(logits[0].argmax())

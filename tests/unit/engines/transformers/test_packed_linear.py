@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from servekit.engines.model_files import file_lock
 from servekit.engines.transformers import packed_linear
-from servekit.engines.transformers.batching import kv_cache
 from servekit.engines.transformers.lora.module_clone import ModuleClones
-from servekit.engines.transformers.packed_linear import PackedLinear, pack, packed_in
+from servekit.engines.transformers.packed_linear import PackedLinear, pack_layers, packed_in
 from servekit.engines.transformers.sleep.weight_offload import DiskReload
 from servekit.errors import LoadError
 from servekit.protocol.messages import WorkerSpec
+from servekit.system import cgroup
 from tests.unit.engines.harness import PROMPTS, Harness, make_spec, write_tiny_llama
 
 IDS = torch.tensor([list(range(3, 15))])
@@ -71,14 +71,14 @@ def amd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_it_says_what_the_plain_model_says(wide: Path, dtype: torch.dtype, allowed: float) -> None:
     model = load(wide, dtype)
     before = logits(model)
-    assert pack(model, spec_of(wide)) == SIZE * dtype.itemsize // 4
+    assert pack_layers(model, spec_of(wide)) == SIZE * dtype.itemsize // 4
     assert len(packed_in(model)) == 15  # seven in each layer, and the head
     assert (logits(model) - before).norm() <= allowed * before.norm()
 
 
 def test_a_row_is_the_same_in_any_company(wide: Path) -> None:
     model = load(wide)
-    pack(model, spec_of(wide))
+    pack_layers(model, spec_of(wide))
     layer = packed_in(model)[0]
     rows = torch.randn(300, 1024)
     whole = layer(rows)
@@ -114,7 +114,7 @@ def layers_of(made: Harness) -> list[PackedLinear]:
 def test_a_copy_is_plain_and_goes_its_own_way(wide: Path) -> None:
     model = load(wide)
     before = logits(model)
-    pack(model, spec_of(wide))
+    pack_layers(model, spec_of(wide))
     twin = ModuleClones(model, "sdpa").new()
     assert not packed_in(twin) and packed_in(model)
     assert torch.equal(logits(twin), before)
@@ -129,14 +129,14 @@ def test_a_copy_is_plain_and_goes_its_own_way(wide: Path) -> None:
 
 def test_a_layer_with_another_weight_makes_no_use_of_it(wide: Path) -> None:
     model = load(wide)
-    pack(model, spec_of(wide))
+    pack_layers(model, spec_of(wide))
     layer = packed_in(model)[0]
     layer.weight.data = torch.zeros_like(layer.weight)
     assert not layer(torch.randn(5, 1024)).any()
 
 
 def test_kernels_are_of_few_sizes() -> None:
-    sizes = [packed_linear._filled(rows) for rows in range(1, 1025)]
+    sizes = [packed_linear._padded_rows(rows) for rows in range(1, 1025)]
     assert sizes[:12] == [4, 4, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12]
     assert len(set(sizes)) == 31
     assert all(rows <= size <= max(4, rows + 1, rows * 1.25) for rows, size in enumerate(sizes, 1))
@@ -145,7 +145,7 @@ def test_kernels_are_of_few_sizes() -> None:
 @pytest.mark.parametrize("shape", [(1, 1024), (1, 5, 1024), (3, 3, 1024), (1024,), (0, 1024)])
 def test_rows_are_filled_up_and_cut_off_again(wide: Path, shape: tuple[int, ...]) -> None:
     model = load(wide)
-    pack(model, spec_of(wide))
+    pack_layers(model, spec_of(wide))
     layer = packed_in(model)[0]
     given = torch.randn(*shape)
     expected = nn.functional.linear(given, layer.weight)
@@ -155,7 +155,7 @@ def test_rows_are_filled_up_and_cut_off_again(wide: Path, shape: tuple[int, ...]
 
 def test_asleep_the_copy_is_given_back(wide: Path) -> None:
     model = load(wide, torch.bfloat16)
-    pack(model, spec_of(wide))
+    pack_layers(model, spec_of(wide))
     before = logits(model)
     bed = DiskReload(model, lambda: load(wide, torch.bfloat16))
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_with_no_room_to_wake_it_goes_on_with_the_weights_as_they_are(
 ) -> None:
     model = load(wide)
     before = logits(model)
-    pack(model, spec_of(wide))
+    pack_layers(model, spec_of(wide))
     bed = DiskReload(model, lambda: load(wide))
     bed.sleep()
 
@@ -182,9 +182,9 @@ def test_with_no_room_to_wake_it_goes_on_with_the_weights_as_they_are(
         raise MemoryError
 
     if seen:
-        monkeypatch.setattr(kv_cache, "available_host_bytes", lambda: SIZE - 1)
+        monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: SIZE - 1)
     else:
-        monkeypatch.setattr(packed_linear, "_reordered", refuse)
+        monkeypatch.setattr(packed_linear, "_reorder_weight", refuse)
     bed.wake()
     assert all(layer.packed.weight is None for layer in packed_in(model))
     assert torch.equal(logits(model), before)
@@ -197,23 +197,23 @@ def test_by_itself_where_it_has_been_seen_to_help(wide: Path, amd: Callable[...,
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert pack(load(wide), spec_of(wide, None)) == SIZE
-        assert pack(load(wide), spec_of(wide, False)) == 0
+        assert pack_layers(load(wide), spec_of(wide, None)) == SIZE
+        assert pack_layers(load(wide), spec_of(wide, False)) == 0
         torch.set_num_threads(5)
-        assert pack(load(wide), spec_of(wide, None)) == 0
-        assert pack(load(wide), spec_of(wide)) == SIZE
+        assert pack_layers(load(wide), spec_of(wide, None)) == 0
+        assert pack_layers(load(wide), spec_of(wide)) == SIZE
         torch.set_num_threads(2)
         amd("GenuineIntel")
-        assert pack(load(wide), spec_of(wide, None)) == 0
+        assert pack_layers(load(wide), spec_of(wide, None)) == 0
         amd("AuthenticAMD", "fpu avx2")
-        assert pack(load(wide), spec_of(wide, None)) == 0
-        assert pack(load(wide), spec_of(wide)) == SIZE
+        assert pack_layers(load(wide), spec_of(wide, None)) == 0
+        assert pack_layers(load(wide), spec_of(wide)) == SIZE
     finally:
         torch.set_num_threads(threads)
 
 
 def test_a_small_model_is_left_alone(tiny_model: Path, amd: Callable[..., None]) -> None:
-    assert pack(load(tiny_model), spec_of(tiny_model, None)) == 0
+    assert pack_layers(load(tiny_model), spec_of(tiny_model, None)) == 0
 
 
 TAKEN = SIZE + packed_linear._KERNELS_BYTES
@@ -246,13 +246,13 @@ def test_memory_decides(
         options = {"packed_weights": wish, "kv_cache_bytes": cache}
         return make_spec(wide, options=options, host_memory_bytes=claim)
 
-    monkeypatch.setattr(kv_cache, "available_host_bytes", lambda: available)
-    assert bool(pack(load(wide), spec(None))) == by_itself
+    monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: available)
+    assert bool(pack_layers(load(wide), spec(None))) == by_itself
     if asked:
-        assert pack(load(wide), spec(True))
+        assert pack_layers(load(wide), spec(True))
     else:
         with pytest.raises(LoadError, match=r"packed they take .* more"):
-            pack(load(wide), spec(True))
+            pack_layers(load(wide), spec(True))
 
 
 def test_where_packing_fails_half_way_none_is_packed(
@@ -260,7 +260,7 @@ def test_where_packing_fails_half_way_none_is_packed(
 ) -> None:
     model = load(wide)
     before = logits(model)
-    real, made = packed_linear._reordered, list[Tensor]()
+    real, made = packed_linear._reorder_weight, list[Tensor]()
 
     def give_up(weight: Tensor) -> Tensor:
         if len(made) == 8:  # one of each of the five shapes is tried before
@@ -268,9 +268,9 @@ def test_where_packing_fails_half_way_none_is_packed(
         made.append(real(weight))
         return made[-1]
 
-    monkeypatch.setattr(packed_linear, "_reordered", give_up)
+    monkeypatch.setattr(packed_linear, "_reorder_weight", give_up)
     with pytest.raises(LoadError, match="there is no memory for it"):
-        pack(model, spec_of(wide))
+        pack_layers(model, spec_of(wide))
     assert len(made) == 8
     assert not packed_in(model)
     assert torch.equal(logits(model), before)
@@ -280,7 +280,7 @@ def test_workers_of_one_instance_pack_one_after_the_other(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = spec_of(wide, socket=str(tmp_path / "a.sock"))
-    real, free = packed_linear._reordered, list[bool]()
+    real, free = packed_linear._reorder_weight, list[bool]()
 
     def reordered(weight: Tensor) -> Tensor:
         free.append(is_free())
@@ -289,12 +289,12 @@ def test_workers_of_one_instance_pack_one_after_the_other(
     def is_free() -> bool:
         other = os.open(tmp_path, os.O_RDONLY)
         try:
-            return file_lock.take(other)
+            return file_lock.take_lock(other)
         finally:
             os.close(other)
 
-    monkeypatch.setattr(packed_linear, "_reordered", reordered)
-    assert pack(load(wide), spec) == SIZE
+    monkeypatch.setattr(packed_linear, "_reorder_weight", reordered)
+    assert pack_layers(load(wide), spec) == SIZE
     assert free and not any(free)
     assert is_free()
 
@@ -303,11 +303,11 @@ def test_one_that_is_stuck_is_not_waited_for_for_ever(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck = os.open(tmp_path, os.O_RDONLY)
-    assert file_lock.take(stuck)
+    assert file_lock.take_lock(stuck)
     monkeypatch.setattr(packed_linear, "_WAIT_S", 0.3)
     began_s = time.monotonic()
     try:
-        assert pack(load(wide), spec_of(wide, socket=str(tmp_path / "a.sock"))) == SIZE
+        assert pack_layers(load(wide), spec_of(wide, socket=str(tmp_path / "a.sock"))) == SIZE
         assert time.monotonic() - began_s >= 0.3  # it was waited for
     finally:
         os.close(stuck)
@@ -329,22 +329,22 @@ def test_where_it_cannot_be_had_that_is_said(
         "none": "no linear layers",
     }[kind]
     if kind == "wrong":
-        monkeypatch.setattr(packed_linear, "_error", lambda layer: 0.5)
+        monkeypatch.setattr(packed_linear, "_measure_error", lambda layer: 0.5)
     elif kind == "refused":
-        monkeypatch.setattr(packed_linear, "_reordered", refuse)
+        monkeypatch.setattr(packed_linear, "_reorder_weight", refuse)
         said = said.replace("$", r"\. Without that option")
     else:
         monkeypatch.setattr(packed_linear, "_LEAST_BYTES", 2**40)
-    assert pack(model, spec_of(wide, None)) == 0
+    assert pack_layers(model, spec_of(wide, None)) == 0
     assert torch.equal(logits(model), before)
     with pytest.raises(LoadError, match=said):
-        pack(model, spec_of(wide))
+        pack_layers(model, spec_of(wide))
 
 
 def test_a_layer_that_is_off_is_found_out(wide: Path) -> None:
     layer = load(wide).model.layers[0].mlp.up_proj
-    assert packed_linear._error(layer) < 1e-5
-    real = packed_linear._product
+    assert packed_linear._measure_error(layer) < 1e-5
+    real = packed_linear._multiply_padded
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_linear, "_product", lambda *given: real(*given) * 1.001)
-        assert packed_linear._error(layer) == pytest.approx(1e-3, rel=0.1)
+        patch.setattr(packed_linear, "_multiply_padded", lambda *given: real(*given) * 1.001)
+        assert packed_linear._measure_error(layer) == pytest.approx(1e-3, rel=0.1)

@@ -56,14 +56,14 @@ def write(folder: Path, config: dict[str, Any], *after: str) -> Path:
 def test_each_formula(tmp_path: Path, name: str, by_name: bool) -> None:
     config = {"pooling_mode": name} if by_name else {SWITCHES[name]: True}
     others = {} if by_name else {s: False for n, s in SWITCHES.items() if n != name}
-    found = pooling.read(write(tmp_path, config | others), CPU)(STATES, MASK)
+    found = pooling.read_pooling(write(tmp_path, config | others), CPU)(STATES, MASK)
     torch.testing.assert_close(found, torch.tensor(EXPECTED[name]))
     assert found.dtype == torch.float32
 
 
 def test_several_are_joined_in_their_order(tmp_path: Path) -> None:
     config = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}
-    found = pooling.read(write(tmp_path, config), CPU)(STATES, MASK)
+    found = pooling.read_pooling(write(tmp_path, config), CPU)(STATES, MASK)
     assert found.tolist() == [[1.0, 5.0, 4.0, 2.0], [2.0, 4.0, 3.0, 2.0]]
 
 
@@ -81,20 +81,20 @@ def test_dense_layers_and_a_normalisation_follow(tmp_path: Path) -> None:
     (folder / "2_Dense" / "config.json").write_text(json.dumps(config))
     expected = torch.tanh(STATES[:, 0] @ weight.T + bias)
     expected /= expected.norm(dim=-1, keepdim=True)
-    torch.testing.assert_close(pooling.read(folder, CPU)(STATES, MASK), expected)
+    torch.testing.assert_close(pooling.read_pooling(folder, CPU)(STATES, MASK), expected)
 
 
 def test_half_precision_is_pooled_in_full() -> None:
     states = torch.full((1, 5000, 1), 1.0, dtype=torch.bfloat16)
-    how = pooling.Pooling((pooling._mean,), (), None)
+    how = pooling.Pooling((pooling._pool_mean,), (), None)
     assert how(states, torch.ones(1, 5000)).item() == 1.0
 
 
 def test_the_longest_text_is_read_where_it_stands(tmp_path: Path) -> None:
     folder = write(tmp_path, {"pooling_mode": "cls"})
-    assert pooling.read(folder, CPU).max_tokens is None
+    assert pooling.read_pooling(folder, CPU).max_tokens is None
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
-    assert pooling.read(folder, CPU).max_tokens == 256
+    assert pooling.read_pooling(folder, CPU).max_tokens == 256
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,10 @@ def test_what_is_not_known_is_named(
     tmp_path: Path, config: Any, after: tuple[str, ...], reason: str
 ) -> None:
     with pytest.raises(LoadError, match=reason):
-        pooling.read(write(tmp_path, config, *after), CPU)
+        pooling.read_pooling(write(tmp_path, config, *after), CPU)
 
 
 @pytest.mark.parametrize("name", ["os.system", "torch.nn.functional.tanh", "torch.nn.nothing"])
 def test_only_torchs_own_activations_are_made(name: str) -> None:
     with pytest.raises(LoadError, match="not supported"):
-        pooling._activation(name)
+        pooling._find_activation(name)

@@ -74,6 +74,7 @@ def test_a_fork_finds_what_was_prepared_and_says_what_a_fresh_engine_says(folder
     )
 
 
+@pytest.mark.lane("models")
 def test_forks_draw_different_numbers(folder: Path) -> None:
     run(
         folder,
@@ -89,7 +90,7 @@ def test_forks_draw_different_numbers(folder: Path) -> None:
 
 def test_what_cannot_be_prepared_says_why(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"config\.json"):
-        engines.prepare(harness.make_spec(tmp_path))
+        engines.prepare_engine(harness.make_spec(tmp_path))
 
 
 def test_a_process_whose_cuda_was_initialised_before_the_fork_is_no_worker(
@@ -97,4 +98,4 @@ def test_a_process_whose_cuda_was_initialised_before_the_fork_is_no_worker(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(LoadError, match="CUDA survives no fork"):
-        engines.reborn()
+        engines.reinitialize_libraries()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from servekit.engines.transformers.lora.adapter_files import AdapterFiles
-from servekit.engines.vllm.adapters import effect, judge
+from servekit.engines.vllm.adapters import judge_config, measure_effect
 from servekit.errors import RequestError
 
 
@@ -24,16 +24,16 @@ def files(**config: Any) -> AdapterFiles:
 )
 def test_what_vllm_cannot_run_is_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        judge(files(**config), 64)
+        judge_config(files(**config), 64)
 
 
 def test_a_plain_lora_may_come() -> None:
-    judge(files(), 64)
+    judge_config(files(), 64)
 
 
 def test_an_adapter_has_to_change_something() -> None:
-    assert effect([(-1.0, -2.0)], [(-1.5, -2.0)]) == 0.5
+    assert measure_effect([(-1.0, -2.0)], [(-1.5, -2.0)]) == 0.5
     with pytest.raises(RequestError, match="changes nothing"):
-        effect([(-1.0,)], [(-1.0,)])
+        measure_effect([(-1.0,)], [(-1.0,)])
     with pytest.raises(RequestError, match="NaN or Inf"):
-        effect([(float("nan"),)], [(-1.0,)])
+        measure_effect([(float("nan"),)], [(-1.0,)])

@@ -88,7 +88,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Cor
 
     def start(*told: Any) -> tuple[Core, Client]:
         client = Client(*told)
-        monkeypatch.setattr(core_client, "_start", lambda asked, model: (client, Causes(CONFIG)))
+        monkeypatch.setattr(
+            core_client, "_start_core", lambda asked, model: (client, Causes(CONFIG))
+        )
         made.append(Core({}, "m"))
         return made[-1], client
 
@@ -129,7 +131,7 @@ def test_a_core_that_is_killed_is_noticed_at_once_with_its_signal(started: Start
 
 def _die_of(parent: int, error: str) -> None:
     """As vLLM's core does: log, and end."""
-    causes.tell(SimpleNamespace(instance_id=f"test-{parent}"))
+    causes.report_errors(SimpleNamespace(instance_id=f"test-{parent}"))
     try:
         raise MemoryError(error)
     except MemoryError:
@@ -141,7 +143,7 @@ def _die_of(parent: int, error: str) -> None:
 
 def _lose_a_child(parent: int) -> None:
     """As vLLM's core does, which asks for the exit code of its child before there is one."""
-    causes.tell(SimpleNamespace(instance_id=f"test-{parent}"))
+    causes.report_errors(SimpleNamespace(instance_id=f"test-{parent}"))
     child = os.fork()
     if not child:
         time.sleep(600)
@@ -170,11 +172,18 @@ def test_an_exception_that_ends_a_core_is_named(started: Start) -> None:
 
 def test_a_process_below_the_core_that_is_killed_is_told_so() -> None:
     told = "Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down executor."
-    assert causes.sentence(told, None) == (
+    assert causes.describe_death(told, None) == (
         "A process of vLLM's that runs the model was killed by SIGKILL."
     )
     unknown = told.replace("-9", "None")
-    assert causes.sentence(unknown, None) == "A process of vLLM's that runs the model has died."
-    assert causes.sentence(told, -signal.SIGSEGV) == "vLLM's engine core was killed by SIGSEGV."
-    assert causes.sentence("", 1) == "vLLM's engine core ended with exit code 1; its log says why."
-    assert causes.sentence("", None) == "vLLM's engine core has died; its log says why."
+    assert (
+        causes.describe_death(unknown, None) == "A process of vLLM's that runs the model has died."
+    )
+    assert (
+        causes.describe_death(told, -signal.SIGSEGV) == "vLLM's engine core was killed by SIGSEGV."
+    )
+    assert (
+        causes.describe_death("", 1)
+        == "vLLM's engine core ended with exit code 1; its log says why."
+    )
+    assert causes.describe_death("", None) == "vLLM's engine core has died; its log says why."

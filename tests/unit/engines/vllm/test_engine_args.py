@@ -16,7 +16,7 @@ GIB = 2**30
 
 def made(free: int = 80 * GIB, *, embeds: bool = False, **fields: Any) -> dict[str, Any]:
     spec = make_spec("/model", engine="vllm", device="cuda", **fields)
-    return engine_args.arguments(spec, Path("/model"), (80 * GIB, free), embeds=embeds)
+    return engine_args.engine_arguments(spec, Path("/model"), (80 * GIB, free), embeds=embeds)
 
 
 def test_a_gpu_of_its_own_is_used_but_for_a_margin() -> None:
@@ -40,7 +40,7 @@ def test_no_more_than_is_free() -> None:
 @pytest.mark.parametrize(("claim", "permanent"), [(GIB // 2, True), (20 * GIB, False)])
 def test_too_little_is_refused_with_the_figures(claim: int, permanent: bool) -> None:
     with pytest.raises(
-        LoadError, match=r"of which 0\.5 GiB are free, and vLLM needs 0\.75"
+        LoadError, match=r"of which 512 MiB are free, and vLLM needs 768 MiB"
     ) as told:
         made(GIB // 2, memory_bytes=claim)
     assert told.value.permanent is permanent
@@ -68,7 +68,7 @@ def test_without_a_gpu_it_is_said() -> None:
 
 def on_cpu(folder: Path, free: int = 16 * GIB, **fields: Any) -> dict[str, Any]:
     spec = make_spec(str(folder), engine="vllm", device="cpu", **fields)
-    return engine_args.arguments(spec, folder, (free, free), embeds=False)
+    return engine_args.engine_arguments(spec, folder, (free, free), embeds=False)
 
 
 @pytest.fixture

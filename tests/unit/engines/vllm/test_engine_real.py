@@ -38,6 +38,7 @@ ADAPTERS = ("lora", "rslora", "boft")
 GIB = 2**30
 ON_CPU = KINDS["vllm"].is_for_cpus
 pytestmark = [
+    pytest.mark.lane("vllm"),
     pytest.mark.timeout(900),  # three processes import vLLM: minutes on a busy machine
     pytest.mark.skipif(
         not is_there("vllm") or not (ON_CPU or torch.cuda.is_available()),

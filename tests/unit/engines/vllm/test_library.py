@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from servekit.engines.vllm import library
-from servekit.engines.vllm.library import Required, missing
+from servekit.engines.vllm.library import Required, find_missing
 from servekit.errors import LoadError
 
 ROOT = Path(__file__).parents[4]
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[4]
     ],
 )
 def test_what_is_missing_is_named(one: Required, sentences: list[str]) -> None:
-    assert list(missing(one)) == sentences
+    assert list(find_missing(one)) == sentences
 
 
 @pytest.mark.parametrize(
@@ -69,21 +69,21 @@ def test_one_that_was_not_tried_is_used_with_a_warning_and_a_wrong_one_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def have(version: str, *required: Any) -> None:
-        monkeypatch.setattr(library, "version", lambda: version)
+        monkeypatch.setattr(library, "vllm_version", lambda: version)
         monkeypatch.setattr(library, "REQUIRED", required)
 
     right, wrong = Required("json:JSONDecoder"), Required("json:JSONDecoder", ("dance",))
     caplog.set_level(logging.WARNING)
     have("0.30.0", right)
-    library.check()
+    library.check_library()
     assert not caplog.records
     have("0.40.0", right)
-    library.check()
+    library.check_library()
     assert "vLLM 0.40.0 was not tried with servekit, only 0.26 to 0.32" in caplog.text
     for version in ("0.30.0", "0.40.0"):
         have(version, right, wrong)
         with pytest.raises(LoadError) as caught:
-            library.check()
+            library.check_library()
         assert str(caught.value) == (
             f"vLLM {version} cannot be used: its JSONDecoder has no dance. servekit was tried with "
             "0.26 to 0.32: pip install 'servekit[vllm]' brings one of them."

@@ -16,7 +16,7 @@ def test_work_is_progress() -> None:
         if len(reports) > 1:
             enough.set()
 
-    with liveness.reported(report):
+    with liveness.report_activity(report):
         deadline = time.monotonic() + 30
         while not enough.is_set() and time.monotonic() < deadline:
             sum(range(10_000))
@@ -24,8 +24,8 @@ def test_work_is_progress() -> None:
 
 
 def test_what_is_used_grows() -> None:
-    before, _ = liveness.used()
+    before, _ = liveness.measure_activity()
     deadline = time.monotonic() + 30
-    while liveness.used()[0] <= before and time.monotonic() < deadline:
+    while liveness.measure_activity()[0] <= before and time.monotonic() < deadline:
         sum(range(100_000))
-    assert liveness.used()[0] > before
+    assert liveness.measure_activity()[0] > before

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from servekit.engines.api.base import Job
-from servekit.engines.text.sampling_params import resolve
+from servekit.engines.text.sampling_params import resolve_sampling
 from servekit.engines.vllm import requests
 from servekit.errors import RequestError
 from servekit.protocol.messages import SamplingParams
@@ -20,7 +20,7 @@ EOS = frozenset({2, 3})
 def asked(emitted: list[int] | None = None, **params: Any) -> dict[str, Any]:
     given = SamplingParams(**{"max_tokens": 16, "temperature": 0.7} | params)
     job = Job(1, [5, 6], given, emitted or [])
-    return requests.sampling_arguments(job, resolve(given, {}, 1000), EOS, 2)
+    return requests.sampling_arguments(job, resolve_sampling(given, {}, 1000), EOS, 2)
 
 
 def piece(token: int) -> bytes:
@@ -119,7 +119,7 @@ def test_bad_words_may_have_been_begun_by_another_worker(
     given = SamplingParams(max_tokens=16, temperature=0.7)
     for emitted, told in (([6, 7, 8], brought), ([], {})):
         job = Job(1, [5, 6], given, emitted, banned=tuple(banned))
-        found = requests.sampling_arguments(job, resolve(given, {}, 1000), EOS, 2)
+        found = requests.sampling_arguments(job, resolve_sampling(given, {}, 1000), EOS, 2)
         assert found.get("extra_args", {}) == told
 
 
@@ -165,5 +165,5 @@ def test_logprobs_are_of_the_token_and_of_the_best() -> None:
     assert found.logprobs is not None and len(found.logprobs) == 1  # the end is not told
     assert found.logprobs[0].token == b"<7>"
     assert found.logprobs[0].best == ((b"<9>", -1.0), (b"<7>", -2.0))
-    [_, last] = requests.scores(logprobs, 2, piece)
+    [_, last] = requests.convert_scores(logprobs, 2, piece)
     assert last.best[1] == (b"<1>", -9999.0)

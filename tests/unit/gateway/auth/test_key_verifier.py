@@ -13,7 +13,7 @@ from servekit.gateway.auth.key_verifier import Busy, Verifier
 from servekit.protocol.messages import AccessRules, KeyRule
 
 SALT = b"s" * 32
-KEY, HASH = keys.new("alice")
+KEY, HASH = keys.new_key("alice")
 CLEAR = b"from-the-environment"
 
 
@@ -97,7 +97,7 @@ async def test_memory_is_bounded(known: Verifier, monkeypatch: pytest.MonkeyPatc
 
 async def test_other_rules_count_at_once(known: Verifier, hashed: list[bytes]) -> None:
     assert await known.verify(KEY.encode()) == "alice"
-    other, line = keys.new("bob")
+    other, line = keys.new_key("bob")
     assert await known.verify(other.encode()) is None
     known.apply(rules(KeyRule("bob", hash=line)))
     assert known.known(KEY.encode()) == "alice"  # without another scrypt
@@ -128,7 +128,7 @@ async def test_a_caller_that_leaves_does_not_end_it_for_the_others(known: Verifi
 
 
 async def test_a_key_that_is_being_replaced(known: Verifier) -> None:
-    second, line = keys.new("alice")
+    second, line = keys.new_key("alice")
     known.apply(rules(KeyRule("alice-new", hash=line)))
     assert await known.verify(second.encode()) == "alice-new"
     assert await known.verify(KEY.encode()) == "alice"

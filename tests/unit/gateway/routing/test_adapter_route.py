@@ -17,7 +17,7 @@ from servekit.gateway.routing.adapter_route import AdapterRoute
 from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.quarantine import fingerprint
 from servekit.gateway.routing.request import InflightRequest
-from servekit.gateway.ui.status_html import choices
+from servekit.gateway.ui.status_html import list_choices
 from servekit.protocol.adapters import (
     AdapterInfo,
     AdapterSpec,
@@ -81,7 +81,7 @@ async def test_it_answers_under_its_name_and_its_base_as_ever(
     route = router.find("x")
     assert (route.status.name, route.status.path, route.ready) == ("x", "/x", True)
     assert [one.status.name for one in router.models()] == ["m", "x"]
-    assert [name for _, name in choices(router)] == ["m", "x"]
+    assert [name for _, name in list_choices(router)] == ["m", "x"]
     assert set(router.routes) == {"m"}  # one queue for both
 
 

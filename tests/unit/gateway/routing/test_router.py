@@ -248,6 +248,31 @@ async def test_what_waits_for_a_model_that_is_removed_is_told(service: Service) 
     running.cancel()
 
 
+async def test_requests_wait_while_a_reload_leaves_no_worker_for_a_time(service: Service) -> None:
+    [old] = await service.up(slots=1, **ENDLESS)
+    running = service.router.open(ask(tokens=ENDLESS_TOKENS))
+    await until(lambda: old.running == 1)
+    waiting = service.router.open(ask())
+    service.tell(old.status("draining"), changing=True)
+    service.tell(changing=True)
+    late = service.router.open(ask())
+    running.cancel()
+    old.kill()
+    new = await service.worker()
+    service.tell(new.status())
+    assert await answer(waiting) == await answer(late)
+    service.tell()
+    with pytest.raises(ModelUnavailable, match="stopped"):
+        service.router.open(ask())
+
+
+async def test_one_of_several_gateways_never_refuses_an_address(service: Service) -> None:
+    [worker] = await service.up()
+    for gateways in (2, 1):
+        service.tell(worker.status(), gateways=gateways)
+        assert service.router.sources.sees_all == (gateways == 1)
+
+
 async def test_deadlines_count_waiting_and_running(service: Service) -> None:
     [worker] = await service.up(step_s=0.002, slots=1)
     running = service.router.open(ask(tokens=8000), timeout_s=0.2)
@@ -627,7 +652,7 @@ async def test_an_unknown_name_is_told_with_what_may_have_been_meant(service: Se
 
 async def test_no_name_is_suggested_that_the_key_may_not_use(service: Service) -> None:
     await service.up()
-    rule = KeyRule("none", keys.new("none")[1], models=("other",))
+    rule = KeyRule("none", keys.new_key("none")[1], models=("other",))
     service.router.access.apply(AccessRules((rule,)))
     with pytest.raises(ModelNotFound, match=r"served are: none yet$"):
         service.router.find("aliass")

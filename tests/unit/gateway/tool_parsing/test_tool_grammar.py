@@ -24,7 +24,7 @@ from servekit.gateway.tool_parsing.registry import FAMILIES
 from servekit.gateway.tool_parsing.tool_definitions import check_tools, choose
 from servekit.gateway.tool_parsing.tool_grammar import tool_grammar
 from servekit.protocol.messages import Dialect, Grammar
-from servekit.protocol.tool_formats import MARKERS, markers
+from servekit.protocol.tool_formats import MARKERS, dialect_markers
 from tests.unit.engines.harness import byte_level_tokenizer
 from tests.unit.gateway.tool_parsing.reading import Said, feed, joined
 
@@ -113,7 +113,7 @@ def dialect(family: str, own_tokens: bool, **fields: Any) -> Dialect:
     if family == "template":
         fields |= {"tool_begin": "<own>", "tool_end": "</own>"}
     found = Dialect(family, **fields)
-    own = markers(found) if own_tokens else ()
+    own = dialect_markers(found) if own_tokens else ()
     ids = _tokenizer(own)[0].convert_tokens_to_ids(list(own))
     return structs.replace(found, tokens=tuple(zip(own, ids, strict=True)))
 

@@ -11,7 +11,7 @@ import pytest
 
 from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.routing.request import InflightRequest
-from servekit.gateway.ui.app import UI, _elsewhere, build
+from servekit.gateway.ui.app import UI, _find_redirect, build_app
 from tests.unit.gateway.conftest import Service
 
 
@@ -32,7 +32,7 @@ async def test_questions_reach_the_router_on_its_own_loop(
         return opened(call, timeout_s)
 
     monkeypatch.setattr(service.router, "open", watched)
-    ui = await asyncio.to_thread(build, service.router, Supervisor(None, service.router.access))
+    ui = await asyncio.to_thread(build_app, service.router, Supervisor(None, service.router.access))
     await ui.startup()
     try:
         async with await client(ui) as http:
@@ -74,5 +74,5 @@ async def ask(http: httpx.AsyncClient, text: str, max_tokens: int) -> dict[str, 
 )
 def test_who_is_led_to_which_page(path: str, language: str, there: str | None) -> None:
     headers = [(b"accept-language", language.encode())]
-    assert _elsewhere({"method": "GET", "path": path, "headers": headers}) == there
-    assert _elsewhere({"method": "POST", "path": path, "headers": headers}) is None
+    assert _find_redirect({"method": "GET", "path": path, "headers": headers}) == there
+    assert _find_redirect({"method": "POST", "path": path, "headers": headers}) is None

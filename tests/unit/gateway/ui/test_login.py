@@ -91,7 +91,7 @@ def client() -> httpx.AsyncClient:
         if scope["path"] in login.PATHS:
             await answer(scope, receive, send)
         else:
-            assert await login.lead(scope, send)
+            assert await login.redirect_to_login(scope, send)
 
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here")
 

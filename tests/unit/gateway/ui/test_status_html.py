@@ -6,7 +6,7 @@ import pytest
 
 from servekit.gateway.routing.router import Router
 from servekit.gateway.ui.chat_session import Progress
-from servekit.gateway.ui.status_html import choices, error_note, progress_note, workers
+from servekit.gateway.ui.status_html import error_note, list_choices, progress_note, render_workers
 from servekit.protocol import messages as wire
 from servekit.protocol.adapters import AdapterStatus
 
@@ -23,14 +23,14 @@ def told(*replicas: wire.ReplicaStatus) -> Router:
 
 async def test_a_loading_worker_has_a_bar_and_the_choice_says_so() -> None:
     router = told(replica("loading", progress=wire.Progress("fetch", 30, 120, "bytes")))
-    assert '<progress aria-label="m/0" value="30" max="120">' in workers(router)
-    assert choices(router) == [("m · fetch 25 %", "m")]
+    assert '<progress aria-label="m/0" value="30" max="120">' in render_workers(router)
+    assert list_choices(router) == [("m · fetch 25 %", "m")]
     unknown = told(replica("loading", progress=wire.Progress("warm-up")))
-    assert '<progress aria-label="m/0"></progress>' in workers(unknown)
+    assert '<progress aria-label="m/0"></progress>' in render_workers(unknown)
 
 
 async def test_reasons_and_restarts_are_shown_and_escaped() -> None:
-    html = workers(told(replica("backoff", reason="<script>x</script>", restarts=2)))
+    html = render_workers(told(replica("backoff", reason="<script>x</script>", restarts=2)))
     assert "&lt;script&gt;x&lt;/script&gt;" in html
     assert "<script" not in html
     assert "2 restarts" in html
@@ -40,8 +40,8 @@ async def test_reasons_and_restarts_are_shown_and_escaped() -> None:
 
 async def test_load_and_memory_of_a_worker() -> None:
     router = told(replica("ready", running=3, waiting=1, rss_bytes=1_700_000_000))
-    assert "cpu · 3 running · 1 waiting · 1.6 GiB" in workers(router)
-    assert "5.0 GiB" in workers(told(replica("ready", rss_bytes=2**30, gpu_bytes=5 * 2**30)))
+    assert "cpu · 3 running · 1 waiting · 1.6 GiB" in render_workers(router)
+    assert "5.0 GiB" in render_workers(told(replica("ready", rss_bytes=2**30, gpu_bytes=5 * 2**30)))
     for route in (*router.routes.values(),):
         for one in route.replicas.values():
             one.retire()
@@ -49,10 +49,10 @@ async def test_load_and_memory_of_a_worker() -> None:
 
 async def test_no_models_and_shutting_down() -> None:
     router = Router("gateway/test")
-    assert choices(router) == []
-    assert "first model" in workers(router)
+    assert list_choices(router) == []
+    assert "first model" in render_workers(router)
     router.apply(wire.Topology((), draining=True))
-    assert "shutting down" in workers(router)
+    assert "shutting down" in render_workers(router)
 
 
 async def test_adapters_are_choices_of_their_own_and_what_fails_is_told() -> None:
@@ -64,8 +64,8 @@ async def test_adapters_are_choices_of_their_own_and_what_fails_is_told() -> Non
     )
     model = wire.ModelStatus("m", "echo", "-", 0, (replica("loading"),), adapters=adapters)
     router.apply(wire.Topology((model,)))
-    assert "adapters: x, y (its &lt;rank&gt; is 512), z (unloading)" in workers(router)
-    assert choices(router) == [
+    assert "adapters: x, y (its &lt;rank&gt; is 512), z (unloading)" in render_workers(router)
+    assert list_choices(router) == [
         ("m · loading", "m"),
         ("x · loading", "x"),
         ("y · failed", "y"),

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from servekit.protocol.transport.address import host_and_port, is_tcp, tcp
+from servekit.protocol.transport.address import host_and_port, is_tcp, tcp_address
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "node-3.cluster", "fe80::1", "0.0.0.0", "::"])
 def test_an_address_says_host_and_port(host: str) -> None:
-    assert is_tcp(tcp(host, 4711))
-    assert host_and_port(tcp(host, 4711)) == (host, 4711)
+    assert is_tcp(tcp_address(host, 4711))
+    assert host_and_port(tcp_address(host, 4711)) == (host, 4711)
 
 
 @pytest.mark.parametrize("path", ["/run/x/0.sock", Path("/run/x/0.sock"), "tcp.sock", "tcp:/x"])

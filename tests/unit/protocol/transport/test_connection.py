@@ -24,9 +24,9 @@ from servekit.protocol.transport import connection as module
 from servekit.protocol.transport.connection import (
     TOGETHER,
     Connection,
-    adopt,
-    dial,
-    listen,
+    adopt_socket,
+    dial_address,
+    listen_at,
 )
 
 DEADLINE_S = 60.0
@@ -56,15 +56,15 @@ class End:
 async def pair() -> tuple[End, End]:
     left, right = socket.socketpair()
     ends = End(), End()
-    await adopt(left, lambda: ends[0].connection)
-    await adopt(right, lambda: ends[1].connection)
+    await adopt_socket(left, lambda: ends[0].connection)
+    await adopt_socket(right, lambda: ends[1].connection)
     return ends
 
 
 async def raw() -> tuple[End, socket.socket]:
     left, right = socket.socketpair()
     end = End()
-    await adopt(left, lambda: end.connection)
+    await adopt_socket(left, lambda: end.connection)
     right.setblocking(False)
     return end, right
 
@@ -128,9 +128,9 @@ async def test_a_handler_that_raises_ends_its_connection_only() -> None:
     def explode(message: object) -> None:
         raise WireError(f"unexpected {message}")
 
-    await adopt(left, lambda: Connection(GatewayToWorker, explode, closed.append))
+    await adopt_socket(left, lambda: Connection(GatewayToWorker, explode, closed.append))
     other = End()
-    await adopt(right, lambda: other.connection)
+    await adopt_socket(right, lambda: other.connection)
     other.connection.send(Cancel(1))
     await other.closed()
     assert len(closed) == 1
@@ -301,10 +301,10 @@ def test_drained_is_when_the_kernel_has_all_of_it(
 
 async def test_a_listener_is_for_this_user_only(tmp_path: Path) -> None:
     server_end = End()
-    server = await listen(tmp_path / "s.sock", lambda: server_end.connection)
+    server = await listen_at(tmp_path / "s.sock", lambda: server_end.connection)
     assert (tmp_path / "s.sock").stat().st_mode & 0o777 == 0o600
     client = End()
-    connection = await dial(tmp_path / "s.sock", lambda: client.connection)
+    connection = await dial_address(tmp_path / "s.sock", lambda: client.connection)
     connection.send(Cancel(3))
     assert await server_end.next() == Cancel(3)
     connection.close()
@@ -314,7 +314,7 @@ async def test_a_listener_is_for_this_user_only(tmp_path: Path) -> None:
 
 async def test_dialling_nobody_is_an_oserror(tmp_path: Path) -> None:
     with pytest.raises(OSError):
-        await dial(tmp_path / "none.sock", lambda: End().connection)
+        await dial_address(tmp_path / "none.sock", lambda: End().connection)
 
 
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from servekit.protocol.messages import Accepted, Shutdown, ToSupervisor
-from servekit.protocol.transport.connection import Connection, listen
-from servekit.protocol.transport.rpc import put
+from servekit.protocol.transport.connection import Connection, listen_at
+from servekit.protocol.transport.rpc import ask_supervisor
 
 QUESTION = Shutdown()
 
@@ -28,12 +28,12 @@ async def answered_by(path: Path, answer: str) -> asyncio.Server:
         )
         return connection
 
-    return await listen(path, connect)
+    return await listen_at(path, connect)
 
 
 async def test_the_answer_is_passed_on(tmp_path: Path) -> None:
     server = await answered_by(tmp_path / "s", "well")
-    assert await put(tmp_path / "s", QUESTION, 5.0) == Accepted("done")
+    assert await ask_supervisor(tmp_path / "s", QUESTION, 5.0) == Accepted("done")
     server.close()
 
 
@@ -45,10 +45,10 @@ async def test_who_does_not_answer_is_told_apart(
 ) -> None:
     server = await answered_by(tmp_path / "s", answer)
     with pytest.raises(raised):
-        await put(tmp_path / "s", QUESTION, deadline_s)
+        await ask_supervisor(tmp_path / "s", QUESTION, deadline_s)
     server.close()
 
 
 async def test_where_nobody_listens(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        await put(tmp_path / "s", QUESTION, 5.0)
+        await ask_supervisor(tmp_path / "s", QUESTION, 5.0)

@@ -12,14 +12,14 @@ from servekit.protocol.transport.socket_handover import (
     DRAIN,
     await_heir,
     heir_path,
-    inherit,
+    inherit_sockets,
 )
 
 
 async def taken(path: Path) -> tuple[socket.socket, list[socket.socket]]:
     """What an heir gets, as soon as there is something."""
     async with asyncio.timeout(60):
-        while not (found := await asyncio.to_thread(inherit, [path])):  # noqa: ASYNC110
+        while not (found := await asyncio.to_thread(inherit_sockets, [path])):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return found[0]
 
@@ -61,4 +61,4 @@ async def test_an_heir_that_fails_is_followed_by_another(tmp_path: Path) -> None
 
 async def test_nobody_is_waited_for_longer_than_the_grace(tmp_path: Path) -> None:
     assert not await await_heir(heir_path(tmp_path, 0), [], 0.05)
-    assert inherit([heir_path(tmp_path, 0)]) == []
+    assert inherit_sockets([heir_path(tmp_path, 0)]) == []

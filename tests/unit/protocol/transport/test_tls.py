@@ -20,25 +20,25 @@ from msgspec.structs import replace
 from servekit.errors import StartError, WireError
 from servekit.protocol.messages import Cancel, Generate, SamplingParams
 from servekit.protocol.transport import tcp as module
-from servekit.protocol.transport.address import tcp
+from servekit.protocol.transport.address import tcp_address
 from servekit.protocol.transport.certificate_authority import SKEW_S
 from servekit.protocol.transport.certificate_holder import CertificateHolder
 from servekit.protocol.transport.connection import (
     FIRST_FRAME_BYTES,
     Connection,
-    dial,
-    listen,
+    dial_address,
+    listen_at,
 )
-from servekit.protocol.transport.credentials import Role, read
+from servekit.protocol.transport.credentials import Role, read_credentials
 from servekit.protocol.transport.tls import (
     Authority,
     Credentials,
     Member,
     NotTrusted,
-    explain,
-    load,
-    member,
+    explain_failure,
+    load_certificate,
     new_context,
+    peer_member,
 )
 from tests.unit.protocol.transport.test_connection import DEADLINE_S, End
 
@@ -76,8 +76,8 @@ async def listening(
     credentials: Credentials | CertificateHolder = WORKER, **how: Any
 ) -> AsyncIterator[Listener]:
     listener = Listener()
-    server = await listen("tcp://127.0.0.1:0", listener.connect, credentials, **how)
-    listener.address = tcp("127.0.0.1", server.sockets[0].getsockname()[1])
+    server = await listen_at("tcp://127.0.0.1:0", listener.connect, credentials, **how)
+    listener.address = tcp_address("127.0.0.1", server.sockets[0].getsockname()[1])
     try:
         yield listener
     finally:
@@ -105,7 +105,7 @@ def test_messages_pass_and_each_knows_the_other(
     async def meeting() -> None:
         async with listening() as listener:
             client = End()
-            connection = await dial(listener.address, lambda: client.connection, GATEWAY)
+            connection = await dial_address(listener.address, lambda: client.connection, GATEWAY)
             long = Generate(1, SamplingParams(), prompt="x" * 3_000_000)
             connection.send(Cancel(1))
             server = await listener.next()
@@ -125,7 +125,7 @@ def test_messages_pass_and_each_knows_the_other(
 async def test_only_small_frames_before_it_is_known_who_comes() -> None:
     async with listening() as listener:
         client = End()
-        connection = await dial(listener.address, lambda: client.connection, GATEWAY)
+        connection = await dial_address(listener.address, lambda: client.connection, GATEWAY)
         connection.send(Generate(1, SamplingParams(), prompt="x" * FIRST_FRAME_BYTES))
         server = await listener.next()
         assert "over the limit" in str(await server.closed())
@@ -136,12 +136,14 @@ async def test_only_small_frames_before_it_is_known_who_comes() -> None:
 async def test_who_is_of_another_cluster_is_refused_by_name_on_both_sides() -> None:
     async with listening() as listener:
         with pytest.raises(NotTrusted, match="of another cluster"):
-            await dial(listener.address, lambda: End().connection, OTHERS.issue("gateway", "g"))
+            await dial_address(
+                listener.address, lambda: End().connection, OTHERS.issue("gateway", "g")
+            )
         # one that trusts us, and is not of us: TLS 1.3 has its handshake done by then
         posing = replace(OTHERS.issue("gateway", "g"), authority=OURS.certificate)
         client = End()
         with structlog.testing.capture_logs() as logs:
-            await dial(listener.address, lambda: client.connection, posing)
+            await dial_address(listener.address, lambda: client.connection, posing)
             client.connection.send(Cancel(1))
             await client.closed()
         assert listener.met() == []
@@ -153,19 +155,19 @@ async def test_who_is_of_another_cluster_is_refused_by_name_on_both_sides() -> N
 async def test_only_a_worker_is_a_server(role: Role) -> None:
     async with listening(OURS.issue(role, "posing")) as listener:
         with pytest.raises(NotTrusted, match="may not be at that end"):
-            await dial(listener.address, lambda: End().connection, GATEWAY)
+            await dial_address(listener.address, lambda: End().connection, GATEWAY)
 
 
 async def test_a_gateway_is_a_server_where_its_certificate_says_so_and_never_a_worker() -> None:
     supervisor = OURS.issue("supervisor", "supervisor")
     async with listening(OURS.issue("gateway", "gateway/1", is_dialled=True)) as listener:
-        connection = await dial(
+        connection = await dial_address(
             listener.address, lambda: End().connection, supervisor, role="gateway"
         )
         assert connection.peer == Member(OURS.cluster, "gateway", "gateway/1")
         connection.close()
         with pytest.raises(NotTrusted, match="is not a worker of this cluster"):
-            await dial(listener.address, lambda: End().connection, supervisor)
+            await dial_address(listener.address, lambda: End().connection, supervisor)
 
 
 async def test_without_a_certificate_nobody_comes_in() -> None:
@@ -185,7 +187,7 @@ async def test_without_a_certificate_nobody_comes_in() -> None:
         writer.close()
         assert listener.met() == []
         with pytest.raises(NotTrusted, match="no certificate"):
-            await dial(listener.address, lambda: End().connection)
+            await dial_address(listener.address, lambda: End().connection)
 
 
 def test_a_server_asks_for_a_certificate_in_the_handshake() -> None:
@@ -203,7 +205,7 @@ def new_client(credentials: Credentials | None) -> ssl.SSLContext:
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
     if credentials is not None:
-        load(client, credentials)
+        load_certificate(client, credentials)
     return client
 
 
@@ -220,22 +222,22 @@ def refusal(credentials: Credentials, client: ssl.SSLContext) -> str:
                 continue
             except ssl.SSLError as error:
                 if end is server:
-                    return explain(error)
+                    return explain_failure(error)
     return ""
 
 
 def test_a_certificate_that_is_not_shown_is_nobody() -> None:
     """OpenSSL tells of a peer without one as of one whose certificate is empty."""
     with pytest.raises(NotTrusted, match="does not say who it is"):
-        member(SimpleNamespace(get_extra_info={"peercert": {}}.get))
-    assert member(SimpleNamespace(get_extra_info={"peercert": None}.get)) is None
+        peer_member(SimpleNamespace(get_extra_info={"peercert": {}}.get))
+    assert peer_member(SimpleNamespace(get_extra_info={"peercert": None}.get)) is None
 
 
 async def test_a_server_that_shows_nothing_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("servekit.protocol.transport.tls.member", lambda transport: None)
+    monkeypatch.setattr("servekit.protocol.transport.tls.peer_member", lambda transport: None)
     async with listening() as listener:
         with pytest.raises(NotTrusted, match="is not a worker of this cluster"):
-            await dial(listener.address, lambda: End().connection, GATEWAY)
+            await dial_address(listener.address, lambda: End().connection, GATEWAY)
 
 
 async def test_a_port_of_something_else_is_named() -> None:
@@ -245,9 +247,9 @@ async def test_a_port_of_something_else_is_named() -> None:
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    address = tcp("127.0.0.1", server.sockets[0].getsockname()[1])
+    address = tcp_address("127.0.0.1", server.sockets[0].getsockname()[1])
     with pytest.raises(NotTrusted, match="does not speak TLS"):
-        await dial(address, lambda: End().connection, GATEWAY)
+        await dial_address(address, lambda: End().connection, GATEWAY)
     server.close()
 
 
@@ -256,9 +258,9 @@ async def test_who_accepts_and_says_nothing_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(module, "DIAL_S", 0.2)
     server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
-    address = tcp("127.0.0.1", server.sockets[0].getsockname()[1])
+    address = tcp_address("127.0.0.1", server.sockets[0].getsockname()[1])
     with pytest.raises(TimeoutError, match="has not answered within"):
-        await dial(address, lambda: End().connection, GATEWAY)
+        await dial_address(address, lambda: End().connection, GATEWAY)
     server.close()
 
 
@@ -275,13 +277,13 @@ async def test_clocks_that_disagree_are_named(
     worker = issued_at(time.time() + offset_s, monkeypatch, "worker")
     async with listening(taken_for_valid(worker)) as listener:
         with pytest.raises(NotTrusted, match=said):
-            await dial(listener.address, lambda: End().connection, GATEWAY)
+            await dial_address(listener.address, lambda: End().connection, GATEWAY)
 
 
 async def test_clocks_that_nearly_agree_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = issued_at(time.time() + SKEW_S / 2, monkeypatch, "worker")
     async with listening(ahead) as listener:
-        connection = await dial(listener.address, lambda: End().connection, GATEWAY)
+        connection = await dial_address(listener.address, lambda: End().connection, GATEWAY)
         connection.abort()
 
 
@@ -293,23 +295,23 @@ async def test_a_clock_that_is_wrong_here_is_named_at_once(
 ) -> None:
     own = issued_at(time.time() + offset_s, monkeypatch, "gateway")
     with pytest.raises(NotTrusted, match=said):
-        await dial("tcp://127.0.0.1:1", lambda: End().connection, own)
+        await dial_address("tcp://127.0.0.1:1", lambda: End().connection, own)
     with pytest.raises(StartError, match=said):
-        await listen("tcp://127.0.0.1:0", lambda: End().connection, own)
+        await listen_at("tcp://127.0.0.1:0", lambda: End().connection, own)
 
 
 async def test_a_renewed_certificate_counts_for_new_connections_and_old_ones_live_on() -> None:
     worker = CertificateHolder(OURS.issue("worker", "m/0", life_s=1.0))
     async with listening(worker) as listener:
         client = End()
-        first = await dial(listener.address, lambda: client.connection, GATEWAY)
+        first = await dial_address(listener.address, lambda: client.connection, GATEWAY)
         server = await listener.next()
         while time.time() <= worker.credentials.not_after:  # noqa: ASYNC110 - time has to pass
             await asyncio.sleep(0.01)
         with pytest.raises(NotTrusted, match="has expired by the clock here"):
-            await dial(listener.address, lambda: End().connection, GATEWAY)
+            await dial_address(listener.address, lambda: End().connection, GATEWAY)
         worker.renew(OURS.issue("worker", "m/0"))
-        second = await dial(listener.address, lambda: End().connection, GATEWAY)
+        second = await dial_address(listener.address, lambda: End().connection, GATEWAY)
         first.send(Cancel(1))
         assert await server.next() == Cancel(1)
         second.abort()
@@ -343,7 +345,7 @@ def test_keys_are_not_told() -> None:
 def test_credentials_are_handed_over_once() -> None:
     handed = WORKER.hand_over()
     another = os.dup(handed)  # what a process has that inherited it by mistake
-    assert read(handed) == WORKER
+    assert read_credentials(handed) == WORKER
     assert os.pread(another, 100, 0) == b""
     os.close(another)
     with pytest.raises(OSError):
@@ -354,7 +356,7 @@ def test_credentials_come_through_a_pipe_too(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.write(writing, WORKER.to_bytes())
     os.close(writing)
-    assert read(reading) == WORKER
+    assert read_credentials(reading) == WORKER
 
 
 def test_a_member_may_have_any_name() -> None:

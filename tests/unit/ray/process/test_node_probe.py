@@ -8,7 +8,7 @@ import pytest
 
 from servekit.protocol.ray_messages import Want
 from servekit.ray.process import node_probe
-from servekit.ray.process.node_probe import _lacks
+from servekit.ray.process.node_probe import _find_lacks
 
 
 def test_a_node_says_what_a_model_lacks_there(tmp_path: Path) -> None:
@@ -19,14 +19,14 @@ def test_a_node_says_what_a_model_lacks_there(tmp_path: Path) -> None:
         Want("moved", "echo", gone),
         Want("strange", "nobodys", ""),
     ]
-    assert _lacks(wants) == {
+    assert _find_lacks(wants) == {
         "moved": f"there is no {gone} there",
         "strange": "the engine nobodys is not installed there",
     }
 
 
 def test_a_node_says_which_package_an_engine_lacks_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_probe, "lacking", lambda kind: "pip install it")
-    assert _lacks([Want("a", "echo", "")]) == {
+    monkeypatch.setattr(node_probe, "install_command", lambda kind: "pip install it")
+    assert _find_lacks([Want("a", "echo", "")]) == {
         "a": "the engine echo is not installed there; pip install it"
     }

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from servekit.ray.process.node_selection import Free, all_of, choose, free_of, waiting_for
+from servekit.ray.process.node_selection import Free, all_of, choose_node, free_of, waiting_for
 
 A, B, C = Free("a", 4, 2), Free("b", 8, 4), Free("c", 2, 0)
 
 
 def test_spread_goes_where_the_model_has_the_fewest_and_most_is_free() -> None:
-    assert choose([A, B, C], 1, 1, "SPREAD", []) == "b"
-    assert choose([A, B, C], 1, 1, "SPREAD", ["b"]) == "a"
-    assert choose([A, B, C], 1, 1, "SPREAD", ["a", "b"]) == "b"
+    assert choose_node([A, B, C], 1, 1, "SPREAD", []) == "b"
+    assert choose_node([A, B, C], 1, 1, "SPREAD", ["b"]) == "a"
+    assert choose_node([A, B, C], 1, 1, "SPREAD", ["a", "b"]) == "b"
 
 
 def test_pack_goes_where_the_model_is_already_and_least_is_free() -> None:
-    assert choose([A, B, C], 1, 1, "PACK", []) == "a"
-    assert choose([A, B, C], 1, 1, "PACK", ["b"]) == "b"
-    assert choose([A, B, C], 1, 0, "PACK", []) == "c"
+    assert choose_node([A, B, C], 1, 1, "PACK", []) == "a"
+    assert choose_node([A, B, C], 1, 1, "PACK", ["b"]) == "b"
+    assert choose_node([A, B, C], 1, 0, "PACK", []) == "c"
 
 
 def test_what_has_no_room_or_was_just_lost_is_not_chosen() -> None:
-    assert choose([A, B, C], 1, 4, "PACK", ["a"]) == "b"
-    assert choose([A, B, C], 1, 4, "PACK", [], shunned={"b"}) == ""
-    assert choose([A, B, C], 9, 0, "SPREAD", []) == ""
-    assert choose([], 1, 0, "SPREAD", []) == ""
+    assert choose_node([A, B, C], 1, 4, "PACK", ["a"]) == "b"
+    assert choose_node([A, B, C], 1, 4, "PACK", [], shunned={"b"}) == ""
+    assert choose_node([A, B, C], 9, 0, "SPREAD", []) == ""
+    assert choose_node([], 1, 0, "SPREAD", []) == ""
 
 
 def test_what_ray_says_is_free_counts_for_living_nodes_only() -> None:
@@ -68,7 +68,7 @@ def test_what_keeps_it_from_nodes_with_room_is_said() -> None:
     assert waiting_for(1, 1, [A, B, C], older) == (
         "waits for another node with 1 GPU beside 1 CPU; node a is older; node b has no files"
     )
-    assert choose([A, B, C], 1, 1, "PACK", [], shunned=older.keys()) == ""
+    assert choose_node([A, B, C], 1, 1, "PACK", [], shunned=older.keys()) == ""
 
 
 def test_what_a_node_has_is_counted_while_it_lives() -> None:

@@ -21,7 +21,7 @@ from servekit.protocol.messages import Accepted, Refused
 from servekit.supervisor.admin.adapter_service import AdapterDesk
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
-from servekit.supervisor.deployments.replica_host import ReplicaHost
+from servekit.supervisor.deployments.worker_pool import WorkerPool
 
 Make = Callable[..., AdapterDesk]
 
@@ -46,11 +46,9 @@ def desk(tmp_path: Path) -> Make:
             for name in names
         )
         host: Any = SimpleNamespace(changed=lambda: None, is_unused=lambda adapter: True)
-        yard = cast(
-            ReplicaHost, SimpleNamespace(host=host, drain_timeout_s=1.0, gpus=(), start=None)
-        )
+        pool = cast(WorkerPool, SimpleNamespace(host=host, drain_timeout_s=1.0, gpus=(), run=None))
         plan = SimpleNamespace(config=Config(models=models))
-        served = [Deployment(model, yard) for model in models]
+        served = [Deployment(model, pool) for model in models]
         for fleet in served:
             fleet.wanted = True
         return AdapterDesk(cast(DeploymentManager, SimpleNamespace(served=served, plan=plan)))

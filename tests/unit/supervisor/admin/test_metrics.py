@@ -25,8 +25,8 @@ from servekit.supervisor.admin.metrics import (
     of_service,
 )
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess
-from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.workers.gpu_memory import WorkerGpuMemory
+from servekit.supervisor.scheduling.memory_requests import Assignment
+from servekit.supervisor.workers.gpu_memory import GpuMemory
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system.gpus import Gpu
 
@@ -186,21 +186,21 @@ def test_the_service_itself() -> None:
 def test_memory_of_a_worker_by_device_its_own_and_others() -> None:
     first, second = (Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(2))
     place = Assignment("m", 0, (first,), None, (40 * GIB,))
-    vram = WorkerGpuMemory(place, (first, second), None, lambda what: None)
-    vram.begin(1)
+    memory = GpuMemory(place, (first, second), None, lambda what: None)
+    memory.begin(1)
     on = ("m", "m/0", "0", "GPU-0", ""), ("m", "m/0", "1", "GPU-1", "")
     held, claimed, stray = (
         f"servekit_worker_gpu_memory_{what}bytes" for what in ("", "claimed_", "stray_")
     )
-    vram.measure({1: {"GPU-0": 30 * GIB}, 2: {"GPU-1": 5 * GIB}})
-    found = flat(of_gpus(("m", "m/0"), vram))
+    memory.measure({1: {"GPU-0": 30 * GIB}, 2: {"GPU-1": 5 * GIB}})
+    found = flat(of_gpus(("m", "m/0"), memory))
     assert found[held, *on[0]] == 30 * GIB
     assert found[claimed, *on[0]] == 40 * GIB
     assert found[stray, *on[1]] == 0
-    vram.measure({1: {"GPU-0": 30 * GIB, "GPU-1": GIB}})
-    assert flat(of_gpus(("m", "m/0"), vram))[stray, *on[1]] == GIB
-    vram.forget()
-    found = flat(of_gpus(("m", "m/0"), vram))
+    memory.measure({1: {"GPU-0": 30 * GIB, "GPU-1": GIB}})
+    assert flat(of_gpus(("m", "m/0"), memory))[stray, *on[1]] == GIB
+    memory.forget()
+    found = flat(of_gpus(("m", "m/0"), memory))
     assert (found[held, *on[0]], found[stray, *on[1]]) == (0, 0)
 
 

@@ -13,9 +13,10 @@ from tests.unit.supervisor.made_up_fleet import config
 
 
 def fleet_of(**keys: Any) -> Deployment:
-    nursery = SimpleNamespace(standbys=())
     known: dict[str, Any] = {"replicas": [], "info": None, "adapter_statuses": tuple, "scale": None}
-    return cast(Deployment, SimpleNamespace(model=config(**keys), nursery=nursery, **known))
+    known["changing"] = False
+    known["fork_servers"] = SimpleNamespace(standbys=())
+    return cast(Deployment, SimpleNamespace(model=config(**keys), **known))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.supervisor.scheduling.memory_requests import claims_of, room_bytes
-from servekit.system import procfs
+from servekit.system import cgroup
 from servekit.system.gpus import Gpu
 
 GIB = 2**30
@@ -68,9 +68,11 @@ def one_more(*fleets: Deployment, dead: dict[str, dict[str, int]] | None = None)
                 gpus=GPUS,
                 served=list(fleets),
                 everyone=lambda: list(fleets),
-                has_room=has_room,
-                claims=lambda model, slot: claims_of(model, slot, None),
-                gate=SimpleNamespace(ledger=ledger),
+                pool=SimpleNamespace(
+                    has_room=has_room,
+                    claims=lambda model, slot: claims_of(model, slot, None),
+                    gate=SimpleNamespace(ledger=ledger),
+                ),
             ),
         )
     )
@@ -143,7 +145,7 @@ def test_what_a_dead_worker_may_still_hold_is_nobodys_yet() -> None:
 def test_the_cpu(
     keys: dict[str, Any], there: int, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(procfs, "available_bytes", lambda: there)
-    monkeypatch.setattr(procfs, "memory_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: there)
+    monkeypatch.setattr(cgroup, "total_memory_bytes", lambda: 100 * GIB)
     found = one_more(fleet(model("a", device="cpu", **keys), rss_bytes=4 * GIB))
     assert found == expected if expected == () else str(expected) in str(found)

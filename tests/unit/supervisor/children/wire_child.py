@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from servekit.protocol.messages import BootFailed, Drain, Ping, Pong, Stop, ToWorker
-from servekit.protocol.transport.connection import Connection, adopt
+from servekit.protocol.transport.connection import Connection, adopt_socket
 
 
 def parse() -> argparse.Namespace:
@@ -39,7 +39,7 @@ async def serve(args: argparse.Namespace) -> int:
     connection: Connection[ToWorker] = Connection(
         ToWorker, on_message, lambda _: None if done.done() else done.set_result(9)
     )
-    await adopt(socket.socket(fileno=args.control_fd), lambda: connection)
+    await adopt_socket(socket.socket(fileno=args.control_fd), lambda: connection)
     if args.how == "boot-failed":
         connection.send(BootFailed("no such file", True))
         connection.close()

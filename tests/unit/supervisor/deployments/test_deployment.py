@@ -1,20 +1,33 @@
-"""What a reload changes in a fleet whose workers go on."""
+"""What a reload changes in a fleet whose workers go on, and what it does at their events.
+
+The workers are real, but no task runs them: each changes its state as the test says.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from servekit.config.schema import ModelConfig
 from servekit.supervisor.deployments.deployment import Deployment
-from servekit.supervisor.deployments.replica_host import ReplicaHost
+from servekit.supervisor.deployments.plan import Plan
+from servekit.supervisor.deployments.worker_pool import WorkerPool
+from servekit.supervisor.lifecycle.managed_process import MemoryFreed
 from servekit.supervisor.workers.worker_process import WorkerProcess
+from servekit.system.gpus import Gpu, Slot
+from tests.unit.supervisor.lifecycle.test_managed_process import Host
 from tests.unit.supervisor.made_up_fleet import config
+
+GPU = Gpu(0, "GPU-0", "H200", 100, 100)
 
 
 async def test_new_limits_count_for_the_replicas_that_there_are() -> None:
-    fleet = Deployment(
-        config(max_queue=5), cast(ReplicaHost, SimpleNamespace(host=None, start=None))
-    )
+    fleet = Deployment(config(max_queue=5), cast(WorkerPool, SimpleNamespace(host=None, run=None)))
     retried: list[bool] = []
     old: Any = SimpleNamespace(
         model=fleet.model, state="ready", ending=False, retry=lambda: retried.append(True)
@@ -28,3 +41,104 @@ async def test_new_limits_count_for_the_replicas_that_there_are() -> None:
     fleet.become(other, fleet.planned, None)
     assert fleet.model is other
     assert old.model is new, "it has loaded the one before"
+
+
+# ---------------------------------------------------------------- events
+
+VERSIONS = [config(load="on_start", path=path) for path in ("old", "new")]
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> WorkerPool:
+    keys = SimpleNamespace(
+        gpus=SimpleNamespace(reserve=None), server=SimpleNamespace(drain_timeout_s=1.0)
+    )
+    plan: Any = SimpleNamespace(gpus=(GPU,), config=keys, estimates={})
+    host = Host(tmp_path / "run")
+    host.changed = lambda: None  # type: ignore[method-assign]
+    return WorkerPool(cast(Plan, plan), host, lambda worker: None)
+
+
+async def settle() -> None:
+    """Let the tasks go on that an event has woken; nothing here waits for time to pass."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def update(pool: WorkerPool, slot: Slot = ()) -> tuple[Deployment, WorkerProcess]:
+    """Return a deployment with a ready worker of the old version, told to become the new one."""
+    fleet = Deployment(VERSIONS[0], pool)
+    fleet.become(VERSIONS[0], (slot,), 1)
+    await settle()
+    (old,) = fleet.replicas
+    old.change_state("serve")
+    await settle()
+    fleet.become(VERSIONS[1], (slot,), 1)
+    await settle()
+    return fleet, old
+
+
+async def test_the_old_version_drains_at_the_event_that_the_new_one_is_ready(
+    pool: WorkerPool,
+) -> None:
+    fleet, old = await update(pool)
+    _, new = fleet.replicas
+    new.change_state("load")
+    await settle()
+    assert not old.ending
+    new.change_state("serve")
+    await settle()
+    assert (old.ending, new.ending) == (True, False)
+
+
+async def test_it_is_rolled_back_at_the_event_that_the_new_version_has_failed(
+    pool: WorkerPool,
+) -> None:
+    fleet, old = await update(pool)
+    _, new = fleet.replicas
+    new.change_state("fail", "no such file")
+    await settle()
+    assert (old.ending, new.ending) == (False, True)
+    assert fleet.model is old.model is VERSIONS[0]
+    assert "serves on" in old.reason and "no such file" in old.reason
+
+
+async def test_the_new_version_starts_at_the_event_that_the_old_one_has_left_its_gpu(
+    pool: WorkerPool,
+) -> None:
+    fleet, old = await update(pool, (GPU,))
+    assert old.ending, "there is no room for both"
+    old.change_state("drain")
+    await settle()
+    assert fleet.replicas == [old]
+    old.change_state("stop")
+    fleet.remove(old)
+    await settle()
+    (new,) = fleet.replicas
+    assert new.model is VERSIONS[1]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        lambda one: one.change_state("fail"),
+        lambda one: one.change_state("sleep") and one.emit(MemoryFreed(one)),
+    ],
+    ids=["it failed", "it fell asleep"],
+)
+async def test_another_models_event_may_make_room(
+    pool: WorkerPool, event: Callable[[WorkerProcess], object]
+) -> None:
+    other = Deployment(VERSIONS[0], pool)
+    other.become(VERSIONS[0], ((GPU,),), 1)
+    await settle()
+    (holder,) = other.replicas
+    holder.change_state("serve")
+    model = ModelConfig.model_validate({"name": "b", "path": "p", "engine": "echo"})
+    fleet = Deployment(model, pool)
+    fleet.become(model, ((GPU,),), 1)
+    await settle()
+    assert not fleet.replicas
+    event(holder)
+    await settle()
+    assert [one.name for one in fleet.replicas] == ["b/0"]

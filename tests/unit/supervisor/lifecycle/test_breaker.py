@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from servekit.supervisor.lifecycle.breaker import Breaker, BreakerLimits, Hold
+from servekit.supervisor.lifecycle.restart_policy import Breaker, BreakerLimits, Hold
 
 LIMITS = BreakerLimits(lives=3, first_s=10.0, longest_s=40.0)
 

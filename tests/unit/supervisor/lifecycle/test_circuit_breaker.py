@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from servekit.config.schema import ModelConfig
-from servekit.supervisor.lifecycle.breaker import BreakerLimits
-from servekit.supervisor.lifecycle.circuit_breaker import (
+from servekit.supervisor.lifecycle.restart_policy import (
     ENDPOINT_S,
+    BreakerLimits,
     CircuitBreaker,
-    circuit_of,
-    policy_of,
+    make_circuit_breaker,
+    make_restart_policy,
 )
 
 REMOTE = {"engine": "openai", "options": {"url": "http://x/v1"}}
@@ -61,7 +61,7 @@ def test_what_would_be_the_same_again_does_not_open_it(permanent: bool) -> None:
 
 @pytest.mark.parametrize(("keys", "opens"), [({}, True), (REMOTE, False)])
 def test_an_endpoint_that_is_down_is_no_crash_loop(keys: dict[str, Any], opens: bool) -> None:
-    circuit, policy = circuit_of(model(**keys)), policy_of(model(**keys))
+    circuit, policy = make_circuit_breaker(model(**keys)), make_restart_policy(model(**keys))
     for _ in range(20):
         circuit.started("m/0")
         circuit.fruitless("m/0", "it does not answer")

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from servekit.supervisor.lifecycle.exit_history import ExitHistory, LastSeen, out_of_memory
+from servekit.supervisor.lifecycle.history import ExitHistory, LastSeen, find_exhausted_memory
 from servekit.supervisor.process.child_process import Exit
 
 KNOWN = LastSeen(pid=7, lived_s=1.5, phase="ready", served=3, running=2, rss_bytes=5, gpu_bytes=6)
@@ -37,4 +37,4 @@ def test_ten_are_kept_the_last_last_and_the_stacks_of_two() -> None:
     ],
 )
 def test_out_of_memory_is_guessed(exit_: Exit, what: str, guess: str) -> None:
-    assert out_of_memory(exit_, what) == guess
+    assert find_exhausted_memory(exit_, what) == guess

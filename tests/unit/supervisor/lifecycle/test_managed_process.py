@@ -1,4 +1,4 @@
-"""Life and Replica with real echo workers: every way from one state to the next."""
+"""Worker processes with real echo workers: every way from one state to the next."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ from servekit.protocol.messages import (
     Stop,
     WorkerToGateway,
 )
-from servekit.protocol.transport.connection import Connection, dial
+from servekit.protocol.transport.connection import Connection, dial_address
 from servekit.supervisor.adapters.rollout import Adapters, Worker
 from servekit.supervisor.adapters.state import Refusal
-from servekit.supervisor.deployments.deployment import adapters_of
-from servekit.supervisor.lifecycle.breaker import BreakerLimits
-from servekit.supervisor.lifecycle.circuit_breaker import CircuitBreaker
-from servekit.supervisor.lifecycle.restart_policy import Limits, RestartPolicy
+from servekit.supervisor.deployments.deployment import list_adapters
+from servekit.supervisor.lifecycle.restart_policy import (
+    BreakerLimits,
+    CircuitBreaker,
+    Limits,
+    RestartPolicy,
+)
 from servekit.supervisor.process.child_process import Exit
 from servekit.supervisor.process.run_dir import RunDir
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system import procfs
 from servekit.system.gpus import Gpu
@@ -103,6 +106,14 @@ class Stage:
         await self.host.until(lambda: self.replica.state == state)
 
 
+def worker(host: Host, gpus: tuple[Gpu, ...] = (), **settings: object) -> WorkerProcess:
+    model = ModelConfig.model_validate({"name": "m", "path": "p", "engine": "echo", **settings})
+    circuit = CircuitBreaker("m", BreakerLimits(lives=3, first_s=600))
+    adapters = Adapters("m", list_adapters(model), host)
+    host.replica = WorkerProcess(model, Assignment("m", 0, (), 1), gpus, host, circuit, adapters)
+    return host.replica
+
+
 Play = Callable[..., Stage]
 
 
@@ -114,14 +125,7 @@ async def play(tmp_path: Path) -> AsyncIterator[Play]:
     def start(
         gpus: tuple[Gpu, ...] = (), settings: dict[str, object] | None = None, **options: object
     ) -> Stage:
-        model = ModelConfig.model_validate(
-            {"name": "m", "path": "p", "engine": "echo", "options": options, **(settings or {})}
-        )
-        place = Assignment("m", 0, (), 1)
-        circuit = CircuitBreaker("m", BreakerLimits(lives=3, first_s=600))
-        adapters = Adapters("m", adapters_of(model), host)
-        replica = WorkerProcess(model, place, gpus, host, circuit, adapters)
-        stages.append(Stage(host, replica))
+        stages.append(Stage(host, worker(host, gpus, options=options, **(settings or {}))))
         return stages[-1]
 
     yield start
@@ -129,7 +133,7 @@ async def play(tmp_path: Path) -> AsyncIterator[Play]:
         child = stage.replica.child
         stage.replica.end(Stop(), 0.2)
         await asyncio.wait_for(stage.task, 10)
-        assert child is None or procfs.read(child.pid) is None
+        assert child is None or procfs.read_process(child.pid) is None
     host.run_dir.release()
 
 
@@ -162,7 +166,7 @@ async def test_an_engines_death_is_told_in_its_own_words(play: Play) -> None:
     stage = play(raise_on="(raise)")
     await stage.until("ready")
     first = stage.replica.status()
-    asked: Connection[WorkerToGateway] = await dial(
+    asked: Connection[WorkerToGateway] = await dial_address(
         first.socket, lambda: Connection(WorkerToGateway, lambda message: None, lambda error: None)
     )
     asked.send(Hello(PROTOCOL, "gateway", "g"))
@@ -235,14 +239,14 @@ async def test_now_means_now(play: Play) -> None:
 async def test_a_pong_brings_the_load(play: Play) -> None:
     stage = play()
     await stage.until("ready")
-    await stage.host.until(lambda: stage.replica.pulse.last.seq == 1)
+    await stage.host.until(lambda: stage.replica.liveness.last.seq == 1)
     stage.replica.measure()
     assert stage.replica.status().rss_bytes > 2**20
 
 
 async def test_it_counts_requests_and_is_of_use_by_tokens_too(play: Play) -> None:
     stage = play()
-    stage.replica.pulse.answered(Pong(1, 0.0, 2, 0, 0.0, served=193, finished=24))
+    stage.replica.liveness.answered(Pong(1, 0.0, 2, 0, 0.0, served=193, finished=24))
     assert (stage.replica.load(), stage.replica.use()) == ((24, 2), 193)
 
 
@@ -262,7 +266,7 @@ async def test_memory_on_a_gpu_that_is_not_its_own_is_final(
     expected = "worker m/0 holds 520 MiB on GPU 0 (H200), which is not its own"
     assert stage.replica.reason == expected
     assert stage.replica.restarts == 0
-    assert procfs.read(pids[0]) is None
+    assert procfs.read_process(pids[0]) is None
     assert "ready" not in stage.host.states
 
 
@@ -272,7 +276,7 @@ async def test_memory_that_strays_later_is_told_once_and_by_option_ends_it(
 ) -> None:
     stage = play(settings={"stray_memory": said})
     replica = stage.replica
-    replica.vram.gpus = (GPU,)  # as on a machine that has one; its NVML is made up
+    replica.gpu.gpus = (GPU,)  # as on a machine that has one; its NVML is made up
     await stage.until("ready")
     pid = replica.pid
     replica.measure_gpus({pid: {"GPU-aa": 520 * 2**20}})
@@ -354,7 +358,7 @@ async def test_one_that_was_told_to_end_counts_for_nothing(play: Play, tmp_path:
 
 async def request(stage: Stage, prompt: str) -> None:
     """Have the worker run a request, as a gateway would; its answer is of no interest."""
-    connection = await dial(
+    connection = await dial_address(
         stage.replica.status().socket,
         lambda: Connection(WorkerToGateway, lambda message: None, lambda error: None),
     )

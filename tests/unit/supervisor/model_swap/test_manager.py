@@ -16,7 +16,7 @@ from servekit.supervisor.gateway_process import Gateway
 from servekit.supervisor.model_swap import manager
 from servekit.supervisor.model_swap.manager import SwapManager
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
-from servekit.system import procfs
+from servekit.system import cgroup
 from tests.unit.supervisor.made_up_fleet import GIB, MadeUp, config, info
 
 
@@ -34,7 +34,7 @@ class Stage:
             plan=plan,
             served=list(fleets),
             everyone=lambda: list(fleets),
-            gate=SimpleNamespace(ledger=GpuReservations(())),
+            pool=SimpleNamespace(gate=SimpleNamespace(ledger=GpuReservations(()))),
             gpus=(),
         )
         self.residents = SwapManager(cast(DeploymentManager, made), [cast(Gateway, self.gateway)])
@@ -75,8 +75,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         """They are at once."""
 
     monkeypatch.setattr(manager, "until_told", until_told)
-    monkeypatch.setattr(procfs, "memory_bytes", lambda: 100 * GIB)
-    monkeypatch.setattr(procfs, "available_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(cgroup, "total_memory_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: 100 * GIB)
 
 
 def fleet(name: str, *states: str, sleeps: bool = True, **keys: Any) -> MadeUp:

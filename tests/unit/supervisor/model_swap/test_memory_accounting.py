@@ -7,7 +7,7 @@ import pytest
 from servekit.supervisor.model_swap import memory_accounting
 from servekit.supervisor.model_swap.memory_accounting import CPU, RAM
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
-from servekit.system import procfs
+from servekit.system import cgroup
 from servekit.system.gpus import Gpu
 from tests.unit.supervisor.made_up_fleet import GIB, MadeUp, config, info
 
@@ -16,8 +16,8 @@ GPUS = tuple(Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(2))
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(procfs, "memory_bytes", lambda: 50 * GIB)
-    monkeypatch.setattr(procfs, "available_bytes", lambda: 30 * GIB)
+    monkeypatch.setattr(cgroup, "total_memory_bytes", lambda: 50 * GIB)
+    monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: 30 * GIB)
 
 
 def test_a_claim_is_what_the_file_says_or_all_of_it() -> None:
@@ -83,5 +83,5 @@ def test_what_workers_that_wait_do_not_find() -> None:
     fleet.have("starting", "starting", "ready")
     assert memory_accounting.lacks(fleet.real) == {}
     for replica in fleet.replicas[:2]:
-        replica.vram.lacking = {"GPU-0": GIB}
+        replica.gpu.lacking = {"GPU-0": GIB}
     assert memory_accounting.lacks(fleet.real) == {"GPU-0": 2 * GIB}

@@ -203,7 +203,7 @@ def test_at_the_end_only_what_will_serve_is_waited_for() -> None:
     fleet.have("starting")
     one.observe((), 1.0)
     assert one.residence("", halted=True).tier == "coming"
-    fleet.replicas[0].vram.lacking = {"GPU-0": GIB}
+    fleet.replicas[0].gpu.lacking = {"GPU-0": GIB}
     assert one.residence("", halted=True) == ended, "nobody goes for it any more"
     fleet.have("ready", "failed")
     one.observe((), 1.0)

@@ -89,12 +89,12 @@ def test_nobody_goes_in_vain() -> None:
     ]
     decision = decide(facts, FREE, 100.0)
     assert decision.steps == ()
-    assert decision.waits["new"] == "20.0 GiB needed, 0 MiB free, and the others stay"
+    assert decision.waits["new"] == "20.0 GiB needed, 0 B free, and the others stay"
 
 
 def test_one_that_is_coming_is_waited_for_as_it_may_go_then() -> None:
     facts = [model("old", tier="coming"), model("new", waiting_since=90.0)]
-    said = "10.0 GiB needed, 0 MiB free; it waits for old"
+    said = "10.0 GiB needed, 0 B free; it waits for old"
     assert decide(facts, FREE, 100.0).waits == {"new": said}
     told = decide([replace(facts[0], load="on_start"), facts[1]], FREE, 100.0).waits["new"]
     assert told.endswith("and the others stay")

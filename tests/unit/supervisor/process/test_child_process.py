@@ -59,7 +59,7 @@ async def nursery(tmp_path: Path) -> AsyncIterator[Nursery]:
     for child in nursery.children:
         child.kill("the test is over")
         await asyncio.wait_for(child.exited, 10)
-        assert procfs.read(child.pid) is None
+        assert procfs.read_process(child.pid) is None
 
 
 async def ended(child: ChildProcess[FromWorker]) -> Exit:
@@ -70,7 +70,7 @@ async def gone(pid: int, within_s: float = 30.0) -> bool:
     """Whether a process that is not our child ends in time; its end comes as no event."""
     deadline = asyncio.get_running_loop().time() + within_s
     while asyncio.get_running_loop().time() < deadline:
-        process = procfs.read(pid)
+        process = procfs.read_process(pid)
         if process is None or process.state == "Z":
             return True
         await asyncio.sleep(0.01)
@@ -95,7 +95,7 @@ async def test_a_stop_returns_when_the_child_is_reaped(nursery: Nursery) -> None
     await nursery.until_it_speaks()
     exit_ = await child.stop(Drain(), 5.0)
     assert exit_.code == 5
-    assert procfs.read(child.pid) is None
+    assert procfs.read_process(child.pid) is None
 
 
 async def test_a_deaf_child_gets_sigterm(nursery: Nursery) -> None:
@@ -153,7 +153,7 @@ async def test_what_it_started_goes_with_it(nursery: Nursery) -> None:
     child.send(Ping(1))  # its line is older than its answer
     await nursery.until_it_speaks()
     grandchild = int(nursery.lines[0].split()[1])
-    assert procfs.read(grandchild) is not None
+    assert procfs.read_process(grandchild) is not None
     os.kill(child.pid, signal.SIGKILL)
     await ended(child)
     assert await gone(grandchild)

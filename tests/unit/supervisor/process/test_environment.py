@@ -1,20 +1,17 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
 from servekit.config.engines.options import KINDS
 from servekit.supervisor.process.environment import (
     THREADS,
-    _quota,
     for_gateway,
     for_remote_worker,
     for_worker,
-    usable_cpus,
 )
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.system.gpus import Gpu
 
 BASE = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "7"}
@@ -89,25 +86,3 @@ def test_nothing_given_is_edited() -> None:
     for_gateway(base, "x")
     assert base == BASE
     assert dict(os.environ) == before
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu.max": "150000 100000\n"}, 2),
-        ({"cpu.max": "50000 100000\n"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
-        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
-        ({}, None),
-    ],
-)
-def test_reads_a_cgroup_quota(tmp_path: Path, files: dict[str, str], expected: int | None) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert _quota(tmp_path) == expected
-
-
-def test_usable_cpus_never_exceed_the_affinity() -> None:
-    assert 1 <= usable_cpus() <= len(os.sched_getaffinity(0))

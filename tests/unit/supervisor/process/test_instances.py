@@ -53,12 +53,12 @@ def test_files_of_that_name_and_records_of_others_are_none(tmp_path: Path) -> No
 def test_one_whose_directory_is_just_not_there_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(procfs, "command", lambda *_: "servekit up")
+    monkeypatch.setattr(procfs, "command_line", lambda *_: "servekit up")
     made = taken(tmp_path / "servekit" / "r")
     shutil.rmtree(tmp_path / "servekit")
 
     def restore() -> None:
-        time.sleep(0.3)
+        time.sleep(0.3)  # it is looked for before, and for longer
         made.restore()
 
     thread = threading.Thread(target=restore)

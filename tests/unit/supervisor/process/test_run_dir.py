@@ -53,7 +53,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def started(process: subprocess.Popen[bytes]) -> int:
-    found = procfs.read(process.pid)
+    found = procfs.read_process(process.pid)
     assert found is not None
     return found.started
 

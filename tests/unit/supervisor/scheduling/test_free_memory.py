@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from servekit.supervisor.scheduling.free_memory import SLACK_BYTES, GpuSnapshot, obstacle
+from servekit.supervisor.scheduling.gpu_admission import SLACK_BYTES, GpuSnapshot, obstacle
 from servekit.system.gpus import Gpu
 
 GIB = 2**30

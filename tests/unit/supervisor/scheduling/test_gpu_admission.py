@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
 
 from servekit.supervisor.scheduling.gpu_admission import GpuAdmission, NvmlReading
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
-from servekit.supervisor.scheduling.memory_estimator import CONTEXT_BYTES
-from servekit.supervisor.scheduling.placement import Assignment
+from servekit.supervisor.scheduling.memory_requests import CONTEXT_BYTES, Assignment
 from servekit.system.gpus import Gpu, Slot
+from tests.polling import poll_async
 
 GIB = 2**30
 GPUS = tuple(Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(2))
@@ -77,12 +77,6 @@ def process() -> Iterator[int]:
     child.wait()
 
 
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110 - the gate tells nobody that it has changed
-            await asyncio.sleep(0.01)
-
-
 async def test_loads_that_share_a_gpu_take_turns(
     gate: GpuAdmission, nvml: Nvml, process: int
 ) -> None:
@@ -90,7 +84,7 @@ async def test_loads_that_share_a_gpu_take_turns(
     elsewhere = worker("c", GPUS[1:], 40)
     assert await gate.enter(first) == ""
     entering = asyncio.create_task(gate.enter(second))
-    await until(lambda: bool(second.told))
+    await poll_async("the gate says so", lambda: bool(second.told))
     assert second.told == ["waits for a/0 on GPU 0 (H200)"]
     assert await gate.enter(elsewhere) == "", "it waits for nobody who loads elsewhere"
     gate.loaded("c/0")
@@ -118,7 +112,7 @@ async def test_one_that_fetches_lets_others_load_but_not_into_what_it_was_promis
     gate.loads("a/0", from_files=True)
     gate.left("b/0", ())
     entering = asyncio.create_task(gate.enter(third))
-    await until(lambda: third.told == ["waits for a/0 on GPU 0 (H200)"])
+    await poll_async("the gate says so", lambda: third.told == ["waits for a/0 on GPU 0 (H200)"])
     gate.loads("a/0", from_files=True)
     gate.loaded("a/0")
     assert await entering == ""
@@ -145,7 +139,7 @@ async def test_it_waits_for_memory_and_says_so(gate: GpuAdmission, nvml: Nvml) -
     nvml.held[1] = {"GPU-0": 70}
     one = worker("a", GPUS[:1], 40)
     entering = asyncio.create_task(gate.enter(one))
-    await until(lambda: bool(one.told))
+    await poll_async("the gate says so", lambda: bool(one.told))
     assert one.told[0].startswith("waits for memory: GPU 0 (H200) has 30.0 GiB free")
     assert one.lacked[0] == {"GPU-0": 10 * GIB}
     assert gate.ledger.room("GPU-0") == 60 * GIB, "it has its claim while it waits"
@@ -171,7 +165,9 @@ async def test_a_claim_stands_until_the_memory_is_gone(gate: GpuAdmission, nvml:
     gate.left("a/0", {7})
     assert gate.ledger.holders("GPU-0") == {"a/0": 60 * GIB}
     entering = asyncio.create_task(gate.enter(second))
-    await until(lambda: any("60.0 GiB a/0's" in told for told in second.told))
+    await poll_async(
+        "the gate says so", lambda: any("60.0 GiB a/0's" in told for told in second.told)
+    )
     del nvml.held[7]
     assert await entering == ""
     assert gate.ledger.holders("GPU-0") == {"b/0": 60 * GIB}
@@ -185,7 +181,10 @@ async def test_its_next_life_waits_for_the_memory_of_its_last(
     nvml.held[7] = {"GPU-0": 40}
     gate.left("a/0", {7})
     entering = asyncio.create_task(gate.enter(one))
-    await until(lambda: any("still held by a worker of ours" in told for told in one.told))
+    await poll_async(
+        "the gate says so",
+        lambda: any("still held by a worker of ours" in told for told in one.told),
+    )
     del nvml.held[7]
     assert await entering == ""
     assert gate.ledger.holders("GPU-0") == {"a/0": 40 * GIB}
@@ -195,7 +194,7 @@ async def test_one_that_is_told_to_end_while_it_waits_leaves_nothing(gate: GpuAd
     first, second = worker("a", GPUS[:1], 40), worker("b", GPUS[:1], 40)
     assert await gate.enter(first) == ""
     entering = asyncio.create_task(gate.enter(second))
-    await until(lambda: bool(second.told))
+    await poll_async("the gate says so", lambda: bool(second.told))
     entering.cancel()
     await asyncio.wait((entering,))
     gate.left("b/0", ())

@@ -14,10 +14,10 @@ from servekit.errors import ConfigError
 from servekit.supervisor.deployments.plan import Source
 from servekit.supervisor.scheduling import memory_estimator
 from servekit.supervisor.scheduling.memory_estimator import (
-    CONTEXT_BYTES,
     Estimate,
     estimate,
 )
+from servekit.supervisor.scheduling.memory_requests import CONTEXT_BYTES
 from servekit.supervisor.scheduling.placement import place
 from servekit.system.gpus import Gpu
 from tests.integration.instance import write_config

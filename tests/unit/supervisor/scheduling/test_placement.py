@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError
-from servekit.supervisor.scheduling.memory_requests import least
-from servekit.supervisor.scheduling.placement import Assignment, Misplaced, allowed, place
+from servekit.supervisor.scheduling.memory_requests import Assignment, Misplaced, least
+from servekit.supervisor.scheduling.placement import allowed, place
 from servekit.system.gpus import Gpu
 
 

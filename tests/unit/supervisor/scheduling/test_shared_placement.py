@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.scheduling.memory_requests import (
+    Assignment,
     Misplaced,
     claim_bytes,
     least,
     reserve_bytes,
 )
-from servekit.supervisor.scheduling.placement import Assignment, place
+from servekit.supervisor.scheduling.placement import place
 from servekit.system.gpus import Gpu, Slot
 
 GIB = 2**30

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from servekit.config.schema import ModelConfig
-from servekit.supervisor.scheduling.placement import Assignment
-from servekit.supervisor.workers.worker_spec import worker_spec
+from servekit.supervisor.scheduling.memory_requests import Assignment
+from servekit.supervisor.workers.worker_spec import make_worker_spec
 from servekit.system.gpus import Gpu
 
 GPUS = tuple(Gpu(index, f"GPU-{index}", "H200", 10, 10) for index in range(2))
@@ -30,13 +30,16 @@ def test_how_it_is_spread(
     keys: dict[str, object], count: int, expected: tuple[str, int, str]
 ) -> None:
     model = ModelConfig.model_validate({"name": "a", "path": "a", **keys})
-    spec = worker_spec(model, Assignment("a", 0, GPUS[:count], None), "")
+    spec = make_worker_spec(model, Assignment("a", 0, GPUS[:count], None), "")
     assert (spec.device, spec.gpus, spec.parallel) == expected
 
 
 @pytest.mark.parametrize(("count", "claim"), [(0, 3 * 2**30), (1, 0)])
 def test_what_it_may_take_of_the_host(count: int, claim: int) -> None:
     model = ModelConfig.model_validate({"name": "a", "path": "a", "memory": "3GiB"})
-    assert worker_spec(model, Assignment("a", 0, GPUS[:count], None), "").host_memory_bytes == claim
+    assert (
+        make_worker_spec(model, Assignment("a", 0, GPUS[:count], None), "").host_memory_bytes
+        == claim
+    )
     unsaid = ModelConfig.model_validate({"name": "a", "path": "a"})
-    assert not worker_spec(unsaid, Assignment("a", 0, (), None), "").host_memory_bytes
+    assert not make_worker_spec(unsaid, Assignment("a", 0, (), None), "").host_memory_bytes

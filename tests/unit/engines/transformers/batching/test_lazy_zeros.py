@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from servekit.engines.transformers.batching.lazy_zeros import LEAST_BYTES, LazyZeros
+from servekit.engines.transformers.batching.batch_processor import LEAST_LAZY_BYTES, LazyZeros
 
 SIZE_BYTES = 256 * 2**20
 
@@ -33,8 +33,8 @@ def test_they_take_memory_as_they_are_written() -> None:
 def test_all_else_is_made_as_ever() -> None:
     with LazyZeros():
         assert torch.zeros(2, 3).shape == (2, 3)
-        assert torch.zeros(LEAST_BYTES, dtype=torch.float32).dtype == torch.float32
-        assert torch.zeros((LEAST_BYTES,), dtype=torch.uint8).shape == (LEAST_BYTES,)
-        assert torch.zeros(LEAST_BYTES, dtype=torch.uint8, device="meta").device.type == "meta"
+        assert torch.zeros(LEAST_LAZY_BYTES, dtype=torch.float32).dtype == torch.float32
+        assert torch.zeros((LEAST_LAZY_BYTES,), dtype=torch.uint8).shape == (LEAST_LAZY_BYTES,)
+        assert torch.zeros(LEAST_LAZY_BYTES, dtype=torch.uint8, device="meta").device.type == "meta"
         assert torch.zeros(4, dtype=torch.uint8).untyped_storage().resizable()
-    assert torch.zeros(LEAST_BYTES, dtype=torch.uint8).untyped_storage().resizable()
+    assert torch.zeros(LEAST_LAZY_BYTES, dtype=torch.uint8).untyped_storage().resizable()

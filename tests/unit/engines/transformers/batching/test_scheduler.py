@@ -82,7 +82,7 @@ def test_without_the_salt_the_text_is_wrong(
     harness: Make, tiny_model: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the test above cannot pass for another reason."""
-    monkeypatch.setattr(scheduler, "_salted", lambda tokens, uid: list(tokens))
+    monkeypatch.setattr(scheduler, "_salt_tokens", lambda tokens, uid: list(tokens))
     one = harness(options={"block_size": 8})
     load(one, {"lora": folders["lora"]})
     one.generate(LONG, max_tokens=2, ignore_eos=True)
@@ -93,7 +93,7 @@ def test_without_the_salt_the_text_is_wrong(
 def test_tokens_differ_by_adapter_and_by_themselves() -> None:
     prompts = [[first, *range(20)] for first in range(50)]
     salted = {
-        tuple(scheduler._salted(prompt, scheduler._changes(uid, salt)))
+        tuple(scheduler._salt_tokens(prompt, scheduler._token_changes(uid, salt)))
         for prompt in prompts
         for uid in range(20)
         for salt in ("", "alice", "bob")

@@ -19,7 +19,7 @@ from servekit.engines.transformers.decode.decode_loop import StepOptions
 from servekit.engines.transformers.request_row import Row
 from servekit.protocol.messages import SamplingParams
 
-REFERENCE = kernels.Kernel("reference", kernels.reference, captured=False)
+REFERENCE = kernels.Kernel("reference", kernels.reference_attention, captured=False)
 CONTEXT = 512
 EOS = frozenset([3, 5, 7, 100])
 BLOCK = 16

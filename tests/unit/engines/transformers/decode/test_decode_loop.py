@@ -47,7 +47,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
         monkeypatch.setattr(decode_loop.DecodeLoop, name, counting)
 
-    for name in ("_start", "_look_on", "_run_dry"):
+    for name in ("_start_step", "_look_on", "_run_dry"):
         count(name)
     yield counted
 
@@ -67,7 +67,7 @@ def test_a_crowd_gets_the_librarys_texts(
     assert texts(found) == texts(crowds)
     assert ends(found) == ends(crowds)
     assert {"stop", "length"} <= set(ends(found).values())
-    assert calls["_start"] > 30
+    assert calls["_start_step"] > 30
     assert not engine._processor.scheduler.active_requests
     assert engine._decoder is not None and not engine._decoder.seated
 
@@ -148,13 +148,13 @@ def test_a_seat_that_was_left_touches_no_page(tiny_model: Path) -> None:
     Crowd([(0, short), (0, long)]).run(engine)
     decoder = engine._decoder
     assert decoder is not None
-    decoder._seats.upload()
-    assert bool((decoder._seats.table == decoder.pages.trash).all())
-    assert int(decoder._seats.ints[:, TOKEN:].abs().sum()) == 0
+    decoder._slots.upload()
+    assert bool((decoder._slots.table == decoder.pages.trash).all())
+    assert int(decoder._slots.ints[:, TOKEN:].abs().sum()) == 0
 
 
 def test_sizes_of_batches_are_few() -> None:
-    assert [decode_loop.bucket(seated, 48) for seated in (1, 2, 3, 5, 32, 33, 48)] == [
+    assert [decode_loop.bucket_size(seated, 48) for seated in (1, 2, 3, 5, 32, 33, 48)] == [
         *(1, 2, 4, 8, 32, 48, 48)
     ]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from servekit.engines.text.sampling_params import Sampling, noise_base, noise_keys
+from servekit.engines.transformers import sampling
 from servekit.engines.transformers.decode import device_sampling
 from servekit.engines.transformers.decode.batch_slots import BatchSlots
-from servekit.engines.transformers.sampling import sampler
 from tests.unit.engines.transformers.decode.crowds import row
 
 VOCABULARY = 1000
@@ -44,16 +44,16 @@ def test_draws_are_the_hosts(scale: float) -> None:
         one.completion = [9] * (index % 5)
     seats = BatchSlots(len(rows), 4, 0, VOCABULARY, torch.device("cpu"))
     for one in rows:
-        assert not device_sampling.careful(one, VOCABULARY)
+        assert not device_sampling.needs_host(one, VOCABULARY)
         seats.take(one, None, device_sampling.kind_of(one), [], 16)
     seats.upload()
     logits = scale * torch.randn(len(rows), VOCABULARY, generator=made)
     kept = logits.clone()
-    found = device_sampling.choose(
+    found = device_sampling.choose_tokens(
         logits, seats.ints, seats.floats, device_sampling.SamplingMode(plain=True, ranked=True)
     )
     assert torch.equal(logits, kept)
-    sampler.Sampler().apply(rows, logits)
+    sampling.Sampler().apply(rows, logits)
     assert found.tolist() == logits.argmax(-1).tolist()
     assert len(set(found.tolist())) > 14
 
@@ -74,8 +74,8 @@ def test_draws_are_the_hosts(scale: float) -> None:
 )
 def test_what_needs_the_host(how: dict[str, Any], careful: bool) -> None:
     one = row("r", [1], 9, **how)
-    assert device_sampling.careful(one, VOCABULARY) is careful
+    assert device_sampling.needs_host(one, VOCABULARY) is careful
     if "min_tokens" in how:
         one.completion = [1, 1]
-        assert not device_sampling.careful(one, VOCABULARY)
+        assert not device_sampling.needs_host(one, VOCABULARY)
     assert isinstance(one.sampling, Sampling)

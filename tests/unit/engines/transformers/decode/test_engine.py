@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.transformers.decode import kernels, options
+from servekit.engines.transformers import runner_factory
+from servekit.engines.transformers.decode import kernels
 from servekit.engines.transformers.decode.decode_loop import StepOptions
 from servekit.errors import LoadError
 from tests.unit.engines.harness import PROMPTS, Harness, reference
@@ -67,10 +68,10 @@ def test_a_kernel_that_is_wrong_leaves_decoding_to_the_library(
     harness: Make, monkeypatch: pytest.MonkeyPatch, tiny: Harness
 ) -> None:
     def wrong(*case: Any) -> Any:
-        return 0 * kernels.reference(*case)
+        return 0 * kernels.reference_attention(*case)
 
     wish = StepOptions(kernels.Kernel("wrong", wrong), 512, graphs=False, ahead=True)
-    monkeypatch.setattr(options, "wish", lambda *asked: wish)
+    monkeypatch.setattr(runner_factory, "step_options", lambda *asked: wish)
     one = harness()
     assert one.info.detail.endswith("; decoding: the library's, since its decoding failed its test")
     assert one.generate(PROMPTS[0]) == tiny.generate(PROMPTS[0])

@@ -34,41 +34,43 @@ def by_hand(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths:
 
 
 def test_the_reference_is_attention() -> None:
-    case = kernels.example(SHAPE, [1, 8, 9, 30])
-    found = kernels.reference(*case)
+    case = kernels.make_example(SHAPE, [1, 8, 9, 30])
+    found = kernels.reference_attention(*case)
     torch.testing.assert_close(found, by_hand(*case[:5]), rtol=1e-5, atol=1e-5)
 
 
 def _off_by_one(*case: Any) -> Tensor:
     query, keys, values, table, lengths, scale = case
     shorter = (lengths - 1).clamp(min=1)
-    return kernels.reference(query, keys, values, table, shorter, scale)
+    return kernels.reference_attention(query, keys, values, table, shorter, scale)
 
 
 def _one_page_only(*case: Any) -> Tensor:
     query, keys, values, table, lengths, scale = case
-    return kernels.reference(query, keys, values, table[:, :1].expand_as(table), lengths, scale)
+    return kernels.reference_attention(
+        query, keys, values, table[:, :1].expand_as(table), lengths, scale
+    )
 
 
 @pytest.mark.parametrize("wrong", [_off_by_one, _one_page_only])
 def test_a_wrong_kernel_is_found_out(wrong: Any) -> None:
-    kernels.agrees(Kernel("right", kernels.reference), SHAPE)
+    kernels.check_kernel(Kernel("right", kernels.reference_attention), SHAPE)
     with pytest.raises(ValueError, match="off by"):
-        kernels.agrees(Kernel("wrong", wrong), SHAPE)
+        kernels.check_kernel(Kernel("wrong", wrong), SHAPE)
 
 
 def test_what_is_not_installed_is_told() -> None:
     with pytest.raises(LookupError, match=r"triton: .*GPU"):
-        kernels.choose("triton", SHAPE)
+        kernels.choose_kernel("triton", SHAPE)
     with pytest.raises(
         LookupError, match=r"flash3: .*flash3|flash_attn_interface is not installed"
     ):
-        kernels.choose("flash3", SHAPE)
+        kernels.choose_kernel("flash3", SHAPE)
     with pytest.raises(LookupError, match=r"block_size: 256|has no paged attention"):
-        kernels.choose("torch", SHAPE)
-    assert kernels.choose("reference", SHAPE).name == "reference"
+        kernels.choose_kernel("torch", SHAPE)
+    assert kernels.choose_kernel("reference", SHAPE).name == "reference"
     with pytest.raises(LookupError, match=r"(?s)triton.*torch"):
-        kernels.choose("auto", SHAPE)
+        kernels.choose_kernel("auto", SHAPE)
 
 
 INTERPRETED = """

@@ -14,14 +14,22 @@ from tests.unit.engines.transformers.lora import making
 Answers = Callable[[str], list[list[int]]]
 
 
+class Folders(dict[str, Path]):
+    """A folder for each of `making.configs`, by its name; written when it is first asked for."""
+
+    def __init__(self, model: Path, root: Path) -> None:
+        super().__init__()
+        self._model, self._root, self._configs = model, root, making.configs()
+
+    def __missing__(self, name: str) -> Path:
+        seed = list(self._configs).index(name)
+        self[name] = making.write(self._model, self._root / name, self._configs[name], seed)
+        return self[name]
+
+
 @pytest.fixture(scope="session")
-def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder for each of `making.configs`, by its name."""
-    root = tmp_path_factory.mktemp("adapters")
-    return {
-        name: making.write(tiny_model, root / name, config, seed)
-        for seed, (name, config) in enumerate(making.configs().items())
-    }
+def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tiny_model, tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="session")
@@ -41,10 +49,18 @@ def answers(tiny_model: Path, adapters: dict[str, Path]) -> Answers:
     return of
 
 
-@pytest.fixture(scope="module")
-def served(tiny_model: Path, adapters: dict[str, Path]) -> Iterator[Harness]:
-    """One engine with all adapters, from the worker's specification."""
-    specs = tuple(making.spec(folder) for folder in adapters.values())
+ALL_IN_LANE = [
+    pytest.param(making.FEW, id="few"),
+    pytest.param(tuple(making.MODES), id="all", marks=pytest.mark.lane("adapters")),
+]
+
+
+@pytest.fixture(scope="module", params=ALL_IN_LANE)
+def served(
+    tiny_model: Path, adapters: dict[str, Path], request: pytest.FixtureRequest
+) -> Iterator[Harness]:
+    """One engine with adapters from the worker's specification."""
+    specs = tuple(making.spec(adapters[name]) for name in request.param)
     engine = Harness(make_spec(tiny_model, adapters=specs))
     yield engine
     engine.close()

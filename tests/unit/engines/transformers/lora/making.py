@@ -16,6 +16,14 @@ TASK = "CAUSAL_LM"
 QV = ["q_proj", "v_proj"]
 #: Tokens that are compared, of each answer.
 COUNT = 16
+#: By how the engine runs an adapter, those of `configs`.
+MODES = {
+    **dict.fromkeys(("lora", "rslora", "patterns", "prompt", "encoder"), "mixed"),
+    **dict.fromkeys(("saved", "embeds", "head", "ia3", "vera"), "grouped"),
+    **dict.fromkeys(("dora", "loha", "lokr", "oft", "boft", "butterfly"), "merged"),
+}
+#: One of each mode, and one without weights of its own in the layers.
+FEW = ("lora", "prompt", "ia3", "boft")
 
 
 def configs() -> dict[str, Any]:

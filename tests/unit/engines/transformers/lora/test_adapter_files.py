@@ -109,7 +109,7 @@ def test_what_is_wrong_is_named(
     with pytest.raises(RequestError, match=message) as caught:
         engine.engine.load_adapter(making.spec(folder))
     assert caught.value.status == 400 and str(caught.value).endswith((".", "…"))
-    shelf: Any = engine.engine._shelf
+    shelf: Any = engine.engine._adapters
     assert not shelf._served and not shelf._runner._mixing._layers
 
 

@@ -13,9 +13,10 @@ import torch
 from tests.unit.engines.harness import PROMPTS, Harness
 from tests.unit.engines.transformers.lora import making
 from tests.unit.engines.transformers.lora.conftest import Answers
-from tests.unit.engines.transformers.lora.test_manager import GREEDY, MODES, NAMES, ask
+from tests.unit.engines.transformers.lora.test_manager import GREEDY, ask
 
 Make = Callable[..., Harness]
+NAMES = sorted(making.MODES)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
@@ -25,7 +26,7 @@ OPTIONS: dict[str, Any] = {"kv_cache_bytes": 64 * 2**20}
 
 
 def all_of(adapters: dict[str, Path]) -> tuple[Any, ...]:
-    return tuple(making.spec(folder) for folder in adapters.values())
+    return tuple(making.spec(folder) for folder in map(adapters.__getitem__, NAMES))
 
 
 @pytest.mark.parametrize("batching", ["continuous", "static"])
@@ -50,7 +51,7 @@ def test_in_half_precision_all_are_verified(
 ) -> None:
     one = harness(device="cuda", dtype=dtype, options=OPTIONS, adapters=all_of(adapters))
     assert not one.info.refused_adapters
-    assert {info.name: info.mode for info in one.info.adapters} == MODES
+    assert {info.name: info.mode for info in one.info.adapters} == making.MODES
     print({info.name: info.figures for info in one.info.adapters})
 
 
@@ -81,7 +82,7 @@ def test_asleep_only_the_context_is_left_and_awake_the_text_is_the_same(
     empty = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     options = OPTIONS | {"batching": batching}
     one = harness(device="cuda", dtype="float32", options=options, adapters=all_of(adapters))
-    asked = [(prompt, name) for prompt in PROMPTS for name in ("", *adapters)]
+    asked = [(prompt, name) for prompt in PROMPTS for name in ("", *NAMES)]
 
     def said() -> list[list[int]]:
         jobs = [one.submit(prompt, adapter=name, **GREEDY) for prompt, name in asked]

@@ -11,22 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from servekit.engines.transformers.batching import kv_cache
 from servekit.engines.transformers.lora.adapter import Adapter
 from servekit.errors import ContextLengthExceeded, LoadError, RequestError
+from servekit.system import cgroup
 from tests.unit.engines.harness import PROMPTS, Harness, assert_alive, make_spec
 from tests.unit.engines.text.test_structured_output import DIGITS
 from tests.unit.engines.transformers.lora import making
-from tests.unit.engines.transformers.lora.conftest import Answers
+from tests.unit.engines.transformers.lora.conftest import ALL_IN_LANE, Answers
 
 Make = Callable[..., Harness]
 GREEDY: dict[str, Any] = {"max_tokens": making.COUNT, "ignore_eos": True}
-MODES = {
-    **dict.fromkeys(("lora", "rslora", "patterns", "prompt", "encoder"), "mixed"),
-    **dict.fromkeys(("saved", "embeds", "head", "ia3", "vera"), "grouped"),
-    **dict.fromkeys(("dora", "loha", "lokr", "oft", "boft", "butterfly"), "merged"),
-}
-NAMES = sorted(MODES)
+
+
+def names(harness: Harness) -> list[str]:
+    return sorted(info.name for info in harness.info.adapters)
+
+
+def modes(harness: Harness) -> dict[str, str]:
+    return {info.name: info.mode for info in harness.info.adapters}
 
 
 def ask(harness: Harness, name: str, prompt: str, **params: Any) -> list[int]:
@@ -38,7 +40,7 @@ def ask(harness: Harness, name: str, prompt: str, **params: Any) -> list[int]:
 
 def test_every_kind_is_verified_and_says_how_it_runs(served: Harness) -> None:
     assert not served.info.refused_adapters
-    assert {info.name: info.mode for info in served.info.adapters} == MODES
+    assert modes(served) == {name: making.MODES[name] for name in names(served)}
     assert "adapters" in served.info.serves
     for info in served.info.adapters:
         assert info.why.endswith(".") and info.bytes > 0 and info.parameters > 0
@@ -47,15 +49,16 @@ def test_every_kind_is_verified_and_says_how_it_runs(served: Harness) -> None:
         if info.name not in ("prompt", "encoder"):
             assert info.figures["layers"] > 0 and info.figures["layer_error"] < 1e-4
     ranks = {info.name: info.rank for info in served.info.adapters}
-    assert (ranks["lora"], ranks["patterns"], ranks["ia3"]) == (4, 6, 0)
+    assert ranks.items() >= {"lora": 4, "ia3": 0}.items() and ranks.get("patterns", 6) == 6
     kinds = {info.name: info.kind for info in served.info.adapters}
-    assert (kinds["lora"], kinds["dora"], kinds["butterfly"]) == ("LORA", "DORA", "BOFT")
+    assert kinds.items() >= {"lora": "LORA", "boft": "BOFT"}.items()
+    assert kinds.get("dora", "DORA") == "DORA" and kinds.get("butterfly", "BOFT") == "BOFT"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_alone_it_says_what_peft_says(served: Harness, answers: Answers, name: str) -> None:
-    assert [ask(served, name, prompt) for prompt in PROMPTS] == answers(name)
-    assert answers(name) != answers("")
+def test_alone_it_says_what_peft_says(served: Harness, answers: Answers) -> None:
+    said = {name: [ask(served, name, prompt) for prompt in PROMPTS] for name in names(served)}
+    assert said == {name: answers(name) for name in said}
+    assert not [name for name in said if said[name] == answers("")]
 
 
 def test_all_together_beside_the_base(served: Harness, answers: Answers) -> None:
@@ -64,7 +67,7 @@ def test_all_together_beside_the_base(served: Harness, answers: Answers) -> None
         jobs = [
             (name, turn, served.submit(prompt, adapter=name, **GREEDY))
             for turn, prompt in enumerate(PROMPTS)
-            for name in ("", *NAMES)
+            for name in ("", *names(served))
         ]
         wrong = [(n, turn) for n, turn, job in jobs if served.tokens(job) != answers(n)[turn]]
         assert not wrong
@@ -117,23 +120,24 @@ def test_log_probabilities_and_grammars_are_the_adapters(served: Harness, name: 
 
 
 def test_virtual_tokens_take_room_in_the_context(served: Harness) -> None:
-    assert len(served.generate([5] * 470, adapter="encoder", max_tokens=2, ignore_eos=True)) == 2
+    assert len(served.generate([5] * 505, adapter="prompt", max_tokens=2, ignore_eos=True)) == 2
     with pytest.raises(ContextLengthExceeded):
-        served.submit([5] * 470, adapter="encoder", max_tokens=3)
-    served.tokens(served.submit([5] * 470, max_tokens=42))
+        served.submit([5] * 505, adapter="prompt", max_tokens=3)
+    served.tokens(served.submit([5] * 505, max_tokens=7))
 
 
+@pytest.mark.parametrize("kinds", ALL_IN_LANE)
 def test_in_bfloat16_every_kind_is_verified_too(
-    tiny_model: Path, adapters: dict[str, Path]
+    tiny_model: Path, adapters: dict[str, Path], kinds: tuple[str, ...]
 ) -> None:
-    specs = tuple(making.spec(folder) for folder in adapters.values())
+    specs = tuple(making.spec(adapters[name]) for name in kinds)
     one = Harness(make_spec(tiny_model, dtype="bfloat16", adapters=specs))
     try:
         assert not one.info.refused_adapters
-        assert {info.name: info.mode for info in one.info.adapters} == MODES
+        assert modes(one) == {name: making.MODES[name] for name in kinds}
         for info in one.info.adapters:  # wide tolerances, and yet room in them
             assert info.figures["batch_error"] < 0.1 < info.figures["effect"] or info.name == "loha"
-        assert all(len(ask(one, name, PROMPTS[0])) == making.COUNT for name in NAMES)
+        assert all(len(ask(one, name, PROMPTS[0])) == making.COUNT for name in kinds)
     finally:
         one.close()
 
@@ -141,7 +145,7 @@ def test_in_bfloat16_every_kind_is_verified_too(
 def test_without_memory_for_copies_a_costly_one_is_grouped(
     bare: Harness, adapters: dict[str, Path], answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_cache, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: 1000)
     for name in ("boft", "dora"):
         info = bare.engine.load_adapter(making.spec(adapters[name]))
         assert info.mode == "grouped" and "are free" in info.why
@@ -214,7 +218,7 @@ def test_unloading_frees_its_memory_and_restores_the_base(
     before = held_bytes()
     bare.engine.load_adapter(making.spec(adapters[name]))
     ask(bare, name, PROMPTS[0])
-    shelf: Any = bare.engine._shelf
+    shelf: Any = bare.engine._adapters
     tensors = [weakref.ref(tensor) for tensor in own_tensors(shelf.get(name), shelf)]
     assert tensors and held_bytes() > before
     bare.engine.unload_adapter(name)

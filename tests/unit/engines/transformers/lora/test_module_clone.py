@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from servekit.engines.transformers.lora.module_clone import BaseChanged, ModuleClones
+from servekit.engines.transformers.lora.module_clone import BaseChanged, ModuleClones, logits_of
 
 IDS = list(range(3, 15))
 
@@ -24,7 +24,7 @@ def model(tiny_model: Path) -> Any:
 def test_it_says_what_the_base_says_in_the_same_memory(model: Any) -> None:
     skeletons = ModuleClones(model, "sdpa")
     one = skeletons.new()
-    assert torch.equal(skeletons.logits(IDS, 3), model(torch.tensor([IDS])).logits[0, -3:])
+    assert torch.equal(logits_of(skeletons.base, IDS, 3), model(torch.tensor([IDS])).logits[0, -3:])
     pairs = list(zip(one.parameters(), model.parameters(), strict=True))
     assert all(a.data_ptr() == b.data_ptr() and a is not b for a, b in pairs)
     assert not skeletons.own(one)
@@ -33,13 +33,13 @@ def test_it_says_what_the_base_says_in_the_same_memory(model: Any) -> None:
 
 def test_what_is_put_into_it_stays_there(model: Any) -> None:
     skeletons = ModuleClones(model, "sdpa")
-    before, one = skeletons.logits(IDS, 3), skeletons.new()
+    before, one = logits_of(skeletons.base, IDS, 3), skeletons.new()
     with skeletons.unchanged():
         layer: Any = one.get_submodule("model.layers.0.self_attn.q_proj")
         layer.weight.data = torch.zeros_like(layer.weight)
         one.set_submodule("model.layers.1.mlp.up_proj", nn.Linear(64, 128, bias=False))
         one.set_attn_implementation("eager")
-    assert torch.equal(skeletons.logits(IDS, 3), before)
+    assert torch.equal(logits_of(skeletons.base, IDS, 3), before)
     assert model.config._attn_implementation == "sdpa"
     assert sorted(tensor.shape for tensor in skeletons.own(one)) == [(64, 64), (128, 64)]
 

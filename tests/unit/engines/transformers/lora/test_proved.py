@@ -61,6 +61,7 @@ def test_nothing_else_is_served() -> None:
     assert {*CONFIGS} | others == PROVED
 
 
+@pytest.mark.lane("adapters")
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
 def test_it_says_what_peft_says(
     engine: Harness, tiny_model: Path, tmp_path: Path, kind: str

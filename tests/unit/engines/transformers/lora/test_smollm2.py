@@ -11,7 +11,7 @@ import pytest
 from tests.unit.engines.harness import Harness, make_spec, reference
 from tests.unit.engines.transformers.lora import making
 
-pytestmark = [pytest.mark.slow, pytest.mark.model]
+pytestmark = [pytest.mark.lane("adapters"), pytest.mark.model]
 
 PROMPTS = ["The capital of France is", "def fibonacci(n):", "Once upon a time, " * 12]
 COUNT = 10

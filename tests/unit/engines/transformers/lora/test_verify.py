@@ -17,7 +17,6 @@ from servekit.engines.transformers.lora import (
     batched_lora,
     boft,
     peft_model,
-    tolerance,
     verify,
 )
 from servekit.engines.transformers.lora.adapter_files import WEIGHTS
@@ -40,7 +39,7 @@ def refused(engine: Harness, folder: Path, message: str) -> None:
     before = engine.generate(PROMPTS[0], max_tokens=8, ignore_eos=True)
     with pytest.raises(RequestError, match=message):
         engine.engine.load_adapter(making.spec(folder, "broken"))
-    shelf: Any = engine.engine._shelf
+    shelf: Any = engine.engine._adapters
     assert not shelf._served and not shelf._runner._mixing._layers and not engine.engine._rows
     assert engine.generate(PROMPTS[0], max_tokens=8, ignore_eos=True) == before
     assert_alive(engine)
@@ -117,7 +116,10 @@ def test_virtual_tokens_that_are_no_numbers(
 
 @pytest.mark.parametrize(
     ("name", "owner", "what"),
-    [("lora", batched_lora, "_add"), ("prompt", batched_lora.BatchedLora, "_embed")],
+    [
+        ("lora", batched_lora, "_add_products"),
+        ("prompt", batched_lora.BatchedLora, "_embed_tokens"),
+    ],
 )
 def test_one_that_is_wrong_in_a_batch_only(
     engine: Harness,
@@ -128,7 +130,10 @@ def test_one_that_is_wrong_in_a_batch_only(
     what: str,
 ) -> None:
     """Right by itself, but the engine's batch does not add what it should."""
-    nothing = {"_add": lambda *args: None, "_embed": lambda self, plain, *args: plain(*args)}
+    nothing = {
+        "_add_products": lambda *args: None,
+        "_embed_tokens": lambda self, plain, *args: plain(*args),
+    }
     monkeypatch.setattr(owner, what, nothing[what])
     refused(engine, adapters[name], "something else in a batch with others than alone")
 
@@ -139,7 +144,7 @@ def test_one_that_disturbs_the_base(
     def everyone(self: Any, part: Any, adapter: Any) -> None:
         self.runs = [(adapter.uid, 0, 10**6)]
 
-    monkeypatch.setattr(batched_lora.Step, "_take", everyone)
+    monkeypatch.setattr(batched_lora.Step, "_take_part", everyone)
     refused(engine, adapters["lora"], "Beside the adapter the base model says something else")
 
 
@@ -179,19 +184,19 @@ def test_a_base_that_is_written_to_ends_the_engine(
 
 def test_the_probes_prompt_is_in_the_vocabulary() -> None:
     for size in (16, 400, 150_000):
-        ids = verify.prompt(11, size)
+        ids = verify.probe_prompt(11, size)
         assert len(ids) == 11 and all(0 <= token < size for token in ids)
 
 
 def test_a_neighbour_is_compared_as_far_as_it_goes_on_alike() -> None:
-    allowed = tolerance.of(torch.device("cpu"), torch.bfloat16)
+    allowed = verify.tolerance_of(torch.device("cpu"), torch.bfloat16)
     logits = torch.eye(3)
     before = verify.Said((4, 5, 6), logits)
     parted = verify.Said((4, 7, 8), logits[[0, 1, 0]])  # after a near-tie at the second token
-    assert verify.disturbed(parted, before, allowed, "adapter a") == 0
+    assert verify.verify_undisturbed(parted, before, allowed, "adapter a") == 0
     for wrong in (
         verify.Said((4, 7, 8), logits[[0, 2, 0]]),
         verify.Said((4, 5, 6), logits[[0, 1, 0]]),
     ):
         with pytest.raises(RequestError, match="Beside the adapter adapter a says something else"):
-            verify.disturbed(wrong, before, allowed, "adapter a")
+            verify.verify_undisturbed(wrong, before, allowed, "adapter a")

@@ -14,8 +14,8 @@ from servekit.engines.transformers import weights
 from servekit.engines.transformers.sleep import weight_offload
 from servekit.engines.transformers.sleep.weight_offload import (
     DiskReload,
-    storages,
     tensors_of,
+    unique_storages,
 )
 from tests.unit.engines.harness import Harness, make_spec, write_tiny_llama
 
@@ -87,7 +87,7 @@ def test_weights_that_were_written_to_are_kept(large: Path) -> None:
 
 def test_what_is_shared_is_counted_once() -> None:
     whole = torch.zeros(10)
-    assert len(storages([whole, whole[2:], whole.view(5, 2), torch.zeros(3)])) == 2
+    assert len(unique_storages([whole, whole[2:], whole.view(5, 2), torch.zeros(3)])) == 2
 
 
 def test_a_load_that_fails_leaves_it_asleep_to_be_woken_later(large: Path) -> None:
@@ -109,7 +109,7 @@ def _fail() -> Any:
 
 def test_the_kernels_list_is_read() -> None:
     """Source: proc(5), /proc/PID/smaps."""
-    found = list(weight_offload._mappings(Path("/proc/self/smaps")))
+    found = list(weight_offload._file_mappings(Path("/proc/self/smaps")))
     assert found
     assert all(start < end for start, end, _ in found)
 

@@ -24,12 +24,16 @@ from tests.unit.engines.text.test_structured_output import DIGITS, JSON
 Opened = Callable[..., AbstractContextManager[Harness]]
 
 
+lane = pytest.mark.lane("tensor-parallel")
+
+
 @pytest.fixture(scope="module", params=["continuous", "static"])
 def spread(request: pytest.FixtureRequest, even: Path, two_ranks: Opened) -> Iterator[Harness]:
     with two_ranks(even, options={"batching": request.param}) as engine:
         yield engine
 
 
+@lane
 def test_greedy_in_a_crowd_is_what_generate_says(spread: Harness, even: Path) -> None:
     expected = reference(even, PROMPTS, 24)
     jobs = []
@@ -39,6 +43,7 @@ def test_greedy_in_a_crowd_is_what_generate_says(spread: Harness, even: Path) ->
     assert [spread.tokens(job) for job in jobs] == expected
 
 
+@lane
 def test_it_says_how_it_is_spread(spread: Harness) -> None:
     info = spread.info
     assert info.detail.endswith("tensor parallel, 2 ranks")
@@ -46,6 +51,7 @@ def test_it_says_how_it_is_spread(spread: Harness) -> None:
     assert info.sleeps
 
 
+@lane
 def test_seeds_grammars_and_log_probabilities_are_as_on_one(
     spread: Harness, alone: Harness
 ) -> None:
@@ -65,12 +71,14 @@ def test_seeds_grammars_and_log_probabilities_are_as_on_one(
         )
 
 
+@lane
 def test_another_workers_tokens_are_gone_on_from(spread: Harness) -> None:
     whole = spread.generate(PROMPTS[0], max_tokens=20, ignore_eos=True)
     rest = spread.submit(PROMPTS[0], emitted=whole[:7], max_tokens=20, ignore_eos=True)
     assert spread.tokens(rest) == whole[7:]
 
 
+@lane
 def test_cancelled_requests_leave_the_ranks_in_step(spread: Harness) -> None:
     jobs = [spread.submit(prompt, max_tokens=400, ignore_eos=True) for prompt in PROMPTS[:4]]
     spread.until(lambda: all(job in spread.outputs for job in jobs[:1]), "the first says something")
@@ -82,6 +90,7 @@ def test_cancelled_requests_leave_the_ranks_in_step(spread: Harness) -> None:
     assert steps() < 200, "none of them goes on"
 
 
+@lane
 def test_asleep_and_awake_again_it_says_the_same(spread: Harness) -> None:
     before = spread.generate(PROMPTS[1], max_tokens=16, ignore_eos=True)
     spread.engine.sleep()
@@ -89,6 +98,7 @@ def test_asleep_and_awake_again_it_says_the_same(spread: Harness) -> None:
     assert spread.generate(PROMPTS[1], max_tokens=16, ignore_eos=True) == before
 
 
+@lane
 def test_adapters_are_refused_by_a_sentence(spread: Harness) -> None:
     with pytest.raises(Unsupported, match="spread over several devices"):
         spread.engine.load_adapter(AdapterSpec("a", "/nowhere"))

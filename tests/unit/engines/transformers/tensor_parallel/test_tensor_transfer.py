@@ -17,13 +17,13 @@ CPU = torch.device("cpu")
 
 def sent(arguments: dict[str, Any], past: Any = None, pages: Any = None) -> Any:
     """Over a message and one tensor, as between two ranks."""
-    packed, tensors = tensor_transfer.pack(arguments)
-    whole = tensor_transfer.join(tensors, CPU)
+    packed, tensors = tensor_transfer.pack_arguments(arguments)
+    whole = tensor_transfer.join_tensors(tensors, CPU)
     assert len(whole) == tensor_transfer.size_bytes(tensors)
-    run = messages.Run("sdpa", packed, tensor_transfer.forms(tensors), len(whole))
+    run = messages.Run("sdpa", packed, tensor_transfer.tensor_forms(tensors), len(whole))
     over = messages._order.decode(messages._encode(run))
-    return tensor_transfer.unpack(
-        over.arguments, tensor_transfer.split(whole, over.tensors), past, pages
+    return tensor_transfer.unpack_value(
+        over.arguments, tensor_transfer.split_tensors(whole, over.tensors), past, pages
     )
 
 
@@ -63,4 +63,4 @@ def test_caches_are_each_ranks_own() -> None:
 
 def test_what_no_other_rank_could_have_is_refused() -> None:
     with pytest.raises(TypeError, match="takes a object"):
-        tensor_transfer.pack({"what": object()})
+        tensor_transfer.pack_arguments({"what": object()})

@@ -25,7 +25,7 @@ from servekit.protocol.messages import (
     ToSupervisor,
     Why,
 )
-from servekit.protocol.transport.connection import Connection, listen
+from servekit.protocol.transport.connection import Connection, listen_at
 from servekit.supervisor.admin.control_socket import Operators
 from tests.unit.supervisor.admin.test_control_socket import (
     AdapterDesk,
@@ -192,7 +192,7 @@ async def misbehaving(path: Path, *, hang_up: bool) -> AsyncIterator[asyncio.Eve
         )
         return connection
 
-    server = await listen(path, connect)
+    server = await listen_at(path, connect)
     try:
         yield left
     finally:

@@ -333,4 +333,4 @@ async def test_the_format_is_that_of_weights_that_are_here(
     await service.up()
     route = service.router.routes["m"]
     route.status = replace(route.status, engine=engine, path=path)
-    assert models.details(route)["format"] == form
+    assert models.details(route).format == form

@@ -30,7 +30,7 @@ def test_what_is_said_and_meant(said: float | str, means_s: float) -> None:
     assert stay_s(said) == means_s
 
 
-@pytest.mark.parametrize("said", ["", "-", "soon", "5 m", "m5", "5m!", "--1s"])
+@pytest.mark.parametrize("said", ["", "-", "soon", "m5", "5m!", "--1s"])
 def test_what_is_no_duration(said: str) -> None:
     with pytest.raises(RequestError, match="keep_alive: expected a number of seconds"):
         stay_s(said)

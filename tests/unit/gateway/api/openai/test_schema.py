@@ -22,10 +22,10 @@ from servekit.gateway.api.openai.request import (
     template_arguments,
 )
 from servekit.gateway.api.openai.schema import (
-    NOTHING,
     ChatRequest,
     CompletionRequest,
     decode,
+    unserved_fields,
 )
 from servekit.protocol.messages import ChatMessage, SamplingParams
 
@@ -62,7 +62,10 @@ def refused(body: bytes | dict[str, Any], kind: Any = CompletionRequest) -> Requ
 
 def test_what_is_not_said_is_left_to_the_model() -> None:
     assert sampling(chat()) == SamplingParams()
-    everything_null = dict.fromkeys(NOTHING) | {"temperature": None, "stop": None}
+    everything_null = dict.fromkeys(unserved_fields(ChatRequest)) | {
+        "temperature": None,
+        "stop": None,
+    }
     assert sampling(chat(**everything_null, stream=None)) == SamplingParams()
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import jsonschema
 
+from servekit.gateway.api.openapi.operation import Operation
+from servekit.gateway.api.openapi.schemas import make_example, make_schemas
+
 
 class Reading:
     """The document, as a strict reader has it: a field that no schema names is an error."""
@@ -39,3 +42,9 @@ def data_of(stream: str) -> list[Any]:
     if any(line.startswith("data: ") for line in lines):
         lines = [line[6:] for line in lines if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line and line != "[DONE]"]
+
+
+def example_of(operation: Operation) -> Any:
+    """The document's example of a request."""
+    schemas, components = make_schemas([operation.request])
+    return make_example(schemas[operation.request], components)

@@ -10,10 +10,11 @@ import jsonschema
 import pytest
 from msgspec.structs import replace
 
-from servekit.gateway.api.openapi.operations import OPERATIONS, READS, Operation
+from servekit.gateway.api.openapi.document import OPERATIONS, READS
+from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.app import Application
 from servekit.protocol.messages import Topology
-from tests.unit.gateway.api.openapi.reading import Reading, data_of
+from tests.unit.gateway.api.openapi.reading import Reading, data_of, example_of
 from tests.unit.gateway.conftest import Service
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": [1, "ä"]}}\n</tool_call>'
@@ -95,7 +96,7 @@ async def reading(client: httpx.AsyncClient) -> Reading:
 
 
 def bodies(operation: Operation) -> list[dict[str, Any]]:
-    asked = [operation.asked, *RICH.get(operation.path, ())]
+    asked = [example_of(operation), *RICH.get(operation.path, ())]
     return [body | {"model": "m"} for body in asked]
 
 
@@ -109,14 +110,14 @@ async def test_a_whole_answer_is_as_described(
 ) -> None:
     reader = await reading(client)
     for body in bodies(operation):
-        whole = body | ({"stream": False} if operation.streams else {})
+        whole = body | ({"stream": False} if operation.pieces else {})
         answer = await client.post(operation.path, json=whole)
         assert answer.status_code == 200, answer.text
         if operation.path != "/stream":
             reader.check(operation.path, answer.json())
 
 
-STREAMING = [operation for operation in OPERATIONS if operation.streams]
+STREAMING = [operation for operation in OPERATIONS if operation.pieces]
 
 
 @pytest.mark.parametrize("operation", STREAMING, ids=lambda operation: operation.path)

@@ -36,7 +36,7 @@ async def test_pages_are_rendered_once(
         made.append(name)
         return f"<p>{name}"
 
-    monkeypatch.setattr(docs_pages, "_make", make)
+    monkeypatch.setattr(docs_pages, "_render_page", make)
     for _ in range(2):
         answer = await http.get("/docs/gpus")
         assert (answer.text, answer.status_code) == ("<p>gpus", 200)

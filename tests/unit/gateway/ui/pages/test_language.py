@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from servekit.gateway.ui import pages
-from servekit.gateway.ui.pages.language import PAGES, TABLES, Say, preferred
+from servekit.gateway.ui.pages.language import PAGES, TABLES, Say, get_preferred
 
 FOLDER = Path(pages.__file__).parent
 SOURCES = [*FOLDER.glob("*.py"), *FOLDER.parent.glob("ui*.py")]
@@ -99,4 +99,4 @@ def test_counts_have_a_singular() -> None:
     ],
 )  # fmt: skip
 def test_the_browser_and_then_the_switch_choose(headers: dict[str, str], language: str) -> None:
-    assert preferred((k.encode(), v.encode()) for k, v in headers.items()) == language
+    assert get_preferred((k.encode(), v.encode()) for k, v in headers.items()) == language

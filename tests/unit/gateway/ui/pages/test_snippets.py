@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from servekit.gateway.ui.pages.language import SAY_ENGLISH
-from servekit.gateway.ui.pages.snippets import curl, html, python
+from servekit.gateway.ui.pages.snippets import render_snippets, write_curl, write_python
 from servekit.gateway.ui.widgets.request_runner import CHAT, COMPLETIONS, RequestOptions
 
 HOSTILE = 'it\'s "quoted" $(touch /tmp/x) `id` \\ \n</pre><script>alert(1)</script> ${HOME}'
@@ -25,7 +25,7 @@ WISHES = [
 
 @pytest.mark.parametrize("wish", WISHES, ids=lambda wish: str(wish.path))
 def test_a_shell_hands_curl_the_very_body(wish: RequestOptions) -> None:
-    line = curl("http://127.0.0.1:1", wish, closed=True)
+    line = write_curl("http://127.0.0.1:1", wish, closed=True)
     show = 'curl() { printf "%s\\0" "$@"; }\n' + line
     env = {**os.environ, "SERVEKIT_API_KEY": "sk-test"}
     run = subprocess.run(["bash", "-c", show], capture_output=True, text=True, check=True, env=env)
@@ -53,14 +53,14 @@ def test_python_asks_for_the_same(wish: RequestOptions, monkeypatch: pytest.Monk
     monkeypatch.setenv("SERVEKIT_API_KEY", "sk-test")
     monkeypatch.setattr("openai.OpenAI", Client)
     with pytest.raises(StopIteration):
-        exec(python("http://h", wish, closed=True), {})
+        exec(write_python("http://h", wish, closed=True), {})
     asked[0].pop("extra_body", None)
     assert asked[0] == wish.body
 
 
 def test_without_keys_none_is_asked_for_and_html_is_escaped() -> None:
-    assert "SERVEKIT_API_KEY" not in curl("http://h", WISHES[0], closed=False)
-    assert 'api_key="none"' in python("http://h", WISHES[0], closed=False)
-    made = html("http://h", WISHES[0], SAY_ENGLISH, closed=True)
+    assert "SERVEKIT_API_KEY" not in write_curl("http://h", WISHES[0], closed=False)
+    assert 'api_key="none"' in write_python("http://h", WISHES[0], closed=False)
+    made = render_snippets("http://h", WISHES[0], SAY_ENGLISH, closed=True)
     assert "<script" not in made
     assert made.count("<pre") == made.count("</pre>") == 2

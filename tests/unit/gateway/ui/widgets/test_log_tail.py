@@ -34,10 +34,10 @@ async def test_lines_of_all_stand_in_their_order(folder: Path) -> None:
     write(folder, "gateway-0", ours(2, "two"))
     reader = log_tail.Tail(folder)
     assert await reader.names() == ["gateway/0", "m/0"]
-    found = [(line.name, log_tail.told(line.text)[1]) for line in await reader.lines("")]
+    found = [(line.name, log_tail.parse_line(line.text)[1]) for line in await reader.lines("")]
     assert found == [("m/0", "one"), ("gateway/0", "two"), ("m/0", "three request=r-1")]
     assert [line.name for line in await reader.lines("m")] == ["m/0", "m/0"]
-    page = log_tail.html(await reader.lines(""), SAY_ENGLISH)
+    page = log_tail.render_log(await reader.lines(""), SAY_ENGLISH)
     assert page.index("three") < page.index("two") < page.index("one")
     assert '<li class="sk-warning"><time>10:00:03</time> <b>m/0</b> three request=r-1' in page
 
@@ -45,7 +45,7 @@ async def test_lines_of_all_stand_in_their_order(folder: Path) -> None:
 async def test_what_is_written_is_data(folder: Path) -> None:
     bad = "\x1b[2J\x1b]0;title\x07<script>alert(1)</script>![x](http://192.0.2.1/x.png)\u202e\x00"
     write(folder, "<b>~0", bad + "\n" + ours(1, bad, **{"<i>": bad}) + '{"event": 1}\n[1]\n{"a":\n')
-    page = log_tail.html(await log_tail.Tail(folder).lines(""), SAY_ENGLISH)
+    page = log_tail.render_log(await log_tail.Tail(folder).lines(""), SAY_ENGLISH)
     assert "<script" not in page
     assert "<i>" not in page
     assert "<b><b>" not in page
@@ -62,20 +62,20 @@ async def test_a_gigabyte_without_a_newline_costs_its_end_alone(folder: Path) ->
     found = await log_tail.Tail(folder).lines("")
     assert time.monotonic() - began_s < 10
     assert len(found) <= log_tail.LINES
-    assert len(log_tail.html(found, SAY_ENGLISH)) < 2 * log_tail.LINES * log_tail.LINE_CHARS
+    assert len(log_tail.render_log(found, SAY_ENGLISH)) < 2 * log_tail.LINES * log_tail.LINE_CHARS
 
 
 async def test_many_who_look_have_the_files_read_once_a_second(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(folder, "m~0", ours(1, "one"))
-    reader, real, read = log_tail.Tail(folder), log_tail.read, list[str]()
+    reader, real, read = log_tail.Tail(folder), log_tail.read_log, list[str]()
 
     def counted(at: Path, name: str) -> list[Line]:
         read.append(name)
         return real(at, name)
 
-    monkeypatch.setattr(log_tail, "read", counted)
+    monkeypatch.setattr(log_tail, "read_log", counted)
     monkeypatch.setattr(log_tail, "AGAIN_S", 3600.0)
     for number in range(1000):
         await reader.lines("m")
@@ -87,4 +87,6 @@ async def test_many_who_look_have_the_files_read_once_a_second(
 async def test_without_a_folder_there_is_nothing(tmp_path: Path) -> None:
     for reader in (log_tail.Tail(None), log_tail.Tail(tmp_path)):
         assert await reader.names() == []
-        assert "Nothing has been written" in log_tail.html(await reader.lines(""), SAY_ENGLISH)
+        assert "Nothing has been written" in log_tail.render_log(
+            await reader.lines(""), SAY_ENGLISH
+        )

@@ -7,14 +7,21 @@ import re
 import pytest
 
 from servekit.gateway.ui.pages.language import SAY_ENGLISH
-from servekit.gateway.ui.widgets.plots import HEIGHT, WIDTH, Line, ceiling, chart, number
+from servekit.gateway.ui.widgets.plots import (
+    HEIGHT,
+    WIDTH,
+    Line,
+    format_number,
+    render_chart,
+    round_up,
+)
 
 
 @pytest.mark.parametrize(
     ("most", "top"), [(0, 1), (0.3, 0.5), (1, 1), (3, 5), (99, 100), (101, 200), (4e6, 5e6)]
 )
 def test_the_scale_ends_at_a_round_number(most: float, top: float) -> None:
-    assert ceiling(most) == pytest.approx(top)
+    assert round_up(most) == pytest.approx(top)
 
 
 @pytest.mark.parametrize(
@@ -22,12 +29,12 @@ def test_the_scale_ends_at_a_round_number(most: float, top: float) -> None:
     [(0, "0"), (0.123, "0.12"), (12.34, "12.3"), (1234, "1234"), (54321, "54.32k")],
 )  # fmt: skip
 def test_numbers_are_short(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 def test_a_curve_lies_within_and_breaks_where_nothing_is_known() -> None:
     points = [(300.0, 0.0), (200.0, 5.0), (100.0, None), (50.0, 10.0), (0.0, 7.0)]
-    made = chart("T", "ms", [Line("", points)], 300.0, SAY_ENGLISH)
+    made = render_chart("T", "ms", [Line("", points)], 300.0, SAY_ENGLISH)
     path = re.findall(r' d="([^"]*)"', made)[0]
     assert path.count("M") == 2
     for x, y in re.findall(r"([\d.]+) ([\d.]+)", path):
@@ -37,9 +44,9 @@ def test_a_curve_lies_within_and_breaks_where_nothing_is_known() -> None:
 
 
 def test_what_is_older_than_the_span_is_left_out_and_nothing_is_said_of_nothing() -> None:
-    old = chart("T", "", [Line("", [(400.0, 1.0)])], 300.0, SAY_ENGLISH)
+    old = render_chart("T", "", [Line("", [(400.0, 1.0)])], 300.0, SAY_ENGLISH)
     assert ' d=""' in old
-    assert "nothing yet" in chart("T", "", [Line("", [])], 300.0, SAY_ENGLISH)
-    lone = chart("T", "", [Line("a<b", [(1.0, 1.0)]), Line("c", [], 1)], 300.0, SAY_ENGLISH)
+    assert "nothing yet" in render_chart("T", "", [Line("", [])], 300.0, SAY_ENGLISH)
+    lone = render_chart("T", "", [Line("a<b", [(1.0, 1.0)]), Line("c", [], 1)], 300.0, SAY_ENGLISH)
     assert "h0.01" in lone  # a dot
     assert "a<b" not in lone

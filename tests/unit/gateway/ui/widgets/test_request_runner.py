@@ -13,14 +13,14 @@ from servekit.errors import RequestError
 from servekit.gateway.generation.generation import Choice
 from servekit.gateway.ui.chat_session import Progress, Visit
 from servekit.gateway.ui.pages.language import SAY_ENGLISH
-from servekit.gateway.ui.widgets.answer_html import MOST_CHARS, answer, plain
+from servekit.gateway.ui.widgets.answer_html import MOST_CHARS, clean_text, render_answer
 from servekit.gateway.ui.widgets.request_runner import (
     CHAT,
     COMPLETIONS,
     RequestOptions,
     Runs,
     Shown,
-    merged,
+    merge_streams,
 )
 from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, Service, until
 
@@ -54,7 +54,7 @@ async def test_two_slots_run_at_once_and_the_second_knows_its_place(service: Ser
     runs = Runs(service.router)
     streams = {slot: runs.follow(VISIT, chat(tokens=60), slot) for slot in "ab"}
     async with asyncio.timeout(DEADLINE_S):
-        seen = [one async for one in merged(streams)]
+        seen = [one async for one in merge_streams(streams)]
     first, second = ([shown for slot, shown in seen if slot == at] for at in "ab")
     assert any(shown.progress.waiting == 0 for shown in [*first, *second])
     assert [shown[-1].choice.text for shown in (first, second)] == ["hello " * 10] * 2
@@ -77,7 +77,9 @@ async def test_stop_keeps_the_text_and_frees_the_engine(service: Service) -> Non
 async def test_who_leaves_two_at_once_ends_both(service: Service) -> None:
     [worker] = await service.up(**ENDLESS)
     runs = Runs(service.router)
-    both = merged({slot: runs.follow(VISIT, chat(tokens=ENDLESS_TOKENS), slot) for slot in "ab"})
+    both = merge_streams(
+        {slot: runs.follow(VISIT, chat(tokens=ENDLESS_TOKENS), slot) for slot in "ab"}
+    )
     texts: dict[str, str] = {}
     async with asyncio.timeout(DEADLINE_S):
         async for slot, shown in both:
@@ -133,7 +135,7 @@ def shown(text: str, reasoning: str = "") -> Shown:
 
 
 def test_what_a_model_writes_is_text() -> None:
-    html = answer(
+    html = render_answer(
         shown("<script>x</script>![a](http://x/y.png)<img src=x>\x1b]0;t\x07", "<b>"), SAY_ENGLISH
     )
     assert "<script" not in html
@@ -144,12 +146,12 @@ def test_what_a_model_writes_is_text() -> None:
 
 def test_more_text_only_adds_to_the_html() -> None:
     texts = ["", "a <", "a <b> c", "a <b> c & d"]
-    parts = [answer(shown(text), SAY_ENGLISH) for text in texts]
+    parts = [render_answer(shown(text), SAY_ENGLISH) for text in texts]
     assert all(more.startswith(less) for less, more in itertools.pairwise(parts))
 
 
 def test_a_gigabyte_is_cut_and_counted() -> None:
-    html = answer(shown("w" * (MOST_CHARS + 1234)), SAY_ENGLISH)
+    html = render_answer(shown("w" * (MOST_CHARS + 1234)), SAY_ENGLISH)
     assert len(html) < MOST_CHARS + 1000
     assert "1,234 characters more" in html
 
@@ -167,4 +169,4 @@ def test_a_gigabyte_is_cut_and_counted() -> None:
     ],
 )  # fmt: skip
 def test_terminal_escapes_are_taken_out(text: str, left: str) -> None:
-    assert plain(text) == left
+    assert clean_text(text) == left

@@ -16,10 +16,10 @@ from servekit.gateway.ui.pages.structured import (
     tools_wish,
 )
 from servekit.gateway.ui.widgets.schema_check import (
-    checked,
+    check_schema,
     json_of,
+    judge_answer,
     problem_of,
-    verdict,
     without_patterns,
 )
 
@@ -44,8 +44,8 @@ CITY = {
     ],
 )  # fmt: skip
 def test_answers(text: str, problem: str) -> None:
-    assert verdict(CITY, text).startswith(problem)
-    assert bool(verdict(CITY, text)) == bool(problem)
+    assert judge_answer(CITY, text).startswith(problem)
+    assert bool(judge_answer(CITY, text)) == bool(problem)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_answers(text: str, problem: str) -> None:
 )
 def test_schemas_that_are_none(text: str, message: str) -> None:
     with pytest.raises(RequestError) as told:
-        checked(json_of(text, "the schema"), "the schema")
+        check_schema(json_of(text, "the schema"), "the schema")
     assert told.value.message.startswith(message)
 
 
@@ -105,7 +105,7 @@ def test_only_patterns_are_left_out() -> None:
 
 
 def test_examples_and_tools() -> None:
-    assert checked(json_of(EXAMPLE_SCHEMA, "it"), "it")["type"] == "object"
+    assert check_schema(json_of(EXAMPLE_SCHEMA, "it"), "it")["type"] == "object"
     wish = tools_wish("m", "hi", EXAMPLE_TOOLS, "auto", None)
     assert wish.body["tools"][0]["function"]["name"] == "get_weather"
     assert "max_tokens" not in wish.body

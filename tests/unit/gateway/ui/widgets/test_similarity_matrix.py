@@ -13,23 +13,23 @@ from servekit.gateway.ui.pages.language import SAY_ENGLISH
 from servekit.gateway.ui.widgets.similarity_matrix import (
     as_csv,
     as_json,
-    cosines,
-    downloads,
-    table,
+    compute_cosines,
+    render_downloads,
+    render_table,
     vector_of,
 )
 
 
 def test_cosines() -> None:
-    alike = cosines([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0], [0.0, 0.0]])
+    alike = compute_cosines([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0], [0.0, 0.0]])
     assert alike[0] == pytest.approx([1, 0, 0.7071, 0], abs=1e-4)
     assert alike[3] == [0.0] * 4  # no direction
-    assert cosines([]) == []
+    assert compute_cosines([]) == []
 
 
 def test_the_table_names_texts_and_escapes_them() -> None:
     texts = ["<script>x</script>", "a " * 100]
-    made = table(texts, [[1.0, -0.25], [-0.25, 1.0]], SAY_ENGLISH)
+    made = render_table(texts, [[1.0, -0.25], [-0.25, 1.0]], SAY_ENGLISH)
     assert "<script" not in made
     assert made.count("<td") == 4
     assert "-0.250" in made
@@ -46,7 +46,7 @@ def test_files_hold_what_was_computed() -> None:
     assert rows[0] == ["text", "0", "1"]
     assert rows[1] == ['say "a"', "1", "-0.5"]
     assert rows[2][0] == "'=1+1"  # no spreadsheet computes it
-    made = downloads("m", ["</textarea><script>"], [[1.0]], SAY_ENGLISH)
+    made = render_downloads("m", ["</textarea><script>"], [[1.0]], SAY_ENGLISH)
     assert made.count("</textarea>") == 2
     assert "<script" not in made
 

@@ -12,25 +12,25 @@ from msgspec.structs import replace
 
 from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.routing.router import Router
-from servekit.gateway.ui.pages.dashboard import fresh
+from servekit.gateway.ui.pages.dashboard import refresh_model
 from servekit.gateway.ui.pages.language import SAY_ENGLISH
 from servekit.gateway.ui.widgets import machine_tables
 from servekit.gateway.ui.widgets.metrics_history import (
     BOUNDS_S,
     FIRST,
     Sample,
+    compute_rates,
+    make_sample,
     median_s,
-    rates,
-    sample,
 )
-from servekit.gateway.ui.widgets.stat_cards import figures
+from servekit.gateway.ui.widgets.stat_cards import render_figures
 from servekit.gateway.ui.widgets.status_poller import (
     ASK_EVERY_S,
     HAPPENINGS,
     SPAN_S,
     Happening,
     StatusPoller,
-    changes,
+    list_changes,
 )
 from servekit.protocol.adapters import AdapterStatus
 from servekit.protocol.admin_messages import ModelTraffic
@@ -84,7 +84,9 @@ def instance(tokens: int = 0, **fields: Any) -> Status:
 
 
 def test_a_sample_is_of_all_gateways() -> None:
-    one = sample(9.0, instance(40), [histogram(0.1), histogram(0.2, 0.3), Series("x", (), [1.0])])
+    one = make_sample(
+        9.0, instance(40), [histogram(0.1), histogram(0.2, 0.3), Series("x", (), [1.0])]
+    )
     assert (one.at, one.tokens, one.running, one.waiting, one.queued) == (
         *(9.0, 41, 5, {"m": 2, "n": 0}, 2),
     )
@@ -96,10 +98,13 @@ def test_a_sample_is_of_all_gateways() -> None:
 
 def test_rates_are_of_some_seconds() -> None:
     found = [Sample(float(at), tokens=tokens) for at, tokens in enumerate((0, 10, 10, 10, 40, 50))]
-    assert rates(found)[:2] == [0.0, 10.0]
-    assert rates(found)[-1] == 10.0
-    assert rates([]) == []
-    assert rates([Sample(0.0, tokens=9), Sample(2.0, tokens=0)]) == [0.0, 0.0]  # never below
+    assert compute_rates(found)[:2] == [0.0, 10.0]
+    assert compute_rates(found)[-1] == 10.0
+    assert compute_rates([]) == []
+    assert compute_rates([Sample(0.0, tokens=9), Sample(2.0, tokens=0)]) == [
+        0.0,
+        0.0,
+    ]  # never below
 
 
 @pytest.mark.parametrize(
@@ -110,8 +115,8 @@ def test_rates_are_of_some_seconds() -> None:
 def test_the_median_lies_in_its_bucket(
     firsts_s: tuple[float, ...], least_s: float, most_s: float
 ) -> None:
-    before = sample(0.0, instance(), [histogram(5.0, 5.0, 5.0)])
-    now = sample(1.0, instance(), [histogram(5.0, 5.0, 5.0, *firsts_s)])
+    before = make_sample(0.0, instance(), [histogram(5.0, 5.0, 5.0)])
+    now = make_sample(1.0, instance(), [histogram(5.0, 5.0, 5.0, *firsts_s)])
     found_s = median_s(before, now)
     assert found_s is not None
     assert least_s <= found_s <= most_s
@@ -124,24 +129,24 @@ async def test_a_day_of_looking_keeps_five_minutes(service: Service) -> None:
     for at in range(3 * int(SPAN_S)):
         restarted = replica(restarts=at)
         watch._before = model(restarted)
-        watch.happenings.extend(changes(model(replica()), model(restarted), float(at)))
+        watch.happenings.extend(list_changes(model(replica()), model(restarted), float(at)))
         watch.look()
-        watch.samples.append(sample(time.time(), instance(at), [histogram(0.1)]))
+        watch.samples.append(make_sample(time.time(), instance(at), [histogram(0.1)]))
     assert len(watch.samples) == SPAN_S / ASK_EVERY_S
     assert len(watch.happenings) == HAPPENINGS
-    page = machine_tables.happenings(list(watch.happenings), SAY_ENGLISH)
+    page = machine_tables.render_events(list(watch.happenings), SAY_ENGLISH)
     assert page.count("<li") == machine_tables.SHOWN_HAPPENINGS
-    assert len(figures(list(watch.samples), None, SAY_ENGLISH)) < 60_000
+    assert len(render_figures(list(watch.samples), None, SAY_ENGLISH)) < 60_000
 
 
 def test_gpus_and_queues_have_plots_where_there_are_some() -> None:
-    found = [sample(time.time() - ago_s, instance(), []) for ago_s in (4.0, 2.0, 0.0)]
-    page = figures(found, instance(), SAY_ENGLISH)
+    found = [make_sample(time.time() - ago_s, instance(), []) for ago_s in (4.0, 2.0, 0.0)]
+    page = render_figures(found, instance(), SAY_ENGLISH)
     for label in ("GPUs busy. now 50 %", "GPU memory in use. GPU 3: now 25 %", "Waiting by model"):
         assert label in page
     assert "Restarts of workers. now 2" in page
     assert page.count("<figure") == 7
-    bare = figures([Sample(time.time())], None, SAY_ENGLISH)
+    bare = render_figures([Sample(time.time())], None, SAY_ENGLISH)
     assert bare.count("<figure") == 4
     assert "GPU" not in bare
 
@@ -151,14 +156,14 @@ async def test_without_a_supervisor_the_page_goes_on(tmp_path: Path) -> None:
     watch = watch_of(router, tmp_path / "nobody.sock")
     assert await watch.status() is None
     watch.look()
-    assert "Tokens" in figures(list(watch.samples), None, SAY_ENGLISH)
+    assert "Tokens" in render_figures(list(watch.samples), None, SAY_ENGLISH)
 
 
 # ---------------------------------------------------------------- events
 
 
 def kinds(before: dict[str, ModelStatus], now: dict[str, ModelStatus]) -> list[tuple[str, str]]:
-    return [(one.kind, one.detail) for one in changes(before, now, 0.0)]
+    return [(one.kind, one.detail) for one in list_changes(before, now, 0.0)]
 
 
 def test_a_death_is_told_with_its_reason_even_if_it_is_back_already() -> None:
@@ -189,15 +194,17 @@ def test_a_change_that_was_pushed_is_newer_than_an_answer() -> None:
     [told] = model(replica(rss_bytes=9, restarts=0)).values()
     [same] = model(replica(rss_bytes=1)).values()
     [died] = model(replica("backoff", restarts=1, reason="SIGKILL")).values()
-    assert fresh(told, same) == told
-    assert fresh(told, died).replicas == died.replicas
-    assert fresh(told, None) == told
+    assert refresh_model(told, same) == told
+    assert refresh_model(told, died).replicas == died.replicas
+    assert refresh_model(told, None) == told
 
 
 def test_what_workers_say_is_data() -> None:
     bad = "\x1b[2J<script>x</script>\u202e" + "w" * 10_000
-    html = machine_tables.happenings([Happening(time.time(), "m<b>", "died", bad)], SAY_ENGLISH)
-    html += machine_tables.workers(list(model(replica("failed", reason=bad)).values()), SAY_ENGLISH)
+    html = machine_tables.render_events([Happening(time.time(), "m<b>", "died", bad)], SAY_ENGLISH)
+    html += machine_tables.render_workers(
+        list(model(replica("failed", reason=bad)).values()), SAY_ENGLISH
+    )
     assert "<script" not in html
     assert "<b>m<b>" not in html
     assert "\x1b" not in html
@@ -214,21 +221,21 @@ def test_a_gpus_memory_is_told_by_worker() -> None:
     mine = replica(gpus=("GPU-0",), gpu_bytes=47 * 2**30, held_bytes=(40 * 2**30,))
     wide = {"gpus": ("GPU-1", "GPU-0"), "gpu_bytes": 40 * 2**30}
     spread = replace(mine, name="m/1", **wide, held_bytes=(30 * 2**30, 10 * 2**30))
-    html = machine_tables.gpus([gpu], list(model(mine, spread).values()), SAY_ENGLISH)
+    html = machine_tables.render_gpus([gpu], list(model(mine, spread).values()), SAY_ENGLISH)
     assert "m/0 <b>40.0 GiB</b>" in html
     assert "m/1 <b>10.0 GiB</b>" in html
     assert "others <b>10.0 GiB</b>" in html
     assert "60.0 GiB / 140.0 GiB" in html
     assert "50 % busy" in html
-    silent = machine_tables.gpus([replace(gpu, utilisation=None)], [], SAY_ENGLISH)
+    silent = machine_tables.render_gpus([replace(gpu, utilisation=None)], [], SAY_ENGLISH)
     assert "busy" not in silent
 
 
 def test_gpus_of_two_nodes_with_one_index_are_two() -> None:
     there = tuple(replace(GPU, uuid=f"GPU-{node}", node=node) for node in ("10.0.0.4", "10.0.0.5"))
-    html = machine_tables.gpus(there, [], SAY_ENGLISH)
+    html = machine_tables.render_gpus(there, [], SAY_ENGLISH)
     assert html.count("<h3>GPU 3 ") == 2
     assert "H200 · 10.0.0.4" in html and "H200 · 10.0.0.5" in html
     status = replace(instance(), gpus=there)
-    plots = figures([sample(at, status, []) for at in (1.0, 2.0)], status, SAY_ENGLISH)
+    plots = render_figures([make_sample(at, status, []) for at in (1.0, 2.0)], status, SAY_ENGLISH)
     assert "GPU 3 · 10.0.0.4: now 25 %" in plots and "GPU 3 · 10.0.0.5: now 25 %" in plots

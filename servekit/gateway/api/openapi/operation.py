@@ -1,0 +1,32 @@
+"""What the OpenAPI document has of an endpoint that bypasses FastAPI, besides its types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import Struct
+
+from servekit.gateway.api.openai.response_types import OpenAIError
+
+EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One POST endpoint. The types that it decodes and encodes give the schemas."""
+
+    path: str
+    summary: str
+    request: type[Struct]
+    response: Any  # a struct, or a string for plain text
+    pieces: tuple[type, ...] = ()  # the types of a stream's events, or of its lines
+    tag: str = "OpenAI"
+    stream: str = EVENTS  # the content type of the pieces
+    error: type[Struct] = OpenAIError
+
+    @property
+    def plain(self) -> bool:
+        """Return whether the answer is plain text."""
+        return not (isinstance(self.response, type) and issubclass(self.response, Struct))

@@ -1,0 +1,101 @@
+"""Reloads of a model on a GPU that has no memory for its old and its new version at once."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.instance import Instance
+from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
+from tests.integration.test_faults_supervisor import cli
+from tests.integration.test_generations import DRAIN_S, completion, lap, reload, workers
+
+pytestmark = pytest.mark.timeout(120)
+
+SERVER = {"drain_timeout_s": DRAIN_S}
+STEP_S = 0.02
+SHORT, LONG = 20, 1000  # tokens: 0.4 s and 20 s
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> MadeUpGpus:
+    return MadeUpGpus(tmp_path)
+
+
+def gpu_model(path: str, gib: int, **options: Any) -> dict[str, Any]:
+    return on_gpu("m", f"{gib}GiB", gib, step_s=STEP_S, **options) | {"path": path}
+
+
+def test_the_old_version_has_the_drain_timeout_and_no_longer(
+    tmp_path: Path, gpus: MadeUpGpus
+) -> None:
+    with (
+        ThreadPoolExecutor(4) as pool,
+        Instance.up(tmp_path, [gpu_model("old", 60)], server=SERVER, env=gpus.env) as instance,
+    ):
+        url = instance.until_settled().url
+        long, whole = (completion(pool, url, LONG, stream=stream) for stream in (True, False))
+        assert long.begun.wait(20)
+        [old] = workers(instance, "ready")
+        short = completion(pool, url, SHORT, stream=True)
+        assert short.begun.wait(20)
+        began = time.monotonic()
+        reload(instance, tmp_path, gpu_model("new", 60))
+        assert (short.over.result(20).text, short.error) == (lap(SHORT), {})
+        assert long.over.result(30).error["code"] == "model_changed", long.lines[-3:]
+        assert lap(LONG).startswith(long.text)
+        assert time.monotonic() - began > DRAIN_S
+        [new] = instance.until("the new one serves", lambda: workers(instance, "ready"))
+        assert new.generation.partition(".")[0] != old.generation.partition(".")[0]
+        assert completion(pool, url, SHORT, stream=True).over.result(20).text == lap(SHORT)
+        assert (whole.over.result(60).text, whole.error) == (lap(LONG), {}), "it begins anew"
+        assert "no memory for both versions of m" in instance.log
+
+
+def test_a_version_that_cannot_be_loaded_gives_its_place_back(
+    tmp_path: Path, gpus: MadeUpGpus
+) -> None:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        Instance.up(tmp_path, [gpu_model("old", 60)], server=SERVER, env=gpus.env) as instance,
+    ):
+        url = instance.until_settled().url
+        [old] = workers(instance, "ready")
+        reload(instance, tmp_path, gpu_model("new", 60, load_error="no such weights"))
+        instance.until("the old one makes room", lambda: not workers(instance, "ready"))
+        waits = completion(pool, url, SHORT, stream=False)
+        [back] = instance.until("the old version is back", lambda: workers(instance, "ready"))
+        assert back.generation.partition(".")[0] == old.generation.partition(".")[0]
+        assert (waits.over.result(20).text, waits.error) == (lap(SHORT), {})
+        assert "no such weights" in cli(instance, "why", "m").stdout
+
+
+def test_a_version_that_drains_hurries_when_the_next_one_needs_its_memory(
+    tmp_path: Path, gpus: MadeUpGpus
+) -> None:
+    """The first reload has memory for both versions, the second has none for a third."""
+    with (
+        ThreadPoolExecutor(2) as pool,
+        Instance.up(tmp_path, [gpu_model("first", 45)], server=SERVER, env=gpus.env) as instance,
+    ):
+        url = instance.until_settled().url
+        long = completion(pool, url, LONG, stream=True)
+        assert long.begun.wait(20)
+        reload(instance, tmp_path, gpu_model("second", 45))
+        instance.until("the first drains", lambda: workers(instance, "draining"))
+        [second] = instance.until("the second serves", lambda: workers(instance, "ready"))
+        assert not long.over.done()
+        reload(instance, tmp_path, gpu_model("third", 45))
+
+        def third_serves() -> bool:
+            return any(one.pid != second.pid for one in workers(instance, "ready"))
+
+        instance.until("the third serves", third_serves)
+        assert long.over.result(20).error["code"] == "model_changed", long.lines[-3:]
+        assert lap(LONG).startswith(long.text)
+        assert completion(pool, url, SHORT, stream=True).over.result(20).text == lap(SHORT)
+        instance.until("one is left", lambda: len(instance.model("m").replicas) == 1)

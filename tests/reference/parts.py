@@ -1,0 +1,60 @@
+"""The generated parts of the pages: tables of the file, the commands, HTTP, metrics and events.
+
+A page marks each such part with two comments:
+
+    <!-- generated: metrics -->
+    …
+    <!-- end -->
+
+`renew_page` regenerates the text between them from the source. The tests compare it with the files
+and, with SERVEKIT_REWRITE=1 in the environment, write it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from servekit import metrics
+from servekit.errors import ConfigError
+from servekit.event_store import KINDS
+from tests.reference import api, commands, configuration, parameters, status
+
+_PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def _make_metrics() -> str:
+    return f"{metrics.metrics_reference()}\n"
+
+
+def _make_events() -> str:
+    rows = [f"| `{kind}` | {meaning} |" for kind, meaning in KINDS.items()]
+    return "\n".join(["| kind | |", "|---|---|", *rows]) + "\n"
+
+
+#: The generators of the parts, by name.
+PARTS: dict[str, Callable[[], str]] = {
+    "configuration": configuration.make_tables,
+    "commands": commands.make_sections,
+    "api": api.make_sections,
+    "parameters": parameters.make_table,
+    "metrics": _make_metrics,
+    "events": _make_events,
+    "status": status.make_tables,
+}
+
+
+def list_parts(text: str) -> list[str]:
+    """Return the names of the generated parts of a page."""
+    return [found[2] for found in _PART.finditer(text)]
+
+
+def renew_page(text: str) -> str:
+    """Return a page with its generated parts renewed. Raises ConfigError for an unknown part."""
+
+    def renew(found: re.Match[str]) -> str:
+        if found[2] not in PARTS:
+            raise ConfigError(f"nothing generates {found[2]!r}; there are: {', '.join(PARTS)}")
+        return f"{found[1]}{PARTS[found[2]]()}{found[3]}"
+
+    return _PART.sub(renew, text)
