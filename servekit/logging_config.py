@@ -1,8 +1,9 @@
 """Logging, configured once per process: named loggers, one line per event, to stderr.
 
-Children write JSON lines, which the supervisor renders with the child's name; a terminal gets
-the readable form. Records of the standard library's `logging` (uvicorn, transformers) are
-rendered in the same way.
+Children write JSON lines, which the supervisor shows with the child's name. On a terminal an event
+is a line for people: the local time, the component, and the event's sentence
+(`servekit.log_events`). Elsewhere it is its name and fields, or a JSON object. Records of libraries
+(uvicorn, transformers), which use the standard library's `logging`, become events too.
 """
 
 from __future__ import annotations
@@ -10,10 +11,25 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import textwrap
+import time
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import structlog
+
+from servekit import log_events
+from servekit.sanitize import strip_controls
+
+_Line = MutableMapping[str, Any]
+
+#: Columns for the component, and the least width in which sentences are wrapped beside it.
+_COMPONENT_COLUMNS = 12
+_LEAST_COLUMNS = 20
+_COLOURS = {"debug": "\x1b[2m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m"}
+_DIM, _CYAN, _RESET = "\x1b[2m", "\x1b[36m", "\x1b[0m"
+#: Fields that a line for people shows elsewhere or not at all.
+_APART = ("event", "timestamp", "level", "logger", "component", "child", "exception", "stack")
 
 
 def _nobody() -> str:
@@ -22,34 +38,61 @@ def _nobody() -> str:
 
 #: Returns the current request id for log lines, "" for none. A gateway sets its own function.
 request_id: Callable[[], str] = _nobody
+#: The name of this process.
+_process = ""
 
 
-def _with_request(logger: Any, name: str, line: MutableMapping[str, Any]) -> Any:
+def _with_request(logger: Any, name: str, line: _Line) -> Any:
     if "request" not in line and (id := request_id()):
         line["request"] = id
     return line
 
 
+def _with_component(logger: Any, name: str, line: _Line) -> Any:
+    """Add the process that the line is about: a child, or this one."""
+    line["component"] = line.get("child", _process)
+    return line
+
+
+def _with_process(logger: Any, name: str, line: _Line) -> Any:
+    line["process"] = _process
+    return line
+
+
+def _of_library(logger: Any, name: str, line: _Line) -> Any:
+    """Turn the message of a library into a field."""
+    line["text"], line["event"] = line["event"], log_events.LIBRARY
+    return line
+
+
+def _as_message(logger: Any, name: str, line: _Line) -> Any:
+    """Show the text of a child or a library instead of the event, and the component only once."""
+    if line["event"] in (log_events.OUTPUT, log_events.LIBRARY):
+        line["event"] = line.pop("text", "")
+    del line["component"]
+    return line
+
+
 _SHARED: tuple[structlog.typing.Processor, ...] = (
-    structlog.contextvars.merge_contextvars,
     _with_request,
     structlog.stdlib.add_logger_name,
     structlog.processors.add_log_level,
     structlog.processors.TimeStamper(fmt="%Y-%m-%dT%H:%M:%S.%fZ", utc=True),
     structlog.processors.StackInfoRenderer(),
+    _with_component,
 )
 
 
 def configure(process: str, *, json: bool = False, level: str = "info") -> None:
-    """Set up logging for this process; JSON lines also carry `process`."""
-    renderer: list[structlog.typing.Processor] = (
-        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-        if json
-        else [structlog.dev.ConsoleRenderer(colors=_colours(), pad_event_to=0)]
-    )
+    """Set up logging for this process, which has this name."""
+    global _process
+    _process = process
     formatter = structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=list(_SHARED),
-        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],
+        foreign_pre_chain=[*_SHARED, _of_library],
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            *_renderers(json=json, terminal=sys.stderr.isatty()),
+        ],
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
@@ -66,13 +109,55 @@ def configure(process: str, *, json: bool = False, level: str = "info") -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(**({"process": process} if json else {}))
 
 
-def get(name: str) -> Any:
-    """Return a logger by name: `get("servekit.worker").info("event", key=value)`."""
-    return structlog.get_logger(name)
+def _renderers(*, json: bool, terminal: bool) -> list[structlog.typing.Processor]:
+    if json:
+        exceptions = structlog.processors.format_exc_info
+        return [_with_process, exceptions, structlog.processors.JSONRenderer()]
+    if terminal:
+        return [structlog.processors.format_exc_info, _TerminalRenderer()]
+    return [_as_message, structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0)]
 
 
-def _colours() -> bool:
-    return sys.stderr.isatty() and "NO_COLOR" not in os.environ
+class _TerminalRenderer:
+    """Formats an event for people, in colours unless NO_COLOR is set."""
+
+    def __init__(self) -> None:
+        self._in_colour = not os.environ.get("NO_COLOR")
+
+    def __call__(self, logger: Any, name: str, line: _Line) -> str:
+        level, component = line["level"], strip_controls(str(line["component"]))
+        fields = {key: value for key, value in line.items() if key not in _APART}
+        said = strip_controls(log_events.sentence(str(line["event"]), fields))
+        if level in ("warning", "error", "critical"):
+            said = f"{level}: {said}"
+        at, component = time.strftime("%H:%M:%S"), f"{component:<{_COMPONENT_COLUMNS}}"
+        shown = _wrapped(said, len(at) + len(component) + 2)
+        for more in ("stack", "exception"):
+            if more in line:
+                shown += f"\n{strip_controls(str(line[more]))}"
+        if not self._in_colour:
+            return f"{at} {component} {shown}"
+        colour = _COLOURS.get(level, "")
+        return f"{_DIM}{at}{_RESET} {_CYAN}{component}{_RESET} {colour}{shown}{_RESET}"
+
+
+def _wrapped(text: str, indent: int) -> str:
+    """Wrap the lines that are too long for the terminal, with an indent where that leaves room."""
+    room = _columns() - indent
+    if room < _LEAST_COLUMNS:
+        return text  # the terminal wraps
+    lines = []
+    for line in text.split("\n"):
+        fits = len(line) <= room
+        # words are not broken, so that paths and addresses can be copied
+        lines += [line] if fits else textwrap.wrap(line, room, break_long_words=False)
+    return f"\n{' ' * indent}".join(lines)
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(sys.__stderr__.fileno()).columns if sys.__stderr__ else 0
+    except OSError:
+        return 0

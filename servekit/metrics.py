@@ -4,6 +4,9 @@ Names follow Prometheus: base units, `_total` for counters. Metrics that OpenTel
 conventions for generative AI define keep the conventional names, attributes (as labels) and
 bucket boundaries, as a collector would translate them for Prometheus. Some boundaries are added
 for CPUs and small models.
+
+Gateways count requests in `gateway.telemetry.metrics`; `supervisor.admin.metrics` adds them up and
+measures the state of the service; `gateway.api.admin.metrics` renders the page.
 Source: https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics
 """
 

@@ -12,32 +12,53 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from servekit.config.base_model import Section as Section
     from servekit.config.engines.options import EngineKind as EngineKind
+    from servekit.engines.api.base import Codec as Codec
+    from servekit.engines.api.base import Decoder as Decoder
+    from servekit.engines.api.base import EmbedJob as EmbedJob
     from servekit.engines.api.base import Emit as Emit
     from servekit.engines.api.base import Engine as Engine
     from servekit.engines.api.base import Job as Job
     from servekit.engines.api.base import Load as Load
     from servekit.engines.api.base import Report as Report
     from servekit.engines.api.base import StepOutput as StepOutput
+    from servekit.engines.api.base import TooManyTokens as TooManyTokens
     from servekit.engines.api.threaded_engine import LoopedEngine as LoopedEngine
     from servekit.errors import LoadError as LoadError
     from servekit.errors import RequestError as RequestError
+    from servekit.errors import Unsupported as Unsupported
+    from servekit.protocol.adapters import AdapterInfo as AdapterInfo
+    from servekit.protocol.adapters import AdapterSpec as AdapterSpec
     from servekit.protocol.messages import Capability as Capability
     from servekit.protocol.messages import ChatMessage as ChatMessage
     from servekit.protocol.messages import ModelInfo as ModelInfo
     from servekit.protocol.messages import Progress as Progress
+    from servekit.protocol.messages import SamplingParams as SamplingParams
     from servekit.protocol.messages import WorkerSpec as WorkerSpec
 
 _MODULES = {
     "servekit.config.base_model": ("Section",),
     "servekit.config.engines.options": ("EngineKind",),
-    "servekit.engines.api.base": ("Emit", "Engine", "Job", "Load", "Report", "StepOutput"),
+    "servekit.engines.api.base": (
+        "Codec",
+        "Decoder",
+        "EmbedJob",
+        "Emit",
+        "Engine",
+        "Job",
+        "Load",
+        "Report",
+        "StepOutput",
+        "TooManyTokens",
+    ),
     "servekit.engines.api.threaded_engine": ("LoopedEngine",),
-    "servekit.errors": ("LoadError", "RequestError"),
+    "servekit.errors": ("LoadError", "RequestError", "Unsupported"),
+    "servekit.protocol.adapters": ("AdapterInfo", "AdapterSpec"),
     "servekit.protocol.messages": (
         "Capability",
         "ChatMessage",
         "ModelInfo",
         "Progress",
+        "SamplingParams",
         "WorkerSpec",
     ),
 }

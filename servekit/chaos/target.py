@@ -146,7 +146,7 @@ class Target:
         times = [
             event["at"]
             for event in self.gateway_events(since)
-            if event.get("event") == "worker lost" and event.get("worker") == worker
+            if event.get("event") == "worker_lost" and event.get("worker") == worker
         ]
         return max(times) - since if times else None
 

@@ -165,17 +165,16 @@ def format_line(line: "Line") -> "Text":
     from rich.text import Text
 
     from servekit.cli.startup_display import read_line
+    from servekit.log_events import sentence
     from servekit.log_files import timestamp_of
     from servekit.sanitize import strip_controls
 
     colour = _COLOURS[sum(line.name.encode()) % len(_COLOURS)]
     text = Text(f"{strip_controls(line.name)} | ", style=colour)
     level, event, fields = read_line(line.text)
-    fields.pop("process", None)
-    shown = " ".join([event, *(f"{key}={value}" for key, value in fields.items())])
     if at := timestamp_of(line.text):
         text.append(f"{strip_controls(at)} ", style="dim")
     style = _LEVELS.get(level, "")
-    for number, part in enumerate(strip_controls(shown).split("\n")):
+    for number, part in enumerate(strip_controls(sentence(event, fields)).split("\n")):
         text.append(f"\n{'':4}{part}" if number else part, style=style)
     return text

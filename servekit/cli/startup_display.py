@@ -26,6 +26,7 @@ from rich.text import Text
 
 from servekit.cli.tables import progress_text, replica_note, state_text
 from servekit.config.engines.options import KINDS
+from servekit.log_events import OUTPUT
 from servekit.protocol.messages import ModelStatus, Progress, ReplicaStatus, Status
 from servekit.sanitize import strip_controls
 
@@ -38,7 +39,7 @@ _TELL_EVERY_S = 5.0
 _LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
 #: Fields of a child's log line that this process sets, or that the logger reserves.
 _OURS = frozenset(
-    {"event", "level", "logger", "timestamp", "process", "child", "self"}
+    {"event", "level", "logger", "timestamp", "process", "component", "child", "self"}
     | {"args", "exc_info", "stack_info", "stacklevel", "extra"}
 )
 
@@ -122,14 +123,13 @@ class Display:
                 continue
             if new.phase != last.phase or now - at >= _TELL_EVERY_S:
                 self._told[replica.name] = (new, now)
-                log.info(progress_text(new), child=replica.name)
+                log.info("process_progressed", child=replica.name, progress=progress_text(new))
 
     def _draining(self, status: Status) -> None:
         self.close()
         in_flight = sum(gateway.in_flight for gateway in status.gateways)
         if in_flight != self._finishing and in_flight:
-            requests = "1 request" if in_flight == 1 else f"{in_flight} requests"
-            log.info(f"finishing {requests}, press Ctrl-C again to stop now")
+            log.info("requests_finishing", in_flight=in_flight)
         self._finishing = in_flight
 
 
@@ -260,15 +260,15 @@ def _served(model: ModelStatus) -> Text:
 
 
 def read_line(text: str) -> tuple[str, str, dict[str, Any]]:
-    """Return level, event and fields of a child's line; other text is its own event."""
+    """Return level, event and fields of a child's line; other text is the event `output`."""
     if text.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
             fields = json.loads(text)
-            level = fields.get("level", "info")
-            event = str(fields.get("event", text))
-            rest = {key: value for key, value in fields.items() if key not in _OURS}
-            return level if level in _LEVELS else "info", strip_controls(event), rest
-    return "info", strip_controls(text), {}
+            if "event" in fields:
+                level, event = fields.get("level", "info"), strip_controls(str(fields["event"]))
+                rest = {key: value for key, value in fields.items() if key not in _OURS}
+                return level if level in _LEVELS else "info", event, rest
+    return "info", OUTPUT, {"text": strip_controls(text)}
 
 
 def _replicas(status: Status) -> Iterator[ReplicaStatus]:

@@ -164,11 +164,10 @@ def _death(exit_: ExitRecord, *, lines: int) -> Iterator[Text]:
 def _said(line: str) -> Iterator[str]:
     """Format a line of servekit's own logging as `servekit logs` does; yield others unchanged."""
     from servekit.cli.startup_display import read_line
+    from servekit.log_events import sentence
 
     _, event, fields = read_line(line)
-    fields.pop("process", None)
-    shown = " ".join([event, *(f"{key}={value}" for key, value in fields.items())])
-    yield from strip_controls(shown).split("\n")
+    yield from strip_controls(sentence(event, fields)).split("\n")
 
 
 def _ago(exit_: ExitRecord) -> str:

@@ -14,12 +14,18 @@ from collections.abc import Iterator
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
+import structlog
+
 from servekit.engines.api.load_phases import phase
 from servekit.errors import LoadError
 
 if TYPE_CHECKING:
     from servekit.engines.api.base import Engine, Report
     from servekit.protocol.messages import WorkerSpec
+
+if not structlog.is_configured():
+    # A program that imports an engine, and configures no logging, keeps its stdout for itself.
+    structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
 
 #: Registry name to "module:class"; imported only in the worker that runs it.
 ENGINES = {

@@ -409,7 +409,7 @@ class ErrorMiddleware:
         try:
             await self._app(scope, receive, watched)
         except Exception:
-            self._log.exception("unexpected error", path=scope["path"])
+            self._log.exception("unexpected_error", path=scope["path"])
             if not started:
                 encode = self._envelopes.get(scope["path"], encode_error)
                 await send_error(send, ServekitError("an internal error; see the logs"), encode)

@@ -206,7 +206,7 @@ class Gateway:
     def _on_eof(self, error: Exception | None) -> None:
         if self._stop.done():
             return
-        log.error("the supervisor is gone", error=str(error or "EOF"))
+        log.error("supervisor_lost", error=str(error or "EOF"))
         if isinstance(self._line, TcpChannel):
             self._end()  # no supervisor has reconnected in time
         elif self._settings.outlive is None:
@@ -261,7 +261,7 @@ class Gateway:
             else:
                 await self._borrow_ui()
         except Exception:
-            log.exception("the UI failed to start")
+            log.exception("ui_failed")
             self._app.ui_state = "the UI failed to start; see the gateway's log"
 
     async def _serve_ui(self) -> None:

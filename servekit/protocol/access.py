@@ -1,4 +1,4 @@
-"""Access rules that gateways receive, and the key usage that they report to each other.
+"""Settings that gateways take over at a reload, and the key usage that they report to each other.
 
 Imported by way of `servekit.protocol.messages`.
 """
@@ -57,7 +57,10 @@ class Tracing(Value, frozen=True):
 
 
 class AccessRules(Value, frozen=True):
-    """Permissions. Without keys, any client that reaches the port may do all but administer."""
+    """The keys of the file that gateways take over at a reload: permissions, limits and defaults.
+
+    Without API keys, any client that reaches the port may do all but administer.
+    """
 
     keys: tuple[KeyRule, ...] = ()
     salt: bytes = b""  # of every `digest`

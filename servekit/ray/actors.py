@@ -172,7 +172,7 @@ class RayActors:
             async with asyncio.timeout(VACATE_S):
                 await self.cluster.ask(lambda id: Vacate(id, name))
         except (Unable, TimeoutError) as error:
-            log.warning("a place was not given back", worker=name, reason=str(error))
+            log.warning("placement_not_released", worker=name, reason=str(error))
 
     def host(self, name: str) -> str:
         """Return the address of the node of a process; "" if it has no place."""

@@ -126,7 +126,7 @@ class Cluster(ManagedProcess[FromCluster]):
         match message:
             case Joined(_, nodes, turn, own):
                 self._turn = turn
-                log.info("joined the Ray cluster", nodes=len(nodes))
+                log.info("ray_joined", nodes=len(nodes))
                 self.there.set()
                 self.mark_ready()
                 self.nodes, self.own = nodes, own
@@ -134,7 +134,7 @@ class Cluster(ManagedProcess[FromCluster]):
                     self.joined.set_result(nodes)
                 self.on_nodes()
             case Nodes(nodes):
-                log.info("the nodes of the Ray cluster have changed", nodes=len(nodes))
+                log.info("ray_nodes_changed", nodes=len(nodes))
                 self.nodes = nodes
                 self.on_nodes()
             case Sorry(id, reason) if id == self._join_id:

@@ -184,7 +184,7 @@ class RemoteGateway(Gateway):
         try:
             files = tls.certificate.read_bytes(), tls.key.read_bytes()
         except OSError as error:  # it was readable a moment ago
-            log.error("the certificate cannot be read", child=self.name, reason=str(error))
+            log.error("certificate_unreadable", child=self.name, reason=str(error))
             return
         self._certified = stamp
         self.child.send(CertificateUpdate(stamp, *files))
@@ -261,7 +261,7 @@ class RemoteGateways:
             if host in self._by_host:
                 self._by_host[host].node = node
                 continue
-            log.info("a gateway begins on a node", node=host)
+            log.info("node_gateway_starting", node=host)
             made = RemoteGateway(node, self._service, self._host, self._gateways[0])
             made.on_over = self._ended
             self._by_host[host] = made
@@ -269,7 +269,7 @@ class RemoteGateways:
             self._run(made)
         for host in self._by_host.keys() - sites.keys():
             if not self._by_host[host].ending:
-                log.warning("a node is gone, and its gateway with it", node=host)
+                log.warning("node_lost", node=host)
                 self._by_host[host].end(Stop(), _LOST_S)
 
 

@@ -72,7 +72,7 @@ class Takeover:
             async with asyncio.timeout(PATIENCE_S):
                 while not _is_serving(status()):  # noqa: ASYNC110 - looked at from outside
                     await asyncio.sleep(_LOOK_EVERY_S)
-        log.info("what the last supervisor had started may end", gateways=len(self.elders))
+        log.info("takeover_completed", gateways=len(self.elders))
         self.dismiss()
         await asyncio.wait(
             [asyncio.ensure_future(_await_end(one)) for one in self.elders], timeout=drain_s

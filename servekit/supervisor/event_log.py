@@ -143,7 +143,7 @@ class Journal:
         self, path: Path, file: sqlite3.Connection | None, error: Exception
     ) -> sqlite3.Connection | None:
         if not self._is_failing:
-            log.warning("cannot keep events", file=str(path), reason=str(error))
+            log.warning("journal_unwritable", file=str(path), reason=str(error))
         self._is_failing = True
         if _is_full(error) and file is not None and _halved(file):
             return file
@@ -154,7 +154,7 @@ class Journal:
 
     def _recovered(self, path: Path) -> None:
         if self._is_failing:
-            log.info("keeping events again", file=str(path))
+            log.info("journal_recovered", file=str(path))
         self._is_failing = False
 
 

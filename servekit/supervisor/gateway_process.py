@@ -185,7 +185,7 @@ class Gateway(ManagedProcess[FromGateway]):
         match message:
             case Serving():
                 took_s = round(time.monotonic() - self._began_at, 2)
-                log.info("serving", child=self.name, after_s=took_s)
+                log.info("gateway_ready", child=self.name, after_s=took_s)
                 self.has_served = True
                 self.mark_ready()
             case Quarantined():
@@ -228,7 +228,7 @@ class Gateway(ManagedProcess[FromGateway]):
     def _give_up(self, child: AnyChild[FromGateway], cause: str) -> None:
         if not self.change_state("stall", cause):
             return
-        log.error("stalled", child=self.name, pid=child.pid, reason=cause)
+        log.error("process_stalled", child=self.name, pid=child.pid, reason=cause)
         journal.tell("stalled", cause, worker=self.name, pid=child.pid)
         self.stalls += 1
         self._killing = self._loop.create_task(child.dump_and_kill(cause))

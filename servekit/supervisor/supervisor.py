@@ -104,7 +104,7 @@ class Supervisor:
         server = plan.config.server
         self.url, *legacy = [sockets.url_of(s, tls=bool(server.tls)) for s in ground.listeners]
         for url in legacy:
-            log.info("older clients are answered, too", url=url)
+            log.info("legacy_port_open", url=url)
         self._listeners, self._observer = ground.listeners, observer
         self._started_at = time.time()
         self._draining = self._publishing = self._noticed = False
@@ -205,7 +205,7 @@ class Supervisor:
         Gateways end first: they need the workers for the requests in flight.
         """
         drain_s = self._fleets.pool.drain_timeout_s
-        log.info("draining", at_most_s=drain_s)
+        log.info("supervisor_draining", at_most_s=drain_s)
         self._draining = True
         self._notifier.stopping(drain_s + END_S)
         sockets.close_listeners(self._listeners)
@@ -238,7 +238,7 @@ class Supervisor:
         self._hurry()
 
     def _hurry(self) -> None:
-        log.warning("stopping now; what is in flight is cut off")
+        log.warning("shutdown_forced")
         self._signals.ignore()  # all is ending, and handling a storm of signals takes time
         for life in self._lives():
             life.end_now()
@@ -290,13 +290,13 @@ class Supervisor:
         try:
             self.run_dir.record_children(self._started())
         except OSError as error:  # a full disk is no reason to stop serving
-            log.warning("cannot record the children", reason=error.strerror)
+            log.warning("children_not_recorded", reason=error.strerror)
 
     def line(self, name: str, text: str) -> None:
         try:
             self._observer.line(name, text)
         except Exception:  # a display that fails must not stop the child's output
-            log.exception("the display failed", child=name)
+            log.exception("display_failed", child=name)
 
     def quarantine(self, request: Quarantined) -> None:
         self._quarantine.add(request)
@@ -337,7 +337,7 @@ class Supervisor:
                 life.forgive_suspension()
             life.look()
         if self._guard.look():
-            log.warning("the guard had died, and is started again")
+            log.warning("orphan_guard_restarted")
         self._fleets.look()
         self._scaler.look()
         self._residents.look()
@@ -350,13 +350,13 @@ class Supervisor:
         """Restore the run directory if logind (at a logout) or a cleaner of /tmp has removed it."""
         try:
             if self.run_dir.restore():
-                log.warning("the run directory was removed, and is made anew")
+                log.warning("run_dir_restored")
                 self.children_changed()
                 self._measures.note_segments_anew()
             self._unrestored = ""
         except (OSError, StartError) as error:
             if str(error) != self._unrestored:
-                log.error("the run directory was removed", reason=str(error))
+                log.error("run_dir_not_restored", reason=str(error))
             self._unrestored = str(error)
         self._operators.listen_again(self.run_dir.control)
 
@@ -404,7 +404,7 @@ class Supervisor:
         boot, pid = boot_id(), os.getpid()
         self.run_dir.record(Record(pid, self._started_at, self.url, config, self.mark, boot))
         if reason := self.run_dir.instead_of:
-            log.warning("another run directory is used", path=str(self.run_dir.path), reason=reason)
+            log.warning("run_dir_replaced", path=str(self.run_dir.path), reason=reason)
         journal.open(self.run_dir.path)
         journal.tell("up", f"servekit {__version__} at {self.url}", pid=os.getpid(), config=config)
 
@@ -418,7 +418,7 @@ async def ticking(look: Callable[[bool], None], measure: Callable[[int], None]) 
             look(now - last > SLEPT_S)
             measure(count)
         except Exception:  # a figure that cannot be read must not stop the ticks
-            log.exception("cannot measure")
+            log.exception("measurement_failed")
         subreaper.reap_orphans()
         last = now
         await asyncio.sleep(TICK_S)
@@ -429,7 +429,7 @@ def last_words(stuck: Collection[str]) -> int:
     names = sorted(stuck)
     journal.tell("down", f"stuck in the kernel: {names}" if stuck else "stopped")
     if stuck:
-        log.error("killed, but stuck in the kernel", children=names)
+        log.error("processes_stuck", children=names)
         return 1
-    log.info("stopped")
+    log.info("supervisor_stopped")
     return 0

@@ -62,7 +62,7 @@ class Driver:
             try:
                 return self._ask(question)
             except (OSError, ValueError) as error:
-                log.warning("the GPU driver does not answer", reason=str(error) or repr(error))
+                log.warning("gpu_driver_unresponsive", reason=str(error) or repr(error))
                 self._rests_until = time.monotonic() + self._rest_s
                 self._end()
                 return None

@@ -57,7 +57,7 @@ class Adapters:
                 invalid = isinstance(error, RequestError) and error.status < 500
                 answer = AdapterRefused(order.seq, error.message, invalid)
             except Exception as error:
-                log.exception("an adapter could not be changed", order=repr(order))
+                log.exception("adapter_change_failed", order=repr(order))
                 answer = AdapterRefused(order.seq, f"{type(error).__name__}: {error}", False)
             self._send(answer)
 
@@ -73,7 +73,7 @@ class Adapters:
         info = await asyncio.to_thread(self._runner.engine.load_adapter, order.adapter)
         await asyncio.to_thread(self._runner.identify_adapters, [order.adapter])
         served[name] = info.virtual_tokens
-        log.info("adapter loaded", adapter=name, kind=info.kind, mode=info.mode)
+        log.info("adapter_loaded", adapter=name, kind=info.kind, mode=info.mode)
         return AdapterLoaded(order.seq, info)
 
     async def _unload_adapter(self, order: UnloadAdapter) -> AdapterUnloaded:
@@ -89,5 +89,5 @@ class Adapters:
         except Exception:
             runner.adapters[name] = taken  # still loaded: it continues to serve
             raise
-        log.info("adapter unloaded", adapter=name)
+        log.info("adapter_unloaded", adapter=name)
         return AdapterUnloaded(order.seq, name)

@@ -124,5 +124,5 @@ class GatewayConnection:
 
     def _on_close(self, error: Exception | None) -> None:
         if isinstance(error, WireError):
-            log.warning("connection closed", error=str(error))
+            log.warning("gateway_connection_broken", error=str(error))
         self.runner.forget(self)

@@ -255,7 +255,7 @@ class Runner:
         if self.engine.fatal is not None and not _is_clients(error):
             error = WorkerLost("the engine died before it took this request")
         elif not isinstance(error, RequestError):
-            log.exception("request refused", request=request.request or request.id)
+            log.exception("request_refused", request=request.request or request.id)
             error = EngineFailed("the engine failed to take this request")
         self._tasks.pop(job_id, None)
         self._stopwatch.forget(job_id)
@@ -458,7 +458,7 @@ class Runner:
                 if not (task.plain and task.pass_on(output)):
                     self._send_output(task, output)
             except Exception:  # fails only this request
-                log.exception("an answer cannot be told", request=task.id)
+                log.exception("request_output_failed", request=task.id)
                 self._fail_undecodable(output.id, task)
         if stepped:
             self.on_step(tokens, ends)

@@ -59,7 +59,7 @@ class SleepControl:
         except ServekitError as error:
             self._send(SleepFailed(error.message))
         except Exception as error:
-            log.exception("neither slept nor woke", order=repr(order))
+            log.exception("sleep_change_failed", order=repr(order))
             self._send(SleepFailed(f"{type(error).__name__}: {error}"))
         else:
             took_s = round(time.monotonic() - began, 3)
@@ -76,7 +76,7 @@ class SleepControl:
         except BaseException:
             runner.asleep = False  # it continues to serve
             raise
-        log.info("asleep")
+        log.info("engine_asleep")
 
     async def _wake_engine(self) -> None:
         await asyncio.to_thread(self._runner.engine.wake)
@@ -86,4 +86,4 @@ class SleepControl:
         except (LoadError, OSError) as error:
             self._broken(str(error))
             raise
-        log.info("awake")
+        log.info("engine_awake")

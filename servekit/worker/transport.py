@@ -102,7 +102,7 @@ class InheritedChannel:
                 self._server.close()  # first, as some event loops remove the path on close
             with contextlib.suppress(OSError):  # the supervisor recreates the directory
                 self._server = await listen_at(self._path, runner.connect)
-                log.warning("the socket was removed, and is made anew", path=self._path)
+                log.warning("worker_socket_restored", path=self._path)
 
     def stop_serving(self) -> None:
         if self._server is not None:

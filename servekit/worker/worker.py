@@ -165,7 +165,7 @@ class Worker:
 
     def _on_eof(self, error: Exception | None) -> None:
         if not self._exit.done():
-            log.error("the supervisor is gone", error=str(error or "EOF"))
+            log.error("supervisor_lost", error=str(error or "EOF"))
             end_group()
 
     def _make_pong(self, seq: int) -> Pong:
@@ -202,7 +202,7 @@ class Worker:
             try:
                 self._engine.fail_step()
             except Unsupported as error:
-                log.warning("no step is made to fail", reason=error.message)
+                log.warning("fault_injection_unsupported", reason=error.message)
 
     # ---- the engine's death
 
@@ -220,7 +220,7 @@ class Worker:
     def _report_death(self, cause: str) -> None:
         """Report the engine's death to the supervisor, disconnect the gateways and exit."""
         if self._dying is None and not self._exit.done():
-            log.error("the engine died", cause=cause)
+            log.error("engine_died", cause=cause)
             self._line.send(EngineDied(cause))
             self._dying = self._loop.create_task(self._lose_gateways())
 
@@ -245,7 +245,7 @@ class Worker:
         except LoadError as error:
             self._boot_failed(error.message, error.permanent)
         except Exception as error:
-            log.exception("boot failed")
+            log.exception("boot_failed")
             self._boot_failed(f"{type(error).__name__}: {error}", permanent=False)
         else:
             self._line.send(Ready(info, self._timings_s))

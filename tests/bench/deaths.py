@@ -34,7 +34,7 @@ KILL_AFTER_S = 0.2
 KILLS = 24
 #: Longest that anything here may take.
 LIMIT_S = 30.0
-_LOST = re.compile(r"(\S+Z).*worker lost")
+_LOST = re.compile(r"(\S+Z).*worker_lost")
 
 
 @dataclass(slots=True)
@@ -135,14 +135,14 @@ def _all_ready(instance: Instance, at: int) -> ReplicaStatus:
     def probe() -> bool:
         if any(replica.state != "ready" for replica in instance.model("echo").replicas):
             return False
-        return instance.log.count("worker connected") >= WORKERS + len(_LOST.findall(instance.log))
+        return instance.log.count("worker_connected") >= WORKERS + len(_LOST.findall(instance.log))
 
     instance.until("all workers serve", probe, within_s=LIMIT_S)
     return instance.model("echo").replicas[at]
 
 
 def _noticed_at(instance: Instance, lines: int) -> float:
-    """Unix time of the newest "worker lost" line, once there are more than `lines`."""
+    """Unix time of the newest "worker_lost" line, once there are more than `lines`."""
     instance.until(
         "the gateway says so", lambda: len(_LOST.findall(instance.log)) > lines, within_s=LIMIT_S
     )

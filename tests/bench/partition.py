@@ -99,7 +99,7 @@ async def one_round(cluster: Cluster, kind: str, lost_s: float, times: Times) ->
     else:
         await _replace(cluster, victim, began, times)
     times.break_.append(max(await asyncio.wait_for(asyncio.gather(*streams), DEADLINE_S)))
-    times.gateway.append(said_at(cluster, "worker lost", victim.name)[0] - began)
+    times.gateway.append(said_at(cluster, "worker_lost", victim.name)[0] - began)
     pinging.cancel()
 
 
@@ -120,7 +120,7 @@ async def _plug_in(cluster: Cluster, victim: Node, began: float, times: Times) -
     plugged = time.time()
     victim.wire.up()
     await cluster.connected(4)
-    times.whole.append(said_at(cluster, "worker connected", victim.name)[1] - plugged)
+    times.whole.append(said_at(cluster, "worker_connected", victim.name)[1] - plugged)
 
 
 async def _replace(cluster: Cluster, victim: Node, began: float, times: Times) -> None:
@@ -130,7 +130,7 @@ async def _replace(cluster: Cluster, victim: Node, began: float, times: Times) -
     await cluster.ready("echo/3", apart=4, step_s=STEP_S)
     cluster.publish()
     await cluster.connected(4)
-    times.whole.append(said_at(cluster, "worker connected", "echo/3")[0] - began)
+    times.whole.append(said_at(cluster, "worker_connected", "echo/3")[0] - began)
 
 
 def faults(rounds: int, lost_s: float) -> Iterator[Figure]:

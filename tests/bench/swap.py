@@ -115,7 +115,9 @@ def _nobody_awake(instance: Instance) -> str:
 
 def _counts(instance: Instance) -> tuple[int, int]:
     log = instance.log
-    return log.count("] loading [servekit.supervisor]"), log.count("] awake [servekit.supervisor]")
+    return log.count("] model_loading [servekit.supervisor]"), log.count(
+        "] worker_awake [servekit.supervisor]"
+    )
 
 
 def _swaps(instance: Instance, way: str, took_s: float, before: tuple[int, int]) -> Swaps:

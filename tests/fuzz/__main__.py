@@ -144,7 +144,7 @@ def aftermath(instance: Instance, watched: Watched, wish: argparse.Namespace) ->
     restarts = {r.name: r.restarts for m in instance.status().models for r in m.replicas}
     wrong += [f"{name} was restarted {count} times" for name, count in restarts.items() if count]
     for line in instance.log.splitlines():
-        if any(said in line for said in ("Traceback", "unexpected error", "worker lost")):
+        if any(said in line for said in ("Traceback", "unexpected_error", "worker_lost")):
             wrong.append(f"log: {line}")
     return wrong[:40]
 

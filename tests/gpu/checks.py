@@ -304,7 +304,7 @@ def _reloaded(instance: Instance, what: str, options: dict[str, Any]) -> Row:
     began = time.monotonic()
     _reload(instance, model(entry.path, device, len(entry.replicas), **options))
     if "attention" in options:  # it cannot load: who was drained for it comes back
-        poll(f"{what} is refused", lambda: "reload failed" in instance.log, 120)
+        poll(f"{what} is refused", lambda: "model_reload_failed" in instance.log, 120)
         poll(f"it serves after {what}", lambda: _all_ready(instance), 120)
     else:
         poll(f"it serves after {what}", lambda: _replaced(instance, old), 120)

@@ -305,7 +305,7 @@ class Cluster:
     async def connected(self, count: int) -> None:
         """So many workers have been connected, since the beginning."""
         await poll_async(
-            f"{count} workers are connected", lambda: self.said.count("worker connected") >= count
+            f"{count} workers are connected", lambda: self.said.count("worker_connected") >= count
         )
 
     async def complete(self, prompt: str, tokens: int) -> str:

@@ -149,7 +149,7 @@ def test_adapters_of_the_file_are_models_of_their_own(tmp_path: Path) -> None:
         assert (chat.model, chat.choices[0].message.content) == ("loud", "THE SEA")
         other_apis(url)
         assert "adapters" in run("ps", "--json", "--run-dir", str(instance.run_dir)).stdout
-        assert "unexpected error" not in instance.log
+        assert "unexpected_error" not in instance.log
 
 
 def other_apis(url: str) -> None:
@@ -271,7 +271,7 @@ def test_workers_that_restart_or_are_new_get_what_the_others_have(tmp_path: Path
         every_worker_has(url, "added", 3)
         every_worker_has(url, "filed", 3)
         replaced(tmp_path, instance, model)
-        assert "unexpected error" not in instance.log
+        assert "unexpected_error" not in instance.log
 
 
 def replaced(tmp_path: Path, instance: Instance, model: dict[str, Any]) -> None:

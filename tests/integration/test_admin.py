@@ -55,7 +55,7 @@ def test_administration(tmp_path: Path) -> None:
         only_admins_may(instance)
         a_good_file_is_taken(tmp_path, instance, models, server)
         a_bad_file_changes_nothing(tmp_path, instance)
-        assert "unexpected error" not in instance.log
+        assert "unexpected_error" not in instance.log
 
 
 def both_answer(instance: Instance, url: str) -> None:
@@ -67,7 +67,7 @@ def both_answer(instance: Instance, url: str) -> None:
         logs = [
             (instance.run_dir / "logs" / f"gateway-{index}.log").read_text() for index in (0, 1)
         ]
-        return all("reload asked for over HTTP" in log for log in logs)
+        return all("reload_requested" in log for log in logs)
 
     poll("both gateways were asked", asked, 30)
 

@@ -54,7 +54,7 @@ def readyz(url: str) -> httpx.Response:
 
 def until_open(instance: Instance) -> str:
     """The URL, once the breaker has opened; seen as an operator and a client see it."""
-    instance.until("it opens", lambda: "breaker open" in instance.log, 60)
+    instance.until("it opens", lambda: "breaker_opened" in instance.log, 60)
     url = instance.url
     told = why(instance)
     assert "0 of 2 ready" in told
@@ -95,7 +95,7 @@ def test_a_probe_that_serves_closes_the_breaker(tmp_path: Path) -> None:
         instance.until("that is seen", lambda: readyz(url).status_code == 200)
         assert f"{probe} is tried alone since" in why(instance), "it has served nobody yet"
         assert complete(url, "a", "abc", max_tokens=5).json()["choices"][0]["text"] == "abcab"
-        instance.until("it closes", lambda: "breaker closed" in instance.log)
+        instance.until("it closes", lambda: "breaker_closed" in instance.log)
         whole = [("a/0", "ready"), ("a/1", "ready")]
         instance.until("all are back", lambda: names(instance, "a") == whole, 60)
         assert readyz(url).status_code == 200
@@ -112,7 +112,7 @@ def test_a_probe_that_dies_opens_it_again_for_twice_as_long(tmp_path: Path) -> N
         cursed.lift()
         probe = until_half_open(instance)
         os.kill(instance.replica(probe).pid, signal.SIGKILL)
-        opened = lambda: instance.log.count("breaker open") == 2  # noqa: E731
+        opened = lambda: instance.log.count("breaker_opened") == 2  # noqa: E731
         before = time.monotonic()
         instance.until("it opens again", opened)
         told = why(instance)

@@ -43,7 +43,7 @@ def test_a_port_that_its_own_instance_holds_is_fine(tmp_path: Path) -> None:
 
 def test_its_own_process_stays_without_torch(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom servekit.diagnostics.runner import examine\nexamine(None, None)\n"
+        "import sys\nfrom servekit.diagnostics.runner import run_checks\nrun_checks(None, None)\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

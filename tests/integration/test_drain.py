@@ -124,6 +124,8 @@ def test_only_a_model_that_requests_wait_for_is_loaded_to_the_end(tmp_path: Path
         begun, enough = threading.Event(), threading.Event()
         instance.until("slow is ready", lambda: instance.replica("slow/0").state == "ready")
         url = instance.url
+        serves = lambda: complete(url, "slow", max_tokens=1).status_code == 200  # noqa: E731
+        instance.until("a gateway knows of it", serves)
         under_way = pool.submit(stream, url, begun, enough)
         assert begun.wait(60)
         waits = pool.submit(complete, url, "asked")

@@ -155,7 +155,7 @@ def write_something(instance: Instance) -> None:
 def lines_are_lost(instance: Instance, disk: Disk) -> None:
     def lost() -> bool:
         write_something(instance)
-        return "cannot log: lines are lost" in instance.log or isinstance(disk, Limited)
+        return "log_file_unwritable" in instance.log or isinstance(disk, Limited)
 
     instance.until("it says that it cannot log", lost)
 
@@ -199,7 +199,7 @@ def test_it_serves_on_while_the_disk_is_full_and_logs_again_after(
         recorded = {child.pid for child in read_children(instance.run_dir)}
         assert {replica.pid for replica in instance.model("a").replicas} <= recorded
         if isinstance(disk, Mounted):  # its own log was not on that disk
-            assert "cannot record the children" in instance.log
+            assert "children_not_recorded" in instance.log
 
 
 def log_again(instance: Instance) -> None:
@@ -211,7 +211,7 @@ def log_again(instance: Instance) -> None:
 
     instance.until("the worker's log goes on, and tells of the gap", written)
     assert log.read_text().count("(most recent call first):") >= 1
-    instance.until("ours tells of it too", lambda: "logging again" in instance.log)
+    instance.until("ours tells of it too", lambda: "log_file_recovered" in instance.log)
 
 
 @pytest.mark.parametrize("how", ["down", "kill -9"])

@@ -60,7 +60,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with Instance.up(folder, [model], server={"max_body_bytes": MAX_BODY_BYTES}) as instance:
         yield Service(instance)
         assert "Traceback" not in instance.log
-        assert "unexpected error" not in instance.log
+        assert "unexpected_error" not in instance.log
         instance.signal(signal.SIGTERM)
         assert instance.wait() == 0
 

@@ -41,7 +41,7 @@ async def under_load(
 def lost(cluster: Cluster, node: Node) -> int:
     """How often the gateway has said so."""
     name = f'"worker": "{node.name}"'
-    return sum(name in line and "worker lost" in line for line in cluster.said.splitlines())
+    return sum(name in line and "worker_lost" in line for line in cluster.said.splitlines())
 
 
 def test_no_request_is_lost_to_the_network(tmp_path: Path) -> None:

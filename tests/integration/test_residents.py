@@ -92,7 +92,7 @@ def test_alternating_requests_are_served_in_groups_each_by_one_load(tmp_path: Pa
         assert health(url)[0] == 200  # each can be loaded
         answers = at_once(*(asker(url, name) for name in "ababab"))
         assert [text(answer) for answer in answers] == ["hello"] * 6
-        assert count(instance, "loading", "a") + count(instance, "loading", "b") == 2
+        assert count(instance, "model_loading", "a") + count(instance, "model_loading", "b") == 2
         stopped = "a" if residence(instance, "a").tier == "stopped" else "b"
         other = "b" if stopped == "a" else "a"
         reason = residence(instance, stopped).reason
@@ -105,7 +105,7 @@ def test_alternating_requests_are_served_in_groups_each_by_one_load(tmp_path: Pa
         assert {one["id"]: one["state"] for one in listed} == {stopped: "stopped", other: "ready"}
         # asked one after the other, each in turn has to make room
         assert [text(complete(url, name)) for name in (stopped, other)] == ["hello"] * 2
-        assert count(instance, "loading", "a") + count(instance, "loading", "b") == 4
+        assert count(instance, "model_loading", "a") + count(instance, "model_loading", "b") == 4
 
 
 def test_models_that_can_sleep_are_woken_rather_than_loaded(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_models_that_can_sleep_are_woken_rather_than_loaded(tmp_path: Path) -> N
         instance.until_settled()
         for name in "ababab":
             assert text(complete(instance.url, name)) == "hello"
-        assert [count(instance, "loading", name) for name in "ab"] == [1, 1]
+        assert [count(instance, "model_loading", name) for name in "ab"] == [1, 1]
         assert until_tier(instance, "a", "asleep").reason.startswith("asleep since ")
         assert instance.replica("a/0").state == "asleep"
         assert health(instance.url)[0] == 200
@@ -125,7 +125,7 @@ def test_a_flood_for_one_model_joins_one_load(tmp_path: Path) -> None:
         instance.until_settled()
         answers = at_once(*[asker(instance.url, "a")] * 20)
         assert {text(answer) for answer in answers} == {"hello"}
-        assert count(instance, "loading", "a") == 1
+        assert count(instance, "model_loading", "a") == 1
 
 
 @pytest.mark.lane("residents")
@@ -146,7 +146,7 @@ def test_what_runs_is_finished_before_a_model_goes_and_what_comes_waits(tmp_path
             assert text(long.result()) == "hello" * 60
             assert text(other.result()) == "hello"
             assert text(late.result()) == "hello"
-        assert [count(instance, "loading", name) for name in "ab"] == [2, 2]
+        assert [count(instance, "model_loading", name) for name in "ab"] == [2, 2]
         assert instance.model("a").replicas[0].restarts == 0
 
 
@@ -205,7 +205,7 @@ def test_who_goes_away_is_not_loaded_for(tmp_path: Path) -> None:
             instance.until("nobody waits", lambda: not residence(instance, "b").waiting)
             assert text(long.result()) == "hello" * 20
         assert residence(instance, "a").tier == "resident"
-        assert count(instance, "loading", "b") == 0
+        assert count(instance, "model_loading", "b") == 0
 
 
 def test_a_worker_killed_in_its_sleep_is_stopped_and_comes_again(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_one_that_cannot_be_put_to_sleep_is_stopped(tmp_path: Path) -> None:
         assert residence(instance, "a").tier == "stopped"
         assert "it is not tired" in instance.log
         assert "it sleeps too well" in instance.log
-        assert [count(instance, "loading", name) for name in "ab"] == [2, 2]
+        assert [count(instance, "model_loading", name) for name in "ab"] == [2, 2]
 
 
 def test_at_the_end_nobody_is_kept_waiting_for_a_load(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_a_reload_changes_when_models_come_and_go(tmp_path: Path) -> None:
         assert run(instance, "reload").returncode == 0
         instance.until("a is loaded", lambda: instance.replica("a/0").state == "ready")
         assert "unused" in until_tier(instance, "b", "stopped").reason  # not replaced
-        assert count(instance, "loading", "b") == 1
+        assert count(instance, "model_loading", "b") == 1
         write_config(tmp_path, [on_demand("b", load="manual")])
         assert run(instance, "reload").returncode == 0
         assert complete(instance.url, "b").status_code == 503

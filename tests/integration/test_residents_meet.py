@@ -138,7 +138,7 @@ def test_one_that_dies_while_it_waits_to_wake_is_loaded_anew(
             instance.until("that is the end of it", lambda: "its worker died" in instance.log)
             gpus.hold({})
             assert text(waits.result()) == "hello"
-        assert count(instance, "loading", "a") == 2
+        assert count(instance, "model_loading", "a") == 2
 
 
 @pytest.mark.lane("residents")
@@ -168,7 +168,7 @@ def test_to_load_is_a_fresh_try_also_where_the_breaker_is_open(tmp_path: Path) -
         instance.until_settled()
 
         def opened() -> int:
-            return instance.log.count("breaker open")
+            return instance.log.count("breaker_opened")
 
         assert complete(instance.url, "a").status_code == 503
         refused = run(instance, "load", "a")
@@ -211,7 +211,7 @@ def test_one_that_finds_the_memory_held_by_a_stranger_has_room_made_for_it(
         assert text(complete(instance.url, "b")) == "hello"
         assert time.monotonic() - began < PATIENCE_S, "nothing had to fail before"
         assert "evicted for b, which lacks 30.0 GiB" in residence(instance, "a").reason
-        assert "cannot start" not in instance.log
+        assert "process_start_failed" not in instance.log
 
 
 @pytest.mark.lane("residents")
@@ -235,7 +235,7 @@ def test_a_model_for_good_that_a_reload_adds_has_room_made_for_it(
         assert complete(instance.url, "c").status_code == 200
         tiers = sorted(residence(instance, name).tier for name in "ab")
         assert tiers == (["resident", "stopped"] if claim == "60%" else ["resident", "resident"])
-        assert "cannot start" not in instance.log
+        assert "process_start_failed" not in instance.log
 
 
 @pytest.mark.lane("residents")
@@ -264,7 +264,7 @@ def test_adapters_are_added_to_models_that_are_away(tmp_path: Path) -> None:
         refused = complete(url, "wrong")
         assert (refused.status_code, "not valid JSON" in refused.text) == (503, True)
         assert text(complete(url, "lout")) == "HELLO"
-        assert count(instance, "loading", "a") == 2
+        assert count(instance, "model_loading", "a") == 2
 
 
 @pytest.mark.lane("residents")
@@ -349,7 +349,7 @@ def test_a_version_that_is_taken_back_is_counted_where_the_old_one_is(tmp_path: 
         broken = {**a, "gpus": [1], "options": {"load_error": "no such weights"}}
         write_config(tmp_path, [broken, {**b, "gpus": [0]}])
         assert run(instance, "reload").returncode == 0
-        instance.until("it is taken back", lambda: "the old version serves on" in instance.log)
+        instance.until("it is taken back", lambda: "model_reload_failed" in instance.log)
         began = time.monotonic()
         assert text(complete(instance.url, "b")) == "hello"
         assert time.monotonic() - began < PATIENCE_S

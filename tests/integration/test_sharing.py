@@ -150,7 +150,7 @@ def test_one_that_takes_more_than_its_claim_is_told_of(tmp_path: Path, gpus: Mad
         assert words in " ".join(cli(instance, "why", "a").stdout.split())
         for _ in range(3):
             instance.status()  # reads NVML each time
-        assert instance.log.count("more than its claim") == 1
+        assert instance.log.count("gpu_memory_over_claim") == 1
 
 
 def test_a_reload_makes_room_first_where_old_and_new_do_not_fit(

@@ -144,7 +144,7 @@ def test_workers_killed_from_outside_are_held_against_nobody(tmp_path: Path) -> 
         over.set()
         done = [one.result(90) for one in clients]
         assert all(wrong == [] for _, wrong in done), done
-        assert "source quarantined" not in instance.log
+        assert "source_quarantined" not in instance.log
 
 
 def test_a_reload_with_another_model_lifts_a_quarantine(tmp_path: Path) -> None:

@@ -312,7 +312,7 @@ def test_the_dashboard_shows_work_and_a_worker_that_dies(
     expect(gpu).to_contain_text("mortal/0 30.0 GiB", timeout=WITHIN_MS)
     expect(gpu).to_contain_text("42 % busy")
     expect(page["#sk-figures .sk-plot"]).to_have_count(7)  # of GPUs and queues, too
-    expect(page["#sk-log"]).to_contain_text("worker connected", timeout=WITHIN_MS)
+    expect(page["#sk-log"]).to_contain_text("Connected to", timeout=WITHIN_MS)
     ask = {"model": "talker", "prompt": "words and words ", "max_tokens": 200}
     header = {"authorization": f"Bearer {GUEST}"}
     away(lambda: httpx.post(f"{url}/v1/completions", json=ask, headers=header, timeout=30))

@@ -13,8 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from servekit import plugin
-from servekit.errors import LoadError, RequestError
-from servekit.plugin import Capability, ChatMessage, Emit, Engine, Job, Load, ModelInfo, Report
+from servekit.plugin import (
+    Capability,
+    ChatMessage,
+    Emit,
+    Engine,
+    Job,
+    Load,
+    LoadError,
+    ModelInfo,
+    Report,
+    RequestError,
+)
 
 END = 256
 SERVES: tuple[Capability, ...] = ("generate", "tokenize", "detokenize")

@@ -63,7 +63,9 @@ def explain_stale(edit: Edit, root: Path = ROOT) -> str:
     if not path.is_file():
         return f"there is no {edit.file}"
     if (count := path.read_text().count(edit.old)) != 1:
-        return f"the old text occurs {count} times in {edit.file}"
+        return (
+            f"the old text occurs {count} times in {edit.file}: correct it in tests/mutants/edits"
+        )
     if edit.new == edit.old:
         return "the new text is the old one"
     if not edit.tests:

@@ -12,12 +12,19 @@ and, with SERVEKIT_REWRITE=1 in the environment, write it.
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from servekit import metrics
+from servekit.engines.api import base
 from servekit.errors import ConfigError
 from servekit.event_store import KINDS
+from servekit.log_events import EVENTS
+from servekit.protocol.types import ModelInfo
+from servekit.supervisor.deployments.config_diff import LIVE_SERVER_KEYS
+from tests import markov
 from tests.reference import api, commands, configuration, parameters, status
 
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -32,6 +39,33 @@ def _make_events() -> str:
     return "\n".join(["| kind | |", "|---|---|", *rows]) + "\n"
 
 
+def _make_log_events() -> str:
+    # A cell ends at a bar, also within a code span, unless it is escaped.
+    cell = {event: said.replace("|", "\\|") for event, said in EVENTS.items()}
+    rows = [f"| `{event}` | `{said}` |" for event, said in cell.items()]
+    return "\n".join(["| event | sentence |", "|---|---|", *rows]) + "\n"
+
+
+def _make_live_keys() -> str:
+    return f"{', '.join(f'`{key}`' for key in sorted(LIVE_SERVER_KEYS))}\n"
+
+
+def _make_engine_types() -> str:
+    types = base.Job, base.StepOutput, base.Load, base.Decoder, base.Codec, ModelInfo
+    return _show_python(inspect.getsource(one) for one in types)
+
+
+def _make_engine_example() -> str:
+    return _show_python(
+        (Path(markov.__file__).parent / name).read_text()
+        for name in ("markov_kind.py", "markov_engine.py")
+    )
+
+
+def _show_python(sources: Iterable[str]) -> str:
+    return "\n".join(f"```python\n{source}```\n" for source in sources)
+
+
 #: The generators of the parts, by name.
 PARTS: dict[str, Callable[[], str]] = {
     "configuration": configuration.make_tables,
@@ -40,7 +74,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "parameters": parameters.make_table,
     "metrics": _make_metrics,
     "events": _make_events,
+    "log-events": _make_log_events,
     "status": status.make_tables,
+    "live-keys": _make_live_keys,
+    "engine-types": _make_engine_types,
+    "engine-example": _make_engine_example,
 }
 
 

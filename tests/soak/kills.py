@@ -136,7 +136,7 @@ class Killer:
 
     def _read_logs(self) -> None:
         since = self.kills[0].at if self.kills else 0.0
-        lost = [e for e in self._target.gateway_events(since) if e.get("event") == "worker lost"]
+        lost = [e for e in self._target.gateway_events(since) if e.get("event") == "worker_lost"]
         for kill in self.kills:
             first_by_gateway = _first(event for event in lost if _is_of(event, kill))
             if first_by_gateway:

@@ -42,7 +42,8 @@ MAY_IMPORT = {
     "sse": set(),
     "metrics": set(),
     "sanitize": set(),
-    "logging_config": set(),
+    "log_events": set(),
+    "logging_config": {"log_events", "sanitize"},
     # files that the supervisor or its children write, and that clients read
     "event_store": set(),
     "log_files": set(),
@@ -52,9 +53,9 @@ MAY_IMPORT = {
     "protocol": {"errors"},
     "model_metadata": {"errors"},
     "config": {"errors", "model_metadata"},
-    "engines": _BASE | {"model_metadata"},
+    "engines": _BASE | {"model_metadata", "logging_config"},
     "worker": _BASE | {"config", "logging_config", "engines"},
-    "gateway": _BASE | {"config", "logging_config", "metrics", "log_files"},
+    "gateway": _BASE | {"config", "logging_config", "log_events", "metrics", "log_files"},
     "supervisor": _BASE
     | {"config", "logging_config", "model_metadata", "metrics", "event_store", "ray"},
     "ray": _BASE | {"config", "logging_config", "supervisor"},
@@ -63,7 +64,7 @@ MAY_IMPORT = {
     "diagnostics": {"errors", "units", "system", "config", "supervisor"},
     "cli": _BASE
     | {"config", "supervisor", "ray", "chaos", "bench", "diagnostics", "docs", "logging_config"}
-    | {"metrics", "event_store", "log_files", "sanitize"},
+    | {"metrics", "event_store", "log_events", "log_files", "sanitize"},
     "docs": {"errors"},
 }
 #: The modules of engines that the worker may import; the registry names each engine itself.

@@ -47,8 +47,14 @@ def tree(tmp_path: Path) -> Path:
         ({}, ""),
         ({"tests": ("tests/test_a.py::test_it[1-x]",)}, ""),
         ({"file": "servekit/b.py"}, "there is no servekit/b.py"),
-        ({"old": "x = 4"}, "the old text occurs 0 times in servekit/a.py"),
-        ({"old": "y"}, "the old text occurs 2 times in servekit/a.py"),
+        (
+            {"old": "x = 4"},
+            "the old text occurs 0 times in servekit/a.py: correct it in tests/mutants/edits",
+        ),
+        (
+            {"old": "y"},
+            "the old text occurs 2 times in servekit/a.py: correct it in tests/mutants/edits",
+        ),
         ({"new": "x = 1"}, "the new text is the old one"),
         ({"tests": ()}, "no test is named"),
         ({"tests": ("tests/test_a.py::test_i",)}, "there is no tests/test_a.py::test_i"),

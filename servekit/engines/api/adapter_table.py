@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import structlog
 
 from servekit.errors import LoadError, RequestError
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 T = TypeVar("T")  # a loaded adapter, in the engine's own form
 
@@ -24,7 +25,7 @@ def load_adapters(
         try:
             loaded.append(load(spec))
         except (RequestError, LoadError) as error:
-            log.warning("adapter %s is refused: %s", spec.name, error)
+            log.warning("adapter_refused", adapter=spec.name, reason=str(error))
             refused[spec.name] = error.message
     return tuple(loaded), refused
 

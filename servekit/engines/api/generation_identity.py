@@ -7,14 +7,16 @@ current content. A model of the hub is identified by its commit; a wheel by the 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import structlog
 
 from servekit.errors import LoadError
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: Most files of a folder that are digested; a model has a few dozen.
 _MOST_FILES = 4096
@@ -45,7 +47,7 @@ def identify_files(
             return _digest_files(local, portable)
         return _find_commit(path, revision, trust_remote_code, adapter)
     except (OSError, LoadError) as error:
-        log.warning("cannot tell which files %s are: %s", path, error)
+        log.warning("model_files_unidentified", path=str(path), reason=str(error))
         return ""
 
 

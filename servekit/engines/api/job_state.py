@@ -80,6 +80,7 @@ class Underway:
     broken: bool = False  # the model computed NaN
     unscored: bool = False  # log probabilities of the prompt were requested and are not complete
     prompt_scores: list[PromptToken] = field(default_factory=list)  # those of the prompt so far
+    cached_tokens: int | None = None  # of the prompt, once looked up in the cache
 
     def __post_init__(self) -> None:
         self.completion = list(self.job.emitted)
@@ -106,6 +107,25 @@ class Underway:
         """Move the prompt's log probabilities, if any, into the first output."""
         if self.prompt_scores:
             output.prompt, self.prompt_scores = self.prompt_scores, []
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Number of virtual tokens that its adapter puts before the prompt."""
+        return 0
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of prompt and completion so far, including virtual tokens."""
+        return self.virtual_tokens + len(self.job.prompt_ids) + len(self.completion)
+
+    def note_cached(self, tokens: int) -> None:
+        """Record the number of tokens found in the cache, on the first lookup only.
+
+        A later lookup concerns a row that was evicted and finds its own earlier results.
+        """
+        if self.cached_tokens is None:
+            own = max(0, tokens - self.virtual_tokens)
+            self.cached_tokens = min(own, len(self.job.prompt_ids))
 
     @property
     def position(self) -> int:

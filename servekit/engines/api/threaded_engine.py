@@ -9,13 +9,14 @@ the running requests continue in other workers. No failure is emitted for them h
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Protocol
+
+import structlog
 
 from servekit.engines.api.base import (
     TOLD_TO_FAIL,
@@ -29,7 +30,7 @@ from servekit.engines.api.base import (
 from servekit.errors import EngineFailed, RequestError
 from servekit.protocol.messages import WorkerSpec
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: How long `close` waits for the current step; the thread ends with its process anyway.
 CLOSE_TIMEOUT_S = 5.0
@@ -134,7 +135,7 @@ class LoopedEngine(Engine):
             while self._await_work():
                 self._run_step()
         except BaseException as error:  # a panic in Rust is not an Exception
-            log.exception("the engine's loop has failed")
+            log.exception("engine_loop_failed")
             self._die(error)
         else:
             self._runner.close()  # not after a failure: a broken device may never answer

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_size_t, c_uint32, c_void_p
 from typing import Any
 
+import structlog
+
 from servekit.errors import LoadError
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: ggml's log levels.
 _WARN, _ERROR, _CONTINUED = 3, 4, 5
@@ -171,7 +173,8 @@ class Library:
         if level not in (_WARN, _ERROR) or text is None:
             return
         line = " ".join(text.decode(errors="replace").split())
-        log.log(logging.ERROR if level == _ERROR else logging.INFO, "llama.cpp: %s", line)
+        severity = logging.ERROR if level == _ERROR else logging.INFO
+        log.log(severity, "library_logged", library="llama.cpp", text=line)
         if level == _ERROR and line:
             self._complaints.append(line)
             del self._complaints[:-_KEPT_LINES]

@@ -11,11 +11,13 @@ youngest request loses its place and is recomputed later.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
+
+import structlog
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.llamacpp.bindings import PROMPT_OUTPUTS
@@ -23,7 +25,7 @@ from servekit.engines.llamacpp.model import Context, InsufficientMemory
 from servekit.engines.llamacpp.request_row import LlamaRow
 from servekit.engines.llamacpp.sampling_params import choose_token, score_prompt
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: Shorter common beginnings are not shared.
 LEAST_SHARED = 8
@@ -225,9 +227,7 @@ class GenerationRunner:
         if len(active) < 2:
             raise RuntimeError("llama.cpp has no room in its cache for a single sequence")
         youngest = max(active, key=lambda place: place.born)
-        log.info(
-            "the KV cache is full: request %s is computed again later", _row_of(youngest).job.id
-        )
+        log.info("request_preempted", request=_row_of(youngest).job.id)
         self._waiting.appendleft(_row_of(youngest))
         youngest.row = None
         self._cut_cache(youngest, 0)

@@ -8,13 +8,14 @@ default parameters before use, and by the properties of a created context afterw
 from __future__ import annotations
 
 import ctypes
-import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from ctypes import c_char_p, c_int32, c_size_t, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from servekit.engines.llamacpp.bindings import (
     Binding,
@@ -34,7 +35,7 @@ from servekit.engines.llamacpp.struct_layouts import (
 )
 from servekit.errors import LoadError
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: File names may contain the version or the target: libllama.so.0, libllama.0.so.
 _LIBRARY = re.compile(r"libllama(\.[\w.-]+)?\.(so|dylib)(\.[\d.]+)?")
@@ -168,7 +169,7 @@ def _open_cuda(path: Path) -> str:
     try:
         _open_library(path, set())
     except OSError as error:
-        log.info("%s cannot be loaded: %s", path, error)
+        log.info("library_load_failed", path=str(path), reason=str(error))
         remedy = _DRIVER if "libcuda.so" in str(error) else _TOOLKIT
         return f"{path} cannot be loaded: {error}. {remedy}"
     return ""

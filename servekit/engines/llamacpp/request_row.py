@@ -17,23 +17,9 @@ class LlamaRow(Underway):
     Its tokens are kept when it loses its place in the cache.
     """
 
-    cached_tokens: int | None = None  # of the prompt, once the cache was searched
     _seen: set[int] = field(default_factory=set)
     _counts: dict[int, int] = field(default_factory=dict)
     _counted: int = 0  # completion tokens counted in both
-
-    @property
-    def length(self) -> int:
-        """Number of prompt and completion tokens so far."""
-        return len(self.job.prompt_ids) + len(self.completion)
-
-    def note_cached(self, tokens: int) -> None:
-        """Record the number of cached prompt tokens; only the first call counts.
-
-        In later calls the row was evicted and finds tokens that it had computed itself.
-        """
-        if self.cached_tokens is None:
-            self.cached_tokens = min(tokens, len(self.job.prompt_ids))
 
     def context(self, start: int, end: int) -> list[int]:
         """Return the tokens `start` to `end` of prompt and completion."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import logging
 import os
 import re
 import shutil
@@ -23,8 +22,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import structlog
 
 from servekit.engines.api.base import Report
 from servekit.engines.model_files import file_lock
@@ -32,7 +33,7 @@ from servekit.errors import LoadError
 from servekit.model_metadata.model_folder import damage
 from servekit.system.user_dirs import find_models_cache
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 MARKER = ".servekit.json"
 _PARTIAL = ".partial-"
@@ -136,7 +137,7 @@ class Cache:
             build(partial, report)
             _seal_entry(partial, key)
             if entry.exists():
-                log.warning("%s is damaged and is made again", entry)
+                log.warning("cache_entry_damaged", path=str(entry))
                 entry.rename(partial.with_name(f"{partial.name}.damaged"))
             partial.chmod(0o755)  # mkdtemp's 0700 would hide it from other users of a service
             partial.rename(entry)
@@ -151,7 +152,7 @@ class Cache:
         for partial in self.root.glob(f"{_PARTIAL}*"):
             name = re.sub(r"^\.partial-(.*-[0-9a-f]{16})\..*$", r"\1", partial.name)
             if name == key.name or file_lock.is_free(self._lock_of(name)):
-                log.info("removing %s, which a dead worker left", partial)
+                log.info("cache_leftover_removed", path=str(partial))
                 shutil.rmtree(partial, ignore_errors=True)
 
     @contextlib.contextmanager

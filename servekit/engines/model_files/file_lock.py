@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import structlog
 
 from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase as timed
 from servekit.protocol.messages import Progress
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 POLL_S = 0.1
 _SHARE_EVERY_S = 0.2
@@ -37,7 +38,7 @@ def hold_lock(path: Path, report: Report, *, phase: str) -> Iterator[Report]:
     shared = path.with_suffix(".progress")
     try:
         if not take_lock(descriptor):
-            log.info("waiting for another worker that prepares the same model (%s)", path.stem)
+            log.info("model_files_awaited", entry=path.stem)
             with timed("lock"):
                 _wait_for_lock(descriptor, shared, report, phase)
         shared.unlink(missing_ok=True)  # of a dead owner

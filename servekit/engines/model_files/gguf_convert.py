@@ -13,7 +13,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -24,8 +23,6 @@ from servekit.engines.api.base import Report
 from servekit.errors import LoadError
 from servekit.model_metadata.gguf import Header, read_header
 from servekit.protocol.messages import Progress
-
-log = logging.getLogger(__name__)
 
 #: Incremented when the conversion's result changes; part of the keys of cached conversions.
 CONVERTER = "gguf-2"

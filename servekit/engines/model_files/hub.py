@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fnmatch
-import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase
@@ -26,7 +26,7 @@ from servekit.errors import LoadError
 from servekit.model_metadata import model_folder
 from servekit.protocol.messages import Progress
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 _POLL_S = 0.2
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM}
@@ -114,12 +114,14 @@ def import_library() -> None:
 
 def _announce_pin(pin: Pin, path: Path) -> None:
     if pin.commit == pin.revision:
-        log.info("serving %s at commit %s", pin.repo, pin.commit)
+        log.info("hub_commit_resolved", repo=pin.repo, commit=pin.commit)
         return
     log.info(
-        "serving %s at commit %s, where %s was when it was first fetched; "
-        "to follow it, name a commit in the configuration or delete %s",
-        *(pin.repo, pin.commit, pin.revision, path),
+        "hub_commit_pinned",
+        repo=pin.repo,
+        commit=pin.commit,
+        revision=pin.revision,
+        file=str(path),
     )
 
 
@@ -231,7 +233,7 @@ class _Hub:
                 _explain_unreachable(self._repo, revision, error), permanent=False
             ) from error
         if not constants.HF_HUB_OFFLINE:
-            log.warning("the hub cannot be reached (%s); %s is served as cached", error, self._repo)
+            log.warning("hub_unreachable", repo=self._repo, reason=str(error))
         return Pin(self._repo, revision, commit or "", tuple(files))
 
     @contextlib.contextmanager

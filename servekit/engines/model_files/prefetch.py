@@ -6,16 +6,18 @@ because two threads that import the same libraries may see a half-imported modul
 
 from __future__ import annotations
 
-import logging
 import threading
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
+
+import structlog
 
 from servekit.engines.api.base import Report
 from servekit.errors import LoadError
 from servekit.protocol.messages import WorkerSpec
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: Fetches in progress, by path and revision; a process loads one model.
 _fetching: dict[tuple[str, str | None], Future[None]] = {}
@@ -53,7 +55,7 @@ def _fetch_files(spec: WorkerSpec, report: Report, converts: bool, outcome: Futu
     except LoadError as error:
         outcome.set_exception(error)
     except BaseException as error:  # resolving the path raises it again, where it is handled
-        log.warning("not fetched ahead: %r", error)
+        log.warning("prefetch_failed", reason=repr(error))
         outcome.set_result(None)
     else:
         outcome.set_result(None)

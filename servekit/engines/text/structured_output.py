@@ -21,7 +21,6 @@ request fails because of others.
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 import threading
 import time
@@ -30,6 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import structlog
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
@@ -39,7 +39,7 @@ from servekit.errors import RequestError
 from servekit.protocol.messages import Grammar
 from servekit.units import format_bytes
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: Longest grammar, in bytes of its text.
 MAX_BYTES = 256 * 1024
@@ -92,7 +92,7 @@ def try_grammars(create: Callable[[], Grammars]) -> Grammars | None:
     try:
         return create()
     except Exception as error:  # the library raises many types; the model serves without grammars
-        log.warning("no structured output: %s", error)
+        log.warning("structured_output_unavailable", reason=str(error))
         return None
 
 

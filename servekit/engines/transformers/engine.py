@@ -8,7 +8,6 @@ embedding model, which `embedding.EmbeddingRunner` runs. The loop is always that
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -40,8 +39,6 @@ from servekit.engines.transformers.tensor_parallel.controller import Ranks
 from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import Capability, Dialect, Grammar, ModelInfo, WorkerSpec
-
-log = logging.getLogger(__name__)
 
 #: Capabilities of every causal model.
 SERVES: tuple[Capability, ...] = (

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
@@ -39,7 +39,7 @@ from servekit.protocol.messages import WorkerSpec
 from servekit.system import cgroup
 from servekit.units import format_bytes
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: Maximum share of available memory to use, unless packing is requested.
 SHARE = 0.25
@@ -127,7 +127,7 @@ def pack_layers(model: nn.Module, spec: WorkerSpec) -> int:
                 "with its weights as they are.",
                 permanent=False,
             )
-        log.info("%s runs with its weights as they are: %s", spec.model, why)
+        log.info("weights_not_packed", model=spec.model, reason=why)
         return 0
     return size
 
@@ -202,7 +202,7 @@ def make_copies(layers: Iterable[PackedLinear]) -> bool:
                 layer.packed.make(layer.weight)
     except (RuntimeError, MemoryError) as error:
         drop_copies(layers)
-        log.warning("weights stay as they are: %s", _first_line(error))
+        log.warning("weight_packing_failed", reason=_first_line(error))
         return False
     return True
 

@@ -18,7 +18,6 @@ class Row(Underway):
     """A request in flight, with its tensors on the device."""
 
     adapter: Adapter | None = None  # None: the base model
-    cached_tokens: int | None = None  # of the prompt, once looked up in the cache
     noted: list[Tensor] | None = None  # collects its logits, float32 [vocabulary], if set
     private: threading.Event | None = None  # marks an internal row; set at its end
     alone: int = 0  # if not 0, no other row shares its steps; unique among rows
@@ -27,11 +26,6 @@ class Row(Underway):
     _counted: int = 0
     _counts: Tensor | None = None
     _seen: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Return the number of tokens of prompt and completion, including virtual tokens."""
-        return self.virtual_tokens + len(self.job.prompt_ids) + len(self.completion)
 
     @property
     def context(self) -> list[int]:
@@ -44,15 +38,6 @@ class Row(Underway):
     @property
     def virtual_tokens(self) -> int:
         return 0 if self.adapter is None else self.adapter.virtual_tokens
-
-    def note_cached(self, tokens: int) -> None:
-        """Record the number of context tokens found in the cache, on the first lookup only.
-
-        A later lookup concerns a row that was preempted and finds its own earlier results.
-        """
-        if self.cached_tokens is None:
-            own = max(0, tokens - self.virtual_tokens)
-            self.cached_tokens = min(own, len(self.job.prompt_ids))
 
     @property
     def group(self) -> int:

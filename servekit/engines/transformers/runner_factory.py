@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import structlog
 import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
@@ -25,7 +25,7 @@ from servekit.engines.transformers.tensor_parallel.controller import Ranks
 from servekit.errors import LoadError
 from servekit.protocol.messages import ModelInfo, WorkerSpec
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: Context of a model that states none, such as a recurrent one.
 UNSTATED_CONTEXT = 8192
@@ -53,10 +53,10 @@ def make_causal_runner(
                     raise
                 reason = f"{type(error).__name__}: {error}"
                 model.set_attn_implementation(attention)
-                log.warning("%s: %s failed its test: %s", spec.model, way, reason)
+                log.warning("batching_test_failed", model=spec.model, mode=str(way), reason=reason)
     if wish == "continuous":
         raise LoadError(f"{spec.model} cannot run with continuous batching: {reason}.")
-    log.info("%s runs one request at a time: %s", spec.model, reason)
+    log.info("sequential_mode_chosen", model=spec.model, reason=reason)
     return _make_static(model, spec, chat, "" if wish == "static" else f": {reason}")
 
 
@@ -178,7 +178,7 @@ def _make_continuous(
     detail = f"continuous batching, {runner.attention}, {size.blocks} × {size.block_size} tokens"
     how = runner.decodes or (way.why and f"the library's, since {way.why}")
     detail += f"; decoding: {how}" if how else ""
-    log.info("%s runs with %s", spec.model, detail)
+    log.info("continuous_batching_chosen", model=spec.model, detail=detail)
     total = size.bytes * (1 if ranks is None else ranks.size)
     info = _describe_model(model, spec, chat, runner, size.slots, total, detail, context)
     if runner.shares_prefixes:
@@ -282,7 +282,7 @@ def _with_less_on_failure(make: Callable[[int], ContinuousRunner]) -> Continuous
         try:
             return make(halvings)
         except (MemoryError, torch.OutOfMemoryError) as error:
-            log.warning("no room for the KV cache as planned: %s", error)
+            log.warning("kv_cache_allocation_failed", reason=str(error))
     raise LoadError("There is no room for the KV cache.", permanent=False)
 
 

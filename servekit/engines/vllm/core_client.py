@@ -7,7 +7,6 @@ queue.
 from __future__ import annotations
 
 import itertools
-import logging
 import queue
 import select
 import threading
@@ -17,11 +16,13 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
+import structlog
+
 from servekit.engines.vllm import causes, library
 from servekit.engines.vllm.causes import Causes, first_line
 from servekit.errors import EngineFailed, LoadError
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: Time limit of calls that are not requests: loading an adapter, sleeping, waking.
 _CALL_S = 600.0
@@ -105,7 +106,7 @@ class Core:
         try:
             self._client.abort_requests(names)
         except Exception as error:  # the core is dying, and its requests with it
-            log.warning("cannot abort: %s", first_line(error))
+            log.warning("abort_failed", reason=first_line(error))
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the core and wait for the result.

@@ -6,10 +6,11 @@ loop. So a thread sends them in small batches.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import structlog
 
 from servekit.engines.api.base import EmbedJob, StepOutput
 from servekit.engines.api.job_validation import Limits, check_inputs
@@ -18,7 +19,7 @@ from servekit.engines.vllm.core_client import Core
 from servekit.engines.vllm.request_table import RequestTable
 from servekit.errors import RequestError
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: Texts sent before the next check for cancellation; the socket is free for other senders in
 #: between.
@@ -61,7 +62,7 @@ class Texts:
         except RequestError as error:
             self._fail(StepOutput(job.id, [], error=error.message, param=error.param))
         except Exception as error:
-            log.warning("cannot send texts: %s", first_line(error))
+            log.warning("embedding_submit_failed", reason=first_line(error))
             if not self._core.dead:  # if the core is dead, the job continues in another worker
                 self._fail(StepOutput(job.id, [], error=explain_failure(error)))
         if job.id not in self._held:

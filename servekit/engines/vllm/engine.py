@@ -8,7 +8,6 @@ processes; the requests in flight continue in other workers.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import structlog
 from msgspec import structs
 
 from servekit.engines.api.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
@@ -55,7 +55,7 @@ from servekit.protocol.messages import (
 )
 from servekit.system import cgroup
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
@@ -388,7 +388,7 @@ class VllmEngine(Engine):
         self._held.tell([output], -1, self._emit)
 
     def _die(self, error: BaseException) -> None:
-        log.error("the engine died", exc_info=error)
+        log.error("engine_core_died", exc_info=error)
         self._held.end()
         self.fatal = error
         self._probes.fail(error)

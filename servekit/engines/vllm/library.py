@@ -10,16 +10,17 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from servekit.errors import LoadError
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: The first tested release, and the first untested one; pyproject.toml says the same.
 TRIED = ((0, 26), (0, 33))
@@ -162,7 +163,7 @@ def check_library() -> None:
             f"{_tried_releases()}: {INSTALL} brings one of them."
         )
     if not is_tried(here):
-        log.warning("vLLM %s was not tried with servekit, only %s", here, _tried_releases())
+        log.warning("vllm_version_untested", version=here, tested=_tried_releases())
 
 
 def is_tried(here: str) -> bool:

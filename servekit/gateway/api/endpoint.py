@@ -94,7 +94,7 @@ class GenerationEndpoint:
         except ServekitError as error:
             response.fail(error)
         except Exception:
-            log.exception("unexpected error")
+            log.exception("unexpected_error")
             response.fail(ServekitError("an internal error; see the logs"))
 
 

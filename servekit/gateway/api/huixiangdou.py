@@ -111,7 +111,7 @@ class StreamEncoder(ResponseEncoder):
         return event(self._held) if self._held else b""
 
     def late_error(self, error: ServekitError) -> None:
-        log.warning("stream cut off", path="/stream", error=error.message)
+        log.warning("stream_cut_off", path="/stream", error=error.message)
 
 
 def event(text: str) -> bytes:

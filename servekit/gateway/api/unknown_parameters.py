@@ -64,7 +64,7 @@ class UnknownParameters:
                 self._logged_s.clear()  # full of made-up names from a while ago
             return
         self._logged_s |= dict.fromkeys(new[:MOST_NAMES], now_s)
-        log.warning("unknown parameters in a body have no effect", names=new[:MOST_NAMES])
+        log.warning("unknown_parameters_ignored", names=new[:MOST_NAMES])
 
 
 #: One for the process, which is one gateway.

@@ -115,7 +115,7 @@ class AuthMiddleware:
         except ServekitError as error:
             exchange.fail(error)
         except Exception:
-            log.exception("unexpected error")
+            log.exception("unexpected_error")
             exchange.fail(ServekitError("an internal error; see the logs"))
         else:
             exchange.begin_with(go_on)

@@ -106,7 +106,7 @@ class StreamWriter:
             self._fail(error.with_traceback(None))
         except Exception:
             origin = self._generation.first.origin
-            log.exception("unexpected error", request="" if origin is None else origin.name)
+            log.exception("unexpected_error", request="" if origin is None else origin.name)
             self._fail(ServekitError("an internal error; see the logs"))
 
     def _write_stream(self) -> None:

@@ -133,7 +133,7 @@ class Bodies:
         while self.size_bytes > self.limit_bytes and len(self.senders) > 1:
             if now_s >= self._tell_at_s:
                 self._tell_at_s = now_s + _TELL_EVERY_S
-                log.warning("too many bodies at once", bodies=len(self.senders))
+                log.warning("too_many_bodies", bodies=len(self.senders))
             large_bytes = self.size_bytes / len(self.senders) / 2
             large = [one for one in self.senders if one.held_bytes >= large_bytes]
             slowest = min(large, key=lambda one: one.body_bytes_per_s(now_s))
@@ -318,7 +318,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def sweep(self, now_s: float) -> None:
         """Refuse or disconnect a client that has exceeded a time limit."""
         if self._stalls(now_s):
-            log.warning("client does not read", address=self.client, unsent_bytes=self._unsent[0])
+            log.warning("client_not_reading", address=self.client, unsent_bytes=self._unsent[0])
             # else the kernel keeps the unsent response for minutes
             self.transport.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, _RESET
@@ -534,7 +534,7 @@ class Sweep:
         if crowded and now_s >= self._tell_at_s:
             self._tell_at_s = now_s + _TELL_EVERY_S
             most = LimitedProtocol.most_connections
-            log.warning("too many connections", connections=len(connections), at_most=most)
+            log.warning("too_many_connections", connections=len(connections), at_most=most)
         for connection in connections:
             connection.sweep(now_s)
             if crowded:

@@ -227,7 +227,7 @@ class FastResponse:
         except ServekitError as error:
             self.fail(error)
         except Exception:
-            log.exception("unexpected error", path=self.protocol.url.decode())
+            log.exception("unexpected_error", path=self.protocol.url.decode())
             self.fail(ServekitError("an internal error; see the logs"))
         finally:
             ORIGIN.reset(before)

@@ -39,7 +39,7 @@ class Tls:
         try:
             self.context.load_cert_chain(certificate, key, _no_password)
         except (OSError, ValueError) as error:  # although the supervisor has just checked them
-            log.error("the certificate cannot be read; the old one goes on", reason=str(error))
+            log.error("certificate_unreadable", reason=str(error))
             return
         self._stamp = stamp
 

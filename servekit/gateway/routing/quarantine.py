@@ -112,7 +112,7 @@ class Quarantine:
         """Quarantine a call of this model for the model's `quarantine_s`."""
         mark = fingerprint(status.name, call)
         log.error(
-            "quarantined", model=status.name, fingerprint=mark[:SHOWN],
+            "request_quarantined", model=status.name, fingerprint=mark[:SHOWN],
             deaths=call.deaths_in_all, for_s=status.quarantine_s,
             request="" if call.origin is None else call.origin.name,
         )  # fmt: skip
@@ -135,7 +135,7 @@ class Quarantine:
         self, status: ModelStatus, source: str, for_s: float, now_s: float
     ) -> Quarantined:
         """Quarantine all requests of a key or an address to this model."""
-        log.error("source quarantined", model=status.name, source=source, for_s=for_s)
+        log.error("source_quarantined", model=status.name, source=source, for_s=for_s)
         return self._commit(status, source, for_s, now_s)
 
     def _commit(self, status: ModelStatus, mark: str, for_s: float, now_s: float) -> Quarantined:

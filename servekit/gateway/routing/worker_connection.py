@@ -310,7 +310,7 @@ class WorkerConnection:
             return REDIAL_S
         if self._unreached != str(error):
             self._unreached = str(error)
-            log.warning("worker not reached", worker=self.name, error=self._unreached)
+            log.warning("worker_unreachable", worker=self.name, error=self._unreached)
         after_s, self._redial_s = self._redial_s, min(2 * self._redial_s, _REDIAL_AT_MOST_S)
         return after_s
 
@@ -340,7 +340,7 @@ class WorkerConnection:
             self.info = message.info
             self.resumes = message.info is None or message.info.resumes
             self._renew()
-            log.info("worker connected", worker=self.name)
+            log.info("worker_connected", worker=self.name)
             self.owner.on_free(self)
 
     def _on_alone(self, wire_id: int | None) -> None:
@@ -410,7 +410,7 @@ class WorkerConnection:
             sent = sum(call.replica is not None for call in calls)
             took_ms = round(1000 * (time.perf_counter() - began_s), 2)
             log.warning(
-                "worker lost", worker=self.name, error=str(error or "EOF"),
+                "worker_lost", worker=self.name, error=str(error or "EOF"),
                 in_flight=len(calls), sent_elsewhere=sent, took_ms=took_ms,
                 requests=[call.origin.name for call in calls[:_NAMED] if call.origin is not None],
             )  # fmt: skip

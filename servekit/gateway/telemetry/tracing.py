@@ -114,7 +114,7 @@ def follow(measures: RequestMetrics, rules: Tracing, gateway: str) -> None:
         measures.tracer = Tracer(rules, gateway) if rules.endpoint else None
     except ImportError as error:
         measures.tracer = None
-        log.error("requests are not traced: pip install 'servekit[otel]'", error=str(error))
+        log.error("tracing_unavailable", error=str(error))
 
 
 class Traced(RequestMeter):

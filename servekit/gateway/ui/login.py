@@ -154,10 +154,10 @@ class Login:
         try:
             caller = access.known(asked) or await access.verify(asked)
         except InvalidKey:
-            log.warning("a wrong key on the page", address=address)
+            log.warning("sign_in_failed", address=address)
             raise
         self._patience.forgive(address)
-        log.info("signed in on the page", key=caller.rule.name, address=address)
+        log.info("sign_in_succeeded", key=caller.rule.name, address=address)
         return sessions.issue(caller.rule, access.rules, time.time())
 
     async def _tell(self, scope: Scope, send: Send) -> None:

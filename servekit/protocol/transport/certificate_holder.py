@@ -51,4 +51,4 @@ class CertificateHolder:
         if self._server is not None:
             tls.load_certificate(self._server, fresh)
         self.credentials = fresh
-        log.info("certificate renewed", good_for_s=round(fresh.not_after - time.time()))
+        log.info("certificate_renewed", valid_for_s=round(fresh.not_after - time.time()))

@@ -163,7 +163,7 @@ class TcpServer(ABC):
         resumed = missing is not None
         if missing is None:
             missing = self._begin_session(attach.session)
-        log.info("supervisor attached", resumed=resumed)
+        log.info("supervisor_attached", resumed=resumed)
         for message in (self.attached(resumed, self._had), *missing):
             connection.send(message)
 
@@ -190,7 +190,7 @@ class TcpServer(ABC):
         """Handle the end of a supervisor's connection."""
         if connection is self._control:
             self._control = None
-            log.warning("the supervisor is gone", error=str(error or "EOF"))
+            log.warning("supervisor_lost", error=str(error or "EOF"))
             self._wait_for_supervisor(self._post.grace_s)
 
     def _wait_for_supervisor(self, within_s: float) -> None:
@@ -212,7 +212,7 @@ class PendingConnection:
 
     def _on_silence(self) -> None:
         if self.connection.peer is not None:  # else the handshake has failed
-            log.warning("a connection said nothing and was closed", peer=str(self.connection.peer))
+            log.warning("connection_timed_out", peer=str(self.connection.peer))
             self.connection.abort()
 
     def _on_hello(self, hello: Hello) -> None:
@@ -252,4 +252,4 @@ class PendingConnection:
         self._late.cancel()
         if isinstance(error, WireError):
             peer = self.connection.peer
-            log.warning("a connection was refused", peer=str(peer), reason=str(error))
+            log.warning("connection_refused", peer=str(peer), reason=str(error))

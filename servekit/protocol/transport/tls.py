@@ -166,5 +166,5 @@ class _Outspoken(ssl.SSLObject):
             now = time.monotonic()
             if now - _Outspoken._told_at >= _TELL_EVERY_S:
                 _Outspoken._told_at = now
-                log.warning("a connection was refused", reason=explain_failure(error))
+                log.warning("connection_refused", reason=explain_failure(error))
             raise

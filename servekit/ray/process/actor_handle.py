@@ -219,7 +219,7 @@ def sweep_places() -> None:
         if (
             not gone and (group := _find_group(label)) is not None
         ):  # else it is in another namespace
-            log.info("an empty place is given back", worker=name_of(label))
+            log.info("placement_released", worker=name_of(label))
             remove_placement_group(group)
 
 

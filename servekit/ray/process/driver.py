@@ -73,7 +73,7 @@ class Driver:
         await adopt_socket(control, lambda: self._control)
 
     def _on_eof(self, error: Exception | None) -> None:
-        log.info("the supervisor is gone", error=str(error or "EOF"))
+        log.info("supervisor_lost", error=str(error or "EOF"))
         end_group()  # Ray's shutdown may hang, and nothing of ours depends on it
 
     # ---- requests
@@ -114,7 +114,7 @@ class Driver:
         except (Gone, ConnectionError) as error:
             answer = c.Sorry(id, str(error))
         except Exception as error:
-            log.exception("Ray has refused")
+            log.exception("ray_request_failed")
             answer = c.Sorry(id, f"Ray: {type(error).__name__}: {error}")
         self._control.send(answer)
 
@@ -165,7 +165,7 @@ class Driver:
             try:
                 there = await nodes.living_nodes()
             except Exception as error:  # as while its control plane restarts
-                log.warning("Ray does not say which nodes there are", reason=str(error))
+                log.warning("ray_nodes_unknown", reason=str(error))
                 continue
             if there.keys() != self._nodes.keys():
                 await self._meet(there, LOOK_S)
@@ -180,7 +180,7 @@ class Driver:
         if berth.name in self._berths:
             self._spawn(berth.vacate())
             return
-        log.info("found", worker=berth.name)
+        log.info("actor_adopted", worker=berth.name)
         self._berths[berth.name] = berth
         self._follow(berth)
 
@@ -301,7 +301,7 @@ class Driver:
                 self._control.send(_as_exited(berth.name, news))
 
     def _lose(self, berth: ActorHandle, why: str) -> None:
-        log.warning("lost", worker=berth.name, reason=why)
+        log.warning("actor_lost", worker=berth.name, reason=why)
         self._shun(berth)
         self._following.pop(berth.name, None)
         if self._berths.get(berth.name) is berth:

@@ -69,7 +69,7 @@ class NodeChecks:
         self.note(found, (want,))
         for node in found:
             if fault := self._looks[node.node, want].fault:
-                log.warning("nothing is placed on a node", node=node.host, reason=fault)
+                log.warning("node_unsuitable", node=node.host, reason=fault)
 
     def _is_due(self, node: str, want: Want) -> bool:
         look = self._looks.get((node, want))

@@ -97,7 +97,7 @@ class Adapters:
         names = {*self._claimed, *(entry.spec.name for entry in self.book)}
         unknown = [spec for spec in added if spec.name not in names]
         for spec in unknown:
-            log.info("adapter kept", model=self.model, adapter=spec.name)
+            log.info("adapter_kept", model=self.model, adapter=spec.name)
             self.book.expect(spec, time.time(), from_file=False)
         if unknown:
             self._begin(self._complete(unknown))
@@ -250,12 +250,12 @@ class Adapters:
             await self._unload(spec.name)
         outcome = await self._load(workers, spec)
         if isinstance(outcome, AdapterInfo):
-            log.info("adapter serves", model=self.model, adapter=spec.name, workers=len(workers))
+            log.info("adapter_serving", model=self.model, adapter=spec.name, workers=len(workers))
             self._serve(spec.name, outcome)
         else:
             self._tell(spec.name, f"refused: {outcome.message}")
             log.error(
-                "adapter refused", model=self.model, adapter=spec.name, reason=outcome.message
+                "adapter_refused", model=self.model, adapter=spec.name, reason=outcome.message
             )
             await self._go_back(known, spec, outcome, from_file=from_file)
         self._owner.changed()
@@ -298,7 +298,7 @@ class Adapters:
                 self._outdated.setdefault(worker.name, set()).add(name)
         self.book.forget(name)
         self._owner.changed()
-        log.info("adapter unloaded", model=self.model, adapter=name)
+        log.info("adapter_unloaded", model=self.model, adapter=name)
         self._tell(name, "unloaded")
 
     async def _unload(self, name: str) -> None:
@@ -325,7 +325,7 @@ class Adapters:
             self._tell(name, "serves")
 
     def _fail(self, name: str, refusal: Refusal) -> None:
-        log.error("adapter failed", model=self.model, adapter=name, reason=refusal.message)
+        log.error("adapter_failed", model=self.model, adapter=name, reason=refusal.message)
         self._tell(name, f"failed: {refusal.message}")
         self.book.fail(name, refusal.message, time.time())
         self._owner.changed()

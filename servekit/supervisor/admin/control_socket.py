@@ -107,9 +107,9 @@ class Operators:
         try:
             await self.listen(path)
         except StartError as error:
-            log.warning("operators cannot reach us", reason=error.message)
+            log.warning("control_socket_unavailable", reason=error.message)
         else:
-            log.warning("the operators' socket was removed, and is made anew", path=str(path))
+            log.warning("control_socket_restored", path=str(path))
 
     def close(self) -> None:
         """Accept no more connections; clients that wait for the shutdown see the process exit."""
@@ -178,7 +178,7 @@ async def _pass_on(
     try:
         send(await answer if isinstance(answer, Coroutine) else answer)
     except Exception:
-        log.exception("cannot answer")
+        log.exception("control_answer_failed")
         send(Refused("the supervisor cannot answer; its log says why"))
 
 
@@ -188,7 +188,7 @@ async def _send(
     try:
         connection.send(await answer)
     except Exception:  # do not keep the client waiting for an answer that will not come
-        log.exception("cannot answer")
+        log.exception("control_answer_failed")
         connection.close()
 
 

@@ -103,6 +103,6 @@ class ResourceMonitor:
         try:
             shared_memory.record_segments(self._run_dir.path, segments)
         except OSError as error:
-            log.warning("cannot record the shared memory", reason=error.strerror)
+            log.warning("shared_memory_not_recorded", reason=error.strerror)
         else:
             self._segments = segments

@@ -154,7 +154,7 @@ class Scaler:
     ) -> None:
         name, count = fleet.model.name, len(fleet.living)
         row.at, row.reason = time.time(), f"scaled {way} to {count}: {reason}"
-        log.info("scaled", model=name, replicas=count, reason=reason)
+        log.info("model_scaled", model=name, replicas=count, reason=reason)
         journal.tell("scale", row.reason, model=name, replicas=count, **figures)
         fleet.changed()
 

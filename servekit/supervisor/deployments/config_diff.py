@@ -43,11 +43,10 @@ _IN_PLACE = frozenset({"adapters"})
 #: Keys that say where workers run, not what they load.
 _PLACEMENT = frozenset({"replicas", "gpus"})
 #: Keys of `server` that a running instance can take over.
-_LIVE_SERVER = frozenset(
+LIVE_SERVER_KEYS = frozenset(
     {"drain_timeout_s", "cors", "hosts", "limits", "runtime_adapters", "open_metrics"}
-    | {"default_model", "unknown_parameters"}
+    | {"default_model", "unknown_parameters", "prefix_cache"}
     | {"max_queue_bytes", "write_timeout_s", "trusted_proxies"}
-    | {"prefix_cache"}
 )
 
 
@@ -79,7 +78,7 @@ class Change:
 
 def needs_restart(old: Config, new: Config) -> str:
     """Return a sentence on the changed keys that need a restart; "" if there are none."""
-    keys = [f"server.{key}" for key in sorted(_differ(old.server, new.server) - _LIVE_SERVER)]
+    keys = [f"server.{key}" for key in sorted(_differ(old.server, new.server) - LIVE_SERVER_KEYS)]
     keys += [f"gpus.{key}" for key in sorted(_differ(old.gpus, new.gpus))]
     keys += [
         key for key in ("run_dir", "launcher", "ray") if getattr(old, key) != getattr(new, key)

@@ -96,7 +96,7 @@ class Deployment:
 
     def _end_change(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            log.error("a change broke off", model=task.get_name(), exc_info=task.exception())
+            log.error("model_change_failed", model=task.get_name(), exc_info=task.exception())
         self._pool.host.changed()  # gateways wait for a new replica while `changing`
 
     def load(self, occasion: StartReason) -> None:
@@ -119,7 +119,7 @@ class Deployment:
         if self.scale is not None:
             self.planned = self.planned[: least(self.model)]  # returns with its minimum
         for replica in self._living():
-            log.info("unloading", child=replica.name)
+            log.info("worker_unloading", child=replica.name)
             self._finish(replica)
         self.tend_fork_servers()
 
@@ -145,7 +145,7 @@ class Deployment:
     def _finish(self, replica: WorkerProcess) -> None:
         # No request takes longer than its model's timeout, so none is cut off.
         grace_s = replica.model.timeout_s + self._pool.drain_timeout_s
-        log.info("draining", child=replica.name, at_most_s=grace_s)
+        log.info("worker_draining", child=replica.name, at_most_s=grace_s)
         replica.end(Drain(), grace_s)
 
     def leave(self) -> None:
@@ -292,7 +292,9 @@ class Deployment:
                 f"no memory for both versions of {self.model.name}: what {names} runs is cut off"
                 f" after {at_most_s:g} s (server.drain_timeout_s)"
             )
-            log.warning(said)
+            log.warning(
+                "rollout_cuts_requests", model=self.model.name, workers=names, at_most_s=at_most_s
+            )
             journal.tell("reload", said, model=self.model.name)
         await self._pool.wait_for_room(self.model, slot)
         replica = self._add(self.model, slot)
@@ -318,7 +320,7 @@ class Deployment:
     ) -> None:
         """Roll back to the old version, which serves on, and has `backs` as planned GPUs again."""
         why = next((replica.reason for replica in fresh if replica.reason), "it did not come up")
-        log.error("reload failed, the old version serves on", model=self.model.name, reason=why)
+        log.error("model_reload_failed", model=self.model.name, reason=why)
         self.failed = tuple(replica.story() for replica in fresh)
         for replica in fresh:
             replica.end(Stop(), STOP_GRACE_S)
@@ -361,7 +363,7 @@ class Deployment:
         return replica
 
     def _drain(self, replica: WorkerProcess) -> None:
-        log.info("draining", child=replica.name, at_most_s=self._pool.drain_timeout_s)
+        log.info("worker_draining", child=replica.name, at_most_s=self._pool.drain_timeout_s)
         replica.end(Drain(), self._pool.drain_timeout_s)
 
     def _hurry(self, slot: Slot) -> None:

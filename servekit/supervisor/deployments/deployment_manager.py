@@ -85,14 +85,14 @@ class DeploymentManager:
             try:
                 changes = await self._reload()
             except ServekitError as error:
-                log.error("reload refused", reason=error.message)
+                log.error("reload_refused", reason=error.message)
                 journal.tell("reload", f"refused: {error.message}")
                 return Refused(error.message, isinstance(error, ConfigError))
             except Exception as error:  # a bug of ours must not end what is served
-                log.exception("reload broke off")
+                log.exception("reload_failed")
                 journal.tell("reload", f"broke off: {error!r}")
                 return Refused(f"the reload broke off: {error!r}; the log has more")
-        log.info("reloaded", changes=changes)
+        log.info("reload_completed", changes=changes)
         journal.tell("reload", changes)
         return Accepted(changes)
 
@@ -133,7 +133,7 @@ class DeploymentManager:
     def apply(self, plan: Plan) -> str:
         """Start the changes to this plan; return them in words."""
         for name, choice in plan.choices.items():
-            log.info("engine chosen", model=name, engine=choice.engine, why=choice.why)
+            log.info("engine_chosen", model=name, engine=choice.engine, why=choice.why)
         new_access = plan.access != self.plan.access
         occasion = StartReason.up() if plan is self.plan else StartReason.now("reload")
         self.pool.plan = plan

@@ -89,8 +89,9 @@ class ExitHistory:
 
 def report_death(name: str, death: ExitRecord, after_s: float | None, *, crashed: bool) -> None:
     """Log a death and record its event; `after_s` is the delay of the restart, if any."""
-    again = "not" if after_s is None else f"{after_s:.2f} s"
-    log.error("died" if crashed else "cannot start", child=name, reason=death.what, again_in=again)
+    again_in_s = None if after_s is None else round(after_s, 2)
+    event = "process_exited" if crashed else "process_start_failed"
+    log.error(event, child=name, reason=death.what, again_in_s=again_in_s)
     journal.tell(
         "exit",
         death.what,
@@ -102,7 +103,7 @@ def report_death(name: str, death: ExitRecord, after_s: float | None, *, crashed
         lived_s=round(death.lived_s, 2),
         served=death.served,
         out_of_memory=death.out_of_memory,
-        again_in_s=None if after_s is None else round(after_s, 2),
+        again_in_s=again_in_s,
     )
 
 

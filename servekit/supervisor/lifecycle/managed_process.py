@@ -409,7 +409,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             reason = f"cannot be started: {error.strerror or error}"
             return self._record_exit(Exit(None, None, (), cause=reason))
         self.starting.awaits("fork" if child.forked else self.begins_with, self._began_at)
-        log.info("started", child=self.name, pid=child.pid)
+        log.info("process_started", child=self.name, pid=child.pid)
         journal.tell("started", worker=self.name, pid=child.pid)
         self.host.children_changed()
         self.greet()

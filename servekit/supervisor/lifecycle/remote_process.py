@@ -176,7 +176,7 @@ class RemoteChild(Generic[Incoming]):
                 async with asyncio.timeout(_DUMP_S):
                     self._stacks = tuple(await self._hands.dump())
             except Exception as error:
-                log.warning("no stacks came", child=self.name, error=repr(error))
+                log.warning("stack_dump_missing", child=self.name, error=repr(error))
         self.kill(cause)
 
     async def stop(self, ask: msgspec.Struct, grace_s: float) -> Exit:
@@ -203,7 +203,7 @@ class RemoteChild(Generic[Incoming]):
         try:
             self._conclude(await self._hands.exited())
         except Exception as error:  # then the connection shows its end
-            log.warning("its launcher cannot tell how it ends", child=self.name, error=repr(error))
+            log.warning("exit_unknown", child=self.name, error=repr(error))
 
     async def _have_killed(self, cause: str) -> None:
         await self._end_there(cause)
@@ -215,7 +215,7 @@ class RemoteChild(Generic[Incoming]):
             async with asyncio.timeout(_KILL_S):
                 await self._hands.kill(cause)
         except Exception as error:
-            log.warning("not known to have ended", child=self.name, error=repr(error))
+            log.warning("kill_unconfirmed", child=self.name, error=repr(error))
 
     def _conclude(self, exit_: Exit) -> None:
         if self.exited.done():
@@ -314,7 +314,7 @@ class RemoteChild(Generic[Incoming]):
             self.kill(f"broke the wire protocol: {error}")
         if self._asked_at <= self._heard_at:  # its kernel has answered until then
             self._heard_at = max(self._heard_at, self._loop.time() - self._lost_s)
-        log.warning("control channel lost", child=self.name, error=str(error or "EOF"))
+        log.warning("control_channel_lost", child=self.name, error=str(error or "EOF"))
         self._begin(self._redial())
 
     async def _redial(self) -> None:
@@ -329,7 +329,7 @@ class RemoteChild(Generic[Incoming]):
                 said = str(error) or said
                 await asyncio.sleep(_REDIAL_S)
             else:
-                log.info("control channel found again", child=self.name)
+                log.info("control_channel_restored", child=self.name)
                 self.on_again()
                 return
         self._lose(said)

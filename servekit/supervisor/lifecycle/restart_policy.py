@@ -206,7 +206,7 @@ class CircuitBreaker:
         was, self._tried_at = self._breaker.state, time.monotonic()
         self._breaker.started(replica)
         if self._breaker.state != was:
-            log.warning("breaker half-open", model=self._model, probe=replica)
+            log.warning("breaker_half_opened", model=self._model, probe=replica)
             journal.tell("breaker", f"half-open: {replica} is tried", model=self._model)
             self._wake_all()  # so that the others say which probe they wait for
 
@@ -223,7 +223,7 @@ class CircuitBreaker:
         was = self._breaker.state
         self._breaker.fruitful()
         if was != "closed":
-            log.info("breaker closed", model=self._model)
+            log.info("breaker_closed", model=self._model)
             journal.tell("breaker", "closed", model=self._model)
             self._wake_all()
 
@@ -231,7 +231,7 @@ class CircuitBreaker:
         was, self._last_reason = self._breaker.state, reason
         self._breaker.fruitless_end(replica, time.monotonic())
         if self._breaker.state == "open" != was:
-            log.error("breaker open", model=self._model, reason=self.explain())
+            log.error("breaker_opened", model=self._model, reason=self.explain())
             journal.tell("breaker", f"open: {self.explain()}", model=self._model)
             self._wake_all()
 

@@ -67,7 +67,7 @@ class SwapManager:
         awaited = {name for gateway in open_ for name in gateway.awaited()}
         for replica in self._unasked:
             if replica.state in _COMING and replica.model.name not in awaited:
-                log.info("nobody waits for it, ended", child=replica.name)
+                log.info("worker_load_cancelled", child=replica.name)
                 replica.end_now()
         self._unasked = [one for one in self._unasked if not one.ending]
 
@@ -147,7 +147,7 @@ class SwapManager:
     def _take(self, row: ModelState, step: SwapAction, now: float) -> None:
         match step.kind:
             case "load":
-                log.info("loading", model=step.model)
+                log.info("model_loading", model=step.model)
                 cause = row.occasion(now).cause
                 journal.tell("load", f"for {_FOR.get(cause, cause)}", model=step.model)
                 row.begin(now)
@@ -158,7 +158,7 @@ class SwapManager:
                 row.run("wake", self._wake(row))
             case "sleep":
                 row.reason = f"asleep since {_clock()}: {step.reason}"
-                log.info("putting to sleep", model=step.model, reason=step.reason)
+                log.info("model_sleeping", model=step.model, reason=step.reason)
                 journal.tell("sleep", step.reason, model=step.model)
                 row.run("sleep", self._sleep(row, must=step.makes_room))
             case "stop":
@@ -166,7 +166,7 @@ class SwapManager:
         self._changed(row)
 
     def _stop(self, row: ModelState, reason: str, *, returns: bool = False) -> None:
-        log.info("stopping", model=row.fleet.model.name, reason=reason)
+        log.info("model_unloading", model=row.fleet.model.name, reason=reason)
         journal.tell("unload", reason, model=row.fleet.model.name)
         row.reason, row.slept = f"stopped at {_clock()}: {reason}", False
         row.fleet.unload(returns=returns)
@@ -183,7 +183,7 @@ class SwapManager:
         if not why:  # otherwise it still holds its full claim
             row.kept = memory_accounting.kept(row.fleet, self._fleets.pool.gate.ledger)
         if why:
-            log.warning("could not be put to sleep", model=row.fleet.model.name, reason=why)
+            log.warning("model_sleep_failed", model=row.fleet.model.name, reason=why)
             row.sleepless(time.monotonic(), why)
         if why and (must or not all(refusals)):
             self._stop(row, f"it could not be put to sleep: {why}", returns=must)
@@ -194,7 +194,7 @@ class SwapManager:
         row.slept = False
         refusals = await asyncio.gather(*(one.wake() for one in workers))
         if why := next(filter(None, refusals), ""):
-            log.warning("could not be woken", model=row.fleet.model.name, reason=why)
+            log.warning("model_wake_failed", model=row.fleet.model.name, reason=why)
             self._stop(row, f"it could not be woken: {why}")
 
     async def _told(self) -> None:

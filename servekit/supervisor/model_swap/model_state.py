@@ -119,7 +119,7 @@ class ModelState:
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self.task = None
         if not task.cancelled() and task.exception() is not None:
-            log.error("a change broke off", model=task.get_name(), exc_info=task.exception())
+            log.error("model_change_failed", model=task.get_name(), exc_info=task.exception())
         self.fleet.changed()
 
     def halt(self) -> None:

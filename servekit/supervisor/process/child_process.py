@@ -268,7 +268,7 @@ class ChildProcess(Generic[Incoming]):
         if segments and (
             removed := await asyncio.to_thread(shared_memory.remove_segments, segments)
         ):
-            log.info("removed the shared memory it left", child=self.name, segments=removed)
+            log.info("shared_memory_removed", child=self.name, segments=removed)
 
     async def _conclude(self, code: int) -> None:
         await self._end_escaped()

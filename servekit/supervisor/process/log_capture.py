@@ -100,12 +100,12 @@ class RotatingFile:
 
     def _lose(self, reason: str) -> None:
         if not self._lost:
-            log.warning("cannot log: lines are lost", file=str(self._path), reason=reason)
+            log.warning("log_file_unwritable", file=str(self._path), reason=reason)
         self._lost, self._reason = self._lost + 1, reason
 
     def _go_on(self) -> None:
         if self._lost:
-            log.info("logging again", file=str(self._path), lost_lines=self._lost)
+            log.info("log_file_recovered", file=str(self._path), lost_lines=self._lost)
         self._lost = 0
 
 

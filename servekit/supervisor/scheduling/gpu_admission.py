@@ -374,7 +374,7 @@ class GpuAdmission:
         deadline = time.monotonic() + self._patience_s
         while await asyncio.to_thread(self._holds, tuple(self._dead.get(name, ()))):
             if time.monotonic() > deadline:
-                log.warning("the memory of an ended worker is not free yet", child=name)
+                log.warning("gpu_memory_not_released", child=name)
                 break
             await asyncio.sleep(_LOOK_EVERY_S)
         self._leaving.pop(name, None)

@@ -92,7 +92,7 @@ class ForkServer(ManagedProcess[FromStandby]):
     def receive(self, message: FromStandby) -> None:
         match message:
             case Prepared():
-                log.info("prepared", child=self.name)
+                log.info("standby_ready", child=self.name)
                 self.mark_ready()
             case BootFailed(reason, permanent):
                 self.fail(reason, permanent=permanent)
@@ -124,7 +124,7 @@ class ForkServer(ManagedProcess[FromStandby]):
                 return self._taken(await self._ask(order, [control_fd, output_fd]))
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
             # A worker that is forked too late has no connection, and ends by itself.
-            log.warning("not forked", child=name, reason=f"{type(error).__name__}: {error}")
+            log.warning("fork_failed", child=name, reason=f"{type(error).__name__}: {error}")
             if self.child is not None:
                 self.child.kill("did not fork when it was asked to")
             return None
@@ -141,7 +141,7 @@ class ForkServer(ManagedProcess[FromStandby]):
     def _taken(self, answer: bytes) -> Forked | None:
         match fork_server.decode_answer(answer):
             case NotForked(message):
-                log.warning("workers are not forked from a standby", reason=message)
+                log.warning("fork_refused", reason=message)
                 self.explain_state(message)
                 self.end(Stop(), _STOP_GRACE_S)  # the next fork would fail the same way
                 return None

@@ -175,13 +175,13 @@ class GpuMemory:
         self.stray = stray_memory(group, self.claims.keys(), holdings, self.gpus)
         known, self.excess = bool(self.excess), self._excess()
         if self.excess and not known:
-            self.complain("more than its claim", self.excess)
+            self.complain("gpu_memory_over_claim", self.excess)
         if self._entry is not None and self.place.gpus:
             self._entry.gate.ledger.measured(self.name, self.by_gpu)
 
-    def complain(self, of: str, reason: str) -> None:
+    def complain(self, event: str, reason: str) -> None:
         """Log the reason, and record its event."""
-        log.error(of, child=self.name, pid=self.pid, reason=reason)
+        log.error(event, child=self.name, pid=self.pid, reason=reason)
         journal.tell("stray", reason, worker=self.name, pid=self.pid)
 
     @property

@@ -230,7 +230,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             return  # too late
         self.info, self.timings_s, self.progress = info, timings_s, None
         took_s = round(time.monotonic() - self._began_at, 2)
-        log.info("ready", child=self.name, device=self.device, after_s=took_s)
+        log.info("worker_ready", child=self.name, device=self.device, after_s=took_s)
         self.liveness = Liveness(time.monotonic())  # forgets the figures of the load
         self.gpu.loaded()
         self.mark_ready()
@@ -252,7 +252,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         """Kill a worker that has stalled, after a stack dump."""
         if self.child is None or self.ending or not self.change_state("stall", cause):
             return
-        log.error("stalled", child=self.name, pid=self.pid, reason=cause)
+        log.error("process_stalled", child=self.name, pid=self.pid, reason=cause)
         journal.tell("stalled", cause, worker=self.name, pid=self.pid)
         self.progress = None
         self.stalls += 1
@@ -355,7 +355,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
                 said = f"it could not be put to sleep: {answer.message}"
                 self.change_state("wake", said)
             return answer.message
-        log.info("asleep", child=self.name, after_s=answer.took_s)
+        log.info("worker_asleep", child=self.name, after_s=answer.took_s)
         return ""
 
     async def wake(self) -> str:
@@ -381,7 +381,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
                 self.gpu.loaded()
         if isinstance(answer, Refusal):
             return answer.message
-        log.info("awake", child=self.name, after_s=answer.took_s)
+        log.info("worker_awake", child=self.name, after_s=answer.took_s)
         return await self.adapters.join(self, {}, functools.partial(self._mark_awake, child))
 
     def _mark_awake(self, child: AnyChild[FromWorker]) -> None:
@@ -436,7 +436,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     def _on_stray(self, stray: str, known: bool) -> None:
         if not known:
-            self.gpu.complain("stray memory", stray)
+            self.gpu.complain("gpu_memory_stray", stray)
         if self.model.stray_memory == "fail" and self.child is not None:
             self.child.kill(f"it {stray}")
 

@@ -127,16 +127,16 @@ def test_progress_is_told_by_phase_and_not_twice(display: Display) -> None:
     with capture_logs() as lines:
         for one in (at("fetch", 1), at("fetch", 1), at("fetch", 2), at("load", 0), at("load", 0)):
             display.changed(one)
-    assert [line["event"] for line in lines] == ["fetch 1 of 9 tensors", "load 0 of 9 tensors"]
+    assert [line["progress"] for line in lines] == ["fetch 1 of 9 tensors", "load 0 of 9 tensors"]
 
 
 def test_the_drain_says_how_much_is_left_and_how_to_cut_it_short(display: Display) -> None:
     with capture_logs() as lines:
         for in_flight in (3, 3, 1, 0):
             display.changed(status(replica("m/0", "ready"), draining=True, in_flight=in_flight))
-    assert [line["event"] for line in lines] == [
-        "finishing 3 requests, press Ctrl-C again to stop now",
-        "finishing 1 request, press Ctrl-C again to stop now",
+    assert [(line["event"], line["in_flight"]) for line in lines] == [
+        ("requests_finishing", 3),
+        ("requests_finishing", 1),
     ]
 
 
@@ -182,13 +182,13 @@ def test_picture_shows_bar_and_reason() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("plain", ("info", "plain", {})),
+        ("plain", ("info", "output", {"text": "plain"})),
         ('{"event": "e", "level": "error", "a": 1}', ("error", "e", {"a": 1})),
         ('{"event": "e", "level": "nonsense"}', ("info", "e", {})),
         ('{"event": "e", "child": "x", "self": 1, "exc_info": true}', ("info", "e", {})),
-        ('{"broken', ("info", '{"broken', {})),
-        ("\x1b[31mred\x1b[0m\x07\x1b[2J", ("info", "red", {})),
-        ('{"level": ["x"]}', ("info", '{"level": ["x"]}', {})),
+        ('{"broken', ("info", "output", {"text": '{"broken'})),
+        ("\x1b[31mred\x1b[0m\x07\x1b[2J", ("info", "output", {"text": "red"})),
+        ('{"level": ["x"]}', ("info", "output", {"text": '{"level": ["x"]}'})),
     ],
 )
 def test_a_child_s_line_is_read(text: str, expected: tuple[object, ...]) -> None:

@@ -356,8 +356,8 @@ def test_loading_is_quick_and_light() -> None:
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from servekit.config.load import load\n"
-        f"load(Path({str(Path(__file__).parents[3] / 'configs' / 'demo.yaml')!r}))\n"
+        "from servekit.config.load import load_config\n"
+        f"load_config(Path({str(Path(__file__).parents[3] / 'configs' / 'demo.yaml')!r}))\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'gradio'} & set(sys.modules)\n"
         "print(time.process_time(), *heavy)"
     )

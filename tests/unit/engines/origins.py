@@ -309,7 +309,7 @@ def _answer_file(handler: Handler, path: str, commits: dict[str, dict[str, bytes
 #: A worker's part that matters here: resolve argv[1] (revision argv[2]), saying how far it is.
 _RESOLVE = """
 import json, logging, sys
-from servekit.engines.model_files.source import resolve, resolve_adapter
+from servekit.engines.model_files.source import resolve_adapter, resolve_folder
 from servekit.errors import LoadError
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 path, revision, stop_at, adapter = sys.argv[1:5]
@@ -321,7 +321,7 @@ try:
     if adapter:
         found = resolve_adapter(path, revision or None)
     else:
-        found = resolve(path, revision or None, report)
+        found = resolve_folder(path, revision or None, report)
     print(json.dumps({"path": str(found)}))
 except LoadError as error:
     print(json.dumps({"error": str(error), "permanent": error.permanent}))

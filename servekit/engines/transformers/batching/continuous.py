@@ -43,7 +43,6 @@ from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
 
-log = logging.getLogger(__name__)
 # The library's logger reports every cache that it creates, in its own format.
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
 

@@ -7,16 +7,16 @@ recorded runs without a graph from then on, and the reason is logged once.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 
 from servekit.errors import describe_error
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 
 class Graphs:
@@ -52,7 +52,7 @@ class Graphs:
             return self._record_graph(work, changed)
         except Exception as error:  # any failure of a model: it is served without a graph
             self.failure = describe_error(error)
-            log.warning("a step cannot be recorded as a CUDA graph: %s", self.failure)
+            log.warning("cuda_graph_failed", reason=self.failure)
             torch.cuda.synchronize(self._device)
             return None
 

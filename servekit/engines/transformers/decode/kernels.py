@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +34,6 @@ import torch
 from torch import Tensor
 
 from servekit.errors import describe_error
-
-log = logging.getLogger(__name__)
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 

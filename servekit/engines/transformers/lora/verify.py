@@ -14,13 +14,13 @@ give the same output as alone, and the base and the other adapters give the same
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ from servekit.engines.transformers.lora.adapter_files import PARAM
 from servekit.engines.transformers.lora.module_clone import ModuleClones, logits_of
 from servekit.errors import RequestError
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 #: Lengths of the test prompts, and the number of tokens generated for each.
 LENGTHS = (5, 11)
@@ -304,7 +304,7 @@ def _merged_error(one: Seen) -> float | None:
     try:
         layer.merge()
     except Exception as reason:  # of many kinds, depending on the tuner
-        log.info("%s cannot be merged: %s", one.name, reason)
+        log.info("layer_merge_failed", layer=one.name, reason=str(reason))
         return None
     return relative_error(layer(*one.given), one.made)
 

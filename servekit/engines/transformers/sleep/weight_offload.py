@@ -13,13 +13,13 @@ Source for freeing under a tensor: `UntypedStorage.resize_`, as FSDP does it.
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+import structlog
 import torch
 from torch import Tensor, UntypedStorage, nn
 
@@ -28,7 +28,7 @@ from servekit.errors import LoadError
 from servekit.system import cgroup
 from servekit.units import format_bytes
 
-log = logging.getLogger(__name__)
+log: Any = structlog.get_logger(__name__)
 
 _SMAPS = Path("/proc/self/smaps")
 
@@ -140,7 +140,7 @@ def _host_memory(size: int) -> Tensor:
         )
     host = torch.empty(size, dtype=torch.uint8)
     if size and int(_cudart().cudaHostRegister(host.data_ptr(), size, 0)):
-        log.warning("the host's memory cannot be page-locked; sleeping and waking take longer")
+        log.warning("page_lock_failed", size_bytes=size)
     return host
 
 

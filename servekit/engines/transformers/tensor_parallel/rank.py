@@ -24,7 +24,9 @@ if __name__ == "__main__":
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
 
+    from servekit import logging_config
     from servekit.engines.transformers.tensor_parallel.rank_process import Follower
 
+    logging_config.configure(f"rank/{args.rank}", json=True)
     Follower(socket.socket(fileno=args.channel_fd), args.rank, args.size).live()
     os._exit(0)  # a regular exit of the group would wait for ranks that are gone

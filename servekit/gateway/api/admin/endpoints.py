@@ -105,7 +105,7 @@ class Supervisor:
     async def reload(self) -> Response:
         """Reload the file. Raises Forbidden, FileRefused, and what `answer_to` raises."""
         caller = self._access.require_admin()
-        log.info("reload asked for over HTTP", key=caller.rule.name)
+        log.info("reload_requested", key=caller.rule.name)
         done = await self.answer_to(Reload(), Accepted, RELOAD_S, FileRefused)
         return _json({"message": done.message})
 
@@ -115,7 +115,7 @@ class Supervisor:
         Raises Forbidden and the errors of `answer_to`.
         """
         caller = self._access.require_admin()
-        log.info(f"{want} asked for over HTTP", model=name, key=caller.rule.name)
+        log.info("residency_requested", want=want, model=name, key=caller.rule.name)
         wish = SetResidency(name, want, wait)
         done = await self.answer_to(wish, Accepted, RESIDE_S, NothingSuch)
         return _json({"message": done.message})

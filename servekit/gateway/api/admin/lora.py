@@ -125,7 +125,7 @@ class Lora:
             )
         if not path.isprintable():
             raise RequestError("'lora_path' has characters that no path has.", param="lora_path")
-        log.info("adapter asked for over HTTP", adapter=name, path=path)
+        log.info("adapter_load_requested", adapter=name, path=path, via="http")
         wish = AddAdapter(
             request.base_model_name or "",
             AdapterSpec(name, path, any_base=request.any_base),
@@ -140,7 +140,7 @@ class Lora:
             raise RequestError(
                 "'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name"
             )
-        log.info("an adapter's end asked for over HTTP", adapter=name)
+        log.info("adapter_unload_requested", adapter=name, via="http")
         await self._supervisor.answer_to(RemoveAdapter(name), Accepted, CHANGE_S, NothingSuch)
         return f"Success: LoRA adapter '{name}' removed successfully."
 

@@ -123,7 +123,7 @@ async def _add_adapter(frame: Frame, base: str, name: str, path: str) -> str:
     require_right(frame.router.access)
     if not name or not path.isprintable() or not path:
         raise RequestError(frame.say("adapter.needs"))
-    log.info("adapter asked for on the page", adapter=name, path=path)
+    log.info("adapter_load_requested", adapter=name, path=path, via="page")
     wish = AddAdapter(base or "", AdapterSpec(name, path))
     await frame.supervisor.answer_to(wish, Accepted, CHANGE_S, AdapterRefused)
     return frame.say("adapter.added", name=name)
@@ -131,7 +131,7 @@ async def _add_adapter(frame: Frame, base: str, name: str, path: str) -> str:
 
 async def _remove_adapter(frame: Frame, name: str) -> str:
     require_right(frame.router.access)
-    log.info("an adapter's end asked for on the page", adapter=name)
+    log.info("adapter_unload_requested", adapter=name, via="page")
     wish = RemoveAdapter(name)
     await frame.supervisor.answer_to(wish, Accepted, CHANGE_S, NothingSuch)
     return frame.say("adapter.removed", name=name)

@@ -15,6 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from servekit import log_events
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.widgets.answer_html import clean_text
 from servekit.log_files import Line, find_log_files, is_of, last_lines, timestamp_of
@@ -29,7 +30,7 @@ AGAIN_S = 1.0
 _CHOICES = 64
 _LEVELS = ("warning", "error", "critical")
 #: Fields of our own log lines that are shown elsewhere or not at all.
-_APART = ("timestamp", "level", "event", "process", "logger")
+_APART = ("timestamp", "level", "event", "process", "component", "logger")
 
 
 class Tail:
@@ -101,8 +102,8 @@ def parse_line(text: str) -> tuple[str, str]:
         fields = _parse_fields(text)
         if "event" in fields:
             level = str(fields.get("level", ""))
-            rest = (f"{key}={value}" for key, value in fields.items() if key not in _APART)
-            said = " ".join((str(fields["event"]), *rest))
+            rest = {key: value for key, value in fields.items() if key not in _APART}
+            said = log_events.sentence(str(fields["event"]), rest)
     shown = " ".join(clean_text(said[: 4 * LINE_CHARS]).split())
     return level, shown if len(shown) <= LINE_CHARS else f"{shown[:LINE_CHARS]} …"
 

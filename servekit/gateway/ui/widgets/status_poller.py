@@ -98,7 +98,7 @@ class StatusPoller:
             self.samples.append(make_sample(time.time(), status, counted.series))
         except ServekitError as error:
             self._status = None
-            log.debug("no figures for the dashboard", reason=error.message)
+            log.debug("metrics_unavailable", reason=error.message)
         self._asked_s = time.monotonic()
 
 

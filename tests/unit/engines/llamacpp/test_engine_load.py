@@ -162,9 +162,9 @@ def test_a_layout_that_is_not_known_is_refused() -> None:
 def test_neither_torch_nor_transformers_is_imported(gguf_file: Path) -> None:
     code = (
         "import sys, msgspec\n"
-        "from servekit.engines import create\n"
+        "from servekit.engines import create_engine\n"
         "from servekit.protocol.messages import WorkerSpec\n"
-        "engine = create(msgspec.json.decode(sys.argv[1], type=WorkerSpec))\n"
+        "engine = create_engine(msgspec.json.decode(sys.argv[1], type=WorkerSpec))\n"
         "info = engine.load(lambda progress: None)\n"
         "assert 'grammar' in info.serves\n"
         "print(*{name.split('.')[0] for name in sys.modules})\n"

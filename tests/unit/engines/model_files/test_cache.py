@@ -21,7 +21,7 @@ KEY = Key("a model/of:mine", ("test", "1"))
 _HOLD = """
 import pathlib, sys
 from servekit.engines.model_files import file_lock
-with file_lock.held(pathlib.Path(sys.argv[1]), print, phase="fetch"):
+with file_lock.hold_lock(pathlib.Path(sys.argv[1]), print, phase="fetch"):
     print("held", flush=True)
     sys.stdin.read()
 """

@@ -158,7 +158,7 @@ def test_what_a_killed_worker_leaves_is_cleaned_up(wheel: Path, tmp_path: Path) 
                 worker.kill()
         let_go.set()
         found, logged = outcome(start_resolving(PATH, tmp_path, environment=environment))
-    assert "path" in found and "which a dead worker left" in logged
+    assert "path" in found and "cache_leftover_removed" in logged
     assert not [e for e in entries(tmp_path) if e.startswith(".partial")]
 
 

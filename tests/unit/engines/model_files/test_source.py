@@ -231,13 +231,13 @@ class TestProcesses:
                 process.kill()
                 process.wait()
         assert first == second and Path(first["path"]).is_dir()
-        assert "waiting for another worker" in logged and "converting" not in logged
+        assert "model_files_awaited" in logged and "conversion_started" not in logged
 
     def test_of_many_that_start_at_once_one_converts(self, tmp_path: Path) -> None:
         path = write_tiny_gguf(tmp_path / "tiny.gguf")
         ended = [outcome(p) for p in [start_resolving(path, tmp_path) for _ in range(3)]]
         assert len({found["path"] for found, _ in ended}) == 1
-        assert sum("converting" in logged for _, logged in ended) == 1
+        assert sum("conversion_started" in logged for _, logged in ended) == 1
 
     @pytest.mark.lane("models")
     def test_after_a_kill_midway_the_next_sweeps_and_converts(self, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ class TestProcesses:
         models = tmp_path / "servekit" / "models"
         assert len(list(models.glob(".partial-*"))) == 1
         found, logged = outcome(start_resolving(path, tmp_path))
-        assert "which a dead worker left" in logged
+        assert "cache_leftover_removed" in logged
         assert {p.name for p in models.iterdir()} == {".locks", Path(found["path"]).name}
 
     @pytest.mark.lane("models")

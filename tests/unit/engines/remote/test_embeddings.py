@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.remote.embeddings import parse_vectors
+from servekit.engines.remote.schemas import parse_vectors
 from servekit.errors import EndpointFailed
 
 

@@ -26,7 +26,7 @@ spec = harness.make_spec({folder!r})
 def forked(function):
     reading, writing = os.pipe()
     if not (pid := os.fork()):
-        engines.reborn()
+        engines.reinitialize_libraries()
         os.write(writing, repr(function()).encode())
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
@@ -66,7 +66,7 @@ def test_a_fork_finds_what_was_prepared_and_says_what_a_fresh_engine_says(folder
             running.close()
             return ids, running.info.serves, own
         afresh = forked(answer)
-        engines.prepare(spec)
+        engines.prepare_engine(spec)
         prepared = forked(answer)
         assert prepared[:2] == afresh[:2] == forked(answer)[:2]
         assert (afresh[2], prepared[2]) == (True, False)
@@ -80,7 +80,7 @@ def test_forks_draw_different_numbers(folder: Path) -> None:
         folder,
         """
         import random, numpy, torch
-        engines.prepare(spec)
+        engines.prepare_engine(spec)
         draw = lambda: (torch.rand(1).item(), numpy.random.rand(), random.random())
         first, second = forked(draw), forked(draw)
         assert not set(first) & set(second)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from structlog.testing import capture_logs
 
 from servekit.engines.vllm import library
 from servekit.engines.vllm.library import Required, find_missing
@@ -66,20 +66,22 @@ def test_the_extra_asks_for_those_that_were_tried() -> None:
 
 
 def test_one_that_was_not_tried_is_used_with_a_warning_and_a_wrong_one_refused(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def have(version: str, *required: Any) -> None:
         monkeypatch.setattr(library, "vllm_version", lambda: version)
         monkeypatch.setattr(library, "REQUIRED", required)
 
     right, wrong = Required("json:JSONDecoder"), Required("json:JSONDecoder", ("dance",))
-    caplog.set_level(logging.WARNING)
-    have("0.30.0", right)
-    library.check_library()
-    assert not caplog.records
-    have("0.40.0", right)
-    library.check_library()
-    assert "vLLM 0.40.0 was not tried with servekit, only 0.26 to 0.32" in caplog.text
+    with capture_logs() as logs:
+        have("0.30.0", right)
+        library.check_library()
+        assert not logs
+        have("0.40.0", right)
+        library.check_library()
+    [warning] = logs
+    assert (warning["event"], warning["version"]) == ("vllm_version_untested", "0.40.0")
+    assert warning["tested"] == "0.26 to 0.32"
     for version in ("0.30.0", "0.40.0"):
         have(version, right, wrong)
         with pytest.raises(LoadError) as caught:

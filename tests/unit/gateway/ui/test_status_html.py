@@ -81,11 +81,11 @@ async def test_adapters_are_choices_of_their_own_and_what_fails_is_told() -> Non
         (Progress(), True, "Reading the prompt…"),
         (Progress(finish="cancelled"), False, "Stopped"),
         (Progress(None, 1, 0.5), True, "1 token · first after 500 ms"),
-        (Progress(None, 9, 1.25, 8.0), True, "9 tokens · 8.0 tokens/s · first after 1.2 s"),
+        (Progress(None, 9, 1.25, 8.0), True, "9 tokens · 8.0 tokens/s · first after 1.25 s"),
         (
             Progress(None, 9, 1.0, None, "length"),
             False,
-            "9 tokens · first after 1.0 s · length limit reached",
+            "9 tokens · first after 1 s · length limit reached",
         ),
     ],
 )

@@ -284,7 +284,7 @@ async def test_memory_that_strays_later_is_told_once_and_by_option_ends_it(
     assert replica.status().stray == words
     replica.measure_gpus({pid: {"GPU-aa": 520 * 2**20}})
     out, err = capfd.readouterr()
-    assert (out + err).count("stray memory") == 1
+    assert (out + err).count("gpu_memory_stray") == 1
     if said == "fail":
         await stage.host.until(lambda: replica.restarts == 1)
         assert words in replica.history.exits()[-1].what

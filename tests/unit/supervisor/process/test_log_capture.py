@@ -55,7 +55,7 @@ def test_a_line_is_written_whole_or_lost_whole_and_the_gap_is_told_of(tmp_path: 
             file.write(line)
     gap = b"[2 lines lost: File too large]\n"
     assert path.read_bytes() == b"first\n" + gap + b"fourth\nfifth\n"
-    assert [event["event"] for event in told] == ["cannot log: lines are lost", "logging again"]
+    assert [event["event"] for event in told] == ["log_file_unwritable", "log_file_recovered"]
     file.close()
 
 

@@ -44,7 +44,7 @@ def test_excess_and_strays_are_told_apart() -> None:
         "holds 50.0 GiB of GPU 0 (H200), where it claims 40.0 GiB and 42.0 GiB of GPU 1 (H200), "
         "where it claims 40.0 GiB"
     )
-    assert gpu.stray == "holds 1024 MiB on GPU 2 (H200), which is not its own"
+    assert gpu.stray == "holds 1.0 GiB on GPU 2 (H200), which is not its own"
     assert gpu.alert == f"{gpu.stray}; {gpu.excess}"
     gpu.forget()
     assert (gpu.pid, gpu.alert, gpu.by_gpu) == (0, "", {})
@@ -56,7 +56,7 @@ def test_excess_is_logged_once_as_long_as_it_lasts() -> None:
     with structlog.testing.capture_logs() as logs:
         for told in (too_much, too_much, enough, too_much):
             gpu.measure(told)
-    assert [entry["event"] for entry in logs] == ["more than its claim"] * 2
+    assert [entry["event"] for entry in logs] == ["gpu_memory_over_claim"] * 2
     assert logs[0]["child"] == "a/0"
 
 
@@ -98,7 +98,7 @@ def test_what_a_worker_holds_on_another_node_is_told_by_that_node() -> None:
     gpu = away()
     gpu.measure(told(7, {"GPU-1": 30 * GIB, "GPU-0": GIB}))
     assert (gpu.by_gpu, gpu.held_bytes) == ({"GPU-1": 30 * GIB}, 31 * GIB)
-    assert gpu.alert == "holds 1024 MiB on GPU 0 (H200) on 10.0.0.5, which is not its own"
+    assert gpu.alert == "holds 1.0 GiB on GPU 0 (H200) on 10.0.0.5, which is not its own"
     assert [(one.uuid, one.node, one.used_bytes) for one in gpu.in_use] == [
         ("GPU-1", NODE, 30 * GIB)
     ]

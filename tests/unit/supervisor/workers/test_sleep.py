@@ -97,7 +97,7 @@ async def test_an_open_order_is_answered_by_its_death(play: Play) -> None:
 
 
 async def test_of_two_orders_to_wake_the_second_is_refused(play: Play) -> None:
-    stage = await up(play)
+    stage = await up(play, wake_s=1.0)
     assert await stage.replica.sleep(told) == ""
     first, second = await asyncio.gather(stage.replica.wake(), stage.replica.wake())
     assert (first, second) == ("", "it was asked to sleep or wake already, and has not answered")
