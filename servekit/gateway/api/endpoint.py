@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from servekit.errors import ClientClosed, RequestError, ServekitError
+from servekit.errors import ClientClosed, ModelNotFound, RequestError, ServekitError
 from servekit.gateway.generation.generation import (
     Generation,
     GenerationRequest,
@@ -82,7 +82,10 @@ class GenerationEndpoint:
         """Return whether the model's properties are known, or need not be."""
         if self._open_later is not None:
             return False
-        status = self._router.find(request.model).status
+        try:
+            status = self._router.find(request.model).status
+        except ModelNotFound:
+            return True  # it is refused at once
         return status.info is not None or status.residence is None or request.messages is None
 
     async def _begin(

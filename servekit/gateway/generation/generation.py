@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from servekit.errors import RequestError, Unsupported
+from servekit.errors import ModelNotFound, RequestError, Unsupported
 from servekit.gateway.http.request_limits import check_free
 from servekit.gateway.routing.adapter_route import base_of
 from servekit.gateway.routing.request import InflightRequest, Reader
@@ -174,7 +174,12 @@ class Generation:
     """
 
     def __init__(self, router: Router, request: GenerationRequest) -> None:
-        status = router.find(request.model).status
+        try:
+            status = router.find(request.model).status
+        except ModelNotFound:
+            # `open` refuses it in the same words, and counts the refusal
+            router.open(InflightRequest(request.model, request.params, messages=request.messages))
+            raise
         self.model = status.name
         self.request = request
         self.end_of_tick = router.end_of_tick

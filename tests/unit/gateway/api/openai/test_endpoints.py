@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from servekit.errors import ServekitError
+from servekit.errors import ModelNotFound, ServekitError
 from servekit.gateway.api.openai.endpoints import OpenAI
 from servekit.gateway.api.openai.response import ChatEncoder
 from tests.unit.gateway.conftest import Service, until
@@ -44,3 +44,16 @@ async def test_an_answer_that_cannot_be_written_is_an_error_and_not_silence(
     await until(lambda: heard.failures)
     assert [error.status for error in heard.failures] == [500]
     assert service.router.in_flight == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_request_for_an_unknown_model_is_counted(service: Service, path: str) -> None:
+    await service.up()
+    heard = Heard({"model": "none", "messages": [{"role": "user", "content": "a"}], "prompt": "a"})
+    with pytest.raises(ModelNotFound):
+        OpenAI(service.router).handlers[path](heard)  # type: ignore[arg-type]
+    counted = service.router.measures.take()
+    assert counted is not None
+    assert [(one.metric, one.labels[-1]) for one in counted.series] == [
+        ("servekit_requests_total", "model_not_found")
+    ]
