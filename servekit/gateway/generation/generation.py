@@ -201,12 +201,14 @@ class Generation:
             params, more = _tell_engine(request, dialect, choice, begun)
             self._add_choices(params, more, partial(_parser, request, dialect, choice, begun))
         self._left = self._choices
+        self.first = self._choices[0].call
         asked = request.params
         rich = asked.logprobs is not None or asked.prompt_logprobs is not None or asked.echo
-        alone = len(self._choices) == 1 and self._choices[0].parser is None
-        #: The only call, if it brings nothing but text until it ends.
-        self.text_call = self._choices[0].call if alone and not rich else None
-        if self.text_call is None and not request.stream:
+        #: The only choice, if it brings nothing but text until it ends.
+        self.only = self._choices[0] if len(self._choices) == 1 and not rich else None
+        #: Whether that text is the answer as it is, without a parser.
+        self.plain = self.only is not None and self.only.parser is None
+        if not (self.plain or request.stream):
             self._whole = [Choice() for _ in self._choices]
         self._open(router)
 
@@ -220,10 +222,16 @@ class Generation:
         for prompt in request.prompts or _NO_PROMPTS:
             for index in range(request.n):
                 call = InflightRequest(
-                    request.model, _seeded(params, index), prompt=prompt, messages=request.messages,
-                    stream=request.stream, key=request.key, priority=request.priority, more=more,
+                    request.model,
+                    _seeded(params, index) if index else params,
+                    prompt=prompt,
+                    messages=request.messages,
+                    stream=request.stream,
+                    key=request.key,
+                    priority=request.priority,
+                    more=more,
                     session=request.session,
-                )  # fmt: skip
+                )
                 parser = None if make_parser is None else make_parser()
                 self._choices.append(ChoiceStream(len(self._choices), call, parser))
 
@@ -238,11 +246,6 @@ class Generation:
             router.follow(self.first)
 
     # ---- results
-
-    @property
-    def first(self) -> InflightRequest:
-        """Return the call of the first choice."""
-        return self._choices[0].call
 
     @property
     def count(self) -> int:
@@ -323,8 +326,8 @@ class Generation:
 
         Raises RequestError if one of the calls has failed.
         """
-        if (call := self.text_call) is not None:  # nearly all
-            if (delta := call.collect()) is None:
+        if self.plain:  # nearly all
+            if (delta := self.first.collect()) is None:
                 return None
             self._left, self.completion_tokens = [], delta.completion_tokens
             finish: Finish = "length" if delta.finish == "length" else "stop"
@@ -431,7 +434,7 @@ def _dialect(info: ModelInfo, choice: ToolChoice) -> Dialect:
 
 def _seeded(params: SamplingParams, index: int) -> SamplingParams:
     """Return `params` with the seed of the choice at `index`, wrapped to 64 bits."""
-    if not index or params.seed is None:
+    if params.seed is None:
         return params
     return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63)
 

@@ -11,11 +11,15 @@ from typing import Any
 import structlog
 
 from servekit.errors import ClientClosed, RequestError, ServekitError
-from servekit.gateway.generation.generation import Choice, Generation, GenerationChunk
+from servekit.gateway.generation.generation import (
+    Choice,
+    ChoiceStream,
+    Generation,
+    GenerationChunk,
+)
 from servekit.gateway.http.asgi import EVENT_STREAM, Header, envelope
 from servekit.gateway.http.response import Response
-from servekit.gateway.routing.request import InflightRequest
-from servekit.gateway.tool_parsing import Text
+from servekit.gateway.tool_parsing import Event, Text
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -60,10 +64,10 @@ class StreamWriter:
         "_encoder",
         "_ended",
         "_generation",
+        "_only",
         "_opened",
         "_place",
         "_response",
-        "_text_call",
         "end_of_tick",
     )
 
@@ -75,7 +79,7 @@ class StreamWriter:
         self._encoder = encoder
         self.end_of_tick = generation.end_of_tick
         self._opened = self._ended = False
-        self._text_call: InflightRequest | None = None  # once its stream has been opened
+        self._only: ChoiceStream | None = None  # the only choice, once its stream is opened
         self._place: int | None = None  # the last queue position sent
         generation.read_by(self)
         response.on_writable = self.run
@@ -90,13 +94,18 @@ class StreamWriter:
         Never raises, because the readers behind it in `EndOfTick` would not run.
         """
         try:
-            call = self._text_call
-            if call is not None and not call.done:  # written out: nearly all tokens come this way
-                if (texts := call.texts) and (response := self._response).open:
+            choice = self._only
+            if choice is not None and not choice.call.done:
+                # written out: nearly all tokens come this way
+                if (texts := choice.call.texts) and (response := self._response).open:
                     text = texts[0] if len(texts) == 1 else "".join(texts)
                     texts.clear()
-                    if text:  # empty for an incomplete character
+                    if not text:  # for an incomplete character
+                        return
+                    if choice.parser is None:
                         response.write(self._encoder.text(self._generation, text))
+                    else:
+                        response.write(self._encode(choice.parse(text)))
             elif self._generation.request.stream:
                 self._write_stream()
             else:
@@ -120,11 +129,17 @@ class StreamWriter:
                 data += self._encoder.closing(generation)
             response.write(data, last=done)
 
+    def _encode(self, events: list[Event]) -> bytes:
+        """Encode events of the only choice."""
+        if len(events) == 1 and type(event := events[0]) is Text:
+            return self._encoder.text(self._generation, event.text)
+        return self._encoder.events(self._generation, [GenerationChunk(0, events)])
+
     def _open(self) -> bytes:
         self._opened = True
         if not self._response.response_started:
             self._response.begin_stream(self._encoder.headers)
-        self._text_call = self._generation.text_call
+        self._only = self._generation.only
         return self._encoder.opening(self._generation)
 
     def _tell_place(self) -> None:

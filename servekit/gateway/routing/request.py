@@ -193,14 +193,15 @@ class InflightRequest:
             self._raise()
             return None
         self._handed_over = True
+        if len(deltas) == len(self.texts) == 1 and len(deltas[0].text) == len(self.texts[0]):
+            self.texts.clear()
+            return deltas.pop()  # nearly all answers that are not streamed
         text = self.take_text()
         if not deltas:
             tokens, cached = self.prompt_tokens, self.cached_tokens
             return Delta(self.wire_id, text, prompt_tokens=tokens, cached_tokens=cached)
         self._deltas = []
         last = deltas[-1]
-        if len(deltas) == 1 and len(last.text) == len(text):
-            return last
         logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
         return replace(last, text=text, logprobs=logprobs, prompt=deltas[0].prompt)
 

@@ -91,6 +91,8 @@ class OllamaEncoder(ResponseEncoder):
     # ---- streamed
 
     def text(self, generation: Generation, text: str) -> bytes:
+        if self._call is not None:
+            return super().text(generation, text)
         return self._template % (now().encode(), _encode(text))
 
     def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:

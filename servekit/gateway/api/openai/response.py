@@ -19,6 +19,7 @@ from servekit.protocol.messages import Prompt, PromptToken, TokenLogprob
 _encode = msgspec.json.Encoder().encode
 _random_bits = random.Random().getrandbits  # seeded by the system; ids need not be secret
 
+_USAGE = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}'
 DONE = b"data: [DONE]\n\n"
 _WHOLE_CHAT = (
     b'{"id":"%b","object":"chat.completion","created":%d,"model":%b,"choices":[{"index":0,'
@@ -54,6 +55,14 @@ def usage(generation: Generation) -> dict[str, Any]:
     if not generation.cached_tokens:
         return counts
     return {**counts, "prompt_tokens_details": {"cached_tokens": generation.cached_tokens}}
+
+
+def encode_usage(generation: Generation) -> bytes:
+    """Return `usage` as JSON, quickly for a plain generation."""
+    call, completion = generation.first, generation.completion_tokens
+    if call.cached_tokens or not generation.plain:
+        return _encode(usage(generation))
+    return _USAGE % (call.prompt_tokens, completion, call.prompt_tokens + completion)
 
 
 def prompt_of(choice: Choice, best: int | None) -> dict[str, Any]:
@@ -109,14 +118,14 @@ class ChatEncoder(ResponseEncoder):
     def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
         choice = choices[0]
         rich = self._logprobs or generation.request.params.stop_token_ids
-        if generation.text_call is not None and not rich:
+        if generation.plain and not rich:
             return _WHOLE_CHAT % (
                 self._id.encode(),
                 self._created,
                 _encode(generation.model),
                 _encode(choice.text),
                 choice.finish.encode(),
-                _encode(usage(generation)),
+                encode_usage(generation),
             )
         head = self._head(generation, "chat.completion")
         listed = [self._whole(generation, index, choice) for index, choice in enumerate(choices)]
@@ -289,7 +298,7 @@ class CompletionEncoder(ResponseEncoder):
                 _encode(generation.model),
                 _encode(choices[0].text),
                 choices[0].finish.encode(),
-                _encode(usage(generation)),
+                encode_usage(generation),
             )
         listed = [
             self._choice(
@@ -350,7 +359,7 @@ class CompletionEncoder(ResponseEncoder):
 
     def _is_plain(self, generation: Generation) -> bool:
         """Return whether the answer is only text; its end has a chunk of its own then."""
-        if generation.text_call is None or self._echo or self._logprobs:
+        if not generation.plain or self._echo or self._logprobs:
             return False
         return not generation.request.params.stop_token_ids
 
