@@ -36,19 +36,22 @@ from servekit.gateway.api.openai.responses import Responses
 from servekit.gateway.api.openapi import docs_pages
 from servekit.gateway.api.openapi.document import describe_hot_routes
 from servekit.gateway.auth.authorization import ACTING, Access
-from servekit.gateway.auth.middleware import AuthMiddleware, Refuse
+from servekit.gateway.auth.middleware import AuthMiddleware
 from servekit.gateway.http.asgi import (
     ASGIApp,
+    Envelope,
     MethodNotAllowed,
     Receive,
     Scope,
     Send,
+    encode_error,
     error_headers,
     error_object,
     error_type,
     send_error,
 )
 from servekit.gateway.http.request_context import ORIGIN, RequestContext
+from servekit.gateway.http.response import asgi_endpoint
 from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
 from servekit.gateway.routing.router import ModelQueue, Router
 from servekit.gateway.telemetry.metrics import OTHER
@@ -77,15 +80,22 @@ class Application:
         `operators`: the supervisor's control socket, or a function that sends it a request.
         """
         self.router = router
-        openai = OpenAI(router, max_body_bytes)
-        self.hot = openai.routes
-        for more in (Vectors, Responses):
-            self.hot |= more(router, max_body_bytes).routes
-        self.gate = AuthMiddleware(router.access, openai.exchanges)
-        for dialect in (Anthropic, Ollama, *([Legacy] if legacy else ())):
-            made = dialect(router, max_body_bytes)
-            self.hot |= made.routes
-            self.gate.envelopes |= made.envelopes
+        anthropic, ollama = Anthropic(router, max_body_bytes), Ollama(router, max_body_bytes)
+        handlers = OpenAI(router).handlers | Responses(router).handlers
+        handlers |= anthropic.handlers | ollama.handlers
+        #: By path: the error formats other than OpenAI's.
+        self.envelopes = anthropic.envelopes | ollama.envelopes
+        if legacy:
+            huixiangdou = Legacy(router)
+            handlers |= huixiangdou.handlers
+            self.envelopes |= huixiangdou.envelopes
+        self.hot = {
+            path: asgi_endpoint(handler, max_body_bytes, self._envelope(path))
+            for path, handler in handlers.items()
+        }
+        self.hot |= Vectors(router, max_body_bytes).routes | anthropic.routes | ollama.routes
+        fast = {path.encode(): handler for path, handler in handlers.items()}
+        self.gate = AuthMiddleware(router.access, fast, self.envelopes)
         self.exchanges = self.gate.exchanges
         self.login = login.Login(router.access)
         self.ui: ASGIApp | None = None
@@ -94,6 +104,9 @@ class Application:
         self.hot |= Lora(self.supervisor, router.access, max_body_bytes).routes
         self.rest = build_rest(router, self.supervisor, ui=ui, hot=self.hot)
         self._paths = {*self.hot, *(str(getattr(one, "path", "")) for one in self.rest.routes)}
+
+    def _envelope(self, path: str) -> Envelope:
+        return self.envelopes.get(path, encode_error)
 
     def count(self, scope: Scope, status: int) -> None:
         """Count a response by path and status.
@@ -126,8 +139,7 @@ class Application:
             if scope["method"] == "POST":
                 await hot(scope, receive, send)
             else:
-                refuse = self.gate.envelopes.get(path, send_error)
-                await refuse(send, MethodNotAllowed(path, "POST"))
+                await send_error(send, MethodNotAllowed(path, "POST"), self._envelope(path))
         elif self.ui_state and path in login.PATHS:
             await self.login(scope, receive, send)
         elif self.ui_state and (path == "/ui" or path.startswith("/ui/")):
@@ -365,12 +377,12 @@ class ErrorMiddleware:
         self,
         app: ASGIApp,
         log: Any,
-        envelopes: Mapping[str, Refuse] | None = None,
+        envelopes: Mapping[str, Envelope] | None = None,
         count: Callable[[Scope, int], None] = lambda scope, status: None,
     ) -> None:
         """Wrap `app`.
 
-        `envelopes` holds, by path, the functions that send errors in other formats than OpenAI's.
+        `envelopes` has, by path, the error formats other than OpenAI's.
         `count` is called for each response, with its status.
         """
         self._app = app
@@ -399,8 +411,8 @@ class ErrorMiddleware:
         except Exception:
             self._log.exception("unexpected_error", path=scope["path"])
             if not started:
-                refuse = self._envelopes.get(scope["path"], send_error)
-                await refuse(send, ServekitError("an internal error; see the logs"))
+                encode = self._envelopes.get(scope["path"], encode_error)
+                await send_error(send, ServekitError("an internal error; see the logs"), encode)
 
 
 class TrustedProxies:

@@ -25,9 +25,10 @@ import structlog
 import uvicorn
 
 from servekit.gateway.app import Application, ErrorMiddleware, TrustedProxies
-from servekit.gateway.http.fast_response import Handler
+from servekit.gateway.http.asgi import Envelope
 from servekit.gateway.http.limits import LIMITS, Limits, Sweep
 from servekit.gateway.http.protocol import Http
+from servekit.gateway.http.response import FastHandler
 from servekit.gateway.http.tls import Tls
 from servekit.gateway.routing.router import Router
 from servekit.gateway.routing.worker_connection import NEARBY, Reach
@@ -132,11 +133,19 @@ class Gateway:
         public, *others = [socket.socket(fileno=fd) for fd in self._settings.listen_fds]
         limit = self._settings.max_body_bytes
         tls = None if self._tls is None else self._tls.context
-        guard = ErrorMiddleware(self._app, log, self._app.gate.envelopes, self._app.count)
+        envelopes = self._app.envelopes
+        guard = ErrorMiddleware(self._app, log, envelopes, self._app.count)
         app = TrustedProxies(guard, self._router.access)
         answers = self._router.measures.answers
         async with serving(
-            app, public, self._app.exchanges, limit, tls=tls, also=others, answers=answers
+            app,
+            public,
+            self._app.exchanges,
+            limit,
+            tls=tls,
+            also=others,
+            answers=answers,
+            envelopes=envelopes,
         ) as self._close_doors:
             keep_out_of_collections()
             self._line.send(Serving())
@@ -311,24 +320,27 @@ def keep_out_of_collections() -> None:
 async def serving(
     app: Any,
     sock: socket.socket,
-    hot: Mapping[bytes, Handler] | None = None,
+    hot: Mapping[bytes, FastHandler] | None = None,
     max_body_bytes: int = 0,
     limits: Limits = LIMITS,
     tls: ssl.SSLContext | None = None,
     also: Sequence[socket.socket] = (),
     answers: defaultdict[Any, int] | None = None,
+    envelopes: Mapping[str, Envelope] | None = None,
     keep_alive_s: float = 75.0,
 ) -> AsyncIterator[Callable[[], None]]:
     """Serve `app` with uvicorn on `sock` and the sockets `also`, as long as the context is open.
 
-    `answers` counts the responses of `hot`, by path and status. Yields a function that stops
+    `answers` counts the responses of `hot`, by path and status. `envelopes` has, by path, the
+    formats of their errors other than OpenAI's. Yields a function that stops
     accepting connections; each open connection is closed after its next response.
 
     uvicorn's own `serve` is not used, because it would install signal handlers.
     """
     http = partial(
-        Http, hot=hot or {}, max_body_bytes=max_body_bytes, limits=limits, answers=answers
-    )
+        Http, hot=hot or {}, max_body_bytes=max_body_bytes, limits=limits, answers=answers,
+        envelopes=envelopes,
+    )  # fmt: skip
     server = _server(app, http, tls, keep_alive_s)
     await server.startup(sockets=[sock, *also])
     sweep = Sweep(server.server_state.connections, limits.sweep_every_s)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from servekit.gateway.routing.request import InflightRequest
-from servekit.gateway.routing.step_delivery import take_one_each
+from servekit.gateway.routing.step_delivery import feed_step
 from servekit.gateway.telemetry.metrics import RequestMeter, RequestMetrics
 from servekit.protocol.messages import Delta, SamplingParams, TokenBatch
 
@@ -48,11 +48,10 @@ def play(meter: Callable[[InflightRequest], RequestMeter]) -> Callable[[], objec
 
     def request() -> None:
         call = InflightRequest("m", PARAMS, messages=[], stream=False)
-        call.read_text()
         call.meter = meter(call)
         call.request(1)
-        call.take(FIRST)
-        call.take(LAST)
+        call.feed(FIRST)
+        call.feed(LAST)
 
     return request
 
@@ -60,17 +59,15 @@ def play(meter: Callable[[InflightRequest], RequestMeter]) -> Callable[[], objec
 def tokens(meter: Callable[[InflightRequest], RequestMeter]) -> Callable[[], object]:
     """One more token of a stream."""
     call = InflightRequest("m", PARAMS, messages=[])
-    call.read_text()
-    call.sink = lambda: None
     call.meter = meter(call)
-    call.take(FIRST)
+    call.feed(FIRST)
     calls, step = {1: call}, TokenBatch([1], ["a"], [5])
 
     def token() -> None:
-        take_one_each(calls, step)
+        feed_step(calls, step)
         if len(call.emitted) == BATCH:
             call.emitted.clear()
-            call.collect_text()
+            call.take_text()
 
     return token
 

@@ -1,33 +1,108 @@
-"""POST endpoints off the fast path: read a body, write an answer or an error of the API."""
+"""POST endpoints: read a body, write an answer or an error of the API."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Protocol
 
-from servekit.errors import ClientClosed, RequestError, ServekitError
-from servekit.gateway.api.responder import DisconnectWatcher, ResponseEncoder, respond
-from servekit.gateway.generation.generation import GenerationRequest, open_turn
+import structlog
+
+from servekit.errors import ClientClosed, ModelNotFound, RequestError, ServekitError
+from servekit.gateway.generation.generation import (
+    Generation,
+    GenerationRequest,
+    open_generation,
+)
+from servekit.gateway.generation.stream_writer import ResponseEncoder, StreamWriter
 from servekit.gateway.http.asgi import (
     ClientGone,
+    Envelope,
     Receive,
     Scope,
     Send,
     api_key,
     read_body,
+    send_error,
     send_json,
     session_of,
 )
+from servekit.gateway.http.response import DisconnectWatcher, Endpoint, Response
 from servekit.gateway.routing.router import Router
 from servekit.protocol.messages import Delta
 
-Refuse = Callable[[Send, ServekitError], Awaitable[None]]
-Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
+log: Any = structlog.get_logger("servekit.gateway")
+
 #: Parses a body and the client's key into a request and its answer format, or into the answer.
-ParseTurn = Callable[[bytes, str], tuple[GenerationRequest, ResponseEncoder] | bytes]
+ParseGeneration = Callable[[bytes, str], tuple[GenerationRequest, ResponseEncoder] | bytes]
 ParseCalls = Callable[[bytes, str], tuple["Calls", Callable[[list[Delta]], bytes]]]
 ParsePlain = Callable[[bytes], bytes]
+OpenGeneration = Callable[[Router, GenerationRequest], Coroutine[Any, Any, Generation]]
+
+
+class GenerationEndpoint:
+    """An endpoint whose answer is a generation, streamed or whole: a `Handler`.
+
+    `open_later`, if given, opens every generation. Otherwise one is opened at once, unless its
+    model is loaded on demand and has never been loaded.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        parse: ParseGeneration,
+        open_later: OpenGeneration | None = None,
+    ) -> None:
+        self._router = router
+        self._parse = parse
+        self._open_later = open_later
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __call__(self, response: Response) -> None:
+        """Start to answer. Raises ServekitError for a wrong request."""
+        body, response.body = bytes(response.body), b""
+        parsed = self._parse(body, api_key(response.headers))
+        del body  # otherwise the body stays in memory while the answer is generated
+        if isinstance(parsed, bytes):
+            response.answer(parsed)
+            return
+        request, encoder = parsed
+        if self._router.chooses:
+            request.session = session_of(response.headers) or request.session
+        if self._opens_at_once(request):
+            StreamWriter(response, Generation(self._router, request), encoder)
+            return
+        task = asyncio.get_running_loop().create_task(self._begin(response, request, encoder))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        response.on_gone = partial(_cancel, task)
+
+    def _opens_at_once(self, request: GenerationRequest) -> bool:
+        """Return whether the model's properties are known, or need not be."""
+        if self._open_later is not None:
+            return False
+        try:
+            status = self._router.find(request.model).status
+        except ModelNotFound:
+            return True  # it is refused at once
+        return status.info is not None or status.residence is None or request.messages is None
+
+    async def _begin(
+        self, response: Response, request: GenerationRequest, encoder: ResponseEncoder
+    ) -> None:
+        try:
+            generation = await (self._open_later or open_generation)(self._router, request)
+            StreamWriter(response, generation, encoder)
+        except ServekitError as error:
+            response.fail(error)
+        except Exception:
+            log.exception("unexpected_error")
+            response.fail(ServekitError("an internal error; see the logs"))
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
 
 
 class Calls(Protocol):
@@ -39,37 +114,11 @@ class Calls(Protocol):
 
 
 class EndpointFactory:
-    """Makes the endpoints of one API. `refuse` writes an error in that API's format."""
+    """Makes ASGI endpoints of one API, whose error format is `encode`."""
 
-    def __init__(self, router: Router, max_body_bytes: int, refuse: Refuse) -> None:
-        self._router = router
+    def __init__(self, max_body_bytes: int, encode: Envelope) -> None:
         self._max_body_bytes = max_body_bytes
-        self._refuse = refuse
-
-    def turn(self, parse: ParseTurn) -> Endpoint:
-        """Return an endpoint whose answer is a generation, streamed or whole."""
-
-        async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-            try:
-                body = await read_body(scope, receive, self._max_body_bytes)
-                parsed = parse(body, api_key(scope))
-                del body  # otherwise the body stays in memory while the answer is generated
-                if isinstance(parsed, bytes):
-                    turn = None
-                else:
-                    parsed[0].session = session_of(scope) or parsed[0].session
-                    turn = await open_turn(self._router, parsed[0])
-            except ClientGone:
-                return
-            except ServekitError as error:
-                await self._refuse(send, error)
-                return
-            if isinstance(parsed, bytes):
-                await send_json(send, parsed)
-            elif turn is not None:
-                await respond(turn, parsed[1], receive, send)
-
-        return endpoint
+        self._encode = encode
 
     def calls(self, parse: ParseCalls) -> Endpoint:
         """Return an endpoint whose answer combines several calls, none of them streamed."""
@@ -77,12 +126,12 @@ class EndpointFactory:
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 body = await read_body(scope, receive, self._max_body_bytes)
-                asked, write = parse(body, api_key(scope))
+                asked, write = parse(body, api_key(scope["headers"]))
                 del body
             except ClientGone:
                 return
             except ServekitError as error:
-                await self._refuse(send, error)
+                await send_error(send, error, self._encode)
                 return
             watch = DisconnectWatcher(asked, receive)
             try:
@@ -92,7 +141,7 @@ class EndpointFactory:
             except ClientClosed:
                 return
             except RequestError as error:
-                await self._refuse(send, error)
+                await send_error(send, error, self._encode)
             finally:
                 watch.end()
                 asked.cancel()
@@ -108,7 +157,7 @@ class EndpointFactory:
             except ClientGone:
                 return
             except ServekitError as error:
-                await self._refuse(send, error)
+                await send_error(send, error, self._encode)
                 return
             await send_json(send, answer)
 

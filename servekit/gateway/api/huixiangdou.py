@@ -21,30 +21,20 @@ import msgspec
 import structlog
 from msgspec import Meta
 
-from servekit.errors import ClientClosed, ModelUnavailable, RequestError, ServekitError
-from servekit.gateway.api.endpoint import Endpoint, Refuse
+from servekit.errors import ModelUnavailable, RequestError, ServekitError
+from servekit.gateway.api.endpoint import GenerationEndpoint
 from servekit.gateway.api.fields import ANSWER, QUESTION, doc
 from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.api.openapi.operation import Operation
-from servekit.gateway.api.responder import DisconnectWatcher, ResponseEncoder, respond
 from servekit.gateway.generation.generation import (
     Choice,
     Generation,
     GenerationChunk,
     GenerationRequest,
 )
-from servekit.gateway.http.asgi import (
-    EVENT_STREAM,
-    ClientGone,
-    MethodNotAllowed,
-    Receive,
-    Scope,
-    Send,
-    api_key,
-    error_headers,
-    read_body,
-    send_json,
-)
+from servekit.gateway.generation.stream_writer import ResponseEncoder
+from servekit.gateway.http.asgi import Envelope, MethodNotAllowed
+from servekit.gateway.http.response import Handler
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import Text
 from servekit.protocol.messages import ChatMessage, SamplingParams
@@ -77,64 +67,51 @@ class InferenceAnswer(msgspec.Struct):
     error: Annotated[str, doc("Why there is no text; empty if there is")]
 
 
-class Cut(Exception):
-    """The connection has to be cut: this client knows no other sign of a failure."""
-
-
-async def refuse(send: Send, error: ServekitError) -> None:
-    """Answer `{"text": "", "error": "..."}`, with 200 unless the method is not allowed."""
+def encode_error(error: ServekitError) -> tuple[int, bytes]:
+    """Encode `{"text": "", "error": "..."}`, with 200 unless the method is not allowed."""
     status = error.status if isinstance(error, MethodNotAllowed) else 200
-    body = InferenceAnswer("", error.message or error.code)
-    await send_json(send, _encode(body), status, error_headers(error))
+    return status, encode_stream_error(error)[1]
 
 
-async def refuse_stream(send: Send, error: ServekitError) -> None:
-    """Answer with the error's own status, the only thing that this client looks at."""
-    body = InferenceAnswer("", error.message or error.code)
-    await send_json(send, _encode(body), error.status, error_headers(error))
+def encode_stream_error(error: ServekitError) -> tuple[int, bytes]:
+    """Encode an error with its own status, the only thing that this client looks at."""
+    return error.status, _encode(InferenceAnswer("", error.message or error.code))
 
 
-class Whole(ResponseEncoder):
+class InferenceEncoder(ResponseEncoder):
     """The answer to POST /inference, without the model's reasoning."""
 
-    def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
+    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
         choice = choices[0]
         error = ""
         if choice.reasoning and not choice.text:
-            error = f"the model did not get past its thoughts, {turn.completion_tokens} tokens long"
+            tokens = generation.completion_tokens
+            error = f"the model did not get past its thoughts, {tokens} tokens long"
         return _encode(InferenceAnswer(choice.text, error))
 
-    async def refuse(self, send: Send, error: ServekitError) -> None:
-        await refuse(send, error)
 
-
-class Stream(ResponseEncoder):
+class StreamEncoder(ResponseEncoder):
     """The answer to POST /stream.
 
     The client strips each event, so white space at the end of an event is held back and sent with
     the text that follows.
     """
 
-    headers = EVENT_STREAM
-
     def __init__(self) -> None:
         self._held = ""
 
-    def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
-        said = [e.text for piece in pieces for e in piece.events if isinstance(e, Text)]
+    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+        said = [e.text for chunk in chunks for e in chunk.events if isinstance(e, Text)]
         text = self._held + "".join(said)
         kept = text.rstrip()
         self._held = text[len(kept) :]
         return event(kept) if kept else b""
 
-    def closing(self, turn: Generation) -> bytes:
+    def closing(self, generation: Generation) -> bytes:
         return event(self._held) if self._held else b""
 
-    async def refuse(self, send: Send, error: ServekitError) -> None:
-        await refuse_stream(send, error)
-
-    def late_error(self, error: ServekitError) -> bytes:
-        raise Cut(error.message)
+    def late_error(self, error: ServekitError) -> None:
+        log.warning("stream_cut_off", path="/stream", error=error.message)
 
 
 def event(text: str) -> bytes:
@@ -144,47 +121,26 @@ def event(text: str) -> bytes:
 
 
 class Legacy:
-    """The HuixiangDou endpoints, as ASGI routes by path, and their error formats."""
+    """The HuixiangDou endpoints, as handlers by path, and their error formats."""
 
-    def __init__(self, router: Router, max_body_bytes: int) -> None:
+    def __init__(self, router: Router) -> None:
         self._router = router
-        self._max_body_bytes = max_body_bytes
-        self.routes: dict[str, Endpoint] = {
-            "/inference": self.inference,
-            "/stream": self.stream,
+        self.handlers: dict[str, Handler] = {
+            "/inference": GenerationEndpoint(router, self._parse_inference, open_when_ready),
+            "/stream": GenerationEndpoint(router, self._parse_stream, open_when_ready),
         }
-        self.envelopes: dict[str, Refuse] = {"/inference": refuse, "/stream": refuse_stream}
+        self.envelopes: dict[str, Envelope] = {
+            "/inference": encode_error,
+            "/stream": encode_stream_error,
+        }
 
-    async def inference(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(scope, receive, send, Whole(), stream=False)
+    def _parse_inference(self, body: bytes, key: str) -> tuple[GenerationRequest, InferenceEncoder]:
+        return self._request(body, key, stream=False), InferenceEncoder()
 
-    async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._answer(scope, receive, send, Stream(), stream=True)
-        except Cut as cut:
-            # the server closes the connection when an ASGI app returns before its answer is
-            # complete
-            log.warning("stream_cut_off", path=scope["path"], error=str(cut))
+    def _parse_stream(self, body: bytes, key: str) -> tuple[GenerationRequest, StreamEncoder]:
+        return self._request(body, key, stream=True), StreamEncoder()
 
-    async def _answer(
-        self, scope: Scope, receive: Receive, send: Send, form: ResponseEncoder, *, stream: bool
-    ) -> None:
-        try:
-            body = await read_body(scope, receive, self._max_body_bytes)
-            ask = self._ask(body, api_key(scope), stream=stream)
-            del body  # otherwise the body stays in memory while the answer is generated
-            turn = await self._open(ask, receive)
-        except (ClientGone, ClientClosed):
-            return
-        except ServekitError as error:
-            await form.refuse(send, error)
-        except Exception:
-            log.exception("unexpected_error", path=scope["path"])
-            await form.refuse(send, ServekitError("an internal error; see the logs"))
-        else:
-            await respond(turn, form, receive, send)
-
-    def _ask(self, body: bytes, key: str, *, stream: bool) -> GenerationRequest:
+    def _request(self, body: bytes, key: str, *, stream: bool) -> GenerationRequest:
         request = decode(InferenceRequest, body)
         if not request.prompt:
             raise RequestError("the prompt is empty", param="prompt")
@@ -204,51 +160,25 @@ class Legacy:
             raise ModelUnavailable("there is no model here that may be used")
         return router.find("").status.name
 
-    async def _open(self, ask: GenerationRequest, receive: Receive) -> Generation:
-        """Return the generation once the model can serve; this client does not retry."""
-        patience = Patience(self._router, ask)
-        watch = DisconnectWatcher(patience, receive)
+
+async def open_when_ready(router: Router, request: GenerationRequest) -> Generation:
+    """Return the generation once the model can serve, if that is expected.
+
+    This client does not retry. Raises the errors of `Generation`.
+    """
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    while True:
+        route = router.find(request.model)
+        waited_s = loop.time() - began_s
+        hopeless = route.hopeless or router.draining
         try:
-            return await patience.turn()
-        finally:
-            watch.end()
-
-
-class Patience:
-    """Waits for a model that is expected to serve, and stops when the client disconnects."""
-
-    def __init__(self, router: Router, ask: GenerationRequest) -> None:
-        self._router = router
-        self._ask = ask
-        self._gone = asyncio.Event()
-
-    def cancel(self) -> None:
-        """Stop the wait: the client has disconnected."""
-        self._gone.set()
-
-    async def turn(self) -> Generation:
-        """Return the opened generation. Raises the errors of `Generation`, and ClientClosed."""
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        while not self._gone.is_set():
-            route = self._router.find(self._ask.model)
-            waited_s = loop.time() - began_s
-            hopeless = route.hopeless or self._router.draining
-            try:
-                route.check_available()
-                return Generation(self._router, self._ask)
-            except ModelUnavailable:
-                if hopeless or waited_s > route.status.timeout_s:
-                    raise
-            await self._pause()
-        raise ClientClosed("the client is gone")
-
-    async def _pause(self) -> None:
-        try:
-            async with asyncio.timeout(LOOK_EVERY_S):
-                await self._gone.wait()
-        except TimeoutError:
-            pass
+            route.check_available()
+            return Generation(router, request)
+        except ModelUnavailable:
+            if hopeless or waited_s > route.status.timeout_s:
+                raise
+        await asyncio.sleep(LOOK_EVERY_S)
 
 
 def _messages(request: InferenceRequest) -> list[ChatMessage]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,17 @@ from servekit.gateway.api.openapi import docs_pages
 from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.auth.authorization import ACTING, Access, Headers, key_of
 from servekit.gateway.auth.csrf import CsrfCheck
-from servekit.gateway.http.asgi import ASGIApp, Receive, Scope, Send, send_error
-from servekit.gateway.http.fast_response import FastResponse, Handler, Header
+from servekit.gateway.http.asgi import (
+    ASGIApp,
+    Envelope,
+    Header,
+    Receive,
+    Scope,
+    Send,
+    encode_error,
+    send_error,
+)
+from servekit.gateway.http.response import FastHandler, FastResponse
 from servekit.gateway.ui import login
 
 log: Any = structlog.get_logger("servekit.gateway")
@@ -47,21 +56,24 @@ EXPOSED = b", ".join(
 )
 PREFLIGHT_MAX_AGE_S = 600
 
-Refuse = Callable[[Send, ServekitError], Awaitable[None]]
-
 
 class AuthMiddleware:
     """The middleware of both paths: fast responses (`exchanges`) and ASGI (`__call__`)."""
 
-    def __init__(self, access: Access, handlers: Mapping[bytes, Handler]) -> None:
+    def __init__(
+        self,
+        access: Access,
+        handlers: Mapping[bytes, FastHandler],
+        envelopes: Mapping[str, Envelope],
+    ) -> None:
+        """Create it; `envelopes` has, by path, the error formats other than OpenAI's."""
         self._access = access
+        self._envelopes = envelopes
         self._handlers = handlers
         #: The hot routes' handlers for the protocol; changed in place with the rules.
-        self.exchanges: dict[bytes, Handler] = dict(handlers)
+        self.exchanges: dict[bytes, FastHandler] = dict(handlers)
         self.open = True
         self._strangers: CsrfCheck | None = None
-        #: By path: the functions that send errors in other formats than OpenAI's.
-        self.envelopes: dict[str, Refuse] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         access.on_change(self._on_change)
 
@@ -74,7 +86,7 @@ class AuthMiddleware:
 
     # ---- fast responses
 
-    def _pass(self, handler: Handler, exchange: FastResponse) -> None:
+    def _pass(self, handler: FastHandler, exchange: FastResponse) -> None:
         """Answer a request once its key is verified, which nearly always is at once."""
         exchange.extra = self._cors(exchange.headers)
         if self._strangers is not None:
@@ -91,7 +103,7 @@ class AuthMiddleware:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _verify(self, handler: Handler, exchange: FastResponse, key: bytes) -> None:
+    async def _verify(self, handler: FastHandler, exchange: FastResponse, key: bytes) -> None:
         """Verify the key off the event loop, then answer the request."""
 
         def go_on(exchange: FastResponse) -> None:
@@ -108,7 +120,7 @@ class AuthMiddleware:
         else:
             exchange.begin_with(go_on)
 
-    def _act(self, handler: Handler, exchange: FastResponse, caller: ApiKey) -> None:
+    def _act(self, handler: FastHandler, exchange: FastResponse, caller: ApiKey) -> None:
         refused = caller.charge()
         if caller.limited:
             exchange.extra += caller.headers()
@@ -151,7 +163,8 @@ class AuthMiddleware:
                 and await login.redirect_to_login(scope, send)
             ):
                 return
-            await self.envelopes.get(path, send_error)(_with(send, extra), error)
+            encode = self._envelopes.get(path, encode_error)
+            await send_error(_with(send, extra), error, encode)
             return
         await app(scope, receive, _with(send, extra) if extra else send)
 

@@ -4,25 +4,25 @@ A `GenerationRequest` holds the request of any API. A `Generation` answers it wi
 `InflightRequest` for each choice, through the same queue as any other request, and with a parser
 that separates text, reasoning and tool calls.
 
-    turn = Generation(router, ask)           # raises RequestError: nothing has been sent yet
-    async for pieces in turn: ...            # or: choices = await turn.whole()
-    turn.cancel()
+    generation = Generation(router, request)  # raises RequestError: nothing has been sent yet
+    generation.read_by(writer)                # or: async for chunks in generation
+    generation.cancel()                       # or: choices = await generation.whole()
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 
-from servekit.errors import RequestError, Unsupported
+from servekit.errors import ModelNotFound, RequestError, Unsupported
 from servekit.gateway.http.request_limits import check_free
 from servekit.gateway.routing.adapter_route import base_of
-from servekit.gateway.routing.request import Deltas, InflightRequest
+from servekit.gateway.routing.request import InflightRequest, Reader
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import (
     CallArguments,
@@ -57,29 +57,28 @@ from servekit.protocol.tool_formats import FRAMED
 
 Finish = Literal["stop", "length", "tool_calls"]
 Tools = list[dict[str, Any]]
+_NO_TOOLS = choose([], None)
+_NO_DIALECT = Dialect()
+_NO_PROMPTS: tuple[None] = (None,)
 
 
-@dataclass(slots=True, kw_only=True)
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, kw_only=True):
     """A client's request in API-neutral form. Exactly one of `messages` and `prompts` is set."""
 
     model: str
     params: SamplingParams
     messages: list[ChatMessage] | None = None
-    prompts: list[str | list[int]] = field(default_factory=list)
+    prompts: list[str | list[int]] = []
     n: int = 1  # choices for each prompt; with a seed, each gets the next one
-    tools: Tools = field(default_factory=list)  # OpenAI's definitions
+    tools: Tools = []  # OpenAI's definitions
     #: Any of OpenAI's forms, or one word: "none", "auto", "required", or a tool's name.
     tool_choice: Any = None
     parallel: bool = True  # the model may call several tools at once
-    template: dict[str, Any] = field(default_factory=dict)  # extra variables of the chat template
+    template: dict[str, Any] = {}  # extra variables of the chat template
     continues: bool = False  # the last message is the beginning of the answer
     reasoning: bool = True  # separate reasoning from text
-    calling: type[InflightRequest] = (
-        InflightRequest  # class of the calls; a subclass can observe them
-    )
     stream: bool = True
-    follow: bool = False  # also wake for each new position in the queue
+    follow: bool = False  # also tell each new position in the queue
     session: str = ""  # as named by the client
     key: str = ""
     priority: int = 0
@@ -98,36 +97,73 @@ class GenerationChunk(msgspec.Struct, gc=False):
     prompt: Prompt | None = None  # with the first chunk, if it was asked for
 
 
-class Choice:
+class Choice(msgspec.Struct):
     """A complete choice, collected from its chunks."""
 
-    def __init__(self) -> None:
-        self.text = ""
-        self.reasoning = ""
-        self.calls: list[ToolCall] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.finish: Finish = "stop"
-        self.stop = ""
-        self.stop_token = -1
-        self.prompt: Prompt | None = None
+    text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = []
+    logprobs: list[TokenLogprob] = []
+    finish: Finish = "stop"
+    stop: str = ""
+    stop_token: int = -1
+    prompt: Prompt | None = None
 
-    def add(self, piece: GenerationChunk) -> None:
-        for event in piece.events:
-            match event:
-                case Text(text):
-                    self.text += text
-                case Reasoning(text):
-                    self.reasoning += text
-                case ToolCallStart(_, id, name):
-                    self.calls.append(ToolCall(id, name, ""))
-                case CallArguments(index, text):
-                    call = self.calls[index]
-                    self.calls[index] = replace(call, arguments=call.arguments + text)
-        self.logprobs += piece.logprobs
-        self.finish = piece.finish or self.finish
-        self.stop = piece.stop
-        self.stop_token = piece.stop_token
-        self.prompt = self.prompt or piece.prompt
+    def add(self, chunk: GenerationChunk) -> None:
+        for event in chunk.events:
+            if type(event) is Text:
+                self.text += event.text
+            else:
+                self._add_event(event)
+        self.logprobs += chunk.logprobs
+        self.finish = chunk.finish or self.finish
+        self.stop = chunk.stop
+        self.stop_token = chunk.stop_token
+        self.prompt = self.prompt or chunk.prompt
+
+    def _add_event(self, event: Event) -> None:
+        match event:
+            case Reasoning(text):
+                self.reasoning += text
+            case ToolCallStart(_, id, name):
+                self.calls.append(ToolCall(id, name, ""))
+            case CallArguments(index, text):
+                call = self.calls[index]
+                self.calls[index] = replace(call, arguments=call.arguments + text)
+
+
+class ChoiceStream:
+    """One choice under way: its call, and the parser of its text."""
+
+    __slots__ = ("arguments", "call", "calls_tool", "index", "parser")
+
+    def __init__(self, index: int, call: InflightRequest, parser: Parser | None) -> None:
+        self.index = index
+        self.call = call
+        self.parser = parser  # None if everything is text
+        self.calls_tool = False
+        self.arguments = ""  # of the last tool call
+
+    def parse(self, text: str) -> list[Event]:
+        if self.parser is None:
+            return [Text(text)]
+        events = self.parser.feed(text)
+        self._note_calls(events)
+        return events
+
+    def end(self, *, cut: bool) -> list[Event]:
+        """Return the events of the text that the parser has held back."""
+        assert self.parser is not None
+        events = self.parser.end(cut=cut)
+        self._note_calls(events)
+        return events
+
+    def _note_calls(self, events: list[Event]) -> None:
+        for event in events:
+            if type(event) is ToolCallStart:
+                self.calls_tool, self.arguments = True, ""
+            elif type(event) is CallArguments:
+                self.arguments += event.text
 
 
 class Generation:
@@ -137,195 +173,229 @@ class Generation:
     Unsupported.
     """
 
-    def __init__(self, router: Router, ask: GenerationRequest) -> None:
-        route = router.find(ask.model)
-        info = route.status.info
-        self.model = route.status.name
-        self.ask = ask
-        self.prompt_tokens = self.cached_tokens = 0  # cached ones are included in the former
+    def __init__(self, router: Router, request: GenerationRequest) -> None:
+        try:
+            status = router.find(request.model).status
+        except ModelNotFound:
+            # `open` refuses it in the same words, and counts the refusal
+            router.open(InflightRequest(request.model, request.params, messages=request.messages))
+            raise
+        self.model = status.name
+        self.request = request
+        self.end_of_tick = router.end_of_tick
         self.completion_tokens = 0
-        check_free(ask.tools, ask.template, ask.params.grammar, router.access.rules.limits)
-        self._choice = _choose(ask, route.status)
-        self._dialect = dialect = Dialect() if info is None else _dialect(info, self._choice)
-        thinking = begins_thinking(dialect, ask.template, ask.continues)
-        self._news = asyncio.Event()
-        self._calls = list(self._make_calls(thinking))
-        self._parsers = [self._parser(thinking) for _ in self._calls]
-        self._called = [False for _ in self._calls]
-        self._written = ["" for _ in self._calls]  # the arguments of the last tool call
-        self._prompts = [(0, 0) for _ in self._calls]  # prompt tokens, cached tokens
-        self._left = set(range(len(self._calls)))
+        self._news: asyncio.Event | None = None
+        self._choices: list[ChoiceStream] = []
+        self._whole: list[Choice] = []  # for an answer that is not streamed
+        dialect = _NO_DIALECT if status.info is None else status.info.dialect
+        if _is_plain(request, dialect):
+            self._tool_choice = _NO_TOOLS
+            self._add_choices(request.params, {}, None)
+        else:
+            limits = router.access.rules.limits
+            check_free(request.tools, request.template, request.params.grammar, limits)
+            self._tool_choice = choice = _choose_tools(request, status)
+            if status.info is not None:
+                dialect = _dialect(status.info, choice)
+            begun = begins_thinking(dialect, request.template, request.continues)
+            params, more = _tell_engine(request, dialect, choice, begun)
+            self._add_choices(params, more, partial(_parser, request, dialect, choice, begun))
+        self._left = self._choices
+        self.first = self._choices[0].call
+        asked = request.params
+        rich = asked.logprobs is not None or asked.prompt_logprobs is not None or asked.echo
+        #: The only choice, if it brings nothing but text until it ends.
+        self.only = self._choices[0] if len(self._choices) == 1 and not rich else None
+        #: Whether that text is the answer as it is, without a parser.
+        self.plain = self.only is not None and self.only.parser is None
+        if not (self.plain or request.stream):
+            self._whole = [Choice() for _ in self._choices]
         self._open(router)
 
-    def _parser(self, thinking: bool) -> Parser | None:
-        """Return a parser for one choice; None if everything is text."""
-        thinks = self.ask.reasoning and self.ask.messages is not None
-        tools = self._choice.tools
-        if self._dialect.tools == FRAMED and self.ask.messages is not None:
-            return parser(self._dialect, tools=tools, reasoning=thinks)
-        if not tools and not (thinks and (self._dialect.think_end or self._dialect.tools)):
-            return None
-        return parser(self._dialect, tools=tools, reasoning=thinks, thinking=thinking)
-
-    def _make_calls(self, thinking: bool) -> Iterator[InflightRequest]:
-        ask = self.ask
-        more: dict[str, Any] = {}
-        if self._choice.tools:
-            more["tools"] = list(self._choice.tools)
-            if self._dialect.tools == FRAMED:
-                more["must_call"] = self._choice.mode == "required"
-                more["one_call"] = self._choice.once or not ask.parallel
-        if ask.template:
-            more["template"] = ask.template
-        if ask.continues:
-            more["continues"] = True
-        params = replace(ask.params, grammar=self._grammar(thinking))
-        if self._choice.mode == "required":
-            params = replace(params, stop=())  # a stop string must not cut the required call
-        prompts: list[str | list[int] | None] = [*ask.prompts] or [None]
-        for prompt in prompts:
-            for index in range(ask.n):
-                call = ask.calling(
-                    ask.model, _seeded(params, index), prompt=prompt, messages=ask.messages,
-                    stream=ask.stream, key=ask.key, priority=ask.priority, more=more,
-                    session=ask.session,
-                )  # fmt: skip
-                call.sink = self._news.set
-                yield call
-
-    def _grammar(self, thinking: bool) -> Grammar | None:
-        """Return the grammar of all the model's text: reasoning, then tool calls or an answer."""
-        ask, grammar = self.ask, self.ask.params.grammar
-        if self._dialect.tools == FRAMED:
-            return grammar  # the engine handles tools and reasoning itself
-        calls = tool_grammar(
-            self._dialect, self._choice, parallel=ask.parallel, begun=thinking, answer=grammar
-        )
-        if calls is not None:
-            return calls
-        if grammar is not None and ask.messages is not None:
-            return after_thoughts(self._dialect, grammar, thinking)
-        return grammar
+    def _add_choices(
+        self,
+        params: SamplingParams,
+        more: dict[str, Any],
+        make_parser: Callable[[], Parser | None] | None,
+    ) -> None:
+        request = self.request
+        for prompt in request.prompts or _NO_PROMPTS:
+            for index in range(request.n):
+                call = InflightRequest(
+                    request.model,
+                    _seeded(params, index) if index else params,
+                    prompt=prompt,
+                    messages=request.messages,
+                    stream=request.stream,
+                    key=request.key,
+                    priority=request.priority,
+                    more=more,
+                    session=request.session,
+                )
+                parser = None if make_parser is None else make_parser()
+                self._choices.append(ChoiceStream(len(self._choices), call, parser))
 
     def _open(self, router: Router) -> None:
-        for call in self._calls:
+        for choice in self._choices:
             try:
-                router.open(call, self.ask.timeout_s)
+                router.open(choice.call, self.request.timeout_s)
             except BaseException:
                 self.cancel()
                 raise
-        if self.ask.follow:
-            router.follow(self._calls[0])
+        if self.request.follow:
+            router.follow(self.first)
 
     # ---- results
 
     @property
+    def count(self) -> int:
+        """Return the number of choices."""
+        return len(self._choices)
+
+    @property
+    def done(self) -> bool:
+        """Return whether all choices have been collected to their ends."""
+        return not self._left
+
+    @property
     def place(self) -> int | None:
         """Return the number of requests ahead, if that is followed; None once it runs."""
-        return self._calls[0].place
+        return None if self.first.done else self.first.place
+
+    def read_by(self, reader: Reader) -> None:
+        """Run `reader` whenever there is news."""
+        for choice in self._choices:
+            if choice.call.done:
+                self.end_of_tick.add(reader)
+            else:
+                choice.call.reader = reader
+
+    def run(self) -> None:
+        """Wake the iterator."""
+        assert self._news is not None
+        self._news.set()
 
     async def __aiter__(self) -> AsyncIterator[list[GenerationChunk]]:
         """Yield new chunks until all choices have ended; an empty list if only `place` has changed.
 
         Leaving early cancels the running calls. Raises RequestError if one of the calls fails.
         """
+        self._news = asyncio.Event()
+        self.read_by(self)
         try:
             while self._left:
-                pieces = self._collect()
-                if pieces or self.ask.follow:
-                    yield pieces
-                if self._left and not pieces:
+                self._news.clear()
+                chunks = self.collect()
+                if chunks or self.request.follow:
+                    yield chunks
+                if self._left and not chunks:
                     await self._news.wait()
         finally:
             self.cancel()
 
     async def whole(self) -> list[Choice]:
         """Wait for all choices and return them."""
-        choices = [Choice() for _ in self._calls]
-        async for pieces in self:
-            for piece in pieces:
-                choices[piece.choice].add(piece)
+        choices = [Choice() for _ in self._choices]
+        async for chunks in self:
+            for chunk in chunks:
+                choices[chunk.choice].add(chunk)
         return choices
-
-    @property
-    def first(self) -> InflightRequest:
-        """Return the call of the first choice."""
-        return self._calls[0]
 
     def cancel(self) -> None:
         """Cancel all calls, because the client is gone or wants no more."""
-        for call in self._calls:
-            call.cancel()
+        for choice in self._choices:
+            choice.call.cancel()
 
-    def _collect(self) -> list[GenerationChunk]:
-        self._news.clear()
-        return [
-            self._piece(index, deltas)
-            for index in sorted(self._left)
-            if (deltas := self._calls[index].collect())
-        ]
+    def collect(self) -> list[GenerationChunk]:
+        """Return new chunks without waiting, perhaps none.
 
-    def _piece(self, index: int, deltas: Deltas) -> GenerationChunk:
-        text = "".join([delta.text for delta in deltas])
-        last = deltas[-1]
-        events = self._events(index, text, last)
-        if self._choice.tools:
-            self._note_calls(index, events)
-        logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
-        self._count_prompt(index, last)
-        prompt = deltas[0].prompt  # comes again after a stream has moved to another worker
-        if last.finish is None:
-            return GenerationChunk(index, events, logprobs, prompt=prompt)
-        self._left.discard(index)
-        self.completion_tokens += last.completion_tokens
-        finish = self._finish(index, last.finish, last.stop)
-        return GenerationChunk(index, events, logprobs, finish, last.stop, last.stop_token, prompt)
+        Raises RequestError if one of the calls has failed.
+        """
+        chunks: list[GenerationChunk] = []
+        for choice in self._left:
+            call = choice.call
+            if call.has_only_text:
+                if call.stream and (text := call.take_text()) and (events := choice.parse(text)):
+                    chunks.append(GenerationChunk(choice.index, events))
+            elif (delta := call.collect()) is not None:
+                chunks.append(self._read_delta(choice, delta))
+        return chunks
 
-    def _note_calls(self, index: int, events: list[Event]) -> None:
-        for event in events:
-            if type(event) is ToolCallStart:
-                self._called[index], self._written[index] = True, ""
-            elif type(event) is CallArguments:
-                self._written[index] += event.text
+    def collect_whole(self) -> list[Choice] | None:
+        """Return all choices of an answer that is not streamed; None before it is complete.
 
-    def _count_prompt(self, index: int, delta: Delta) -> None:
-        """Update the prompt's token counts, which streams may need from their first chunk on."""
-        if index % self.ask.n == 0:  # choices of one prompt share it
-            tokens, cached = self._prompts[index]
-            self._prompts[index] = delta.prompt_tokens, delta.cached_tokens
-            self.prompt_tokens += delta.prompt_tokens - tokens
-            self.cached_tokens += delta.cached_tokens - cached
+        Raises RequestError if one of the calls has failed.
+        """
+        if self.plain:  # nearly all
+            if (delta := self.first.collect()) is None:
+                return None
+            self._left, self.completion_tokens = [], delta.completion_tokens
+            finish: Finish = "length" if delta.finish == "length" else "stop"
+            return [Choice(delta.text, finish=finish, stop=delta.stop, stop_token=delta.stop_token)]
+        for chunk in self.collect():
+            self._whole[chunk.choice].add(chunk)
+        return None if self._left else self._whole
 
-    def _events(self, index: int, text: str, last: Delta) -> list[Event]:
-        parse = self._parsers[index]
-        if parse is None:
-            return [Text(text)] if text else []
-        events = parse.feed(text) if text else []
-        if last.finish is None:
-            return events
-        return events + parse.end(cut=last.finish == "length" or bool(last.stop))
+    def _read_delta(self, choice: ChoiceStream, delta: Delta) -> GenerationChunk:
+        text, finish, stop = delta.text, delta.finish, delta.stop
+        events = choice.parse(text) if text else []
+        if finish is None:
+            return GenerationChunk(choice.index, events, delta.logprobs, prompt=delta.prompt)
+        self._left = [other for other in self._left if other is not choice]
+        self.completion_tokens += delta.completion_tokens
+        if choice.parser is not None:
+            events = events + choice.end(cut=finish == "length" or bool(stop))
+        return GenerationChunk(
+            choice.index, events, delta.logprobs, self._finish(choice, finish, stop),
+            stop, delta.stop_token, delta.prompt,
+        )  # fmt: skip
 
-    def _finish(self, index: int, finish: str, stop: str) -> Finish:
+    def _finish(self, choice: ChoiceStream, finish: str, stop: str) -> Finish:
         if finish == "length":
             return "length"
-        if stop and self._called[index] and not is_json(self._written[index]):
+        if stop and choice.calls_tool and not is_json(choice.arguments):
             return "stop"  # "tool_calls" would tell the client that the call is complete
         # as at OpenAI: a call of a tool that the request named finishes with "stop"
-        return "tool_calls" if self._called[index] and not self._choice.once else "stop"
+        return "tool_calls" if choice.calls_tool and not self._tool_choice.once else "stop"
+
+    # ---- token counts; the choices of one prompt share it
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the tokens of all prompts, those from the prefix cache included."""
+        return sum([choice.call.prompt_tokens for choice in self._choices[:: self.request.n]])
+
+    @property
+    def cached_tokens(self) -> int:
+        """Return the tokens of all prompts that came from the engine's prefix cache."""
+        return sum([choice.call.cached_tokens for choice in self._choices[:: self.request.n]])
 
 
-async def open_turn(router: Router, ask: GenerationRequest) -> Generation:
+async def open_generation(router: Router, request: GenerationRequest) -> Generation:
     """Return a `Generation`, after the first load of a model that is loaded on demand."""
-    route = router.find(ask.model)
+    route = router.find(request.model)
     if route.status.info is None:
         router.access.require_model(route.status.name, base_of(route))
-        await router.demand.until_known(route, ask.timeout_s)
-    return Generation(router, ask)
+        await router.demand.until_known(route, request.timeout_s)
+    return Generation(router, request)
 
 
-def _choose(ask: GenerationRequest, model: ModelStatus) -> ToolChoice:
+def _is_plain(request: GenerationRequest, dialect: Dialect) -> bool:
+    """Return whether the answer is only text, which needs no grammar and no parser."""
+    if request.tools or request.params.grammar is not None or request.template:
+        return False
+    if request.continues or request.tool_choice not in (None, "auto", "none"):
+        return False
+    marked = dialect.think_end or dialect.tools in ("harmony", FRAMED)
+    return request.messages is None or not marked
+
+
+def _choose_tools(request: GenerationRequest, model: ModelStatus) -> ToolChoice:
     """Return the tools that may be called. Raises RequestError if a tool cannot be called."""
-    tools, asked = check_tools(ask.tools), ask.tool_choice
+    asked = request.tool_choice
+    if not request.tools and asked in (None, "auto", "none"):
+        return _NO_TOOLS
+    tools = check_tools(request.tools)
     choice = choice_by_word(tools, asked) if isinstance(asked, str) else choose(tools, asked)
     if choice.tools and model.info is not None and "tools" not in model.info.serves:
         forced = "forced_tools" in model.info.serves
@@ -337,7 +407,7 @@ def _choose(ask: GenerationRequest, model: ModelStatus) -> ToolChoice:
                 f" `tool_parser` in the file says so){only if forced else ''}",
                 param="tools",
             )
-    form = ask.params.grammar
+    form = request.params.grammar
     if choice.tools and form is not None and form.kind != "json_schema":
         raise Unsupported(
             f"{form.param}: beside tools the answer can be bound by a JSON schema only; leave out"
@@ -364,6 +434,56 @@ def _dialect(info: ModelInfo, choice: ToolChoice) -> Dialect:
 
 def _seeded(params: SamplingParams, index: int) -> SamplingParams:
     """Return `params` with the seed of the choice at `index`, wrapped to 64 bits."""
-    if not index or params.seed is None:
+    if params.seed is None:
         return params
     return replace(params, seed=(params.seed + index + 2**63) % 2**64 - 2**63)
+
+
+def _parser(
+    request: GenerationRequest, dialect: Dialect, choice: ToolChoice, begun: bool
+) -> Parser | None:
+    """Return a parser for one choice; None if everything is text."""
+    reasoning = request.reasoning and request.messages is not None
+    if dialect.tools == FRAMED and request.messages is not None:
+        return parser(dialect, tools=choice.tools, reasoning=reasoning)
+    if not choice.tools and not (reasoning and (dialect.think_end or dialect.tools == "harmony")):
+        return None
+    return parser(dialect, tools=choice.tools, reasoning=reasoning, thinking=begun)
+
+
+def _tell_engine(
+    request: GenerationRequest, dialect: Dialect, choice: ToolChoice, begun: bool
+) -> tuple[SamplingParams, dict[str, Any]]:
+    """Return the sampling parameters of a call, and its further fields of `Generate`."""
+    more: dict[str, Any] = {}
+    if choice.tools:
+        more["tools"] = list(choice.tools)
+        if dialect.tools == FRAMED:
+            more["must_call"] = choice.mode == "required"
+            more["one_call"] = choice.once or not request.parallel
+    if request.template:
+        more["template"] = request.template
+    if request.continues:
+        more["continues"] = True
+    params = request.params
+    grammar = _grammar(request, dialect, choice, begun)
+    if grammar is not params.grammar:
+        params = replace(params, grammar=grammar)
+    if choice.mode == "required":
+        params = replace(params, stop=())  # a stop string must not cut the required call
+    return params, more
+
+
+def _grammar(
+    request: GenerationRequest, dialect: Dialect, choice: ToolChoice, begun: bool
+) -> Grammar | None:
+    """Return the grammar of all the model's text: reasoning, then tool calls or an answer."""
+    grammar = request.params.grammar
+    if dialect.tools == FRAMED or not (choice.tools or grammar):
+        return grammar  # a framing engine handles tools and reasoning itself
+    calls = tool_grammar(dialect, choice, parallel=request.parallel, begun=begun, answer=grammar)
+    if calls is not None:
+        return calls
+    if grammar is not None and request.messages is not None:
+        return after_thoughts(dialect, grammar, begun)
+    return grammar

@@ -1,100 +1,167 @@
-"""Writes a call's tokens into its fast response, at the end of the event-loop tick."""
+"""Writes a generation into its response, whole or streamed: the same way for all APIs and models.
+
+An API's `ResponseEncoder` makes the bytes. A `StreamWriter` decides when: at the end of an
+event-loop tick that brought news, all of it in one write, and only while the client reads.
+"""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import structlog
 
 from servekit.errors import ClientClosed, RequestError, ServekitError
-from servekit.gateway.generation.openai_encoder import OpenAIEncoder
-from servekit.gateway.http.end_of_tick import EndOfTick
-from servekit.gateway.http.fast_response import FastResponse
-from servekit.gateway.routing.request import InflightRequest
-from servekit.protocol.messages import Delta
+from servekit.gateway.generation.generation import (
+    Choice,
+    ChoiceStream,
+    Generation,
+    GenerationChunk,
+)
+from servekit.gateway.http.asgi import EVENT_STREAM, Header, envelope
+from servekit.gateway.http.response import Response
+from servekit.gateway.tool_parsing import Event, Text
 
 log: Any = structlog.get_logger("servekit.gateway")
 
 
+class ResponseEncoder:
+    """The answer format of an API. This base class has OpenAI's errors and server-sent events."""
+
+    headers: tuple[Header, ...] = EVENT_STREAM
+
+    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
+        """Return the JSON body of an answer that is not streamed."""
+        raise NotImplementedError
+
+    def opening(self, generation: Generation) -> bytes:
+        """Return the bytes that open a stream, sent with its first events."""
+        return b""
+
+    def text(self, generation: Generation, text: str) -> bytes:
+        """Return the stream's bytes for new text of the only choice, after its first events.
+
+        Nearly all tokens come this way.
+        """
+        return self.events(generation, [GenerationChunk(0, [Text(text)])])
+
+    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+        """Return the stream's bytes for some chunks, final chunks included."""
+        raise NotImplementedError
+
+    def closing(self, generation: Generation) -> bytes:
+        """Return the bytes that end a successful stream."""
+        return b""
+
+    def late_error(self, error: ServekitError) -> bytes | None:
+        """Return the bytes that end a failed stream; None to disconnect."""
+        return b"data: " + envelope(error) + b"\n\n"
+
+
 class StreamWriter:
-    """Writes a call's tokens into its response.
+    """The writer of one response. While the client does not read, the output stays in the calls."""
 
-    `whole` and `stream` of `api.openai.endpoints` do the same for ASGI. While the client does not
-    read, the text stays in the call, and leaves in one write when the client reads again.
-    """
-
-    __slots__ = ("_answer", "_call", "_exchange", "_place", "_places", "_streams", "cork")
+    __slots__ = (
+        "_encoder",
+        "_ended",
+        "_generation",
+        "_only",
+        "_opened",
+        "_place",
+        "_response",
+        "end_of_tick",
+    )
 
     def __init__(
-        self, exchange: FastResponse, call: InflightRequest, answer: OpenAIEncoder, cork: EndOfTick
+        self, response: Response, generation: Generation, encoder: ResponseEncoder
     ) -> None:
-        self._exchange = exchange
-        self._call = call
-        self._answer = answer
-        self._streams = False  # the stream has begun
-        self._places = False
-        self._place: int | None = None  # the last one sent
-        self.cork = cork
-        call.read_text()
-        call.pump = self
-        call.sink = partial(cork.add, self)
-        exchange.on_writable = self.run
-        exchange.on_gone = call.cancel
-
-    def tell_places(self) -> None:
-        """Begin the stream now, and send a comment for each new position in the queue."""
-        self._exchange.begin_stream()
-        self._places = True
-        self.run()
+        self._response = response
+        self._generation = generation
+        self._encoder = encoder
+        self.end_of_tick = generation.end_of_tick
+        self._opened = self._ended = False
+        self._only: ChoiceStream | None = None  # the only choice, once its stream is opened
+        self._place: int | None = None  # the last queue position sent
+        generation.read_by(self)
+        response.on_writable = self.run
+        response.on_gone = generation.cancel
+        if generation.request.follow and generation.request.stream:
+            response.begin_stream(encoder.headers)
+            self.run()
 
     def run(self) -> None:
-        """Write new text; called when some has come and when the client reads again.
+        """Write the news; called when some has come, and when the client reads again.
 
-        Never raises, because the callbacks behind it in `EndOfTick` would not run.
+        Never raises, because the readers behind it in `EndOfTick` would not run.
         """
-        exchange, call = self._exchange, self._call
         try:
-            if self._streams and not call.done:
-                if (texts := call.texts) and exchange.open:
-                    # the common case: text only
-                    if len(texts) == 1:
-                        text = texts.pop()
+            choice = self._only
+            if choice is not None and not choice.call.done:
+                # written out: nearly all tokens come this way
+                if (texts := choice.call.texts) and (response := self._response).open:
+                    text = texts[0] if len(texts) == 1 else "".join(texts)
+                    texts.clear()
+                    if not text:  # for an incomplete character
+                        return
+                    if choice.parser is None:
+                        response.write(self._encoder.text(self._generation, text))
                     else:
-                        text = "".join(texts)
-                        texts.clear()
-                    if text:  # empty for an incomplete character
-                        exchange.joined.write_now(self._answer.chunk(text))
-                return
-            if self._places and exchange.open:
-                self._tell_place()
-            while exchange.open and (news := self._call.collect_text()) is not None:
-                self._pass_on(*news)
-                if not self._call.done:
-                    return
+                        response.write(self._encode(choice.parse(text)))
+            elif self._generation.request.stream:
+                self._write_stream()
+            else:
+                self._write_whole()
         except RequestError as error:
-            # this runs inside the code that fails the call; its frames hold the error, a cycle
-            error.with_traceback(None)
-            if not isinstance(error, ClientClosed):
-                exchange.fail(error)
+            # this may run inside the code that fails the call; its frames hold the error, a cycle
+            self._fail(error.with_traceback(None))
         except Exception:
-            log.exception("unexpected_error", request=exchange.origin.name)
-            exchange.fail(ServekitError("an internal error; see the logs"))
-            self._call.cancel()
+            origin = self._generation.first.origin
+            log.exception("unexpected_error", request="" if origin is None else origin.name)
+            self._fail(ServekitError("an internal error; see the logs"))
+
+    def _write_stream(self) -> None:
+        response, generation = self._response, self._generation
+        if generation.request.follow and response.open:
+            self._tell_place()
+        while response.open and (chunks := generation.collect()):
+            opening = b"" if self._opened else self._open()
+            data = opening + self._encoder.events(generation, chunks)
+            if done := generation.done:
+                data += self._encoder.closing(generation)
+            response.write(data, last=done)
+
+    def _encode(self, events: list[Event]) -> bytes:
+        """Encode events of the only choice."""
+        if len(events) == 1 and type(event := events[0]) is Text:
+            return self._encoder.text(self._generation, event.text)
+        return self._encoder.events(self._generation, [GenerationChunk(0, events)])
+
+    def _open(self) -> bytes:
+        self._opened = True
+        if not self._response.response_started:
+            self._response.begin_stream(self._encoder.headers)
+        self._only = self._generation.only
+        return self._encoder.opening(self._generation)
 
     def _tell_place(self) -> None:
-        place = self._call.place
-        if place is None or self._call.done:
-            self._places = False
-        elif place != self._place:
+        place = self._generation.place
+        if place is not None and place != self._place:
             self._place = place
-            self._exchange.stream(b": queue position %d\n\n" % place, last=False)
+            self._response.write(b": queue position %d\n\n" % place)
 
-    def _pass_on(self, text: str, last: Delta | None) -> None:
-        if self._call.stream:
-            self._streams = not self._places
-            events = self._answer.events(text, last)
-            self._exchange.stream(events, last=last is not None, now=True)
+    def _write_whole(self) -> None:
+        if self._response.open and (choices := self._generation.collect_whole()) is not None:
+            self._response.answer(self._encoder.whole(self._generation, choices))
+
+    def _fail(self, error: ServekitError) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._generation.cancel()
+        if isinstance(error, ClientClosed):
+            return
+        if not self._response.response_started:
+            self._response.fail(error)
+        elif (event := self._encoder.late_error(error)) is not None:
+            self._response.write(event, last=True)
         else:
-            assert last is not None
-            self._exchange.answer(self._answer.whole(text, last))
+            self._response.cut()

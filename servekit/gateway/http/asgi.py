@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import msgspec
 
 from servekit.errors import BodyTooLarge, InvalidKey, RequestError, ServekitError
 
+Header = tuple[bytes, bytes]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+#: Encodes an error in the format of an API: the HTTP status and the body.
+Envelope = Callable[[ServekitError], tuple[int, bytes]]
+
 JSON = (b"content-type", b"application/json")
 #: The header that names a session; requests of one session prefer one replica.
 SESSION = b"x-session-id"
 #: no-transform and no buffering, so that proxies forward each event at once.
-EVENT_STREAM = [
+EVENT_STREAM = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
     (b"x-accel-buffering", b"no"),
-]
+)
 
 
 class ClientGone(Exception):
@@ -67,22 +71,33 @@ async def send_json(
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: ServekitError) -> None:
-    """Send an error response in OpenAI's envelope."""
-    await send_json(send, envelope(error), error.status, error_headers(error))
+def envelope(error: ServekitError) -> bytes:
+    """Encode an error as `{"error": {"message", "type", "param", "code"}}`, OpenAI's envelope."""
+    return msgspec.json.encode({"error": error_object(error)})
 
 
-def session_of(scope: Scope) -> str:
+def encode_error(error: ServekitError) -> tuple[int, bytes]:
+    """Return the status and body of an error response in OpenAI's format."""
+    return error.status, envelope(error)
+
+
+async def send_error(send: Send, error: ServekitError, encode: Envelope = encode_error) -> None:
+    """Send an error response in the format of an API."""
+    status, body = encode(error)
+    await send_json(send, body, status, error_headers(error))
+
+
+def session_of(headers: Iterable[Header]) -> str:
     """Return the session that a client names, "" if none."""
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name == SESSION:
             return str(value, "latin-1")
     return ""
 
 
-def api_key(scope: Scope) -> str:
+def api_key(headers: Iterable[Header]) -> str:
     """Return the client's key, unverified, as the fair queue's group where no keys are required."""
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name in (b"authorization", b"x-api-key", b"api-key"):
             return str(value, "latin-1")
     return ""
@@ -106,11 +121,6 @@ def error_headers(error: ServekitError) -> list[tuple[bytes, bytes]]:
         return [(b"www-authenticate", b'Bearer realm="servekit"')]
     wait_s = getattr(error, "retry_after_s", None)
     return [] if wait_s is None else [(b"retry-after", str(max(1, round(wait_s))).encode())]
-
-
-def envelope(error: ServekitError) -> bytes:
-    """Encode an error as `{"error": {"message", "type", "param", "code"}}`, OpenAI's envelope."""
-    return msgspec.json.encode({"error": error_object(error)})
 
 
 def error_object(error: ServekitError) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from servekit.gateway.http.asgi import too_large
-from servekit.gateway.http.fast_response import CoalescingTransport, FastResponse, Handler, Header
+from servekit.gateway.http.asgi import Envelope, Header, too_large
 from servekit.gateway.http.header_cache import Head
 from servekit.gateway.http.limits import LimitedProtocol
+from servekit.gateway.http.response import CoalescingTransport, FastHandler, FastResponse
 
 
 class Http(LimitedProtocol):
@@ -23,13 +23,19 @@ class Http(LimitedProtocol):
     def __init__(
         self,
         *args: Any,
-        hot: Mapping[bytes, Handler],
+        hot: Mapping[bytes, FastHandler],
         max_body_bytes: int,
         answers: defaultdict[Any, int] | None = None,
+        envelopes: Mapping[str, Envelope] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Create the protocol; `answers` counts the responses of hot routes, by path and status."""
+        """Create the protocol.
+
+        `answers` counts the responses of hot routes, by path and status. `envelopes` has, by path,
+        the formats of their errors other than OpenAI's.
+        """
         super().__init__(*args, **kwargs)
+        self.envelopes = envelopes or {}
         self.answers = defaultdict(int) if answers is None else answers
         self.max_body_bytes = max_body_bytes
         self._hot = hot

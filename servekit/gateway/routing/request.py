@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from msgspec.structs import replace
 
@@ -24,36 +24,44 @@ from servekit.protocol.messages import (
 
 if TYPE_CHECKING:
     from servekit.gateway.auth.api_key import ApiKey
-    from servekit.gateway.generation.stream_writer import StreamWriter
     from servekit.gateway.routing.model_queue import ModelQueue
+    from servekit.gateway.routing.step_delivery import EndOfTick
     from servekit.gateway.routing.suspect_sources import Suspect
     from servekit.gateway.routing.worker_connection import WorkerConnection
     from servekit.gateway.telemetry.metrics import RequestMeter
 
-Deltas = list[Delta]
 _UNTIL: dict[retry_policy.RetryDecision, Literal["proven", "done"]] = {
     retry_policy.RetryDecision.ALONE: "proven",
     retry_policy.RetryDecision.LAST: "done",
 }
 
 
-class InflightRequest:
-    """A request in flight. Its consumer awaits `deltas()` until a delta has `finish` set.
+class Reader(Protocol):
+    """A consumer of calls, which runs at the end of each event-loop tick that brings it news."""
 
-    The object keeps the token ids reported so far. If the worker dies, another one continues from
-    the very next token, and the consumer does not notice.
+    end_of_tick: EndOfTick
+
+    def run(self) -> None:
+        """Read the news; this must not raise, because the readers behind it would not run."""
+
+
+class InflightRequest:
+    """A request in flight: a worker's output is fed in, and a consumer reads it, or cancels.
+
+    The consumer reads with `async for`, or has a `reader` that calls `collect`. The output ends
+    with a delta that has `finish` set. The object keeps the token ids reported so far. If the
+    worker dies, another one continues from the very next token, and the consumer does not notice.
     """
 
     __slots__ = (
+        "_deltas",
         "_error",
         "_handed_over",
-        "_last",
         "_resumed_at",
-        "_said",
         "_waiter",
-        "_waiting",
         "alone_until",
         "cache_salt",
+        "cached_tokens",
         "caller",
         "chars",
         "continuation",
@@ -78,11 +86,12 @@ class InflightRequest:
         "place",
         "priority",
         "prompt",
-        "pump",
+        "prompt_tokens",
+        "reader",
         "replica",
         "route",
         "session",
-        "sink",
+        "started_s",
         "stream",
         "suspect",
         "texts",
@@ -115,6 +124,7 @@ class InflightRequest:
         self.caller: ApiKey | None = None  # its key, if keys are needed
         self.cache_salt = ""  # only calls with the same salt share prefix caches
         self.created_s = time.monotonic()
+        self.started_s = 0.0  # when a worker first took it; 0: not yet
         self.first_s = self.last_s = 0.0  # times of the first token, and of a stream's last
         self.meter: RequestMeter = metrics.UNMEASURED
         self.deaths = 0  # in a row, see `retry_policy`
@@ -133,55 +143,67 @@ class InflightRequest:
         self.wire_id = 0
         self.limit_s = math.inf  # time limit from `created_s` on; set by the router
         self.on_cancel: Callable[[InflightRequest], None] | None = None
-        self.sink: Callable[[], None] | None = None  # called instead of waking a waiter
-        self.pump: StreamWriter | None = None  # to notify, if `sink` only forwards to it
+        self.reader: Reader | None = None  # runs instead of waking a waiter
         self._resumed_at = 0  # number of tokens when this attempt began
         self._handed_over = False  # the consumer has seen some of the answer
-        self._waiting: Deltas = []
-        self.texts: list[str] | None = None  # unread text, for a consumer of text only
-        self._last: Delta | None = None  # the delta with `finish`, for the same consumer
-        self._said = 0, 0  # prompt tokens, cached prompt tokens
+        self.texts: list[str] = []  # unread text
+        self._deltas: list[Delta] = []  # unread deltas with more than text and tokens
+        self.prompt_tokens = self.cached_tokens = 0  # the former include the latter
         self._error: RequestError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     # ---- for the consumer
 
-    async def deltas(self) -> Deltas:
-        """Wait for new deltas and return them.
+    async def next_delta(self) -> Delta:
+        """Wait for new output, and return it as one delta.
 
         The very last delta has `finish` set. Raises RequestError if the request failed. Do not call
         this again after either.
         """
-        while not (deltas := self.collect()):
-            await self._news()
-        return deltas
+        while (delta := self.collect()) is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return delta
 
-    def collect(self) -> Deltas:
-        """Return the new deltas without waiting, perhaps none. Raises RequestError as `deltas`."""
-        if self._waiting and (self.stream or self.done):
-            self._handed_over = True
-            deltas, self._waiting = self._waiting, []
-            return deltas
-        self._raise()
-        return []
+    @property
+    def has_only_text(self) -> bool:
+        """Return whether the unread output is text that has not ended."""
+        return not self._deltas and not self.done
 
-    def read_text(self) -> None:
-        """Prepare for a consumer that only calls `collect_text`; to be called before any token."""
-        self.texts = []
+    def take_text(self) -> str:
+        """Return the unread text, "" if there is none."""
+        texts = self.texts
+        if not texts:
+            return ""
+        self._handed_over = True
+        text = texts[0] if len(texts) == 1 else "".join(texts)
+        texts.clear()
+        return text
 
-    def collect_text(self) -> tuple[str, Delta | None] | None:
-        """Return the unread text, and the final delta once there is one; None if there is nothing.
+    def collect(self) -> Delta | None:
+        """Return the unread output as one delta, without token ids; None if there is none.
 
         Raises RequestError if the request failed.
         """
-        texts = self.texts
-        if (texts or self._last is not None) and (self.stream or self.done):
-            assert texts is not None
-            self._handed_over = True
-            last, self._last, self.texts = self._last, None, []
-            return texts[0] if len(texts) == 1 else "".join(texts), last
-        self._raise()
-        return None
+        deltas = self._deltas
+        if not (self.texts or deltas) or not (self.stream or self.done):
+            self._raise()
+            return None
+        self._handed_over = True
+        if len(deltas) == len(self.texts) == 1 and len(deltas[0].text) == len(self.texts[0]):
+            self.texts.clear()
+            return deltas.pop()  # nearly all answers that are not streamed
+        text = self.take_text()
+        if not deltas:
+            tokens, cached = self.prompt_tokens, self.cached_tokens
+            return Delta(self.wire_id, text, prompt_tokens=tokens, cached_tokens=cached)
+        self._deltas = []
+        last = deltas[-1]
+        logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
+        return replace(last, text=text, logprobs=logprobs, prompt=deltas[0].prompt)
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -190,30 +212,14 @@ class InflightRequest:
             finally:
                 self._error = None  # breaks the cycle with the traceback's frames
 
-    async def place_after(self, seen: int | None) -> int | None:
-        """Wait until the queue position differs from `seen`, and return it; None once it runs.
-
-        The position is the number of requests ahead. `Router.follow` turns its updates on.
-        """
-        while self.place is not None and self.place == seen and not self.done:
-            await self._news()
-        return None if self.done else self.place
-
-    async def _news(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Yield the deltas one by one to the last; leaving early cancels the request."""
+        """Yield the output to its end; leaving early cancels the request."""
         try:
             while True:
-                for delta in await self.deltas():
-                    yield delta
-                    if delta.finish is not None:
-                        return
+                delta = await self.next_delta()
+                yield delta
+                if delta.finish is not None:
+                    return
         finally:
             self.cancel()
 
@@ -241,6 +247,7 @@ class InflightRequest:
 
     def request(self, wire_id: int) -> Generate:
         """Build the message for the next worker, which continues after the tokens so far."""
+        self.started_s = self.started_s or time.monotonic()
         (self.meter.sent_again if self.wire_id else self.meter.sent)(self)
         self.wire_id = wire_id
         self._resumed_at = len(self.emitted)
@@ -267,13 +274,7 @@ class InflightRequest:
         self.place = place
         self.wake()
 
-    def add(self, text: str, token_id: int) -> None:
-        """Add one token for a consumer of deltas."""
-        prompt, cached = self._said
-        delta = Delta(self.wire_id, text, [token_id], prompt_tokens=prompt, cached_tokens=cached)
-        self._waiting.append(delta)
-
-    def take(self, delta: Delta) -> None:
+    def feed(self, delta: Delta) -> None:
         """Accept a delta; wake the consumer at once if it streams, else at the end."""
         if delta.continuation is not None:
             self.continuation = delta.continuation
@@ -287,17 +288,17 @@ class InflightRequest:
                 self.last_s = now_s
             self.emitted += delta.token_ids
         self.chars += len(delta.text)
-        self._said = delta.prompt_tokens, delta.cached_tokens
-        if self.texts is None:
-            self._waiting.append(delta)
-        elif delta.text:
-            self.texts.append(delta.text)
+        self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
+        self.texts.append(delta.text)
+        if delta.finish is not None or delta.logprobs or delta.prompt is not None:
+            self._deltas.append(delta)
         if delta.finish is not None:
             self.done = True
-            self._last = None if self.texts is None else delta
             if delta.times_ns:
                 self.meter.worked(delta.times_ns)
-            self.meter.ended(self, delta.finish, *self._said, delta.completion_tokens)
+            self.meter.ended(
+                self, delta.finish, self.prompt_tokens, self.cached_tokens, delta.completion_tokens
+            )
             if self.caller is not None:
                 self.caller.settle(self, delta)
         if self.stream or self.done:
@@ -325,9 +326,7 @@ class InflightRequest:
         return True
 
     def _forget(self) -> None:
-        self._waiting = []
-        if self.texts is not None:
-            self.texts = []
+        self.texts, self._deltas = [], []
 
     def same_as(self, other: InflightRequest) -> bool:
         """Return whether the content of both requests is the same, whoever sent them."""
@@ -338,7 +337,9 @@ class InflightRequest:
         """End with an error; the router drops later deltas and errors."""
         self.done = True
         self._error = error
-        self.meter.ended(self, error.code, *self._said, len(self.emitted))
+        self.meter.ended(
+            self, error.code, self.prompt_tokens, self.cached_tokens, len(self.emitted)
+        )
         if self.caller is not None:
             self.caller.settle(self, None)
         if not self.stream:
@@ -346,12 +347,12 @@ class InflightRequest:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the consumer."""
-        sink = self.sink
-        if sink is not None:
+        """Tell the consumer that there is news."""
+        reader = self.reader
+        if reader is not None:
             if self.done:
-                self.sink = self.pump = None  # breaks a reference cycle
-            sink()
+                self.reader = None  # breaks a reference cycle
+            reader.end_of_tick.add(reader)
             return
         waiter: Any = self._waiter
         if waiter is not None and not waiter.done():

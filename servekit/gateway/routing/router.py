@@ -37,6 +37,7 @@ from servekit.gateway.routing.model_queue import ModelQueue, describe, unknown
 from servekit.gateway.routing.quarantine import Quarantine, fingerprint, refusal
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.retry_policy import ALONE_AT, CHANGED, NOT_RESUMED, RetryDecision
+from servekit.gateway.routing.step_delivery import EndOfTick
 from servekit.gateway.routing.suspect_sources import (
     Sources,
     Suspect,
@@ -82,6 +83,7 @@ class Router:
         self._report = report
         self._names: dict[str, ModelQueue] = {}  # aliases included
         self._loop = asyncio.get_running_loop()
+        self.end_of_tick = EndOfTick()
         self._open: set[InflightRequest] = set()
         self._deadlines = Deadlines(self._open, self._expire)
         self._farewells = AdapterUsageTracker(self._open, unused)

@@ -21,7 +21,7 @@ from servekit.errors import (
     WorkerLost,
 )
 from servekit.gateway.routing.request import InflightRequest
-from servekit.gateway.routing.step_delivery import take_one_each
+from servekit.gateway.routing.step_delivery import feed_step
 from servekit.protocol.messages import (
     PROTOCOL,
     Borrow,
@@ -319,7 +319,7 @@ class WorkerConnection:
 
     def _on_message(self, message: WorkerToGateway) -> None:
         if isinstance(message, TokenBatch):
-            take_one_each(self.calls, message)
+            feed_step(self.calls, message)
         elif isinstance(message, DeltaBatch):
             self._on_tokens(message)
         elif isinstance(message, Failed):
@@ -356,7 +356,7 @@ class WorkerConnection:
             call = self.calls.get(delta.id)
             if call is None:
                 continue  # cancelled meanwhile
-            call.take(delta)
+            call.feed(delta)
             if delta.finish is not None:
                 self._forget(delta.id)
                 call.replica = None

@@ -36,7 +36,7 @@ class ParseError(Exception):
 class IncrementalScanner:
     """Text that was received and not yet consumed, and the events made of consumed text."""
 
-    __slots__ = ("_mark", "at", "cut", "ended", "events", "text")
+    __slots__ = ("_mark", "at", "cut", "ended", "events", "finding", "text")
 
     def __init__(self) -> None:
         self.text = ""
@@ -44,6 +44,8 @@ class IncrementalScanner:
         self.ended = False
         self.cut = False  # a limit or a stop string ended the text
         self.events: list[Event] = []
+        #: While `find` waits for text: the first letters of its markers, and its `tell`.
+        self.finding: tuple[frozenset[str], Callable[[str], None]] | None = None
         self._mark: int | None = None
 
     # ---- for the parser
@@ -55,6 +57,19 @@ class IncrementalScanner:
         self.at -= cut
         if self._mark is not None:
             self._mark = 0
+
+    def pass_on(self, text: str) -> bool:
+        """Consume text in which `find` would find nothing; return False if that is not sure.
+
+        Nearly all text within an answer is such text, and resuming the script costs more.
+        """
+        if self.finding is None or self._mark is not None or self.at < len(self.text):
+            return False
+        letters, tell = self.finding
+        if not letters.isdisjoint(text) or text[-1:].isspace():
+            return False
+        tell(text)
+        return True
 
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
@@ -187,7 +202,9 @@ class IncrementalScanner:
                 self.at = len(self.text)
             if found or self.ended:
                 return found
+            self.finding = _first_letters(tuple(markers)), tell
             yield
+            self.finding = None
 
     def _held_at_end(self, start: int, markers: Sequence[str]) -> int:
         """Return the number of characters at the end of the text that may begin a marker."""
@@ -242,6 +259,11 @@ def count_begun(text: str, start: int, markers: Sequence[str]) -> int:
 
 
 @lru_cache(maxsize=256)
+def _first_letters(markers: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(marker[0] for marker in markers)
+
+
+@lru_cache(maxsize=256)
 def _list_prefixes(markers: tuple[str, ...]) -> tuple[frozenset[str], int]:
     """Return all proper prefixes of markers, and the length of the longest."""
     found = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
@@ -263,8 +285,9 @@ class GeneratorParser:
         next(self._script, None)
 
     def feed(self, text: str) -> list[Event]:
-        self._tape.write(text)
-        next(self._script, None)
+        if not self._tape.pass_on(text):
+            self._tape.write(text)
+            next(self._script, None)
         return self._tape.take_events()
 
     def end(self, *, cut: bool = False) -> list[Event]:

@@ -195,7 +195,7 @@ class Answer:
         assert self.call is not None
         deadline_s = time.monotonic() + interval_s
         if self._reading is None:
-            self._reading = asyncio.ensure_future(self.call.deltas())
+            self._reading = asyncio.ensure_future(self.call.next_delta())
             self._reading.add_done_callback(_looked_at)
         done, _ = await asyncio.wait([self._reading], timeout=interval_s)
         if not done:
@@ -208,19 +208,19 @@ class Answer:
 
     def _take(self, reading: asyncio.Task[Any]) -> None:
         try:
-            deltas = reading.result()
+            delta = reading.result()
         except RequestError:
             if not (self.stopped or self.dropped):
                 raise
             self.progress = self._measure("cancelled", self.progress.tokens)
             return
-        tokens = self.progress.tokens + sum(len(delta.token_ids) for delta in deltas)
-        self._read("".join([delta.text for delta in deltas]), ended=deltas[-1].finish is not None)
+        assert self.call is not None
+        tokens = max(self.progress.tokens, len(self.call.emitted))
+        self._read(delta.text, ended=delta.finish is not None)
         if self._first_s is None and tokens:
             self._first_s, self._first_tokens = time.monotonic(), tokens
-        last = deltas[-1]
-        tokens = last.completion_tokens if last.finish else tokens
-        self.progress = self._measure(last.finish, tokens)
+        tokens = delta.completion_tokens if delta.finish else tokens
+        self.progress = self._measure(delta.finish, tokens)
 
     def _read(self, text: str, *, ended: bool) -> None:
         if self._parse is None:

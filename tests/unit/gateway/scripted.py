@@ -41,10 +41,10 @@ class CountedCall(InflightRequest):
 
     ends = 0
 
-    def take(self, delta: Delta) -> None:
+    def feed(self, delta: Delta) -> None:
         assert not self.done, "more of an answer that is over"
         self.ends += delta.finish is not None
-        super().take(delta)
+        super().feed(delta)
 
     def fail(self, error: RequestError) -> None:
         assert not self.done, "it is over already"

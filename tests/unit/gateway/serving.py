@@ -7,15 +7,15 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from servekit.gateway.http.fast_response import Handler
 from servekit.gateway.http.limits import LIMITS, Limits
+from servekit.gateway.http.response import FastHandler
 from servekit.gateway.server import serving
 
 
 @contextlib.asynccontextmanager
 async def served(
     app: Any,
-    hot: Mapping[bytes, Handler],
+    hot: Mapping[bytes, FastHandler],
     max_body_bytes: int,
     limits: Limits = LIMITS,
     keep_alive_s: float = 75.0,

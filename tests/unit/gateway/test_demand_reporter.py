@@ -98,7 +98,7 @@ async def test_who_waits_in_vain_is_told_why() -> None:
     waiting = seen.router.open(call())
     seen.stands("failed")
     with pytest.raises(ModelUnavailable, match="cannot serve: why"):
-        await waiting.deltas()
+        await waiting.next_delta()
     with pytest.raises(ModelUnavailable, match="cannot serve: why"):
         seen.router.open(call())
     seen.stands("stopped", "manual")

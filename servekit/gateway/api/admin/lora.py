@@ -16,7 +16,6 @@ from msgspec import Meta
 
 from servekit.errors import Forbidden, RequestError, ServekitError
 from servekit.gateway.api.admin.endpoints import NothingSuch, Supervisor
-from servekit.gateway.api.endpoint import Endpoint
 from servekit.gateway.api.fields import doc
 from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.api.openapi.operation import Operation
@@ -29,6 +28,7 @@ from servekit.gateway.http.asgi import (
     read_body,
     send_error,
 )
+from servekit.gateway.http.response import Endpoint
 from servekit.protocol.adapters import AdapterSpec, AddAdapter, RemoveAdapter
 from servekit.protocol.messages import Accepted
 

@@ -13,7 +13,7 @@ from servekit.gateway.api.anthropic.request import (
     conversation,
     sampling,
 )
-from servekit.gateway.api.anthropic.response import MessageForm, refuse
+from servekit.gateway.api.anthropic.response import MessageEncoder, encode_error
 from servekit.gateway.api.anthropic.response_types import (
     EVENTS,
     AnthropicError,
@@ -21,13 +21,14 @@ from servekit.gateway.api.anthropic.response_types import (
     TokenCount,
 )
 from servekit.gateway.api.anthropic.tools import tool_choice, tools
-from servekit.gateway.api.endpoint import Endpoint, EndpointFactory, Refuse
+from servekit.gateway.api.endpoint import EndpointFactory, GenerationEndpoint
 from servekit.gateway.api.openai.embeddings import Asked
 from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.api.openapi.operation import Operation
-from servekit.gateway.api.responder import ResponseEncoder
 from servekit.gateway.generation.generation import GenerationRequest
+from servekit.gateway.http.asgi import Envelope
 from servekit.gateway.http.request_limits import check_free
+from servekit.gateway.http.response import Endpoint, Handler
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import check_tools, choose
@@ -37,18 +38,19 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Anthropic:
-    """Anthropic's endpoints, as ASGI routes by path, and their error formats."""
+    """Anthropic's endpoints by path, as handlers and ASGI routes, and their error formats."""
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         self._router = router
-        door = EndpointFactory(router, max_body_bytes, refuse)
-        self.routes: dict[str, Endpoint] = {
-            "/v1/messages": door.turn(self._message),
-            "/v1/messages/count_tokens": door.calls(self._count),
+        door = EndpointFactory(max_body_bytes, encode_error)
+        self.handlers: dict[str, Handler] = {
+            "/v1/messages": GenerationEndpoint(router, self._parse_message)
         }
-        self.envelopes: dict[str, Refuse] = dict.fromkeys(self.routes, refuse)
+        self.routes: dict[str, Endpoint] = {"/v1/messages/count_tokens": door.calls(self._count)}
+        paths = (*self.handlers, *self.routes)
+        self.envelopes: dict[str, Envelope] = dict.fromkeys(paths, encode_error)
 
-    def _message(self, body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder]:
+    def _parse_message(self, body: bytes, key: str) -> tuple[GenerationRequest, MessageEncoder]:
         request = decode(MessagesRequest, body)
         talk = conversation(request)
         choice, parallel = tool_choice(request.tool_choice, request.tools)
@@ -64,7 +66,7 @@ class Anthropic:
             stream=bool(request.stream),
             key=key,
         )
-        return ask, MessageForm(thoughts=talk.thinks, max_tokens=request.max_tokens)
+        return ask, MessageEncoder(thoughts=talk.thinks, max_tokens=request.max_tokens)
 
     def _count(self, body: bytes, key: str) -> tuple[Asked, Callable[[list[Delta]], bytes]]:
         request = decode(CountRequest, body)

@@ -14,14 +14,17 @@ import msgspec
 
 from servekit.errors import ServekitError
 from servekit.gateway.api.openai.response import new_id
-from servekit.gateway.api.responder import ResponseEncoder
 from servekit.gateway.api.tool_arguments import arguments_of
 from servekit.gateway.generation.generation import Choice, Generation, GenerationChunk
-from servekit.gateway.http.asgi import Send, error_headers, send_json
+from servekit.gateway.generation.stream_writer import ResponseEncoder
 from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text, ToolCallStart
 from servekit.protocol.messages import ToolCall
 
 _encode = msgspec.json.Encoder().encode
+_TEXT_DELTA = (
+    b"%bevent: content_block_delta\n"
+    b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"text_delta","text":%b}}\n\n'
+)
 
 _TYPES = {
     401: "authentication_error",
@@ -43,16 +46,16 @@ def error_object(error: ServekitError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-async def refuse(send: Send, error: ServekitError) -> None:
-    """Answer with an error in Anthropic's format."""
-    await send_json(send, _encode(error_object(error)), error.status, error_headers(error))
+def encode_error(error: ServekitError) -> tuple[int, bytes]:
+    """Return the status and body of an error response in Anthropic's format."""
+    return error.status, _encode(error_object(error))
 
 
 def _event(data: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), _encode(data))
 
 
-class MessageForm(ResponseEncoder):
+class MessageEncoder(ResponseEncoder):
     """The answer to POST /v1/messages; reasoning is left out unless `thoughts`."""
 
     def __init__(self, *, thoughts: bool, max_tokens: int) -> None:
@@ -65,28 +68,27 @@ class MessageForm(ResponseEncoder):
         self._called = False
         self._last = GenerationChunk(0, [])
 
-    async def refuse(self, send: Send, error: ServekitError) -> None:
-        await refuse(send, error)
-
     def late_error(self, error: ServekitError) -> bytes:
         return _event(error_object(error))
 
-    def _message(self, turn: Generation, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _message(self, generation: Generation, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": turn.model,
+            "model": generation.model,
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(turn),
+            "usage": _usage(generation),
         }
 
-    def _end(self, turn: Generation, finish: str | None, stop: str, called: bool) -> dict[str, Any]:
+    def _end(
+        self, generation: Generation, finish: str | None, stop: str, called: bool
+    ) -> dict[str, Any]:
         """Return the stop reason; the context's end differs from the request's max_tokens."""
         if finish == "length":
-            cut = turn.completion_tokens < self._max_tokens
+            cut = generation.completion_tokens < self._max_tokens
             return _reason("model_context_window_exceeded" if cut else "max_tokens")
         if called and not (stop and finish == "stop"):  # the stop string cut the call off
             return _reason("tool_use")
@@ -94,7 +96,7 @@ class MessageForm(ResponseEncoder):
 
     # ---- whole
 
-    def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
+    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
         choice = choices[0]
         content: list[dict[str, Any]] = []
         if choice.reasoning and self._thoughts:
@@ -104,19 +106,22 @@ class MessageForm(ResponseEncoder):
         content += [
             _tool_use(call) | {"input": arguments_of(call.arguments)} for call in choice.calls
         ]
-        end = self._end(turn, choice.finish, choice.stop, bool(choice.calls))
-        return _encode(self._message(turn, content) | end)
+        end = self._end(generation, choice.finish, choice.stop, bool(choice.calls))
+        return _encode(self._message(generation, content) | end)
 
     # ---- streamed
 
-    def opening(self, turn: Generation) -> bytes:
-        message = self._message(turn, [])
+    def opening(self, generation: Generation) -> bytes:
+        message = self._message(generation, [])
         message["usage"]["output_tokens"] = 0  # some clients add the counts at the end to these
         return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
 
-    def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
-        self._last = pieces[-1]
-        return b"".join([self._tell(event) for piece in pieces for event in piece.events])
+    def text(self, generation: Generation, text: str) -> bytes:
+        return self._tell_text(text)
+
+    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+        self._last = chunks[-1]
+        return b"".join([self._tell(event) for chunk in chunks for event in chunk.events])
 
     def _tell(self, event: Event) -> bytes:
         match event:
@@ -134,11 +139,14 @@ class MessageForm(ResponseEncoder):
                 return b""
 
     def _tell_text(self, text: str) -> bytes:
-        text, self._space = self._space + text, ""
-        if self._open != "text" and not text.strip():
-            self._space = text
-            return b""
-        return self._begin("text") + self._delta({"type": "text_delta", "text": text})
+        begun = b""
+        if self._open != "text":
+            text, self._space = self._space + text, ""
+            if not text.strip():
+                self._space = text
+                return b""
+            begun = self._begin("text")
+        return _TEXT_DELTA % (begun, self._index, _encode(text))
 
     def _begin(self, kind: str, block: dict[str, Any] | None = None) -> bytes:
         """Open a block, unless one of that kind is open; each call gets a block of its own."""
@@ -159,14 +167,14 @@ class MessageForm(ResponseEncoder):
         self._open = ""
         return _event({"type": "content_block_stop", "index": self._index})
 
-    def closing(self, turn: Generation) -> bytes:
+    def closing(self, generation: Generation) -> bytes:
         rest = b""
         if self._index < 0 or (self._space and not self._called):
             rest, space = b"", self._space
             rest = self._begin("text")
             rest += self._delta({"type": "text_delta", "text": space}) if space else b""
-        end = self._end(turn, self._last.finish, self._last.stop, self._called)
-        delta = {"type": "message_delta", "delta": end, "usage": _usage(turn)}
+        end = self._end(generation, self._last.finish, self._last.stop, self._called)
+        delta = {"type": "message_delta", "delta": end, "usage": _usage(generation)}
         return rest + self._stop() + _event(delta) + _event({"type": "message_stop"})
 
 
@@ -184,10 +192,10 @@ def _reason(reason: str, stop: str | None = None) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": stop}
 
 
-def _usage(turn: Generation) -> dict[str, int]:
+def _usage(generation: Generation) -> dict[str, int]:
     return {  # Anthropic's prompt size is the sum of new and cached tokens
-        "input_tokens": turn.prompt_tokens - turn.cached_tokens,
-        "output_tokens": turn.completion_tokens,
+        "input_tokens": generation.prompt_tokens - generation.cached_tokens,
+        "output_tokens": generation.completion_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": turn.cached_tokens,
+        "cache_read_input_tokens": generation.cached_tokens,
     }

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import msgspec
 
 from servekit.errors import ContextLengthExceeded
-from servekit.gateway.api.ollama.response import TimedCall
 from servekit.gateway.api.ollama.response_types import OllamaEmbedding, OllamaEmbeddings
 from servekit.gateway.api.openai.embeddings import GROUP, Asked, Input, numbers, shortened
 from servekit.gateway.routing.model_queue import ModelQueue
@@ -33,7 +32,7 @@ class Embedding:
         self._inputs = inputs
         self._truncate = truncate
         self.began_s = time.monotonic()
-        self._calls: list[TimedCall] = []
+        self._calls: list[InflightRequest] = []
         self._asked = self._ask(inputs)
 
     def cancel(self) -> None:
@@ -55,8 +54,8 @@ class Embedding:
         self._calls = [self._call("embed", inputs=list(group)) for group in groups]
         return Asked(self._router, self._calls, None)
 
-    def _call(self, task: str, text: str | None = None, **more: object) -> TimedCall:
-        return TimedCall(
+    def _call(self, task: str, text: str | None = None, **more: object) -> InflightRequest:
+        return InflightRequest(
             self._route.status.name,
             SamplingParams(),
             prompt=text,
@@ -77,8 +76,7 @@ class Embedding:
             if len(text.encode()) + _ADDED <= limit:  # each token has at least one byte
                 found.append(text)
                 continue
-            calls: list[InflightRequest] = [self._call("tokenize", text)]
-            self._asked = Asked(self._router, calls, None)
+            self._asked = Asked(self._router, [self._call("tokenize", text)], None)
             [answer] = await self._asked.answers()
             ids = answer.token_ids
             found.append(ids if len(ids) <= limit else ids[: limit - 1] + ids[-1:])

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from servekit import __version__
 from servekit.errors import Unsupported
-from servekit.gateway.api.endpoint import Endpoint, EndpointFactory, Refuse
+from servekit.gateway.api.endpoint import EndpointFactory, GenerationEndpoint
 from servekit.gateway.api.ollama import models
 from servekit.gateway.api.ollama.embeddings import Embedding, write_one
 from servekit.gateway.api.ollama.keep_alive import stay_s
@@ -28,7 +28,7 @@ from servekit.gateway.api.ollama.request import (
     sampling,
     template,
 )
-from servekit.gateway.api.ollama.response import OllamaForm, TimedCall, refuse
+from servekit.gateway.api.ollama.response import OllamaEncoder, encode_error
 from servekit.gateway.api.ollama.response_types import (
     OllamaChat,
     OllamaEmbedding,
@@ -41,8 +41,9 @@ from servekit.gateway.api.ollama.response_types import (
 )
 from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.api.openapi.operation import LINES, Operation
-from servekit.gateway.api.responder import ResponseEncoder
 from servekit.gateway.generation.generation import GenerationRequest
+from servekit.gateway.http.asgi import Envelope
+from servekit.gateway.http.response import Endpoint, Handler
 from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
 from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.router import Router
@@ -54,26 +55,28 @@ _NOT_HERE = ("/api/push", "/api/create", "/api/copy")
 
 
 class Ollama:
-    """Ollama's endpoints, as ASGI routes by path, and their error formats."""
+    """Ollama's endpoints by path, as handlers and ASGI routes, and their error formats."""
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         self._router = router
-        door = EndpointFactory(router, max_body_bytes, refuse)
+        door = EndpointFactory(max_body_bytes, encode_error)
+        self.handlers: dict[str, Handler] = {
+            "/api/chat": GenerationEndpoint(router, self._parse_chat),
+            "/api/generate": GenerationEndpoint(router, self._parse_generate),
+        }
         self.routes: dict[str, Endpoint] = {
-            "/api/chat": door.turn(self._chat),
-            "/api/generate": door.turn(self._generate),
             "/api/embed": door.calls(self._embed),
             "/api/embeddings": door.calls(self._embeddings),
             "/api/show": door.plain(self._show),
             "/api/pull": door.plain(self._pull),
             **dict.fromkeys(_NOT_HERE, door.plain(_refuse_changes)),
         }
-        reads = ("/api/tags", "/api/ps", "/api/version")
-        self.envelopes: dict[str, Refuse] = dict.fromkeys((*self.routes, *reads), refuse)
+        paths = (*self.handlers, *self.routes, "/api/tags", "/api/ps", "/api/version")
+        self.envelopes: dict[str, Envelope] = dict.fromkeys(paths, encode_error)
 
     # ---- generating
 
-    def _chat(self, body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder] | bytes:
+    def _parse_chat(self, body: bytes, key: str) -> tuple[GenerationRequest, OllamaEncoder] | bytes:
         request = decode(ChatRequest, body)
         route, form = self._begin(request, chat=True)
         if not request.messages:
@@ -83,7 +86,9 @@ class Ollama:
         ask.tools = request.tools or []
         return ask, form
 
-    def _generate(self, body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder] | bytes:
+    def _parse_generate(
+        self, body: bytes, key: str
+    ) -> tuple[GenerationRequest, OllamaEncoder] | bytes:
         request = decode(GenerateRequest, body)
         check_generate(request)
         route, form = self._begin(request, chat=False)
@@ -97,10 +102,10 @@ class Ollama:
             ask.messages = generate_messages(request)
         return ask, form
 
-    def _begin(self, request: Common, *, chat: bool) -> tuple[ModelQueue, OllamaForm]:
+    def _begin(self, request: Common, *, chat: bool) -> tuple[ModelQueue, OllamaEncoder]:
         route = models.find(self._router, request.model)
         self._keep(route, request.keep_alive)
-        form = OllamaForm(
+        form = OllamaEncoder(
             request.model or route.status.name,
             chat=chat,
             thoughts=request.think is not False,
@@ -114,7 +119,7 @@ class Ollama:
             self._router.access.require_model(route.status.name, base_of(route))
             self._router.demand.keep(route, stay_s(keep_alive))
 
-    def _without_a_question(self, request: Common, route: ModelQueue, form: OllamaForm) -> bytes:
+    def _without_a_question(self, request: Common, route: ModelQueue, form: OllamaEncoder) -> bytes:
         """Start to load a model, or with `keep_alive` 0 to unload it, without waiting."""
         self._router.access.require_model(route.status.name, base_of(route))
         stays_s = None if request.keep_alive is None else stay_s(request.keep_alive)
@@ -130,7 +135,6 @@ class Ollama:
             model=status.name,
             params=sampling(request),
             template=template(request.think, status.name, status.info),
-            calling=TimedCall,
             stream=request.stream is not False,
             key=key,
         )

@@ -5,27 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from servekit.errors import ServekitError
 from servekit.gateway.api.openai.response import logprob_of
-from servekit.gateway.api.responder import ResponseEncoder
 from servekit.gateway.api.tool_arguments import arguments_of
 from servekit.gateway.generation.generation import Choice, Generation, GenerationChunk
-from servekit.gateway.http.asgi import Send, error_headers, send_json
+from servekit.gateway.generation.stream_writer import ResponseEncoder
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text, ToolCallStart
-from servekit.protocol.messages import Delta, Generate, TokenLogprob, ToolCall
+from servekit.protocol.messages import TokenLogprob, ToolCall
 
 _encode = msgspec.json.Encoder().encode
 
-LINES = [
+LINES = (
     (b"content-type", b"application/x-ndjson"),
     (b"cache-control", b"no-cache, no-transform"),
     (b"x-accel-buffering", b"no"),
-]
+)
 
 
 #: Ollama's names of parameters, by OpenAI's names, which the worker uses in its errors.
@@ -40,9 +40,9 @@ def error_object(error: ServekitError) -> dict[str, str]:
     return {"error": message}
 
 
-async def refuse(send: Send, error: ServekitError) -> None:
-    """Answer with an error in Ollama's format."""
-    await send_json(send, _encode(error_object(error)), error.status, error_headers(error))
+def encode_error(error: ServekitError) -> tuple[int, bytes]:
+    """Return the status and body of an error response in Ollama's format."""
+    return error.status, _encode(error_object(error))
 
 
 def now() -> str:
@@ -52,44 +52,16 @@ def now() -> str:
 
 def timestamp(at: float) -> str:
     """Return a Unix time, in seconds, in Ollama's format."""
-    return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
+    second, micros = divmod(round(at * 1e6), 1_000_000)
+    return f"{_second(second)}.{micros:06d}Z" if micros else f"{_second(second)}Z"
 
 
-class TimedCall(InflightRequest):
-    """A request that records when a worker took it, and when its first token arrived."""
-
-    __slots__ = ("first_s", "started_s")
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.started_s = self.first_s = 0.0  # time.monotonic(); 0: not yet
-
-    def request(self, wire_id: int) -> Generate:
-        self.started_s = self.started_s or time.monotonic()
-        return super().request(wire_id)
-
-    def take(self, delta: Delta) -> None:
-        self.first_s = self.first_s or time.monotonic()
-        super().take(delta)
-
-    def durations(self) -> dict[str, int]:
-        """Return the durations of a finished request in ns, as the gateway measured them.
-
-        The wait for a worker counts as Ollama's load duration.
-        """
-        done_s = time.monotonic()
-        started_s = self.started_s or done_s
-        first_s = self.first_s or done_s
-        spans = {
-            "total_duration": done_s - self.created_s,
-            "load_duration": started_s - self.created_s,
-            "prompt_eval_duration": first_s - started_s,
-            "eval_duration": done_s - first_s,
-        }
-        return {name: round(span_s * 1e9) for name, span_s in spans.items()}
+@lru_cache(maxsize=4)
+def _second(at: int) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat().removesuffix("+00:00")
 
 
-class OllamaForm(ResponseEncoder):
+class OllamaEncoder(ResponseEncoder):
     """The answer to POST /api/chat or /api/generate; reasoning is left out unless `thoughts`."""
 
     headers = LINES
@@ -101,33 +73,46 @@ class OllamaForm(ResponseEncoder):
         self._logprobs = logprobs
         self._call: ToolCall | None = None  # the call that is being written
         self._finish: str | None = None
-
-    async def refuse(self, send: Send, error: ServekitError) -> None:
-        await refuse(send, error)
+        name = _encode(model).replace(b"%", b"%%")
+        said = b'"message":{"role":"assistant","content":%b}' if chat else b'"response":%b'
+        self._template = b'{"model":%b,"created_at":"%%b",%b,"done":false}\n' % (name, said)
 
     def late_error(self, error: ServekitError) -> bytes:
         return _encode(error_object(error)) + b"\n"
 
     # ---- whole
 
-    def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
+    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
         choice = choices[0]
         thoughts = choice.reasoning if self._thoughts else ""
         head = self._said(choice.text, thoughts, [_called(call) for call in choice.calls])
-        return _encode(head | self._told(choice.logprobs) | self._end(turn, choice.finish))
+        return _encode(head | self._told(choice.logprobs) | self._end(generation, choice.finish))
 
     # ---- streamed
 
-    def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
-        lines: list[dict[str, Any]] = []
-        for piece in pieces:
-            said = [line for event in piece.events for line in self._tell(event)]
-            if piece.logprobs and self._logprobs:
-                said = said or [self._said("")]
-                said[0] |= self._told(piece.logprobs)
-            lines += said
-            self._finish = piece.finish or self._finish
-        return b"".join([_encode(line | {"done": False}) + b"\n" for line in lines])
+    def text(self, generation: Generation, text: str) -> bytes:
+        if self._call is not None:
+            return super().text(generation, text)
+        return self._template % (now().encode(), _encode(text))
+
+    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+        encoded: list[bytes] = []
+        for chunk in chunks:
+            self._finish = chunk.finish or self._finish
+            logprobs = chunk.logprobs if self._logprobs else []
+            for event in chunk.events:
+                if type(event) is Text and self._call is None and not logprobs:
+                    encoded.append(self.text(generation, event.text))
+                    continue
+                for line in self._tell(event):
+                    encoded.append(self._line(line | self._told(logprobs) if logprobs else line))
+                    logprobs = []  # log probabilities go with the first line of their tokens
+            if logprobs:
+                encoded.append(self._line(self._said("") | self._told(logprobs)))
+        return b"".join(encoded)
+
+    def _line(self, fields: dict[str, Any]) -> bytes:
+        return _encode(fields | {"done": False}) + b"\n"
 
     def _tell(self, event: Event) -> Iterator[dict[str, Any]]:
         """Return the lines for one event; a tool call is written once it is complete."""
@@ -150,10 +135,10 @@ class OllamaForm(ResponseEncoder):
         if call is not None:
             yield self._said("", "", [_called(call)])
 
-    def closing(self, turn: Generation) -> bytes:
-        lines = [line | {"done": False} for line in self._whole_call()]
-        lines.append(self._said("") | self._end(turn, self._finish))
-        return b"".join([_encode(line) + b"\n" for line in lines])
+    def closing(self, generation: Generation) -> bytes:
+        lines = [self._line(line) for line in self._whole_call()]
+        end = self._said("") | self._end(generation, self._finish)
+        return b"".join([*lines, _encode(end), b"\n"])
 
     # ---- parts
 
@@ -170,20 +155,35 @@ class OllamaForm(ResponseEncoder):
     def _told(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         return {"logprobs": [logprob_of(one) for one in logprobs]} if self._logprobs else {}
 
-    def _end(self, turn: Generation, finish: str | None) -> dict[str, Any]:
-        call = turn.first
-        durations = call.durations() if isinstance(call, TimedCall) else {}
+    def _end(self, generation: Generation, finish: str | None) -> dict[str, Any]:
         counts = {
-            "prompt_eval_count": turn.prompt_tokens,
-            "eval_count": turn.completion_tokens,
+            "prompt_eval_count": generation.prompt_tokens,
+            "eval_count": generation.completion_tokens,
         }
         reason = "length" if finish == "length" else "stop"
-        return {"done": True, "done_reason": reason} | durations | counts
+        return {"done": True, "done_reason": reason} | _durations(generation.first) | counts
 
     def loaded(self, *, goes: bool = False) -> bytes:
         """Return the answer to a request that only loads the model, or with `goes` unloads it."""
         reason = "unload" if goes else "load"
         return _encode(self._said("") | {"done": True, "done_reason": reason})
+
+
+def _durations(call: InflightRequest) -> dict[str, int]:
+    """Return the durations of a finished request in ns, as the gateway measured them.
+
+    The wait for a worker counts as Ollama's load duration.
+    """
+    done_s = time.monotonic()
+    started_s = call.started_s or done_s
+    first_s = call.first_s or done_s
+    spans = {
+        "total_duration": done_s - call.created_s,
+        "load_duration": started_s - call.created_s,
+        "prompt_eval_duration": first_s - started_s,
+        "eval_duration": done_s - first_s,
+    }
+    return {name: round(span_s * 1e9) for name, span_s in spans.items()}
 
 
 def _called(call: ToolCall) -> dict[str, Any]:

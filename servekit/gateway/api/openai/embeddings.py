@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from servekit.errors import RequestError, Unsupported
-from servekit.gateway.api.endpoint import Endpoint, EndpointFactory
+from servekit.gateway.api.endpoint import EndpointFactory
 from servekit.gateway.api.fields import EmbeddingModel, ModelName, Tools, doc
 from servekit.gateway.api.openai.request import chat_messages
 from servekit.gateway.api.openai.response_types import (
@@ -31,8 +31,9 @@ from servekit.gateway.api.openai.schema import (
     decode,
 )
 from servekit.gateway.api.openapi.operation import Operation
-from servekit.gateway.http.asgi import send_error
+from servekit.gateway.http.asgi import encode_error
 from servekit.gateway.http.request_limits import check_free
+from servekit.gateway.http.response import Endpoint
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import check_tools
@@ -103,7 +104,7 @@ class Asked:
         calls.
         """
         try:
-            return [(await call.deltas())[-1] for call in self._calls]
+            return [await call.next_delta() for call in self._calls]
         finally:
             self.cancel()
 
@@ -113,7 +114,7 @@ class Vectors:
 
     def __init__(self, router: Router, max_body_bytes: int) -> None:
         self._router = router
-        door = EndpointFactory(router, max_body_bytes, send_error)
+        door = EndpointFactory(max_body_bytes, encode_error)
         self.routes: dict[str, Endpoint] = {
             "/v1/embeddings": door.calls(self._embed),
             "/tokenize": door.calls(self._tokenize),

@@ -1,6 +1,6 @@
-"""OpenAI's answers off the fast path: several choices, tools, reasoning, log probabilities.
+"""OpenAI's answers to chats and completions.
 
-Plain answers are written by `generation.openai_encoder`.
+A stream's commonest events differ in their text only, and are made from templates of bytes.
 """
 
 from __future__ import annotations
@@ -11,15 +11,25 @@ from typing import Any
 
 import msgspec
 
-from servekit.gateway.api.responder import ResponseEncoder
 from servekit.gateway.generation.generation import Choice, Generation, GenerationChunk
+from servekit.gateway.generation.stream_writer import ResponseEncoder
 from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text, ToolCallStart
 from servekit.protocol.messages import Prompt, PromptToken, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
 _random_bits = random.Random().getrandbits  # seeded by the system; ids need not be secret
 
+_USAGE = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}'
 DONE = b"data: [DONE]\n\n"
+_WHOLE_CHAT = (
+    b'{"id":"%b","object":"chat.completion","created":%d,"model":%b,"choices":[{"index":0,'
+    b'"message":{"role":"assistant","content":%b,"refusal":null},"logprobs":null,'
+    b'"finish_reason":"%b"}],"usage":%b}'
+)
+_WHOLE_COMPLETION = (
+    b'{"id":"%b","object":"text_completion","created":%d,"model":%b,"choices":[{"index":0,'
+    b'"text":%b,"logprobs":null,"finish_reason":"%b"}],"usage":%b}'
+)
 #: Replaces minus infinity, which JSON lacks; OpenAI's own lowest value.
 LOWEST = -9999.0
 
@@ -34,17 +44,25 @@ def event(data: Any) -> bytes:
     return b"data: " + _encode(data) + b"\n\n"
 
 
-def usage(turn: Generation) -> dict[str, Any]:
-    """Return the token counts; like the fast path, without cached tokens if there are none."""
-    prompt, completion = turn.prompt_tokens, turn.completion_tokens
+def usage(generation: Generation) -> dict[str, Any]:
+    """Return the token counts, without cached tokens if there are none."""
+    prompt, completion = generation.prompt_tokens, generation.completion_tokens
     counts = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
     }
-    if not turn.cached_tokens:
+    if not generation.cached_tokens:
         return counts
-    return {**counts, "prompt_tokens_details": {"cached_tokens": turn.cached_tokens}}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": generation.cached_tokens}}
+
+
+def encode_usage(generation: Generation) -> bytes:
+    """Return `usage` as JSON, quickly for a plain generation."""
+    call, completion = generation.first, generation.completion_tokens
+    if call.cached_tokens or not generation.plain:
+        return _encode(usage(generation))
+    return _USAGE % (call.prompt_tokens, completion, call.prompt_tokens + completion)
 
 
 def prompt_of(choice: Choice, best: int | None) -> dict[str, Any]:
@@ -71,18 +89,18 @@ def _ranked(one: PromptToken, best: int) -> dict[str, Any] | None:
     }
 
 
-def stop_reason(turn: Generation, ended: GenerationChunk | Choice) -> dict[str, Any]:
+def stop_reason(generation: Generation, ended: GenerationChunk | Choice) -> dict[str, Any]:
     """Return vLLM's `stop_reason` for requests with `stop_token_ids`: the stop string or token.
 
     None means the end of the sequence, or the token limit.
     """
-    if not turn.ask.params.stop_token_ids:
+    if not generation.request.params.stop_token_ids:
         return {}
     token = ended.stop_token if ended.stop_token >= 0 else None
     return {"stop_reason": ended.stop or token}
 
 
-class ChatForm(ResponseEncoder):
+class ChatEncoder(ResponseEncoder):
     """The answer to POST /v1/chat/completions."""
 
     def __init__(self, *, usage: bool, logprobs: bool, prompt_logprobs: int | None = None) -> None:
@@ -92,18 +110,29 @@ class ChatForm(ResponseEncoder):
         self._usage = usage
         self._logprobs = logprobs
 
-    def _head(self, turn: Generation, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": turn.model}
+    def _head(self, generation: Generation, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": generation.model}
 
     # ---- whole
 
-    def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
-        head = self._head(turn, "chat.completion")
-        listed = [self._whole(turn, index, choice) for index, choice in enumerate(choices)]
+    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
+        choice = choices[0]
+        rich = self._logprobs or generation.request.params.stop_token_ids
+        if generation.plain and not rich:
+            return _WHOLE_CHAT % (
+                self._id.encode(),
+                self._created,
+                _encode(generation.model),
+                _encode(choice.text),
+                choice.finish.encode(),
+                encode_usage(generation),
+            )
+        head = self._head(generation, "chat.completion")
+        listed = [self._whole(generation, index, choice) for index, choice in enumerate(choices)]
         told = prompt_of(choices[0], self._prompt_logprobs)
-        return _encode(head | {"choices": listed, "usage": usage(turn)} | told)
+        return _encode(head | {"choices": listed, "usage": usage(generation)} | told)
 
-    def _whole(self, turn: Generation, index: int, choice: Choice) -> dict[str, Any]:
+    def _whole(self, generation: Generation, index: int, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {
             "role": "assistant",
             "content": choice.text if choice.text or not choice.calls else None,
@@ -120,35 +149,55 @@ class ChatForm(ResponseEncoder):
             "message": message,
             "logprobs": self._logprobs_of(choice.logprobs),
             "finish_reason": choice.finish,
-            **stop_reason(turn, choice),
+            **stop_reason(generation, choice),
         }
 
     # ---- streamed
 
-    def opening(self, turn: Generation) -> bytes:
+    def opening(self, generation: Generation) -> bytes:
+        head = _encode(self._head(generation, "chat.completion.chunk"))[:-1]
+        self._before = b'data: %b,"choices":[{"index":' % head
+        self._after = b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % (
+            b',"usage":null' if self._usage else b""
+        )
+        self._before_text = self._before + b'0,"delta":{"content":'
         first = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(turn, index, first) for index in range(turn.ask.n))
+        count = generation.count
+        return b"".join([self._chunk(generation, index, first) for index in range(count)])
 
-    def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
-        return b"".join([chunk for piece in pieces for chunk in self._chunks(turn, piece)])
+    def text(self, generation: Generation, text: str) -> bytes:
+        return b"".join((self._before_text, _encode(text), self._after))
 
-    def _chunks(self, turn: Generation, piece: GenerationChunk) -> list[bytes]:
-        deltas = [delta_of(event) for event in piece.events]
-        if piece.logprobs and not deltas:
-            deltas = [{"content": ""}]
-        chunks = [
-            # the log probabilities of a chunk go with its first delta
-            self._chunk(turn, piece.choice, delta, piece.logprobs if at == 0 else [])
-            for at, delta in enumerate(deltas)
-        ]
-        if piece.finish is not None:
-            more = stop_reason(turn, piece)
-            chunks.append(self._chunk(turn, piece.choice, {}, [], piece.finish, more))
-        return chunks
+    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+        return b"".join([data for chunk in chunks for data in self._of_chunk(generation, chunk)])
+
+    def _of_chunk(self, generation: Generation, chunk: GenerationChunk) -> list[bytes]:
+        events, index, logprobs = chunk.events, chunk.choice, chunk.logprobs
+        if logprobs:  # they go with the first delta
+            first = delta_of(events[0]) if events else {"content": ""}
+            encoded = [self._chunk(generation, index, first, logprobs)]
+            events = events[1:]
+        else:
+            encoded = []
+        encoded += [self._of_event(generation, index, event) for event in events]
+        if chunk.finish is not None:
+            more = stop_reason(generation, chunk)
+            encoded.append(self._chunk(generation, index, {}, [], chunk.finish, more))
+        return encoded
+
+    def _of_event(self, generation: Generation, index: int, event: Event) -> bytes:
+        if type(event) is Text:
+            name = b"content"
+        elif type(event) is Reasoning:
+            name = b"reasoning_content"
+        else:
+            return self._chunk(generation, index, delta_of(event))
+        parts = self._before, index, name, _encode(event.text), self._after
+        return b'%b%d,"delta":{"%b":%b%b' % parts
 
     def _chunk(
         self,
-        turn: Generation,
+        generation: Generation,
         index: int,
         delta: dict[str, Any],
         logprobs: list[TokenLogprob] | None = None,
@@ -162,14 +211,14 @@ class ChatForm(ResponseEncoder):
             "finish_reason": finish,
             **(more or {}),
         }
-        head = self._head(turn, "chat.completion.chunk") | {"choices": [choice]}
+        head = self._head(generation, "chat.completion.chunk") | {"choices": [choice]}
         return event(head | {"usage": None} if self._usage else head)
 
-    def closing(self, turn: Generation) -> bytes:
+    def closing(self, generation: Generation) -> bytes:
         if not self._usage:
             return DONE
-        head = self._head(turn, "chat.completion.chunk")
-        return event(head | {"choices": [], "usage": usage(turn)}) + DONE
+        head = self._head(generation, "chat.completion.chunk")
+        return event(head | {"choices": [], "usage": usage(generation)}) + DONE
 
     def _logprobs_of(self, logprobs: list[TokenLogprob] | None) -> dict[str, Any] | None:
         if not self._logprobs:
@@ -209,7 +258,7 @@ def _token(token: bytes, logprob: float) -> dict[str, Any]:
     }
 
 
-class CompletionForm(ResponseEncoder):
+class CompletionEncoder(ResponseEncoder):
     """The answer to POST /v1/completions. With `echo`, each answer begins with its prompt.
 
     The worker supplies the echoed prompt if there are `logprobs`, or if it was sent as token ids.
@@ -233,71 +282,97 @@ class CompletionForm(ResponseEncoder):
         self._echoed: set[int] = set()  # choices whose stream has already echoed their prompt
         self._offsets: dict[int, int] = {}  # characters of each choice so far
 
-    def _head(self, turn: Generation) -> dict[str, Any]:
+    def _head(self, generation: Generation) -> dict[str, Any]:
         return {
             "id": self._id,
             "object": "text_completion",
             "created": self._created,
-            "model": turn.model,
+            "model": generation.model,
         }
 
-    def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
+    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
+        if self._is_plain(generation):
+            return _WHOLE_COMPLETION % (
+                self._id.encode(),
+                self._created,
+                _encode(generation.model),
+                _encode(choices[0].text),
+                choices[0].finish.encode(),
+                encode_usage(generation),
+            )
         listed = [
             self._choice(
                 index,
-                self._prompt(turn, index, one.prompt) + one.text,
+                self._prompt(generation, index, one.prompt) + one.text,
                 one.logprobs,
                 one.finish,
                 one.prompt,
             )
-            | stop_reason(turn, one)
+            | stop_reason(generation, one)
             | prompt_of(one, self._prompt_logprobs)
             for index, one in enumerate(choices)
         ]
-        return _encode(self._head(turn) | {"choices": listed, "usage": usage(turn)})
+        return _encode(self._head(generation) | {"choices": listed, "usage": usage(generation)})
 
-    def opening(self, turn: Generation) -> bytes:
-        if not self._echo or turn.ask.params.echo:
+    def opening(self, generation: Generation) -> bytes:
+        head = _encode(self._head(generation))[:-1]
+        self._before_text = b'data: %b,"choices":[{"index":0,"text":' % head
+        self._after = b',"logprobs":null,"finish_reason":null}]%b}\n\n' % (
+            b',"usage":null' if self._usage else b""
+        )
+        if not self._echo or generation.request.params.echo:
             return b""
-        count = len(turn.ask.prompts) * turn.ask.n
         return b"".join(
-            self._chunk(turn, index, self._prompt(turn, index), [], None) for index in range(count)
+            self._chunk(generation, index, self._prompt(generation, index), [], None)
+            for index in range(generation.count)
         )
 
-    def _prompt(self, turn: Generation, index: int, told: Prompt | None = None) -> str:
+    def text(self, generation: Generation, text: str) -> bytes:
+        if self._logprobs:
+            return super().text(generation, text)
+        return b"".join((self._before_text, _encode(text), self._after))
+
+    def _prompt(self, generation: Generation, index: int, told: Prompt | None = None) -> str:
         """Return the text of a prompt: the client's text, or the worker's text of token ids."""
         if not self._echo:
             return ""
-        prompt = turn.ask.prompts[index // turn.ask.n]
-        if isinstance(prompt, str) and not turn.ask.params.truncate_prompt:
+        prompt = generation.request.prompts[index // generation.request.n]
+        if isinstance(prompt, str) and not generation.request.params.truncate_prompt:
             return prompt
         return "" if told is None else told.text
 
-    def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
-        chunks = []
-        for piece in pieces:
-            text = "".join(event.text for event in piece.events if isinstance(event, Text))
-            told = self._new(piece)
+    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+        encoded = []
+        for chunk in chunks:
+            index, finish, logprobs = chunk.choice, chunk.finish, chunk.logprobs
+            text = "".join([event.text for event in chunk.events if isinstance(event, Text)])
+            told = self._new(chunk)
             if told is not None:
-                text = self._prompt(turn, piece.choice, told) + text
-            if text or piece.logprobs or piece.finish:
-                args = (piece.choice, text, piece.logprobs, piece.finish)
-                more = stop_reason(turn, piece) if piece.finish else {}
-                chunks.append(self._chunk(turn, *args, more, told))
-        return b"".join(chunks)
+                text = self._prompt(generation, index, told) + text
+            if text and finish and self._is_plain(generation):
+                encoded.append(self.text(generation, text))
+                text = ""
+            if text or logprobs or finish:
+                more = stop_reason(generation, chunk) if finish else {}
+                encoded.append(self._chunk(generation, index, text, logprobs, finish, more, told))
+        return b"".join(encoded)
 
-    def _new(self, piece: GenerationChunk) -> Prompt | None:
-        """Return the prompt of a stream's first chunk; a stream resumed elsewhere repeats the
-        prompt.
-        """
-        if piece.prompt is None or piece.choice in self._echoed or not self._echo:
+    def _is_plain(self, generation: Generation) -> bool:
+        """Return whether the answer is only text; its end has a chunk of its own then."""
+        if not generation.plain or self._echo or self._logprobs:
+            return False
+        return not generation.request.params.stop_token_ids
+
+    def _new(self, chunk: GenerationChunk) -> Prompt | None:
+        """Return the prompt of a stream's first chunk; a stream resumed elsewhere repeats it."""
+        if chunk.prompt is None or chunk.choice in self._echoed or not self._echo:
             return None
-        self._echoed.add(piece.choice)
-        return piece.prompt
+        self._echoed.add(chunk.choice)
+        return chunk.prompt
 
     def _chunk(
         self,
-        turn: Generation,
+        generation: Generation,
         index: int,
         text: str,
         logprobs: list[TokenLogprob],
@@ -306,7 +381,7 @@ class CompletionForm(ResponseEncoder):
         prompt: Prompt | None = None,
     ) -> bytes:
         choice = self._choice(index, text, logprobs, finish, prompt) | (more or {})
-        chunk = self._head(turn) | {"choices": [choice]}
+        chunk = self._head(generation) | {"choices": [choice]}
         return event(chunk | {"usage": None} if self._usage else chunk)
 
     def _choice(
@@ -346,10 +421,10 @@ class CompletionForm(ResponseEncoder):
             "text_offset": offsets,
         }
 
-    def closing(self, turn: Generation) -> bytes:
+    def closing(self, generation: Generation) -> bytes:
         if not self._usage:
             return DONE
-        return event(self._head(turn) | {"choices": [], "usage": usage(turn)}) + DONE
+        return event(self._head(generation) | {"choices": [], "usage": usage(generation)}) + DONE
 
 
 def _best(one: PromptToken, count: int) -> dict[str, float] | None:

@@ -9,42 +9,45 @@ from typing import Any
 import msgspec
 
 from servekit.errors import ServekitError
-from servekit.gateway.api.endpoint import Endpoint, EndpointFactory
+from servekit.gateway.api.endpoint import GenerationEndpoint
 from servekit.gateway.api.openai.response import logprob_of, new_id
 from servekit.gateway.api.openai.responses_events import EVENTS, Response
 from servekit.gateway.api.openai.responses_schema import ResponsesRequest, ask_of
 from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.api.openapi.operation import Operation
-from servekit.gateway.api.responder import ResponseEncoder
 from servekit.gateway.generation.generation import (
     Choice,
     Generation,
     GenerationChunk,
     GenerationRequest,
 )
-from servekit.gateway.http.asgi import send_error
+from servekit.gateway.generation.stream_writer import ResponseEncoder
+from servekit.gateway.http.response import Handler
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text, ToolCallStart
 from servekit.protocol.messages import TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
 Json = dict[str, Any]
+_TEXT_EVENT = (
+    b"event: response.output_text.delta\n"
+    b'data: {"type":"response.output_text.delta","sequence_number":'
+)
 
 
 class Responses:
-    """The endpoint of responses, as an ASGI route by path."""
+    """The endpoint of responses, as a handler by path."""
 
-    def __init__(self, router: Router, max_body_bytes: int) -> None:
-        door = EndpointFactory(router, max_body_bytes, send_error)
-        self.routes: dict[str, Endpoint] = {"/v1/responses": door.turn(_asked)}
+    def __init__(self, router: Router) -> None:
+        self.handlers: dict[str, Handler] = {"/v1/responses": GenerationEndpoint(router, _parse)}
 
 
-def _asked(body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder]:
+def _parse(body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder]:
     request = decode(ResponsesRequest, body)
-    return ask_of(request, key), ResponsesForm(request)
+    return ask_of(request, key), ResponsesEncoder(request)
 
 
-class ResponsesForm(ResponseEncoder):
+class ResponsesEncoder(ResponseEncoder):
     """The answer to POST /v1/responses: output items, each with its events."""
 
     def __init__(self, request: ResponsesRequest) -> None:
@@ -53,11 +56,13 @@ class ResponsesForm(ResponseEncoder):
         self._created = int(time.time())
         self._output: list[Json] = []
         self._open = False  # the last item is still being written
+        self._texts: list[str] = []  # of that item
+        self._before_text = b""  # its events of new text between their number and the text
         self._events = 0
 
     # ---- whole
 
-    def whole(self, turn: Generation, choices: list[Choice]) -> bytes:
+    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
         [choice] = choices
         if choice.reasoning:
             self._begin(_reasoning())
@@ -70,7 +75,7 @@ class ResponsesForm(ResponseEncoder):
             self._begin(_function_call(call.id, call.name))
             self._output[-1]["arguments"] = call.arguments
         self._end(choice.finish)
-        return _encode(self._response(turn, _status(choice.finish)))
+        return _encode(self._response(generation, _status(choice.finish)))
 
     def _begin(self, item: Json) -> None:
         if self._output:
@@ -81,8 +86,10 @@ class ResponsesForm(ResponseEncoder):
         if self._output:
             self._output[-1]["status"] = _status(finish)
 
-    def _response(self, turn: Generation, status: str, error: ServekitError | None = None) -> Json:
-        request, params = self._request, turn.ask.params
+    def _response(
+        self, generation: Generation, status: str, error: ServekitError | None = None
+    ) -> Json:
+        request, params = self._request, generation.request.params
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self._id,
@@ -95,9 +102,9 @@ class ResponsesForm(ResponseEncoder):
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
-            "model": turn.model,
+            "model": generation.model,
             "output": self._output if status != "in_progress" else [],
-            "parallel_tool_calls": turn.ask.parallel,
+            "parallel_tool_calls": generation.request.parallel,
             "previous_response_id": None,
             "reasoning": {
                 "effort": request.reasoning and request.reasoning.effort,
@@ -110,43 +117,54 @@ class ResponsesForm(ResponseEncoder):
             "tools": msgspec.to_builtins(request.tools or []),
             "top_p": params.top_p,
             "truncation": "disabled",
-            "usage": _usage(turn) if status in ("completed", "incomplete") else None,
+            "usage": _usage(generation) if status in ("completed", "incomplete") else None,
             "user": request.user,
         }
 
     # ---- streamed
 
-    def opening(self, turn: Generation) -> bytes:
-        response = self._response(turn, "in_progress")
+    def opening(self, generation: Generation) -> bytes:
+        response = self._response(generation, "in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
-    def events(self, turn: Generation, pieces: list[GenerationChunk]) -> bytes:
-        return b"".join(data for piece in pieces for data in self._of_piece(turn, piece))
+    def text(self, generation: Generation, text: str) -> bytes:
+        if not self._before_text:
+            return super().text(generation, text)
+        self._texts.append(text)
+        number = self._events
+        self._events += 1
+        parts = _TEXT_EVENT, number, self._before_text, _encode(text)
+        return b'%b%d%b%b,"logprobs":[]}\n\n' % parts
 
-    def _of_piece(self, turn: Generation, piece: GenerationChunk) -> Iterator[bytes]:
-        logprobs = piece.logprobs
-        for event in piece.events:
-            yield from self._of_event(event, logprobs)
+    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+        return b"".join([data for chunk in chunks for data in self._of_chunk(generation, chunk)])
+
+    def _of_chunk(self, generation: Generation, chunk: GenerationChunk) -> Iterator[bytes]:
+        logprobs = chunk.logprobs
+        for event in chunk.events:
+            if type(event) is Text and self._before_text and not logprobs:
+                yield self.text(generation, event.text)
+            else:
+                yield from self._of_event(event, logprobs)
             logprobs = []  # log probabilities go with the first event of their tokens
-        if piece.finish is not None:
-            yield from self._last(turn, piece.finish)
+        if chunk.finish is not None:
+            yield from self._last(generation, chunk.finish)
 
     def _of_event(self, event: Event, logprobs: list[TokenLogprob]) -> Iterator[bytes]:
         match event:
             case Text(text):
                 yield from self._turn_to("message")
-                part = self._item["content"][0]
                 told = _logprobs(logprobs)
-                part["text"] += text
-                part["logprobs"] += told
+                self._texts.append(text)
+                self._item["content"][0]["logprobs"] += told
                 yield self._of_item(
                     "response.output_text.delta", content_index=0, delta=text, logprobs=told
                 )
             case Reasoning(text):
                 yield from self._turn_to("reasoning")
-                self._item["content"][0]["text"] += text
+                self._texts.append(text)
                 yield self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
             case ToolCallStart(_, id, name):
                 yield from self._close("completed")
@@ -155,12 +173,12 @@ class ResponsesForm(ResponseEncoder):
                 self._item["arguments"] += text
                 yield self._of_item("response.function_call_arguments.delta", delta=text)
 
-    def _last(self, turn: Generation, finish: str) -> Iterator[bytes]:
+    def _last(self, generation: Generation, finish: str) -> Iterator[bytes]:
         status = _status(finish)
         if not self._output:
             yield from self._turn_to("message")
         yield from self._close(status)
-        yield self._event(f"response.{status}", response=self._response(turn, status))
+        yield self._event(f"response.{status}", response=self._response(generation, status))
 
     def _turn_to(self, kind: str) -> Iterator[bytes]:
         """Open an item of this kind, closing the item before."""
@@ -168,9 +186,13 @@ class ResponsesForm(ResponseEncoder):
             return
         yield from self._close("completed")
         yield from self._add(_message() if kind == "message" else _reasoning())
-        yield self._of_item(
-            "response.content_part.added", content_index=0, part=self._item["content"][0]
-        )
+        item = self._item
+        yield self._of_item("response.content_part.added", content_index=0, part=item["content"][0])
+        if kind == "message":
+            where = item["id"].encode(), len(self._output) - 1
+            self._before_text = (
+                b',"item_id":"%b","output_index":%d,"content_index":0,"delta":' % where
+            )
 
     def _add(self, item: Json) -> Iterator[bytes]:
         self._output.append(item)
@@ -183,7 +205,7 @@ class ResponsesForm(ResponseEncoder):
     def _close(self, status: str) -> Iterator[bytes]:
         if not self._open:
             return
-        item, self._open = self._item, False
+        item, self._open, self._before_text = self._item, False, b""
         item["status"] = status
         if item["type"] == "function_call":
             arguments = item["arguments"]
@@ -198,6 +220,7 @@ class ResponsesForm(ResponseEncoder):
 
     def _close_part(self, item: Json) -> Iterator[bytes]:
         part = item["content"][0]
+        part["text"], self._texts = "".join(self._texts), []
         kind = "output_text" if item["type"] == "message" else "reasoning_text"
         more = {"logprobs": part["logprobs"]} if kind == "output_text" else {}
         yield self._of_item(f"response.{kind}.done", content_index=0, text=part["text"], **more)
@@ -265,11 +288,11 @@ def _format(request: ResponsesRequest) -> Any:
     return {"type": "text"} if format is None else msgspec.to_builtins(format)
 
 
-def _usage(turn: Generation) -> Json:
-    prompt, completion = turn.prompt_tokens, turn.completion_tokens
+def _usage(generation: Generation) -> Json:
+    prompt, completion = generation.prompt_tokens, generation.completion_tokens
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": turn.cached_tokens},
+        "input_tokens_details": {"cached_tokens": generation.cached_tokens},
         "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + completion,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from servekit.errors import RequestError
-from servekit.gateway.api.openai.generation_request import chat_ask, completion_ask
+from servekit.gateway.api.openai.generation_request import chat_request, completion_request
 from servekit.gateway.api.openai.request import completion_prompts
 from servekit.gateway.api.openai.schema import ChatRequest, CompletionRequest, decode
 from servekit.gateway.auth.authorization import ACTING
@@ -25,7 +25,7 @@ from servekit.gateway.generation.generation import (
     Generation,
     GenerationChunk,
     GenerationRequest,
-    open_turn,
+    open_generation,
 )
 from servekit.gateway.routing.router import Router
 from servekit.gateway.ui.chat_session import UPDATE_PER_ANSWER_S, UPDATE_S, Progress, Visit
@@ -51,9 +51,9 @@ class RequestOptions:
         streamed = {"stream": True, "stream_options": {"queue_position": True}}
         body = msgspec.json.encode({**self.body, **streamed})
         if self.path == CHAT:
-            return chat_ask(decode(ChatRequest, body), key)
+            return chat_request(decode(ChatRequest, body), key)
         request = decode(CompletionRequest, body)
-        return completion_ask(request, completion_prompts(request), key)
+        return completion_request(request, completion_prompts(request), key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Runs:
         ask = wish.ask(visit.client)
         before = ACTING.set(caller)
         try:
-            run.opening = asyncio.ensure_future(open_turn(self._router, ask))
+            run.opening = asyncio.ensure_future(open_generation(self._router, ask))
         finally:
             ACTING.reset(before)
         run.turn = await run.opening

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from servekit.gateway.api.huixiangdou import Stream, event
+from servekit.gateway.api.huixiangdou import StreamEncoder, event
 from servekit.gateway.app import Application
 from servekit.gateway.generation.generation import Generation, GenerationChunk
 from servekit.gateway.tool_parsing import Text
@@ -218,7 +218,7 @@ def test_a_line_break_is_a_line_of_the_same_event(text: str, written: str) -> No
 
 
 def test_white_space_goes_with_what_follows() -> None:
-    form, turn = Stream(), cast(Generation, None)
+    form, turn = StreamEncoder(), cast(Generation, None)
     pieces = [[GenerationChunk(0, [Text(text)])] for text in ("a \r", "\n", "b", " ")]
     said = [form.events(turn, piece) for piece in pieces]
     assert said == [event("a"), b"", event(" \r\nb"), b""]

@@ -10,7 +10,7 @@ from servekit.config.keys import fast_digest
 from servekit.errors import Forbidden, InvalidKey
 from servekit.gateway.auth.authorization import ACTING, Access, key_of
 from servekit.gateway.auth.middleware import AuthMiddleware
-from servekit.gateway.http.fast_response import FastResponse
+from servekit.gateway.http.response import FastResponse
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import AccessRules, KeyRule, SamplingParams
 
@@ -87,7 +87,7 @@ async def test_without_rules_nothing_stands_in_the_way() -> None:
         raise AssertionError
 
     access = Access()
-    gate = AuthMiddleware(access, {b"/x": handler})
+    gate = AuthMiddleware(access, {b"/x": handler}, {})
     assert (gate.open, gate.exchanges[b"/x"]) == (True, handler)
     rule = KeyRule("a", digest=fast_digest(b"a", SALT))
     access.apply(AccessRules((rule,), salt=SALT))

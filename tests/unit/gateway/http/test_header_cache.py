@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from servekit.gateway.http.asgi import Receive, Scope, Send
-from servekit.gateway.http.fast_response import FastResponse
 from servekit.gateway.http.header_cache import Head
 from servekit.gateway.http.limits import Limits
+from servekit.gateway.http.response import FastResponse
 from tests.unit.gateway.conftest import until
 from tests.unit.gateway.serving import served
 

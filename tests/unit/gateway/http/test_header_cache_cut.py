@@ -11,10 +11,10 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from servekit.gateway.http.asgi import Receive, Scope, Send
-from servekit.gateway.http.fast_response import FastResponse
+from servekit.gateway.http.asgi import EVENT_STREAM, Receive, Scope, Send
 from servekit.gateway.http.limits import LIMITS
 from servekit.gateway.http.protocol import Http
+from servekit.gateway.http.response import FastResponse
 
 MOST_BYTES = 30
 HOT = b"POST /hot HTTP/1.1\r\nHost: a\r\n"
@@ -114,8 +114,9 @@ class Connection:
         if exchange.body[:1] == b"L":
             loop.call_soon(exchange.answer, b"late")
         elif exchange.body[:1] == b"S":
-            exchange.stream(b"begun", last=False)
-            loop.call_soon(lambda: exchange.stream(b"ended", last=True))
+            exchange.begin_stream(EVENT_STREAM)
+            exchange.write(b"begun")
+            loop.call_soon(lambda: exchange.write(b"ended", last=True))
         else:
             exchange.answer(b"now")
 

@@ -13,6 +13,7 @@ import pytest
 
 from servekit.errors import RequestError
 from servekit.gateway.http.asgi import (
+    EVENT_STREAM,
     Receive,
     Scope,
     Send,
@@ -20,9 +21,9 @@ from servekit.gateway.http.asgi import (
     send_error,
     send_json,
 )
-from servekit.gateway.http.fast_response import FastResponse
 from servekit.gateway.http.limits import Bodies, LimitedProtocol, Limits
 from servekit.gateway.http.protocol import Http
+from servekit.gateway.http.response import FastResponse
 from servekit.gateway.server import serving
 from tests.unit.gateway.conftest import until
 
@@ -121,9 +122,11 @@ def slow_hot(exchange: FastResponse) -> None:
 
 def long_hot(exchange: FastResponse, word: bytes = b"one ") -> None:
     if Seen.enough.is_set():
-        exchange.stream(b"end", last=True)
+        exchange.write(b"end", last=True)
         return
-    exchange.stream(word, last=False)
+    if not exchange.response_started:
+        exchange.begin_stream(EVENT_STREAM)
+    exchange.write(word)
     asyncio.get_running_loop().call_later(LONG_STEP_S, long_hot, exchange, b"more ")
 
 

@@ -9,8 +9,8 @@ import weakref
 import pytest
 
 from servekit.gateway.http.asgi import Receive, Scope, Send
-from servekit.gateway.http.fast_response import FastResponse
 from servekit.gateway.http.protocol import Http
+from servekit.gateway.http.response import FastResponse
 from servekit.gateway.server import serving
 from tests.unit.gateway.conftest import until
 

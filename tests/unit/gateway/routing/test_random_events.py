@@ -111,10 +111,10 @@ class Service(RuleBasedStateMachine):
     async def _consume(self, call: CountedCall) -> str:
         parts: list[str] = []
         while True:
-            deltas = await call.deltas()
-            parts += [delta.text for delta in deltas]
-            if deltas[-1].finish is not None:
-                assert deltas[-1].completion_tokens == call.params.max_tokens
+            delta = await call.next_delta()
+            parts.append(delta.text)
+            if delta.finish is not None:
+                assert delta.completion_tokens == call.params.max_tokens
                 return "".join(parts)
 
     @precondition(lambda self: self.calls)

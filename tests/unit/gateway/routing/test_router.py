@@ -24,11 +24,12 @@ from servekit.errors import (
 )
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.http.request_context import RequestContext
-from servekit.gateway.routing.request import Deltas, InflightRequest
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.suspect_sources import Suspect
 from servekit.protocol.messages import (
     AccessRules,
     ChatMessage,
+    Delta,
     KeyRule,
     ModelInfo,
     ModelStatus,
@@ -195,7 +196,7 @@ async def test_cancelling_frees_the_engine_and_the_queue(service: Service) -> No
     await until(lambda: worker.running == 0)
     assert service.router.in_flight == 0
     with pytest.raises(ClientClosed):
-        await running.deltas()
+        await running.next_delta()
     assert await answer(service.router.open(ask(tokens=4))) == "hell"
 
 
@@ -444,10 +445,10 @@ async def test_a_stop_string_that_straddles_the_break(
     await until(lambda: call.replica is not replica)
     if not call.done:  # this process may have been late to notice
         await service.up(step_s=0.001)
-    deltas: Deltas = []
+    deltas: list[Delta] = []
     async with asyncio.timeout(DEADLINE_S):
         while not deltas or deltas[-1].finish is None:
-            deltas += await call.deltas()
+            deltas.append(await call.next_delta())
     assert "".join(delta.text for delta in deltas) == "abcd"
     assert (deltas[-1].finish, deltas[-1].completion_tokens) == ("stop", 10)
     assert [delta.finish for delta in deltas].count("stop") == 1
@@ -476,7 +477,7 @@ async def test_what_cannot_be_resumed_ends_with_an_error_or_begins_anew(service:
     await until(lambda: len(worker.jobs) == 3)
     for job in list(worker.jobs)[:2]:
         worker.generate(job, 3)
-    assert [delta.text for delta in await begun.deltas()] == ["hel"]
+    assert (await begun.next_delta()).text == "hel"
     await until(lambda: len(whole.emitted) == 3)
     worker.kill()
     with pytest.raises(WorkerLost, match="cannot go on"):

@@ -14,7 +14,7 @@ from servekit.errors import ClientClosed, ModelNotFound, QueueFull
 from servekit.gateway.routing import step_delivery
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
-from servekit.gateway.routing.step_delivery import take_one_each
+from servekit.gateway.routing.step_delivery import feed_step
 from servekit.gateway.telemetry import metrics as measures
 from servekit.gateway.telemetry.metrics import MOST_ADAPTERS, OTHER, RequestMetrics, status_of
 from servekit.protocol.messages import ChatMessage, Delta, SamplingParams, TokenBatch
@@ -80,12 +80,12 @@ def test_a_streamed_request_from_its_arrival_to_its_end(clock: Clock) -> None:
     clock.now += 0.2
     call.request(1)
     clock.now += 0.3
-    call.take(Delta(1, "a", [1], prompt_tokens=7, cached_tokens=4))
+    call.feed(Delta(1, "a", [1], prompt_tokens=7, cached_tokens=4))
     for gap_s in (0.02, 0.03, 0.7):
         clock.now += gap_s
-        take_one_each({1: call}, TokenBatch([1], ["b"], [2]))
+        feed_step({1: call}, TokenBatch([1], ["b"], [2]))
     clock.now += 0.25
-    call.take(Delta(1, "", [3], "length", 7, 5, cached_tokens=4))
+    call.feed(Delta(1, "", [3], "length", 7, 5, cached_tokens=4))
     found = told(counted)
 
     assert found["servekit_requests_total", ("m", "", "", "200", "length")] == [1]
@@ -120,11 +120,11 @@ def test_a_step_is_counted_for_each_stream_by_when_its_last_token_came(clock: Cl
     for id, call in calls.items():
         call.request(id)
         clock.now += 0.1
-        call.take(Delta(id, "a", [1]))
+        call.feed(Delta(id, "a", [1]))
     clock.now += 0.02
-    take_one_each(calls, TokenBatch([1, 2, 3, 4], list("bcde"), [2, 3, 4, 5]))  # 4 was cancelled
+    feed_step(calls, TokenBatch([1, 2, 3, 4], list("bcde"), [2, 3, 4, 5]))  # 4 was cancelled
     clock.now += 0.03
-    take_one_each(calls, TokenBatch([3, 1], ["g", "f"], [7, 6]))
+    feed_step(calls, TokenBatch([3, 1], ["g", "f"], [7, 6]))
     gaps = told(counted)["servekit_inter_token_seconds", ("m", "")]
     found = observed(gaps, "servekit_inter_token_seconds")
     assert found == {0.025: 1, 0.05: 2, 0.15: 1, 0.3: 1}
@@ -137,10 +137,10 @@ def test_what_is_not_streamed_has_no_gaps_but_a_first_token_and_a_pace(clock: Cl
     call = begun(counted, clock, stream=False, prompt="x")
     call.request(1)
     clock.now += 0.03
-    call.take(Delta(1, "a", [1], prompt_tokens=2))
+    call.feed(Delta(1, "a", [1], prompt_tokens=2))
     clock.now += 0.5
-    take_one_each({1: call}, TokenBatch([1], ["b"], [2]))
-    call.take(Delta(1, "c", [3], "stop", 2, 3))
+    feed_step({1: call}, TokenBatch([1], ["b"], [2]))
+    call.feed(Delta(1, "c", [3], "stop", 2, 3))
     found = told(counted)
     kind = ("text_completion", "servekit", "m", "m")
     assert not any(metric == "servekit_inter_token_seconds" for metric, _ in found)
@@ -156,10 +156,10 @@ def test_a_stream_goes_on_in_the_same_figures_after_it_was_told_of(clock: Clock)
     counted = RequestMetrics()
     call = begun(counted, clock)
     call.request(1)
-    call.take(Delta(1, "a", [1]))
+    call.feed(Delta(1, "a", [1]))
     told(counted)
     clock.now += 0.02
-    take_one_each({1: call}, TokenBatch([1], ["b"], [2]))
+    feed_step({1: call}, TokenBatch([1], ["b"], [2]))
     found = told(counted)
     assert list(found) == [("servekit_inter_token_seconds", ("m", ""))]
     assert found["servekit_inter_token_seconds", ("m", "")][-1] == pytest.approx(0.02)
@@ -169,7 +169,7 @@ def test_failures_are_counted_by_their_codes_and_have_no_pace(clock: Clock) -> N
     counted = RequestMetrics()
     call = begun(counted, clock)
     call.request(1)
-    call.take(Delta(1, "ab", [1, 2], prompt_tokens=7))
+    call.feed(Delta(1, "ab", [1, 2], prompt_tokens=7))
     clock.now += 3
     call.fail(ClientClosed("gone"))
     found = told(counted)
@@ -187,7 +187,7 @@ def test_retries_and_continuations_are_told_apart(clock: Clock) -> None:
     call = begun(counted, clock)
     call.request(1)
     call.request(2)  # its worker died before it had said anything
-    call.take(Delta(2, "a", [1]))
+    call.feed(Delta(2, "a", [1]))
     call.request(3)
     found = told(counted)
     assert found["servekit_retries_total", ("m",)] == [1]
@@ -199,12 +199,12 @@ def test_retries_and_continuations_are_told_apart(clock: Clock) -> None:
 def test_the_label_of_a_key_is_its_name_and_never_the_key(clock: Clock) -> None:
     counted = RequestMetrics()
     unknown = begun(counted, clock, key="Bearer sk-secret")
-    unknown.take(Delta(1, "a", [1], "stop", 1, 1))
+    unknown.feed(Delta(1, "a", [1], "stop", 1, 1))
     known = begun(counted, clock, key="team-a")
     known.caller = SimpleNamespace(  # type: ignore[assignment]
         rule=SimpleNamespace(name="team-a"), settle=lambda call, last: None
     )
-    known.take(Delta(1, "a", [1], "stop", 1, 1))
+    known.feed(Delta(1, "a", [1], "stop", 1, 1))
     keys = {labels[2] for metric, labels in told(counted) if metric == "servekit_requests_total"}
     assert keys == {"", "team-a"}
 
@@ -212,7 +212,7 @@ def test_the_label_of_a_key_is_its_name_and_never_the_key(clock: Clock) -> None:
 def test_an_adapter_is_a_label_and_the_name_that_was_asked_for(clock: Clock) -> None:
     counted = RequestMetrics()
     call = begun(counted, clock, more={"adapter": "polite"})
-    call.take(Delta(1, "a", [1], "stop", 1, 1))
+    call.feed(Delta(1, "a", [1], "stop", 1, 1))
     found = told(counted)
     assert ("servekit_requests_total", ("m", "polite", "", "200", "stop")) in found
     took = "gen_ai_server_request_duration_seconds"
@@ -224,7 +224,7 @@ def test_adapters_without_end_share_a_label(clock: Clock) -> None:
     for number in range(MOST_ADAPTERS + 5):
         for _ in range(2):
             call = begun(counted, clock, more={"adapter": f"a{number}"})
-            call.take(Delta(1, "a", [1], "stop", 1, 1))
+            call.feed(Delta(1, "a", [1], "stop", 1, 1))
     requests = {labels[1]: n for (m, labels), n in told(counted).items() if m.endswith("ts_total")}
     assert len(requests) == MOST_ADAPTERS + 1
     assert requests[OTHER] == [10]
@@ -239,7 +239,7 @@ def test_operations_have_the_names_of_the_convention(
 ) -> None:
     counted = RequestMetrics()
     call = begun(counted, clock, prompt="x", more={"task": task})
-    call.take(Delta(1, "", finish="stop", prompt_tokens=3))
+    call.feed(Delta(1, "", finish="stop", prompt_tokens=3))
     kinds = {labels[0] for metric, labels in told(counted) if metric.startswith("gen_ai_server")}
     assert kinds == {operation}
 

@@ -308,7 +308,7 @@ async def test_what_nobody_foresaw_has_the_envelope_of_its_path(
     async def broken(scope: Any, receive: Any, send: Any) -> None:
         raise ZeroDivisionError
 
-    guarded = ErrorMiddleware(broken, structlog.get_logger(), app.gate.envelopes)
+    guarded = ErrorMiddleware(broken, structlog.get_logger(), app.envelopes)
     transport = httpx.ASGITransport(guarded)
     async with httpx.AsyncClient(transport=transport, base_url="http://servekit") as http:
         answer = await http.post(path)

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.errors import ClientClosed, RequestError, Unsupported, WorkerLost
-from servekit.gateway.api.openai.response import ChatForm, CompletionForm
+from servekit.gateway.api.openai.response import ChatEncoder, CompletionEncoder
 from servekit.gateway.app import Application
 from servekit.gateway.generation.generation import (
     Choice,
@@ -59,13 +59,13 @@ def events_of(data: bytes) -> list[Any]:
 
 
 async def streamed(
-    service: Service, asked: GenerationRequest, form: ChatForm | CompletionForm
+    service: Service, asked: GenerationRequest, form: ChatEncoder | CompletionEncoder
 ) -> list[Any]:
     turn = Generation(service.router, asked)
     data = b""
     async with asyncio.timeout(DEADLINE_S):
-        async for pieces in turn:
-            data += (form.opening(turn) if not data else b"") + form.events(turn, pieces)
+        async for chunks in turn:
+            data += (form.opening(turn) if not data else b"") + form.events(turn, chunks)
     return events_of(data + form.closing(turn))
 
 
@@ -177,7 +177,7 @@ async def test_a_failure_of_one_choice_is_one_of_the_turn(service: Service) -> N
 
 async def test_a_chat_as_openai_writes_it(service: Service) -> None:
     await speaking(service)
-    form = ChatForm(usage=True, logprobs=False)
+    form = ChatEncoder(usage=True, logprobs=False)
     turn, choices = await whole(service, ask(f"<think>t</think>a{CALL}", tools=[TOOL], n=2))
     body = json.loads(form.whole(turn, choices))
     assert body["object"] == "chat.completion"
@@ -190,7 +190,7 @@ async def test_a_chat_as_openai_writes_it(service: Service) -> None:
 
 async def test_content_is_null_beside_calls_only(service: Service) -> None:
     await speaking(service)
-    form = ChatForm(usage=False, logprobs=False)
+    form = ChatEncoder(usage=False, logprobs=False)
     turn, choices = await whole(service, ask(CALL, tools=[TOOL]))
     assert json.loads(form.whole(turn, choices))["choices"][0]["message"]["content"] is None
     turn, choices = await whole(service, ask("<think>t</think>"))
@@ -202,7 +202,7 @@ async def test_a_stream_says_the_same_as_the_whole(service: Service) -> None:
     events = await streamed(
         service,
         ask(f"<think>t</think>a{CALL}", tools=[TOOL], n=2),
-        ChatForm(usage=True, logprobs=False),
+        ChatEncoder(usage=True, logprobs=False),
     )
     assert events[-1] == "[DONE]"
     assert events[-2]["choices"] == []
@@ -224,7 +224,9 @@ async def test_completions_echo_and_number_their_choices(service: Service) -> No
     asked = GenerationRequest(
         model="m", params=SamplingParams(2, 0.0), prompts=["ab", "c"], stream=True
     )
-    events = await streamed(service, asked, CompletionForm(usage=False, logprobs=False, echo=True))
+    events = await streamed(
+        service, asked, CompletionEncoder(usage=False, logprobs=False, echo=True)
+    )
     assert events[-1] == "[DONE]"
     texts = ["", ""]
     for event in events[:-1]:
@@ -285,13 +287,13 @@ async def test_log_probabilities_in_both_forms(service: Service) -> None:
     half = TokenLogprob("ä".encode()[:1], -0.5, (("ä".encode()[:1], -0.5), (b"b", float("-inf"))))
     choice = Choice()
     choice.add(GenerationChunk(0, [], [half], "stop"))
-    chat = json.loads(ChatForm(usage=False, logprobs=True).whole(turn, [choice]))
+    chat = json.loads(ChatEncoder(usage=False, logprobs=True).whole(turn, [choice]))
     [told] = chat["choices"][0]["logprobs"]["content"]
     assert told["bytes"] == [0xC3]
     assert told["logprob"] == -0.5
     assert told["top_logprobs"][1] == {"token": "b", "logprob": -9999.0, "bytes": [98]}
-    turn.ask.prompts = ["x"]
-    plain = CompletionForm(usage=False, logprobs=True, echo=False).whole(turn, [choice])
+    turn.request.prompts = ["x"]
+    plain = CompletionEncoder(usage=False, logprobs=True, echo=False).whole(turn, [choice])
     told = json.loads(plain)["choices"][0]["logprobs"]
     assert told["token_logprobs"] == [-0.5]
     assert told["text_offset"] == [0]

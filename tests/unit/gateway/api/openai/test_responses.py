@@ -15,6 +15,8 @@ from servekit.errors import RequestError
 from servekit.gateway.api.openai.responses import Responses
 from servekit.gateway.api.openai.responses_schema import ResponsesRequest, ask_of
 from servekit.gateway.api.openai.schema import decode
+from servekit.gateway.http.asgi import encode_error
+from servekit.gateway.http.response import asgi_endpoint
 from servekit.protocol.messages import ChatMessage, Grammar, ToolCall
 from tests.unit.gateway.api.openai.test_response import speaking
 from tests.unit.gateway.conftest import Service
@@ -24,7 +26,8 @@ CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
 
 
 async def post(service: Service, **body: Any) -> httpx.Response:
-    route = Responses(service.router, 10**6).routes["/v1/responses"]
+    handler = Responses(service.router).handlers["/v1/responses"]
+    route = asgi_endpoint(handler, 10**6, encode_error)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=route)) as client:
         return await client.post("http://servekit/v1/responses", json={"model": "m", **body})
 
