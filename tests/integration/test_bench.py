@@ -109,6 +109,7 @@ def test_loads_by_turns_in_several_processes(instance: Instance) -> None:
     assert one["output_tokens_per_s"] == pytest.approx(1 / STEP_S, rel=0.3)
 
 
+@pytest.mark.lane("bench")
 def test_an_open_loop_has_the_rate_that_was_asked_for(instance: Instance) -> None:
     asked = ("-m", "fast", "--rate", "200", "-d", "2s", "--output-tokens", "4..8")
     (run,) = measured(instance, *asked, "--prompt-tokens", "normal:30,10")["runs"]

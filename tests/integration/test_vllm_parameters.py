@@ -287,7 +287,7 @@ def test_an_echo_in_a_stream_says_what_the_whole_says(instance: Instance, model:
         assert told["tokens"] == choice["logprobs"]["tokens"]
         assert told["text_offset"] == choice["logprobs"]["text_offset"]
         assert told["token_logprobs"][1:] == pytest.approx(
-            choice["logprobs"]["token_logprobs"][1:], abs=1e-4
+            choice["logprobs"]["token_logprobs"][1:], abs=5e-3
         )
 
 
