@@ -49,6 +49,7 @@ from servekit.protocol.messages import Load as LoadModel
 from servekit.protocol.residency import Asleep, Awake, Sleep, Wake
 from servekit.protocol.transport.connection import Connection, adopt_socket, dial_address
 from servekit.worker import worker as module
+from servekit.worker.runner import Runner
 from servekit.worker.transport import InheritedChannel
 from servekit.worker.worker import EXIT_BOOT_FAILED, EXIT_ENGINE_DIED, TOKENS_OF_USE, Worker
 from tests.unit.gateway.conftest import DEADLINE_S, until
@@ -480,7 +481,7 @@ async def test_a_ping_between_load_and_start_does_not_reach_the_engine(
         identifying.set()
         may_go_on.wait(DEADLINE_S)
 
-    monkeypatch.setattr(module.Runner, "identify_adapters", identify)
+    monkeypatch.setattr(Runner, "identify_adapters", identify)
     monkeypatch.setattr(scene.engine, "load_now", lambda: pytest.fail("it has not started"))
     scene.control.send(LoadModel(scene.spec))
     await until(identifying.is_set)
