@@ -24,12 +24,13 @@ from typing import Any
 import structlog
 import uvicorn
 
-from servekit.gateway.app import Application, ErrorMiddleware, TrustedProxies
+from servekit.gateway.app import Application, ErrorMiddleware
 from servekit.gateway.http.asgi import Envelope
 from servekit.gateway.http.limits import LIMITS, Limits, Sweep
 from servekit.gateway.http.protocol import Http
 from servekit.gateway.http.response import FastHandler
 from servekit.gateway.http.tls import Tls
+from servekit.gateway.http.trusted_proxies import TrustedProxies
 from servekit.gateway.routing.router import Router
 from servekit.gateway.routing.worker_connection import NEARBY, Reach
 from servekit.gateway.supervisor_channel import Channel, TcpChannel

@@ -410,7 +410,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._body_comes:
             self._abandon(self.cycle)
         body = envelope(error)
-        origin = RequestContext(self.headers or ())  # the headers parsed so far
+        origin = RequestContext(dict(self.headers or ()))  # the headers parsed so far
         own = (
             JSON,
             (b"content-length", b"%d" % len(body)),

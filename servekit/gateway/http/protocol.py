@@ -42,6 +42,7 @@ class Http(LimitedProtocol):
         # the last fast response; `cycle` may be a later, pipelined request
         self._exchange: FastResponse | None = None
         self._head: Head | None = None  # of the last parsed request
+        self.headers_by_name: dict[bytes, bytes] = {}  # of the last fast request
         self._within = False  # a message has begun and is incomplete
         self._idle_since_s = 0.0  # end of the last fast response; 0 once data comes
         self._heads: dict[Any, bytes] = {}
@@ -145,9 +146,10 @@ class Http(LimitedProtocol):
             super().on_headers_complete()
             return
         self.header_ends()
+        self.headers_by_name = dict(self.headers)
         self._exchange = exchange = FastResponse(self, handler)
         self.cycle = cast(Any, exchange)
-        declared = exchange.header(b"content-length")
+        declared = self.headers_by_name.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > self.max_body_bytes:
             exchange.fail(too_large(self.max_body_bytes))
 
