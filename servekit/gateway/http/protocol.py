@@ -9,10 +9,12 @@ from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from servekit.errors import RequestError
 from servekit.gateway.http.asgi import Envelope, Header, too_large
 from servekit.gateway.http.header_cache import Head
 from servekit.gateway.http.limits import LimitedProtocol
 from servekit.gateway.http.response import CoalescingTransport, FastHandler, FastResponse
+from servekit.gateway.telemetry.metrics import OTHER
 
 
 class Http(LimitedProtocol):
@@ -84,6 +86,10 @@ class Http(LimitedProtocol):
         exchange.body = body
         exchange.begin()
         return True
+
+    def refuse(self, error: RequestError) -> None:
+        self.answers[self.url if self.url in self._hot else OTHER, error.status] += 1
+        super().refuse(error)
 
     def answered(self) -> None:
         """Finish a fast response as uvicorn's `on_response_complete` does, but without a timer."""
