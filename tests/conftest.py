@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import httpx
@@ -43,6 +44,7 @@ settings.load_profile("ci")
 gc.disable()
 
 INTEGRATION = Path(__file__).parent / "integration"
+STYLE = Path(__file__).parent / "unit" / "test_style.py"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,15 +57,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What starts real processes comes first: the longest files do not end up last."""
+    """Put mypy first, which takes longest, and then the tests that start real processes."""
     lanes.choose(config, items)
-    items.sort(key=lambda item: INTEGRATION not in item.path.parents)
+    items.sort(key=lambda item: (item.path != STYLE, INTEGRATION not in item.path.parents))
 
 
 def pytest_collection_finish() -> None:
     """Spare every later collection of garbage the objects of all modules that are imported by now.
 
-    With all files of tests they are a million, and tests that look for leaks collect at each step.
+    With all files of tests they are a million, and an engine collects whenever it loads or sleeps.
     """
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Do the same after each file, which may have imported as much again."""
+    done = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return done
