@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
+import ssl
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -35,6 +38,21 @@ sys.dont_write_bytecode = False
 # Five seconds, unless it is told otherwise: on a busy machine that is a process that starts.
 for _what in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _what, 60.0)
+
+_AUTHORITIES = functools.cache(httpx.create_ssl_context)
+
+
+def _create_ssl_context(
+    verify: ssl.SSLContext | str | bool = True, cert: Any = None, trust_env: bool = True
+) -> ssl.SSLContext:
+    named = {"SSL_CERT_FILE", "SSL_CERT_DIR"} & os.environ.keys()
+    if verify is True and cert is None and not named:
+        return _AUTHORITIES()
+    return httpx.create_ssl_context(verify, cert, trust_env)
+
+
+# Each `httpx.get` would read the certificates of all authorities anew: 20 ms, for a request of one.
+httpx._transports.default.create_ssl_context = _create_ssl_context  # type: ignore[attr-defined]
 
 # The same examples in every run and on every machine, kept nowhere, and no deadline for one of them
 # on a busy machine. `--hypothesis-profile default` looks for others.
