@@ -53,6 +53,7 @@ class Address:
     first_byte_timeout_s: float
     silence_timeout_s: float
     retries: int
+    local: bool = False  # on this machine: no proxy leads there
 
 
 class Reply:
@@ -117,6 +118,7 @@ class Endpoint:
             timeout=httpx.Timeout(None, connect=address.connect_timeout_s),
             limits=httpx.Limits(max_connections=address.slots + 2),
             follow_redirects=False,
+            trust_env=not address.local,
         )
 
     async def close(self) -> None:
