@@ -169,9 +169,10 @@ class CommandEngine(OpenAIEngine):
         activity: Activity | None = None
         while True:
             self._begun &= self._tasks.keys()
-            if not self._tasks:
+            asks = len(self._tasks) > self._pace.waiting
+            if not asks:
                 self._note_progress()
-            if self._begun or not self._tasks:
+            if self._begun or not asks:
                 activity = None
             elif activity is None:
                 activity = await asyncio.to_thread(Activity, os.getpid())
@@ -188,6 +189,7 @@ class CommandEngine(OpenAIEngine):
         assert self._server is not None
         deadline_s = time.monotonic() + _DYING_S
         while not self._server.exited.is_set():
+            self._note_progress()
             if time.monotonic() > deadline_s:
                 return False
             await asyncio.sleep(_LOOK_EVERY_S / 10)

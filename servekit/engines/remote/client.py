@@ -161,7 +161,7 @@ class Endpoint:
                 pause_s = self._pause_s(refused, attempt)
                 if not refused.again or attempt == retries or pause_s > _LONGEST_WAIT_S:
                     raise
-            await asyncio.sleep(pause_s)
+            await self.pace.pause(pause_s)
         raise AssertionError("the last attempt returns, or raises")
 
     def _pause_s(self, refused: Refused, attempt: int) -> float:
