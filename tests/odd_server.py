@@ -7,6 +7,7 @@ and never where the answer it was given has them already:
     DIE=N      it kills itself             EXIT=N     it exits with code 7
     BREAK=N    it hangs up                 STALL=N    it stops in the middle, for ever
     ERROR      500, at once                CLOSE      it hangs up after the head, the first time
+    ILL=N      it says that it is broken, as vLLM does, and its health page too
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ import sys
 import time
 from typing import Any
 
-_TROUBLE = re.compile(r"(DIE|EXIT|BREAK|STALL)=(\d+)")
+_TROUBLE = re.compile(r"(DIE|EXIT|BREAK|STALL|ILL)=(\d+)")
 _SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
 class Server:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.closed = self.asleep = False
+        self.closed = self.asleep = self.ill = False
 
     async def serve(self) -> None:
         await asyncio.sleep(self.args.late_s)
@@ -51,7 +52,7 @@ class Server:
         writer.close()
 
     async def answer(self, writer: asyncio.StreamWriter, method: str, page: str, body: Any) -> None:
-        ready = time.monotonic() >= self.ready_at and not self.args.never_ready
+        ready = time.monotonic() >= self.ready_at and not (self.args.never_ready or self.ill)
         match page:
             case "/health":
                 whole(writer, {"ready": ready}, 200 if ready else 503)
@@ -90,6 +91,10 @@ class Server:
         most = body.get("max_tokens", 16)
         for number in range(most):
             if trouble and before + number == int(at):
+                if trouble == "ILL" and not before:
+                    self.ill = True
+                    event(writer, {"error": {"message": "the core is dead"}})
+                    return
                 await misbehave(trouble, writer, begun_at=before)
             text = f" {before + number};"
             piece = {"delta": {"content": text}} if chats else {"text": text}

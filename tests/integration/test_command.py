@@ -60,15 +60,13 @@ def streamed(instance: Instance, page: str, **body: Any) -> tuple[str, Any]:
 
 
 def server_of(instance: Instance, worker: str) -> procfs.Process:
-    return poll(
-        "its worker has a server",
-        lambda: next(iter(procfs.find_descendants(instance.replica(worker).pid)), None),
-    )
+    pid = instance.replica(worker).pid
+    return poll("its worker has a server", lambda: procfs.find_descendants(pid))[0]
 
 
 @pytest.fixture(scope="module")
 def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
-    sleeps = {"options": {"sleep": "/sleep", "wake": "/wake"}, "idle_sleep_s": 0.5}
+    sleeps: dict[str, Any] = {"options": {"sleep": "/sleep", "wake": "/wake"}, "idle_sleep_s": 0.5}
     models = [
         odd("two", "--step-s", "0.01", "--prints", "3000", replicas=2, stall_timeout_s=2),
         odd("beginner", "--no-prefix", "--step-s", "0.01", replicas=2),
@@ -98,7 +96,7 @@ def test_whole_and_streamed(instance: Instance) -> None:
     )
 
 
-@pytest.mark.parametrize("trouble", ["DIE=7", "EXIT=7", "STALL=7"])
+@pytest.mark.parametrize("trouble", ["DIE=7", "EXIT=7", "STALL=7", "ILL=7"])
 @pytest.mark.parametrize("page", ["chat/completions", "completions"])
 def test_an_answer_goes_on_in_another_server(instance: Instance, trouble: str, page: str) -> None:
     instance.until_settled()
@@ -158,7 +156,8 @@ def test_a_killed_worker_leaves_no_server(tmp_path: Path) -> None:
     with Instance.up(tmp_path, models) as instance:
         instance.until_settled()
         worker = instance.replica("m/0").pid
-        below = poll("it has started all", lambda: _three(procfs.find_descendants(worker)))
+        below = procfs.find_descendants(worker)
+        assert len(below) == 3
         os.kill(worker, signal.SIGKILL)
         instance.until(
             "all of them are dead",
@@ -168,10 +167,6 @@ def test_a_killed_worker_leaves_no_server(tmp_path: Path) -> None:
         instance.signal(signal.SIGTERM)
         assert instance.wait() == 0
         assert not instance.survivors()
-
-
-def _three(found: list[procfs.Process]) -> list[procfs.Process]:
-    return found if len(found) == 3 else []
 
 
 def test_servers_that_never_serve_say_why(tmp_path: Path) -> None:

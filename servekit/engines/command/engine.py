@@ -15,8 +15,10 @@ import os
 import re
 import socket
 import time
+from typing import Any
 
 import httpx
+import structlog
 from msgspec import structs
 
 from servekit.engines.api.base import Emit, Report
@@ -34,12 +36,16 @@ from servekit.engines.remote.rate_limiter import RateLimiter
 from servekit.errors import EndpointFailed, EngineFailed, LoadError, ModelUnavailable, RequestError
 from servekit.protocol.messages import Generate, ModelInfo, Progress, WorkerSpec
 
+log: Any = structlog.get_logger(__name__)
+
 _HOST = "127.0.0.1"
 _LOOK_EVERY_S = 0.5
 _CONNECT_S = 5.0
 #: Requests are limited by the model's `timeout_s` and `stall_timeout_s`.
 _NEVER_S = 7 * 86400.0
 _RETRIES = 2
+#: Statuses from here on say that the server cannot serve.
+_ILL = 500
 #: How long a server may take to exit after it has broken off its answers.
 _DYING_S = 2.0
 #: From SIGTERM to SIGKILL.
@@ -52,6 +58,7 @@ class CommandEngine(OpenAIEngine):
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._server: ServerProcess | None = None
+        self._client = httpx.Client(trust_env=False, timeout=_CONNECT_S)
         self._serves = self._stops = False
         self._begun: set[int] = set()  # requests whose answers have begun; ended ones are pruned
 
@@ -80,12 +87,14 @@ class CommandEngine(OpenAIEngine):
     def _describe_server(self, server: ServerProcess, info: ModelInfo, met: Met) -> ModelInfo:
         after = "chats" if met.continues_chats else "completions, but not chats,"
         continues = "" if self._embeds else f"; {after} continue after its death"
+        detail = f"{server.name} at {self._address.url}{continues}"
+        log.info("server_answered", model=self.spec.model, detail=detail)
         return structs.replace(
             info,
             chat=met.chats,
             architecture=server.name,
             device=self.spec.device,
-            detail=f"{server.name} at {self._address.url}{continues}",
+            detail=detail,
             sleeps=self.spec.sleeps and "sleep" in self._options and "wake" in self._options,
         )
 
@@ -122,17 +131,19 @@ class CommandEngine(OpenAIEngine):
 
     def _await_health(self, server: ServerProcess) -> None:
         """Wait until the server's health page answers. Raises LoadError if the server exits."""
-        url = self._origin + self._options["health"]
         pause_s = _LOOK_EVERY_S / 16
-        with httpx.Client(trust_env=False, timeout=_CONNECT_S) as client:
-            while not server.exited.wait(pause_s):
-                pause_s = min(2 * pause_s, _LOOK_EVERY_S)
-                try:
-                    if client.get(url).status_code < 500:
-                        return
-                except httpx.HTTPError:
-                    continue
+        while not server.exited.wait(pause_s):
+            pause_s = min(2 * pause_s, _LOOK_EVERY_S)
+            if 0 < self._look_at_health() < _ILL:
+                return
         raise LoadError(server.cause, permanent=False)
+
+    def _look_at_health(self) -> int:
+        """Return the status of the server's health page; 0: it does not answer."""
+        try:
+            return self._client.get(self._origin + self._options["health"]).status_code
+        except httpx.HTTPError:
+            return 0
 
     async def _meet_server(self) -> Met:
         endpoint = Endpoint(self._address, RateLimiter(None, None))
@@ -184,15 +195,21 @@ class CommandEngine(OpenAIEngine):
         """Leave the watch to the worker's probes."""
 
     async def _is_lost(self, failure: RequestError) -> bool:
+        """Return whether the server exits now, or says itself that it cannot serve any more."""
         if not isinstance(failure, EndpointFailed | ModelUnavailable):
             return False
         assert self._server is not None
         deadline_s = time.monotonic() + _DYING_S
-        while not self._server.exited.is_set():
+        while not self._server.exited.is_set() and self.fatal is None:
             self._note_progress()
-            if time.monotonic() > deadline_s:
+            if (status := await asyncio.to_thread(self._look_at_health)) >= _ILL:
+                page = self._options["health"]
+                cause = f"{page} of the server {self._server.name} answered {status}"
+                self.fatal = EngineFailed(f"{cause}; {failure.message}")
+            elif time.monotonic() > deadline_s:
                 return False
-            await asyncio.sleep(_LOOK_EVERY_S / 10)
+            else:
+                await asyncio.sleep(_LOOK_EVERY_S / 5)
         return True
 
     # ---- sleep
@@ -205,8 +222,7 @@ class CommandEngine(OpenAIEngine):
 
     def _post(self, page: str) -> None:
         try:
-            with httpx.Client(trust_env=False, timeout=None) as client:
-                status = client.post(self._origin + page, json={}).status_code
+            status = self._client.post(self._origin + page, json={}, timeout=None).status_code
         except httpx.HTTPError as error:
             raise LoadError(f"the server does not answer {page}: {reason_of(error)}") from None
         if status >= 400:
@@ -223,7 +239,7 @@ class CommandEngine(OpenAIEngine):
 
     def _on_exit(self) -> None:
         """Called by a thread, once the server has exited."""
-        if self._serves and not self._stops and self._server is not None:
+        if self._serves and not self._stops and self._server is not None and self.fatal is None:
             self.fatal = EngineFailed(self._server.cause)
 
     def close(self) -> None:

@@ -110,7 +110,8 @@ def test_a_server_that_is_never_ready_ends_with_its_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "said"), [("DIE=3", "killed by SIGKILL"), ("EXIT=3", "exited with code 7")]
+    ("trouble", "said"),
+    [("DIE=3", "killed by SIGKILL"), ("EXIT=3", "exited with code 7"), ("ILL=3", "answered 503")],
 )
 async def test_its_death_is_the_engines_and_nothing_is_refused(trouble: str, said: str) -> None:
     async with started() as (engine, running):
