@@ -53,6 +53,7 @@ class Address:
     first_byte_timeout_s: float
     silence_timeout_s: float
     retries: int
+    local: bool = False  # on this machine: no proxy leads there
 
 
 class Reply:
@@ -117,6 +118,7 @@ class Endpoint:
             timeout=httpx.Timeout(None, connect=address.connect_timeout_s),
             limits=httpx.Limits(max_connections=address.slots + 2),
             follow_redirects=False,
+            trust_env=not address.local,
         )
 
     async def close(self) -> None:
@@ -159,7 +161,7 @@ class Endpoint:
                 pause_s = self._pause_s(refused, attempt)
                 if not refused.again or attempt == retries or pause_s > _LONGEST_WAIT_S:
                     raise
-            await asyncio.sleep(pause_s)
+            await self.pace.pause(pause_s)
         raise AssertionError("the last attempt returns, or raises")
 
     def _pause_s(self, refused: Refused, attempt: int) -> float:

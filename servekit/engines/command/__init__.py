@@ -1,0 +1,6 @@
+"""The engine for a server that a command starts, and that speaks OpenAI's API.
+
+server_process  the server, a child of the worker
+handshake       first requests to the server: its model, and whether it continues an answer
+engine          load, stalls, death, sleep; requests are those of the engine `remote`
+"""
