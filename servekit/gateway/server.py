@@ -343,7 +343,7 @@ async def serving(
     )  # fmt: skip
     server = _server(app, http, tls, keep_alive_s)
     await server.startup(sockets=[sock, *also])
-    sweep = Sweep(server.server_state.connections, limits.sweep_every_s)
+    sweep = Sweep(server.server_state.connections, limits)
     ticking = asyncio.get_running_loop().create_task(server.main_loop())
 
     def close_doors() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,7 +135,7 @@ Connect = Any
 
 
 @pytest.fixture
-async def connect() -> AsyncIterator[Connect]:
+async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     writers: list[asyncio.StreamWriter] = []
@@ -147,7 +148,9 @@ async def connect() -> AsyncIterator[Connect]:
     connect.port = port  # type: ignore[attr-defined]
     Seen.begun, Seen.gone, Seen.enough = (asyncio.Event() for _ in range(3))
     hot = {b"/hot": count_hot, b"/slow_hot": slow_hot, b"/long_hot": long_hot}
-    async with serving(count_bytes, listener, hot, MAX_BODY_BYTES, LIMITS):
+    async with serving(
+        count_bytes, listener, hot, MAX_BODY_BYTES, getattr(request, "param", LIMITS)
+    ):
         yield connect
         for writer in writers:
             writer.close()
@@ -605,10 +608,8 @@ async def test_a_client_that_reads_slowly_gets_all(
         assert came > HUGE_BYTES
 
 
-async def test_with_too_many_connected_only_what_is_vital_is_answered(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LimitedProtocol, "most_connections", 3)
+@pytest.mark.parametrize("connect", [replace(LIMITS, most_connections=3)], indirect=True)
+async def test_with_too_many_connected_only_what_is_vital_is_answered(connect: Connect) -> None:
     asks = b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n"
     _, busy = await connect()
     busy.write(HEAD % b"/slow" + b"content-length: 4\r\n\r\nwait")
