@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from servekit.protocol.messages import Status
-from tests.integration.instance import PROGRAM, Instance, echo
+from tests.integration.instance import PROGRAM, Instance, bearer, echo
 from tests.integration.test_access import ALICE, ALICE_HASH, bearer
 from tests.polling import poll
 
