@@ -33,6 +33,9 @@ EVENTS = {
     "shared_memory_removed": "Removed shared memory that the process left ({segments} segments)",
     "orphan_guard_restarted": "The orphan guard had died, and is started again",
     "display_failed": "A line cannot be shown",
+    "open_files_scarce": "The process has {open_files} files and connections open, and may have"
+    " {limit}. Then connections are refused and nothing can be started: raise the limit"
+    " (`ulimit -n`, or LimitNOFILE= of systemd)",
     "measurement_failed": "A measurement failed",
     "gpu_driver_unresponsive": "The GPU driver does not answer: {reason}",
     "journal_unwritable": "Events cannot be kept in {file}: {reason}",

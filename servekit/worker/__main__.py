@@ -9,7 +9,7 @@ import time
 
 began_s = time.monotonic()  # before the imports below
 
-from servekit.system.parent_death import die_with  # noqa: E402
+from servekit.system.parent_death import die_with, prefer_for_oom_kill  # noqa: E402
 
 if __name__ == "__main__":
     import argparse
@@ -37,6 +37,7 @@ if __name__ == "__main__":
         parser.error("--listen needs --advertise and --credentials-fd")
     if args.parent_pid is not None:
         die_with(args.parent_pid)
+    prefer_for_oom_kill()
 
     import faulthandler
     import signal

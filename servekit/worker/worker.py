@@ -310,17 +310,18 @@ class Worker:
 
     async def _start_serving(self, spec: WorkerSpec, info: ModelInfo) -> None:
         assert self._engine is not None
-        self._runner = Runner(self._engine, info, on_idle=lambda: self._set_exit(0))
-        self._runner.portable = self._line.is_remote
-        await asyncio.to_thread(self._runner.identify_adapters, spec.adapters)
-        self._runner.on_greeting, self._runner.on_step = self._on_greeting, self._on_step
-        self._adapters = Adapters(self._runner, self._line.send)
+        runner = Runner(self._engine, info, on_idle=lambda: self._set_exit(0))
+        runner.portable = self._line.is_remote
+        await asyncio.to_thread(runner.identify_adapters, spec.adapters)
+        runner.on_greeting, runner.on_step = self._on_greeting, self._on_step
+        self._adapters = Adapters(runner, self._line.send)
         self._slumber = SleepControl(
-            self._runner, self._line.send, lambda: self._send_probe(info), self._on_broken
+            runner, self._line.send, lambda: self._send_probe(info), self._on_broken
         )
-        self._engine.start(self._runner.emit)
+        self._engine.start(runner.emit)
+        self._runner = runner  # not before: a ping would ask an engine that has not started
         try:
-            await self._line.serve(spec, self._runner)
+            await self._line.serve(spec, runner)
         except OSError as error:
             message = f"cannot listen on {spec.socket}: {error.strerror}"
             raise LoadError(message, permanent=False) from error

@@ -105,14 +105,15 @@ class Limits:
 
 LIMITS = Limits()
 
-#: File descriptors reserved for workers, logs and pages; at most an eighth of all.
+#: File descriptors reserved for workers, logs, pages and spare connections; at most a quarter.
 _KEPT_FILES = 256
 
 
-def most_connections() -> int:
-    """Return the limit of client connections, from this process's limit on open files."""
+def connection_limits() -> tuple[int, int]:
+    """Return how many client connections this process's limit on open files allows, and spares."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return files - min(_KEPT_FILES, files // 8)
+    kept = min(_KEPT_FILES, files // 4)
+    return files - kept, kept // 4
 
 
 class Bodies:
@@ -147,13 +148,19 @@ class LimitedProtocol(HttpToolsProtocol):
     limits: Limits
     #: Seconds without any progress in sending a response, after which the connection ends.
     write_timeout_s: ClassVar[float] = 60.0
-    #: Above this number only `VITAL` paths are served, and idle connections are closed.
-    most_connections: ClassVar[int] = most_connections()
+    #: Above `most_connections` only `VITAL` paths are served, and idle connections are closed. Of
+    #: the spare ones above it the oldest is closed for each over `most_spares`: without a file
+    #: descriptor for the next connection, the kernel's queue would be closed, health checks too.
+    most_connections: ClassVar[int]
+    most_spares: ClassVar[int]
+    most_connections, most_spares = connection_limits()
+    spares: ClassVar[dict[LimitedProtocol, None]] = {}  # oldest first
     bodies: ClassVar[Bodies] = Bodies()
 
     def __init__(self, *args: Any, limits: Limits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.limits = limits
+        self.url = b""  # of the last request
         self._max_header_bytes = limits.header_bytes
         self._header_bytes = 0  # of the current message; see _BODY and _REFUSED
         self._body_comes = False
@@ -166,7 +173,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._held_since_s = 0.0
         self._unsent = 0, 0  # unsent bytes here and in the kernel, at the last sweep
         self._moved_s = self._heard_s  # when `_unsent` last made progress
-        self._spare = False  # it was opened above the connection limit
+        self._spare = False  # it was opened above the connection limit, which holds still
         self._half_closed = False  # the client has closed its sending side
         # start of the wait for a header; 0 if there is none, or no sweep has seen it yet
         self._header_since_s = self._heard_s
@@ -175,7 +182,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._spare = len(self.connections) > self.most_connections
+        if len(self.connections) > self.most_connections:
+            self._spare = True
+            self.spares[self] = None
+            if len(self.spares) > self.most_spares:
+                oldest = next(iter(self.spares))
+                del self.spares[oldest]
+                oldest.transport.abort()
 
     # ---- size
 
@@ -292,7 +305,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if hosts != 1 and (hosts or self.parser.get_http_version() != "1.0"):
             raise BadHttp(f"the Host header must come once, and came {hosts} times")
         if self._spare and self.url.partition(b"?")[0] not in VITAL:
-            raise TooManyConnections("too many clients are connected; try later", retry_after_s=1.0)
+            if len(self.connections) > self.most_connections:
+                raise TooManyConnections(
+                    "too many clients are connected; try later", retry_after_s=1.0
+                )
+            self._spare = False
+            self.spares.pop(self, None)
         self._header_bytes = _BODY
         self._body_comes = True
 
@@ -410,7 +428,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._body_comes:
             self._abandon(self.cycle)
         body = envelope(error)
-        origin = RequestContext(self.headers or ())  # the headers parsed so far
+        origin = RequestContext(dict(self.headers or ()))  # the headers parsed so far
         own = (
             JSON,
             (b"content-length", b"%d" % len(body)),
@@ -483,6 +501,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.spares.pop(self, None)
         self._let_go()
         # uvicorn does not cancel its timer on a reset; until it fires, it would keep the body alive
         self._unset_keepalive_if_required()

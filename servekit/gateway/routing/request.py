@@ -303,14 +303,9 @@ class InflightRequest:
         if delta.finish is not None or delta.logprobs or delta.prompt is not None:
             self._deltas.append(delta)
         if delta.finish is not None:
-            self.done = True
             if delta.times_ns:
                 self.meter.worked(delta.times_ns)
-            self.meter.ended(
-                self, delta.finish, self.prompt_tokens, self.cached_tokens, delta.completion_tokens
-            )
-            if self.caller is not None:
-                self.caller.settle(self, delta)
+            self._end(delta.finish, delta.completion_tokens, delta)
         if self.stream or self.done:
             self.wake()
 
@@ -352,16 +347,18 @@ class InflightRequest:
 
     def fail(self, error: RequestError) -> None:
         """End with an error; the router drops later deltas and errors."""
-        self.done = True
         self._error = error
-        self.meter.ended(
-            self, error.code, self.prompt_tokens, self.cached_tokens, len(self.emitted)
-        )
-        if self.caller is not None:
-            self.caller.settle(self, None)
+        self._end(error.code, len(self.emitted), None)
         if not self.stream:
             self._forget()  # a client without streaming gets no partial answer
         self.wake()
+
+    def _end(self, outcome: str, completion_tokens: int, last: Delta | None) -> None:
+        """Tell the observers of the end: metrics and tracing, and the quota of the key."""
+        self.done = True
+        self.meter.ended(self, outcome, self.prompt_tokens, self.cached_tokens, completion_tokens)
+        if self.caller is not None:
+            self.caller.settle(self, last)
 
     def wake(self) -> None:
         """Tell the consumer that there is news."""

@@ -76,6 +76,7 @@ class Router:
         self.idle = asyncio.Event()  # set while draining once no call is in flight
         self.requests = 0
         self.chooses = False  # some model has several replicas, so that sessions matter
+        self.has_unknown = False  # some model's properties are not known before its first load
         self.quarantine = Quarantine()
         self.sources = Sources()
         self.access = Access()
@@ -270,6 +271,9 @@ class Router:
             for alias in (one.status.name, *one.status.aliases)
         }
         self.chooses = any(len(status.replicas) > 1 for status in topology.models)
+        self.has_unknown = any(
+            status.info is None and status.residence is not None for status in topology.models
+        )
         self._farewells.apply(topology.models)
         self.demand.apply(self.routes.values())
 
