@@ -182,6 +182,7 @@ EVENTS = {
     "weight_packing_failed": "The weights cannot be packed, and stay as they are: {reason}",
     "batching_test_failed": "{model} cannot run with {mode}, which failed its test: {reason}",
     "sequential_mode_chosen": "{model} runs one request at a time: {reason}",
+    "server_answered": "{model} is served by {detail}",
     "continuous_batching_chosen": "{model} runs with {detail}",
     "kv_cache_allocation_failed": "There is no room for the KV cache as planned: {reason}",
     "page_lock_failed": "The host's memory cannot be page-locked; sleeping and waking take longer",

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 
-from servekit.bench.arrivals import poisson_arrivals
 from servekit.bench.client.client_protocol import (
     PATHS,
     Ended,
@@ -276,3 +275,15 @@ def request_head(target: Target, path: str) -> bytes:
         "content-type: application/json\r\naccept: */*\r\nuser-agent: servekit-bench\r\n"
         "content-length: "
     ).encode()
+
+
+def poisson_arrivals(rate: float, source: random.Random) -> Iterator[float]:
+    """Yield arrival times in seconds from the start, `rate` per second on average, without end.
+
+    The gaps are exponential and independent. Several such processes add up to one with the sum of
+    their rates, so that clients can share a rate without coordination.
+    """
+    now = 0.0
+    while True:
+        now += source.expovariate(rate)
+        yield now

@@ -24,12 +24,13 @@ from typing import Any
 import structlog
 import uvicorn
 
-from servekit.gateway.app import Application, ErrorMiddleware, TrustedProxies
+from servekit.gateway.app import Application, ErrorMiddleware
 from servekit.gateway.http.asgi import Envelope
 from servekit.gateway.http.limits import LIMITS, Limits, Sweep
 from servekit.gateway.http.protocol import Http
 from servekit.gateway.http.response import FastHandler
 from servekit.gateway.http.tls import Tls
+from servekit.gateway.http.trusted_proxies import TrustedProxies
 from servekit.gateway.routing.router import Router
 from servekit.gateway.routing.worker_connection import NEARBY, Reach
 from servekit.gateway.supervisor_channel import Channel, TcpChannel
@@ -344,7 +345,7 @@ async def serving(
     server = _server(app, http, keep_alive_s)
     for listening in (sock, *also):
         server.servers.append(await _listen(server, listening, tls, limits.header_s))
-    sweep = Sweep(server.server_state.connections, limits.sweep_every_s)
+    sweep = Sweep(server.server_state.connections, limits)
     ticking = asyncio.get_running_loop().create_task(server.main_loop())
 
     def close_doors() -> None:

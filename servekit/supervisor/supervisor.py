@@ -32,7 +32,7 @@ from servekit.protocol.messages import (
     Topology,
     Why,
 )
-from servekit.ray.launching import grace_s, launcher_of, open_launcher
+from servekit.ray.launcher import RayLauncher
 from servekit.ray.remote_gateways import remote_gateways
 from servekit.supervisor import access_rules
 from servekit.supervisor.admin import status as snapshot
@@ -48,7 +48,12 @@ from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.gateway_process import gateways_of, in_vain
-from servekit.supervisor.lifecycle.managed_process import ManagedProcess, Tasks, wait_for_tasks
+from servekit.supervisor.lifecycle.managed_process import (
+    ManagedProcess,
+    Tasks,
+    complete_before,
+    wait_for_tasks,
+)
 from servekit.supervisor.model_swap.manager import SwapManager
 from servekit.supervisor.process.orphan_guard import OrphanGuard
 from servekit.supervisor.process.run_dir import Record, boot_id
@@ -122,7 +127,9 @@ class Supervisor:
         fds = tuple(sock.fileno() for sock in ground.listeners)
         self._gateways = gateways_of(server, fds, self)
         self._notifier = Notifier(environ, self._gateways)
-        self.launcher = launcher_of(plan, self, self._run, ground.heritage)
+        self.launcher: RayLauncher | None = None  # None: workers are children of the supervisor
+        if plan.config.launcher == "ray":
+            self.launcher = RayLauncher(plan, self, self._run, ground.heritage)
         self._fleets = DeploymentManager(plan, self, self._run)
         self._residents = SwapManager(self._fleets, self._gateways)
         rooms = LocalCapacity(self._fleets) if self.launcher is None else RayCapacity()
@@ -152,13 +159,15 @@ class Supervisor:
             self._leave_record()
             last.callback(journal.close)
             mark_by_limit(self.mark)
-            grace = grace_s(self.launcher)
+            grace = 0.0 if self.launcher is None else self.launcher.grace_s
             self._guard = OrphanGuard(self.run_dir.path, self.mark, self.environ, grace)
             last.callback(self._guard.dismiss)
             last.callback(self._end_all)
             last.callback(self._loop.create_task(ticking(self._look, self._measures.tick)).cancel)
             await self._operators.listen(self.run_dir.control)
-            if await open_launcher(self.launcher, self._fleets.plan, self._until_told):
+            if self.launcher is None or await complete_before(
+                self._until_told(), self.launcher.open(self._fleets.plan)
+            ):
                 for gateway in self._gateways:
                     self._run(gateway)
                 self._everywhere.begin()

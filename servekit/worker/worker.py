@@ -33,6 +33,7 @@ from servekit.protocol.adapters import LoadAdapter, UnloadAdapter
 from servekit.protocol.messages import (
     PROTOCOL,
     BootFailed,
+    ChatMessage,
     DeltaBatch,
     Drain,
     EngineDied,
@@ -54,6 +55,7 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.residency import Sleep, Wake
 from servekit.protocol.startup_messages import GatewayConnected, Phase, PhaseReport
+from servekit.protocol.tool_formats import FRAMED
 from servekit.protocol.transport.connection import Connection, Factory
 from servekit.system.parent_death import CHAOS, FAIL_STEP, end_group
 from servekit.worker.adapters import Adapters
@@ -255,11 +257,8 @@ class Worker:
 
     @property
     def _watches_itself(self) -> bool:
-        """Return whether the engine checks itself, so that the worker sends no probes.
-
-        Text engines query a remote endpoint on load and monitor it; every probe would cost money.
-        """
-        return isinstance(self._engine, TextEngine)
+        """Return whether the engine checks itself, so that the worker sends no probes."""
+        return isinstance(self._engine, TextEngine) and not self._engine.probed
 
     async def _send_probe(self, info: ModelInfo) -> None:
         self._probes += 1
@@ -395,6 +394,10 @@ async def warm_up(
 
 def _probe_request(info: ModelInfo) -> Generate:
     """Return a request for two tokens, or for an embedding if the model does not generate."""
+    if "generate" in info.serves and info.dialect.tools == FRAMED and info.chat:
+        # not every server has plain completions
+        messages = [ChatMessage("user", "Hello")]
+        return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), messages=messages)
     if "generate" in info.serves:
         return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), prompt="Hello")
     return Generate(1, SamplingParams(), task="embed", inputs=["Hello"])

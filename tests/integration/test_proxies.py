@@ -18,8 +18,8 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from servekit.docs.pages import find_page
-from tests.integration.instance import Instance, echo
-from tests.integration.test_access import ALICE, ALICE_HASH, bearer
+from tests.integration.instance import Instance, bearer, echo
+from tests.integration.test_access import ALICE, ALICE_HASH
 from tests.integration.test_ui import ARGS, CHROMIUM, Tab
 from tests.polling import poll
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from servekit.diagnostics.cuda_trace import program
-from servekit.diagnostics.cuda_trace.report import make_report
-from servekit.diagnostics.cuda_trace.text import report_text
+from servekit.diagnostics.cuda_trace.report import make_report, report_text
 
 
 def trace_command(

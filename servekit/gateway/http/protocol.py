@@ -3,18 +3,64 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from servekit.errors import RequestError
 from servekit.gateway.http.asgi import Envelope, Header, too_large
-from servekit.gateway.http.header_cache import Head
 from servekit.gateway.http.limits import LimitedProtocol
 from servekit.gateway.http.response import CoalescingTransport, FastHandler, FastResponse
 from servekit.gateway.telemetry.metrics import OTHER
+
+#: Longer heads are not kept: each connection keeps one, and clients may be malicious.
+MOST_BYTES = 8 * 1024
+_END = b"\r\n\r\n"
+_length = re.compile(rb"\r\ncontent-length: ?(\d{1,10})(?=\r\n)", re.IGNORECASE)
+
+
+class Head(NamedTuple):
+    """A request head, split around the digits of its content-length.
+
+    A client that keeps its connection sends the same head again and again; only the body's length
+    changes. A head that is otherwise the same, byte for byte, has been parsed and checked before,
+    so the next request is recognised by it without parsing.
+    """
+
+    before: bytes
+    after: bytes  # including the empty line
+
+    @classmethod
+    def of(cls, data: bytes) -> Head | None:
+        """Return the head of `data` if that is exactly one complete request, else None."""
+        end = data.find(_END) + len(_END)
+        found = _length.findall(data, 0, end)
+        if (
+            not len(_END) <= end <= MOST_BYTES
+            or len(found) != 1
+            or end + int(found[0]) != len(data)
+        ):
+            return None
+        at = _length.search(data)
+        assert at is not None
+        return cls(data[: at.start(1)], data[at.end(1) : end])
+
+    def body_of(self, data: bytes) -> bytes | None:
+        """Return the body of `data` if that is one complete request with this head, else None."""
+        before, after = self
+        if not data.startswith(before):
+            return None
+        begin = len(before)
+        at = data.find(b"\r", begin, begin + 11)
+        if at <= begin or not data.startswith(after, at):
+            return None
+        digits, end = data[begin:at], at + len(after)
+        if not digits.isdigit() or int(digits) != len(data) - end:
+            return None
+        return data[end:]
 
 
 class Http(LimitedProtocol):
@@ -44,6 +90,7 @@ class Http(LimitedProtocol):
         # the last fast response; `cycle` may be a later, pipelined request
         self._exchange: FastResponse | None = None
         self._head: Head | None = None  # of the last parsed request
+        self.headers_by_name: dict[bytes, bytes] = {}  # of the last fast request
         self._within = False  # a message has begun and is incomplete
         self._idle_since_s = 0.0  # end of the last fast response; 0 once data comes
         self._heads: dict[Any, bytes] = {}
@@ -151,9 +198,10 @@ class Http(LimitedProtocol):
             super().on_headers_complete()
             return
         self.header_ends()
+        self.headers_by_name = dict(self.headers)
         self._exchange = exchange = FastResponse(self, handler)
         self.cycle = cast(Any, exchange)
-        declared = exchange.header(b"content-length")
+        declared = self.headers_by_name.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > self.max_body_bytes:
             exchange.fail(too_large(self.max_body_bytes))
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from servekit.gateway.tool_parsing import named_calls
-from servekit.gateway.tool_parsing.events import Parser
+from servekit.gateway.tool_parsing.events import Parser, Reasoning
 from servekit.gateway.tool_parsing.framed import read_framed
 from servekit.gateway.tool_parsing.harmony import read_harmony
 from servekit.gateway.tool_parsing.incremental_scanner import (
+    MAX_SPACE,
     GeneratorParser,
     IncrementalScanner,
     Script,
 )
 from servekit.gateway.tool_parsing.json_calls import json_calls
 from servekit.gateway.tool_parsing.pythonic import make_pythonic
-from servekit.gateway.tool_parsing.reasoning import read_thoughts
 from servekit.gateway.tool_parsing.tagged_calls import (
     GLM,
     INVOKE,
@@ -121,3 +122,25 @@ def _read_answer(
         yield from read_rest(tape)
     else:
         yield from calls_in_text(tape, family)
+
+
+def read_thoughts(tape: IncrementalScanner, begin: str, end: str, at_once: bool) -> Script[None]:
+    """Consume the reasoning at the start of the text, if any; a later marker is only text.
+
+    White space inside and after the markers belongs to the markers. Reasoning without an end marker
+    goes on to the end of the text. A model may write `begin` although its template has already done
+    so.
+    """
+    tape.mark()
+    yield from tape.skip_space(MAX_SPACE)
+    begins = yield from tape.take(begin)
+    if not begins and not at_once:
+        tape.rewind()
+        return
+    tape.release()
+    yield from tape.skip_space(MAX_SPACE)
+    tell = partial(tape.say, kind=Reasoning)
+    if (yield from tape.find((end,), tell)):
+        yield from tape.skip_space(MAX_SPACE)
+        yield from tape.expect(end)
+        yield from tape.skip_space(MAX_SPACE)

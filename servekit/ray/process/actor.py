@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,9 +28,8 @@ from servekit.protocol.messages import GpuStatus
 from servekit.protocol.ray_messages import RemoteGpu, Running, Start
 from servekit.protocol.transport.credentials import Credentials
 from servekit.ray.process.node_probe import as_remote, own_gpus
-from servekit.ray.process.sockets import Sockets
 from servekit.supervisor.process.environment import THREADS
-from servekit.system import procfs
+from servekit.system import procfs, sockets
 from servekit.system.gpu_memory_audit import group_of, stray_memory
 from servekit.system.gpus import Gpu, find_gpus, gpu_memory_by_pid, gpus_in_use
 
@@ -43,6 +43,35 @@ _LOOK_EVERY_S = 0.5
 _GIVE_BACK_S = 20.0
 #: Added to the worker's grace period, so that the worker exits first.
 _LONGER_S = 5.0
+
+
+class Sockets:
+    """Listening sockets of a gateway on this node, held by its actor across restarts.
+
+    So no client is refused between the death of a gateway and its restart: connections wait.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, int], socket.socket] = {}
+
+    def open(self, wanted: Sequence[tuple[str, int]]) -> list[int]:
+        """Listen on exactly these hosts and ports; return the descriptors in their order.
+
+        Raises StartError with a message, and then opens no new socket.
+        """
+        made: dict[tuple[str, int], socket.socket] = {}
+        try:
+            for host, port in wanted:
+                if (host, port) not in self._open:
+                    made[host, port] = sockets.bind_listener(host, port, setting="server.port")
+        except BaseException:
+            for sock in made.values():
+                sock.close()
+            raise
+        self._open |= made
+        for where in self._open.keys() - set(wanted):
+            self._open.pop(where).close()
+        return [self._open[host, port].fileno() for host, port in wanted]
 
 
 class ActorState(msgspec.Struct, frozen=True):

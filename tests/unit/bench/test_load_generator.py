@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
+import statistics
 import time
 from collections.abc import Iterable
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
 
 from servekit.bench.client.client_protocol import Asking, Order, Record, Target
 from servekit.bench.lengths import Lengths
-from servekit.bench.load_generator import PAUSE_S, Driver
+from servekit.bench.load_generator import PAUSE_S, Driver, poisson_arrivals
 from tests.unit.bench.serving import (
     CLOSE,
     EVENTS,
@@ -87,7 +91,7 @@ async def test_an_open_loop_waits_for_nobody() -> None:
         records, driver = await drive(told)
         took_s = time.monotonic() - began
     assert [record.fate for record in records] == ["ok"] * 40
-    assert took_s < 40 * 0.3 / 4, "one after the other it takes twelve seconds"
+    assert took_s < 40 * 0.3 / 2, "one after the other it takes twelve seconds"
     assert sum(driver.ended().late.values()) == 40
 
 
@@ -187,3 +191,29 @@ async def test_clients_share_the_conversations_without_a_word() -> None:
         await drive(order(server.target, requests=8))
     alone = [body["messages"][0]["content"] for body in server.bodies[8:]]
     assert sorted(mine) == sorted(alone)
+
+
+def arrivals(rate: float, count: int, seed: str = "1") -> list[float]:
+    return list(islice(poisson_arrivals(rate, random.Random(seed)), count))
+
+
+def test_gaps_are_exponential() -> None:
+    times = arrivals(50.0, 20_000)
+    gaps = [b - a for a, b in pairwise([0.0, *times])]
+    assert statistics.mean(gaps) == pytest.approx(0.02, rel=0.03)
+    assert statistics.stdev(gaps) == pytest.approx(0.02, rel=0.03)  # as its mean
+    for share in (0.1, 0.5, 0.9, 0.99):
+        expected = -math.log(1 - share) / 50.0
+        assert sorted(gaps)[int(share * len(gaps))] == pytest.approx(expected, rel=0.08)
+
+
+def test_gaps_are_independent() -> None:
+    gaps = [b - a for a, b in pairwise(arrivals(1.0, 20_000))]
+    assert abs(statistics.correlation(gaps[:-1], gaps[1:])) < 0.03
+
+
+def test_several_clients_make_one_process_of_the_whole_rate() -> None:
+    times = sorted(t for n in range(4) for t in arrivals(25.0, 5_000, str(n)) if t < 150)
+    counts = [sum(second <= t < second + 1 for t in times) for second in range(150)]
+    assert statistics.mean(counts) == pytest.approx(100, rel=0.03)
+    assert statistics.variance(counts) == pytest.approx(100, rel=0.35)  # Poisson's is its mean

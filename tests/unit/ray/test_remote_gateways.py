@@ -35,14 +35,14 @@ from servekit.protocol.remote_gateway import AdminRequest, AdminResponse
 from servekit.protocol.transport.certificate_holder import CertificateHolder
 from servekit.protocol.transport.tls import Authority
 from servekit.ray.actors import StartOrder
-from servekit.ray.process.sockets import Sockets
+from servekit.ray.process.actor import Sockets
 from servekit.ray.remote_gateways import RemoteGateway, RemoteGateways, Service, listens_at
 from servekit.supervisor.gateway_process import Gateway
 from servekit.supervisor.lifecycle.remote_process import RemoteChild, RemoteControl
 from servekit.supervisor.process.child_process import Exit
 from tests.integration.certificates import make
 from tests.unit.gateway.conftest import until
-from tests.unit.ray.process.test_sockets import free_port
+from tests.unit.ray.process.test_actor import free_port
 from tests.unit.supervisor.test_gateway_process import Alone
 
 OURS = Authority.new("c")

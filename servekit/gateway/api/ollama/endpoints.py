@@ -10,11 +10,10 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 
 from servekit import __version__
-from servekit.errors import Unsupported
+from servekit.errors import RequestError, Unsupported
 from servekit.gateway.api.endpoint import EndpointFactory, GenerationEndpoint
 from servekit.gateway.api.ollama import models
 from servekit.gateway.api.ollama.embeddings import Embedding, write_one
-from servekit.gateway.api.ollama.keep_alive import stay_s
 from servekit.gateway.api.ollama.request import (
     ChatRequest,
     Common,
@@ -48,6 +47,7 @@ from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
 from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.router import Router
 from servekit.protocol.messages import Delta
+from servekit.units import parse_duration
 
 _encode = msgspec.json.Encoder().encode
 #: Ollama's endpoints that change models; here the configuration file defines the models.
@@ -61,8 +61,8 @@ class Ollama:
         self._router = router
         door = EndpointFactory(max_body_bytes, encode_error)
         self.handlers: dict[str, Handler] = {
-            "/api/chat": GenerationEndpoint(router, self._parse_chat),
-            "/api/generate": GenerationEndpoint(router, self._parse_generate),
+            "/api/chat": GenerationEndpoint(router, self._parse_chat).answer,
+            "/api/generate": GenerationEndpoint(router, self._parse_generate).answer,
         }
         self.routes: dict[str, Endpoint] = {
             "/api/embed": door.calls(self._embed),
@@ -201,6 +201,27 @@ def add_reads(app: FastAPI, router: Router) -> None:
 
 
 _operation = partial(Operation, tag="Ollama", stream=LINES, error=OllamaError)
+
+
+def stay_s(keep_alive: float | str) -> float:
+    """Return the seconds of a number or of a duration such as "5m" or "1h30m"; infinity below 0.
+
+    Raises RequestError.
+    """
+    if not isinstance(keep_alive, str):
+        return float("inf") if keep_alive < 0 else float(keep_alive)
+    text = keep_alive.strip()
+    below = text.startswith("-")
+    try:
+        total_s = parse_duration(text[1:] if below else text)
+    except ValueError:
+        raise RequestError(
+            'keep_alive: expected a number of seconds, or a duration such as "5m"',
+            param="keep_alive",
+        ) from None
+    return float("inf") if below and total_s else total_s
+
+
 OPERATIONS = (
     _operation(
         "/api/chat",

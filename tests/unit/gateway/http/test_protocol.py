@@ -2,17 +2,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import socket
 import struct
 import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
 
+import msgspec
 import pytest
 
 from servekit.gateway.http.asgi import Receive, Scope, Send
-from servekit.gateway.http.protocol import Http
+from servekit.gateway.http.limits import Limits
+from servekit.gateway.http.protocol import Head, Http
 from servekit.gateway.http.response import FastResponse
 from servekit.gateway.server import serving
 from tests.unit.gateway.conftest import until
+from tests.unit.gateway.serving import served
 
 
 async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,3 +78,151 @@ async def test_who_is_connected_leaves_with_the_next_answer_once_the_doors_are_c
             other.close()
         writer.close()
         late_writer.close()
+
+
+LINES = (b"host: x", b"authorization: Bearer abc", b"content-type: application/json")
+LIMITS = Limits(sweep_every_s=0.05)
+MOST_BYTES = 5000
+
+
+def ask(body: bytes, *lines: bytes, path: bytes = b"/hot") -> bytes:
+    length = b"Content-Length: %d" % len(body)
+    return b"\r\n".join([b"POST %b HTTP/1.1" % path, *LINES, length, *lines, b"", body])
+
+
+def test_a_head_is_that_of_one_whole_request() -> None:
+    head = Head.of(ask(b"{}"))
+    assert head is not None
+    assert head.body_of(ask(b"{}")) == b"{}"
+    assert head.body_of(ask(b"x" * 1000)) == b"x" * 1000
+    assert head.body_of(ask(b"")) == b""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{}",
+        ask(b"{}")[:-1],
+        ask(b"{}") + b"x",
+        ask(b"{}") + ask(b"{}"),
+        ask(b"{}", path=b"/cold"),
+        ask(b"{}", b"expect: 100-continue"),
+        ask(b"{}").replace(b"abc", b"abd"),
+        ask(b"{}").replace(b": 2", b": 2 "),
+        ask(b"{}").replace(b": 2", b": +2"),
+        ask(b"{}").replace(b": 2", b": \xd9\xa2"),
+        ask(b"{}").replace(b": 2", b": 2, 2"),
+        ask(b"{}").replace(b": 2", b":"),
+        ask(b"{}")[:40],
+    ],
+)
+def test_another_head_or_another_length_is_left_to_the_parser(data: bytes) -> None:
+    head = Head.of(ask(b"{}"))
+    assert head is not None and head.body_of(data) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"POST /hot HTTP/1.1\r\nhost: x\r\n",
+        ask(b"{}")[:-1],
+        ask(b"{}") + ask(b"{}"),
+        ask(b"{}", b"content-length: 2"),
+        ask(b"{}", b"x: " + b"y" * 8192),
+        b"POST /hot HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    ],
+)
+def test_there_is_no_head_to_know_the_next_by(data: bytes) -> None:
+    assert Head.of(data) is None
+
+
+Talk = Callable[[list[bytes]], Awaitable[bytes]]
+parsed: list[tuple[bytes, bytes, bytes]] = []
+
+
+def answer(exchange: FastResponse) -> None:
+    seen = exchange.path, exchange.headers.get(b"authorization", b""), bytes(exchange.body)
+    parsed.append(seen)
+    exchange.answer(msgspec.json.encode([part.decode() for part in seen]))
+
+
+async def cold(scope: Scope, receive: Receive, send: Send) -> None:
+    """What is off the short way: chunked bodies, to be closed, other paths."""
+    body = b""
+    while (message := await receive())["type"] == "http.request":
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    held = dict(scope["headers"]).get(b"authorization", b"")
+    said = msgspec.json.encode([scope["path"], held.decode(), body.decode()])
+    head = [(b"content-length", b"%d" % len(said))]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": said})
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    parsed.clear()
+    async with served(cold, {b"/hot": answer}, MOST_BYTES, LIMITS) as port:
+        yield port
+
+
+async def told(reader: asyncio.StreamReader) -> list[str]:
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
+    body: list[str] = msgspec.json.decode(await reader.readexactly(length))
+    return body
+
+
+def variations(rng: random.Random) -> tuple[bytes, list[str]]:
+    """A request, and what its answer has to say."""
+    body = bytes(rng.choices(b"abc {}\r\n", k=rng.choice([0, 1, 9, 10, 99, 100, 3000])))
+    path, key = rng.choice([b"/hot"] * 6 + [b"/cold"]), rng.choice([b"abc"] * 6 + [b"d"])
+    request = ask(body, path=path).replace(b"Bearer abc", b"Bearer " + key)
+    if rng.random() < 0.1:
+        request = request.replace(b"Content-Length: %d" % len(body), b"transfer-encoding: chunked")
+        end = request.index(b"\r\n\r\n") + 4
+        chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+        request = request[:end] + chunk + b"0\r\n\r\n"
+    return request, [path.decode(), f"Bearer {key.decode()}", body.decode()]
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_each_of_many_requests_has_its_own_answer(port: int, seed: int) -> None:
+    """Whole, in pieces, several at once: whatever of it is known from the one before."""
+    rng = random.Random(seed)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _ in range(40):
+        some = [variations(rng) for _ in range(rng.choice([1, 1, 1, 1, 3]))]
+        data = b"".join(request for request, _ in some)
+        cuts = sorted(rng.sample(range(len(data)), rng.choice([0, 0, 0, 1, 3])))
+        for begin, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+            writer.write(data[begin:end])
+            await asyncio.sleep(0)  # they may come apart
+        for _, wanted in some:
+            assert await asyncio.wait_for(told(reader), 30) == wanted
+    writer.close()
+
+
+async def test_a_body_over_the_limit_is_refused_also_where_the_head_is_known(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(ask(b"x"))
+    assert (await told(reader))[2] == "x"
+    writer.write(ask(b"x" * (MOST_BYTES + 1)))
+    assert b" 413 " in await reader.readline()
+    assert len(parsed) == 1
+    writer.close()
+
+
+async def test_an_idle_connection_is_closed_in_the_end() -> None:
+    async with served(cold, {b"/hot": answer}, MOST_BYTES, LIMITS, keep_alive_s=0.3) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(3):
+            writer.write(ask(b"x"))
+            assert (await told(reader))[2] == "x"
+        closed = asyncio.ensure_future(reader.read())
+        await until(closed.done, "it is closed")
+        assert closed.result() == b""
+        writer.close()

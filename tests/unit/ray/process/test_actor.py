@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from servekit.errors import StartError
-from servekit.ray.process.sockets import Sockets
+from servekit.ray.process.actor import Sockets
 
 HERE = "127.0.0.1"
 
