@@ -61,8 +61,10 @@ settings.load_profile("ci")
 # The imports of all files of tests make no garbage that matters: not before they are done.
 gc.disable()
 
-INTEGRATION = Path(__file__).parent / "integration"
-STYLE = Path(__file__).parent / "unit" / "test_style.py"
+TESTS = Path(__file__).parent
+INTEGRATION = TESTS / "integration"
+ENGINES = TESTS / "unit" / "engines"
+STYLE = TESTS / "unit" / "test_style.py"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,9 +77,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put mypy first, which takes longest, and then the tests that start real processes."""
+    """Put mypy's file first, and then those of real processes mixed with those of engines.
+
+    They take longest, and so do not end up last. The first wait and the second compute, so that
+    one worker of xdist waits while another computes.
+    """
     lanes.choose(config, items)
-    items.sort(key=lambda item: (item.path != STYLE, INTEGRATION not in item.path.parents))
+    files: dict[Path, dict[Path, None]] = {STYLE: {}, INTEGRATION: {}, ENGINES: {}, TESTS: {}}
+    for item in items:
+        next(found for at, found in files.items() if item.path.is_relative_to(at))[item.path] = None
+    places = {
+        path: (at == TESTS, number / len(found))
+        for at, found in files.items()
+        for number, path in enumerate(found)
+    }
+    items.sort(key=lambda item: places[item.path])
 
 
 def pytest_collection_finish() -> None:

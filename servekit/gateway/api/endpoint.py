@@ -42,7 +42,7 @@ OpenGeneration = Callable[[Router, GenerationRequest], Coroutine[Any, Any, Gener
 
 
 class GenerationEndpoint:
-    """An endpoint whose answer is a generation, streamed or whole: a `Handler`.
+    """An endpoint whose answer is a generation, streamed or whole; `answer` is its `Handler`.
 
     `open_later`, if given, opens every generation. Otherwise one is opened at once, unless its
     model is loaded on demand and has never been loaded.
@@ -59,7 +59,7 @@ class GenerationEndpoint:
         self._open_later = open_later
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def __call__(self, response: Response) -> None:
+    def answer(self, response: Response) -> None:
         """Start to answer. Raises ServekitError for a wrong request."""
         body, response.body = bytes(response.body), b""
         parsed = self._parse(body, api_key(response.headers))

@@ -92,7 +92,8 @@ class AuthMiddleware:
 
     def _pass(self, handler: FastHandler, exchange: FastResponse) -> None:
         """Answer a request once its key is verified, which nearly always is at once."""
-        exchange.extra = self._cors(exchange.headers)
+        if self._access.rules.cors:
+            exchange.extra = self._cors(exchange.headers)
         if self._forwarded is not None:
             origin = exchange.origin
             origin.address = self._forwarded.find(origin.address, exchange.protocol.headers)

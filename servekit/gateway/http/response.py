@@ -134,6 +134,9 @@ class CoalescingTransport:
         if not self._transport.is_closing() and self._transport.can_write_eof():
             self._transport.write_eof()
 
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
     # on a closed transport uvloop raises where asyncio does nothing
 
     def pause_reading(self) -> None:

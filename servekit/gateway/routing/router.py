@@ -144,7 +144,7 @@ class Router:
         size_bytes = 0
         try:
             route = self._take(call)
-            waits = call.alone_until or len(route.queue)
+            waits = call.alone_until or route.queue.size
             replica = None if waits else route.best(call)
             if replica is None:
                 check_fits(call, route.status.info)
