@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,9 +21,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from servekit.protocol.messages import Shutdown
+from servekit.supervisor.admin.control_socket import ask
 from servekit.system import procfs
 from servekit.system.orphan_cleanup import MARK
 from tests.integration.instance import PROGRAM, Instance, echo, write_config
+from tests.integration.test_drain import stream
 from tests.polling import poll
 
 FORBIDDEN = ("torch", "transformers", "fastapi", "starlette", "uvicorn", "gradio", "uvloop")
@@ -32,7 +37,7 @@ def cli(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedPr
         [*PROGRAM, *args],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         env={**os.environ, **(env or {})},
     )
 
@@ -574,14 +579,21 @@ def test_down_now_does_not_wait(tmp_path: Path) -> None:
 
 def test_down_twice_does_not_cut_off_what_is_in_flight(tmp_path: Path) -> None:
     with (
-        ThreadPoolExecutor(3) as pool,
-        Instance.up(tmp_path, [echo("slow", step_s=0.05)]) as instance,
+        ThreadPoolExecutor(2) as pool,
+        Instance.up(tmp_path, [echo("slow", step_s=0.02)]) as instance,
     ):
-        instance.until_settled()
-        request = slow_request(pool, instance)
-        downs = [pool.submit(cli, "down", "--run-dir", str(instance.run_dir)) for _ in range(2)]
-        assert request.result(30).status_code == 200
-        assert [down.result(30).returncode for down in downs] == [0, 0]
+        begun, enough = threading.Event(), threading.Event()
+        under_way = pool.submit(stream, instance.until_settled().url, begun, enough)
+        assert begun.wait(60)
+        down = pool.submit(cli, "down", "--run-dir", str(instance.run_dir))
+        instance.until("it drains", lambda: instance.status().draining)
+        asyncio.run(ask(instance.run_dir / "control.sock", Shutdown(now=False)))
+        begun.clear()
+        assert begun.wait(60), "there is more of it"
+        assert not under_way.done()
+        enough.set()
+        assert under_way.result(60)
+        assert down.result(60).returncode == 0
         assert instance.wait() == 0
 
 
