@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -110,13 +110,23 @@ def test_gateways_answer_while_models_load(tmp_path: Path) -> None:
         assert instance.wait(within_s=20) == 0, "a model that loads has nothing to finish"
 
 
-def test_several_gateways_share_the_port(tmp_path: Path) -> None:
-    with Instance.up(tmp_path, [echo("a")], server={"gateways": 2}) as instance:
-        url = instance.until_settled().url
-        for _ in range(20):
-            assert complete(url, "a", "x", max_tokens=1).status_code == 200
-        counted = lambda: sum(g.requests for g in instance.status().gateways) == 20  # noqa: E731
-        instance.until("both report their requests", counted)
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    """Several workers and several gateways."""
+    folder = tmp_path_factory.mktemp("several")
+    with Instance.up(folder, [echo("a", replicas=3)], server={"gateways": 2}) as instance:
+        instance.until_settled()
+        yield instance
+
+
+def test_several_gateways_share_the_port(several: Instance) -> None:
+    def counted() -> int:
+        return sum(gateway.requests for gateway in several.status().gateways)
+
+    before, url = counted(), several.url
+    for _ in range(20):
+        assert complete(url, "a", "x", max_tokens=1).status_code == 200
+    several.until("both report their requests", lambda: counted() == before + 20)
 
 
 # ---------------------------------------------------------------- it ends
@@ -424,16 +434,14 @@ def test_pins_are_in_the_environment_from_the_first_instruction(tmp_path: Path) 
         assert MARK not in supervisor
 
 
-def test_the_supervisor_stays_small_and_loads_nothing_heavy(tmp_path: Path) -> None:
-    with Instance.up(tmp_path, [echo("a", replicas=3)], server={"gateways": 2}) as instance:
-        status = instance.until_settled()
-        for _ in range(20):
-            instance.status()
-        assert 20 * 2**20 < procfs.rss_bytes(instance.pid) < 60 * 2**20
-        assert status.rss_bytes < 60 * 2**20
-        mapped = Path(f"/proc/{instance.pid}/maps").read_text()
-        for library in ("libtorch", "libcudart", "libcuda.so", *FORBIDDEN):
-            assert f"/{library}" not in mapped, library
+def test_the_supervisor_stays_small_and_loads_nothing_heavy(several: Instance) -> None:
+    for _ in range(20):
+        several.status()
+    assert 20 * 2**20 < procfs.rss_bytes(several.pid) < 60 * 2**20
+    assert several.status().rss_bytes < 60 * 2**20
+    mapped = Path(f"/proc/{several.pid}/maps").read_text()
+    for library in ("libtorch", "libcudart", "libcuda.so", *FORBIDDEN):
+        assert f"/{library}" not in mapped, library
 
 
 def test_what_up_imports_has_nothing_heavy_in_it() -> None:
@@ -448,18 +456,16 @@ def test_what_up_imports_has_nothing_heavy_in_it() -> None:
     assert done.stdout.split() == []
 
 
-def test_children_get_no_fd_but_their_own(tmp_path: Path) -> None:
-    with Instance.up(tmp_path, [echo("a", replicas=2)], server={"gateways": 2}) as instance:
-        status = instance.until_settled()
+def test_children_get_no_fd_but_their_own(several: Instance) -> None:
+    def sockets(pid: int) -> set[str]:
+        return {link for link in links(pid) if link.startswith(("socket:", "pipe:"))}
 
-        def sockets(pid: int) -> set[str]:
-            return {link for link in links(pid) if link.startswith(("socket:", "pipe:"))}
-
-        pids = [r.pid for r in status.models[0].replicas]
-        assert not sockets(pids[0]) & sockets(pids[1])
-        assert not any("lock" in link for link in links(pids[0]))
-        shared = sockets(status.gateways[0].pid) & sockets(status.gateways[1].pid)
-        assert len(shared) == 1, "the listening socket and nothing else"
+    status = several.status()
+    pids = [r.pid for r in status.models[0].replicas]
+    assert not sockets(pids[0]) & sockets(pids[1])
+    assert not any("lock" in link for link in links(pids[0]))
+    shared = sockets(status.gateways[0].pid) & sockets(status.gateways[1].pid)
+    assert len(shared) == 1, "the listening socket and nothing else"
 
 
 def test_what_a_child_writes_is_logged_and_kept(tmp_path: Path) -> None:
