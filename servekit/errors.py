@@ -52,7 +52,10 @@ def describe_error(error: BaseException) -> str:
 
 
 class ServekitError(Exception):
-    """The base of all deliberate errors. `str(error)` is one sentence that a user can act on."""
+    """A fault of servekit. Report it, with the request id and the log.
+
+    The base of all deliberate errors. `str(error)` is one sentence that a user can act on.
+    """
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
@@ -109,7 +112,10 @@ class WireError(ServekitError):
 
 
 class RequestError(ServekitError):
-    """A request that is refused. `param` names the offending field, if there is one."""
+    """The request is not valid. Correct it; the message says what is wrong.
+
+    `param` names the offending field, if there is one. The base of all errors that clients see.
+    """
 
     status = 400
     code = "invalid_request"
@@ -125,84 +131,142 @@ class RequestError(ServekitError):
 
 
 class ContextLengthExceeded(RequestError):
+    """The prompt, or the prompt with its answer, is longer than the context of the model. Shorten
+    it, or ask for fewer tokens.
+    """
+
     code = "context_length_exceeded"
 
 
 class Unsupported(RequestError):
+    """The model, its engine or servekit does not serve a parameter of the request. Leave it out;
+    the message names it.
+    """
+
     code = "unsupported_parameter"
 
 
 class InvalidKey(RequestError):
+    """The request has no valid API key. Send one as `Authorization: Bearer KEY` or `x-api-key:
+    KEY`.
+    """
+
     status = 401
     code = "invalid_api_key"
 
 
 class Forbidden(RequestError):
+    """The key may not do this, or the request comes from the page of another site. Use another key,
+    or change the key in the file.
+    """
+
     status = 403
     code = "forbidden"
 
 
 class ModelNotFound(RequestError):
+    """No model or adapter that the key may use has this name. `GET /v1/models` lists the names."""
+
     status = 404
     code = "model_not_found"
 
 
 class BodyTooLarge(RequestError):
+    """The body is over `server.max_body_bytes`. Send less, or raise the limit."""
+
     status = 413
     code = "body_too_large"
 
 
 class ClientClosed(RequestError):
+    """The client has disconnected, so the request was cancelled. Nobody receives this; it stands in
+    metrics and traces.
+    """
+
     status = 499
     code = "client_closed"
 
 
 class QueueFull(RequestError):
+    """The queue of the model is full. Send the request again after `Retry-After`; if it happens
+    often, add replicas or raise `models[].max_queue`.
+    """
+
     status = 429
     code = "queue_full"
 
 
 class RateLimited(RequestError):
+    """The key or the address has used up its share. Send the request again after `Retry-After`."""
+
     status = 429
     code = "rate_limit_exceeded"
 
 
 class SourceQuarantined(RequestError):
+    """Requests of this key or address have killed workers again and again. Find the request that
+    does; wait for the time in the message.
+    """
+
     status = 429
     code = "source_quarantined"
 
 
 class EngineFailed(RequestError):
+    """The engine failed on this request. Send it again; if it fails again, see `servekit why
+    MODEL`.
+    """
+
     status = 500
     code = "engine_error"
 
 
 class EndpointFailed(RequestError):
+    """The remote endpoint of the model failed, or answered with an error. The message has its
+    words.
+    """
+
     status = 502
     code = "endpoint_error"
 
 
 class RequestQuarantined(RequestError):
+    """Workers died each time they ran this request. Change it, or tell the operator its
+    fingerprint, which the message has.
+    """
+
     status = 500
     code = "request_quarantined"
 
 
 class WorkerLost(RequestError):
+    """The worker died, and the request can neither run again nor continue. Send it again."""
+
     status = 503
     code = "worker_lost"
 
 
 class ModelChanged(RequestError):
+    """The model was replaced after part of the answer was sent. Send the request again."""
+
     status = 503
     code = "model_changed"
 
 
 class ModelUnavailable(RequestError):
+    """The model cannot serve now: it loads, rests after crashes, or has failed. Send the request
+    again after `Retry-After`; `/readyz` and `servekit why MODEL` have the reason.
+    """
+
     status = 503
     code = "model_unavailable"
 
 
 class DeadlineExceeded(RequestError):
+    """The request was not done within its time (`models[].timeout_s`, or the timeout of the
+    request). Raise the limit, or ask for less.
+    """
+
     status = 504
     code = "timeout"
 

@@ -49,6 +49,8 @@ EVENTS = {
     "supervisor_stopped": "Stopped",
     # processes
     "process_started": "Started with PID {pid}",
+    "servekit_upgraded": "The process is of a newer version than its supervisor, as servekit was"
+    " upgraded while this instance ran: restart the instance",
     "process_progressed": "Loading: {progress}",
     "gateway_ready": "The gateway serves after {after_s} s",
     "worker_ready": "The worker serves on {device} after {after_s} s",

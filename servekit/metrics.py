@@ -52,13 +52,18 @@ _DEVICE = ("gpu", "uuid", "name", "node")
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric. `buckets` are the upper bounds of a histogram's buckets, without infinity."""
+    """A metric. `buckets` are the upper bounds of a histogram's buckets, without infinity.
+
+    A counter of rare events `starts_at_zero` for every model, so that its first increment is an
+    increase.
+    """
 
     name: str
     kind: Kind
     labels: tuple[str, ...]
     help: str
     buckets: tuple[float, ...] = ()
+    starts_at_zero: bool = False
 
     @property
     def width(self) -> int:
@@ -66,8 +71,10 @@ class Metric:
         return len(self.buckets) + 2 if self.kind == "histogram" else 1
 
 
-def _counter(name: str, labels: Sequence[str], help: str) -> Metric:
-    return Metric(name, "counter", tuple(labels), help)
+def _counter(
+    name: str, labels: Sequence[str], help: str, *, starts_at_zero: bool = False
+) -> Metric:
+    return Metric(name, "counter", tuple(labels), help, starts_at_zero=starts_at_zero)
 
 
 def _gauge(name: str, labels: Sequence[str], help: str) -> Metric:
@@ -158,16 +165,19 @@ METRICS: tuple[Metric, ...] = (
         "servekit_retries_total",
         ("model",),
         "Requests sent to a worker again, from their beginning: theirs had died, or was leaving.",
+        starts_at_zero=True,
     ),
     _counter(
         "servekit_continuations_total",
         ("model",),
         "Answers under way that went on at another worker, from the token they had reached.",
+        starts_at_zero=True,
     ),
     _counter(
         "servekit_quarantines_total",
         ("model",),
         "Requests that were given up because workers died each time they ran them.",
+        starts_at_zero=True,
     ),
     _gauge(
         "servekit_quarantined_requests",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from servekit.cli.instance_lookup import ApiKey, Authority, Insecure
+from servekit.cli.instance_lookup import ApiKey, Authority, Insecure, RunDirectory
 from servekit.errors import ConfigError, StartError
 
 if TYPE_CHECKING:
@@ -19,100 +19,124 @@ if TYPE_CHECKING:
     from servekit.bench.result import Result
 
 
+# ---------------------------------------------------------------- options: the load
+
+Server = Annotated[
+    str | None,
+    typer.Argument(metavar="[URL]", help="The server's URL; by default the running instance."),
+]
+Concurrency = Annotated[
+    str | None,
+    typer.Option(
+        "--concurrency", "-c", help="Closed loop: users at the same time; 1,8,64 for several loads."
+    ),
+]
+Rate = Annotated[
+    str | None,
+    typer.Option(
+        "--rate",
+        "-r",
+        help="Open loop: Poisson arrivals per second, of conversations with --turns; "
+        "1,5,10 for several loads.",
+    ),
+]
+Count = Annotated[
+    int | None, typer.Option("--requests", "-n", min=1, help="Requests of each load.")
+]
+Duration = Annotated[
+    str | None,
+    typer.Option("--duration", "-d", help="Duration of each load: 30s, 5m. Default 30s."),
+]
+Slo = Annotated[
+    str | None,
+    typer.Option(help="Goodput: ttft=0.5,itl=0.05,e2e=10 in seconds; also tpot and gap."),
+]
+Warmup = Annotated[int, typer.Option(min=0, help="Requests before each load.")]
+Seed = Annotated[int, typer.Option(help="Seed of lengths, prompts and arrivals.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Longest time of one request, in seconds.")]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=1024, help="Processes that make the load; by default as many as it needs."
+    ),
+]
+
+# ---------------------------------------------------------------- options: the requests
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Model to ask; not needed if there is only one."),
+]
+ApiName = Annotated[str, typer.Option(help="chat, completions or embeddings.")]
+Stream = Annotated[bool, typer.Option("--stream/--no-stream")]
+PromptTokens = Annotated[
+    str | None,
+    typer.Option(
+        help="Length of prompts: 256, 128..512, normal:256,64 or lognormal:256,64. Default 256."
+    ),
+]
+OutputTokens = Annotated[str, typer.Option(help="Longest answers, in the same form.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Make answers exactly this long.")]
+Dataset = Annotated[
+    Path | None,
+    typer.Option(help='JSONL: {"prompt": "…"} or {"messages": […]}, perhaps max_tokens.'),
+]
+Turns = Annotated[str, typer.Option(help="Turns of a conversation: 4, 2..6 …")]
+SharedPrefixTokens = Annotated[
+    int,
+    typer.Option(min=0, max=1_000_000, help="Tokens before the prompt that conversations share."),
+]
+Prefixes = Annotated[
+    int, typer.Option(min=1, max=100_000, help="Number of different shared prefixes.")
+]
+Extra = Annotated[str | None, typer.Option(metavar="JSON", help="Further fields of each request.")]
+
+# ---------------------------------------------------------------- options: the result
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the results as JSON; - is stdout."),
+]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw the results: FILE.png or FILE.html.")
+]
+Schema = Annotated[
+    bool, typer.Option("--schema", help="Print the JSON schema of --json and do nothing else.")
+]
+
+
+# ---------------------------------------------------------------- the command
+
+
 def bench(
-    url: Annotated[
-        str | None,
-        typer.Argument(metavar="[URL]", help="The server's URL; by default the running instance."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="Model to ask; not needed if there is only one."),
-    ] = None,
-    concurrency: Annotated[
-        str | None,
-        typer.Option(
-            "--concurrency",
-            "-c",
-            help="Closed loop: users at the same time; 1,8,64 for several loads.",
-        ),
-    ] = None,
-    rate: Annotated[
-        str | None,
-        typer.Option(
-            "--rate",
-            "-r",
-            help="Open loop: Poisson arrivals per second, of conversations with --turns; "
-            "1,5,10 for several loads.",
-        ),
-    ] = None,
-    requests: Annotated[
-        int | None, typer.Option("--requests", "-n", min=1, help="Requests of each load.")
-    ] = None,
-    duration: Annotated[
-        str | None,
-        typer.Option("--duration", "-d", help="Duration of each load: 30s, 5m. Default 30s."),
-    ] = None,
-    api: Annotated[str, typer.Option(help="chat, completions or embeddings.")] = "chat",
-    stream: Annotated[bool, typer.Option("--stream/--no-stream")] = True,
-    prompt_tokens: Annotated[
-        str | None,
-        typer.Option(
-            help="Length of prompts: 256, 128..512, normal:256,64 or lognormal:256,64. Default 256."
-        ),
-    ] = None,
-    output_tokens: Annotated[str, typer.Option(help="Longest answers, in the same form.")] = "128",
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Make answers exactly this long.")
-    ] = False,
-    dataset: Annotated[
-        Path | None,
-        typer.Option(help='JSONL: {"prompt": "…"} or {"messages": […]}, perhaps max_tokens.'),
-    ] = None,
-    turns: Annotated[str, typer.Option(help="Turns of a conversation: 4, 2..6 …")] = "1",
-    shared_prefix_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0, max=1_000_000, help="Tokens before the prompt that conversations share."
-        ),
-    ] = 0,
-    prefixes: Annotated[
-        int, typer.Option(min=1, max=100_000, help="Number of different shared prefixes.")
-    ] = 1,
-    slo: Annotated[
-        str | None,
-        typer.Option(help="Goodput: ttft=0.5,itl=0.05,e2e=10 in seconds; also tpot and gap."),
-    ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before each load.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of lengths, prompts and arrivals.")] = 0,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Longest time of one request, in seconds.")
-    ] = 600.0,
-    extra: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Further fields of each request.")
-    ] = None,
+    url: Server = None,
+    model: Model = None,
+    concurrency: Concurrency = None,
+    rate: Rate = None,
+    requests: Count = None,
+    duration: Duration = None,
+    api: ApiName = "chat",
+    stream: Stream = True,
+    prompt_tokens: PromptTokens = None,
+    output_tokens: OutputTokens = "128",
+    ignore_eos: IgnoreEos = False,
+    dataset: Dataset = None,
+    turns: Turns = "1",
+    shared_prefix_tokens: SharedPrefixTokens = 0,
+    prefixes: Prefixes = 1,
+    slo: Slo = None,
+    warmup: Warmup = 1,
+    seed: Seed = 0,
+    timeout: Timeout = 600.0,
+    extra: Extra = None,
     api_key: ApiKey = None,
     ca: Authority = None,
     insecure: Insecure = False,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=1024, help="Processes that make the load; by default as many as it needs."
-        ),
-    ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the results as JSON; - is stdout."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the results: FILE.png or FILE.html.")
-    ] = None,
-    schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON schema of --json and do nothing else.")
-    ] = False,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="Run directory of the instance."),
-    ] = None,
+    processes: Processes = None,
+    json_file: JsonFile = None,
+    plot: Plot = None,
+    schema: Schema = False,
+    run_dir: RunDirectory = None,
 ) -> None:
     """Put load on an OpenAI-compatible server: rates, latencies, goodput and errors."""
     from servekit.bench import options as wishes

@@ -345,7 +345,7 @@ async def serving(
     server = _server(app, http, keep_alive_s)
     for listening in (sock, *also):
         server.servers.append(await _listen(server, listening, tls, limits.header_s))
-    sweep = Sweep(server.server_state.connections, limits.sweep_every_s)
+    sweep = Sweep(server.server_state.connections, limits)
     ticking = asyncio.get_running_loop().create_task(server.main_loop())
 
     def close_doors() -> None:

@@ -63,6 +63,16 @@ def write_config(
     return path
 
 
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself."""
+    command = [*PROGRAM, *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
 class Instance:
     """One supervisor process and all that it starts."""
 
@@ -202,6 +212,16 @@ class Instance:
             return self.process.wait(within_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end within {within_s:g} s\n{self.log}") from None
+
+    # ---- commands
+
+    def run(self, *args: str) -> subprocess.CompletedProcess[str]:
+        return run(*args, "--run-dir", str(self.run_dir))
+
+    def reload(self) -> str:
+        done = self.run("reload")
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
     # ---- ending
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from servekit.config import keys
-from tests.integration.instance import PROGRAM, Instance, echo, write_config
+from tests.integration.instance import Instance, bearer, echo, run, write_config
 from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(120)
@@ -49,10 +49,6 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
 def http(instance: Instance) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=instance.url, timeout=30) as client:
         yield client
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 # ---------------------------------------------------------------- who is let in
@@ -282,17 +278,6 @@ def test_gateways_share_a_limit(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- reload
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [*PROGRAM, *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-def reload(instance: Instance) -> str:
-    done = run("reload", "--run-dir", str(instance.run_dir))
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 def test_a_reload_changes_who_is_let_in_and_restarts_nothing(tmp_path: Path) -> None:
     models = [{**echo("a", step_s=0.02), "aliases": ["b2"]}]
     with Instance.up(tmp_path, models) as instance:
@@ -303,15 +288,15 @@ def test_a_reload_changes_who_is_let_in_and_restarts_nothing(tmp_path: Path) -> 
                 lines = stream.iter_lines()
                 assert next(lines).startswith("data:")
                 write_config(tmp_path, models, sections={"keys": KEYS[:2]})
-                assert reload(instance) == "access changed, a unchanged"
+                assert instance.reload() == "access changed, a unchanged"
                 until_answered(http, {}, 401)
                 until_answered(http, bearer(ALICE), 200)
                 write_config(tmp_path, models, sections={"keys": KEYS[1:2]})
-                reload(instance)
+                instance.reload()
                 until_answered(http, bearer(ALICE), 401)
                 assert "data: [DONE]" in list(lines)  # what is under way goes on
             write_config(tmp_path, models)
-            reload(instance)
+            instance.reload()
             until_answered(http, {}, 200)
         assert {gateway.pid for gateway in instance.status().gateways} == pids
         assert instance.replica("a/0").restarts == 0
@@ -362,7 +347,7 @@ def test_keys_cannot_be_taken_from_a_public_instance(tmp_path: Path) -> None:
     models, server = [echo("a")], {"host": "0.0.0.0"}
     with Instance.up(tmp_path, models, server=server, sections={"keys": KEYS[:1]}) as instance:
         write_config(tmp_path, models, server)
-        refused = run("reload", "--run-dir", str(instance.run_dir))
+        refused = instance.run("reload")
         assert (refused.returncode, "there are no keys" in refused.stderr) == (2, True)
         assert httpx.get(f"{instance.url}/v1/models").status_code == 401
 
@@ -416,7 +401,7 @@ def test_no_prompt_is_ever_logged(tmp_path: Path) -> None:
 
 
 def why(instance: Instance, *args: str) -> str:
-    return run("why", *args, "--run-dir", str(instance.run_dir)).stdout
+    return instance.run("why", *args).stdout
 
 
 def test_prompts_are_logged_where_that_is_asked_for(tmp_path: Path) -> None:

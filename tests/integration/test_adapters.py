@@ -17,8 +17,7 @@ import pytest
 
 from servekit.config import keys
 from servekit.protocol.adapters import AdapterStatus
-from tests.integration.instance import Instance, echo, write_config
-from tests.integration.test_access import bearer, run
+from tests.integration.instance import Instance, bearer, echo, run, write_config
 
 pytestmark = pytest.mark.timeout(180)
 

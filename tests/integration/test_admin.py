@@ -11,8 +11,8 @@ import pytest
 
 from servekit.config import keys
 from servekit.errors import LONGEST_MESSAGE
-from tests.integration.instance import Instance, echo, write_config
-from tests.integration.test_access import PLAIN, bearer, run
+from tests.integration.instance import Instance, bearer, echo, run, write_config
+from tests.integration.test_access import PLAIN
 from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(120)

@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from servekit.protocol.messages import Status
-from tests.integration.instance import PROGRAM, Instance, echo
-from tests.integration.test_access import ALICE, ALICE_HASH, bearer
+from tests.integration.instance import PROGRAM, Instance, bearer, echo
+from tests.integration.test_access import ALICE, ALICE_HASH
 from tests.polling import poll
 
 LIBRARY = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)

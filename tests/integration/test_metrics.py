@@ -23,9 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from servekit.config import keys
 from servekit.metrics import METRICS
-from tests.integration.instance import Instance, echo
+from tests.integration.instance import Instance, bearer, echo
 from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu
-from tests.integration.test_access import bearer
 from tests.integration.test_adapters import named
 from tests.integration.test_remote import free_port
 from tests.polling import poll

@@ -25,7 +25,7 @@ from servekit.log_events import EVENTS
 from servekit.protocol.types import ModelInfo
 from servekit.supervisor.deployments.config_diff import LIVE_SERVER_KEYS
 from tests import markov
-from tests.reference import api, commands, configuration, parameters, status
+from tests.reference import api, commands, configuration, errors, parameters, status
 
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -72,6 +72,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "commands": commands.make_sections,
     "api": api.make_sections,
     "parameters": parameters.make_table,
+    "errors": errors.make_table,
     "metrics": _make_metrics,
     "events": _make_events,
     "log-events": _make_log_events,

@@ -25,6 +25,7 @@ from servekit.engines.api.base import Emit, Report
 from servekit.engines.api.process_activity import Activity, report_activity
 from servekit.engines.api.text_engine import TextOutput
 from servekit.engines.command.handshake import Met, meet_server
+from servekit.engines.command.local_transport import LocalTransport
 from servekit.engines.command.server_process import ServerProcess
 from servekit.engines.model_files import source
 from servekit.engines.remote.client import Address, Endpoint, reason_of
@@ -41,8 +42,6 @@ log: Any = structlog.get_logger(__name__)
 _HOST = "127.0.0.1"
 _LOOK_EVERY_S = 0.5
 _CONNECT_S = 5.0
-#: Requests are limited by the model's `timeout_s` and `stall_timeout_s`.
-_NEVER_S = 7 * 86400.0
 _RETRIES = 2
 #: Statuses from here on say that the server cannot serve.
 _ILL = 500
@@ -123,11 +122,13 @@ class CommandEngine(OpenAIEngine):
             headers={},
             slots=self._options["slots"],
             connect_timeout_s=_CONNECT_S,
-            first_byte_timeout_s=_NEVER_S,
-            silence_timeout_s=_NEVER_S,
+            first_byte_timeout_s=None,  # the model's `timeout_s` and `stall_timeout_s` are limits
+            silence_timeout_s=None,
             retries=_RETRIES,
-            local=True,
         )
+
+    def _make_endpoint(self, pace: RateLimiter) -> Endpoint:
+        return Endpoint(self._address, pace, LocalTransport())
 
     def _await_health(self, server: ServerProcess) -> None:
         """Wait until the server's health page answers. Raises LoadError if the server exits."""
@@ -146,7 +147,7 @@ class CommandEngine(OpenAIEngine):
             return 0
 
     async def _meet_server(self) -> Met:
-        endpoint = Endpoint(self._address, RateLimiter(None, None))
+        endpoint = self._make_endpoint(RateLimiter(None, None))
         try:
             return await meet_server(endpoint, self._traits, embeds=self._embeds)
         except Refused as refusal:

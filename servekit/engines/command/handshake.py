@@ -18,7 +18,6 @@ from servekit.engines.remote.request_builder import EndpointTraits, build_errand
 from servekit.engines.remote.response_parser import Answer
 from servekit.errors import RequestError
 from servekit.protocol.messages import (
-    UNKNOWN_TOKEN,
     ChatMessage,
     Generate,
     SamplingParams,
@@ -63,21 +62,19 @@ async def _continues_chats(endpoint: Endpoint, traits: EndpointTraits) -> bool:
     asked = Generate(0, params, messages=[ChatMessage("user", _COUNT)])
     try:
         whole = await _ask(endpoint, traits, asked)
-        half = len(whole) // 2
-        begun = structs.replace(
-            asked, answered="".join(whole[:half]), emitted=[UNKNOWN_TOKEN] * half
-        )
-        rest = "".join(await _ask(endpoint, traits, begun))
+        cut = whole.rfind(" ", 0, len(whole) // 2)  # where a token begins
+        if not whole[: max(0, cut)].strip():
+            return False
+        rest = await _ask(endpoint, traits, structs.replace(asked, answered=whole[:cut]))
     except (Refused, RequestError):
         return False
-    return bool(rest) and rest == "".join(whole[half:])
+    return rest.startswith(whole[cut:])
 
 
-async def _ask(endpoint: Endpoint, traits: EndpointTraits, request: Generate) -> list[str]:
-    """Return the pieces of the answer to one request."""
+async def _ask(endpoint: Endpoint, traits: EndpointTraits, request: Generate) -> str:
+    """Return the answer to one request."""
     task = build_errand(request, replace(traits, defaults={}))
     answer = Answer(request, 0, _MOST_CHARS)
-    pieces: list[str] = []
     async with endpoint.ask(task, patient=False) as reply:
-        await read_reply(reply, answer, lambda: pieces.append(answer.piece(0).text))
-    return [*filter(None, pieces)]
+        await read_reply(reply, answer, lambda: None)
+    return answer.piece(0).text

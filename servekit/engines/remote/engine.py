@@ -109,9 +109,12 @@ class OpenAIEngine(TextEngine):
         self._pace = RateLimiter(
             options.get("requests_per_minute"), options.get("tokens_per_minute")
         )
-        self._endpoint = Endpoint(self._address, self._pace)
+        self._endpoint = self._make_endpoint(self._pace)
         self._thread = threading.Thread(target=self._run_loop, name="engine", daemon=True)
         self._thread.start()
+
+    def _make_endpoint(self, pace: RateLimiter) -> Endpoint:
+        return Endpoint(self._address, pace)
 
     # ---- from the worker's thread
 

@@ -36,7 +36,7 @@ Candidates = Sequence[tuple[keys.Hash, str]]
 
 
 class Busy(RequestError):
-    """Too many keys wait for verification."""
+    """Too many unknown keys wait for verification. Send the request again after `Retry-After`."""
 
     status = 503
     code = "busy"

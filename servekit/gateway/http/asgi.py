@@ -100,7 +100,7 @@ def api_key(headers: Mapping[bytes, bytes]) -> str:
 
 
 class MethodNotAllowed(RequestError):
-    """The path does not take this method; it takes `allow`."""
+    """The path does not take this method. The header `Allow` has those that it takes."""
 
     status = 405
     code = "method_not_allowed"

@@ -21,7 +21,7 @@ import socket
 import struct
 import termios
 from collections.abc import Awaitable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import httptools
@@ -61,27 +61,60 @@ _PAGES = (b"/ui/", b"/ui?")
 
 
 class BadHttp(RequestError):
+    """The request is not HTTP/1.1. Look at the client, or at a proxy between."""
+
     code = "invalid_http"
 
 
 class RequestTimeout(RequestError):
+    """The header or the body came too slowly. Send the request again."""
+
     status = 408
     code = "request_timeout"
 
 
 class TooManyConnections(RequestError):
+    """The gateway has as many connections as its file descriptors allow. Close idle ones, or raise
+    the limit of open files.
+    """
+
     status = 503
     code = "too_many_connections"
 
 
 class TooManyBodies(RequestError):
+    """Bodies that are being sent hold all the memory there is for them. Send the request again
+    after `Retry-After`.
+    """
+
     status = 503
     code = "too_many_bodies"
 
 
 class HeaderTooLarge(RequestError):
+    """The header is over the limit of 64 KiB. Send a shorter one."""
+
     status = 431
     code = "header_too_large"
+
+
+#: File descriptors reserved for workers, logs, pages and spare connections; at most a quarter.
+_KEPT_FILES = 256
+
+
+def _files() -> tuple[int, int]:
+    """Return how many files this process may open, and how many of them clients do not get."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return files, min(_KEPT_FILES, files // 4)
+
+
+def _most_connections() -> int:
+    files, kept = _files()
+    return files - kept
+
+
+def _most_spares() -> int:
+    return _files()[1] // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +134,14 @@ class Limits:
     #: Limit for the rest of a body whose request has been answered already.
     unread_bytes: int = 64 * 1024 * 1024
     sweep_every_s: float = 1.0
+    #: Above `most_connections` only `VITAL` paths are served, and idle connections are closed. Of
+    #: the spare ones above it the oldest is closed for each over `most_spares`: without a file
+    #: descriptor for the next connection, the kernel's queue would be closed, health checks too.
+    most_connections: int = field(default_factory=_most_connections)
+    most_spares: int = field(default_factory=_most_spares)
 
 
 LIMITS = Limits()
-
-#: File descriptors reserved for workers, logs, pages and spare connections; at most a quarter.
-_KEPT_FILES = 256
-
-
-def connection_limits() -> tuple[int, int]:
-    """Return how many client connections this process's limit on open files allows, and spares."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    kept = min(_KEPT_FILES, files // 4)
-    return files - kept, kept // 4
 
 
 class Bodies:
@@ -148,12 +176,6 @@ class LimitedProtocol(HttpToolsProtocol):
     limits: Limits
     #: Seconds without any progress in sending a response, after which the connection ends.
     write_timeout_s: ClassVar[float] = 60.0
-    #: Above `most_connections` only `VITAL` paths are served, and idle connections are closed. Of
-    #: the spare ones above it the oldest is closed for each over `most_spares`: without a file
-    #: descriptor for the next connection, the kernel's queue would be closed, health checks too.
-    most_connections: ClassVar[int]
-    most_spares: ClassVar[int]
-    most_connections, most_spares = connection_limits()
     spares: ClassVar[dict[LimitedProtocol, None]] = {}  # oldest first
     bodies: ClassVar[Bodies] = Bodies()
 
@@ -182,10 +204,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.most_connections:
+        if len(self.connections) > self.limits.most_connections:
             self._spare = True
             self.spares[self] = None
-            if len(self.spares) > self.most_spares:
+            if len(self.spares) > self.limits.most_spares:
                 oldest = next(iter(self.spares))
                 del self.spares[oldest]
                 oldest.transport.abort()
@@ -305,7 +327,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if hosts != 1 and (hosts or self.parser.get_http_version() != "1.0"):
             raise BadHttp(f"the Host header must come once, and came {hosts} times")
         if self._spare and self.url.partition(b"?")[0] not in VITAL:
-            if len(self.connections) > self.most_connections:
+            if len(self.connections) > self.limits.most_connections:
                 raise TooManyConnections(
                     "too many clients are connected; try later", retry_after_s=1.0
                 )
@@ -538,21 +560,21 @@ def _without_chunks(cycle: Any, app: ASGIApp) -> ASGIApp:
 class Sweep:
     """The timer that sweeps all connections of a server until `end` is called."""
 
-    def __init__(self, connections: Iterable[Any], every_s: float) -> None:
+    def __init__(self, connections: Iterable[Any], limits: Limits) -> None:
         self._connections = connections
-        self._every_s = every_s
+        self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(every_s, self._run)
+        self._timer = self._loop.call_later(limits.sweep_every_s, self._run)
         self._tell_at_s = 0.0
 
     def _run(self) -> None:
-        self._timer = self._loop.call_later(self._every_s, self._run)
+        self._timer = self._loop.call_later(self._limits.sweep_every_s, self._run)
         now_s = self._loop.time()
         connections = tuple(self._connections)
-        crowded = len(connections) > LimitedProtocol.most_connections
+        most = self._limits.most_connections
+        crowded = len(connections) > most
         if crowded and now_s >= self._tell_at_s:
             self._tell_at_s = now_s + _TELL_EVERY_S
-            most = LimitedProtocol.most_connections
             log.warning("too_many_connections", connections=len(connections), at_most=most)
         for connection in connections:
             connection.sweep(now_s)

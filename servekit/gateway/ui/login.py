@@ -171,7 +171,7 @@ class Login:
 
 
 class Slow(RequestError):
-    """The address has sent wrong keys, and has to wait."""
+    """The address has sent wrong keys, and has to wait for `Retry-After`."""
 
     status = 429
     code = "rate_limit_exceeded"

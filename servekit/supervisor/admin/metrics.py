@@ -31,8 +31,7 @@ _STATES: tuple[WorkerState, ...] = get_args(WorkerState)
 _BREAKER: tuple[BreakerState, ...] = get_args(BreakerState)
 _ADAPTER: tuple[AdapterState, ...] = get_args(AdapterState)
 _TIERS: tuple[Residency, ...] = get_args(Residency)
-#: Counters that exist at zero from the start, so that their first increment is an increase.
-_RARE = ("servekit_retries_total", "servekit_continuations_total", "servekit_quarantines_total")
+_FROM_ZERO = [metric.name for metric in metrics.METRICS if metric.starts_at_zero]
 
 
 class CounterTable:
@@ -113,7 +112,7 @@ class MetricsAggregator:
         self.look()
         status = self._status()
         for model in status.models:
-            for metric in _RARE:
+            for metric in _FROM_ZERO:
                 self._book.add(metric, (model.name,), [0])
         # a draining model may have a successor of its name, and series must be unique
         now = {(one.metric, one.labels): one for one in self._now(status)}

@@ -27,10 +27,12 @@ import msgspec
 import structlog
 
 from servekit.protocol.fork_server import MARK_CHARS
+from servekit.protocol.messages import PROTOCOL
 from servekit.protocol.transport.connection import Connection, adopt_socket
 from servekit.supervisor.process.log_capture import OnLine, Output, RotatingFile
 from servekit.system import cgroup, procfs, python_command, shared_memory, subreaper
 from servekit.system.gpu_memory_audit import group_of
+from servekit.system.installation import PROTOCOL_VARIABLE
 from servekit.system.orphan_cleanup import kill_marked
 from servekit.system.parent_death import CHILD_MARK
 from servekit.system.shared_memory import Segment
@@ -314,7 +316,7 @@ def _start_interpreter(
             *command.args,
             *("--control-fd", str(control_fd), "--parent-pid", str(os.getpid())),
         ],
-        env={**command.env, CHILD_MARK: mark},
+        env={**command.env, CHILD_MARK: mark, PROTOCOL_VARIABLE: str(PROTOCOL)},
         stdin=subprocess.DEVNULL,
         stdout=output_fd,
         stderr=output_fd,

@@ -107,6 +107,22 @@ def test_each_route_is_there() -> None:
     assert text("api").count("\n| `") >= fields
 
 
+def test_each_error_code_of_a_request_is_there() -> None:
+    """The codes in the source of the errors, and of the gateway."""
+    sources = [PACKAGE / "errors.py", *(PACKAGE / "gateway").rglob("*.py")]
+    codes = {
+        code
+        for path in sources
+        for code in re.findall(
+            r"^    code(?:: [^=]*)? = \"(\w+)\"$", path.read_text(), re.MULTILINE
+        )
+    }
+    unsent = {"config_error", "start_error", "load_error", "forbidden_import", "wire_error"}
+    shown = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", text("errors"), re.MULTILINE))
+    assert codes - unsent <= set(shown) and len(codes) > 30
+    assert shown["client_closed"] == "499"
+
+
 def test_each_metric_is_there() -> None:
     assert all(f"`{metric.name}`" in text("metrics") for metric in METRICS)
 

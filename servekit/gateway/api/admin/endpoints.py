@@ -51,27 +51,29 @@ A = TypeVar("A", bound=FromSupervisor)
 
 
 class FileRefused(ConfigError):
-    """The configuration file that a reload would read is wrong; the message lists every error."""
+    """The configuration file is wrong, and nothing has changed. Correct it; the message lists every
+    error.
+    """
 
     status = 400
 
 
 class NothingSuch(ServekitError):
-    """No model and no process has that name."""
+    """There is no such path, or no model, process or adapter of this name. See `/docs`."""
 
     status = 404
     code = "not_found"
 
 
 class NotNow(ServekitError):
-    """The supervisor refuses at this moment; the request itself is valid."""
+    """The supervisor refuses at this moment; the message says why. Ask again later."""
 
     status = 409
     code = "conflict"
 
 
 class NoSupervisor(ServekitError):
-    """There is no supervisor, or it hung up: servekit is about to end."""
+    """The supervisor does not answer: servekit is about to end. Start it again."""
 
     status = 503
     code = "supervisor_unavailable"

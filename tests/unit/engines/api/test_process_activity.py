@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -29,3 +30,9 @@ def test_what_is_used_grows() -> None:
     while process_activity.measure_activity()[0] <= before and time.monotonic() < deadline:
         sum(range(100_000))
     assert process_activity.measure_activity()[0] > before
+
+
+def test_this_process_can_be_left_out() -> None:
+    whole = process_activity.measure_activity()[0]
+    others = process_activity.measure_activity(os.getpid())[0]
+    assert others < whole

@@ -8,6 +8,7 @@ import json
 import socket
 import ssl
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ Connect = Any
 
 
 @pytest.fixture
-async def connect() -> AsyncIterator[Connect]:
+async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     writers: list[asyncio.StreamWriter] = []
@@ -150,7 +151,9 @@ async def connect() -> AsyncIterator[Connect]:
     connect.port = port  # type: ignore[attr-defined]
     Seen.begun, Seen.gone, Seen.enough = (asyncio.Event() for _ in range(3))
     hot = {b"/hot": count_hot, b"/slow_hot": slow_hot, b"/long_hot": long_hot}
-    async with serving(count_bytes, listener, hot, MAX_BODY_BYTES, LIMITS):
+    async with serving(
+        count_bytes, listener, hot, MAX_BODY_BYTES, getattr(request, "param", LIMITS)
+    ):
         yield connect
         for writer in writers:
             writer.close()
@@ -608,10 +611,8 @@ async def test_a_client_that_reads_slowly_gets_all(
         assert came > HUGE_BYTES
 
 
-async def test_with_too_many_connected_only_what_is_vital_is_answered(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LimitedProtocol, "most_connections", 3)
+@pytest.mark.parametrize("connect", [replace(LIMITS, most_connections=3)], indirect=True)
+async def test_with_too_many_connected_only_what_is_vital_is_answered(connect: Connect) -> None:
     asks = b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n"
     _, busy = await connect()
     busy.write(HEAD % b"/slow" + b"content-length: 4\r\n\r\nwait")
@@ -637,11 +638,10 @@ async def test_with_too_many_connected_only_what_is_vital_is_answered(
     assert not Seen.gone.is_set()
 
 
-async def test_the_oldest_connection_too_many_makes_room_for_the_next(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LimitedProtocol, "most_connections", 1)
-    monkeypatch.setattr(LimitedProtocol, "most_spares", 2)
+@pytest.mark.parametrize(
+    "connect", [replace(LIMITS, most_connections=1, most_spares=2)], indirect=True
+)
+async def test_the_oldest_connection_too_many_makes_room_for_the_next(connect: Connect) -> None:
     _, busy = await connect()
     busy.write(HEAD % b"/slow" + b"content-length: 4\r\n\r\nwait")
     await asyncio.wait_for(Seen.begun.wait(), WITHIN_S)
@@ -656,14 +656,15 @@ async def test_the_oldest_connection_too_many_makes_room_for_the_next(
     assert not Seen.gone.is_set()
 
 
-async def test_a_connection_opened_in_a_crowd_serves_all_after_it(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LimitedProtocol, "most_connections", 0)
+@pytest.mark.parametrize("connect", [replace(LIMITS, most_connections=1)], indirect=True)
+async def test_a_connection_opened_in_a_crowd_serves_all_after_it(connect: Connect) -> None:
+    _, first = await connect()
     reader, writer = await connect()
     writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
     await asyncio.wait_for(reader.readuntil(b"\r\n\r\n0"), WITHIN_S)
-    monkeypatch.setattr(LimitedProtocol, "most_connections", 9)
+    [spare] = LimitedProtocol.spares
+    first.close()
+    await until(lambda: len(spare.connections) == 1, "the first has left")
     writer.write(HEAD % b"/asgi" + b"content-length: 2\r\n\r\nab")
     await asyncio.wait_for(reader.readuntil(b"\r\n\r\n2"), WITHIN_S)
     assert not LimitedProtocol.spares
