@@ -61,10 +61,7 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.fixture
-def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
-    # a second turn would stand behind all else that the machine does
-    monkeypatch.setattr(grammar_trial, "NICE", 0)
-    monkeypatch.setattr(grammar_trial, "PATIENCE_S", 300.0)
+def grammars() -> Iterator[Grammars]:
     made = Grammars(byte_level_tokenizer(), 400, frozenset({2}))
     made.constraint(ordinary(0))
     yield made
