@@ -33,6 +33,9 @@ EVENTS = {
     "shared_memory_removed": "Removed shared memory that the process left ({segments} segments)",
     "orphan_guard_restarted": "The orphan guard had died, and is started again",
     "display_failed": "A line cannot be shown",
+    "open_files_scarce": "The process has {open_files} files and connections open, and may have"
+    " {limit}. Then connections are refused and nothing can be started: raise the limit"
+    " (`ulimit -n`, or LimitNOFILE= of systemd)",
     "measurement_failed": "A measurement failed",
     "gpu_driver_unresponsive": "The GPU driver does not answer: {reason}",
     "journal_unwritable": "Events cannot be kept in {file}: {reason}",
@@ -46,6 +49,8 @@ EVENTS = {
     "supervisor_stopped": "Stopped",
     # processes
     "process_started": "Started with PID {pid}",
+    "servekit_upgraded": "The process is of a newer version than its supervisor, as servekit was"
+    " upgraded while this instance ran: restart the instance",
     "process_progressed": "Loading: {progress}",
     "gateway_ready": "The gateway serves after {after_s} s",
     "worker_ready": "The worker serves on {device} after {after_s} s",
@@ -177,6 +182,7 @@ EVENTS = {
     "weight_packing_failed": "The weights cannot be packed, and stay as they are: {reason}",
     "batching_test_failed": "{model} cannot run with {mode}, which failed its test: {reason}",
     "sequential_mode_chosen": "{model} runs one request at a time: {reason}",
+    "server_answered": "{model} is served by {detail}",
     "continuous_batching_chosen": "{model} runs with {detail}",
     "kv_cache_allocation_failed": "There is no room for the KV cache as planned: {reason}",
     "page_lock_failed": "The host's memory cannot be page-locked; sleeping and waking take longer",

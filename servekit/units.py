@@ -30,8 +30,11 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_duration(time_s: float) -> str:
-    """Format a long time by its two largest units: "5 s", "3 min 5 s", "2 d 7 h"."""
-    minutes, seconds = divmod(int(time_s), 60)
+    """Format a long time by its two largest units: "5 s", "3 min 5 s", "2 d 7 h".
+
+    A negative time, since a moment before the clock was set back, is shown as "0 s".
+    """
+    minutes, seconds = divmod(max(0, int(time_s)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
+import ssl
 import sys
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -35,6 +39,21 @@ sys.dont_write_bytecode = False
 for _what in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _what, 60.0)
 
+_AUTHORITIES = functools.cache(httpx.create_ssl_context)
+
+
+def _create_ssl_context(
+    verify: ssl.SSLContext | str | bool = True, cert: Any = None, trust_env: bool = True
+) -> ssl.SSLContext:
+    named = {"SSL_CERT_FILE", "SSL_CERT_DIR"} & os.environ.keys()
+    if verify is True and cert is None and not named:
+        return _AUTHORITIES()
+    return httpx.create_ssl_context(verify, cert, trust_env)
+
+
+# Each `httpx.get` would read the certificates of all authorities anew: 20 ms, for a request of one.
+httpx._transports.default.create_ssl_context = _create_ssl_context  # type: ignore[attr-defined]
+
 # The same examples in every run and on every machine, kept nowhere, and no deadline for one of them
 # on a busy machine. `--hypothesis-profile default` looks for others.
 settings.load_profile("ci")
@@ -42,7 +61,10 @@ settings.load_profile("ci")
 # The imports of all files of tests make no garbage that matters: not before they are done.
 gc.disable()
 
-INTEGRATION = Path(__file__).parent / "integration"
+TESTS = Path(__file__).parent
+INTEGRATION = TESTS / "integration"
+ENGINES = TESTS / "unit" / "engines"
+STYLE = TESTS / "unit" / "test_style.py"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,15 +77,39 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What starts real processes comes first: the longest files do not end up last."""
+    """Put mypy's file first, and then those of real processes mixed with those of engines.
+
+    They take longest, and so do not end up last. The first wait and the second compute, so that
+    one worker of xdist waits while another computes.
+    """
     lanes.choose(config, items)
-    items.sort(key=lambda item: INTEGRATION not in item.path.parents)
+    files: dict[Path, dict[Path, None]] = {STYLE: {}, INTEGRATION: {}, ENGINES: {}, TESTS: {}}
+    for item in items:
+        next(found for at, found in files.items() if item.path.is_relative_to(at))[item.path] = None
+    places = {
+        path: (at == TESTS, number / len(found))
+        for at, found in files.items()
+        for number, path in enumerate(found)
+    }
+    items.sort(key=lambda item: places[item.path])
 
 
 def pytest_collection_finish() -> None:
     """Spare every later collection of garbage the objects of all modules that are imported by now.
 
-    With all files of tests they are a million, and tests that look for leaks collect at each step.
+    With all files of tests they are a million, and an engine collects whenever it loads or sleeps.
     """
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Do the same after each file, which may have imported as much again."""
+    done = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return done

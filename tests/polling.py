@@ -36,5 +36,5 @@ def _pauses(what: str, within_s: float) -> Iterator[float]:
     began = time.monotonic()
     yield 0.002
     while (passed_s := time.monotonic() - began) < within_s:
-        yield min(0.1, 0.005 + passed_s / 50)
+        yield min(0.2, 0.004 + passed_s / 10)
     raise AssertionError(f"not within {within_s:g} s: {what}")

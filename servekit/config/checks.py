@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -61,6 +63,8 @@ def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Proble
         yield from _check_source(paths.check_model_path, config, at, folder)
     if "remote" in kind.formats:
         yield from _check_remote(config, at)
+    if config.engine == "command":
+        yield from _check_command(config, at)
     if config.engine != "auto":
         for lack in requirements.find_lacks(kind, requirements.requirements_of(config, folder)):
             message = f"the engine {config.engine} {lack.what}."
@@ -133,7 +137,7 @@ _BY_RAY = "with `launcher: ray` workers get whole GPUs, and Ray says which: leav
 def kind_of(config: ModelConfig) -> EngineKind:
     """Return the kind of a model's engine; for an unresolved `auto`, that of a likely engine."""
     if config.engine == "auto":
-        return KINDS["openai" if "url" in config.options else "transformers"]
+        return KINDS[requirements.engine_of_options(config.options) or "transformers"]
     return KINDS[config.engine]
 
 
@@ -169,6 +173,38 @@ def _check_remote(config: ModelConfig, at: Place) -> Iterator[Problem]:
     if config.replicas not in ("auto", 1) and any(config.options.get(key) for key in limits):
         message = "each replica would keep to the endpoint's limits by itself; use one."
         yield Problem((*at, "replicas"), message)
+
+
+#: Keys that the server's own command has to say.
+_OF_THE_COMMAND = ("revision", "dtype", "trust_remote_code", "tool_parser", "reasoning_parser")
+
+
+def _check_command(config: ModelConfig, at: Place) -> Iterator[Problem]:
+    """Reject keys that its server would not learn of, and sleep without pages for it."""
+    for key in _OF_THE_COMMAND:
+        if key in config.model_fields_set:
+            message = "the server loads the model: this is its command's to say."
+            yield Problem((*at, key), message, at_key=True)
+    if config.idle_sleep_s is not None and not {"sleep", "wake"} <= config.options.keys():
+        message = "it needs `sleep` and `wake` in `options`, the server's pages for it."
+        yield Problem((*at, "idle_sleep_s"), message, at_key=True)
+
+
+def resolve_command(config: ModelConfig, folder: Path) -> list[str]:
+    """Return the words of a server's command; a program with a slash is relative to `folder`."""
+    program, *rest = config.engine_options().model_dump()["command"]
+    return [str(paths.resolve_path(program, folder)) if "/" in program else program, *rest]
+
+
+def check_program(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
+    """Find a command whose program is not on this machine."""
+    if config.engine != "command":
+        return
+    program = resolve_command(config, folder)[0]
+    if shutil.which(program, path=config.env.get("PATH", os.environ.get("PATH"))) is None:
+        where = "" if "/" in program else " in PATH"
+        message = f"there is no program {shorten_text(program)}{where} that can be run."
+        yield Problem((*at, "options", "command"), message)
 
 
 def _check_chat_template(

@@ -120,7 +120,7 @@ def _engine_options(root: Node) -> list[Problem]:
     data = plain_value(root)
     models = data.get("models") if isinstance(data, dict) else None
     for i, model in enumerate(models if isinstance(models, list) else []):
-        options = model.get("options") if isinstance(model, dict) else None
+        options = model.get("options", {}) if isinstance(model, dict) else None
         engine = model.get("engine", "transformers") if isinstance(model, dict) else None
         if isinstance(options, dict) and isinstance(engine, str):
             problems += _own_options(engine, options, root, ("models", i, "options"))
@@ -146,6 +146,8 @@ def _check_meaning(config: Config, folder: Path, machine: Machine | None) -> lis
         problems += checks.check_model(model, ("models", i), folder)
         if machine is not None:
             problems += checks.check_machine(model, ("models", i), machine, elsewhere=elsewhere)
+        if machine is not None and not elsewhere:
+            problems += checks.check_program(model, ("models", i), folder)
     return problems
 
 
@@ -184,6 +186,8 @@ def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
     if kind.instead in model.options:
         library = paths.resolve_path(str(model.options[kind.instead]), folder)
         update["options"] = {**model.options, kind.instead: str(library)}
+    if model.engine == "command":
+        update["options"] = {**model.options, "command": checks.resolve_command(model, folder)}
     if kind.reads_files:
         with contextlib.suppress(ValueError):  # the engine may need no files
             update["path"] = paths.check_model_path(model.path, folder).text

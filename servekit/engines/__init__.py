@@ -29,6 +29,7 @@ if not structlog.is_configured():
 
 #: Registry name to "module:class"; imported only in the worker that runs it.
 ENGINES = {
+    "command": "servekit.engines.command.engine:CommandEngine",
     "echo": "servekit.engines.echo.engine:EchoEngine",
     "llamacpp": "servekit.engines.llamacpp.engine:LlamaCppEngine",
     "openai": "servekit.engines.remote.engine:OpenAIEngine",

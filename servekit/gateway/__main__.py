@@ -52,15 +52,18 @@ if __name__ == "__main__":
     from servekit.gateway.routing.worker_connection import Reach
     from servekit.gateway.server import Settings, run
     from servekit.gateway.supervisor_channel import InheritedChannel, TcpChannel
+    from servekit.protocol.messages import PROTOCOL
     from servekit.protocol.transport.certificate_holder import CertificateHolder
     from servekit.protocol.transport.connection import LOST_S
     from servekit.protocol.transport.credentials import read_credentials
     from servekit.protocol.transport.remote_server import ListenOptions
+    from servekit.system.installation import require_protocol
 
     faulthandler.enable()
     # A handler in C writes the stacks even while the event loop is blocked.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     logging_config.configure(args.name, json=True)
+    require_protocol(PROTOCOL)
     lost_s = LOST_S if args.lost_s is None else args.lost_s
     credentials = None if args.credentials_fd is None else read_credentials(args.credentials_fd)
     line: InheritedChannel | TcpChannel

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
-from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from servekit import __version__
 from servekit.errors import ModelNotFound, ServekitError
@@ -35,7 +34,7 @@ from servekit.gateway.api.openai.response_types import Model, ModelList
 from servekit.gateway.api.openai.responses import Responses
 from servekit.gateway.api.openapi import docs_pages
 from servekit.gateway.api.openapi.document import describe_hot_routes
-from servekit.gateway.auth.authorization import ACTING, Access
+from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.auth.middleware import AuthMiddleware
 from servekit.gateway.http.asgi import (
     ASGIApp,
@@ -395,7 +394,7 @@ class ErrorMiddleware:
             await self._app(scope, receive, send)
             return
         started = False
-        origin = RequestContext(scope["headers"], scope.get("client"))
+        origin = RequestContext(dict(scope["headers"]), scope.get("client"))
         ORIGIN.set(origin)  # visible in this request's task only
 
         def watched(message: Any) -> Awaitable[None]:  # hot path: adds no coroutine
@@ -413,27 +412,3 @@ class ErrorMiddleware:
             if not started:
                 encode = self._envelopes.get(scope["path"], encode_error)
                 await send_error(send, ServekitError("an internal error; see the logs"), encode)
-
-
-class TrustedProxies:
-    """Reads the client's address and scheme from the X-Forwarded-… headers of trusted proxies.
-
-    The headers of other clients are ignored: with a forged address they would escape the delay that
-    follows wrong keys.
-    """
-
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app, self._access = app, access
-        self._next = app
-        access.on_change(self._on_change)
-        self._on_change()
-
-    def _on_change(self) -> None:
-        trusted = self._access.rules.trusted_proxies
-        self._next = self._app
-        if trusted:
-            app: Any = self._app
-            self._next = cast(ASGIApp, ProxyHeadersMiddleware(app, [*trusted]))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._next(scope, receive, send)

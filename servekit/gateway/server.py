@@ -24,12 +24,13 @@ from typing import Any
 import structlog
 import uvicorn
 
-from servekit.gateway.app import Application, ErrorMiddleware, TrustedProxies
+from servekit.gateway.app import Application, ErrorMiddleware
 from servekit.gateway.http.asgi import Envelope
 from servekit.gateway.http.limits import LIMITS, Limits, Sweep
 from servekit.gateway.http.protocol import Http
 from servekit.gateway.http.response import FastHandler
 from servekit.gateway.http.tls import Tls
+from servekit.gateway.http.trusted_proxies import TrustedProxies
 from servekit.gateway.routing.router import Router
 from servekit.gateway.routing.worker_connection import NEARBY, Reach
 from servekit.gateway.supervisor_channel import Channel, TcpChannel
@@ -341,8 +342,9 @@ async def serving(
         Http, hot=hot or {}, max_body_bytes=max_body_bytes, limits=limits, answers=answers,
         envelopes=envelopes,
     )  # fmt: skip
-    server = _server(app, http, tls, keep_alive_s)
-    await server.startup(sockets=[sock, *also])
+    server = _server(app, http, keep_alive_s)
+    for listening in (sock, *also):
+        server.servers.append(await _listen(server, listening, tls, limits.header_s))
     sweep = Sweep(server.server_state.connections, limits)
     ticking = asyncio.get_running_loop().create_task(server.main_loop())
 
@@ -360,7 +362,26 @@ async def serving(
         sweep.end()
 
 
-def _server(app: Any, http: Any, tls: ssl.SSLContext | None, keep_alive_s: float) -> uvicorn.Server:
+async def _listen(
+    server: uvicorn.Server, sock: socket.socket, tls: ssl.SSLContext | None, handshake_s: float
+) -> asyncio.Server:
+    """Accept connections as uvicorn's `startup` does, with a time limit for TLS handshakes.
+
+    Connections count only after it. uvicorn leaves the event loop's limit, a minute, in which a
+    crowd of silent clients would hold all file descriptors.
+    """
+    config = server.config
+    make: Any = config.http_protocol_class
+    return await asyncio.get_running_loop().create_server(
+        partial(make, config, server.server_state, {}),
+        sock=sock,
+        ssl=tls,
+        ssl_handshake_timeout=None if tls is None else handshake_s,
+        backlog=config.backlog,
+    )
+
+
+def _server(app: Any, http: Any, keep_alive_s: float) -> uvicorn.Server:
     """Return a uvicorn server; `http` creates the protocol of a connection."""
     config = uvicorn.Config(
         app,
@@ -377,8 +398,8 @@ def _server(app: Any, http: Any, tls: ssl.SSLContext | None, keep_alive_s: float
         backlog=2048,
     )
     config.load()
-    config.ssl = tls
     server = uvicorn.Server(config)
+    server.servers = []
     server.lifespan = config.lifespan_class(config)
     # the gateway has its own log, and invalid HTTP from clients must not fill it
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

@@ -73,6 +73,7 @@ from servekit.protocol.types import (
 __all__ = [
     "PROOF_TOKENS",
     "PROTOCOL",
+    "UNKNOWN_TOKEN",
     "Accepted",
     "AccessRules",
     "BootFailed",
@@ -143,6 +144,8 @@ __all__ = [
 PROTOCOL = 4
 #: New tokens after which a request is no longer suspected of killing workers.
 PROOF_TOKENS = 2
+#: Stands for each token of an engine that does not know its token ids.
+UNKNOWN_TOKEN = -1
 
 
 # ---------------------------------------------------------------- supervisor → worker
@@ -269,7 +272,8 @@ class Generate(Message, frozen=True):
     To continue a request of another worker, `emitted` has the token ids which that worker reported,
     `sent_chars` the number of characters of their text that the client has. A worker of another
     generation than that of `continuation` refuses with the code "model_changed"; a worker with less
-    context ends it earlier, with "length".
+    context ends it earlier, with "length". An engine without token ids continues `answered`, and
+    `emitted` has an UNKNOWN_TOKEN for each token of it.
 
     A request that is suspected of killing workers (`alone_until`) is isolated: the worker first
     tells
@@ -283,6 +287,7 @@ class Generate(Message, frozen=True):
     messages: list[ChatMessage] | None = None
     emitted: list[int] = []
     sent_chars: int = 0
+    answered: str = ""  # the text so far, of a continuation `by_text`
     task: Task = "generate"  # "embed" takes `inputs`, "detokenize" a `prompt` of token ids
     inputs: list[str | list[int]] = []
     tools: list[dict[str, Any]] = []  # OpenAI's definitions, as the chat template gets them

@@ -279,6 +279,8 @@ class Continuation(Value, frozen=True):
     #: Token ids of a prompt from a chat template, which may contain the time: unsigned, 4 bytes
     #: each, little-endian. b"": the request's own prompt gives the same ids again.
     prompt: bytes = b""
+    #: The engine continues the text of the answer, as it does not know its tokens.
+    by_text: bool = False
 
 
 class PromptToken(Value, frozen=True):

@@ -65,6 +65,7 @@ from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system import procfs, sockets, subreaper
 from servekit.system.nvml_client import driver
 from servekit.system.orphan_cleanup import Started, end_leftovers, mark_by_limit
+from servekit.system.rlimits import is_shortage
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -152,6 +153,7 @@ class Supervisor:
             last.callback(self._leave)
             last.callback(self._signals.ignore)
             self._signals.catch()
+            self._loop.set_exception_handler(handle_loop_error)
             subreaper.become_subreaper()
             last.callback(driver.close)
             self._leave_record()
@@ -373,8 +375,9 @@ class Supervisor:
 
     async def status_now(self) -> Status:
         """Return the status for an operator, who may ask before the first tick."""
-        self._measures.memory()
-        await self._measures.gpus()
+        with contextlib.suppress(OSError):  # no files left to read /proc with
+            self._measures.memory()
+            await self._measures.gpus()
         return self.status()
 
     def status(self) -> Status:
@@ -424,13 +427,23 @@ async def ticking(look: Callable[[bool], None], measure: Callable[[int], None]) 
     for count in itertools.count():
         now = time.monotonic()
         try:
-            look(now - last > SLEPT_S)
             measure(count)
-        except Exception:  # a figure that cannot be read must not stop the ticks
-            log.exception("measurement_failed")
-        subreaper.reap_orphans()
+            look(now - last > SLEPT_S)
+            subreaper.reap_orphans()
+        except Exception as error:  # a figure that cannot be read must not stop the ticks
+            if not is_shortage(error):  # the monitor warns of that
+                log.exception("measurement_failed")
         last = now
         await asyncio.sleep(TICK_S)
+
+
+def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Pass over failures to accept connections for lack of files: asyncio tries again by itself.
+
+    It reports a hundred of them a second, and the monitor has warned.
+    """
+    if not is_shortage(context.get("exception")):
+        loop.default_exception_handler(context)
 
 
 def last_words(stuck: Collection[str]) -> int:

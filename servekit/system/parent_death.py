@@ -1,10 +1,12 @@
-"""Detection of the parent's death in a child, which then ends with its own children."""
+"""How a child ends: with its parent, with its own children, and first where memory is short."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+from pathlib import Path
 
 #: Environment variable of one child and of all that it starts, whatever group they move to.
 CHILD_MARK = "SERVEKIT_CHILD"
@@ -13,6 +15,8 @@ CHILD_MARK = "SERVEKIT_CHILD"
 CHAOS = "SERVEKIT_CHAOS"
 FAIL_STEP = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
+#: Thousandths of the memory that a worker counts for more than it has when the kernel chooses.
+_OOM_SCORE = 300
 
 
 def die_with(parent_pid: int) -> None:
@@ -26,6 +30,17 @@ def die_with(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def prefer_for_oom_kill() -> None:
+    """Have the kernel choose this process before the supervisor and the gateways.
+
+    Where memory is short they may hold more of it than a worker that has just started, but only a
+    worker is replaced without a request being lost. Source: proc(5), /proc/PID/oom_score_adj.
+    """
+    path = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError, ValueError):  # a kernel or a container without it
+        path.write_text(str(min(1000, int(path.read_text()) + _OOM_SCORE)))
 
 
 def end_group() -> None:

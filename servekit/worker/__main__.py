@@ -9,7 +9,7 @@ import time
 
 began_s = time.monotonic()  # before the imports below
 
-from servekit.system.parent_death import die_with  # noqa: E402
+from servekit.system.parent_death import die_with, prefer_for_oom_kill  # noqa: E402
 
 if __name__ == "__main__":
     import argparse
@@ -37,6 +37,7 @@ if __name__ == "__main__":
         parser.error("--listen needs --advertise and --credentials-fd")
     if args.parent_pid is not None:
         die_with(args.parent_pid)
+    prefer_for_oom_kill()
 
     import faulthandler
     import signal
@@ -44,6 +45,8 @@ if __name__ == "__main__":
     import sys
 
     from servekit import logging_config
+    from servekit.protocol.messages import PROTOCOL
+    from servekit.system.installation import require_protocol
     from servekit.worker.transport import InheritedChannel
     from servekit.worker.worker import run_worker
 
@@ -51,6 +54,7 @@ if __name__ == "__main__":
     # The handler is written in C, so stack traces are printed even while the GIL is held.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     logging_config.configure(args.name, json=True)
+    require_protocol(PROTOCOL)
     if args.listen is not None:
         from servekit.errors import ServekitError
         from servekit.worker.remote import make_channel

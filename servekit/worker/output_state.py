@@ -152,7 +152,12 @@ class TextTask(OutputState):
         self.completion += PROOF_TOKENS  # one step is proof: the model runs elsewhere
         counts = (output.prompt_tokens, output.completion_tokens)
         lists = (output.logprobs or [], output.vectors or [])
-        return Delta(self.id, output.text, [], output.finish, *counts, *lists, output.stop)
+        return Delta(
+            self.id, output.text, output.token_ids, output.finish, *counts, *lists, output.stop
+        )
+
+    def continuation(self, generation: Callable[[str], str]) -> Continuation:
+        return replace(super().continuation(generation), by_text=True)
 
 
 class _NoDecoder:

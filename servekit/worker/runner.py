@@ -16,7 +16,7 @@ import structlog
 from msgspec.structs import replace
 
 from servekit.engines.api.base import Decoder, EmbedJob, Engine, Job, StepOutput
-from servekit.engines.api.text_engine import TextEngine, TextJob
+from servekit.engines.api.text_engine import TextEngine, TextJob, TextOutput
 from servekit.errors import (
     EngineFailed,
     ModelChanged,
@@ -308,7 +308,15 @@ class Runner:
     ) -> None:
         check_request(request, self.info, engine.spec)
         check_text(request, engine.spec)
-        self._tasks[job_id] = TextTask(peer, request)
+        limit = request.params.max_tokens
+        self._tasks[job_id] = task = TextTask(peer, request)
+        if request.emitted and limit is not None and len(request.emitted) >= limit:
+            count = len(request.emitted)
+            last = TextOutput(job_id, [], "length", completion_tokens=count)
+            self._deliver_outputs([last], stepped=False)
+            return
+        if request.continuation is None and engine.continues(request):
+            task.begins = [], limit or 0
         self._stopwatch.note(job_id)
         engine.ask(TextJob(job_id, request))
 

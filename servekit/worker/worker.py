@@ -33,6 +33,7 @@ from servekit.protocol.adapters import LoadAdapter, UnloadAdapter
 from servekit.protocol.messages import (
     PROTOCOL,
     BootFailed,
+    ChatMessage,
     DeltaBatch,
     Drain,
     EngineDied,
@@ -54,6 +55,7 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.residency import Sleep, Wake
 from servekit.protocol.startup_messages import GatewayConnected, Phase, PhaseReport
+from servekit.protocol.tool_formats import FRAMED
 from servekit.protocol.transport.connection import Connection, Factory
 from servekit.system.parent_death import CHAOS, FAIL_STEP, end_group
 from servekit.worker.adapters import Adapters
@@ -255,11 +257,8 @@ class Worker:
 
     @property
     def _watches_itself(self) -> bool:
-        """Return whether the engine checks itself, so that the worker sends no probes.
-
-        Text engines query a remote endpoint on load and monitor it; every probe would cost money.
-        """
-        return isinstance(self._engine, TextEngine)
+        """Return whether the engine checks itself, so that the worker sends no probes."""
+        return isinstance(self._engine, TextEngine) and not self._engine.probed
 
     async def _send_probe(self, info: ModelInfo) -> None:
         self._probes += 1
@@ -311,17 +310,18 @@ class Worker:
 
     async def _start_serving(self, spec: WorkerSpec, info: ModelInfo) -> None:
         assert self._engine is not None
-        self._runner = Runner(self._engine, info, on_idle=lambda: self._set_exit(0))
-        self._runner.portable = self._line.is_remote
-        await asyncio.to_thread(self._runner.identify_adapters, spec.adapters)
-        self._runner.on_greeting, self._runner.on_step = self._on_greeting, self._on_step
-        self._adapters = Adapters(self._runner, self._line.send)
+        runner = Runner(self._engine, info, on_idle=lambda: self._set_exit(0))
+        runner.portable = self._line.is_remote
+        await asyncio.to_thread(runner.identify_adapters, spec.adapters)
+        runner.on_greeting, runner.on_step = self._on_greeting, self._on_step
+        self._adapters = Adapters(runner, self._line.send)
         self._slumber = SleepControl(
-            self._runner, self._line.send, lambda: self._send_probe(info), self._on_broken
+            runner, self._line.send, lambda: self._send_probe(info), self._on_broken
         )
-        self._engine.start(self._runner.emit)
+        self._engine.start(runner.emit)
+        self._runner = runner  # not before: a ping would ask an engine that has not started
         try:
-            await self._line.serve(spec, self._runner)
+            await self._line.serve(spec, runner)
         except OSError as error:
             message = f"cannot listen on {spec.socket}: {error.strerror}"
             raise LoadError(message, permanent=False) from error
@@ -394,6 +394,10 @@ async def warm_up(
 
 def _probe_request(info: ModelInfo) -> Generate:
     """Return a request for two tokens, or for an embedding if the model does not generate."""
+    if "generate" in info.serves and info.dialect.tools == FRAMED and info.chat:
+        # not every server has plain completions
+        messages = [ChatMessage("user", "Hello")]
+        return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), messages=messages)
     if "generate" in info.serves:
         return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), prompt="Hello")
     return Generate(1, SamplingParams(), task="embed", inputs=["Hello"])

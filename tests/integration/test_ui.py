@@ -46,7 +46,7 @@ def browser(instance: Instance) -> Iterator[Browser]:
         started = set(psutil.Process().children(recursive=True)) - before
         yield browser
         browser.close()
-    _, alive = psutil.wait_procs(started, timeout=5)
+    _, alive = psutil.wait_procs(started, timeout=60)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

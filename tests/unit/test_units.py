@@ -21,8 +21,8 @@ def test_sizes() -> None:
 
 
 def test_long_times() -> None:
-    assert [format_duration(t) for t in (5, 65, 3700, 90_000)] == [
-        *("5 s", "1 min 5 s", "1 h 1 min", "1 d 1 h")
+    assert [format_duration(t) for t in (5, 65, 3700, 90_000, -3600)] == [
+        *("5 s", "1 min 5 s", "1 h 1 min", "1 d 1 h", "0 s")
     ]
 
 

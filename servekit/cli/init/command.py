@@ -210,7 +210,7 @@ def _describe_machine(gpus: "tuple[Gpu, ...]") -> str:
     engines = [
         name for name, what in installed.list_engines() if not what.startswith("not installed")
     ]
-    own = ", ".join(name for name in engines if name not in ("echo", "openai"))
+    own = ", ".join(name for name in engines if name not in ("echo", "openai", "command"))
     cores = len(os.sched_getaffinity(0))
     return f"{cores} cores, {format_size(memory)} of memory, {cards}; engines: {own}"
 

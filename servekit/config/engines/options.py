@@ -4,6 +4,9 @@ torch.
 
 from __future__ import annotations
 
+import difflib
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -214,6 +217,54 @@ class OpenAIOptions(Section):
     """Further headers of each request."""
 
 
+#: Placeholders of a command, each replaced by the worker.
+_PLACEHOLDERS = ("path", "port", "host", "name", "gpus")
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]+)\}")  # not the braces of JSON
+
+
+def _command(value: str | list[str]) -> list[str]:
+    """Split a command as a shell does, and check its placeholders."""
+    words = shlex.split(value) if isinstance(value, str) else value
+    if not words or not words[0].strip():
+        raise ValueError("it names no program")
+    found = {name for word in words for name in _PLACEHOLDER.findall(word)}
+    for name in sorted(found.difference(_PLACEHOLDERS)):
+        near = difflib.get_close_matches(name, _PLACEHOLDERS, n=1)
+        known = ", ".join(f"{{{one}}}" for one in _PLACEHOLDERS)
+        hint = f"did you mean {{{near[0]}}}?" if near else f"there are {known}"
+        raise ValueError(f"{{{name}}} is no placeholder; {hint}")
+    if "port" not in found:
+        raise ValueError("{port} is missing: servekit chooses a free port for each replica")
+    return words
+
+
+Command = Annotated[str | list[str], AfterValidator(_command)]
+ServerPath = Annotated[str, Field(pattern=r"^/[^\s#]*$")]
+
+
+class CommandOptions(Section):
+    """Options of `engine: command`: a server of your own choice that speaks OpenAI's API."""
+
+    command: Command
+    """The command that starts the server, as text or as a list of words; no shell runs it. {path}
+    is the model's `path`, {port} a free port, {host} 127.0.0.1, {name} the model's name, {gpus}
+    the number of its GPUs."""
+    base: ServerPath = "/v1"
+    """Where the server has OpenAI's API."""
+    health: ServerPath = "/health"
+    """The page that answers without an error once the model is loaded; 404 counts as an answer."""
+    task: Literal["generate", "embed"] = "generate"
+    """The task of the model."""
+    slots: Annotated[int, Field(ge=1, le=4096)] = 32
+    """Requests that are sent to the server at the same time."""
+    sleep: ServerPath | None = None
+    """POST to this page releases the GPU's memory; needed for `idle_sleep_s`."""
+    wake: ServerPath | None = None
+    """POST to this page takes the memory again."""
+    chat_template_kwargs: bool = True
+    """The server takes arguments of a chat template, as llama-server, vLLM and SGLang do."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineKind:
     """The static description of an engine, available without importing it."""
@@ -351,6 +402,14 @@ _OURS = {
         neutral=frozenset({"slots", "threads", "batch_tokens"}),
     ),
     "openai": EngineKind(OpenAIOptions, frozenset({"remote"}), gpu="never"),
+    "command": EngineKind(
+        CommandOptions,
+        frozenset({"folder", "gguf", "nothing"}),
+        parallel=("tensor", "device_map", "split"),  # the command says how
+        pin="index",  # vLLM reads each entry as a number
+        sleeps=True,
+        neutral=frozenset({"slots", "health", "sleep", "wake"}),
+    ),
     "echo": EngineKind(
         EchoOptions,
         frozenset({"nothing"}),

@@ -7,7 +7,7 @@ something. The machine plays no role here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -47,7 +47,6 @@ class Asked:
     parallel: str = "auto"
     sleeps: bool = False
     on_cpu: bool = False  # explicitly
-    remote: bool = False  # its options have a `url`
     options: frozenset[str] = frozenset()  # their names
 
 
@@ -68,9 +67,13 @@ def requirements_of(model: ModelConfig, folder: Path) -> Asked:
         parallel=model.parallel,
         sleeps=model.idle_sleep_s is not None,
         on_cpu=model.device == "cpu",
-        remote="url" in model.options,
         options=frozenset(model.options),
     )
+
+
+def engine_of_options(options: Collection[str]) -> str:
+    """Return the engine that the names of the options tell, or ""."""
+    return "openai" if "url" in options else "command" if "command" in options else ""
 
 
 def format_of(path: ModelPath) -> Format:

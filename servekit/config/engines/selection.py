@@ -2,6 +2,7 @@
 
     model                     device       engine
     a remote endpoint         any          openai (its options have a `url`)
+    a server's command        any          command (its options have a `command`)
     a GGUF file               any          llamacpp, if installed and if it meets all requirements
     a folder, a hub id        GPU          vllm, likewise
     all others                any          transformers
@@ -16,7 +17,12 @@ from dataclasses import dataclass
 
 from servekit.config.engines.installed import Machine, find_module, install_command
 from servekit.config.engines.options import KINDS
-from servekit.config.engines.requirements import Asked, find_lacks
+from servekit.config.engines.requirements import Asked, engine_of_options, find_lacks
+
+_TOLD_BY_OPTIONS = {
+    "openai": "its options name an endpoint",
+    "command": "its options name a command",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +38,8 @@ class Choice:
 
 def choose_engine(asks: Asked, machine: Machine) -> Choice:
     """Choose the engine for one model."""
-    if asks.remote:
-        return Choice("openai", "its options name an endpoint")
+    if engine := engine_of_options(asks.options):
+        return Choice(engine, _TOLD_BY_OPTIONS[engine])
     is_gguf = asks.format == "gguf"
     if not is_gguf and (asks.on_cpu or not machine.has_gpu):
         return Choice("transformers", "on a CPU" if asks.on_cpu else "no GPU was found here")

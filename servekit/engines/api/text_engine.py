@@ -4,11 +4,12 @@ For backends that tokenise and render chats themselves, such as a remote endpoin
 has no codec; the worker inspects a request only to refuse what `ModelInfo.serves` does not cover.
 The engine applies `stop`, limits and grammars itself, counts tokens as well as it can, and marks
 thoughts and tool calls with the frames of `protocol.tool_formats.FRAMED`. Its `ModelInfo.resumes`
-is False, because without token ids no other worker can continue its streams.
+is False, because it has no token ids; it may be able to go on after the text of another worker
+(`continues`).
 
-    info = engine.load(report)           # returns after a first real answer: the worker sends no
-    engine.ask(job)                      # probe of its own, because each one may cost money;
-    engine.trouble                       # `ask` replaces `submit` and `embed`
+    info = engine.load(report)           # returns after a first real answer
+    engine.ask(job)                      # replaces `submit` and `embed`
+    engine.trouble
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class TextJob:
 class TextOutput(StepOutput, gc=True):  # its error may refer back to it
     """A StepOutput with text.
 
-    The token counts are 0 until they are known, at the latest with `finish`. A failed job has
-    `failure` set and gets no further output.
+    Its token ids are unknown (UNKNOWN_TOKEN). The token counts are 0 until they are known, at the
+    latest with `finish`. A failed job has `failure` set and gets no further output.
     """
 
     text: str = ""
@@ -46,10 +47,17 @@ class TextOutput(StepOutput, gc=True):  # its error may refer back to it
 class TextEngine(Engine):
     """The base class of engines with text as input and output."""
 
+    #: The worker sends probes when it is idle. Not to a remote endpoint: they may cost money.
+    probed = False
+
     @property
     def trouble(self) -> str:
         """Reason why the model cannot serve through no fault of this process; "" while it can."""
         return ""
+
+    def continues(self, request: Generate) -> bool:
+        """Return whether a worker could go on after the text of another one's answer."""
+        return False
 
     @abstractmethod
     def ask(self, job: TextJob) -> None:

@@ -50,15 +50,15 @@ class Address:
     headers: dict[str, str]
     slots: int
     connect_timeout_s: float
-    first_byte_timeout_s: float
-    silence_timeout_s: float
+    first_byte_timeout_s: float | None  # None: no limit
+    silence_timeout_s: float | None
     retries: int
 
 
 class Reply:
     """An answer that has begun, read as it arrives."""
 
-    def __init__(self, response: httpx.Response, sent: Sent, silence_s: float) -> None:
+    def __init__(self, response: httpx.Response, sent: Sent, silence_s: float | None) -> None:
         self.sent = sent
         self.kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         self._response = response
@@ -90,7 +90,7 @@ class Reply:
             async with asyncio.timeout(self._silence_s):
                 return await anext(self._raw, b"")
         except TimeoutError:
-            silence = f"the endpoint has sent nothing for {self._silence_s:g} s"
+            silence = f"the endpoint has sent nothing for {self._silence_s or 0:g} s"
             raise EndpointFailed(f"{silence}, in the middle of its answer") from None
         except httpx.HTTPError as error:
             broke = f"the endpoint's answer broke off: {reason_of(error)}"
@@ -109,7 +109,12 @@ class Reply:
 class Endpoint:
     """An endpoint with a pool of connections, for a single event loop."""
 
-    def __init__(self, address: Address, pace: RateLimiter) -> None:
+    def __init__(
+        self,
+        address: Address,
+        pace: RateLimiter,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         self.pace = pace
         self._address = address
         self._client = httpx.AsyncClient(
@@ -117,6 +122,7 @@ class Endpoint:
             timeout=httpx.Timeout(None, connect=address.connect_timeout_s),
             limits=httpx.Limits(max_connections=address.slots + 2),
             follow_redirects=False,
+            transport=transport,
         )
 
     async def close(self) -> None:
@@ -159,7 +165,7 @@ class Endpoint:
                 pause_s = self._pause_s(refused, attempt)
                 if not refused.again or attempt == retries or pause_s > _LONGEST_WAIT_S:
                     raise
-            await asyncio.sleep(pause_s)
+            await self.pace.pause(pause_s)
         raise AssertionError("the last attempt returns, or raises")
 
     def _pause_s(self, refused: Refused, attempt: int) -> float:
@@ -186,7 +192,7 @@ class Endpoint:
                 await reply.begin()
                 return reply, response
         except TimeoutError:
-            reason = f"not a byte within {address.first_byte_timeout_s:g} s"
+            reason = f"not a byte within {address.first_byte_timeout_s or 0:g} s"
             error: BaseException = unreachable_error(address.url, reason)
         except httpx.HTTPError as broken:
             error = unreachable_error(address.url, reason_of(broken))

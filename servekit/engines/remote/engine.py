@@ -37,10 +37,10 @@ from servekit.protocol.tool_formats import FRAMED, THOUGHTS
 log: Any = structlog.get_logger("servekit.engines.remote.engine")
 
 #: Default context: prompt and completion together.
-_MAX_CONTEXT = 131_072
+MAX_CONTEXT = 131_072
 #: Longest plausible answer, in characters per token of the context. Longer ones are errors, and
 #: would fill the memory while a slow client reads.
-_CHARS_PER_TOKEN = 64
+CHARS_PER_TOKEN = 64
 _BEAT_S = 0.5
 #: Bytes that are read of a list of models, or of an error, if only the status matters.
 _LOOK_BYTES = 2**14
@@ -76,8 +76,8 @@ class OpenAIEngine(TextEngine):
         )
         self._traits = greeted.traits
         self._watch = HealthWatcher(lists=greeted.lists)
-        context = self.spec.max_context or greeted.max_context or _MAX_CONTEXT
-        self._most_chars = context * _CHARS_PER_TOKEN
+        context = self.spec.max_context or greeted.max_context or MAX_CONTEXT
+        self._most_chars = context * CHARS_PER_TOKEN
         return self._describe_model(context, greeted)
 
     @property
@@ -109,9 +109,12 @@ class OpenAIEngine(TextEngine):
         self._pace = RateLimiter(
             options.get("requests_per_minute"), options.get("tokens_per_minute")
         )
-        self._endpoint = Endpoint(self._address, self._pace)
+        self._endpoint = self._make_endpoint(self._pace)
         self._thread = threading.Thread(target=self._run_loop, name="engine", daemon=True)
         self._thread.start()
+
+    def _make_endpoint(self, pace: RateLimiter) -> Endpoint:
+        return Endpoint(self._address, pace)
 
     # ---- from the worker's thread
 
@@ -171,8 +174,11 @@ class OpenAIEngine(TextEngine):
     async def _record_progress(self) -> None:
         """Record progress while the loop runs, as the endpoint may take long to answer."""
         while True:
-            self._beat_s = time.monotonic()
+            self._note_progress()
             await asyncio.sleep(_BEAT_S)
+
+    def _note_progress(self) -> None:
+        self._beat_s = time.monotonic()
 
     async def _keep_watch(self) -> None:
         while True:
@@ -207,7 +213,7 @@ class OpenAIEngine(TextEngine):
         failure: RequestError
         try:
             # while the endpoint is in trouble, retries are pointless
-            async with self._endpoint.ask(task, patient=not self._watch.trouble) as reply:
+            async with self._endpoint.ask(task, patient=not self.trouble) as reply:
                 self._watch.answered(time.monotonic())
                 if self._embeds:
                     await self._embed_inputs(job_id, task, reply)
@@ -222,7 +228,12 @@ class OpenAIEngine(TextEngine):
         except Exception:
             log.exception("endpoint_request_failed")
             failure = EndpointFailed("the request to the endpoint failed; see the logs")
-        self._queue_output(TextOutput(job_id, [], failure=failure))
+        if not await self._is_lost(failure):
+            self._queue_output(TextOutput(job_id, [], failure=failure))
+
+    async def _is_lost(self, failure: RequestError) -> bool:
+        """Return whether a request failed because the engine has died, and goes on elsewhere."""
+        return False
 
     async def _stream_answer(self, job_id: int, task: Errand, reply: Reply) -> None:
         answer = Answer(task.request, task.tokens, self._most_chars)

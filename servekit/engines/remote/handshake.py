@@ -51,12 +51,12 @@ async def greet_endpoint(
     """Run the handshake. Raises LoadError, permanent if the configuration or the key is wrong."""
     endpoint = Endpoint(address, RateLimiter(None, None))
     try:
-        listed = await _list_models(endpoint)
-        context = 0 if listed is None else _find_context(listed, traits.model)
-        traits, size = await _try_traits(endpoint, traits, embeds=embeds)
+        listed = await list_models(endpoint)
+        context = 0 if listed is None else find_context(listed, traits.model)
+        traits, size = await try_traits(endpoint, traits, embeds=embeds)
         return Greeted(traits, listed is not None, context, size)
     except Refused as refusal:
-        raise _load_error(refusal, key_name, address.key) from None
+        raise to_load_error(refusal, key_name, address.key) from None
     except RequestError as error:
         raise LoadError(error.message, permanent=False) from None
     finally:
@@ -72,7 +72,7 @@ def make_greeting(traits: EndpointTraits, *, embeds: bool) -> Errand:
     return build_errand(Generate(0, params, messages=[ChatMessage("user", _HELLO)]), neutral)
 
 
-async def _list_models(endpoint: Endpoint) -> list[Any] | None:
+async def list_models(endpoint: Endpoint) -> list[Any] | None:
     """Return the listed models; None if there is no list. Raises Refused if it is unreachable."""
     status, body = await endpoint.get("/models", _MOST_LIST_BYTES)
     if status != 200:
@@ -84,7 +84,7 @@ async def _list_models(endpoint: Endpoint) -> list[Any] | None:
     return listed if isinstance(listed, list) else None
 
 
-def _find_context(listed: list[Any], model: str) -> int:
+def find_context(listed: list[Any], model: str) -> int:
     for one in listed:
         if isinstance(one, dict) and one.get("id") == model:
             found = (one.get(name) for name in _CONTEXTS)
@@ -92,7 +92,7 @@ def _find_context(listed: list[Any], model: str) -> int:
     return 0
 
 
-async def _try_traits(
+async def try_traits(
     endpoint: Endpoint, traits: EndpointTraits, *, embeds: bool
 ) -> tuple[EndpointTraits, int]:
     """Return the parameters that work, and the size of embeddings. Raises Refused."""
@@ -128,7 +128,7 @@ async def _hear_answer(endpoint: Endpoint, task: Errand) -> int:
         return 0
 
 
-def _load_error(refusal: Refused, key_name: str, key: str) -> LoadError:
+def to_load_error(refusal: Refused, key_name: str, key: str) -> LoadError:
     said = refusal.error.message
     if refusal.status in _UNAUTHORISED:
         hint = f"the key in the variable {key_name}" if key else "`key_environment` names none"

@@ -91,6 +91,14 @@ class RateLimiter:
         finally:
             self.waiting -= 1
 
+    async def pause(self, for_s: float) -> None:
+        """Let a request wait before its next attempt."""
+        self.waiting += 1
+        try:
+            await asyncio.sleep(for_s)
+        finally:
+            self.waiting -= 1
+
     def settle(self, sent: Sent, tokens: int) -> None:
         """Replace a request's estimate by the count that the endpoint reported."""
         sent.tokens = tokens

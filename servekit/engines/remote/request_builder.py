@@ -70,7 +70,8 @@ def build_errand(request: Generate, traits: EndpointTraits) -> Errand:
     if traits.usage:
         body["stream_options"] = {"include_usage": True}
     if request.messages is None:
-        body["prompt"] = request.prompt
+        # without white space at the end, which would be a token of its own
+        body["prompt"] = f"{request.prompt}{request.answered.rstrip()}"
         path = "/completions"
     else:
         body |= _chat_body(request, traits)
@@ -80,14 +81,18 @@ def build_errand(request: Generate, traits: EndpointTraits) -> Errand:
 
 
 def _chat_body(request: Generate, traits: EndpointTraits) -> dict[str, Any]:
-    body: dict[str, Any] = {"messages": [_message_body(one) for one in request.messages or ()]}
+    messages = [_message_body(one) for one in request.messages or ()]
+    if answered := request.answered.rstrip():  # templates strip it
+        begun = messages.pop()["content"] if request.continues else ""
+        messages.append({"role": "assistant", "content": f"{begun}{answered}"})
+    body: dict[str, Any] = {"messages": messages}
     if request.tools:
         body["tools"] = request.tools
         if request.must_call:
             body["tool_choice"] = _tool_choice(request)
         if request.one_call:
             body["parallel_tool_calls"] = False
-    if request.continues:
+    if request.continues or answered:
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     return body | _template_body(request.template, traits)
 
@@ -142,7 +147,10 @@ def _sampling_body(request: Generate, traits: EndpointTraits) -> dict[str, Any]:
         params.max_tokens if params.max_tokens is not None else traits.defaults.get("max_tokens")
     )
     if limit is not None:
+        limit = max(1, int(limit) - len(request.emitted))
         body[traits.limit if request.messages is not None else "max_tokens"] = limit
+    if request.emitted and "min_tokens" in body:
+        body["min_tokens"] = max(0, body["min_tokens"] - len(request.emitted))
     if params.stop:
         body["stop"] = list(params.stop)
     if params.logit_bias:

@@ -23,7 +23,7 @@ from servekit.engines.remote.schemas import (
     valid_count,
 )
 from servekit.errors import EndpointFailed, RequestError
-from servekit.protocol.messages import Generate, TokenLogprob
+from servekit.protocol.messages import UNKNOWN_TOKEN, Generate, TokenLogprob
 from servekit.protocol.tool_formats import ARGUMENTS, CALL, MARKS, NAME, TEXT, THOUGHT
 
 #: For estimates if the endpoint does not count.
@@ -52,6 +52,10 @@ class Answer:
         self._calls: dict[int, str] = {}  # ids of the calls by index
         self._argued = True  # the last call has arguments
         self._stop = ""
+        self._before = len(request.emitted)  # tokens of another worker
+        # Not sent to the endpoint, which repeats it.
+        self._again = request.answered[len(request.answered.rstrip()) :]
+        self._tokens = 0  # in `_pieces`
 
     # ---- what comes
 
@@ -72,11 +76,13 @@ class Answer:
             self._counts, self.counted = (prompt, completion), True
 
     def _take_choice(self, choice: Choice) -> None:
+        pieces = len(self._pieces)
         if self._request.messages is None:
             self._keep_text(choice.text or "")  # without frames
         for said in (choice.delta, choice.message):
             if said is not None and self._request.messages is not None:
                 self._take_message(said)
+        self._tokens += len(self._pieces) > pieces  # endpoints send each token by itself
         if choice.logprobs and self._request.params.logprobs is not None:
             self._logprobs += convert_logprobs(choice.logprobs)
         if choice.finish_reason:  # some send "" before the end
@@ -142,12 +148,22 @@ class Answer:
         self._keep_text(text.translate(_UNMARKED))
 
     def _keep_text(self, text: str) -> None:
+        if self._again:
+            text = self._drop_repeated(text)
         if not text:
             return
         self._chars += len(text)
         if self._chars > self._left:
             raise wrong_answer(f"it is longer than {self._left} characters")
         self._pieces.append(text)
+
+    def _drop_repeated(self, text: str) -> str:
+        """Drop the white space that ended the text of another worker."""
+        while text and self._again and text[0] == self._again[0]:
+            text, self._again = text[1:], self._again[1:]
+        if text:
+            self._again = ""
+        return text
 
     # ---- its end
 
@@ -182,7 +198,8 @@ class Answer:
         """Return the output since the last call."""
         text, self._pieces = "".join(self._pieces), []
         scores, self._logprobs = self._logprobs, []
-        output = TextOutput(job_id, [], text=text, logprobs=scores or None)
+        ids, self._tokens = [UNKNOWN_TOKEN] * self._tokens, 0
+        output = TextOutput(job_id, ids, text=text, logprobs=scores or None)
         output.prompt_tokens = self.prompt_tokens if self.counted else 0
         if last:
             output.finish, output.stop = self.finish, self._stop
@@ -192,14 +209,14 @@ class Answer:
     @property
     def prompt_tokens(self) -> int:
         """The endpoint's count of prompt tokens, or an estimate if it reports none."""
-        return self._counts[0] if self.counted else self._estimate
+        return max(0, self._counts[0] - self._before) if self.counted else self._estimate
 
     @property
     def tokens(self) -> int:
         """The endpoint's count of completion tokens, or an estimate if it reports none."""
         if self.counted:
-            return self._counts[1]
-        return math.ceil(self._chars / _CHARS_PER_TOKEN)
+            return self._before + self._counts[1]
+        return self._before + math.ceil(self._chars / _CHARS_PER_TOKEN)
 
 
 def _list_texts(content: str | list[Any] | None) -> list[tuple[str, str]]:

@@ -19,5 +19,4 @@ list per step, for all requests.
     adapters             LoRA
     scheduler            extensions inside the core's process
     worker_extension     extensions inside the processes that run the model
-    liveness             progress of the core's processes while they load
 """

@@ -23,6 +23,7 @@ from servekit.engines.api.base import EmbedJob, Emit, Engine, Job, Load, Report,
 from servekit.engines.api.job_state import make_embedding_output
 from servekit.engines.api.job_validation import Limits, check_job
 from servekit.engines.api.load_phases import phase
+from servekit.engines.api.process_activity import report_activity
 from servekit.engines.model_files.source import resolve_folder as resolve_source
 from servekit.engines.text.sampling_params import resolve_sampling
 from servekit.engines.text.structured_output import Constraint, Grammars, try_grammars
@@ -30,13 +31,7 @@ from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.text.tool_format_detection import tool_capabilities
 from servekit.engines.transformers import pooling, weights
-from servekit.engines.vllm import (
-    engine_args,
-    generation_defaults,
-    library,
-    liveness,
-    requests,
-)
+from servekit.engines.vllm import engine_args, generation_defaults, library, requests
 from servekit.engines.vllm.adapters import Adapters
 from servekit.engines.vllm.causes import first_line
 from servekit.engines.vllm.core_client import Core
@@ -98,7 +93,7 @@ class VllmEngine(Engine):
         self._pieces = Pieces(tokenizer)
         self._parameters = generation_defaults.count_parameters(folder)
         self._embeds = pooling.is_embedder(folder)
-        with phase("core"), liveness.report_activity(report):
+        with phase("core"), report_activity(report):
             asked = engine_args.engine_arguments(
                 self.spec, folder, self._device_memory(), embeds=self._embeds
             )

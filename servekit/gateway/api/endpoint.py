@@ -42,7 +42,7 @@ OpenGeneration = Callable[[Router, GenerationRequest], Coroutine[Any, Any, Gener
 
 
 class GenerationEndpoint:
-    """An endpoint whose answer is a generation, streamed or whole: a `Handler`.
+    """An endpoint whose answer is a generation, streamed or whole; `answer` is its `Handler`.
 
     `open_later`, if given, opens every generation. Otherwise one is opened at once, unless its
     model is loaded on demand and has never been loaded.
@@ -59,7 +59,7 @@ class GenerationEndpoint:
         self._open_later = open_later
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def __call__(self, response: Response) -> None:
+    def answer(self, response: Response) -> None:
         """Start to answer. Raises ServekitError for a wrong request."""
         body, response.body = bytes(response.body), b""
         parsed = self._parse(body, api_key(response.headers))
@@ -70,7 +70,7 @@ class GenerationEndpoint:
         request, encoder = parsed
         if self._router.chooses:
             request.session = session_of(response.headers) or request.session
-        if self._opens_at_once(request):
+        if not self._waits_for_load(request):
             StreamWriter(response, Generation(self._router, request), encoder)
             return
         task = asyncio.get_running_loop().create_task(self._begin(response, request, encoder))
@@ -78,15 +78,17 @@ class GenerationEndpoint:
         task.add_done_callback(self._tasks.discard)
         response.on_gone = partial(_cancel, task)
 
-    def _opens_at_once(self, request: GenerationRequest) -> bool:
-        """Return whether the model's properties are known, or need not be."""
+    def _waits_for_load(self, request: GenerationRequest) -> bool:
+        """Return whether the model's properties are needed, and unknown before its first load."""
         if self._open_later is not None:
+            return True
+        if not self._router.has_unknown or request.messages is None:
             return False
         try:
             status = self._router.find(request.model).status
         except ModelNotFound:
-            return True  # it is refused at once
-        return status.info is not None or status.residence is None or request.messages is None
+            return False  # it is refused at once
+        return status.info is None and status.residence is not None
 
     async def _begin(
         self, response: Response, request: GenerationRequest, encoder: ResponseEncoder
@@ -126,7 +128,7 @@ class EndpointFactory:
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
             try:
                 body = await read_body(scope, receive, self._max_body_bytes)
-                asked, write = parse(body, api_key(scope["headers"]))
+                asked, write = parse(body, api_key(dict(scope["headers"])))
                 del body
             except ClientGone:
                 return

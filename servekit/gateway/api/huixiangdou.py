@@ -126,8 +126,8 @@ class Legacy:
     def __init__(self, router: Router) -> None:
         self._router = router
         self.handlers: dict[str, Handler] = {
-            "/inference": GenerationEndpoint(router, self._parse_inference, open_when_ready),
-            "/stream": GenerationEndpoint(router, self._parse_stream, open_when_ready),
+            "/inference": GenerationEndpoint(router, self._parse_inference, open_when_ready).answer,
+            "/stream": GenerationEndpoint(router, self._parse_stream, open_when_ready).answer,
         }
         self.envelopes: dict[str, Envelope] = {
             "/inference": encode_error,

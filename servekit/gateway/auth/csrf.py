@@ -15,7 +15,7 @@ loopback without keys, `--insecure` has allowed every client.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from servekit.errors import Forbidden
 
@@ -34,10 +34,9 @@ class CsrfCheck:
         self._origins = origins
         self._known: set[bytes] = set()
 
-    def refuse(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def refuse(self, headers: Mapping[bytes, bytes]) -> None:
         """Raise Forbidden for a request of a foreign page. On the hot path of every request."""
-        found = dict(headers)  # faster than a loop
-        host, origin = found.get(b"host", b""), found.get(b"origin", b"")
+        host, origin = headers.get(b"host", b""), headers.get(b"origin", b"")
         if host not in self._known:
             self._look(host)
         if origin and not self._is_ours(origin.decode("latin-1"), host.decode("latin-1")):

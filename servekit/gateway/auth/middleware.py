@@ -30,6 +30,7 @@ from servekit.gateway.http.asgi import (
     send_error,
 )
 from servekit.gateway.http.response import FastHandler, FastResponse
+from servekit.gateway.http.trusted_proxies import ForwardedAddress
 from servekit.gateway.ui import login
 
 log: Any = structlog.get_logger("servekit.gateway")
@@ -74,12 +75,15 @@ class AuthMiddleware:
         self.exchanges: dict[bytes, FastHandler] = dict(handlers)
         self.open = True
         self._strangers: CsrfCheck | None = None
+        self._forwarded: ForwardedAddress | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         access.on_change(self._on_change)
 
     def _on_change(self) -> None:
         rules = self._access.rules
-        self.open = not (self._access.closed or rules.cors or rules.hosts)
+        proxies = rules.trusted_proxies
+        self.open = not (self._access.closed or rules.cors or rules.hosts or proxies)
+        self._forwarded = ForwardedAddress(proxies) if proxies else None
         self._strangers = CsrfCheck(rules.hosts, rules.cors) if rules.hosts else None
         for path, handler in self._handlers.items():
             self.exchanges[path] = handler if self.open else partial(self._pass, handler)
@@ -88,13 +92,17 @@ class AuthMiddleware:
 
     def _pass(self, handler: FastHandler, exchange: FastResponse) -> None:
         """Answer a request once its key is verified, which nearly always is at once."""
-        exchange.extra = self._cors(exchange.headers)
+        if self._access.rules.cors:
+            exchange.extra = self._cors(exchange.headers)
+        if self._forwarded is not None:
+            origin = exchange.origin
+            origin.address = self._forwarded.find(origin.address, exchange.protocol.headers)
         if self._strangers is not None:
             self._strangers.refuse(exchange.headers)
         if not self._access.closed:
             handler(exchange)
             return
-        key = key_of(exchange.headers)
+        key = key_of(exchange.protocol.headers)
         caller = self._access.known(key)
         if caller is not None:
             self._act(handler, exchange, caller)
@@ -137,14 +145,14 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> None:
         """Let `app` answer on behalf of the caller; refusals become error responses."""
         headers = scope["headers"]
-        extra = self._cors(headers)
+        extra = self._cors(dict(headers))
         path: str = scope["path"]
         if extra and scope["method"] == "OPTIONS" and _asks_leave(headers):
             await _preflight(send, extra, headers)
             return
         try:
             if self._strangers is not None and path not in OPEN:
-                self._strangers.refuse(headers)
+                self._strangers.refuse(dict(headers))
             if self._access.closed and path == READY:
                 with contextlib.suppress(RequestError):
                     ACTING.set(await self._caller(scope))
@@ -183,12 +191,12 @@ class AuthMiddleware:
 
     # ---- web pages
 
-    def _cors(self, headers: Headers) -> tuple[Header, ...]:
+    def _cors(self, headers: Mapping[bytes, bytes]) -> tuple[Header, ...]:
         """Return the CORS headers that let the page of this request read the response."""
         allowed = self._access.rules.cors
         if not allowed:
             return ()
-        origin = next((value for name, value in headers if name == b"origin"), b"")
+        origin = headers.get(b"origin", b"")
         if "*" in allowed and origin:
             return (
                 (b"access-control-allow-origin", b"*"),

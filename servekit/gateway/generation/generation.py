@@ -60,6 +60,7 @@ Tools = list[dict[str, Any]]
 _NO_TOOLS = choose([], None)
 _NO_DIALECT = Dialect()
 _NO_PROMPTS: tuple[None] = (None,)
+_NO_FIELDS: dict[str, Any] = {}
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -132,17 +133,14 @@ class Choice(msgspec.Struct):
                 self.calls[index] = replace(call, arguments=call.arguments + text)
 
 
-class ChoiceStream:
+class ChoiceStream(msgspec.Struct, eq=False):
     """One choice under way: its call, and the parser of its text."""
 
-    __slots__ = ("arguments", "call", "calls_tool", "index", "parser")
-
-    def __init__(self, index: int, call: InflightRequest, parser: Parser | None) -> None:
-        self.index = index
-        self.call = call
-        self.parser = parser  # None if everything is text
-        self.calls_tool = False
-        self.arguments = ""  # of the last tool call
+    index: int
+    call: InflightRequest
+    parser: Parser | None  # None if everything is text
+    calls_tool: bool = False
+    arguments: str = ""  # of the last tool call
 
     def parse(self, text: str) -> list[Event]:
         if self.parser is None:
@@ -173,6 +171,21 @@ class Generation:
     Unsupported.
     """
 
+    __slots__ = (
+        "_choices",
+        "_left",
+        "_news",
+        "_tool_choice",
+        "_whole",
+        "completion_tokens",
+        "end_of_tick",
+        "first",
+        "model",
+        "only",
+        "plain",
+        "request",
+    )
+
     def __init__(self, router: Router, request: GenerationRequest) -> None:
         try:
             status = router.find(request.model).status
@@ -185,40 +198,48 @@ class Generation:
         self.end_of_tick = router.end_of_tick
         self.completion_tokens = 0
         self._news: asyncio.Event | None = None
-        self._choices: list[ChoiceStream] = []
         self._whole: list[Choice] = []  # for an answer that is not streamed
+        params = request.params
         dialect = _NO_DIALECT if status.info is None else status.info.dialect
         if _is_plain(request, dialect):
             self._tool_choice = _NO_TOOLS
-            self._add_choices(request.params, {}, None)
+            choices = self._make_choices(params)
         else:
             limits = router.access.rules.limits
-            check_free(request.tools, request.template, request.params.grammar, limits)
-            self._tool_choice = choice = _choose_tools(request, status)
+            check_free(request.tools, request.template, params.grammar, limits)
+            self._tool_choice = tools = _choose_tools(request, status)
             if status.info is not None:
-                dialect = _dialect(status.info, choice)
+                dialect = _dialect(status.info, tools)
             begun = begins_thinking(dialect, request.template, request.continues)
-            params, more = _tell_engine(request, dialect, choice, begun)
-            self._add_choices(params, more, partial(_parser, request, dialect, choice, begun))
-        self._left = self._choices
-        self.first = self._choices[0].call
-        asked = request.params
-        rich = asked.logprobs is not None or asked.prompt_logprobs is not None or asked.echo
+            told, more = _tell_engine(request, dialect, tools, begun)
+            parse = partial(_parser, request, dialect, tools, begun)
+            choices = self._make_choices(told, more, parse)
+        self._choices = self._left = choices
+        self.first = choices[0].call
+        rich = params.logprobs is not None or params.prompt_logprobs is not None or params.echo
         #: The only choice, if it brings nothing but text until it ends.
-        self.only = self._choices[0] if len(self._choices) == 1 and not rich else None
+        self.only = choices[0] if len(choices) == 1 and not rich else None
         #: Whether that text is the answer as it is, without a parser.
         self.plain = self.only is not None and self.only.parser is None
         if not (self.plain or request.stream):
-            self._whole = [Choice() for _ in self._choices]
-        self._open(router)
+            self._whole = [Choice() for _ in choices]
+        try:
+            for choice in choices:
+                router.open(choice.call, request.timeout_s)
+        except BaseException:
+            self.cancel()
+            raise
+        if request.follow:
+            router.follow(self.first)
 
-    def _add_choices(
+    def _make_choices(
         self,
         params: SamplingParams,
-        more: dict[str, Any],
-        make_parser: Callable[[], Parser | None] | None,
-    ) -> None:
+        more: dict[str, Any] = _NO_FIELDS,
+        make_parser: Callable[[], Parser | None] | None = None,
+    ) -> list[ChoiceStream]:
         request = self.request
+        choices: list[ChoiceStream] = []
         for prompt in request.prompts or _NO_PROMPTS:
             for index in range(request.n):
                 call = InflightRequest(
@@ -233,17 +254,8 @@ class Generation:
                     session=request.session,
                 )
                 parser = None if make_parser is None else make_parser()
-                self._choices.append(ChoiceStream(len(self._choices), call, parser))
-
-    def _open(self, router: Router) -> None:
-        for choice in self._choices:
-            try:
-                router.open(choice.call, self.request.timeout_s)
-            except BaseException:
-                self.cancel()
-                raise
-        if self.request.follow:
-            router.follow(self.first)
+                choices.append(ChoiceStream(len(choices), call, parser))
+        return choices
 
     # ---- results
 

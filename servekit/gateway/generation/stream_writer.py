@@ -95,11 +95,14 @@ class StreamWriter:
         """
         try:
             choice = self._only
-            if choice is not None and not choice.call.done:
+            if choice is not None and not (call := choice.call).done:
                 # written out: nearly all tokens come this way
-                if (texts := choice.call.texts) and (response := self._response).open:
-                    text = texts[0] if len(texts) == 1 else "".join(texts)
-                    texts.clear()
+                if (texts := call.texts) and (response := self._response).open:
+                    if len(texts) == 1:
+                        text = texts.pop()
+                    else:
+                        text = "".join(texts)
+                        texts.clear()
                     if not text:  # for an incomplete character
                         return
                     if choice.parser is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 import msgspec
@@ -87,20 +87,16 @@ async def send_error(send: Send, error: ServekitError, encode: Envelope = encode
     await send_json(send, body, status, error_headers(error))
 
 
-def session_of(headers: Iterable[Header]) -> str:
+def session_of(headers: Mapping[bytes, bytes]) -> str:
     """Return the session that a client names, "" if none."""
-    for name, value in headers:
-        if name == SESSION:
-            return str(value, "latin-1")
-    return ""
+    return headers.get(SESSION, b"").decode("latin-1")
 
 
-def api_key(headers: Iterable[Header]) -> str:
+def api_key(headers: Mapping[bytes, bytes]) -> str:
     """Return the client's key, unverified, as the fair queue's group where no keys are required."""
-    for name, value in headers:
-        if name in (b"authorization", b"x-api-key", b"api-key"):
-            return str(value, "latin-1")
-    return ""
+    find = headers.get
+    key = find(b"authorization") or find(b"x-api-key") or find(b"api-key") or b""
+    return key.decode("latin-1")
 
 
 class MethodNotAllowed(RequestError):

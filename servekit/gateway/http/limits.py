@@ -98,14 +98,23 @@ class HeaderTooLarge(RequestError):
     code = "header_too_large"
 
 
-#: File descriptors reserved for workers, logs and pages; at most an eighth of all.
+#: File descriptors reserved for workers, logs, pages and spare connections; at most a quarter.
 _KEPT_FILES = 256
 
 
-def _most_connections() -> int:
-    """Return the limit of client connections, from this process's limit on open files."""
+def _files() -> tuple[int, int]:
+    """Return how many files this process may open, and how many of them clients do not get."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return files - min(_KEPT_FILES, files // 8)
+    return files, min(_KEPT_FILES, files // 4)
+
+
+def _most_connections() -> int:
+    files, kept = _files()
+    return files - kept
+
+
+def _most_spares() -> int:
+    return _files()[1] // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +134,11 @@ class Limits:
     #: Limit for the rest of a body whose request has been answered already.
     unread_bytes: int = 64 * 1024 * 1024
     sweep_every_s: float = 1.0
-    #: Above this number only `VITAL` paths are served, and idle connections are closed.
+    #: Above `most_connections` only `VITAL` paths are served, and idle connections are closed. Of
+    #: the spare ones above it the oldest is closed for each over `most_spares`: without a file
+    #: descriptor for the next connection, the kernel's queue would be closed, health checks too.
     most_connections: int = field(default_factory=_most_connections)
+    most_spares: int = field(default_factory=_most_spares)
 
 
 LIMITS = Limits()
@@ -164,11 +176,13 @@ class LimitedProtocol(HttpToolsProtocol):
     limits: Limits
     #: Seconds without any progress in sending a response, after which the connection ends.
     write_timeout_s: ClassVar[float] = 60.0
+    spares: ClassVar[dict[LimitedProtocol, None]] = {}  # oldest first
     bodies: ClassVar[Bodies] = Bodies()
 
     def __init__(self, *args: Any, limits: Limits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.limits = limits
+        self.url = b""  # of the last request
         self._max_header_bytes = limits.header_bytes
         self._header_bytes = 0  # of the current message; see _BODY and _REFUSED
         self._body_comes = False
@@ -181,7 +195,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._held_since_s = 0.0
         self._unsent = 0, 0  # unsent bytes here and in the kernel, at the last sweep
         self._moved_s = self._heard_s  # when `_unsent` last made progress
-        self._spare = False  # it was opened above the connection limit
+        self._spare = False  # it was opened above the connection limit, which holds still
         self._half_closed = False  # the client has closed its sending side
         # start of the wait for a header; 0 if there is none, or no sweep has seen it yet
         self._header_since_s = self._heard_s
@@ -190,7 +204,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._spare = len(self.connections) > self.limits.most_connections
+        if len(self.connections) > self.limits.most_connections:
+            self._spare = True
+            self.spares[self] = None
+            if len(self.spares) > self.limits.most_spares:
+                oldest = next(iter(self.spares))
+                del self.spares[oldest]
+                oldest.transport.abort()
 
     # ---- size
 
@@ -307,7 +327,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if hosts != 1 and (hosts or self.parser.get_http_version() != "1.0"):
             raise BadHttp(f"the Host header must come once, and came {hosts} times")
         if self._spare and self.url.partition(b"?")[0] not in VITAL:
-            raise TooManyConnections("too many clients are connected; try later", retry_after_s=1.0)
+            if len(self.connections) > self.limits.most_connections:
+                raise TooManyConnections(
+                    "too many clients are connected; try later", retry_after_s=1.0
+                )
+            self._spare = False
+            self.spares.pop(self, None)
         self._header_bytes = _BODY
         self._body_comes = True
 
@@ -425,7 +450,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._body_comes:
             self._abandon(self.cycle)
         body = envelope(error)
-        origin = RequestContext(self.headers or ())  # the headers parsed so far
+        origin = RequestContext(dict(self.headers or ()))  # the headers parsed so far
         own = (
             JSON,
             (b"content-length", b"%d" % len(body)),
@@ -498,6 +523,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self.spares.pop(self, None)
         self._let_go()
         # uvicorn does not cancel its timer on a reset; until it fires, it would keep the body alive
         self._unset_keepalive_if_required()

@@ -10,9 +10,11 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from servekit.errors import RequestError
 from servekit.gateway.http.asgi import Envelope, Header, too_large
 from servekit.gateway.http.limits import LimitedProtocol
 from servekit.gateway.http.response import CoalescingTransport, FastHandler, FastResponse
+from servekit.gateway.telemetry.metrics import OTHER
 
 #: Longer heads are not kept: each connection keeps one, and clients may be malicious.
 MOST_BYTES = 8 * 1024
@@ -88,6 +90,7 @@ class Http(LimitedProtocol):
         # the last fast response; `cycle` may be a later, pipelined request
         self._exchange: FastResponse | None = None
         self._head: Head | None = None  # of the last parsed request
+        self.headers_by_name: dict[bytes, bytes] = {}  # of the last fast request
         self._within = False  # a message has begun and is incomplete
         self._idle_since_s = 0.0  # end of the last fast response; 0 once data comes
         self._heads: dict[Any, bytes] = {}
@@ -129,6 +132,10 @@ class Http(LimitedProtocol):
         exchange.body = body
         exchange.begin()
         return True
+
+    def refuse(self, error: RequestError) -> None:
+        self.answers[self.url if self.url in self._hot else OTHER, error.status] += 1
+        super().refuse(error)
 
     def answered(self) -> None:
         """Finish a fast response as uvicorn's `on_response_complete` does, but without a timer."""
@@ -191,9 +198,10 @@ class Http(LimitedProtocol):
             super().on_headers_complete()
             return
         self.header_ends()
+        self.headers_by_name = dict(self.headers)
         self._exchange = exchange = FastResponse(self, handler)
         self.cycle = cast(Any, exchange)
-        declared = exchange.header(b"content-length")
+        declared = self.headers_by_name.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > self.max_body_bytes:
             exchange.fail(too_large(self.max_body_bytes))
 

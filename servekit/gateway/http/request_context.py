@@ -9,13 +9,11 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from servekit import logging_config
-
-Headers = Sequence[tuple[bytes, bytes]]
 
 HEADER = b"x-request-id"
 TRACEPARENT = b"traceparent"
@@ -33,18 +31,16 @@ class RequestContext:
 
     __slots__ = ("address", "context", "id", "traceparent", "warning")
 
-    def __init__(self, headers: Headers, client: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self, headers: Mapping[bytes, bytes], client: tuple[str, int] | None = None
+    ) -> None:
+        """Read the context from the headers, by lower-case name."""
         self.address = client[0] if client else ""  # a proxy's, perhaps
-        self.id = self.traceparent = b""
+        self.traceparent = headers.get(TRACEPARENT, b"")
         self.warning = b""  # for the client, in a response header
         self.context: Any = None  # of the trace, once a call has begun one
-        for name, value in headers:
-            if name == HEADER:
-                self.id = value if _fit(value) else b""
-            elif name == TRACEPARENT:
-                self.traceparent = value
-        if not self.id:
-            self.id = _PREFIX % next(_numbers)
+        id = headers.get(HEADER)
+        self.id = _PREFIX % next(_numbers) if id is None or not _fit(id) else id
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ need not know which of the two it has. The fast one joins the writes of an event
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
@@ -64,8 +64,8 @@ class Response(Protocol):
     on_writable: Callable[[], None] | None
 
     @property
-    def headers(self) -> Sequence[Header]:
-        """Return the request's headers."""
+    def headers(self) -> Mapping[bytes, bytes]:
+        """Return the request's headers by lower-case name, the last of those that come twice."""
 
     @property
     def open(self) -> bool:
@@ -134,6 +134,9 @@ class CoalescingTransport:
         if not self._transport.is_closing() and self._transport.can_write_eof():
             self._transport.write_eof()
 
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
     # on a closed transport uvloop raises where asyncio does nothing
 
     def pause_reading(self) -> None:
@@ -186,8 +189,8 @@ class FastResponse:
         self.joined = protocol.joined
         self.flow = protocol.flow
         self.handler = handler
-        self.headers = protocol.headers
-        self.origin = RequestContext(protocol.headers, protocol.client)
+        self.headers = headers = protocol.headers_by_name
+        self.origin = RequestContext(headers, protocol.client)
         self.path = protocol.url
         self.body: bytes | bytearray = b""
         self.response_started = False
@@ -197,12 +200,6 @@ class FastResponse:
         self.extra: tuple[Header, ...] = ()  # response headers that `AuthMiddleware` adds
         self.on_gone: Callable[[], None] | None = None
         self.on_writable: Callable[[], None] | None = None
-
-    def header(self, wanted: bytes) -> bytes:
-        for name, value in self.headers:
-            if name == wanted:
-                return value
-        return b""
 
     # ---- the request
 
@@ -311,7 +308,7 @@ class AsgiResponse:
     """
 
     def __init__(self, scope: Scope, encode: Envelope) -> None:
-        self.headers: Sequence[Header] = scope["headers"]
+        self.headers: Mapping[bytes, bytes] = dict(scope["headers"])
         self.body: bytes | bytearray = b""
         self.disconnected = False
         self.response_started = False

@@ -40,16 +40,16 @@ class FairQueue(Generic[Item]):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.size_bytes = 0  # of all items except returned ones
-        self._size = 0
+        self.size = 0  # number of items: read it, as `len` costs more on the way of each request
         self._returned: deque[Item] = deque()
         self._lanes: dict[int, _Lane[Item]] = {}
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     @property
     def full(self) -> bool:
-        return self._size >= self.limit
+        return self.size >= self.limit
 
     def push(
         self,
@@ -62,7 +62,7 @@ class FairQueue(Generic[Item]):
         """Add an item that arrived at `at_s`; the caller has checked `full`."""
         lane = self._lanes.setdefault(priority, OrderedDict())
         lane.setdefault(key, deque()).append(_Entry(at_s + priority * STEP_S, item, size_bytes))
-        self._size += 1
+        self.size += 1
         self.size_bytes += size_bytes
 
     def give_back(self, item: Item, *, first: bool = False) -> None:
@@ -71,13 +71,13 @@ class FairQueue(Generic[Item]):
         `first` puts it before those, too.
         """
         (self._returned.appendleft if first else self._returned.append)(item)
-        self._size += 1
+        self.size += 1
 
     def pop(self) -> Item:
         """Remove and return the next item; raises IndexError when empty."""
-        if not self._size:
+        if not self.size:
             raise IndexError("the queue is empty")
-        self._size -= 1
+        self.size -= 1
         if self._returned:
             return self._returned.popleft()
         priority = min(self._lanes, key=self._turn)
@@ -119,7 +119,7 @@ class FairQueue(Generic[Item]):
         priority = max(p for p, lane in self._lanes.items() if key in lane)
         _, item, size_bytes = self._lanes[priority][key].pop()
         self._forget_empty(priority, key)
-        self._size -= 1
+        self.size -= 1
         self.size_bytes -= size_bytes
         return item
 
@@ -137,7 +137,7 @@ class FairQueue(Generic[Item]):
         `turn` counts this as the key's turn, which moves the key behind all others, as `pop` does.
         """
         found = self._take_returned(item) or self._take_waiting(item, turn)
-        self._size -= found
+        self.size -= found
         return found
 
     def _take_returned(self, item: Item) -> bool:

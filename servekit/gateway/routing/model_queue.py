@@ -187,7 +187,7 @@ class ModelQueue:
 
     def dispatch(self, replica: WorkerConnection) -> None:
         """Send waiting calls, suspects first, to a replica that has room."""
-        if self.suspects:
+        if self.suspects.size:
             self._try_suspect()
         if self.choosy:
             self._place_choosy()
@@ -195,19 +195,19 @@ class ModelQueue:
 
     def dispatch_all(self) -> None:
         """Send waiting calls to all replicas that have room."""
-        if self.suspects:
+        if self.suspects.size:
             self._try_suspect()
         if self.choosy:
             self._place_choosy()
-        while len(self.queue) and self.has_room:
+        while self.queue.size and self.has_room:
             call = self.queue.pop()
             if (replica := self.best(call)) is not None:
                 replica.run(call)
 
     def _fill(self, replica: WorkerConnection) -> None:
-        while len(self.queue) and replica.credits > 0:
+        while self.queue.size and replica.credits > 0:
             self._send(replica, self.queue.pop())
-        if len(self.queue):
+        if self.queue.size:
             replica.borrow()
         elif replica.borrows:
             replica.ease()

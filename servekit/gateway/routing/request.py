@@ -14,6 +14,7 @@ from servekit.errors import RequestError
 from servekit.gateway.http.request_context import ORIGIN
 from servekit.gateway.routing import retry_policy
 from servekit.gateway.telemetry import metrics
+from servekit.protocol import tool_formats
 from servekit.protocol.messages import (
     ChatMessage,
     Continuation,
@@ -21,6 +22,9 @@ from servekit.protocol.messages import (
     Generate,
     SamplingParams,
 )
+
+#: Marks of thoughts and tool calls in the text of an engine without token ids.
+MARKS = frozenset(tool_formats.MARKS)
 
 if TYPE_CHECKING:
     from servekit.gateway.auth.api_key import ApiKey
@@ -60,6 +64,7 @@ class InflightRequest:
         "_resumed_at",
         "_waiter",
         "alone_until",
+        "answered",
         "cache_salt",
         "cached_tokens",
         "caller",
@@ -134,6 +139,7 @@ class InflightRequest:
         self.not_before_s = 0.0  # earliest start, monotonic
         self.emitted: list[int] = []
         self.chars = 0
+        self.answered: list[str] = []  # the text so far, if that is what an engine continues
         self.continuation: Continuation | None = None  # set with the first token
         self.least_context = 0  # context tokens that it needs, as far as is known
         self.done = False
@@ -267,6 +273,8 @@ class InflightRequest:
         )
         if self.more:
             request = replace(request, **self.more)
+        if self.answered:
+            request = replace(request, answered="".join(self.answered))
         return replace(request, alone_until=self.alone_until) if self.alone_until else request
 
     def tell(self, place: int | None) -> None:
@@ -290,19 +298,23 @@ class InflightRequest:
         self.chars += len(delta.text)
         self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
         self.texts.append(delta.text)
+        if self.continuation is not None and self.continuation.by_text:
+            self._keep_answer(delta.text)
         if delta.finish is not None or delta.logprobs or delta.prompt is not None:
             self._deltas.append(delta)
         if delta.finish is not None:
-            self.done = True
             if delta.times_ns:
                 self.meter.worked(delta.times_ns)
-            self.meter.ended(
-                self, delta.finish, self.prompt_tokens, self.cached_tokens, delta.completion_tokens
-            )
-            if self.caller is not None:
-                self.caller.settle(self, delta)
+            self._end(delta.finish, delta.completion_tokens, delta)
         if self.stream or self.done:
             self.wake()
+
+    def _keep_answer(self, text: str) -> None:
+        """Keep the text of an answer; one with thoughts or tool calls cannot be continued."""
+        if MARKS.isdisjoint(text):
+            self.answered.append(text)
+        else:
+            self.continuation, self.answered = None, []
 
     def died(self, ran: bool = True) -> retry_policy.RetryDecision:
         """Count a death of the call's worker, and decide what happens to the call.
@@ -320,7 +332,7 @@ class InflightRequest:
         """Discard the answer so far, to start again; return False if the consumer has seen some."""
         if self._handed_over:
             return False
-        self.emitted, self.chars = [], 0
+        self.emitted, self.answered, self.chars = [], [], 0
         self.continuation, self.least_context = None, 0
         self._forget()
         return True
@@ -335,16 +347,18 @@ class InflightRequest:
 
     def fail(self, error: RequestError) -> None:
         """End with an error; the router drops later deltas and errors."""
-        self.done = True
         self._error = error
-        self.meter.ended(
-            self, error.code, self.prompt_tokens, self.cached_tokens, len(self.emitted)
-        )
-        if self.caller is not None:
-            self.caller.settle(self, None)
+        self._end(error.code, len(self.emitted), None)
         if not self.stream:
             self._forget()  # a client without streaming gets no partial answer
         self.wake()
+
+    def _end(self, outcome: str, completion_tokens: int, last: Delta | None) -> None:
+        """Tell the observers of the end: metrics and tracing, and the quota of the key."""
+        self.done = True
+        self.meter.ended(self, outcome, self.prompt_tokens, self.cached_tokens, completion_tokens)
+        if self.caller is not None:
+            self.caller.settle(self, last)
 
     def wake(self) -> None:
         """Tell the consumer that there is news."""

@@ -76,6 +76,7 @@ class Router:
         self.idle = asyncio.Event()  # set while draining once no call is in flight
         self.requests = 0
         self.chooses = False  # some model has several replicas, so that sessions matter
+        self.has_unknown = False  # some model's properties are not known before its first load
         self.quarantine = Quarantine()
         self.sources = Sources()
         self.access = Access()
@@ -143,7 +144,7 @@ class Router:
         size_bytes = 0
         try:
             route = self._take(call)
-            waits = call.alone_until or len(route.queue)
+            waits = call.alone_until or route.queue.size
             replica = None if waits else route.best(call)
             if replica is None:
                 check_fits(call, route.status.info)
@@ -270,6 +271,9 @@ class Router:
             for alias in (one.status.name, *one.status.aliases)
         }
         self.chooses = any(len(status.replicas) > 1 for status in topology.models)
+        self.has_unknown = any(
+            status.info is None and status.residence is not None for status in topology.models
+        )
         self._farewells.apply(topology.models)
         self.demand.apply(self.routes.values())
 
@@ -352,7 +356,7 @@ class Router:
 
     def _not_resumed(self, replica: WorkerConnection, call: InflightRequest) -> RequestError | None:
         """Return the error if no worker can continue a call's answer; None if one can."""
-        if not replica.resumes:
+        if not replica.resumes and call.continuation is None:
             return WorkerLost(NOT_RESUMED)
         assert call.route is not None
         if call.continuation is None or call.route.goes_on(call):

@@ -68,7 +68,8 @@ def feed_step(calls: Mapping[int, InflightRequest], told: TokenBatch) -> None:
         texts.append(text)
         if call.stream:
             if call.last_s != last_s or call.meter is not meter:
-                meter.next(now_s - last_s, alike)
+                if alike:
+                    meter.next(now_s - last_s, alike)
                 meter, last_s, alike = call.meter, call.last_s, 0
             alike += 1
             call.last_s = now_s
@@ -77,6 +78,7 @@ def feed_step(calls: Mapping[int, InflightRequest], told: TokenBatch) -> None:
                     readers.append(reader)
                 else:
                     call.wake()
-    meter.next(now_s - last_s, alike)
+    if alike:
+        meter.next(now_s - last_s, alike)
     if readers:
         readers[0].end_of_tick.add_all(readers)  # all readers of a gateway share one

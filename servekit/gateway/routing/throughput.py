@@ -34,7 +34,8 @@ class ThroughputEstimator:
         self._at = now
 
     def completed(self, now: float) -> None:
-        self._pass(now)
+        if now != self._at:  # the event loop's clock stands still for a millisecond
+            self._pass(now)
         self._weight += 1.0
 
     def rate(self, now: float) -> float:

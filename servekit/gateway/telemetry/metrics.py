@@ -231,8 +231,8 @@ class RequestMetrics:
         return meter if self.tracer is None else self.tracer.watch(meter, call, meter.operation)
 
     def _of(self, route: ModelQueue, call: InflightRequest) -> RequestMeter:
-        if not call.more and call.messages is not None:  # nearly all calls
-            of = route.status.name, "", "chat"
+        if not call.more:  # nearly all calls
+            of = route.status.name, "", "text_completion" if call.messages is None else "chat"
             return self._meters.get(of) or self._make(*of)
         return self._find(route.status.name, call.more.get("adapter", ""), call)
 

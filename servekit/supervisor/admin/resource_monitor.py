@@ -1,4 +1,4 @@
-"""Periodic measurement of the processes: memory, GPU memory, shared memory."""
+"""Periodic measurement of the processes: memory, open files, GPU memory, shared memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from servekit.system import procfs, shared_memory, subreaper
 from servekit.system.gpu_memory_audit import one_look
 from servekit.system.gpus import gpu_memory_by_pid, gpus_in_use
 from servekit.system.orphan_cleanup import MARK, Started
+from servekit.system.rlimits import count_open_files
 from servekit.system.shared_memory import Segment
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: Ticks between measurements of memory.
+#: Ticks between measurements of memory and open files.
 MEMORY_EVERY_TICKS = 10
 #: Ticks between measurements that take milliseconds: NVML, the memory maps of all processes.
 REST_EVERY_TICKS = 25
+#: The share of the files that a process may open from which an operator is warned.
+_SCARCE = 0.9
 
 
 class ResourceMonitor:
@@ -41,6 +44,7 @@ class ResourceMonitor:
         self._on_descendants = on_descendants
         self._run_dir = run_dir
         self._segments: set[Segment] = set()
+        self._short_of_files: set[str] = set()
         #: Times of the last change in /dev/shm, as seen by the last two looks.
         self._changes = (0, 0)
         self.descendants: tuple[Started, ...] = ()
@@ -50,6 +54,7 @@ class ResourceMonitor:
     def tick(self, count: int) -> None:
         """Measure what is due; call this often, with the number of ticks so far."""
         if count % MEMORY_EVERY_TICKS == 0:
+            self._check_files()
             self.memory()
         if count % REST_EVERY_TICKS == 0 or self._segments_changed():
             self._note_segments()
@@ -63,6 +68,21 @@ class ResourceMonitor:
         with one_look():
             for life in self._lives():
                 life.measure()
+
+    def _check_files(self) -> None:
+        """Warn of processes that have nearly as many files open as they may."""
+        children = ((life.name, life.child) for life in self._lives())
+        pids = {name: child.pid for name, child in children if child is not None and child.here}
+        for name, pid in {"supervisor": os.getpid(), **pids}.items():
+            try:
+                count, limit = count_open_files(pid)
+            except OSError:  # it has ended
+                continue
+            if count < limit * _SCARCE:
+                self._short_of_files.discard(name)
+            elif name not in self._short_of_files:
+                self._short_of_files.add(name)
+                log.warning("open_files_scarce", child=name, open_files=count, limit=limit)
 
     async def gpus(self) -> None:
         """Measure the GPU memory of each worker, and the use of the GPUs."""

@@ -47,6 +47,7 @@ from servekit.supervisor.lifecycle.remote_process import Launcher
 from servekit.supervisor.lifecycle.restart_policy import CircuitBreaker, RestartPolicy
 from servekit.supervisor.process.child_process import GOODBYE_S, ChildProcess, Command, Exit
 from servekit.supervisor.process.run_dir import RunDir
+from servekit.system.installation import UPGRADED, was_upgraded
 from servekit.system.shared_memory import Segment
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -410,6 +411,8 @@ class ManagedProcess(ABC, Generic[Incoming]):
             return self._record_exit(Exit(None, None, (), cause=reason))
         self.starting.awaits("fork" if child.forked else self.begins_with, self._began_at)
         log.info("process_started", child=self.name, pid=child.pid)
+        if was_upgraded():
+            log.warning("servekit_upgraded", child=self.name)
         journal.tell("started", worker=self.name, pid=child.pid)
         self.host.children_changed()
         self.greet()
@@ -442,6 +445,8 @@ class ManagedProcess(ABC, Generic[Incoming]):
             self._died_of = said.message
         else:
             self._died_of = exit_.explain("" if crashed else " before it was ready")
+        if not crashed and UPGRADED not in self._died_of and was_upgraded():
+            self._died_of = f"{self._died_of.rstrip('.')}. {UPGRADED}"
         death = self.history.add(exit_, self._describe_child(), self._died_of)
         after_s = None if permanent else self.policy.after_s(fruitful=fruitful)
         report_death(self.name, death, after_s, crashed=crashed)

@@ -27,10 +27,12 @@ import msgspec
 import structlog
 
 from servekit.protocol.fork_server import MARK_CHARS
+from servekit.protocol.messages import PROTOCOL
 from servekit.protocol.transport.connection import Connection, adopt_socket
 from servekit.supervisor.process.log_capture import OnLine, Output, RotatingFile
 from servekit.system import cgroup, procfs, python_command, shared_memory, subreaper
 from servekit.system.gpu_memory_audit import group_of
+from servekit.system.installation import PROTOCOL_VARIABLE
 from servekit.system.orphan_cleanup import kill_marked
 from servekit.system.parent_death import CHILD_MARK
 from servekit.system.shared_memory import Segment
@@ -183,7 +185,8 @@ class ChildProcess(Generic[Incoming]):
         """Send SIGKILL to the whole group now; `cause` becomes the reason of its exit."""
         if not self.exited.done():
             self._cause = self._cause or cause
-            self.note_segments()
+            with contextlib.suppress(OSError):  # no files left to read /proc with
+                self.note_segments()
             self._signal_group(signal.SIGKILL)
 
     def note_segments(self) -> set[Segment]:
@@ -251,7 +254,8 @@ class ChildProcess(Generic[Incoming]):
 
     def _on_exit(self) -> None:
         self._signal_group(signal.SIGKILL)
-        subreaper.kill_strays(CHILD_MARK)
+        with contextlib.suppress(OSError):  # no files left to read /proc with; see `_end_escaped`
+            subreaper.kill_strays(CHILD_MARK)
         code = self._process.wait()
         subreaper.forget_process(self._process)
         self._loop.create_task(self._conclude(code))
@@ -259,8 +263,9 @@ class ChildProcess(Generic[Incoming]):
     async def _end_escaped(self) -> None:
         """Kill the processes it started in other groups: they must not keep a GPU's memory."""
         for _ in range(_ESCAPED_LOOKS):
-            if not kill_marked(CHILD_MARK, self._mark) + subreaper.kill_strays(CHILD_MARK):
-                return
+            with contextlib.suppress(OSError):  # no files left to read /proc with: look again
+                if not kill_marked(CHILD_MARK, self._mark) + subreaper.kill_strays(CHILD_MARK):
+                    return
             await asyncio.sleep(0.01)
 
     async def _clear_shared_memory(self) -> None:
@@ -272,7 +277,8 @@ class ChildProcess(Generic[Incoming]):
 
     async def _conclude(self, code: int) -> None:
         await self._end_escaped()
-        await self._clear_shared_memory()
+        with contextlib.suppress(OSError):  # the guard clears it at the end
+            await self._clear_shared_memory()
         # Another process may hold the pipe open, so the wait for its end is bounded.
         await asyncio.wait((self._output.ended,), timeout=_LAST_LINES_S)
         if self._connection is not None:
@@ -310,7 +316,7 @@ def _start_interpreter(
             *command.args,
             *("--control-fd", str(control_fd), "--parent-pid", str(os.getpid())),
         ],
-        env={**command.env, CHILD_MARK: mark},
+        env={**command.env, CHILD_MARK: mark, PROTOCOL_VARIABLE: str(PROTOCOL)},
         stdin=subprocess.DEVNULL,
         stdout=output_fd,
         stderr=output_fd,

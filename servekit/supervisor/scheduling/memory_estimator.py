@@ -85,8 +85,11 @@ class Estimate:
 
 
 def estimate(model: ModelConfig, place: Assignment, environ: Mapping[str, str]) -> Estimate | None:
-    """Return the estimate for a replica of `model` at `place`; None if its engine has no files."""
-    if not KINDS[model.engine].formats & {"folder", "gguf"}:
+    """Return the estimate for a replica of `model` at `place`.
+
+    None if its engine has no files, or if a server's command says how they are loaded.
+    """
+    if not KINDS[model.engine].formats & {"folder", "gguf"} or model.engine == "command":
         return None
     path = local_model_files.find(model.path, model.revision, {**environ, **model.env})
     if path is None:

@@ -23,6 +23,7 @@ def loaded(folder: Path, template: str, engine: str = "transformers") -> Config:
     file.write_text(
         f"models:\n  - name: m\n    path: {path}\n    engine: {engine}\n"
         f"    chat_template: {indented}\n"
+        + ("    options: {url: 'https://example.com/v1'}\n" if engine == "openai" else "")
     )
     return load_config(file)
 

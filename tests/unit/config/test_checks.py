@@ -46,3 +46,59 @@ def test_keys_that_contradict_each_other(tmp_path: Path, keys: dict[str, Any], s
 )
 def test_keys_that_agree(tmp_path: Path, keys: dict[str, Any]) -> None:
     read(tmp_path, **keys)
+
+
+COMMAND = {"engine": "command", "options": {"command": "sh --port {port}"}}
+
+
+def command(words: str | list[str], **more: Any) -> dict[str, Any]:
+    return {"engine": "command", "options": {"command": words, **more}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (command("sh --port {prot}"), "{prot} is no placeholder; did you mean {port}?"),
+        (command("sh {port} {x}"), "{x} is no placeholder; there are {path}, {port}, {host},"),
+        (command("sh --port 8000"), "{port} is missing: servekit chooses a free port"),
+        (command([]), "it names no program"),
+        (command("'sh {port}"), "No closing quotation"),
+        (command("llama-srever {port}"), "there is no program llama-srever in PATH"),
+        (command("./none {port}"), "that can be run"),
+        (command("sh {port}", prot=1), "unknown key"),
+        ({"engine": "command"}, "models[0].options"),
+        (COMMAND | {"dtype": "float16"}, "this is its command's to say"),
+        (COMMAND | {"idle_sleep_s": 5}, "it needs `sleep` and `wake` in `options`"),
+        (COMMAND | {"adapters": [{"name": "x", "path": "x"}]}, "has no adapters"),
+    ],
+)
+def test_commands_that_are_wrong(tmp_path: Path, keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read(tmp_path, **keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        command("sh {port} {path} {host} {name} {gpus} '{\"a\": 1}'"),
+        command(["sh", "--port={port}"], sleep="/sleep?level=1", wake="/wake_up")
+        | {"idle_sleep_s": 5},
+        COMMAND | {"gpus_per_replica": 2, "max_context": 100, "memory": "1GiB"},
+    ],
+)
+def test_commands_that_are_right(tmp_path: Path, keys: dict[str, Any]) -> None:
+    read(tmp_path, **keys)
+
+
+def test_a_program_with_a_slash_is_relative_to_the_file(tmp_path: Path) -> None:
+    program = tmp_path / "serve.sh"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    path = tmp_path / "servekit.yaml"
+    path.write_text(json.dumps({"models": [{**MODEL, **command("./serve.sh {port}")}]}))
+    config, _ = load_here(path, Machine(False, lambda module: False))
+    assert config.models[0].options["command"] == [str(program), "{port}"]
+
+
+def test_a_command_is_found_by_auto(tmp_path: Path) -> None:
+    read(tmp_path, **COMMAND | {"engine": "auto"})

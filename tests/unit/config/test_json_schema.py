@@ -68,14 +68,17 @@ def test_what_is_wrong_is_wrong_to_both(data: dict[str, Any], tmp_path: Path) ->
 
 
 #: What an engine cannot do without.
-NEEDED = {"openai": {"url": "https://example.com/v1"}}
+NEEDED = {
+    "openai": {"url": "https://example.com/v1"},
+    "command": {"command": "llama-server --port {port}"},
+}
 
 
 @pytest.mark.parametrize("engine", ENGINE_OPTIONS)
 def test_the_options_are_those_of_the_engine(engine: str) -> None:
     needed = NEEDED.get(engine, {})
     for key in ENGINE_OPTIONS[engine].model_fields:
-        bad = GOOD | {"engine": engine, "options": needed | {key: ["never valid"]}}
+        bad = GOOD | {"engine": engine, "options": needed | {key: [["never valid"]]}}
         good = GOOD | {"engine": engine, "options": needed}
         assert VALIDATOR.is_valid({"models": [good]})
         assert not VALIDATOR.is_valid({"models": [bad]}), key

@@ -52,7 +52,7 @@ def test_collections_go_on_when_an_import_fails(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_unknown_engine_is_one_sentence() -> None:
-    with pytest.raises(LoadError, match="there is no engine 'nope'; known: echo, "):
+    with pytest.raises(LoadError, match="there is no engine 'nope'; known: command, echo, "):
         create_engine(spec("nope"))
 
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -48,6 +49,7 @@ from servekit.protocol.messages import Load as LoadModel
 from servekit.protocol.residency import Asleep, Awake, Sleep, Wake
 from servekit.protocol.transport.connection import Connection, adopt_socket, dial_address
 from servekit.worker import worker as module
+from servekit.worker.runner import Runner
 from servekit.worker.transport import InheritedChannel
 from servekit.worker.worker import EXIT_BOOT_FAILED, EXIT_ENGINE_DIED, TOKENS_OF_USE, Worker
 from tests.unit.gateway.conftest import DEADLINE_S, until
@@ -467,6 +469,26 @@ async def test_a_death_that_nobody_told_of_is_seen_by_the_next_ping(start: Start
     assert await scene.code() == EXIT_ENGINE_DIED
     await until(lambda: scene.of(EngineDied))
     assert [died.cause for died in scene.of(EngineDied)] == ["RuntimeError: it broke"]
+
+
+async def test_a_ping_between_load_and_start_does_not_reach_the_engine(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = await start()
+    identifying, may_go_on = threading.Event(), threading.Event()
+
+    def identify(*_: Any) -> None:
+        identifying.set()
+        may_go_on.wait(DEADLINE_S)
+
+    monkeypatch.setattr(Runner, "identify_adapters", identify)
+    monkeypatch.setattr(scene.engine, "load_now", lambda: pytest.fail("it has not started"))
+    scene.control.send(LoadModel(scene.spec))
+    await until(identifying.is_set)
+    assert (await scene.ping()).running == 0
+    monkeypatch.undo()
+    may_go_on.set()
+    await until(lambda: scene.of(Ready))
 
 
 async def test_a_death_while_it_loads_is_told_once(start: Start) -> None:

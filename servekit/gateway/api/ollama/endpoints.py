@@ -61,8 +61,8 @@ class Ollama:
         self._router = router
         door = EndpointFactory(max_body_bytes, encode_error)
         self.handlers: dict[str, Handler] = {
-            "/api/chat": GenerationEndpoint(router, self._parse_chat),
-            "/api/generate": GenerationEndpoint(router, self._parse_generate),
+            "/api/chat": GenerationEndpoint(router, self._parse_chat).answer,
+            "/api/generate": GenerationEndpoint(router, self._parse_generate).answer,
         }
         self.routes: dict[str, Endpoint] = {
             "/api/embed": door.calls(self._embed),

@@ -20,8 +20,15 @@ def chat_request(request: ChatRequest, key: str) -> GenerationRequest:
         model=request.model,
         params=chat_sampling(request),
         messages=chat_messages(request.messages),
+        n=request.n or 1,
         template=template_arguments(request),
         continues=continues(request),
+        stream=bool(request.stream),
+        follow=_follows(request),
+        session=request.prompt_cache_key or "",
+        key=key,
+        priority=request.priority or 0,
+        timeout_s=request.timeout_s,
     )
     if request.tools or request.tool_choice is not None:
         generation.tools = request.tools or []
@@ -29,7 +36,6 @@ def chat_request(request: ChatRequest, key: str) -> GenerationRequest:
         generation.parallel = request.parallel_tool_calls is not False
     if request.separate_reasoning is False:
         generation.reasoning = False
-    _add_common(generation, request, key)
     return generation
 
 
@@ -37,22 +43,20 @@ def completion_request(
     request: CompletionRequest, prompts: list[Prompt], key: str
 ) -> GenerationRequest:
     """Return the generation request of completions of `prompts`. Raises RequestError."""
-    params = completion_sampling(request)
-    generation = GenerationRequest(model=request.model, params=params, prompts=prompts)
-    _add_common(generation, request, key)
-    return generation
+    return GenerationRequest(
+        model=request.model,
+        params=completion_sampling(request),
+        prompts=prompts,
+        n=request.n or 1,
+        stream=bool(request.stream),
+        follow=_follows(request),
+        session=request.prompt_cache_key or "",
+        key=key,
+        priority=request.priority or 0,
+        timeout_s=request.timeout_s,
+    )
 
 
-def _add_common(generation: GenerationRequest, request: Common, key: str) -> None:
-    """Add the fields that both endpoints have; the rare ones cost only the requests with them."""
-    generation.stream = bool(request.stream)
-    generation.key = key
-    generation.timeout_s = request.timeout_s
-    if request.n is not None:
-        generation.n = request.n
-    if request.stream_options is not None:
-        generation.follow = bool(request.stream_options.queue_position)
-    if request.priority is not None:
-        generation.priority = request.priority
-    if request.prompt_cache_key is not None:
-        generation.session = request.prompt_cache_key
+def _follows(request: Common) -> bool:
+    options = request.stream_options
+    return options is not None and bool(options.queue_position)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import msgspec
@@ -147,6 +148,8 @@ def chat_sampling(request: ChatRequest) -> SamplingParams:
 
 def constraint(request: ChatRequest | CompletionRequest) -> Grammar | None:
     """Return the constraint on the answer, from whichever parameter holds it; None for none."""
+    if _forms_of(request) == _NO_FORMS:  # nearly all requests
+        return None
     found: list[Grammar | None] = []
     if request.response_format is not None:
         found.append(grammar(request.response_format))
@@ -225,6 +228,8 @@ _GUIDED: dict[str, Callable[[Any, Any], Grammar]] = {
     "guided_choice": _by_choice,
     "guided_grammar": _by_grammar,
 }
+_forms_of = attrgetter("response_format", "structured_outputs", *_GUIDED)
+_NO_FORMS = (None,) * (2 + len(_GUIDED))
 
 
 def _bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:

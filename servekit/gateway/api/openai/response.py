@@ -5,7 +5,8 @@ A stream's commonest events differ in their text only, and are made from templat
 
 from __future__ import annotations
 
-import random
+import itertools
+import secrets
 import time
 from typing import Any
 
@@ -17,7 +18,8 @@ from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text,
 from servekit.protocol.messages import Prompt, PromptToken, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
-_random_bits = random.Random().getrandbits  # seeded by the system; ids need not be secret
+_PROCESS = secrets.token_hex(8)  # makes ids of several gateways differ
+_numbers = itertools.count(secrets.randbits(16))
 
 _USAGE = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}'
 DONE = b"data: [DONE]\n\n"
@@ -36,7 +38,7 @@ LOWEST = -9999.0
 
 def new_id(prefix: str) -> str:
     """Return a fresh id in OpenAI's format."""
-    return f"{prefix}{_random_bits(96):024x}"
+    return f"{prefix}{_PROCESS}{next(_numbers):08x}"
 
 
 def event(data: Any) -> bytes:
@@ -279,8 +281,9 @@ class CompletionEncoder(ResponseEncoder):
         self._best = logprobs or 0
         self._echo = echo
         self._prompt_logprobs = prompt_logprobs
-        self._echoed: set[int] = set()  # choices whose stream has already echoed their prompt
-        self._offsets: dict[int, int] = {}  # characters of each choice so far
+        if echo or logprobs is not None:
+            self._echoed: set[int] = set()  # choices whose stream has already echoed their prompt
+            self._offsets: dict[int, int] = {}  # characters of each choice so far
 
     def _head(self, generation: Generation) -> dict[str, Any]:
         return {
@@ -365,7 +368,7 @@ class CompletionEncoder(ResponseEncoder):
 
     def _new(self, chunk: GenerationChunk) -> Prompt | None:
         """Return the prompt of a stream's first chunk; a stream resumed elsewhere repeats it."""
-        if chunk.prompt is None or chunk.choice in self._echoed or not self._echo:
+        if chunk.prompt is None or not self._echo or chunk.choice in self._echoed:
             return None
         self._echoed.add(chunk.choice)
         return chunk.prompt

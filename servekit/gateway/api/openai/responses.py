@@ -39,7 +39,9 @@ class Responses:
     """The endpoint of responses, as a handler by path."""
 
     def __init__(self, router: Router) -> None:
-        self.handlers: dict[str, Handler] = {"/v1/responses": GenerationEndpoint(router, _parse)}
+        self.handlers: dict[str, Handler] = {
+            "/v1/responses": GenerationEndpoint(router, _parse).answer
+        }
 
 
 def _parse(body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder]:

@@ -90,12 +90,18 @@ class StatusPoller:
             self._asking = asyncio.get_running_loop().create_task(self._ask())
         await asyncio.shield(self._asking)
 
+    def add_sample(self, sample: Sample) -> None:
+        """Keep a sample, without those of a later time: the clock was set back."""
+        if self.samples and self.samples[-1].at > sample.at:
+            self.samples.clear()
+        self.samples.append(sample)
+
     async def _ask(self) -> None:
         try:
             status = await self.supervisor.answer_to(GetStatus(), Status, ANSWER_S)
             counted = await self.supervisor.answer_to(GetMetrics(), Figures, ANSWER_S)
             self._status = status
-            self.samples.append(make_sample(time.time(), status, counted.series))
+            self.add_sample(make_sample(time.time(), status, counted.series))
         except ServekitError as error:
             self._status = None
             log.debug("metrics_unavailable", reason=error.message)

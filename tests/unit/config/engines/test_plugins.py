@@ -73,7 +73,7 @@ def test_its_options_and_needs_are_checked_by_line(site: Path, tmp_path: Path) -
         "whatever runs it."
     )
     assert complaints(model(tmp_path, "markof"))[0].endswith(
-        "llamacpp, openai, echo or markov, but is the text 'markof'. Did you mean 'markov'?"
+        "openai, command, echo or markov, but is the text 'markof'. Did you mean 'markov'?"
     )
 
 

@@ -82,7 +82,16 @@ GGUF, FOLDER = Asked("gguf"), Asked("folder")
             "transformers: on a GPU; vllm, which is faster there, has no `parallel: device_map`, "
             "only tensor",
         ),
-        (Asked(None, remote=True), machine(gpu=True), "openai: its options name an endpoint"),
+        (
+            Asked(None, options=frozenset({"url"})),
+            machine(gpu=True),
+            "openai: its options name an endpoint",
+        ),
+        (
+            Asked("gguf", options=frozenset({"command"})),
+            machine(gpu=True),
+            "command: its options name a command",
+        ),
         (Asked(None), machine(), "transformers: no GPU was found here"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

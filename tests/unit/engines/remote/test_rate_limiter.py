@@ -97,3 +97,13 @@ async def test_all_wait_while_the_endpoint_wants_to_be_left_alone() -> None:
     gate.hold(0.05)
     await asyncio.gather(gate.admit(1), gate.admit(1))
     assert loop.time() - began_s >= 0.05
+
+
+async def test_a_pause_counts_as_waiting() -> None:
+    gate = RateLimiter(None, None)
+    pause = asyncio.ensure_future(gate.pause(60.0))
+    await asyncio.sleep(0)
+    assert gate.waiting == 1
+    pause.cancel()
+    await asyncio.gather(pause, return_exceptions=True)
+    assert gate.waiting == 0

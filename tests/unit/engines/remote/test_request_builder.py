@@ -10,6 +10,7 @@ import pytest
 from servekit.engines.remote.request_builder import EndpointTraits, build_errand
 from servekit.errors import Unsupported
 from servekit.protocol.messages import (
+    UNKNOWN_TOKEN,
     ChatMessage,
     Generate,
     Grammar,
@@ -176,3 +177,20 @@ def test_thinking_as_the_endpoint_knows_it() -> None:
 def test_an_answer_that_has_begun() -> None:
     told = body(continues=True)
     assert (told["continue_final_message"], told["add_generation_prompt"]) == (True, False)
+
+
+def test_an_answer_of_another_worker_goes_on() -> None:
+    begun: dict[str, Any] = {"answered": "One, two, ", "emitted": [UNKNOWN_TOKEN] * 4}
+    params = SamplingParams(max_tokens=10, min_tokens=6)
+    told = body(params=params, **begun)
+    assert told["messages"][1:] == [{"role": "assistant", "content": "One, two,"}]
+    assert (told["continue_final_message"], told["add_generation_prompt"]) == (True, False)
+    assert (told["max_tokens"], told["min_tokens"]) == (6, 2)
+    plain = body(params=params, messages=None, prompt="Count: ", **begun)
+    assert (plain["prompt"], plain["max_tokens"]) == ("Count: One, two,", 6)
+
+
+def test_a_client_s_beginning_is_a_part_of_it() -> None:
+    messages = [*USER, ChatMessage("assistant", "One,")]
+    told = body(messages=messages, continues=True, answered=" two", emitted=[UNKNOWN_TOKEN])
+    assert told["messages"][1:] == [{"role": "assistant", "content": "One, two"}]

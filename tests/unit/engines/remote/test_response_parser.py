@@ -17,7 +17,7 @@ from servekit.gateway.tool_parsing import (
     ToolCallStart,
     parser,
 )
-from servekit.protocol.messages import Dialect, Generate, SamplingParams
+from servekit.protocol.messages import UNKNOWN_TOKEN, Dialect, Generate, SamplingParams
 from servekit.protocol.tool_formats import FRAMED, MARKS
 
 DIALECT = Dialect(tools=FRAMED, think_begin="<think>", think_end="</think>")
@@ -285,3 +285,31 @@ def test_an_answer_without_an_end_is_given_up_by_its_length() -> None:
         for _ in range(10_001):
             one.take(chunk({"content": "xx"}))
             one.piece(1)
+
+
+# ---------------------------------------------------------------- after another worker
+
+
+def test_each_piece_is_a_token_whose_id_is_unknown() -> None:
+    one = answer()
+    for text in ("", "One", " two"):
+        one.take(chunk({"content": text}))
+    assert one.piece(1).token_ids == [UNKNOWN_TOKEN] * 2
+    assert one.piece(1).token_ids == []
+
+
+@pytest.mark.parametrize("pieces", [[" \n3"], [" ", "\n", "3"], ["\u00a0", "3"], ["3"]])
+def test_the_white_space_before_it_is_not_said_twice(pieces: list[str]) -> None:
+    one = answer(answered="1, 2, \n", emitted=[UNKNOWN_TOKEN] * 4)
+    for text in pieces:
+        one.take(chunk({"content": text}))
+    expected = "".join(pieces)
+    assert one.piece(1).text == (expected.lstrip(" \n"))
+
+
+def test_tokens_of_both_workers_are_counted() -> None:
+    one = answer(answered="1, 2,", emitted=[UNKNOWN_TOKEN] * 4)
+    one.take(chunk({"content": " 3"}, "stop"))
+    one.take(b'{"usage": {"prompt_tokens": 14, "completion_tokens": 2}}')
+    last = one.piece(1, last=True)
+    assert (last.prompt_tokens, last.completion_tokens) == (10, 6)

@@ -54,7 +54,9 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.fixture
-def grammars() -> Iterator[Grammars]:
+def grammars(monkeypatch: pytest.MonkeyPatch) -> Iterator[Grammars]:
+    # a second turn stands behind all else that the machine does
+    monkeypatch.setattr(grammar_trial, "PATIENCE_S", 300.0)
     made = Grammars(byte_level_tokenizer(), 400, frozenset({2}))
     made.constraint(ordinary(0))
     yield made
@@ -81,7 +83,7 @@ def test_what_explodes_is_refused_and_leaves_the_worker_as_it_was(
     began = time.monotonic()
     with pytest.raises(RequestError):
         grammars.constraint(schema(text))
-    assert time.monotonic() - began < 0.1, "it is known by now"
+    assert time.monotonic() - began < TURNS_S[1], "it is known by now"
     grammars.constraint(ordinary(1))
 
 
@@ -150,9 +152,7 @@ grammars.constraint(Grammar("json_schema", {EXPLOSIVE % PRIMES[0]!r}))
 def test_a_crowd_of_explosive_ones_holds_up_nobody_for_long(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # second turns stand behind all else that the machine does: short ones, however long they take
     monkeypatch.setattr(grammar_trial, "TURNS_S", (TURNS_S[0], 0.3))
-    monkeypatch.setattr(grammar_trial, "PATIENCE_S", 300.0)
     outcomes: list[int] = []
 
     def attack(number: int) -> None:
@@ -185,7 +185,6 @@ def test_many_that_bring_the_same_one_wait_for_one_trial(
         return judge(grammar, patient=patient)
 
     monkeypatch.setattr(grammars.trials, "judge", count)
-    monkeypatch.setattr(grammar_trial, "PATIENCE_S", 300.0)
     with ThreadPoolExecutor(40) as pool:
         asked = [pool.submit(grammars.constraint, schema(EXPLOSIVE % PRIMES[1])) for _ in range(40)]
         refused = [one.exception() for one in asked]
@@ -196,7 +195,7 @@ def test_many_that_bring_the_same_one_wait_for_one_trial(
 def test_busy_is_no_answer_to_a_text_that_has_begun(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("servekit.engines.text.grammar_trial.MOST_WAITING", 0)
+    monkeypatch.setattr(grammar_trial, "MOST_WAITING", 0)
     slow = schema(EXPLOSIVE % 30_011)  # more than the first turn, and less than both
     with pytest.raises(ModelUnavailable) as caught:
         grammars.constraint(slow)

@@ -21,7 +21,7 @@ BODY: dict[str, Any] = {"prompt": "a", "model": "m"}
 
 @pytest.fixture
 def origin() -> Iterator[RequestContext]:
-    made = RequestContext([])
+    made = RequestContext({})
     before = ORIGIN.set(made)
     yield made
     ORIGIN.reset(before)

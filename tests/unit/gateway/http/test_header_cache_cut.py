@@ -109,7 +109,7 @@ class Connection:
 
     def _answer(self, exchange: FastResponse) -> None:
         loop = asyncio.get_running_loop()
-        headers = [pair for pair in exchange.headers if pair[0] != b"content-length"]
+        headers = [pair for pair in exchange.headers.items() if pair[0] != b"content-length"]
         self.taken.append((exchange.path, headers, bytes(exchange.body)))
         if exchange.body[:1] == b"L":
             loop.call_soon(exchange.answer, b"late")

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from servekit.gateway.http.limits import Bodies, LimitedProtocol, Limits
 from servekit.gateway.http.protocol import Http
 from servekit.gateway.http.response import FastResponse
 from servekit.gateway.server import serving
+from tests.integration.certificates import make as make_certificate
 from tests.unit.gateway.conftest import until
 
 WITHIN_S = 5.0
@@ -633,3 +636,46 @@ async def test_with_too_many_connected_only_what_is_vital_is_answered(connect: C
             with contextlib.suppress(ConnectionError):  # it was idle for a sweep
                 got = await to_the_end(connect, HEAD % b"/asgi" + b"connection: close\r\n\r\n")
     assert not Seen.gone.is_set()
+
+
+@pytest.mark.parametrize(
+    "connect", [replace(LIMITS, most_connections=1, most_spares=2)], indirect=True
+)
+async def test_the_oldest_connection_too_many_makes_room_for_the_next(connect: Connect) -> None:
+    _, busy = await connect()
+    busy.write(HEAD % b"/slow" + b"content-length: 4\r\n\r\nwait")
+    await asyncio.wait_for(Seen.begun.wait(), WITHIN_S)
+    halves = [await connect() for _ in range(3)]  # none of them is idle
+    for _, writer in halves:
+        writer.write(b"GET /livez HTTP/1.1\r\n")
+    with contextlib.suppress(ConnectionResetError):
+        assert await asyncio.wait_for(halves[0][0].read(), WITHIN_S) == b""
+    for reader, writer in halves[1:]:
+        writer.write(b"host: x\r\n\r\n")
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n0"), WITHIN_S)
+    assert not Seen.gone.is_set()
+
+
+@pytest.mark.parametrize("connect", [replace(LIMITS, most_connections=1)], indirect=True)
+async def test_a_connection_opened_in_a_crowd_serves_all_after_it(connect: Connect) -> None:
+    _, first = await connect()
+    reader, writer = await connect()
+    writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+    await asyncio.wait_for(reader.readuntil(b"\r\n\r\n0"), WITHIN_S)
+    [spare] = LimitedProtocol.spares
+    first.close()
+    await until(lambda: len(spare.connections) == 1, "the first has left")
+    writer.write(HEAD % b"/asgi" + b"content-length: 2\r\n\r\nab")
+    await asyncio.wait_for(reader.readuntil(b"\r\n\r\n2"), WITHIN_S)
+    assert not LimitedProtocol.spares
+
+
+async def test_a_client_that_begins_no_tls_is_closed(tmp_path: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*make_certificate(tmp_path))
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    async with serving(count_bytes, listener, limits=LIMITS, tls=context):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await asyncio.wait_for(reader.read(), WITHIN_S) == b""
+        writer.close()

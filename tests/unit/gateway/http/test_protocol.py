@@ -143,7 +143,7 @@ parsed: list[tuple[bytes, bytes, bytes]] = []
 
 
 def answer(exchange: FastResponse) -> None:
-    seen = exchange.path, exchange.header(b"authorization"), bytes(exchange.body)
+    seen = exchange.path, exchange.headers.get(b"authorization", b""), bytes(exchange.body)
     parsed.append(seen)
     exchange.answer(msgspec.json.encode([part.decode() for part in seen]))
 

@@ -114,11 +114,11 @@ def test_a_long_word_without_a_digit_takes_no_time_to_compare() -> None:
 
 def test_a_source_is_refused_with_the_time_to_wait() -> None:
     quarantine, call = Quarantine(), ask()
-    call.origin = RequestContext((), ("10.0.0.1", 5))
+    call.origin = RequestContext({}, ("10.0.0.1", 5))
     entry = quarantine.commit_source(STATUS, "address:10.0.0.1", 30.0, 0.0)
     error = quarantine.error(STATUS, call, 10.0)
     assert isinstance(error, SourceQuarantined) and error.retry_after_s == 20.0
     assert "the address '10.0.0.1'" in error.message and "20 s" in error.message
-    call.origin = RequestContext((), ("10.0.0.2", 5))
+    call.origin = RequestContext({}, ("10.0.0.2", 5))
     assert quarantine.error(STATUS, call, 10.0) is None
     assert entry.for_s == 30.0

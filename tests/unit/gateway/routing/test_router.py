@@ -615,7 +615,7 @@ ADDRESS = "10.0.0.1"
 
 def ask_from_address(text: str = "hello ", key: str = "", tokens: int = 24) -> InflightRequest:
     call = ask(text, tokens, key)
-    call.origin = RequestContext((), (ADDRESS, 5))
+    call.origin = RequestContext({}, (ADDRESS, 5))
     return call
 
 

@@ -257,7 +257,8 @@ async def test_who_accepts_and_says_nothing_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "DIAL_S", 0.2)
-    server = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
+    kept: list[Any] = []  # a writer that nobody holds is closed
+    server = await asyncio.start_server(lambda *ends: kept.append(ends), "127.0.0.1", 0)
     address = tcp_address("127.0.0.1", server.sockets[0].getsockname()[1])
     with pytest.raises(TimeoutError, match="has not answered within"):
         await dial_address(address, lambda: End().connection, GATEWAY)

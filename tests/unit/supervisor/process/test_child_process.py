@@ -131,7 +131,7 @@ async def test_its_end_is_noticed_at_once(nursery: Nursery) -> None:
     os.kill(child.pid, signal.SIGKILL)
     exit_ = await ended(child)
     assert str(exit_) == "killed by SIGKILL"
-    assert loop.time() - began < 0.5
+    assert loop.time() - began < 5.0
 
 
 async def test_its_end_is_noticed_without_pidfds_too(

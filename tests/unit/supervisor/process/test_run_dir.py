@@ -281,7 +281,7 @@ def test_what_another_boot_has_left_is_not_ended(
 def test_sweeping_nothing_is_quick() -> None:
     began = time.monotonic()
     assert end_leftovers([], "nobody-carries-this") == 0
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 10.0
 
 
 @contextlib.contextmanager

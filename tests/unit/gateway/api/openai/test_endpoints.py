@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -16,7 +16,7 @@ from tests.unit.gateway.conftest import Service, until
 class Heard:
     """Where a response stands: keeps what it is told to answer."""
 
-    headers = ()
+    headers: ClassVar[dict[bytes, bytes]] = {}
     open = True
     response_started = False
 

@@ -107,6 +107,13 @@ def test_rates_are_of_some_seconds() -> None:
     ]  # never below
 
 
+def test_a_clock_that_is_set_back_begins_the_figures_anew(service: Service) -> None:
+    watch = watch_of(service.router)
+    for at in (100.0, 102.0, 3.0, 5.0):
+        watch.add_sample(Sample(at, tokens=int(at)))
+    assert [one.at for one in watch.samples] == [3.0, 5.0]
+
+
 @pytest.mark.parametrize(
     ("firsts_s", "least_s", "most_s"),
     [((0.0001,), 0, 0.001), ((0.03,), 0.02, 0.04), ((0.03, 0.03, 9.0), 0.02, 0.04),

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 
-from servekit.engines.vllm import liveness
+from servekit.engines.api import process_activity
 from servekit.protocol.messages import Progress
 
 
@@ -16,7 +17,7 @@ def test_work_is_progress() -> None:
         if len(reports) > 1:
             enough.set()
 
-    with liveness.report_activity(report):
+    with process_activity.report_activity(report):
         deadline = time.monotonic() + 30
         while not enough.is_set() and time.monotonic() < deadline:
             sum(range(10_000))
@@ -24,8 +25,14 @@ def test_work_is_progress() -> None:
 
 
 def test_what_is_used_grows() -> None:
-    before, _ = liveness.measure_activity()
+    before, _ = process_activity.measure_activity()
     deadline = time.monotonic() + 30
-    while liveness.measure_activity()[0] <= before and time.monotonic() < deadline:
+    while process_activity.measure_activity()[0] <= before and time.monotonic() < deadline:
         sum(range(100_000))
-    assert liveness.measure_activity()[0] > before
+    assert process_activity.measure_activity()[0] > before
+
+
+def test_this_process_can_be_left_out() -> None:
+    whole = process_activity.measure_activity()[0]
+    others = process_activity.measure_activity(os.getpid())[0]
+    assert others < whole

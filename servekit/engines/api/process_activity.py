@@ -1,6 +1,6 @@
-"""Load progress of the processes in this process group, because vLLM reports little while it loads.
+"""Progress of the processes in this process group, for engines whose processes report little.
 
-CPU time used and bytes read count as progress, however slow; a load that hangs uses neither.
+CPU time used and bytes read count as progress, however slow; a process that hangs uses neither.
 Source: proc(5), /proc/PID/stat and /proc/PID/io.
 """
 
@@ -22,11 +22,11 @@ _IDLE_BYTES = 2**20
 
 
 @contextmanager
-def report_activity(report: Report) -> Iterator[None]:
-    """Report load progress for as long as the processes do something."""
+def report_activity(report: Report, *, without: int = 0) -> Iterator[None]:
+    """Report load progress for as long as the processes, but the PID `without`, do something."""
     done = threading.Event()
     watcher = threading.Thread(
-        target=_watch_activity, args=(report, done), name="activity", daemon=True
+        target=_watch_activity, args=(report, done, without), name="activity", daemon=True
     )
     watcher.start()
     try:
@@ -36,22 +36,33 @@ def report_activity(report: Report) -> Iterator[None]:
         watcher.join()
 
 
-def _watch_activity(report: Report, done: threading.Event) -> None:
+def _watch_activity(report: Report, done: threading.Event, without: int) -> None:
     report(Progress("load"))
-    ticks, read = measure_activity()
+    activity = Activity(without)
     while not done.wait(_LOOK_EVERY_S):
-        now_ticks, now_read = measure_activity()
-        if abs(now_ticks - ticks) > _IDLE_TICKS or abs(now_read - read) > _IDLE_BYTES:
+        if activity.look():
             report(Progress("load"))
-        ticks, read = now_ticks, now_read
 
 
-def measure_activity() -> tuple[int, int]:
-    """Return the clock ticks used and bytes read by all processes of this process group."""
+class Activity:
+    """The activity of this process group without one PID, from one look to the next."""
+
+    def __init__(self, without: int = 0) -> None:
+        self._without = without
+        self._last = measure_activity(without)
+
+    def look(self) -> bool:
+        """Return whether the processes have done something since the last look."""
+        (ticks, read), self._last = self._last, measure_activity(self._without)
+        return abs(self._last[0] - ticks) > _IDLE_TICKS or abs(self._last[1] - read) > _IDLE_BYTES
+
+
+def measure_activity(without: int = 0) -> tuple[int, int]:
+    """Return the clock ticks used and bytes read by the processes of this process group."""
     group = os.getpgrp()
     ticks = read = 0
     for process in Path("/proc").iterdir():
-        if process.name.isdecimal():
+        if process.name.isdecimal() and process.name != str(without):
             try:
                 fields = (process / "stat").read_text().rpartition(")")[2].split()
                 if int(fields[2]) == group:

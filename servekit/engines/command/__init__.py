@@ -1,0 +1,7 @@
+"""The engine for a server that a command starts, and that speaks OpenAI's API.
+
+server_process   the server, a child of the worker
+local_transport  HTTP to it
+handshake        first requests to the server: its model, and whether it continues an answer
+engine           load, stalls, death, sleep; requests are those of the engine `remote`
+"""

@@ -1,0 +1,80 @@
+"""The handshake with a server: its model's name, whether it answers, and how answers continue.
+
+A server that continues the last message of a chat is told from others by trial: the second half of
+a greedy answer has to come again. Others ignore the parameters, and begin a new answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from msgspec import structs
+
+from servekit.engines.remote.client import Endpoint
+from servekit.engines.remote.errors import Refused
+from servekit.engines.remote.handshake import Greeted, find_context, list_models, try_traits
+from servekit.engines.remote.reader import read_reply
+from servekit.engines.remote.request_builder import EndpointTraits, build_errand
+from servekit.engines.remote.response_parser import Answer
+from servekit.errors import RequestError
+from servekit.protocol.messages import (
+    ChatMessage,
+    Generate,
+    SamplingParams,
+)
+
+_COUNT = "Count from one to twenty."
+_TRIAL_TOKENS = 12
+_MOST_CHARS = 2**16
+#: Statuses of a server or model without chats.
+_NO_CHATS = (400, 404, 405, 422, 500, 501)
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """The result of a handshake."""
+
+    greeted: Greeted
+    chats: bool
+    continues_chats: bool  # from the text so far
+
+
+async def meet_server(endpoint: Endpoint, traits: EndpointTraits, *, embeds: bool) -> Met:
+    """Run the handshake. Raises Refused, or RequestError for an answer that is wrong."""
+    listed = [one for one in await list_models(endpoint) or [] if isinstance(one, dict)]
+    names = [one["id"] for one in listed if isinstance(one.get("id"), str)]
+    if names and traits.model not in names:
+        traits = replace(traits, model=names[0])
+    context = find_context(listed, traits.model)
+    try:
+        traits, size = await try_traits(endpoint, traits, embeds=embeds)
+    except Refused as refusal:
+        if embeds or refusal.status not in _NO_CHATS:
+            raise
+        await _ask(endpoint, traits, Generate(0, SamplingParams(max_tokens=2), prompt=_COUNT))
+        return Met(Greeted(traits, False, context, 0), chats=False, continues_chats=False)
+    continues = not embeds and await _continues_chats(endpoint, traits)
+    return Met(Greeted(traits, False, context, size), not embeds, continues)
+
+
+async def _continues_chats(endpoint: Endpoint, traits: EndpointTraits) -> bool:
+    params = SamplingParams(max_tokens=_TRIAL_TOKENS, temperature=0.0)
+    asked = Generate(0, params, messages=[ChatMessage("user", _COUNT)])
+    try:
+        whole = await _ask(endpoint, traits, asked)
+        cut = whole.rfind(" ", 0, len(whole) // 2)  # where a token begins
+        if not whole[: max(0, cut)].strip():
+            return False
+        rest = await _ask(endpoint, traits, structs.replace(asked, answered=whole[:cut]))
+    except (Refused, RequestError):
+        return False
+    return rest.startswith(whole[cut:])
+
+
+async def _ask(endpoint: Endpoint, traits: EndpointTraits, request: Generate) -> str:
+    """Return the answer to one request."""
+    task = build_errand(request, replace(traits, defaults={}))
+    answer = Answer(request, 0, _MOST_CHARS)
+    async with endpoint.ask(task, patient=False) as reply:
+        await read_reply(reply, answer, lambda: None)
+    return answer.piece(0).text

@@ -1,0 +1,26 @@
+"""`python -m tests.llama_server MODEL PORT`: llama.cpp's own server, which xllamacpp has inside."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import xllamacpp
+
+
+def main(model: str, port: str) -> None:
+    params = xllamacpp.CommonParams()
+    params.model.path = model
+    params.hostnames = ["127.0.0.1"]
+    params.port = int(port)
+    params.n_parallel = 4
+    params.n_ctx = 8192
+    params.cpuparams.n_threads = 1
+    params.use_jinja = True
+    server = xllamacpp.Server(params)  # serves for as long as it is referred to
+    print(f"serving at {server.listening_address}", flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
