@@ -20,7 +20,7 @@ from servekit.protocol.messages import AccessRules, ChatMessage, SamplingParams
 from servekit.protocol.types import Grammar
 from tests.unit.gateway.conftest import Service
 
-LIMITS = RequestLimits(messages=2, stop_strings=1, images=1, json_depth=8, schema_depth=3)
+LIMITS = RequestLimits(messages=2, stop_strings=1, json_depth=8, schema_depth=3)
 
 
 def nested(depth: int) -> Any:
