@@ -12,30 +12,9 @@ from servekit.chaos.client import Answer, Client, Question
 from servekit.errors import ServekitError
 
 _WORDS = (
-    "river",
-    "stone",
-    "lantern",
-    "orchard",
-    "quiet",
-    "engine",
-    "harbour",
-    "winter",
-    "copper",
-    "meadow",
-    "violin",
-    "compass",
-    "thunder",
-    "paper",
-    "garden",
-    "mirror",
-    "saddle",
-    "cinnamon",
-    "glacier",
-    "window",
-    "anchor",
-    "feather",
-    "marble",
-    "ribbon",
+    *("river", "stone", "lantern", "orchard", "quiet", "engine", "harbour", "winter", "copper"),
+    *("meadow", "violin", "compass", "thunder", "paper", "garden", "mirror", "saddle", "cinnamon"),
+    *("glacier", "window", "anchor", "feather", "marble", "ribbon"),
 )
 #: Characters compared to distinguish a repeated chunk from other wrong text.
 _SAMPLE = 12

@@ -60,7 +60,7 @@ def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Proble
     """Find errors in a model whose keys are each valid. Not every engine reads a file."""
     kind = kind_of(config)
     if kind.needs_files:
-        yield from _check_path(config, at, folder)
+        yield from _check_source(paths.check_model_path, config, at, folder)
     if "remote" in kind.formats:
         yield from _check_remote(config, at)
     if config.engine == "command":
@@ -219,10 +219,6 @@ def _check_chat_template(
         read_template(text, folder)
     except ValueError as error:
         yield Problem(at, f"{error}.")
-
-
-def _check_path(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
-    yield from _check_source(paths.check_model_path, config, at, folder)
 
 
 def _check_adapters(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """What the Python of a gateway's hot path costs, beside a bare uvicorn application's.
 
-    python -m tests.bench.path
+    python -m tests.bench.path [--seconds S] [--only TEXT]
 
 A gateway's own objects, from a connection's `data_received` to its `write`, with sockets that only
 keep what is written: no kernel, no other process. Slices of time are taken by turns, each in an
@@ -17,6 +17,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from servekit.protocol.messages import (
     PROTOCOL,
     Delta,
     DeltaBatch,
+    Dialect,
     Hello,
     ModelInfo,
     ModelStatus,
@@ -49,6 +51,25 @@ SLICE_S = 0.2
 BODY = b'{"model": "echo", "prompt": "hello", "max_tokens": 5}'
 STREAM = b'{"model": "echo", "prompt": "hello", "max_tokens": 8000, "stream": true}'
 INFO = ModelInfo(8192, 100_000, True, "echo", "none", "cpu")
+#: A model that thinks and calls tools.
+RICH = msgspec.structs.replace(
+    INFO,
+    serves=("generate", "tools"),
+    dialect=Dialect(think_begin="<think>", think_end="</think>", tools="hermes"),
+)
+ASKED = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+MESSAGES: dict[str, Any] = {"messages": ASKED, "max_tokens": 8000}
+CHAT = b"/v1/chat/completions"
+#: Streams by name: the model, the path and the body.
+STREAMS_OF: dict[str, tuple[ModelInfo, bytes, dict[str, Any]]] = {
+    "a chat's token": (INFO, CHAT, MESSAGES),
+    "a thinking chat's token": (RICH, CHAT, MESSAGES),
+    "a chat's token, with tools": (RICH, CHAT, MESSAGES | {"tools": [TOOL]}),
+    "a token of Responses": (INFO, b"/v1/responses", {"input": "hello"}),
+    "a token of Anthropic's API": (INFO, b"/v1/messages", MESSAGES),
+    "a token of Ollama's API": (INFO, b"/api/chat", {"messages": ASKED}),
+}
 
 
 def request(path: bytes, body: bytes) -> bytes:
@@ -114,9 +135,10 @@ def connections(app: Any, count: int, **more: Any) -> list[tuple[Any, Kept]]:
 class Worker:
     """The worker's end of a gateway's connection."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, info: ModelInfo) -> None:
+        self.info = info
         replica = ReplicaStatus("echo/0", "ready", "/nowhere", 1, "cpu")
-        model = ModelStatus("echo", "echo", "-", 0, (replica,), INFO, max_queue=100_000)
+        model = ModelStatus("echo", "echo", "-", 0, (replica,), info, max_queue=100_000)
         hosts = AccessRules(hosts=("127.0.0.1",))
         router.apply(Topology((model,), False, 1, access=hosts))
         (self.replica,) = router.routes["echo"].replicas.values()
@@ -127,7 +149,7 @@ class Worker:
         replica._dialling.cancel()
         self.connection = replica._connection = WorkerConnection._factory(replica)
         self.connection.connection_made(self.socket)
-        self.tell(Hello(PROTOCOL, "worker", "echo/0", INFO))
+        self.tell(Hello(PROTOCOL, "worker", "echo/0", self.info))
 
     def tell(self, message: Any) -> None:
         self.connection.data_received(frame(message))
@@ -141,13 +163,14 @@ def frame(message: Any) -> bytes:
 class Ours:
     """One gateway with its clients and its worker."""
 
-    def __init__(self, clients: int) -> None:
+    def __init__(self, clients: int, info: ModelInfo = INFO) -> None:
         self.router = Router("gateway/0")
         app = Application(self.router, 2**20, ui=False)
-        self.worker = Worker(self.router)
+        self.worker = Worker(self.router, info)
         self.worker.connect()
         measures = self.router.measures.answers
-        more = {"hot": app.exchanges, "max_body_bytes": 2**20, "limits": LIMITS}
+        more: dict[str, Any] = {"hot": app.exchanges, "max_body_bytes": 2**20, "limits": LIMITS}
+        more["envelopes"] = app.envelopes
         self.clients = connections(app, clients, answers=measures, **more)
         self.asks = request(b"/v1/completions", BODY)
 
@@ -192,9 +215,15 @@ class Theirs:
 class OurStreams:
     """Streams of a gateway, all of which get one more token, one write each."""
 
-    def __init__(self, streams: int) -> None:
-        self.ours = Ours(streams)
-        ask = request(b"/v1/completions", STREAM)
+    def __init__(
+        self,
+        streams: int,
+        info: ModelInfo = INFO,
+        path: bytes = b"/v1/completions",
+        body: bytes = STREAM,
+    ) -> None:
+        self.ours = Ours(streams, info)
+        ask = request(path, body)
         for client, _ in self.ours.clients:
             client.data_received(ask)
         ids = list(range(1, streams + 1))
@@ -258,14 +287,19 @@ class Contestant:
             self.best_us = min(self.best_us, 1e6 * await self._one.batch())
 
 
-def measure(seconds: float) -> None:
+def measure(seconds: float, only: str) -> None:
     keep_out_of_collections()
     logging.disable()  # streams that are cancelled at the end
     pairs: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], int]] = {
         "a request": (Ours, Theirs, CLIENTS),
         "a token": (OurStreams, TheirStreams, STREAMS),
     }
+    for name, (info, path, asked) in STREAMS_OF.items():
+        body = msgspec.json.encode({"model": "echo", "stream": True, **asked})
+        pairs[name] = partial(OurStreams, info=info, path=path, body=body), TheirStreams, STREAMS
     for what, (ours, theirs, count) in pairs.items():
+        if only not in what:
+            continue
         both = Contestant(ours, count), Contestant(theirs, count)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -281,7 +315,9 @@ def measure(seconds: float) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {Path(__file__).stem}", description=__doc__)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each comparison")
-    measure(parser.parse_args(arguments).seconds)
+    parser.add_argument("--only", default="", help="measure what has this in its name")
+    given = parser.parse_args(arguments)
+    measure(given.seconds, given.only)
     return 0
 
 

@@ -16,7 +16,9 @@ import pytest
 
 from servekit.system import procfs
 from tests.integration.instance import Instance
+from tests.integration.made_up_gpus import GIB, MadeUpGpus
 from tests.integration.test_faults_supervisor import cli
+from tests.integration.test_llamacpp import environment
 from tests.polling import poll
 from tests.unit.engines.origins import SMOLLM2
 
@@ -182,6 +184,24 @@ def test_servers_that_never_serve_say_why(tmp_path: Path) -> None:
                 )
             ),
         )
+
+
+def test_its_gpus_are_pinned_and_what_it_holds_is_its_models(tmp_path: Path) -> None:
+    gpus = MadeUpGpus(tmp_path, count=2)
+    both = odd("both", "--prints={gpus}", gpus_per_replica=2, memory="40GiB", device="cuda")
+    models = [both, odd("one", gpus=[1], memory="40GiB", device="cuda")]
+    with Instance.up(tmp_path, models, env=gpus.env) as instance:
+        instance.until_settled()
+        server = server_of(instance, "both/0")
+        assert "--prints=2" in procfs.command_line(server.pid)
+        pinned = {
+            name: environment(server_of(instance, name).pid)["CUDA_VISIBLE_DEVICES"]
+            for name in ("both/0", "one/0")
+        }
+        assert pinned == {"both/0": "0,1", "one/0": "1"}
+        gpus.hold({server.pid: 50})
+        instance.until("it is seen", lambda: instance.replica("both/0").gpu_bytes == 100 * GIB)
+        assert "where it claims 40" in instance.replica("both/0").excess
 
 
 @pytest.mark.model

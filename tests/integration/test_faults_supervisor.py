@@ -215,6 +215,13 @@ def test_what_no_worker_sees_changes_in_place_and_replicas_by_the_difference(
         assert pids(instance, "a")[0] == a
 
 
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    with Instance.up(tmp_path_factory.mktemp("unchanged"), [echo("a")]) as instance:
+        instance.until_settled()
+        yield instance
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -226,22 +233,21 @@ def test_what_no_worker_sees_changes_in_place_and_replicas_by_the_difference(
     ],
 )
 def test_a_bad_file_changes_nothing_and_says_why(
-    tmp_path: Path, text: str | None, words: str
+    unchanged: Instance, text: str | None, words: str
 ) -> None:
-    with Instance.up(tmp_path, [echo("a")]) as instance:
-        url = instance.until_settled().url
-        before, path = pids(instance, "a"), tmp_path / "servekit.yaml"
-        path.unlink()
-        if text is not None:
-            path.write_text(text)
-        done = cli(instance, "reload")
-        assert done.returncode == 2
-        assert words in done.stderr
-        assert "Traceback" not in done.stderr
-        instance.signal(signal.SIGHUP)
-        instance.until("that, too", lambda: instance.log.count("reload_refused") == 2)
-        assert pids(instance, "a") == before
-        assert complete(url, "a").status_code == 200
+    before, refused = pids(unchanged, "a"), unchanged.log.count("reload_refused")
+    path = unchanged.run_dir.parent / "servekit.yaml"
+    path.unlink(missing_ok=True)
+    if text is not None:
+        path.write_text(text)
+    done = cli(unchanged, "reload")
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    unchanged.signal(signal.SIGHUP)
+    unchanged.until("that, too", lambda: unchanged.log.count("reload_refused") == refused + 2)
+    assert pids(unchanged, "a") == before
+    assert complete(unchanged.url, "a").status_code == 200
 
 
 def test_a_file_that_is_being_written_is_waited_for(tmp_path: Path) -> None:

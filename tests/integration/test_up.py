@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -10,8 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,9 +21,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from servekit.protocol.messages import Shutdown
+from servekit.supervisor.admin.control_socket import ask
 from servekit.system import procfs
 from servekit.system.orphan_cleanup import MARK
 from tests.integration.instance import PROGRAM, Instance, echo, write_config
+from tests.integration.test_drain import stream
 from tests.polling import poll
 
 FORBIDDEN = ("torch", "transformers", "fastapi", "starlette", "uvicorn", "gradio", "uvloop")
@@ -32,7 +37,7 @@ def cli(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedPr
         [*PROGRAM, *args],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         env={**os.environ, **(env or {})},
     )
 
@@ -105,13 +110,23 @@ def test_gateways_answer_while_models_load(tmp_path: Path) -> None:
         assert instance.wait(within_s=20) == 0, "a model that loads has nothing to finish"
 
 
-def test_several_gateways_share_the_port(tmp_path: Path) -> None:
-    with Instance.up(tmp_path, [echo("a")], server={"gateways": 2}) as instance:
-        url = instance.until_settled().url
-        for _ in range(20):
-            assert complete(url, "a", "x", max_tokens=1).status_code == 200
-        counted = lambda: sum(g.requests for g in instance.status().gateways) == 20  # noqa: E731
-        instance.until("both report their requests", counted)
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    """Several workers and several gateways."""
+    folder = tmp_path_factory.mktemp("several")
+    with Instance.up(folder, [echo("a", replicas=3)], server={"gateways": 2}) as instance:
+        instance.until_settled()
+        yield instance
+
+
+def test_several_gateways_share_the_port(several: Instance) -> None:
+    def counted() -> int:
+        return sum(gateway.requests for gateway in several.status().gateways)
+
+    before, url = counted(), several.url
+    for _ in range(20):
+        assert complete(url, "a", "x", max_tokens=1).status_code == 200
+    several.until("both report their requests", lambda: counted() == before + 20)
 
 
 # ---------------------------------------------------------------- it ends
@@ -419,16 +434,14 @@ def test_pins_are_in_the_environment_from_the_first_instruction(tmp_path: Path) 
         assert MARK not in supervisor
 
 
-def test_the_supervisor_stays_small_and_loads_nothing_heavy(tmp_path: Path) -> None:
-    with Instance.up(tmp_path, [echo("a", replicas=3)], server={"gateways": 2}) as instance:
-        status = instance.until_settled()
-        for _ in range(20):
-            instance.status()
-        assert 20 * 2**20 < procfs.rss_bytes(instance.pid) < 60 * 2**20
-        assert status.rss_bytes < 60 * 2**20
-        mapped = Path(f"/proc/{instance.pid}/maps").read_text()
-        for library in ("libtorch", "libcudart", "libcuda.so", *FORBIDDEN):
-            assert f"/{library}" not in mapped, library
+def test_the_supervisor_stays_small_and_loads_nothing_heavy(several: Instance) -> None:
+    for _ in range(20):
+        several.status()
+    assert 20 * 2**20 < procfs.rss_bytes(several.pid) < 60 * 2**20
+    assert several.status().rss_bytes < 60 * 2**20
+    mapped = Path(f"/proc/{several.pid}/maps").read_text()
+    for library in ("libtorch", "libcudart", "libcuda.so", *FORBIDDEN):
+        assert f"/{library}" not in mapped, library
 
 
 def test_what_up_imports_has_nothing_heavy_in_it() -> None:
@@ -443,18 +456,16 @@ def test_what_up_imports_has_nothing_heavy_in_it() -> None:
     assert done.stdout.split() == []
 
 
-def test_children_get_no_fd_but_their_own(tmp_path: Path) -> None:
-    with Instance.up(tmp_path, [echo("a", replicas=2)], server={"gateways": 2}) as instance:
-        status = instance.until_settled()
+def test_children_get_no_fd_but_their_own(several: Instance) -> None:
+    def sockets(pid: int) -> set[str]:
+        return {link for link in links(pid) if link.startswith(("socket:", "pipe:"))}
 
-        def sockets(pid: int) -> set[str]:
-            return {link for link in links(pid) if link.startswith(("socket:", "pipe:"))}
-
-        pids = [r.pid for r in status.models[0].replicas]
-        assert not sockets(pids[0]) & sockets(pids[1])
-        assert not any("lock" in link for link in links(pids[0]))
-        shared = sockets(status.gateways[0].pid) & sockets(status.gateways[1].pid)
-        assert len(shared) == 1, "the listening socket and nothing else"
+    status = several.status()
+    pids = [r.pid for r in status.models[0].replicas]
+    assert not sockets(pids[0]) & sockets(pids[1])
+    assert not any("lock" in link for link in links(pids[0]))
+    shared = sockets(status.gateways[0].pid) & sockets(status.gateways[1].pid)
+    assert len(shared) == 1, "the listening socket and nothing else"
 
 
 def test_what_a_child_writes_is_logged_and_kept(tmp_path: Path) -> None:
@@ -574,14 +585,21 @@ def test_down_now_does_not_wait(tmp_path: Path) -> None:
 
 def test_down_twice_does_not_cut_off_what_is_in_flight(tmp_path: Path) -> None:
     with (
-        ThreadPoolExecutor(3) as pool,
-        Instance.up(tmp_path, [echo("slow", step_s=0.05)]) as instance,
+        ThreadPoolExecutor(2) as pool,
+        Instance.up(tmp_path, [echo("slow", step_s=0.02)]) as instance,
     ):
-        instance.until_settled()
-        request = slow_request(pool, instance)
-        downs = [pool.submit(cli, "down", "--run-dir", str(instance.run_dir)) for _ in range(2)]
-        assert request.result(30).status_code == 200
-        assert [down.result(30).returncode for down in downs] == [0, 0]
+        begun, enough = threading.Event(), threading.Event()
+        under_way = pool.submit(stream, instance.until_settled().url, begun, enough)
+        assert begun.wait(60)
+        down = pool.submit(cli, "down", "--run-dir", str(instance.run_dir))
+        instance.until("it drains", lambda: instance.status().draining)
+        asyncio.run(ask(instance.run_dir / "control.sock", Shutdown(now=False)))
+        begun.clear()
+        assert begun.wait(60), "there is more of it"
+        assert not under_way.done()
+        enough.set()
+        assert under_way.result(60)
+        assert down.result(60).returncode == 0
         assert instance.wait() == 0
 
 

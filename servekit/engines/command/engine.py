@@ -4,8 +4,8 @@
     loop    that of the engine `remote`: an event loop in a thread, a task for each request
     death   the server's exit is the engine's; requests in flight continue in another worker
 
-While an answer is awaited, work of the server's processes is progress: a long prompt may take
-minutes. Once answers have begun, only their next bytes are.
+While a request has no byte of its answer, work of the server's processes is progress, because a
+long prompt may take minutes, and hold up other answers. Otherwise only bytes are.
 """
 
 from __future__ import annotations
@@ -177,14 +177,13 @@ class CommandEngine(OpenAIEngine):
         super()._queue_output(output)
 
     async def _record_progress(self) -> None:
-        """Record progress while nothing is asked, or while processes work on the first answer."""
         activity: Activity | None = None
         while True:
             self._begun &= self._tasks.keys()
-            asks = len(self._tasks) > self._pace.waiting
-            if not asks:
+            asked = len(self._tasks) - self._pace.waiting
+            if not asked:
                 self._note_progress()
-            if self._begun or not asks:
+            if asked <= len(self._begun):
                 activity = None
             elif activity is None:
                 activity = await asyncio.to_thread(Activity, os.getpid())

@@ -17,13 +17,10 @@ from servekit.engines.remote.reader import read_reply
 from servekit.engines.remote.request_builder import EndpointTraits, build_errand
 from servekit.engines.remote.response_parser import Answer
 from servekit.errors import RequestError
-from servekit.protocol.messages import (
-    ChatMessage,
-    Generate,
-    SamplingParams,
-)
+from servekit.protocol.messages import ChatMessage, Generate, SamplingParams
 
-_COUNT = "Count from one to twenty."
+#: In low precision one trial may fail by a near-tie.
+_TRIALS = ("Count from one to twenty.", "Say the alphabet.")
 _TRIAL_TOKENS = 12
 _MOST_CHARS = 2**16
 #: Statuses of a server or model without chats.
@@ -51,15 +48,17 @@ async def meet_server(endpoint: Endpoint, traits: EndpointTraits, *, embeds: boo
     except Refused as refusal:
         if embeds or refusal.status not in _NO_CHATS:
             raise
-        await _ask(endpoint, traits, Generate(0, SamplingParams(max_tokens=2), prompt=_COUNT))
+        await _ask(endpoint, traits, Generate(0, SamplingParams(max_tokens=2), prompt=_TRIALS[0]))
         return Met(Greeted(traits, False, context, 0), chats=False, continues_chats=False)
-    continues = not embeds and await _continues_chats(endpoint, traits)
-    return Met(Greeted(traits, False, context, size), not embeds, continues)
+    for prompt in () if embeds else _TRIALS:
+        if await _continues_chat(endpoint, traits, prompt):
+            return Met(Greeted(traits, False, context, size), chats=True, continues_chats=True)
+    return Met(Greeted(traits, False, context, size), not embeds, continues_chats=False)
 
 
-async def _continues_chats(endpoint: Endpoint, traits: EndpointTraits) -> bool:
+async def _continues_chat(endpoint: Endpoint, traits: EndpointTraits, prompt: str) -> bool:
     params = SamplingParams(max_tokens=_TRIAL_TOKENS, temperature=0.0)
-    asked = Generate(0, params, messages=[ChatMessage("user", _COUNT)])
+    asked = Generate(0, params, messages=[ChatMessage("user", prompt)])
     try:
         whole = await _ask(endpoint, traits, asked)
         cut = whole.rfind(" ", 0, len(whole) // 2)  # where a token begins

@@ -135,7 +135,9 @@ def find_wheel(requirement: str, settings: Settings) -> Wheel:
     unreached: list[str] = []
     refused: list[str] = []
     for source in (*settings.find_links, *settings.indexes):
-        page = source if source in settings.find_links else _page_of(source, name)
+        page = source
+        if source not in settings.find_links:
+            page = f"{source.rstrip('/')}/{canonicalize_name(name)}/"
         try:
             there += _list_wheels(page, settings, is_index=source in settings.indexes)
         except (httpx.HTTPStatusError, httpx.TooManyRedirects, _Refused) as error:
@@ -251,10 +253,6 @@ def _parse_number(text: str | None, otherwise: float) -> float:
 
 class _Refused(Exception):
     """The request is not sent, for the reason in the message."""
-
-
-def _page_of(index: str, name: str) -> str:
-    return f"{index.rstrip('/')}/{canonicalize_name(name)}/"
 
 
 def _list_wheels(page: str, settings: Settings, *, is_index: bool) -> list[Wheel]:

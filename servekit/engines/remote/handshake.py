@@ -29,8 +29,9 @@ _MOST_CHARS = 2**20
 #: Limit of a list of models, which may have hundreds.
 _MOST_LIST_BYTES = 4 * 2**20
 _HELLO = "Say hello."
-#: Names of the context length in lists of models: vLLM and servekit; OpenRouter; Mistral; Groq.
-_CONTEXTS = ("max_model_len", "context_length", "max_context_length", "context_window")
+#: Names of the context length in lists of models: vLLM and servekit; OpenRouter; Mistral; Groq;
+#: llama-server, within `meta`.
+_CONTEXTS = ("max_model_len", "context_length", "max_context_length", "context_window", "n_ctx")
 _UNAUTHORISED = (401, 403)
 _MISUNDERSTOOD = (400, 422)
 
@@ -87,7 +88,9 @@ async def list_models(endpoint: Endpoint) -> list[Any] | None:
 def find_context(listed: list[Any], model: str) -> int:
     for one in listed:
         if isinstance(one, dict) and one.get("id") == model:
-            found = (one.get(name) for name in _CONTEXTS)
+            meta = one.get("meta")
+            told = {**one, **meta} if isinstance(meta, dict) else one
+            found = (told.get(name) for name in _CONTEXTS)
             return next((n for n in found if isinstance(n, int) and 16 <= n < 2**31), 0)
     return 0
 

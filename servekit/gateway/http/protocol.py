@@ -156,7 +156,7 @@ class Http(LimitedProtocol):
         super().connection_lost(exc)
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            exchange.disconnected = True
+            exchange.disconnected, exchange.open = True, False
             if isinstance(cast(Any, self.cycle), FastResponse):
                 # breaks a reference cycle, which the garbage collector would find late
                 self.cycle = cast(Any, None)
@@ -165,10 +165,18 @@ class Http(LimitedProtocol):
             if gone is not None:
                 gone()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._exchange is not None:
+            self._exchange.open = False
+
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._exchange is not None and self._exchange.on_writable is not None:
-            self._exchange.on_writable()
+        exchange = self._exchange
+        if exchange is not None and not (exchange.response_complete or exchange.disconnected):
+            exchange.open = True
+            if exchange.on_writable is not None:
+                exchange.on_writable()
 
     def head(self, status: int, headers: tuple[Header, ...]) -> bytes:
         """Return the status line and headers, cached until the server's own (the date) change."""

@@ -84,11 +84,6 @@ def check_fits(call: InflightRequest, info: ModelInfo | None) -> None:
         )
 
 
-def check_images(count: int, limits: RequestLimits, param: str = "messages") -> None:
-    """Raise RequestError if a request holds more images than allowed."""
-    _check(count, limits.images, param, "images")
-
-
 def check_depth(value: Any, limits: RequestLimits, param: str) -> None:
     """Raise RequestError if a decoded value nests deeper than allowed, or cannot cross the wire."""
     level = [value]

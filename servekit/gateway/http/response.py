@@ -169,13 +169,13 @@ class FastResponse:
         "body",
         "disconnected",
         "extra",
-        "flow",
         "handler",
         "headers",
         "joined",
         "keep_alive",
         "on_gone",
         "on_writable",
+        "open",
         "origin",
         "path",
         "protocol",
@@ -187,7 +187,6 @@ class FastResponse:
     def __init__(self, protocol: Http, handler: FastHandler) -> None:
         self.protocol = protocol
         self.joined = protocol.joined
-        self.flow = protocol.flow
         self.handler = handler
         self.headers = headers = protocol.headers_by_name
         self.origin = RequestContext(headers, protocol.client)
@@ -197,6 +196,7 @@ class FastResponse:
         self.keep_alive = not protocol.leaving
         self.response_complete = False
         self.disconnected = False
+        self.open = True  # both fast paths begin only where the client reads
         self.extra: tuple[Header, ...] = ()  # response headers that `AuthMiddleware` adds
         self.on_gone: Callable[[], None] | None = None
         self.on_writable: Callable[[], None] | None = None
@@ -230,10 +230,6 @@ class FastResponse:
             ORIGIN.reset(before)
 
     # ---- the answer
-
-    @property
-    def open(self) -> bool:
-        return not (self.response_complete or self.disconnected or self.flow.write_paused)
 
     def answer(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = ()) -> None:
         """Send a JSON response in one write."""
@@ -293,7 +289,7 @@ class FastResponse:
         return b"%bx-request-id: %b\r\n" % (head, self.origin.id)
 
     def _complete(self) -> None:
-        self.response_complete = True
+        self.response_complete, self.open = True, False
         self.on_gone = self.on_writable = None
         if not self.keep_alive:
             self.protocol.transport.close()

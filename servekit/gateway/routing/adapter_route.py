@@ -30,7 +30,8 @@ class AdapterRoute(ModelQueue):
         taken = adapter.info.virtual_tokens if adapter.info is not None else 0
         if info is not None and taken:
             info = replace(info, max_context=info.max_context - taken)
-        super().__init__(replace(base.status, **named, info=info, created=_since(base, adapter)))
+        created = max(base.status.created, int(adapter.since))
+        super().__init__(replace(base.status, **named, info=info, created=created))
         self.base = base
         self.adapter = adapter
         self.queue, self.suspects, self.replicas = base.queue, base.suspects, base.replicas
@@ -72,10 +73,6 @@ class AdapterRoute(ModelQueue):
         """Assign a call to this adapter. Raises ModelUnavailable."""
         self.check_available()
         call.more = {**call.more, "adapter": self.adapter.name}
-
-
-def _since(base: ModelQueue, adapter: AdapterStatus) -> int:
-    return max(base.status.created, int(adapter.since))
 
 
 def base_of(route: ModelQueue) -> str:

@@ -98,7 +98,7 @@ def read(call: InflightRequest, *, blocks: bool = True, head: bool = False) -> P
         return _of_ids(prompt, more, blocks, head)
     if call.messages is None:
         text = prompt or ""
-        tokens = (len(text) or _inputs(call.more)) // CHARS_PER_TOKEN
+        tokens = (len(text) or sum(map(len, call.more.get("inputs", ())))) // CHARS_PER_TOKEN
         if not blocks or len(text) < LEAST_BLOCKS * BLOCK_CHARS:
             return Prompt(tokens)
         first = text[: HEAD_BLOCKS * BLOCK_CHARS]
@@ -163,7 +163,3 @@ def _root(more: dict[str, Any]) -> int:
 
 def _stable(more: dict[str, Any], first: bytes) -> int:
     return stable_hash(_before(more) + first if more else first)
-
-
-def _inputs(more: dict[str, Any]) -> int:
-    return sum([len(one) for one in more.get("inputs", ())])

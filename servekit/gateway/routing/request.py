@@ -194,13 +194,12 @@ class InflightRequest:
 
         Raises RequestError if the request failed.
         """
-        deltas = self._deltas
-        if not (self.texts or deltas) or not (self.stream or self.done):
+        deltas, texts = self._deltas, self.texts
+        if not (texts or deltas) or not (self.stream or self.done):
             self._raise()
             return None
         self._handed_over = True
-        if len(deltas) == len(self.texts) == 1 and len(deltas[0].text) == len(self.texts[0]):
-            self.texts.clear()
+        if not texts:
             return deltas.pop()  # nearly all answers that are not streamed
         text = self.take_text()
         if not deltas:
@@ -297,10 +296,12 @@ class InflightRequest:
             self.emitted += delta.token_ids
         self.chars += len(delta.text)
         self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
-        self.texts.append(delta.text)
+        texts, ends = self.texts, delta.finish is not None
+        if texts or not ends or self._deltas:
+            texts.append(delta.text)  # else the last delta is all there is, with its text
         if self.continuation is not None and self.continuation.by_text:
             self._keep_answer(delta.text)
-        if delta.finish is not None or delta.logprobs or delta.prompt is not None:
+        if ends or delta.logprobs or delta.prompt is not None:
             self._deltas.append(delta)
         if delta.finish is not None:
             if delta.times_ns:

@@ -62,10 +62,7 @@ class Follower:
             scarce = isinstance(error, (MemoryError, torch.OutOfMemoryError))
             permanent = isinstance(error, LoadError) and error.permanent
             return messages.Failed(f"rank {self._rank}: {error}", scarce, permanent)
-        return messages.Done(self._free_bytes())
-
-    def _free_bytes(self) -> int:
-        return device_memory.available_bytes(self._spec, self._device)
+        return messages.Done(device_memory.available_bytes(self._spec, self._device))
 
     def _carry_out(self, order: messages.ToRank) -> None:
         match order:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 #: torch with CUDA, as far as it matters: `_lazy_init`, copied by name, calls the binding.
 TORCH = {
@@ -259,14 +260,8 @@ def test_what_is_no_python_is_said(tmp_path: Path) -> None:
 def test_real_torch_without_cuda(tmp_path: Path) -> None:
     code = "import torch\ntry:\n    torch.zeros(1).cuda()\nexcept Exception: pass\n"
     cuda = traced(tmp_path, code)["processes"][0]["cuda"]
-    if torch_has_cuda():
+    if torch.version.cuda:
         pytest.skip("this torch has CUDA")
     assert cuda["what"] == "torch.cuda._lazy_init()"
     assert cuda["error"] == "AssertionError: Torch not compiled with CUDA enabled"
     assert cuda["stack"][-1][1] == 3
-
-
-def torch_has_cuda() -> bool:
-    code = "import torch; print(torch.version.cuda or '')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return bool(done.stdout.strip())

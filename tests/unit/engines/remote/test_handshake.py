@@ -46,6 +46,7 @@ async def test_a_few_tokens_and_nothing_that_it_may_not_know() -> None:
         ({"max_model_len": -1}, 0),
         ({"max_model_len": "long"}, 0),
         ({"max_model_len": 2**40}, 0),
+        ({"meta": {"n_ctx": 2048}}, 2048),
         ({}, 0),
     ],
 )

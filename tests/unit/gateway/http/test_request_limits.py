@@ -12,7 +12,6 @@ from servekit.gateway.http.request_limits import (
     check_call,
     check_depth,
     check_free,
-    check_images,
     check_schema,
 )
 from servekit.gateway.routing.request import InflightRequest
@@ -21,7 +20,7 @@ from servekit.protocol.messages import AccessRules, ChatMessage, SamplingParams
 from servekit.protocol.types import Grammar
 from tests.unit.gateway.conftest import Service
 
-LIMITS = RequestLimits(messages=2, stop_strings=1, images=1, json_depth=8, schema_depth=3)
+LIMITS = RequestLimits(messages=2, stop_strings=1, json_depth=8, schema_depth=3)
 
 
 def nested(depth: int) -> Any:
@@ -121,9 +120,6 @@ def test_counts() -> None:
         check_call(InflightRequest("m", SamplingParams(), messages=messages), LIMITS)
     with pytest.raises(RequestError, match="stop: 2 are over the limit of 1"):
         check_call(InflightRequest("m", stop, prompt="x"), LIMITS)
-    with pytest.raises(RequestError, match="images"):
-        check_images(2, LIMITS)
-    check_images(1, LIMITS)
 
 
 async def test_the_router_keeps_them(service: Service) -> None:

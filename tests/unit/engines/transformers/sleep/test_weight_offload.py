@@ -25,7 +25,7 @@ MIB = 2**20
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Large enough that its weights are seen in this process's memory."""
-    return write_tiny_llama(tmp_path_factory.mktemp("large"), hidden_size=8192)
+    return write_tiny_llama(tmp_path_factory.mktemp("large"), hidden_size=4096)
 
 
 def loader(folder: Path, dtype: str) -> Callable[[], Any]:
