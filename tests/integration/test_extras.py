@@ -47,6 +47,14 @@ def test_the_dockerfile_names_extras_that_there_are() -> None:
 
 @pytest.mark.lane("packages")
 @pytest.mark.timeout(900)
+def test_the_lowest_versions_can_be_resolved() -> None:
+    found = resolved("", "--resolution", "lowest-direct")
+    lowest = ("typer==0.20.0", "structlog==25.5.0", "msgspec==0.22.0", "uvicorn==0.53.0")
+    assert all(f"\n{pin}\n" in f"\n{found}\n" for pin in lowest), found
+
+
+@pytest.mark.lane("packages")
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("constrained", [False, True])
 @pytest.mark.parametrize("extras", ["", *EXTRAS, *(e for e in IN_DOCKERFILE if "," in e)])
 def test_each_can_be_resolved(extras: str, constrained: bool) -> None:
