@@ -162,13 +162,10 @@ class ChatEncoder(ResponseEncoder):
         self._after = b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % (
             b',"usage":null' if self._usage else b""
         )
-        self._before_text = self._before + b'0,"delta":{"content":'
+        self.frame = self._before + b'0,"delta":{"content":', self._after
         first = {"role": "assistant", "content": ""}
         count = generation.count
         return b"".join([self._chunk(generation, index, first) for index in range(count)])
-
-    def text(self, generation: Generation, text: str) -> bytes:
-        return b"".join((self._before_text, _encode(text), self._after))
 
     def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
         return b"".join([data for chunk in chunks for data in self._of_chunk(generation, chunk)])
@@ -319,21 +316,17 @@ class CompletionEncoder(ResponseEncoder):
 
     def opening(self, generation: Generation) -> bytes:
         head = _encode(self._head(generation))[:-1]
-        self._before_text = b'data: %b,"choices":[{"index":0,"text":' % head
-        self._after = b',"logprobs":null,"finish_reason":null}]%b}\n\n' % (
+        before = b'data: %b,"choices":[{"index":0,"text":' % head
+        after = b',"logprobs":null,"finish_reason":null}]%b}\n\n' % (
             b',"usage":null' if self._usage else b""
         )
+        self.frame = None if self._logprobs else (before, after)
         if not self._echo or generation.request.params.echo:
             return b""
         return b"".join(
             self._chunk(generation, index, self._prompt(generation, index), [], None)
             for index in range(generation.count)
         )
-
-    def text(self, generation: Generation, text: str) -> bytes:
-        if self._logprobs:
-            return super().text(generation, text)
-        return b"".join((self._before_text, _encode(text), self._after))
 
     def _prompt(self, generation: Generation, index: int, told: Prompt | None = None) -> str:
         """Return the text of a prompt: the client's text, or the worker's text of token ids."""
