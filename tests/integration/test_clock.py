@@ -11,6 +11,7 @@ import re
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,15 @@ LONG = 400
 BODY = {"model": "a", "prompt": "x" * LONG, "max_tokens": LONG, "stream": True}
 #: A year ahead, and ten years back from there.
 JUMPS_S = (365 * 86400, -9 * 365 * 86400)
+
+
+@pytest.fixture(autouse=True)
+def no_shared_memory_left() -> Iterator[None]:
+    """Remove what libfaketime leaves of processes that were killed."""
+    yield
+    for file in Path("/dev/shm").glob("*faketime_*"):
+        if not Path("/proc", file.name.rpartition("_")[2]).exists():
+            file.unlink(missing_ok=True)
 
 
 class Clock:
@@ -91,8 +101,13 @@ def test_jumps_of_the_wall_clock_change_nothing(tmp_path: Path) -> None:
         assert "".join(came) == "x" * LONG
         last = httpx.post(f"{url}/v1/completions", json=short, headers=bearer(ALICE))
         assert last.status_code == 200
-        over = httpx.post(f"{url}/v1/completions", json=short, headers=bearer(ALICE))
-        assert over.status_code == 429 and 0 < int(over.headers["retry-after"]) <= 60
+        refused = [  # one of them at least: the key has a further request every 15 s
+            answer
+            for _ in range(4)
+            for answer in [httpx.post(f"{url}/v1/completions", json=short, headers=bearer(ALICE))]
+            if answer.status_code == 429
+        ]
+        assert refused and 0 < int(refused[0].headers["retry-after"]) <= 60
         poll("two more pings", lambda: lives(instance.status()) == before)
         assert "[warning" not in instance.log and "[error" not in instance.log, instance.log
 
