@@ -7,16 +7,14 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
 from servekit.cli.startup_timings import covered_s
 from servekit.protocol.startup_messages import Phase, Start
 from tests.integration.instance import Instance, echo
 from tests.integration.test_faults_supervisor import cli
 from tests.integration.test_residents import complete, on_demand
 
-#: Of a start, what no phase may have told of, beside a busy machine's tests.
-SLACK_S = 0.15
+#: The share of a start that no phase may cover: a busy machine runs other tests between two phases.
+SLACK = 0.25
 
 
 def starts(instance: Instance, name: str) -> tuple[Start, ...]:
@@ -47,7 +45,7 @@ def _s(start: Start, phase: Phase) -> float:
 
 def check_adds_up(start: Start) -> None:
     assert start.state == "up"
-    assert start.total_s - covered_s(start) < SLACK_S, start.phases
+    assert start.total_s - covered_s(start) < SLACK * start.total_s, start.phases
     assert all(one.ended_s is not None for one in start.phases)
     assert all(0 <= one.began_s <= start.total_s for one in start.phases)
     names = [one.name for one in start.phases]
@@ -63,7 +61,7 @@ def test_phases_add_up_to_the_time_from_up_to_the_first_token(tmp_path: Path) ->
         assert start.cause == "up"
         assert start.phases[0].name == "supervisor"
         assert start.phases[0].began_s == 0
-        assert took_s(start, "load") == pytest.approx(0.6, abs=0.3)
+        assert 0.59 < took_s(start, "load") < 3
         (gateway,) = starts(instance, "gateway/1")
         assert [one.name for one in gateway.phases] == ["supervisor", "imports"]
         shown = cli(instance, "ps", "--timings").stdout
