@@ -11,6 +11,7 @@ import json
 import random
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -382,8 +383,18 @@ def test_eight_clients_at_once(gguf_engine: Harness) -> None:
     gguf_engine.until_idle()
 
 
-def test_cancelling_frees_the_slot_and_says_no_more(gguf: Make) -> None:
+def test_cancelling_frees_the_slot_and_says_no_more(
+    gguf: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = gguf(options={"slots": 1})
+    context = one.engine._runner._context
+    run = context.run
+
+    def run_slowly(*args: Any) -> Any:
+        time.sleep(0.02)  # else the first ends while this thread waits for a core
+        return run(*args)
+
+    monkeypatch.setattr(context, "run", run_slowly)
     first = one.submit(PROMPTS[0], max_tokens=200, ignore_eos=True)
     waits = one.submit(PROMPTS[2], max_tokens=200, ignore_eos=True)
     last = one.submit(PROMPTS[1], max_tokens=4, ignore_eos=True)
