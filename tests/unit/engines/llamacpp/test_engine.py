@@ -383,18 +383,23 @@ def test_eight_clients_at_once(gguf_engine: Harness) -> None:
     gguf_engine.until_idle()
 
 
-def test_cancelling_frees_the_slot_and_says_no_more(
-    gguf: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = gguf(options={"slots": 1})
+def slow_down(one: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a request ends while the test's thread waits for a core."""
     context = one.engine._runner._context
     run = context.run
 
     def run_slowly(*args: Any) -> Any:
-        time.sleep(0.02)  # else the first ends while this thread waits for a core
+        time.sleep(0.02)
         return run(*args)
 
     monkeypatch.setattr(context, "run", run_slowly)
+
+
+def test_cancelling_frees_the_slot_and_says_no_more(
+    gguf: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = gguf(options={"slots": 1})
+    slow_down(one, monkeypatch)
     first = one.submit(PROMPTS[0], max_tokens=200, ignore_eos=True)
     waits = one.submit(PROMPTS[2], max_tokens=200, ignore_eos=True)
     last = one.submit(PROMPTS[1], max_tokens=4, ignore_eos=True)
@@ -441,7 +446,10 @@ def test_prompts_that_cannot_be_run_are_refused(gguf_engine: Harness) -> None:
         gguf_engine.engine.embed(EmbedJob(1, [[5]]))
 
 
-def test_an_id_in_flight_twice_is_refused(gguf_engine: Harness) -> None:
+def test_an_id_in_flight_twice_is_refused(
+    gguf_engine: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(gguf_engine, monkeypatch)
     job = Job(10**6, [5, 6], SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
     gguf_engine.engine.submit(job)
     with pytest.raises(RequestError, match="in flight"):
@@ -453,6 +461,7 @@ def test_an_id_in_flight_twice_is_refused(gguf_engine: Harness) -> None:
 
 def test_a_loop_that_fails_says_so_at_once(gguf: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     one = gguf()
+    slow_down(one, monkeypatch)
     running = one.submit(PROMPTS[0], max_tokens=200, ignore_eos=True)
     one.until(lambda: running in one.outputs, "it runs")
 
