@@ -15,7 +15,7 @@ VERSION = 1
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """How values are spread over requests, or over gaps between chunks."""
+    """The distribution of values over requests, or over gaps between chunks."""
 
     count: int
     mean: float
@@ -71,7 +71,7 @@ class Second(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One load."""
+    """The load of a measurement."""
 
     concurrency: Annotated[int | None, Meta(description="Closed loop: users at once.")]
     rate: Annotated[float | None, Meta(description="Open loop: arrivals per second.")]
@@ -107,7 +107,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What `servekit bench` found."""
+    """The result of `servekit bench`."""
 
     version: int
     servekit: Annotated[str, Meta(description="The version of servekit that measured.")]

@@ -30,7 +30,7 @@ PerMinute = Annotated[int, Field(ge=1, le=10**12)]
 
 
 class KeyConfig(Section):
-    """One API key, and what its holder may do. `servekit key new` makes one."""
+    """An API key, and the rights of its holder. `servekit key new` makes one."""
 
     name: KeyName
     """Shown in logs; keys take turns in the queues by it."""
@@ -79,7 +79,7 @@ class TlsConfig(Section):
 
 
 class LimitsConfig(Section):
-    """What one request may hold; more is 400, naming the parameter."""
+    """The bounds of one request; more is 400, naming the parameter."""
 
     messages: Annotated[int, Field(ge=1, le=4096)] = 4096
     """Most messages of a conversation."""
@@ -94,7 +94,7 @@ class LimitsConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What is written to the log."""
+    """The contents of the log."""
 
     format: Literal["pretty", "json"] = "pretty"
     """How `servekit up` writes its log with the lines of its children: for people, or an object in

@@ -41,7 +41,7 @@ class ReplicaRange(Section):
 
 
 class ScaleConfig(Section):
-    """When a model of `replicas: {min, max}` gets one more, or one fewer."""
+    """The thresholds at which a model of `replicas: {min, max}` gets a replica more or fewer."""
 
     wait_s: Annotated[float, Field(gt=0)] = 1.0
     """A replica is added when a request has waited for this long."""

@@ -212,7 +212,7 @@ class AdapterConfig(Section):
 
 
 class ModelConfig(Section):
-    """One model and how it is served."""
+    """A model and how it is served."""
 
     name: Name
     """The name requests use."""

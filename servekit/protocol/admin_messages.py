@@ -51,7 +51,7 @@ class Why(Message, frozen=True):
 
 
 class ModelTraffic(Value, frozen=True):
-    """What goes on for one model, by the word of all gateways, at most a second ago."""
+    """The traffic of a model at all gateways, at most a second ago."""
 
     model: str
     queued: int  # requests that wait at the gateways

@@ -24,7 +24,7 @@ Want = Literal["load", "unload", "sleep", "wake"]
 
 
 class ResidencyStatus(Value, frozen=True):
-    """How a model that comes and goes stands. The last three are for operators only."""
+    """The residence of a model that comes and goes. The last three are for operators only."""
 
     load: LoadMode
     tier: Residency

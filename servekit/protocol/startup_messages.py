@@ -42,7 +42,7 @@ class GatewayConnected(Message, frozen=True):
 
 
 class Start(Value, frozen=True):
-    """One start of a process. Seconds count from what it was started for."""
+    """A start of a process. Seconds count from what it was started for."""
 
     cause: Cause
     at: float  # Unix time of that, s

@@ -126,7 +126,7 @@ class ChatMessage(Value, frozen=True):
 
 
 class Progress(Value, frozen=True):
-    """How far a load is. `done` and `total` count in `unit`; total 0 means unknown."""
+    """The progress of a load. `done` and `total` count in `unit`; total 0 means unknown."""
 
     phase: str  # "fetch" | "convert" | "load" | "warm-up"
     done: int = 0
@@ -135,7 +135,7 @@ class Progress(Value, frozen=True):
 
 
 class Dialect(Value, frozen=True):
-    """How a model writes tool calls and thoughts, as its worker has found out."""
+    """The format of a model's tool calls and thoughts, as its worker has found out."""
 
     tools: str = ""  # the family of its tool calls, a key of `gateway.parsing`; "": none known
     tool_begin: str = ""  # what stands around one call, where the family leaves that open
@@ -147,7 +147,7 @@ class Dialect(Value, frozen=True):
 
 
 class ModelInfo(Value, frozen=True):
-    """What a loaded model can do; sent once by its worker."""
+    """The abilities and limits of a loaded model; sent once by its worker."""
 
     max_context: int  # tokens, prompt and completion together
     slots: int  # requests the engine runs at once
@@ -203,7 +203,7 @@ class WorkerSpec(Value, frozen=True):
 
 
 class ReplicaStatus(Value, frozen=True):
-    """One worker, as seen by the supervisor."""
+    """A worker, as seen by the supervisor."""
 
     name: str  # MODEL/0, MODEL/standby
     state: WorkerState
@@ -229,7 +229,7 @@ class ReplicaStatus(Value, frozen=True):
 
 
 class ScaleStatus(Value, frozen=True):
-    """How a model scales: between which numbers of replicas, and what was last done, and why."""
+    """The scaling of a model: its bounds, and the last change with its reason."""
 
     min: int  # fewest replicas
     max: int  # most replicas
@@ -240,7 +240,7 @@ class ScaleStatus(Value, frozen=True):
 
 
 class ModelStatus(Value, frozen=True):
-    """One model and its replicas, as seen by the supervisor."""
+    """A model and its replicas, as seen by the supervisor."""
 
     name: str  # the name that requests use
     engine: str  # which engine runs it
@@ -388,7 +388,7 @@ class GatewayStatus(Value, frozen=True):
 
 
 class GpuStatus(Value, frozen=True):
-    """One GPU, whoever uses it."""
+    """A GPU, whoever uses it."""
 
     index: int  # NVML's
     uuid: str

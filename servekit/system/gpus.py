@@ -11,7 +11,7 @@ from servekit.system.nvml_client import driver, is_present
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. Memory is in bytes at the time of the reading, without the driver's own part."""
+    """A GPU. Memory is in bytes at the time of the reading, without the driver's own part."""
 
     index: int
     uuid: str

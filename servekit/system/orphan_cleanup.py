@@ -29,7 +29,7 @@ CHILDREN = "children.json"
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """One child; `started` distinguishes it from a later process with the same PID."""
+    """A child; `started` distinguishes it from a later process with the same PID."""
 
     name: str
     pid: int

@@ -1,4 +1,4 @@
-"""How a child ends: with its parent, with its own children, and first where memory is short."""
+"""The end of a child: with its parent, with its own children, and first where memory is short."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SEGMENTS = "shared_memory.json"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One segment; `inode` distinguishes it from a later one with the same name."""
+    """A segment; `inode` distinguishes it from a later one with the same name."""
 
     name: str
     inode: int

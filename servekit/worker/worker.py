@@ -99,7 +99,7 @@ async def _run_on_loop(name: str, line: Channel, began_s: float) -> tuple[int, b
 
 
 class Worker:
-    """One worker process. All state is written on the event loop."""
+    """A worker process. All state is written on the event loop."""
 
     def __init__(self, name: str, line: Channel, began_s: float) -> None:
         self.name = name

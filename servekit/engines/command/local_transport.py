@@ -84,7 +84,7 @@ class _Body(httpx.AsyncByteStream):
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, with the callbacks of its parser."""
+    """A connection, with the callbacks of its parser."""
 
     def __init__(self) -> None:
         self.lost = False

@@ -37,7 +37,7 @@ class ServerProcess:
 
     @property
     def cause(self) -> str:
-        """How it ended, in words."""
+        """Return the way in which the server ended, as a sentence."""
         code = self._process.returncode
         if code >= 0:
             return f"the server {self.name} exited with code {code}"

@@ -49,7 +49,7 @@ _TOOLKIT = (
 
 
 class _Raw(ctypes.Structure):
-    """Either struct before its layout is recognised."""
+    """A struct of either kind, before its layout is recognised."""
 
     _fields_ = (("bytes", ctypes.c_uint8 * ROOM),)
 

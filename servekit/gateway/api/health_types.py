@@ -32,7 +32,7 @@ class LoadProgress(Struct):
 
 
 class ReplicaHealth(Struct):
-    """One worker of a model."""
+    """A worker of a model."""
 
     name: Annotated[str, doc("The name of the worker", f"{MODEL}/0")]
     state: Annotated[str, doc("The state of the worker", "ready")]
@@ -43,7 +43,7 @@ class ReplicaHealth(Struct):
 
 
 class ModelHealth(Struct):
-    """Whether a model serves, and the state of its workers."""
+    """The health of a model, and the state of its workers."""
 
     ready: Annotated[bool, doc("Whether a request can complete", True)]
     state: Annotated[str, doc("The best state of the model's workers", "ready")]

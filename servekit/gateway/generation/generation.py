@@ -134,7 +134,7 @@ class Choice(msgspec.Struct):
 
 
 class ChoiceStream(msgspec.Struct, eq=False):
-    """One choice under way: its call, and the parser of its text."""
+    """A choice under way: its call, and the parser of its text."""
 
     index: int
     call: InflightRequest

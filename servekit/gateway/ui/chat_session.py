@@ -36,7 +36,7 @@ THOUGHTS = ("<servekit-thoughts>", "</servekit-thoughts>")
 
 
 class Turn(TypedDict):
-    """One message of a conversation, as stored in the browser."""
+    """A message of a conversation, as stored in the browser."""
 
     role: Literal["user", "assistant"]
     content: str
@@ -171,7 +171,7 @@ class Chats:
 
 
 class Answer:
-    """One answer under way: its text so far, and its times."""
+    """An answer under way: its text so far, and its times."""
 
     def __init__(self, turns: list[Turn], parse: Parser | None = None) -> None:
         self.turns = turns

@@ -104,7 +104,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Process:
-    """One worker or gateway, from its start until its supervisor has reported its end."""
+    """A worker or gateway, from its start until its supervisor has reported its end."""
 
     def __init__(self, fingerprint: str, role: str) -> None:
         self.fingerprint, self.role = fingerprint, role

@@ -1,4 +1,4 @@
-"""When a child that died is started again: its back-off, and the circuit breaker of its model.
+"""Restarts of a child that died: its back-off, and the circuit breaker of its model.
 
 No I/O but log lines. The random numbers of the back-off are an argument, and so is the clock of
 `Breaker`; `CircuitBreaker` adds the clock.

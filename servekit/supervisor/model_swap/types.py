@@ -59,7 +59,7 @@ class PolicyInput:
 
     @property
     def has_claim(self) -> bool:
-        """Whether it is loading or always loaded, so that others are evicted if it is short."""
+        """Return whether others are evicted for it: it is loading, or always loaded."""
         return self.tier == "coming" or (self.tier == "resident" and self.load != "on_demand")
 
     def quiet_s(self, now: float) -> float:

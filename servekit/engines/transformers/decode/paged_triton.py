@@ -1,4 +1,4 @@
-"""Our own paged attention in Triton: one query per request, split over its context.
+"""Paged attention in Triton: one query per request, split over its context.
 
 One program reads a stretch of one request's keys for one kv head, and serves all query heads that
 share them, so keys and values are read from memory once. Reading them dominates a step's time, so

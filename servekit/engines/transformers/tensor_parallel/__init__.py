@@ -1,4 +1,4 @@
-"""One replica over several devices.
+"""A replica over several devices.
 
     tensor       every layer over all devices, one process per device, by the model's own plan in
                  transformers (`tp_plan`)

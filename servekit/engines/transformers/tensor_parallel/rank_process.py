@@ -30,7 +30,7 @@ from servekit.protocol.messages import WorkerSpec
 
 
 class Follower:
-    """One rank's part of the model and of the KV cache."""
+    """A rank's part of the model and of the KV cache."""
 
     def __init__(self, channel: socket.socket, rank: int, size: int) -> None:
         self._channel = channel

@@ -59,7 +59,7 @@ class FileRefused(ConfigError):
 
 
 class NothingSuch(ServekitError):
-    """There is no such path, or no model, process or adapter of this name. See `/docs`."""
+    """The path, or a model, process or adapter of this name, does not exist. See `/docs`."""
 
     status = 404
     code = "not_found"

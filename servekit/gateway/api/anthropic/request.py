@@ -62,14 +62,14 @@ class Block(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """One turn of the conversation."""
+    """A turn of the conversation."""
 
     role: Annotated[Literal["user", "assistant", "system"], doc("The speaker", "user")]
     content: Annotated[str | list[Block], doc("Text, or blocks", QUESTION)]
 
 
 class Thinking(msgspec.Struct):
-    """Whether to think. `adaptive` is like `enabled`, without a budget."""
+    """The switch for thinking. `adaptive` is like `enabled`, without a budget."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None

@@ -159,7 +159,7 @@ class MessageStop(Struct):
 
 
 class AnthropicErrorObject(Struct):
-    """What went wrong."""
+    """The error's type and sentence."""
 
     type: Annotated[str, doc("The kind of error, by its status", "invalid_request_error")]
     message: Problem

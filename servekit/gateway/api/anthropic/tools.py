@@ -24,7 +24,7 @@ class Tool(msgspec.Struct):
 
 
 class ToolChoice(msgspec.Struct):
-    """Whether a tool may or must be called."""
+    """The choice of tools: whether one may or must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     """`any` requires a call, `tool` a call of the named tool."""

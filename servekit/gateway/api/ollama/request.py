@@ -111,7 +111,7 @@ class CalledTool(msgspec.Struct):
 
 
 class InMessage(msgspec.Struct):
-    """One message of a conversation."""
+    """A message of a conversation."""
 
     role: Annotated[Literal["system", "user", "assistant", "tool"], doc("The speaker", "user")]
     content: Annotated[str, doc("The text", QUESTION)] | None = None

@@ -122,7 +122,7 @@ PromptLogprobs = Annotated[
 
 
 class ChatChoice(Struct):
-    """One of the `n` answers."""
+    """An answer, one of `n`."""
 
     index: Index
     message: Annotated[AssistantMessage, doc("The answer")]
@@ -160,7 +160,7 @@ class ToolCallPiece(Struct):
 
 
 class ChatDelta(Struct):
-    """What is new since the chunk before. Only the first chunk has a role."""
+    """The text and calls that are new since the last chunk. Only the first chunk has a role."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: Annotated[str, doc("More text")] | UnsetType = UNSET
@@ -169,7 +169,7 @@ class ChatDelta(Struct):
 
 
 class ChatChunkChoice(Struct):
-    """What is new of one of the `n` answers."""
+    """The new part of an answer, one of `n`."""
 
     index: Index
     delta: Annotated[ChatDelta, doc("The new part of the answer")]
@@ -207,7 +207,7 @@ class CompletionLogprobs(Struct):
 
 
 class CompletionChunkChoice(Struct):
-    """What is new of one of the answers."""
+    """The new part of an answer."""
 
     index: Index
     text: Annotated[str, doc("The text", " Paris.")]
@@ -217,7 +217,7 @@ class CompletionChunkChoice(Struct):
 
 
 class CompletionChoice(CompletionChunkChoice):
-    """One of the `n` answers to one of the prompts."""
+    """An answer to a prompt, of `n` for each."""
 
     finish_reason: CompletionFinish
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -318,7 +318,7 @@ class ModelList(Struct):
 
 
 class OpenAIErrorObject(Struct):
-    """What went wrong."""
+    """The error's sentence, type, parameter and code."""
 
     message: Problem
     type: Annotated[str, doc("The kind of error, by its status", "invalid_request_error")]

@@ -55,7 +55,7 @@ class Part(msgspec.Struct):
 
 
 class Item(msgspec.Struct):
-    """One item of the input. Its `type` decides which of the fields it has."""
+    """An item of the input. Its `type` decides which of the fields it has."""
 
     type: str = "message"
     """message, reasoning, function_call or function_call_output."""

@@ -106,7 +106,7 @@ OneOf = Annotated[list[str], doc("The texts that the answer may be", min_length=
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream tells besides the answer."""
+    """The contents of a stream besides the answer."""
 
     include_usage: bool | None = None
     """Send a last chunk, without choices, with the token counts."""
@@ -171,7 +171,7 @@ class StructuredOutputs(msgspec.Struct):
 
 
 class InMessage(msgspec.Struct):
-    """One message of a conversation."""
+    """A message of a conversation."""
 
     role: Annotated[Literal["system", "developer", "user", "assistant", "tool", "function"], ROLE]
     content: Annotated[str | list[ContentPart] | None, CONTENT] = None

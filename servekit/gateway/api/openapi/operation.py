@@ -1,4 +1,4 @@
-"""What the OpenAPI document has of an endpoint that bypasses FastAPI, besides its types."""
+"""The OpenAPI operation of an endpoint that bypasses FastAPI, besides its types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINES = "application/x-ndjson"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One POST endpoint. The types that it decodes and encodes give the schemas."""
+    """A POST endpoint. The types that it decodes and encodes give the schemas."""
 
     path: str
     summary: str

@@ -18,7 +18,7 @@ Point = tuple[float, float | None]  # seconds ago, value; None leaves a gap
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One curve; `style` is the index of its colour and dashes, below `STYLES`."""
+    """A curve; `style` is the index of its colour and dashes, below `STYLES`."""
 
     name: str
     points: Sequence[Point]

@@ -160,7 +160,7 @@ async def merge_streams(
 
 
 class Run:
-    """One request, its result so far, and its times."""
+    """A request, its result so far, and its times."""
 
     def __init__(self) -> None:
         self.choice = Choice()
