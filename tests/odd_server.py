@@ -25,6 +25,7 @@ import time
 from typing import Any
 
 _TROUBLE = re.compile(r"(DIE|EXIT|BREAK|STALL|ILL)=(\d+)")
+#: A grandchild that outlives the server unless somebody ends it: the test sees that it is gone.
 _SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 

@@ -18,7 +18,7 @@ def poll(what: str, probe: Callable[[], T], within_s: float = WITHIN_S) -> T:
     for pause_s in _pauses(what, within_s):
         if found := probe():
             return found
-        time.sleep(pause_s)
+        time.sleep(pause_s)  # between two looks, until the deadline
     raise AssertionError  # the pauses end with one of their own
 
 
@@ -27,7 +27,7 @@ async def poll_async(what: str, probe: Callable[[], T], within_s: float = WITHIN
     for pause_s in _pauses(what, within_s):
         if found := probe():
             return found
-        await asyncio.sleep(pause_s)
+        await asyncio.sleep(pause_s)  # between two looks, until the deadline
     raise AssertionError
 
 

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from servekit.cli.startup_display import settled
 from servekit.errors import ServekitError
 from servekit.protocol.messages import (
@@ -65,6 +67,20 @@ def write_config(
 
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
+
+
+def stream_completion(
+    url: str, headers: dict[str, str] | None = None, timeout: float = 60.0, **body: Any
+) -> Iterator[str]:
+    """Yield the texts of a streamed completion as they come."""
+    asked = {"stream": True, **body}
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=asked, headers=headers, timeout=timeout
+    ) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))["choices"][0]["text"]
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:

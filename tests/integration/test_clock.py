@@ -5,7 +5,6 @@ Only time.time() jumps; the monotonic clock goes on, as when NTP or an operator 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -14,12 +13,13 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from servekit.protocol.messages import Status
-from tests.integration.instance import PROGRAM, Instance, bearer, echo
+from tests.integration.instance import PROGRAM, Instance, bearer, echo, stream_completion
 from tests.integration.test_access import ALICE, ALICE_HASH
 from tests.polling import poll
 
@@ -27,7 +27,7 @@ LIBRARY = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="no libfaketime")
 
 LONG = 400
-BODY = {"model": "a", "prompt": "x" * LONG, "max_tokens": LONG, "stream": True}
+BODY: dict[str, Any] = {"model": "a", "prompt": "x" * LONG, "max_tokens": LONG, "stream": True}
 #: A year ahead, and ten years back from there.
 JUMPS_S = (365 * 86400, -9 * 365 * 86400)
 
@@ -77,13 +77,9 @@ def test_jumps_of_the_wall_clock_change_nothing(tmp_path: Path) -> None:
         url, came, begun = instance.url, list[str](), threading.Event()
 
         def read() -> None:
-            with httpx.stream(
-                "POST", f"{url}/v1/completions", json=BODY, headers=bearer(ALICE), timeout=60
-            ) as answer:
-                for line in answer.iter_lines():
-                    if line.startswith("data: {"):
-                        came.append(json.loads(line[6:])["choices"][0]["text"])
-                        begun.set()
+            for text in stream_completion(url, bearer(ALICE), **BODY):
+                came.append(text)
+                begun.set()
 
         reader = threading.Thread(target=read)
         reader.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from servekit.config.engines import installed
 from tests import markov
-from tests.integration.instance import PROGRAM, Instance, write_config
+from tests.integration.instance import PROGRAM, Instance, stream_completion, write_config
 
 
 @pytest.fixture
@@ -44,12 +43,7 @@ def servekit(*args: str, env: dict[str, str]) -> subprocess.CompletedProcess[str
 
 def chunks(url: str, **params: Any) -> Iterator[str]:
     """A completion's text, as it comes."""
-    body = {"model": "m", "prompt": "The quick", "stream": True, **params}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-        assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+    return stream_completion(url, model="m", prompt="The quick", **params)
 
 
 def test_an_engine_of_another_package_is_served(tmp_path: Path, env: dict[str, str]) -> None:

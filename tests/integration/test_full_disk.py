@@ -8,7 +8,6 @@ own log as well.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import signal
@@ -20,11 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from servekit.system.orphan_cleanup import read_children
-from tests.integration.instance import PROGRAM, Instance, echo, write_config
+from tests.integration.instance import PROGRAM, Instance, echo, stream_completion, write_config
 from tests.integration.test_faults_supervisor import cli, complete, traffic
 
 MOUNT = 'mount -t tmpfs -o size=128k,mode=700 servekit-test "$0" && '
@@ -137,13 +135,12 @@ def up(disk: Disk, folder: Path, models: list[dict[str, Any]]) -> Iterator[Insta
 
 def stream(url: str, prompt: str, max_tokens: int, begun: threading.Event) -> str:
     """The text of a streamed answer; `begun` when some of it is there."""
-    body = {"model": "a", "prompt": prompt, "max_tokens": max_tokens, "stream": True}
     text = ""
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-                begun.set()
+    for piece in stream_completion(
+        url, timeout=30, model="a", prompt=prompt, max_tokens=max_tokens
+    ):
+        text += piece
+        begun.set()
     return text
 
 

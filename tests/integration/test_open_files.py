@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.integration.instance import PROGRAM, Instance, echo
+from tests.integration.instance import PROGRAM, Instance, echo, stream_completion
 from tests.polling import poll
 
 FEW = 128
@@ -55,12 +54,9 @@ def test_a_crowd_cuts_off_neither_health_checks_nor_streams(tmp_path: Path) -> N
         begun = threading.Event()
 
         def read() -> None:
-            body = {"model": "a", "prompt": "x" * LONG, "max_tokens": LONG, "stream": True}
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-                for line in answer.iter_lines():
-                    if line.startswith("data: {"):
-                        came.append(json.loads(line[6:])["choices"][0]["text"])
-                        begun.set()
+            for text in stream_completion(url, model="a", prompt="x" * LONG, max_tokens=LONG):
+                came.append(text)
+                begun.set()
 
         reader = threading.Thread(target=read)
         reader.start()

@@ -128,7 +128,8 @@ class _Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        return self._keeps_alive and not self.lost
+        # a body that was not read to its end may have stopped the reading
+        return self._keeps_alive and not self.lost and not self._pieces
 
     def abort(self) -> None:
         self._transport.abort()

@@ -17,7 +17,7 @@ import structlog
 from servekit.errors import InvalidKey, RequestError, ServekitError
 from servekit.gateway.api.openapi import docs_pages
 from servekit.gateway.auth.api_key import ApiKey
-from servekit.gateway.auth.authorization import ACTING, Access, Headers, key_of
+from servekit.gateway.auth.authorization import ACTING, Access, key_of
 from servekit.gateway.auth.csrf import CsrfCheck
 from servekit.gateway.http.asgi import (
     ASGIApp,
@@ -56,6 +56,7 @@ EXPOSED = b", ".join(
     ]
 )
 PREFLIGHT_MAX_AGE_S = 600
+_ASKED_METHOD = b"access-control-request-method"  # only a preflight has it
 
 
 class AuthMiddleware:
@@ -144,15 +145,15 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> None:
         """Let `app` answer on behalf of the caller; refusals become error responses."""
-        headers = scope["headers"]
-        extra = self._cors(dict(headers))
+        headers = dict(scope["headers"])
+        extra = self._cors(headers)
         path: str = scope["path"]
-        if extra and scope["method"] == "OPTIONS" and _asks_leave(headers):
+        if extra and scope["method"] == "OPTIONS" and _ASKED_METHOD in headers:
             await _preflight(send, extra, headers)
             return
         try:
             if self._strangers is not None and path not in OPEN:
-                self._strangers.refuse(dict(headers))
+                self._strangers.refuse(headers)
             if self._access.closed and path == READY:
                 with contextlib.suppress(RequestError):
                     ACTING.set(await self._caller(scope))
@@ -217,13 +218,9 @@ def _is_page(path: str) -> bool:
     return path == "/ui" or path.startswith("/ui/")
 
 
-def _asks_leave(headers: Headers) -> bool:
-    return any(name == b"access-control-request-method" for name, _ in headers)
-
-
-async def _preflight(send: Send, extra: tuple[Header, ...], headers: Headers) -> None:
+async def _preflight(send: Send, extra: tuple[Header, ...], headers: Mapping[bytes, bytes]) -> None:
     """Answer the browser's CORS preflight, which precedes a page's request with a key."""
-    wanted = next((v for n, v in headers if n == b"access-control-request-headers"), b"")
+    wanted = headers.get(b"access-control-request-headers", b"")
     head: list[Header] = [
         *extra,
         (b"access-control-allow-methods", METHODS),

@@ -477,7 +477,6 @@ class LimitedProtocol(HttpToolsProtocol):
     @staticmethod
     def _abandon(cycle: Any) -> None:
         cycle.disconnected = True
-        cycle.open = False  # of a fast response; uvicorn's own ignores it
         cycle.message_event.set()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:

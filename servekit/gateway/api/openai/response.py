@@ -278,9 +278,8 @@ class CompletionEncoder(ResponseEncoder):
         self._best = logprobs or 0
         self._echo = echo
         self._prompt_logprobs = prompt_logprobs
-        if echo or logprobs is not None:
-            self._echoed: set[int] = set()  # choices whose stream has already echoed their prompt
-            self._offsets: dict[int, int] = {}  # characters of each choice so far
+        self._echoed: set[int] = set()  # choices whose stream has already echoed their prompt
+        self._offsets: dict[int, int] = {}  # characters of each choice so far
 
     def _head(self, generation: Generation) -> dict[str, Any]:
         return {

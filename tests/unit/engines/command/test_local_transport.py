@@ -143,3 +143,13 @@ async def test_a_body_is_not_read_far_ahead() -> None:
         async for piece in raw:
             read += len(piece)
         assert read == size
+
+
+async def test_a_connection_whose_answer_was_not_read_is_not_used_again() -> None:
+    """Its reading may be stopped: the next answer would not arrive."""
+    size = 4 * 2**20
+    long = head(content_length=str(size)) + bytes(size)
+    async with saying(long, closes=False) as url, client(url) as asks:
+        for _ in range(2):
+            async with asyncio.timeout(20), asks.stream("GET", "/x") as answer:
+                assert answer.status_code == 200
