@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from servekit.gateway.routing.fair_queue import STEP_S, FairQueue
@@ -63,6 +63,7 @@ class Plain:
 
 
 @given(operations)
+@example([*[("push", "a", 0)] * 2, ("push", "b", 0), *[("pop", "a", 0)] * 3])  # keys take turns
 def test_every_item_leaves_exactly_once_and_in_the_order_foretold(
     steps: list[tuple[str, str, int]],
 ) -> None:
