@@ -17,6 +17,7 @@ import typer
 
 from servekit.cli import adapters, bench, diagnostics, docs, events, instance_lookup, logs, models
 from servekit.cli.chat import command as chat
+from servekit.cli.engine import command as environments
 from servekit.cli.init import command as init
 from servekit.cli.instance_lookup import RunDirectory
 from servekit.cli.top import command as top
@@ -41,6 +42,10 @@ adapter = typer.Typer(
     help="Adapters of a running instance.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(adapter, name="adapter")
+engine = typer.Typer(
+    help="Python environments of engines.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(engine, name="engine")
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The configuration file (YAML).")]
 
@@ -313,6 +318,9 @@ for change in (models.load, models.unload, models.sleep, models.wake):
     app.command()(_one_sentence()(change))
 for what in (adapters.add, adapters.rm, adapters.ls):
     adapter.command()(_one_sentence()(what))
+engine.command("install")(_one_sentence()(environments.install))
+engine.command("list")(_one_sentence()(environments.list_environments))
+engine.command("remove")(_one_sentence()(environments.remove))
 
 
 def _make_source(

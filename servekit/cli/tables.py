@@ -78,7 +78,7 @@ def plan_tables(plan: Plan) -> Sequence[RenderableType]:
 
 
 def _named_adapters(plan: Plan) -> Table:
-    table = _new_table("ADAPTER", "MODEL", "PATH")
+    table = new_table("ADAPTER", "MODEL", "PATH")
     for model in plan.config.models:
         for adapter in model.adapters:
             table.add_row(Text(adapter.name), Text(model.name), Text(adapter.path))
@@ -97,7 +97,7 @@ def _placement_table(plan: Plan) -> Table:
     models = {model.name: model for model in plan.config.models}
     by_need = any(model.load != "on_start" for model in plan.config.models)
     load = ("LOAD",) if by_need else ()
-    table = _new_table("WORKER", *load, "ENGINE", "DEVICE", "THREADS", "DTYPE", "PATH")
+    table = new_table("WORKER", *load, "ENGINE", "DEVICE", "THREADS", "DTYPE", "PATH")
     for place in plan.places:
         model = models[place.model]
         device = (
@@ -113,7 +113,7 @@ def _placement_table(plan: Plan) -> Table:
 def _memory_table(plan: Plan) -> Table:
     """Return each model's estimated and claimed memory, per GPU or of the host."""
     each = " PER GPU" if any(place.gpus or place.elsewhere for place in plan.places) else ""
-    table = _new_table(
+    table = new_table(
         "MODEL", "WEIGHTS", "KV / 1K TOKENS", "CONTEXT", f"LEAST{each}", f"CLAIM{each}"
     )
     table.add_column("NOTE")
@@ -154,7 +154,7 @@ def status_tables(status: Status) -> Sequence[RenderableType]:
 
 def _residency_table(status: Status) -> Table:
     """Return a table of the models that come and go."""
-    table = _new_table("MODEL", "STATE", "LOAD", "WAIT", "UNUSED", "LEAVES IN", "NOTE")
+    table = new_table("MODEL", "STATE", "LOAD", "WAIT", "UNUSED", "LEAVES IN", "NOTE")
     for model in status.models:
         if (residence := model.residence) is None:
             continue
@@ -173,7 +173,7 @@ def _residency_table(status: Status) -> Table:
 
 def _scaling_table(status: Status) -> Table:
     """Return a table of the models that scale with their load."""
-    table = _new_table("MODEL", "REPLICAS", "QUEUE", "LAST SCALED", "NOTE")
+    table = new_table("MODEL", "REPLICAS", "QUEUE", "LAST SCALED", "NOTE")
     queued = {one.model: one.queued for one in status.traffic}
     for model in status.models:
         if (scale := model.scale) is not None:
@@ -195,7 +195,7 @@ def replica_span(model: ModelStatus) -> str:
 
 def adapter_table(adapters: Mapping[str, Sequence[AdapterStatus]]) -> RenderableType:
     """Return a table of the adapters: their modes, or their errors."""
-    table = _new_table("ADAPTER", "STATE", "MODEL", "KIND", "MODE", "SIZE", "SINCE", "NOTE")
+    table = new_table("ADAPTER", "STATE", "MODEL", "KIND", "MODE", "SIZE", "SINCE", "NOTE")
     for model, statuses in adapters.items():
         for one in statuses:
             info = one.info
@@ -220,7 +220,7 @@ def adapter_note(adapter: AdapterStatus) -> str:
 
 
 def _worker_table(status: Status) -> Table:
-    table = _new_table("WORKER", "STATE", "PID", "DEVICE", "RSS", "GPU", "RESTARTS", "RUN", "WAIT")
+    table = new_table("WORKER", "STATE", "PID", "DEVICE", "RSS", "GPU", "RESTARTS", "RUN", "WAIT")
     table.add_column("NOTE")
     for model in status.models:
         for replica in (*model.replicas, *model.standbys):
@@ -240,7 +240,7 @@ def _worker_table(status: Status) -> Table:
 
 
 def _gateway_table(status: Status) -> Table:
-    table = _new_table("GATEWAY", "STATE", "PID", "RSS", "RESTARTS", "IN FLIGHT", "REQUESTS")
+    table = new_table("GATEWAY", "STATE", "PID", "RSS", "RESTARTS", "IN FLIGHT", "REQUESTS")
     told = any(gateway.reason for gateway in status.gateways)
     if told:
         table.add_column("NOTE")
@@ -264,7 +264,8 @@ def gateway_note(gateway: GatewayStatus) -> str:
     return f"last: {said}" if said and gateway.state == "ready" else said
 
 
-def _new_table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
+    """Return a table without lines, with these columns."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, no_wrap=column in ("WORKER", "STATE", "PID"))

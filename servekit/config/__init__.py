@@ -1,7 +1,8 @@
 """The configuration file: its schema, and a reader with actionable errors.
 
 `schema` and the sections beside it are the types; `yaml` parses text with line numbers, `engines`
-has each engine's options. Every part but `protocol`, `system` and `engines` may import from here.
+has each engine's options and the Python environments that engines run in. Every part but
+`protocol`, `system` and `engines` may import from here.
 """
 
 from servekit.config.schema import Config, ModelConfig, ServerConfig

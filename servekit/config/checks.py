@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from servekit.config import keys as api_keys
 from servekit.config import paths
 from servekit.config.access import KeyConfig
 from servekit.config.chat_template import read_template
-from servekit.config.engines import requirements
-from servekit.config.engines.installed import Machine, install_command
+from servekit.config.engines import environments, requirements
+from servekit.config.engines.installed import Machine, find_module, install_command
 from servekit.config.engines.options import KINDS, EngineKind
 from servekit.config.error_reporting import Problem, dotted_path, shorten_text
 from servekit.config.scale import ReplicaRange
@@ -59,6 +60,8 @@ def _list_items(node: Node | None) -> list[Node]:
 def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
     """Find errors in a model whose keys are each valid. Not every engine reads a file."""
     kind = kind_of(config)
+    if config.python is not None and config.engine in KINDS:
+        kind = environments.kind_of(config)
     if kind.needs_files:
         yield from _check_source(paths.check_model_path, config, at, folder)
     if "remote" in kind.formats:
@@ -127,6 +130,9 @@ def check_launcher(config: Config, machine: Machine | None) -> Iterator[Problem]
         for key in ("gpus", "memory", "standby"):
             if key in model.model_fields_set:
                 yield Problem(("models", i, key), _BY_RAY, at_key=True)
+        if model.python is not None:
+            message = "with `launcher: ray` workers run in their nodes' Python: leave this out."
+            yield Problem(("models", i, "python"), message, at_key=True)
 
 
 #: Modules that `launcher: ray` needs, with their packages.
@@ -145,18 +151,36 @@ def check_machine(
     config: ModelConfig, at: Place, machine: Machine, *, elsewhere: bool = False
 ) -> Iterator[Problem]:
     """Find what a model's engine needs and this machine lacks; `elsewhere`: for remote workers."""
-    kind = KINDS[config.engine]
-    if remedy := install_command(kind, machine.has, config.options):
-        message = f"the engine {config.engine} is not installed; {remedy}."
+    kind = environments.kind_of(config)
+    if config.python is not None:
+        yield from _check_environment(config, (*at, "python"), kind)
+    elif remedy := install_command(kind, machine.has, config.options):
+        message = f"the engine {config.engine} is not installed; servekit engine install "
+        message += f"{config.engine} makes an environment for it, {remedy} adds it to this one."
         yield Problem((*at, "engine"), message)
-    elif kind.gpu_here == "must" and not (machine.has_gpu or elsewhere) and config.device == "auto":
+        return
+    if kind.gpu_here == "must" and not (machine.has_gpu or elsewhere) and config.device == "auto":
         message = f"the engine {config.engine} runs on GPUs only, and no NVIDIA GPU was found here"
         yield Problem((*at, "engine"), f"{message}{requirements.suggest_engines(kind)}.")
 
 
+def _check_environment(config: ModelConfig, at: Place, kind: EngineKind) -> Iterator[Problem]:
+    """Find what the environment that `python` names lacks."""
+    environment = environments.read_environment(Path(config.python or ""))
+    if config.engine == "command":  # its command may use it, as {python}
+        return
+    lacking = environment.missing(kind)
+    if kind.modules and not find_module(kind, environment.has):
+        lacking.insert(0, kind.modules[0])
+    if lacking:
+        needs = " ".join(f"'{one}'" for one in lacking)
+        message = f"it lacks what the engine {config.engine} needs: {environment.python} -m pip "
+        yield Problem(at, f"{message}install {needs}.")
+
+
 #: Keys about loading a model, without meaning for a remote model.
 _OF_LOADING = [
-    *("revision", "gpus", "memory", "dtype", "trust_remote_code", "tool_parser"),
+    *("revision", "gpus", "memory", "dtype", "trust_remote_code", "tool_parser", "python"),
     *("reasoning_parser", "stray_memory", "chat_template"),
 ]
 
@@ -192,7 +216,8 @@ def _check_command(config: ModelConfig, at: Place) -> Iterator[Problem]:
 
 def resolve_command(config: ModelConfig, folder: Path) -> list[str]:
     """Return the words of a server's command; a program with a slash is relative to `folder`."""
-    program, *rest = config.engine_options().model_dump()["command"]
+    words = config.engine_options().model_dump()["command"]
+    program, *rest = (word.replace("{python}", config.python or sys.executable) for word in words)
     return [str(paths.resolve_path(program, folder)) if "/" in program else program, *rest]
 
 

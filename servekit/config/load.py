@@ -25,8 +25,10 @@ from pydantic import ValidationError
 from servekit.config import checks, paths
 from servekit.config.access import KeyConfig, TlsConfig
 from servekit.config.chat_template import read_template
-from servekit.config.engines import plugins, requirements
+from servekit.config.engines import environments, plugins, requirements
+from servekit.config.engines.environments import Environment
 from servekit.config.engines.installed import Machine
+from servekit.config.engines.options import KINDS
 from servekit.config.engines.selection import Choice, choose_engine
 from servekit.config.error_reporting import Problem, config_error, explain_errors
 from servekit.config.json_schema import json_schema
@@ -59,8 +61,11 @@ def _load_resolved(path: Path, machine: Machine | None) -> tuple[Config, Choices
     config, problems = _validate_section(Config, plain_value(root), root, ())
     choices: Choices = {}
     if config is not None and machine is not None:
+        config, lost = _find_interpreters(config, folder, machine)
+        problems += lost
         choices = dict(_choose_engines(config, folder, machine))
         config = _replace_auto(config, root, choices)
+        config = _choose_environments(config, machine)
     problems += [*_engine_options(root), *checks.check_names(root)]
     if config is not None and not problems:
         problems += _check_meaning(config, folder, machine)
@@ -72,10 +77,47 @@ def _load_resolved(path: Path, machine: Machine | None) -> tuple[Config, Choices
         raise ConfigError(f"{path}: {error}") from None
 
 
+def _find_interpreters(
+    config: Config, folder: Path, machine: Machine
+) -> tuple[Config, list[Problem]]:
+    """Replace each `python` by the path of its interpreter, which works."""
+    models = list(config.models)
+    problems: list[Problem] = []
+    for index, model in enumerate(models):
+        if model.python is None:
+            continue
+        try:
+            found = environments.find_interpreter(model.python, folder, machine.environ or {})
+            environments.read_environment(found)
+        except ValueError as error:
+            problems.append(Problem(("models", index, "python"), f"{error}."))
+            models[index] = model.model_copy(update={"python": None})
+        else:
+            models[index] = model.model_copy(update={"python": str(found)})
+    return config.model_copy(update={"models": tuple(models)}), problems
+
+
+def _choose_environments(config: Config, machine: Machine) -> Config:
+    """Set `python` of each model that names none, where not servekit's own environment serves."""
+    models = list(config.models)
+    for index, model in enumerate(models):
+        chooses = config.launcher == "local" and model.python is None and model.engine in KINDS
+        if chooses and KINDS[model.engine].instead not in model.options:
+            found = environments.find_environment(KINDS[model.engine], machine)
+            if found.python:
+                models[index] = model.model_copy(update={"python": found.python})
+    return config.model_copy(update={"models": tuple(models)})
+
+
 def _choose_engines(config: Config, folder: Path, machine: Machine) -> Iterator[tuple[str, Choice]]:
     for model in config.models:
         if model.engine == "auto":
-            yield model.name, choose_engine(requirements.requirements_of(model, folder), machine)
+            asks = requirements.requirements_of(model, folder)
+            yield model.name, choose_engine(asks, machine, _named_environment(model))
+
+
+def _named_environment(model: ModelConfig) -> Environment | None:
+    return None if model.python is None else environments.read_environment(Path(model.python))
 
 
 def _replace_auto(config: Config, root: Node, choices: Choices) -> Config:
@@ -188,6 +230,7 @@ def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
         update["options"] = {**model.options, kind.instead: str(library)}
     if model.engine == "command":
         update["options"] = {**model.options, "command": checks.resolve_command(model, folder)}
+        update["python"] = None  # the server's, not the worker's
     if kind.reads_files:
         with contextlib.suppress(ValueError):  # the engine may need no files
             update["path"] = paths.check_model_path(model.path, folder).text

@@ -289,6 +289,11 @@ class ModelConfig(Section):
     import, if there is memory for it (about 300 MB, shared with the workers that it forks)."""
     env: dict[EnvName, str] = Field(default_factory=dict)
     """Environment variables for this model's workers."""
+    python: Annotated[str | None, Field(min_length=1)] = None
+    """The Python environment of this model's workers: the name of one that `servekit engine
+    install` has made, an interpreter, or the folder of a virtual environment, relative to this
+    file. By default the one that has the newest version of the engine, of servekit's own and the
+    installed ones."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The engine's own options."""
     adapters: tuple[AdapterConfig, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import platform
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import servekit
 from servekit.config.engines import installed as known
+from servekit.config.engines.environments import engines_of, list_environments
 from servekit.diagnostics.finding import Finding
 from servekit.system import python_command
 
@@ -96,9 +98,15 @@ def check_software(probed: Probed) -> Iterator[Finding]:
 
 
 def check_engines() -> Iterator[Finding]:
-    """List the available engines, and the unusable plugins."""
+    """List the available engines, those of other environments, and the unusable plugins."""
     for name, what in known.list_engines():
         yield Finding("engines", "ok", f"{name}: {what}")
+    for folder, found in list_environments(os.environ):
+        if isinstance(found, str):
+            yield Finding("engines", "warning", f"{folder}: {found}")
+        else:
+            there = ", ".join(engines_of(found)) or "none of servekit's own"
+            yield Finding("engines", "ok", f"python: {folder.name}: {there}")
     for sentence in known.refused_plugins():
         yield Finding("engines", "warning", sentence)
 

@@ -1,4 +1,4 @@
-"""Commands that start our own Python interpreter."""
+"""Commands that start a Python interpreter: our own, or that of another environment."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import sys
 from pathlib import Path
 
 
-def module_command(name: str) -> tuple[str, ...]:
+def module_command(name: str, python: str = "") -> tuple[str, ...]:
     """Return the command for `python -m NAME`, with `-P` unless we run from the source folder.
+
+    `python` is the interpreter of another environment.
 
     With `-m`, Python puts the working directory first on its path, and a user's file with the name
     of a module (random.py) would break every child.
     """
+    if python:
+        return python, "-P", "-m", name
     package_parent = Path(__file__).resolve().parents[2]
     if package_parent == Path.cwd() and not sys.flags.safe_path:
         return sys.executable, "-m", name

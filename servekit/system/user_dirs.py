@@ -15,3 +15,14 @@ def find_cache_home(environ: Mapping[str, str]) -> Path:
 def find_models_cache(environ: Mapping[str, str]) -> Path:
     """Return the folder of fetched and converted models."""
     return find_cache_home(environ) / "servekit" / "models"
+
+
+def find_engines_folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder of the environments that `servekit engine install` makes.
+
+    It is below XDG_DATA_HOME, or ~/.local/share.
+    """
+    base = Path(environ.get("XDG_DATA_HOME", ""))
+    if not base.is_absolute():
+        base = Path(environ.get("HOME", "~")).expanduser() / ".local" / "share"
+    return base / "servekit" / "engines"

@@ -81,9 +81,11 @@ def run_worker(name: str, line: Channel, began_s: float) -> int:
 
     `began_s` is the monotonic time at which this process became a worker.
     """
-    import uvloop
+    new_event_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    with contextlib.suppress(ImportError):  # an environment of the engine's own may lack it
+        from uvloop import new_event_loop
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         code, stuck = runner.run(_run_on_loop(name, line, began_s))
         if stuck:  # still loading, or hanging in a broken device: do not wait for the thread
             sys.stderr.flush()

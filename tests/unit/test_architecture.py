@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "system": {"errors", "units", "protocol"},
     "protocol": {"errors"},
     "model_metadata": {"errors"},
-    "config": {"errors", "model_metadata"},
+    "config": {"errors", "model_metadata", "system"},
     "engines": _BASE | {"model_metadata", "logging_config"},
     "worker": _BASE | {"config", "logging_config", "engines"},
     "gateway": _BASE | {"config", "logging_config", "log_events", "metrics", "log_files"},

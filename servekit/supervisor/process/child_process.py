@@ -59,7 +59,10 @@ _LOOK_EVERY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The command that starts a child: `python -m MODULE ARGS --control-fd N --parent-pid P`."""
+    """The command that starts a child: `python -m MODULE ARGS --control-fd N --parent-pid P`.
+
+    `python` is the interpreter of another environment; "" for our own.
+    """
 
     name: str
     module: str
@@ -67,6 +70,7 @@ class Command:
     env: Mapping[str, str] = field(repr=False)
     log_path: Path
     pass_fds: tuple[int, ...] = ()
+    python: str = ""
     #: Forks the child from a fork server with the environment `env`; arguments: mark, control
     #: channel and output descriptor. Returns None where no fork server is available.
     forked: Callable[[str, int, int], Awaitable[Forked | None]] | None = None
@@ -312,7 +316,7 @@ def _start_interpreter(
     # PR_SET_PDEATHSIG, and checks `--parent-pid` to see whether that came too late.
     return subreaper.start_process(
         [
-            *python_command.module_command(command.module),
+            *python_command.module_command(command.module, command.python),
             *command.args,
             *("--control-fd", str(control_fd), "--parent-pid", str(os.getpid())),
         ],

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from servekit.config.engines.options import EngineKind
+from servekit.config.engines.environments import Environment, adapt_kind, read_environment
+from servekit.config.engines.options import KINDS, EngineKind
+from servekit.config.schema import ModelConfig
 from servekit.supervisor.scheduling.memory_requests import Assignment
+from servekit.system import worker_code
 from servekit.system.orphan_cleanup import MARK
 
 _ALWAYS = {
@@ -26,15 +31,52 @@ def for_worker(
     extra: Mapping[str, str],
     instance: str,
     kind: EngineKind,
+    python: Environment | None = None,
+    code: Path = Path(),
 ) -> dict[str, str]:
-    """Return a worker's environment: `base`, our constants, the engine's, the model's, the pin."""
+    """Return a worker's environment: `base`, our constants, the engine's, the model's, the pin.
+
+    `python` is another Python environment that it runs in, `code` the folder of servekit's code for
+    it: paths of packages in `base` are of our own environment, and are left out.
+    """
     env = {**base, **_ALWAYS, **kind.env}
+    if python is not None:
+        # programs of the environment are found by name: compilers of kernels start ninja
+        programs = (str(Path(python.python).parent), base.get("PATH", os.defpath))
+        packages = (str(code), extra.get("PYTHONPATH", ""))
+        env |= {"VIRTUAL_ENV": python.prefix, "PATH": os.pathsep.join(programs)}
+        extra = {**extra, "PYTHONPATH": os.pathsep.join(filter(None, packages))}
+        env.pop("PYTHONHOME", None)
     if assignment.threads is not None:
         env |= dict.fromkeys(THREADS, str(assignment.threads))
     env |= extra
     by_index = kind.pin == "index"  # NVML's index, which is CUDA's by CUDA_DEVICE_ORDER
     pin = ",".join(str(gpu.index) if by_index else gpu.uuid for gpu in assignment.gpus)
     return env | {"CUDA_VISIBLE_DEVICES": pin, MARK: instance}
+
+
+def for_worker_of(
+    model: ModelConfig,
+    base: Mapping[str, str],
+    assignment: Assignment,
+    extra: Mapping[str, str],
+    instance: str,
+    run_dir: Path,
+) -> dict[str, str]:
+    """Return the environment of a worker on this machine, in the Python environment of its model.
+
+    Raises OSError if that is gone.
+    """
+    kind = KINDS[model.engine]
+    if model.python is None:
+        return for_worker(base, assignment, extra, instance, kind)
+    try:
+        python = read_environment(Path(model.python))
+    except ValueError as error:
+        raise OSError(str(error)) from None
+    lacking = [name for name in worker_code.BROUGHT if not python.version_of(name)]
+    code = worker_code.make_code_folder(run_dir, lacking)
+    return for_worker(base, assignment, extra, instance, adapt_kind(kind, python), python, code)
 
 
 def for_remote_worker(

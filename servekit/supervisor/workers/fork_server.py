@@ -70,8 +70,9 @@ class ForkServer(ManagedProcess[FromStandby]):
         self._orders, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders.setblocking(False)
         host = self.host
-        self._env = environment.for_worker(
-            host.environ, self.place, self.model.env, host.mark, KINDS[self.model.engine]
+        model = self.model
+        self._env = environment.for_worker_of(
+            model, host.environ, self.place, model.env, host.mark, host.run_dir.path
         )
         fd = self._theirs.fileno()
         return Command(
@@ -81,6 +82,7 @@ class ForkServer(ManagedProcess[FromStandby]):
             env=self._env,
             log_path=host.run_dir.log_path(self.name),
             pass_fds=(fd,),
+            python=model.python or "",
         )
 
     def greet(self) -> None:

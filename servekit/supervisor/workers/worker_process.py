@@ -12,7 +12,6 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
-from servekit.config.engines.options import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.protocol.adapters import (
     AdapterInfo,
@@ -139,15 +138,18 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     def command(self) -> Command:
         self._socket = self.host.run_dir.new_socket()
         host = self.host
-        extra = {**host.keys_of(self.model), **self.model.env}
-        kind = KINDS[self.model.engine]
-        env = environment.for_worker(host.environ, self.place, extra, host.mark, kind)
+        model = self.model
+        extra = {**host.keys_of(model), **model.env}
+        env = environment.for_worker_of(
+            model, host.environ, self.place, extra, host.mark, host.run_dir.path
+        )
         return Command(
             name=self.name,
             module="servekit.worker",
             args=("--name", self.name),
             env=env,
             log_path=host.run_dir.log_path(self.name),
+            python=model.python or "",
             forked=None if self._fork is None else functools.partial(self._fork, env),
         )
 

@@ -57,7 +57,7 @@ def digest_settings(model: ModelConfig) -> str:
     neutral = KINDS[model.engine].neutral
     said = (
         *(model.engine, model.path, model.revision, model.dtype, model.trust_remote_code),
-        *(model.tool_parser, model.reasoning_parser, model.chat_template, sampling),
+        *(model.tool_parser, model.reasoning_parser, model.chat_template, sampling, model.python),
         {name: value for name, value in options.items() if name not in neutral},
     )
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from servekit.cli.responsive_table import Fitted, shorten_text
-from servekit.cli.tables import _new_table, status_tables
+from servekit.cli.tables import new_table, status_tables
 from servekit.protocol.messages import GatewayStatus, ModelStatus, ReplicaStatus, Status
 
 LONG = "smollm2-135m-instruct"
@@ -61,7 +61,7 @@ def test_nothing_is_cut_but_names(width: int, workers: tuple[ReplicaStatus, ...]
 
 
 def test_headers_take_two_lines_before_anything_is_left_out() -> None:
-    table = _new_table("MODEL", "KV / 1K TOKENS", "LEAST PER GPU", "NOTE")
+    table = new_table("MODEL", "KV / 1K TOKENS", "LEAST PER GPU", "NOTE")
     table.add_row("x" * 21, "1 MiB", "2 MiB", "why")
     console = Console(width=46)
     with console.capture() as captured:

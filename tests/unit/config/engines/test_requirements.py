@@ -117,19 +117,20 @@ def test_what_is_lacking_is_named(tmp_path: Path, model: str, words: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("model", "remedy"),
+    ("model", "engine", "remedy"),
     [
-        ("engine: vllm, path: ./f", "pip install 'servekit[vllm]'"),
-        ("engine: llamacpp, path: m.gguf", "pip install 'servekit[llamacpp]'"),
-        ("path: ./f", "pip install 'transformers'"),
+        ("engine: vllm, path: ./f", "vllm", "pip install 'servekit[vllm]'"),
+        ("engine: llamacpp, path: m.gguf", "llamacpp", "pip install 'servekit[llamacpp]'"),
+        ("path: ./f", "transformers", "pip install 'transformers'"),
     ],
 )
 def test_a_missing_extra_is_named_by_what_installs_it(
-    tmp_path: Path, model: str, remedy: str
+    tmp_path: Path, model: str, engine: str, remedy: str
 ) -> None:
-    said = told(tmp_path, model, modules=frozenset())
-    assert said.startswith("models[0].engine: the engine ")
-    assert said.endswith(f" is not installed; {remedy}.")
+    assert told(tmp_path, model, modules=frozenset()) == (
+        f"models[0].engine: the engine {engine} is not installed; servekit engine install "
+        f"{engine} makes an environment for it, {remedy} adds it to this one."
+    )
 
 
 @pytest.mark.parametrize("engine", ["llamacpp", "auto"])

@@ -38,7 +38,7 @@ GGUF, FOLDER = Asked("gguf"), Asked("folder")
             GGUF,
             machine(modules=["transformers"]),
             "transformers: a GGUF file; llamacpp, which runs it as it is, is not installed "
-            "(pip install 'servekit[llamacpp]')",
+            "(servekit engine install llamacpp)",
         ),
         (
             Asked("gguf", options=frozenset({"library"})),
@@ -57,7 +57,7 @@ GGUF, FOLDER = Asked("gguf"), Asked("folder")
             FOLDER,
             machine(gpu=True, modules=["transformers"]),
             "transformers: on a GPU; vllm, which is faster there, is not installed "
-            "(pip install 'servekit[vllm]')",
+            "(servekit engine install vllm)",
         ),
         (
             Asked("folder", adapters=("LORA", "BOFT")),

@@ -1,0 +1,1 @@
+"""`servekit engine`: Python environments for engines, made, listed and removed."""

