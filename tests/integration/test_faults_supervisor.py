@@ -151,6 +151,7 @@ def test_escapes_of_a_child_do_not_reach_the_terminal(tmp_path: Path) -> None:
         assert "\x07" not in shown
 
 
+@pytest.mark.lane("waits")
 def test_a_worker_that_is_of_use_is_back_at_once_however_often_it_is_killed(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a")]) as instance:
         url = instance.until_settled().url

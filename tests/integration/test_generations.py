@@ -21,8 +21,8 @@ from tests.integration.test_faults_supervisor import cli
 pytestmark = pytest.mark.timeout(180)
 
 TEXT = "abcdefghij"
-LENGTH = 400  # 8 s at 0.02 s a token
-DRAIN_S = 1.0
+LENGTH = 240  # 4.8 s at 0.02 s a token
+DRAIN_S = 0.8
 
 
 def model(path: str, **options: Any) -> dict[str, Any]:

@@ -97,6 +97,7 @@ def test_it_serves_heals_reloads_and_stops_as_a_unit(machine: Machine) -> None:
     assert machine.run("pgrep", "-f", "servekit.worker").stdout == ""
 
 
+@pytest.mark.lane("waits")
 def test_a_supervisor_that_hangs_is_replaced_by_its_watchdog(machine: Machine) -> None:
     machine.systemctl("start", "servekit")
     until(machine, "the model is ready", "StatusText", "1 of 1 models ready")

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.integration.instance import Instance, echo, write_config
 
 
@@ -45,6 +47,7 @@ def test_where_no_gateway_can_be_imported_up_ends_with_the_reason(tmp_path: Path
     assert not list((tmp_path / "run").glob("*.sock"))
 
 
+@pytest.mark.lane("waits")
 def test_a_gateway_that_has_served_is_started_again_for_ever(tmp_path: Path) -> None:
     """One that dies of the same again and again, once another has served, ends nothing."""
     name = "SERVEKIT_TEST_BREAKS_GATEWAYS"

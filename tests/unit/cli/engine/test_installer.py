@@ -58,9 +58,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_made(
     environ: dict[str, str], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(installer._NEEDS_BYTES, "vllm", 2**60)
-    with pytest.raises(
-        StartError, match=r"vllm needs about .* XDG_DATA_HOME at a larger"
-    ):
+    with pytest.raises(StartError, match=r"vllm needs about .* XDG_DATA_HOME at a larger"):
         list(make_environment(Wish(("vllm",)), environ))
     assert describe_environments(environ) == []
 
