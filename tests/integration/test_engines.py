@@ -125,4 +125,5 @@ def test_a_missing_extra_is_named_before_anything_starts(tmp_path: Path) -> None
     for command in (("check", str(config)), ("up", "--config", str(config))):
         refused = servekit(*command, env={})
         assert (refused.returncode, refused.stdout) == (2, "")
-        assert "the engine vllm is not installed; pip install 'servekit[vllm]'." in refused.stderr
+        assert "the engine vllm is not installed; servekit engine install vllm " in refused.stderr
+        assert "pip install 'servekit[vllm]' adds it to this one." in refused.stderr
