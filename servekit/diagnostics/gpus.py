@@ -19,9 +19,9 @@ Details = Mapping[str, Any]
 
 
 def check_gpus(
-    present: bool, details: Details | None, torch: Mapping[str, Any], visible: str | None
+    present: bool, details: Details | None, torch: Mapping[str, Any] | None, visible: str | None
 ) -> Iterator[Finding]:
-    """Check the GPUs. `details` are NVML's, None if it did not answer."""
+    """Check the GPUs. `details` are NVML's, None if it did not answer; `torch`: if there is one."""
     if not present:
         yield Finding("gpu", "ok", "no NVIDIA driver, so no GPU: workers run on the CPU")
         return
@@ -34,7 +34,8 @@ def check_gpus(
     yield Finding("driver", "ok", said)
     for gpu in details["gpus"]:
         yield from check_gpu(gpu)
-    yield against_torch(details, torch, visible)
+    if torch is not None:
+        yield against_torch(details, torch, visible)
 
 
 def check_gpu(

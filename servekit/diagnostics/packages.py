@@ -94,7 +94,7 @@ def check_software(probed: Probed) -> Iterator[Finding]:
     for name, said in probed.items():
         if name != "torch":
             yield check_extension(name, said)
-    yield check_torch(probed["torch"])
+    yield check_torch(probed.get("torch"))
 
 
 def check_engines() -> Iterator[Finding]:
@@ -123,7 +123,15 @@ def check_extension(name: str, said: Mapping[str, Any]) -> Finding:
     return Finding("extensions", "ok", f"{name} {said['version']}".rstrip())
 
 
-def check_torch(said: Mapping[str, Any]) -> Finding:
+def check_torch(said: Mapping[str, Any] | None) -> Finding:
+    """Check the probed torch; None: it is not in servekit's own environment."""
+    if said is None:
+        return Finding(
+            "torch",
+            "ok",
+            "not in servekit's own environment: workers find it in their engine's "
+            "(`servekit engine list`)",
+        )
     if said["error"]:
         first = said["error"].splitlines()[0]
         return Finding(

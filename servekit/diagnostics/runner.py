@@ -18,9 +18,9 @@ from servekit.system.nvml_client import driver, is_present
 def run_checks(file: Path | None, run_dir: Path | None) -> list[Finding]:
     """Run all checks, within the time of the imports: seconds. Never imports torch itself."""
     visible = visible_devices()
-    probed = packages.probe_modules(["torch", *packages.installed_modules(packages.EXTENSIONS)])
+    probed = packages.probe_modules(packages.installed_modules(["torch", *packages.EXTENSIONS]))
     details = driver.ask("details") if is_present() else None
-    torch = probed["torch"]
+    torch = probed.get("torch")
     return [
         *packages.check_software(probed),
         *check_gpus(is_present(), details, torch, visible),

@@ -24,7 +24,7 @@ _ON_TORCH = {"transformers", "vllm"}
 
 
 def check_service(
-    file: Path | None, run_dir: Path | None, gpus: Sequence[Gpu], torch: Mapping[str, Any]
+    file: Path | None, run_dir: Path | None, gpus: Sequence[Gpu], torch: Mapping[str, Any] | None
 ) -> Iterator[Finding]:
     """Check a start with `file`; without one, a start with the defaults."""
     config = None
@@ -43,15 +43,18 @@ def check_service(
     yield check_disk("cache", find_models_cache(os.environ), _CACHE_BYTES)
 
 
-def check_configuration(file: Path, plan: Plan, torch: Mapping[str, Any]) -> Finding:
-    """Check that torch can use the GPUs of the plan, which exist, as the plan succeeded."""
+def check_configuration(file: Path, plan: Plan, torch: Mapping[str, Any] | None) -> Finding:
+    """Check that servekit's own torch can use the GPUs of the models that run with it.
+
+    The GPUs exist, as the plan succeeded. Models with an environment of their own have another.
+    """
     if plan.config.launcher == "ray":
         said = f"{file}: {len(plan.places)} workers, which Ray places"
         return Finding("configuration", "ok", said)
     on_gpu = [place.name for place in plan.places if place.gpus]
-    real = {m.name for m in plan.config.models if m.engine in _ON_TORCH}
+    real = {m.name for m in plan.config.models if m.engine in _ON_TORCH and not m.python}
     needs = [place.name for place in plan.places if place.gpus and place.model in real]
-    if needs and (torch["error"] or not torch.get("cuda")):
+    if needs and (torch is None or torch["error"] or not torch.get("cuda")):
         said = f"{file}: {', '.join(needs)} would run on a GPU, which this torch cannot use"
         return Finding("configuration", "error", f"{said}; install one that is built for CUDA")
     where = f"{len(on_gpu)} on GPUs, {len(plan.places) - len(on_gpu)} on the CPU"

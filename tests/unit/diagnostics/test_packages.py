@@ -65,6 +65,8 @@ def test_what_is_said_of_torch() -> None:
     ok = check_torch({"version": "2.13.0", "error": "", "cuda": "13.0"})
     assert ok.said == "torch 2.13.0, built for CUDA 13.0"
     assert check_torch({"version": "", "error": "OSError: libtorch.so"}).level == "error"
+    none = check_torch(None)
+    assert none.level == "ok" and "engine list" in none.said
 
 
 def test_the_versions_are_those_that_are_installed() -> None:

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
+from servekit.config.engines.options import KINDS
 from servekit.diagnostics.finding import Finding
 from servekit.diagnostics.service import check_port, check_service
 from servekit.system.gpus import Gpu
+from tests.engine_environment import add_package, make_environment
 from tests.integration.instance import echo, write_config
 
 NO_CUDA: dict[str, Any] = {"error": "", "cuda": None, "gpus": [], "reason": ""}
@@ -46,6 +49,19 @@ def test_a_model_on_a_gpu_needs_a_torch_with_cuda(
     )
     found = of("configuration", list(findings))
     assert found.level == level, found.said
+
+
+def test_a_model_with_its_own_environment_needs_no_torch_here(tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "env", ["msgspec"])
+    kind = KINDS["transformers"]
+    for name in (*kind.modules, *(Requirement(need).name for need in kind.needs)):
+        add_package(tmp_path / "env", name, "99.0", name)
+    (tmp_path / "m").mkdir()
+    model = {"name": "m", "path": "./m", "device": "cuda"}
+    for given, level in (({}, "error"), ({"python": str(python)}, "ok")):
+        file = write_config(tmp_path, [model | given])
+        found = of("configuration", list(check_service(file, tmp_path / "run", (GPU,), None)))
+        assert found.level == level, found.said
 
 
 def test_a_busy_port_names_its_holder() -> None:
