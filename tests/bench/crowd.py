@@ -28,6 +28,8 @@ from tests.bench.table import percentile
 
 #: Where the usage is: at the end of a stream, before `[DONE]`, and of a whole answer.
 _END_BYTES = 2048
+#: Gaps that a process reports, evenly from the sorted ones.
+_SAMPLE = 2000
 _TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
 LIMIT_S = 240.0
 
@@ -49,6 +51,7 @@ class Told(msgspec.Struct, frozen=True):
     tokens: int
     events: int
     firsts_s: list[float]
+    gaps_s: list[float]
     own_cores: float
 
 
@@ -61,9 +64,13 @@ class Round:
     tokens: int
     firsts_s: tuple[float, ...]
     own_cores: float  # of the busiest
+    gaps_s: tuple[float, ...] = ()  # a sorted sample of the times between two writes of a stream
 
     def first_s(self, fraction: float) -> float:
         return percentile(self.firsts_s, fraction)
+
+    def gap_s(self, fraction: float) -> float:
+        return percentile(self.gaps_s, fraction)
 
 
 def ask(order: Order, processes: int) -> Round:
@@ -88,6 +95,7 @@ def ask(order: Order, processes: int) -> Round:
         tokens,
         tuple(itertools.chain.from_iterable(one.firsts_s for one in told)),
         max(one.own_cores for one in told),
+        tuple(itertools.chain.from_iterable(one.gaps_s for one in told)),
     )
 
 
@@ -124,6 +132,7 @@ class Crowd(Count):
         super().__init__()
         self.tokens = 0
         self.firsts_s: list[float] = []
+        self.gaps_s: list[float] = []
         self.asking = connections
 
     def done(self) -> None:
@@ -142,7 +151,7 @@ class Asker(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._asked = 0.0
         self._answered = False  # anything has come of this answer
-        self._first = False  # an event has
+        self._last_s = 0.0  # when the last event has; 0: none has
         self._end = b""
         self._left = 0  # bytes that are to come of a whole answer
 
@@ -155,7 +164,7 @@ class Asker(asyncio.Protocol):
         if request is None:
             self._crowd.done()
             return
-        self._answered = self._first = False
+        self._answered, self._last_s = False, 0.0
         self._end = b""
         self._asked = time.monotonic()
         self._transport.write(request)
@@ -175,10 +184,15 @@ class Asker(asyncio.Protocol):
             self._finish()
 
     def _count_events(self, data: bytes) -> None:
-        if not self._first and b"data: " in data:
-            self._first = True
-            self._crowd.firsts_s.append(time.monotonic() - self._asked)
-        self._crowd.events += data.count(b"\n\n")
+        events = data.count(b"\n\n")
+        if events:
+            now = time.monotonic()
+            if self._last_s:
+                self._crowd.gaps_s.append(now - self._last_s)
+            else:
+                self._crowd.firsts_s.append(now - self._asked)
+            self._last_s = now
+        self._crowd.events += events
 
     def _finish(self) -> None:
         found = _TOKENS.findall(self._end)
@@ -225,7 +239,8 @@ async def _drive(order: Order) -> Told:
     for asker in askers:
         asker.end()
     own_cores = (after - before) / (ended - began)
-    return Told(began, ended, crowd.tokens, crowd.events, crowd.firsts_s, own_cores)
+    gaps_s = sorted(crowd.gaps_s)[:: max(1, len(crowd.gaps_s) // _SAMPLE)]
+    return Told(began, ended, crowd.tokens, crowd.events, crowd.firsts_s, gaps_s, own_cores)
 
 
 def _request(order: Order, body: str) -> bytes:

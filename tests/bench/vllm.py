@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def _messages(ids: Sequence[int]) -> list[dict[str, str]]:
 Turn = Callable[[int, int], Round]
 
 
-def _asking(port: int, kind: str, load: Load, *, stream: bool = True) -> Turn:
+def ask_server(port: int, kind: str, load: Load, *, stream: bool = True) -> Turn:
     def turn(streams: int, number: int) -> Round:
         bodies = load.bodies(kind, load.prompts(streams, number, stream), stream=stream)
         return ask(Order(port, PATHS[kind], bodies, stream), load.clients)
@@ -137,13 +137,15 @@ def _generating(offline: Offline, load: Load, tokenizer: Any = None) -> Turn:
 
 
 @contextlib.contextmanager
-def _api_server(model: Path, log: Path) -> Iterator[int]:
-    """vLLM's own server, started but not awaited; its port."""
+def api_server(
+    model: Path, log: Path, share: float = SHARE, env: Mapping[str, str] | None = None
+) -> Iterator[tuple[int, int]]:
+    """vLLM's own server, started but not awaited; its port and PID."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = int(listener.getsockname()[1])
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     options = {"served-model-name": "m", "host": "127.0.0.1", "port": port}
-    options |= {"gpu-memory-utilization": SHARE, "kv-cache-memory-bytes": KV_BYTES}
+    options |= {"gpu-memory-utilization": share, "kv-cache-memory-bytes": KV_BYTES}
     options |= {"max-num-seqs": SLOTS, "max-num-batched-tokens": STEP_TOKENS}
     told = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     with log.open("wb") as output:
@@ -152,18 +154,18 @@ def _api_server(model: Path, log: Path) -> Iterator[int]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})},
             start_new_session=True,
         )
     try:
-        yield port
+        yield port, process.pid
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _await_health(port: int, log: Path) -> None:
+def await_health(port: int, log: Path) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.HTTPError):
@@ -173,13 +175,13 @@ def _await_health(port: int, log: Path) -> None:
     raise RuntimeError(f"vLLM's server did not start:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def _entry(engine: str, model: Path) -> dict[str, Any]:
+def model_entry(engine: str, model: Path, share: float = SHARE) -> dict[str, Any]:
     """The model of servekit's configuration file."""
     if engine == "echo":
         options: dict[str, Any] = {"slots": SLOTS, "step_s": 0.01}
         return {"name": "m", "engine": "echo", "path": "m", "options": options}
     options = {"slots": SLOTS, "max_batch_tokens": STEP_TOKENS, "kv_cache_bytes": KV_BYTES}
-    place = {"device": "cuda", "gpus": [0], "memory": f"{SHARE:.0%}"}
+    place = {"device": "cuda", "gpus": [0], "memory": f"{share:.0%}"}
     return {"name": "m", "engine": "vllm", "path": str(model), "options": options} | place
 
 
@@ -201,19 +203,19 @@ def contestants(options: argparse.Namespace, model: Path, load: Load) -> Iterato
             turns["generate chat"] = _generating(offline, load, tokenizer)
         _say("starting servers")
         log = folder / "serve.log"
-        theirs = stack.enter_context(_api_server(model, log)) if own else 0
-        models, server = [_entry(options.engine, model)], {"gateways": options.gateways}
+        theirs = stack.enter_context(api_server(model, log))[0] if own else 0
+        models, server = [model_entry(options.engine, model)], {"gateways": options.gateways}
         instance = stack.enter_context(Instance.up(folder, models, server=server))
         status = instance.until_settled(within_s=START_S)
         states = [(one.state, one.reason) for one in status.models[0].replicas]
         assert all(state == "ready" for state, _ in states), states
         ours = urlsplit(status.url).port or 0
-        turns |= {kind: _asking(ours, kind, load) for kind in PATHS}
+        turns |= {kind: ask_server(ours, kind, load) for kind in PATHS}
         if own:
-            _await_health(theirs, log)
+            await_health(theirs, log)
             for kind, name in OWN_SERVE.items():
-                turns[name] = _asking(theirs, kind, load, stream=False)
-            turns |= {f"serve {kind}": _asking(theirs, kind, load) for kind in PATHS}
+                turns[name] = ask_server(theirs, kind, load, stream=False)
+            turns |= {f"serve {kind}": ask_server(theirs, kind, load) for kind in PATHS}
         yield turns
 
 

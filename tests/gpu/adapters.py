@@ -32,9 +32,13 @@ LOADS = 8
 SLACK_BYTES = 64 * MIB
 
 
-def write_middle(folder: Path) -> Path:
-    """A random Llama of 0.35e9 parameters in bfloat16, in the shape of a small Qwen, for speed."""
-    return _write_llama(folder, hidden=1024, intermediate=3072, layers=28, heads=16)
+def write_middle(folder: Path, tokenizer: Any = None) -> Path:
+    """A random Llama of 0.35e9 parameters in bfloat16, in the shape of a small Qwen, for speed.
+
+    With a tokenizer it has its vocabulary; by default one of bytes.
+    """
+    shape = {"hidden": 1024, "intermediate": 3072, "layers": 28, "heads": 16}
+    return _write_llama(folder, tokenizer=tokenizer, **shape)
 
 
 def write_large(folder: Path) -> Path:
@@ -42,10 +46,18 @@ def write_large(folder: Path) -> Path:
     return _write_llama(folder, hidden=4096, intermediate=12288, layers=36, heads=32)
 
 
-def _write_llama(folder: Path, *, hidden: int, intermediate: int, layers: int, heads: int) -> Path:
+def _write_llama(
+    folder: Path,
+    *,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    tokenizer: Any = None,
+) -> Path:
     from tests.unit.engines.harness import byte_level_tokenizer
 
-    tokenizer = byte_level_tokenizer()
+    tokenizer = tokenizer or byte_level_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

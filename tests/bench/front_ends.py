@@ -1,0 +1,206 @@
+"""servekit's gateways beside vLLM's front ends in Python and in Rust: one GPU, by turns.
+
+    python -m tests.bench.front_ends --tokenizer FOLDER [--streams 1 32 128 512 1024]
+
+Each has an engine core of its own on the GPU, of the same vLLM, model, share of memory and KV
+cache, and only one has work at a time. Prompts are random token ids (of a chat: random letters).
+`--tokenizer` is a folder with a real tokenizer, whose vocabulary the random model gets; the model
+has the shape of a 0.6B. CPU is that of all processes of a server but its engine core.
+
+--engine echo  try the script itself, without a GPU: servekit with one and two gateways
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+from transformers import AutoTokenizer
+
+from tests.bench.cpu import cpu_s
+from tests.bench.crowd import Round
+from tests.bench.figures import conditions
+from tests.bench.vllm import (
+    PATHS,
+    START_S,
+    Load,
+    api_server,
+    ask_server,
+    await_health,
+    model_entry,
+    vocabulary,
+)
+from tests.gpu.adapters import write_middle
+from tests.integration.instance import Instance
+
+#: Of the GPU, for each of the four.
+SHARE = 0.22
+RUST = {"VLLM_USE_RUST_FRONTEND": "1"}
+HEAD = (
+    "streams",
+    "API",
+    "server",
+    "tok/s",
+    "of the best",
+    "TTFT p50 / p99",
+    "gap p99",
+    "CPU µs/tok",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A front end that serves."""
+
+    port: int
+    pid: int
+
+    def front_cpu_s(self) -> float:
+        """CPU time of its processes without the engine core's, in seconds."""
+        root = psutil.Process(self.pid)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return sum(cpu_s(pid) for pid in _front_pids(root))
+        return 0.0
+
+
+def _front_pids(process: psutil.Process) -> Iterator[int]:
+    """Yield the process and its descendants, engine cores and what these start left out."""
+    if "EngineCore" in " ".join(process.cmdline()):
+        return
+    yield process.pid
+    for child in process.children():
+        yield from _front_pids(child)
+
+
+@contextlib.contextmanager
+def servers(engine: str, model: Path) -> Iterator[dict[str, Server]]:
+    """All of them, ready, by name; the first to load fills vLLM's cache of compiled kernels."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="servekit-bench-")))
+        found: dict[str, Server] = {}
+        if engine == "vllm":
+            for name, env in (("vllm serve", {}), ("vllm serve, Rust", RUST)):
+                log = folder / f"{len(found)}.log"
+                port, pid = stack.enter_context(api_server(model, log, SHARE, env))
+                _say(f"starting {name}")
+                await_health(port, log)
+                found[name] = Server(port, pid)
+        for gateways in (1, 2):
+            home = folder / f"gateways-{gateways}"
+            home.mkdir()
+            _say(f"starting servekit with {gateways}")
+            entry, server = model_entry(engine, model, SHARE), {"gateways": gateways}
+            instance = stack.enter_context(Instance.up(home, [entry], server=server))
+            status = instance.until_settled(within_s=START_S)
+            states = [(one.state, one.reason) for one in status.models[0].replicas]
+            assert all(state == "ready" for state, _ in states), states
+            port = urlsplit(status.url).port or 0
+            found[f"servekit, {gateways} gateway(s)"] = Server(port, instance.process.pid)
+        yield found
+
+
+def _say(text: str) -> None:
+    print(f"{time.monotonic():.0f} s: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True)
+class Measured:
+    """All rounds of one server, API and number of streams."""
+
+    rounds: list[Round] = field(default_factory=list)
+    cpu_us: list[float] = field(default_factory=list)  # for each token
+
+    def middle(self, of: Callable[[Round], float]) -> float:
+        return statistics.median(map(of, self.rounds))
+
+    @property
+    def rate(self) -> float:
+        return self.middle(lambda one: one.tokens_per_s)
+
+    def cells(self, best: float) -> Iterator[str]:
+        yield f"{self.rate:,.0f}"
+        yield f"{self.rate / best:.2f}"
+        first = [self.middle(lambda one, at=at: one.first_s(at)) * 1e3 for at in (0.5, 0.99)]  # type: ignore[misc]
+        yield f"{first[0]:,.0f} / {first[1]:,.0f} ms"
+        yield f"{self.middle(lambda one: one.gap_s(0.99)) * 1e3:,.0f} ms"
+        yield f"{statistics.median(self.cpu_us):.1f}"
+
+
+Key = tuple[int, str, str]
+
+
+def measure(
+    found: dict[str, Server], load: Load, options: argparse.Namespace, until_s: float
+) -> dict[Key, Measured]:
+    """Ask all by turns, round after round, while there is time; one round at least."""
+    keys = [(n, kind, name) for n in options.streams for kind in PATHS for name in found]
+    results: dict[Key, Measured] = {key: Measured() for key in keys}
+    turns = {
+        (kind, name): ask_server(server.port, kind, load)
+        for kind in PATHS
+        for name, server in found.items()
+    }
+    for turn in turns.values():  # connections, caches and memory are made
+        turn(min(32, max(options.streams)), -1)
+    for number in range(options.rounds):
+        for streams, kind, name in keys:
+            result = results[streams, kind, name]
+            if number and time.monotonic() > until_s:
+                return results
+            before_s = found[name].front_cpu_s()
+            one = turns[kind, name](streams, number)
+            result.rounds.append(one)
+            result.cpu_us.append((found[name].front_cpu_s() - before_s) / one.tokens * 1e6)
+            _say(f"{number}: {streams} {kind} {name}: {one.tokens_per_s:,.0f} tok/s")
+    return results
+
+
+def table(results: dict[Key, Measured]) -> Iterator[str]:
+    yield f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}"
+    for (streams, kind, name), one in results.items():
+        best = max(r.rate for (n, k, _), r in results.items() if (n, k) == (streams, kind))
+        yield f"| {streams} | {kind} | {name} | {' | '.join(one.cells(best))} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    began_s = time.monotonic()
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.front_ends", description=__doc__)
+    parser.add_argument("--tokenizer", type=Path, help="a folder; by default one of bytes")
+    parser.add_argument("--engine", choices=("vllm", "echo"), default="vllm")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 128, 512, 1024])
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
+    parser.add_argument("--output", type=int, default=256, help="tokens of each answer")
+    parser.add_argument("--rounds", type=int, default=3, help="at most")
+    parser.add_argument("--clients", type=int, default=4, help="processes that ask")
+    parser.add_argument("--within", type=float, default=480.0, help="seconds; at least one round")
+    options = parser.parse_args(arguments)
+    with contextlib.ExitStack() as stack:
+        model = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "m"
+        if options.engine == "vllm":
+            tokenizer = options.tokenizer and AutoTokenizer.from_pretrained(options.tokenizer)
+            write_middle(model, tokenizer)
+        vocab = vocabulary(model if options.engine == "vllm" else None)
+        load = Load(options.prompt, options.output, 1, vocab, options.clients)
+        found = stack.enter_context(servers(options.engine, model))
+        _say(f"ready after {time.monotonic() - began_s:.0f} s")
+        results = measure(found, load, options, began_s + options.within)
+    rounds = [len(one.rounds) for one in results.values()]
+    print("\n".join(table(results)))
+    print(
+        f"\nvocabulary {vocab:,}, {options.prompt} tokens in, {options.output} out, "
+        f"{min(rounds)} to {max(rounds)} rounds, {options.clients} client processes; {conditions()}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
