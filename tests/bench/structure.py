@@ -43,7 +43,14 @@ class Figures:
     public: Counter[str] = field(default_factory=Counter)
     docstrings: int = 0
     bad_openings: int = 0
-    protocols: set[str] = field(default_factory=set)
+    #: Of public classes and functions, methods included: those there are, and with a docstring.
+    documentable: int = 0
+    documented: int = 0
+    function_lines: list[int] = field(default_factory=list)
+    typed: int = 0  # functions whose result has a type
+    #: Members of protocols and of other classes, by class.
+    protocols: dict[str, set[str]] = field(default_factory=dict)
+    classes: dict[str, set[str]] = field(default_factory=dict)
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield each figure's name and value."""
@@ -55,6 +62,7 @@ class Figures:
             "lines of a file: median; longest",
             f"{_median(self.file_lines)}; {max(self.file_lines)}",
         )
+        yield "folders", str(len(self.in_folder))
         yield "modules in a folder, most", str(max(self.in_folder.values()))
         yield "functions", f"{len(self.functions):,}"
         yield "one-word names of functions", _share(one_word, len(named))
@@ -65,13 +73,27 @@ class Figures:
             "docstrings that open with a pronoun or a question word",
             _share(self.bad_openings, self.docstrings),
         )
+        yield (
+            "public classes and functions with a docstring",
+            _share(self.documented, self.documentable),
+        )
+        yield "functions whose result has a type", _share(self.typed, len(self.functions))
+        yield (
+            "lines of a function: median; p95",
+            f"{_median(self.function_lines)}; {quantiles(self.function_lines, n=20)[-1]:.0f}",
+        )
         complexities = sorted(self.complexities)
         p95 = quantiles(complexities, n=20)[-1] if len(complexities) > 1 else 0
         yield (
             "complexity: mean; p95; most",
             f"{mean(complexities):.1f}; {p95:.0f}; {complexities[-1]}",
         )
-        yield "protocols", str(len(self.protocols))
+        single = sum(self._implementations(members) == 1 for members in self.protocols.values())
+        yield "protocols; with one implementation", f"{len(self.protocols)}; {single}"
+
+    def _implementations(self, members: set[str]) -> int:
+        """Count the classes that have all members of a protocol, inherited ones not counted."""
+        return sum(members <= have for have in self.classes.values())
 
 
 def read_package(name: str, folder: Path) -> Figures:
@@ -91,18 +113,33 @@ def _read_module(tree: ast.Module, figures: Figures) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
-            if "Protocol" in bases:
-                figures.protocols.add(node.name)
+            kind = figures.protocols if "Protocol" in bases else figures.classes
+            kind[node.name] = set(_members(node))
         if isinstance(node, _Function):
             figures.functions.append(node.name)
+            figures.typed += node.returns is not None
+            figures.function_lines.append((node.end_lineno or node.lineno) - node.lineno + 1)
             figures.complexities.append(_complexity(node))
         if isinstance(node, _Function | ast.ClassDef) and not node.name.startswith("_"):
             figures.public[node.name] += 1
+            figures.documentable += 1
+            figures.documented += ast.get_docstring(node) is not None
         if isinstance(node, _Function | ast.ClassDef | ast.Module):
             said = ast.get_docstring(node)
             if said:
                 figures.docstrings += 1
                 figures.bad_openings += said.split()[0].strip("`.,:;()").lower() in _OPENINGS
+
+
+def _members(node: ast.ClassDef) -> Iterator[str]:
+    """Yield the methods and attributes that a class defines, also in its methods."""
+    for part in ast.walk(node):
+        if isinstance(part, _Function):
+            yield part.name
+        elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+            yield part.target.id
+        elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store):
+            yield part.attr
 
 
 def _complexity(function: _Function) -> int:
