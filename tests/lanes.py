@@ -19,6 +19,7 @@ LANES = {
     "chaos": "the experiments of `servekit chaos`, floods of poison, full disks, partitions",
     "fuzz": "schemathesis over the OpenAPI document, and `python -m tests.fuzz`",
     "models": "SmolLM2 behind every engine, client and page; races for one conversion",
+    "mutants": "each edit of `python -m tests.mutants` makes its tests fail",
     "packages": "whether pip can resolve each extra, by the package index",
     "pages": "the chat and the other pages in Chromium, beyond one visit of each",
     "ray": "clusters of Ray",
