@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import statistics
 import sys
 import tempfile
@@ -183,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=4, help="processes that ask")
     parser.add_argument("--within", type=float, default=480.0, help="seconds; at least one round")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended, too
     with contextlib.ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "m"
         if options.engine == "vllm":

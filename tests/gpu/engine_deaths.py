@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import tempfile
 import time
@@ -40,6 +41,8 @@ UP_S = 600.0
 #: How long the load goes on once both replicas serve again.
 AFTER_S = 3.0
 TOKENS = 200
+#: Starts of a replica after which its engine is given up.
+STARTS = 3
 WAYS = {
     "vllm": ("worker", "step", "engine"),
     "transformers": ("worker", "step"),
@@ -61,6 +64,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=2, help="each death so often")
     parser.add_argument("--memory", default="12GiB", help="of the GPU, for each replica")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the instances are ended, too
     engines = args.engines or (["vllm", "transformers"] if args.device == "cuda" else ["echo"])
     failed = False
     with tempfile.TemporaryDirectory(prefix="servekit-gpu-") as folder:
@@ -107,12 +111,21 @@ def rows(
 ) -> Iterator[tuple[list[str], bool]]:
     """A row for each death, and whether all went well."""
     with Instance.up(home, [entry(engine, model, args)], env={CHAOS: "1"}) as instance:
-        instance.until_settled(UP_S)
+        instance.until("both replicas serve", lambda: both_serve(instance), UP_S)
         url, known = instance.url, None
         ways = [way for way in WAYS[engine] if way in (args.deaths or DEATHS)]
         for way in ways * args.times:
             known, row, ok = asyncio.run(die(url, instance.run_dir, engine, way, args, known=known))
             yield row, ok
+
+
+def both_serve(instance: Instance) -> bool:
+    """Whether the start is over. RuntimeError if an engine cannot start, with its reason."""
+    replicas = instance.model("m").replicas
+    for replica in replicas:
+        if replica.restarts >= STARTS and replica.state != "ready":
+            raise RuntimeError(f"{replica.reason}\n{instance.log[-3000:]}")
+    return all(replica.state == "ready" for replica in replicas)
 
 
 async def die(
