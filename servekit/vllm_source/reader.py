@@ -49,21 +49,19 @@ class SourceTree:
 
     def _find(self, module: str, name: str) -> tuple[str, Definition]:
         """Return the definition of a name and its module, through modules that only import it."""
-        seen: set[str] = set()
-        while module not in seen:
-            seen.add(module)
+        seen: set[tuple[str, str]] = set()
+        while (module, name) not in seen:
+            seen.add((module, name))
             tree, is_package = self._parse(module)
-            imported = ""
+            imported = module, name
             for node in ast.walk(tree):  # definitions and imports may stand in an `if` or a `try`
                 if isinstance(node, Definition) and node.name == name:
                     return module, node
-                if isinstance(node, ast.ImportFrom) and any(
-                    (alias.asname or alias.name) == name for alias in node.names
-                ):
-                    imported = _absolute_name(node, module, is_package=is_package)
-            if not imported:
-                break
-            module = imported
+                for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+                    if (alias.asname or alias.name) == name:
+                        home = _absolute_name(node, module, is_package=is_package)
+                        imported = home, alias.name
+            module, name = imported
         raise LookupError("there is no such class or function")
 
     def _parse(self, module: str) -> tuple[ast.Module, bool]:

@@ -78,15 +78,16 @@ def _front_flags(spec: WorkerSpec) -> Iterator[str]:
     yield f"--served-model-name={spec.model}"
     yield "--uvicorn-log-level=warning"
     if spec.chat_template:
-        yield f"--chat-template={_write_template(spec.chat_template)}"
+        yield f"--chat-template={_write_template(spec)}"
     if name := _TOOL_PARSERS.get(spec.tool_parser):
         yield from ("--enable-auto-tool-choice", f"--tool-call-parser={name}")
 
 
-def _write_template(text: str) -> str:
-    with tempfile.NamedTemporaryFile("w", suffix=".jinja", delete=False) as file:
-        file.write(text)
-    return file.name
+def _write_template(spec: WorkerSpec) -> Path:
+    """Write the template beside the worker's socket, in the run directory."""
+    file = Path(f"{spec.socket or tempfile.mkdtemp()}.jinja")
+    file.write_text(spec.chat_template)
+    return file
 
 
 def _command_options(options: dict[str, Any], *, embeds: bool) -> dict[str, Any]:
