@@ -57,10 +57,11 @@ class SourceTree:
             for node in ast.walk(tree):  # definitions and imports may stand in an `if` or a `try`
                 if isinstance(node, Definition) and node.name == name:
                     return module, node
-                for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-                    if (alias.asname or alias.name) == name:
-                        home = _absolute_name(node, module, is_package=is_package)
-                        imported = home, alias.name
+                if isinstance(node, ast.ImportFrom):
+                    home = _absolute_name(node, module, is_package=is_package)
+                    for alias in node.names:
+                        if (alias.asname or alias.name) == name:
+                            imported = home, alias.name
             module, name = imported
         raise LookupError("there is no such class or function")
 

@@ -38,12 +38,12 @@ pytestmark = [
 def instance(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Instance]:
-    known = {"path": str(resolve_folder(SMOLLM2, None, lambda progress: None)), "engine": "vllm"}
-    known |= {"device": "cpu", "python": request.param, "max_context": 1024}
+    path = str(resolve_folder(SMOLLM2, None, lambda progress: None))
+    known: dict[str, Any] = {"path": path, "engine": "vllm", "device": "cpu"}
+    known |= {"python": request.param, "max_context": 1024}
     models = [{**known, "name": name, "options": options} for name, options in OPTIONS.items()]
     with Instance.up(tmp_path_factory.mktemp("vllm"), models) as started:
-        for name in OPTIONS:
-            started.until(f"{name} is ready", lambda name=name: is_ready(started, name), START_S)
+        started.until("both are ready", lambda: all(is_ready(started, n) for n in OPTIONS), START_S)
         yield started
 
 
@@ -76,8 +76,12 @@ def test_a_seed_and_log_probabilities_are_kept(instance: Instance, model: str) -
 
 @pytest.mark.parametrize("model", OPTIONS)
 def test_an_answer_keeps_to_a_schema(instance: Instance, model: str) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
-    schema["additionalProperties"] = False
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     told = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     answer = chat(instance, model, response_format=told, max_tokens=80)
     if answer["finish_reason"] == "stop":
@@ -107,8 +111,8 @@ def test_speculation_refuses_parameters_that_it_would_ignore(instance: Instance)
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_check_tells_the_interface_and_wrong_arguments(tmp_path: Path, python: str) -> None:
-    model = {"name": "a", "path": str(tmp_path), "engine": "vllm", "device": "cpu"}
-    model |= {"python": python, "options": OPTIONS["server"]}
+    model: dict[str, Any] = {"name": "a", "path": str(tmp_path), "engine": "vllm"}
+    model |= {"device": "cpu", "python": python, "options": OPTIONS["server"]}
     told = run("check", str(write_config(tmp_path, [model])))
     assert "a: served by vLLM's own server, as its options say" in told.stdout
     model["options"] = {"engine_args": {"kv-cache-dtyp": "fp8"}}

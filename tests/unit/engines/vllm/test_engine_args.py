@@ -116,7 +116,7 @@ def test_passed_arguments_are_not_those_of_servekit() -> None:
 def test_pipeline_stages_share_the_gpus_with_tensor_parallelism() -> None:
     options = {"engine_args": {"pipeline_parallel_size": 2}}
     assert made(gpus=4, parallel="tensor", options=options)["tensor_parallel_size"] == 2
-    for stages in (3, 0, "2"):
-        options = {"engine_args": {"pipeline_parallel_size": stages}}
+    wrong: tuple[Any, ...] = (3, 0, "2")
+    for stages in wrong:
         with pytest.raises(LoadError, match=r"has to divide the GPUs of a replica"):
-            made(gpus=4, parallel="tensor", options=options)
+            made(gpus=4, options={"engine_args": {"pipeline_parallel_size": stages}})
