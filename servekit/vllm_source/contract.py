@@ -27,6 +27,8 @@ class Required:
     at: str  # module:name
     #: Fields, methods and attributes of a class; parameters of a function.
     has: tuple[str, ...] = ()
+    #: servekit creates it, with nothing but parts that it `has`.
+    made: bool = False
 
 
 REQUIRED = (
@@ -40,6 +42,7 @@ REQUIRED = (
             *("max_num_seqs", "max_num_batched_tokens", "enable_lora", "max_loras"),
             *("max_cpu_loras", "max_lora_rank", "create_engine_config", "add_cli_args"),
         ),
+        made=True,
     ),
     Required("vllm.utils.argparse_utils:FlexibleArgumentParser"),
     Required(
@@ -60,6 +63,7 @@ REQUIRED = (
             *("add_request", "abort_requests", "shutdown", "_send_input"),
             *("outputs_queue", "utility_results", "resources"),
         ),
+        made=True,
     ),
     Required("vllm.v1.engine.core_client:BackgroundResources", ("engine_manager", "engine_dead")),
     Required("vllm.v1.engine:EngineCoreRequestType", ("UTILITY",)),
@@ -70,6 +74,7 @@ REQUIRED = (
             *("pooling_params", "arrival_time", "lora_request", "cache_salt"),
             "data_parallel_rank",
         ),
+        made=True,
     ),
     Required("vllm.v1.engine:EngineCoreOutputs", ("outputs", "scheduler_stats")),
     Required(
@@ -95,14 +100,15 @@ REQUIRED = (
             *("structured_outputs", "update_from_generation_config", "prompt_logprobs"),
             *("all_stop_token_ids", "bad_words_token_ids", "_bad_words_token_ids"),
         ),
+        made=True,
     ),
     Required(
         "vllm.v1.sample.ops.bad_words:_apply_bad_words_single_batch",
         ("logits", "bad_words_token_ids", "past_tokens_ids"),
     ),
-    Required("vllm.sampling_params:StructuredOutputsParams", ("regex",)),
-    Required("vllm.pooling_params:PoolingParams", ("task",)),
-    Required("vllm.lora.request:LoRARequest", ("lora_name", "lora_int_id", "lora_path")),
+    Required("vllm.sampling_params:StructuredOutputsParams", ("regex",), made=True),
+    Required("vllm.pooling_params:PoolingParams", ("task",), made=True),
+    Required("vllm.lora.request:LoRARequest", ("lora_name", "lora_int_id", "lora_path"), made=True),
     Required("vllm.v1.core.sched.scheduler:Scheduler", ("__init__",)),
     Required("vllm.v1.core.sched.async_scheduler:AsyncScheduler"),
     Required("vllm.v1.structured_output:StructuredOutputManager", ("_create_grammar",)),
@@ -110,6 +116,7 @@ REQUIRED = (
     Required(
         "vllm.v1.structured_output.backend_guidance:GuidanceGrammar",
         ("ll_matcher", "ll_tokenizer", "vocab_size", "accept_tokens"),
+        made=True,
     ),
     Required(
         "vllm.v1.worker.gpu_worker:Worker",
@@ -126,6 +133,8 @@ REQUIRED = (
     ),
     Required("vllm.v1.worker.gpu.sample.sampler:BadWordsState"),
     Required("vllm.v1.worker.gpu.states:RequestState", ("prompt_len",)),
+    # noise by seed and position, with which an answer goes on in another worker
+    Required("vllm.v1.worker.gpu.sample.gumbel:gumbel_sample", ("seed", "pos")),
     Required(
         "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor",
         ("size", "dtype", "np", "gpu", "copy_to_uva"),
@@ -188,6 +197,8 @@ def find_missing(one: Required, tree: SourceTree) -> Iterator[str]:
         return
     if lacking := [part for part in one.has if part not in found]:
         yield f"its {name} has no {', '.join(lacking)}"
+    if one.made and (asked := tree.needs_of(module, name).difference(one.has)):
+        yield f"its {name} needs {', '.join(sorted(asked))}"
 
 
 def is_tried(version: str) -> bool:

@@ -34,18 +34,34 @@ class SourceTree:
                     continue
         return found
 
+    def needs_of(self, module: str, name: str) -> set[str]:
+        """Return what has to be given to create an object: parameters or fields without a default.
+
+        Raises LookupError as `members_of` does.
+        """
+        home, node = self._find(module, name)
+        if not isinstance(node, ast.ClassDef):
+            return set(_needed_parameters(node))
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef) and part.name == "__init__":
+                return set(_needed_parameters(part)) - {"self"}
+        found = {field for field, has_default in _fields(node) if not has_default}
+        for base in node.bases:
+            if isinstance(base, ast.Name):
+                try:
+                    found |= self.needs_of(home, base.id)
+                except LookupError:  # as above
+                    continue
+        return found
+
     def fields_of(self, module: str, name: str) -> list[str]:
         """Return the fields of a dataclass in their order, without those of its bases.
 
         Raises LookupError as `members_of` does.
         """
         _, node = self._find(module, name)
-        return [
-            part.target.id
-            for part in node.body
-            if isinstance(part, ast.AnnAssign)
-            if isinstance(part.target, ast.Name) and "ClassVar" not in ast.unparse(part.annotation)
-        ]
+        assert isinstance(node, ast.ClassDef)
+        return [field for field, _ in _fields(node)]
 
     def _find(self, module: str, name: str) -> tuple[str, Definition]:
         """Return the definition of a name and its module, through modules that only import it."""
@@ -84,6 +100,25 @@ def _absolute_name(node: ast.ImportFrom, module: str, *, is_package: bool) -> st
     parts = module.split(".")
     parts = parts[: len(parts) - node.level + is_package]
     return ".".join([*parts, *filter(None, [node.module])])
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, bool]]:
+    """Yield the fields of a dataclass, and whether each has a default."""
+    for part in node.body:
+        match part:
+            case ast.AnnAssign(target=ast.Name(name), annotation=kind, value=default):
+                if "ClassVar" not in ast.unparse(kind):
+                    yield name, default is not None
+
+
+def _needed_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    told = node.args
+    places = [*told.posonlyargs, *told.args]
+    for one in places[: len(places) - len(told.defaults)]:
+        yield one.arg
+    for one, default in zip(told.kwonlyargs, told.kw_defaults, strict=True):
+        if default is None:
+            yield one.arg
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:

@@ -24,6 +24,11 @@ STANDARD = Path(json.__file__).parents[1]
     [
         (Required("json:JSONDecoder", ("decode", "strict")), []),  # a method and a parameter
         (Required("json:JSONDecoder", ("dance", "sing")), ["its JSONDecoder has no dance, sing"]),
+        (Required("json.decoder:JSONDecodeError", ("msg", "doc", "pos"), made=True), []),
+        (
+            Required("json.decoder:JSONDecodeError", ("msg",), made=True),
+            ["its JSONDecodeError needs doc, pos"],
+        ),
         (
             Required("json.decoder:Dancer"),
             ["it has no json.decoder.Dancer (there is no such class or function)"],

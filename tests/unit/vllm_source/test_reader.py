@@ -77,3 +77,29 @@ def test_fields_are_those_of_a_dataclass_in_order(tmp_path: Path) -> None:
         "class Args:\n    b: int = 1\n    a: str\n    many: ClassVar[int] = 0\n    c = 3\n"
     )
     assert SourceTree(tmp_path).fields_of("args", "Args") == ["b", "a"]
+
+
+NEEDS = """
+class Fields(Base):
+    b: int
+    a: int = 1
+    many: ClassVar[int]
+
+class Base:
+    c: str
+    d: str = ""
+
+class Made(Base):
+    def __init__(self, size, kind=None, *, name, other=1): ...
+
+def act(first, second=2, *, third, fourth=None): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("Fields", {"b", "c"}), ("Made", {"size", "name"}), ("act", {"first", "third"})],
+)
+def test_needs_are_all_without_a_default(tmp_path: Path, name: str, needs: set[str]) -> None:
+    (tmp_path / "args.py").write_text(NEEDS)
+    assert SourceTree(tmp_path).needs_of("args", name) == needs
