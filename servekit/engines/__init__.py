@@ -38,7 +38,7 @@ ENGINES = {
 }
 
 #: Engines with several classes: functions that choose one for a specification.
-CHOICES = {"vllm": "servekit.engines.vllm.choice:choose_class"}
+CHOICES = {"vllm": "servekit.engines.vllm.library:choose_class"}
 
 #: Slow imports of each engine, in import order; each one is reported as a phase of its own.
 LIBRARIES = {

