@@ -73,7 +73,7 @@ def take_up_bad_words() -> None:
             self._prompt_len = self.req_states.prompt_len
             self._begin = UvaBackedTensor(len(self._prompt_len.np), dtype=torch.int32)
             self.req_states = copy.copy(self.req_states)
-            # in later releases it is a frozen dataclass
+            # from 0.31 on it is a frozen dataclass
             object.__setattr__(self.req_states, "prompt_len", self._begin)
 
         def add_request(self, at: int, params: Any) -> Any:
