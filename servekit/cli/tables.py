@@ -12,7 +12,7 @@ from rich.text import Text
 
 from servekit.cli.responsive_table import Fitted
 from servekit.config.cluster import RayConfig
-from servekit.config.engines import installed
+from servekit.config.engines import installed, vllm_checks
 from servekit.protocol.adapters import AdapterStatus
 from servekit.protocol.messages import (
     GatewayStatus,
@@ -69,12 +69,21 @@ def plan_tables(plan: Plan) -> Sequence[RenderableType]:
     if plan.estimates:
         shown.append(Fitted(_memory_table(plan), "CONTEXT", "KV / 1K TOKENS"))
     shown += [Text(f"{name}: engine {choice}") for name, choice in plan.choices.items()]
+    if plan.config.launcher == "local":
+        shown += _vllm_lines(plan)
     if plan.config.launcher == "ray":
         address = (plan.config.ray or RayConfig()).address
         shown.append(Text(f"GPUs: those of the Ray cluster at {address}, which `up` asks for them"))
     else:
         shown.append(Text("; ".join(gpus) or "no NVIDIA GPU found"))
     return [*shown, *_engine_lines()]
+
+
+def _vllm_lines(plan: Plan) -> Iterator[Text]:
+    """Yield what is to be said of each model's vLLM, where it is not the tested core of it."""
+    for model in plan.config.models:
+        if model.engine == "vllm" and (sentence := vllm_checks.describe_api(model)):
+            yield Text(f"{model.name}: {sentence}", style="yellow")
 
 
 def _named_adapters(plan: Plan) -> Table:

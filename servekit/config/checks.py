@@ -12,7 +12,7 @@ from servekit.config import keys as api_keys
 from servekit.config import paths
 from servekit.config.access import KeyConfig
 from servekit.config.chat_template import read_template
-from servekit.config.engines import environments, requirements
+from servekit.config.engines import environments, requirements, vllm_checks
 from servekit.config.engines.installed import Machine, find_module, install_command
 from servekit.config.engines.options import KINDS, EngineKind
 from servekit.config.error_reporting import Problem, dotted_path, shorten_text
@@ -68,6 +68,8 @@ def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Proble
         yield from _check_remote(config, at)
     if config.engine == "command":
         yield from _check_command(config, at)
+    if config.engine == "vllm":
+        yield from vllm_checks.check_options(config, (*at, "options"))
     if config.engine != "auto":
         for lack in requirements.find_lacks(kind, requirements.requirements_of(config, folder)):
             message = f"the engine {config.engine} {lack.what}."
@@ -152,6 +154,8 @@ def check_machine(
 ) -> Iterator[Problem]:
     """Find what a model's engine needs and this machine lacks; `elsewhere`: for remote workers."""
     kind = environments.kind_of(config)
+    if config.engine == "vllm" and not elsewhere:
+        yield from vllm_checks.check_arguments(config, (*at, "options", "engine_args"))
     if config.python is not None:
         yield from _check_environment(config, (*at, "python"), kind)
     elif remedy := install_command(kind, machine.has, config.options):

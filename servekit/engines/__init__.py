@@ -12,7 +12,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from importlib import import_module, metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -37,6 +37,9 @@ ENGINES = {
     "vllm": "servekit.engines.vllm.engine:VllmEngine",
 }
 
+#: Engines with several classes: functions that choose one for a specification.
+CHOICES = {"vllm": "servekit.engines.vllm.library:choose_class"}
+
 #: Slow imports of each engine, in import order; each one is reported as a phase of its own.
 LIBRARIES = {
     "transformers": ("torch", "transformers"),
@@ -52,7 +55,7 @@ GROUP = "servekit.engines"
 
 def create_engine(spec: WorkerSpec) -> Engine:
     """Create the engine named `spec.engine`. Raises LoadError if there is none of that name."""
-    return _import_engine(spec.engine)(spec)
+    return _import_engine(spec)(spec)
 
 
 def fetch_ahead(spec: WorkerSpec, report: Report) -> None:
@@ -68,7 +71,7 @@ def prepare_engine(spec: WorkerSpec) -> None:
 
     Raises LoadError.
     """
-    _import_engine(spec.engine).prepare(spec)
+    _import_engine(spec).prepare(spec)
 
 
 def reinitialize_libraries() -> None:
@@ -83,18 +86,25 @@ def reinitialize_libraries() -> None:
         numpy.random.seed()
 
 
-def _import_engine(name: str) -> type[Engine]:
-    target = ENGINES.get(name)
+def _import_engine(spec: WorkerSpec) -> type[Engine]:
+    target = ENGINES.get(spec.engine)
     if target is None:
-        return _load_plugin(name)
-    module, _, attribute = target.partition(":")
+        return _load_plugin(spec.engine)
+    libraries = LIBRARIES.get(spec.engine, ())
+    if (choice := CHOICES.get(spec.engine)) is not None:
+        target, libraries = _import_object(choice)(spec)
     with _no_collections():
-        for library in LIBRARIES.get(name, ()):
+        for library in libraries:
             with phase(library):
                 import_module(library)
         with phase("engine"):
-            kind: type[Engine] = getattr(import_module(module), attribute)
+            kind: type[Engine] = _import_object(target)
     return kind
+
+
+def _import_object(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 def _load_plugin(name: str) -> type[Engine]:

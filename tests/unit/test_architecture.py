@@ -49,11 +49,13 @@ MAY_IMPORT = {
     "log_files": set(),
     # the names that the author of an engine imports
     "plugin": {"errors", "protocol", "config", "engines"},
+    # vLLM's source files, which `check` and the worker read without importing it
+    "vllm_source": set(),
     "system": {"errors", "units", "protocol"},
     "protocol": {"errors"},
     "model_metadata": {"errors"},
-    "config": {"errors", "model_metadata", "system"},
-    "engines": _BASE | {"model_metadata", "logging_config"},
+    "config": {"errors", "model_metadata", "system", "vllm_source"},
+    "engines": _BASE | {"model_metadata", "logging_config", "vllm_source"},
     "worker": _BASE | {"config", "logging_config", "engines"},
     "gateway": _BASE | {"config", "logging_config", "log_events", "metrics", "log_files"},
     "supervisor": _BASE

@@ -11,9 +11,9 @@ import sys
 from importlib import metadata, util
 
 
-def _is_there(module: str) -> bool:
+def _find_origin(module: str) -> "str | None":
     spec = util.find_spec(module)
-    return spec is not None and spec.origin is not None
+    return spec.origin if spec is not None else None
 
 
 sys.stdout.write(
@@ -22,7 +22,9 @@ sys.stdout.write(
             "version": list(sys.version_info[:3]),
             "prefix": sys.prefix,
             "folders": [path for path in sys.path if path.endswith("-packages")],
-            "modules": [module for module in sys.argv[1:] if _is_there(module)],
+            "modules": {
+                module: origin for module in sys.argv[1:] if (origin := _find_origin(module))
+            },
             "packages": {
                 re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d.version
                 for d in metadata.distributions()

@@ -21,6 +21,7 @@ from servekit.config import paths
 from servekit.config.engines.installed import (
     Machine,
     find_module,
+    find_origin,
     is_there,
     package_version,
     packages_of,
@@ -44,7 +45,7 @@ class Environment:
     python: str = ""
     version: tuple[int, ...] = ()
     prefix: str = ""
-    modules: frozenset[str] = frozenset()  # of those that engines name
+    modules: Mapping[str, str] = field(default_factory=dict)  # that engines name: their files
     packages: Mapping[str, str] = field(default_factory=dict)  # versions, by normalised name
     own_has: Callable[[str], bool] = is_there  # whether servekit's own has a module
 
@@ -56,6 +57,11 @@ class Environment:
     def has(self, module: str) -> bool:
         """Return whether the module can be imported there."""
         return module in self.modules if self.python else self.own_has(module)
+
+    def folder_of(self, module: str) -> Path | None:
+        """Return the folder with the package of a module; None if it is not there."""
+        origin = self.modules.get(module) if self.python else find_origin(module)
+        return Path(origin).parents[1] if origin else None
 
     def version_of(self, package: str) -> str:
         """Return the version of an installed package; "" if it is not installed."""
@@ -102,7 +108,7 @@ def read_environment(python: Path) -> Environment:
         python=str(python),
         version=tuple(facts["version"]),
         prefix=facts["prefix"],
-        modules=frozenset(facts["modules"]),
+        modules=facts["modules"],
         packages=facts["packages"],
     )
     if environment.version < OLDEST:

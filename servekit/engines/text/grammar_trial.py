@@ -79,7 +79,8 @@ class Vocabulary(msgspec.Struct):
             b"\xff" + spell([token]) if special(token) else spell([token])
             for token in range(tokenizer.vocab_size)
         ]
-        return cls(tokens, list(tokenizer.eos_tokens))
+        # before llguidance 1.4 there is one such token
+        return cls(tokens, list(getattr(tokenizer, "eos_tokens", [tokenizer.eos_token])))
 
 
 class _Order(msgspec.Struct):
@@ -369,7 +370,8 @@ def _main(orders_fd: int, words_fd: int) -> None:
     with open(words_fd, "rb") as file:
         vocabulary = msgspec.msgpack.decode(file.read(), type=Vocabulary)
     words: Any = _Words(vocabulary)
-    tokenizer = LLTokenizer(words, n_vocab=len(vocabulary.tokens), eos_token=vocabulary.eos)
+    ends: Any = vocabulary.eos if len(vocabulary.eos) > 1 else vocabulary.eos[0]
+    tokenizer = LLTokenizer(words, n_vocab=len(vocabulary.tokens), eos_token=ends)
     with contextlib.suppress(RequestError):
         grammar.compile_grammar(tokenizer, Grammar("json_schema", "{}"))
     gc.collect()

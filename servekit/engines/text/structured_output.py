@@ -186,9 +186,11 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         size = max(vocab_size, len(tokenizer))
-        self._set_up(
-            from_tokenizer(tokenizer, n_vocab=size, eos_token=sorted(eos) or None), size, eos
-        )
+        try:
+            read = from_tokenizer(tokenizer, n_vocab=size, eos_token=sorted(eos) or None)
+        except TypeError:  # llguidance 1.3, as vLLM 0.20 and 0.21 need it, knows one such token
+            read = from_tokenizer(tokenizer, n_vocab=size)
+        self._set_up(read, size, eos)
 
     @classmethod
     def over(cls, tokenizer: LLTokenizer, vocab_size: int, eos: frozenset[int]) -> Grammars:

@@ -5,8 +5,9 @@ detokenises the core's outputs and passes them to a queue and a task per request
 detokenises itself, so this engine is a client of the same core and takes its outputs directly: one
 list per step, for all requests.
 
-    library              the parts of vLLM that are used, and the tested releases
+    library              the installed vLLM, and the choice between its core and its own server
     engine_args          a WorkerSpec as vLLM's arguments
+    argument_parser      the option `engine_args`, by vLLM's own parser and as flags
     core_client          the client of the core, and the detection of its death
     causes               the cause of a core's death, reported by its process
     requests             jobs as requests of the core, and its outputs as outputs of the engine
@@ -17,6 +18,7 @@ list per step, for all requests.
     sleep                sleep and wake-up
     generation_defaults  stop tokens and sampling of the model's files
     adapters             LoRA
+    server               the engine with vLLM's own server
     scheduler            extensions inside the core's process
     worker_extension     extensions inside the processes that run the model
 """

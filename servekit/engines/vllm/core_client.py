@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from servekit.engines.vllm import causes, library
+from servekit.engines.vllm import causes
 from servekit.engines.vllm.causes import Causes, first_line
 from servekit.errors import EngineFailed, LoadError
 
@@ -153,7 +153,6 @@ class Core:
 
 
 def _start_core(asked: dict[str, Any], model: str) -> tuple[Any, Causes]:
-    library.check_library()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.core_client import SyncMPClient
@@ -162,7 +161,7 @@ def _start_core(asked: dict[str, Any], model: str) -> tuple[Any, Causes]:
     try:
         config = EngineArgs(**asked).create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:  # vLLM raises many types for unsupported settings
-        raise LoadError(f"vLLM refuses {model}: {first_line(error)}") from error
+        raise LoadError(f"vLLM refuses {model}: {explain_refusal(error)}") from error
     ahead = config.scheduler_config.async_scheduling
     kind = "Ahead" if ahead else "InStep"
     config.scheduler_config.scheduler_cls = f"servekit.engines.vllm.scheduler.{kind}"
@@ -176,6 +175,14 @@ def _start_core(asked: dict[str, Any], model: str) -> tuple[Any, Causes]:
             f"vLLM's engine did not start; the lines before this say why ({first_line(error)}).",
             permanent=False,
         ) from error
+
+
+def explain_refusal(error: Exception) -> str:
+    """Return the reasons for an error of vLLM's configuration, which pydantic may have raised."""
+    if not callable(details := getattr(error, "errors", None)):
+        return first_line(error)
+    reasons = [(".".join(map(str, one["loc"])), one["msg"]) for one in details()]
+    return "; ".join(f"{place}: {reason}" if place else reason for place, reason in reasons)
 
 
 def wait_for(answer: Future[Any], dead: Callable[[], bool], limit_s: float) -> Any:

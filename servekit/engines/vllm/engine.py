@@ -8,7 +8,6 @@ processes; the requests in flight continue in other workers.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +32,7 @@ from servekit.engines.text.tool_format_detection import tool_capabilities
 from servekit.engines.transformers import pooling, weights
 from servekit.engines.vllm import engine_args, generation_defaults, library, requests
 from servekit.engines.vllm.adapters import Adapters
+from servekit.engines.vllm.argument_parser import parse_arguments
 from servekit.engines.vllm.causes import first_line
 from servekit.engines.vllm.core_client import Core
 from servekit.engines.vllm.embedding_batches import Texts, explain_failure
@@ -48,7 +48,6 @@ from servekit.protocol.messages import (
     PromptToken,
     WorkerSpec,
 )
-from servekit.system import cgroup
 
 log: Any = structlog.get_logger(__name__)
 
@@ -56,6 +55,8 @@ SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
     *("stop_token_ids", "bad_words", "prompt_logprobs"),
 )
+#: Capabilities that vLLM does not have with speculative decoding.
+UNSPECULATIVE: frozenset[Capability] = frozenset({"min_p", "logit_bias"})
 #: Interval of the checks that the core is alive while it sends nothing.
 _LOOK_EVERY_S = 0.2
 CLOSE_TIMEOUT_S = 5.0
@@ -97,6 +98,7 @@ class VllmEngine(Engine):
             asked = engine_args.engine_arguments(
                 self.spec, folder, self._device_memory(), embeds=self._embeds
             )
+            asked |= parse_arguments(engine_args.passed_arguments(self.spec))
             self._core = Core(asked, self.spec.model)
         self._probes = Probes(self._core)
         level = int(self.spec.options.get("sleep_level", 1))
@@ -121,7 +123,6 @@ class VllmEngine(Engine):
 
         Raises LoadError if vLLM is built for the other kind.
         """
-        library.check_library()
         on_cpu = self.spec.device == "cpu"
         if on_cpu and not library.is_for_cpus():
             raise LoadError(
@@ -133,10 +134,11 @@ class VllmEngine(Engine):
                 "This vLLM is built for CPUs; write device: cpu, or pip install 'servekit[vllm]' "
                 "in an environment without it."
             )
-        if on_cpu:
-            free = cgroup.available_memory_bytes()
-            return free, free
-        return engine_args.memory_of(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        return engine_args.device_memory(self.spec)
+
+    def identify(self, *, portable: bool = False) -> str:
+        """Return the digest of the files, and vLLM's version: another one draws other noise."""
+        return f"{super().identify(portable=portable)}.vllm-{library.vllm_version()}"
 
     def _prepare_embedding(self) -> ModelInfo:
         from vllm.pooling_params import PoolingParams
@@ -153,7 +155,8 @@ class VllmEngine(Engine):
             lambda: Grammars(tokenizer, self.vocab_size, self._stated.eos)
         )
         dialect = self.codec.find_dialect(self.spec, self._stated.eos)
-        serves = list(SERVES)
+        speculates = getattr(self._core.config, "speculative_config", None) is not None
+        serves = [one for one in SERVES if not (speculates and one in UNSPECULATIVE)]
         if self._grammars is not None:
             serves.append("grammar")
         grammars = self._grammars is not None
@@ -226,7 +229,8 @@ class VllmEngine(Engine):
         try:
             params = SamplingParams(**asked)
         except Exception as error:  # a ValueError; from 0.28 on an exception type of vLLM
-            raise RequestError(f"vLLM refuses this: {first_line(error)}") from error
+            param = getattr(error, "parameter", None)
+            raise RequestError(f"vLLM refuses this: {first_line(error)}", param=param) from error
         params.update_from_generation_config({}, self._stated.primary)
         if job.banned:  # as `update_from_tokenizer` would derive it from `bad_words`
             params._bad_words_token_ids = [list(word) for word in job.banned]
@@ -372,7 +376,7 @@ class VllmEngine(Engine):
     def _take_vector(self, job_id: int, embedding: Embedding, output: Any) -> StepOutput | None:
         if output.pooling_output is None:
             self._core.abort(list(embedding.places))  # the other texts are useless now
-            return StepOutput(job_id, [], error="vLLM made no embedding; its log says why.")
+            return StepOutput(job_id, [], error=requests.explain_end(output))
         vector = output.pooling_output.float().cpu().numpy()
         embedding.vectors[embedding.places[output.request_id]] = vector.astype("<f4").tobytes()
         embedding.left -= 1

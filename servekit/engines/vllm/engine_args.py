@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from servekit.engines.transformers.batching import kv_cache
 from servekit.errors import LoadError
 from servekit.model_metadata import kv_cache_shape
 from servekit.protocol.messages import WorkerSpec
+from servekit.system import cgroup
 from servekit.units import format_bytes
+from servekit.vllm_source import arguments
 
 #: Memory of a process on a GPU that vLLM does not count: the CUDA context with its modules, and the
 #: buffers of NCCL with several GPUs.
@@ -46,6 +49,29 @@ def engine_arguments(
     return made | lora_arguments(spec, embeds=embeds)
 
 
+def passed_arguments(spec: WorkerSpec) -> dict[str, Any]:
+    """Return the arguments of the option `engine_args`. Raises LoadError for those of servekit.
+
+    `check` refuses them first, unless the model is checked on another machine.
+    """
+    passed: dict[str, Any] = spec.options.get("engine_args") or {}
+    for name in passed:
+        if sentence := arguments.explain_own(name):
+            raise LoadError(sentence)
+    return passed
+
+
+def _count_stages(spec: WorkerSpec) -> int:
+    """Return the number of pipeline stages. Raises LoadError if they do not divide the GPUs."""
+    stages = passed_arguments(spec).get("pipeline_parallel_size", 1)
+    if not isinstance(stages, int) or stages < 1 or spec.gpus % stages:
+        raise LoadError(
+            f"pipeline_parallel_size is {stages!r}, and has to divide the GPUs of a replica "
+            f"(gpus_per_replica: {spec.gpus})."
+        )
+    return stages
+
+
 def _common_arguments(spec: WorkerSpec, folder: Path, *, embeds: bool) -> dict[str, Any]:
     options = spec.options
     return {
@@ -53,7 +79,7 @@ def _common_arguments(spec: WorkerSpec, folder: Path, *, embeds: bool) -> dict[s
         "runner": "pooling" if embeds else "generate",
         "max_model_len": spec.max_context or -1,  # -1: the longest that fits
         "trust_remote_code": spec.trust_remote_code,
-        "tensor_parallel_size": spec.gpus,
+        "tensor_parallel_size": spec.gpus // _count_stages(spec),
         "enable_prefix_caching": bool(options.get("prefix_caching", True)) and not embeds,
         "load_format": options.get("load_format", "auto"),
         "structured_outputs_config": {"backend": "guidance"},
@@ -127,6 +153,14 @@ def gpu_utilization(spec: WorkerSpec, total_bytes: int, free_bytes: int) -> floa
             permanent=claim <= overhead,
         )
     return room / total_bytes
+
+
+def device_memory(spec: WorkerSpec) -> tuple[int, int]:
+    """Return total and free bytes of the worker's device. Raises LoadError if it has no GPU."""
+    if spec.device == "cpu":
+        free = cgroup.available_memory_bytes()
+        return free, free
+    return memory_of(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
 
 def memory_of(visible: str) -> tuple[int, int]:

@@ -174,7 +174,15 @@ def output_of(
             return StepOutput(
                 job_id, ids, "stop", logprobs=logprobs, cached_tokens=cached, stop_token=ended
             )
-    return StepOutput(job_id, [], error="vLLM gave the request up; its log says why.")
+    return StepOutput(job_id, [], error=explain_end(output))
+
+
+def explain_end(output: Any) -> str:
+    """Return why vLLM gave a request up; before 0.33 only its log says so."""
+    error = getattr(output, "error", None)
+    if error is None:
+        return "vLLM gave the request up; its log says why."
+    return f"vLLM gave the request up: {error.message}"
 
 
 def convert_scores(found: Any, count: int, piece: Callable[[int], bytes]) -> list[TokenLogprob]:

@@ -73,7 +73,8 @@ def take_up_bad_words() -> None:
             self._prompt_len = self.req_states.prompt_len
             self._begin = UvaBackedTensor(len(self._prompt_len.np), dtype=torch.int32)
             self.req_states = copy.copy(self.req_states)
-            self.req_states.prompt_len = self._begin
+            # from 0.31 on it is a frozen dataclass
+            object.__setattr__(self.req_states, "prompt_len", self._begin)
 
         def add_request(self, at: int, params: Any) -> Any:
             before = (params.extra_args or {}).get(BEFORE, ())

@@ -146,7 +146,7 @@ def _of_folder(model: ModelConfig, place: Assignment, folder: Path) -> Estimate:
         shape: Attention | None = kv_cache_shape.of_config(config)
     except ValueError:  # recurrent, or an unknown architecture
         shape = None
-    quantised = "quantization_config" in config or model.options.get("quantization")
+    quantised = "quantization_config" in config or _quantization(model)
     number = _BYTES.get(_stated_dtype(config), 2) if quantised or floats is None else floats
     return _spread(model, place, weights, shape, number)
 
@@ -173,9 +173,16 @@ def _of_gguf(model: ModelConfig, place: Assignment, path: Path) -> Estimate:
     return _spread(model, place, int(file.elements * number), shape, number)
 
 
+def _quantization(model: ModelConfig) -> str | None:
+    """Return how the engine quantises the weights while it loads them."""
+    passed = model.options.get("engine_args") or {}
+    found: str | None = model.options.get("quantization") or passed.get("quantization")
+    return found
+
+
 def _float_bytes(model: ModelConfig, place: Assignment, config: Mapping[str, Any]) -> float | None:
     """Return the bytes of a number stored as a float; None: unconverted."""
-    how = model.options.get("quantization")
+    how = _quantization(model)
     if how and "quantization_config" not in config:  # quantised while loading: 8 or 4 bits
         return 1 if how == "fp8" else 0.5
     if model.dtype != "auto":

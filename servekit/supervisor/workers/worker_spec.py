@@ -51,16 +51,28 @@ def digest_settings(model: ModelConfig) -> str:
 
     Memory, slots and places are left out: they do not change the text.
     """
-    options = model.engine_options().model_dump(exclude_none=True)
     sampling = model.sampling.model_dump(exclude_none=True)
     sampling.pop("max_tokens", None)  # a length, which is fixed when an answer begins
-    neutral = KINDS[model.engine].neutral
     said = (
         *(model.engine, model.path, model.revision, model.dtype, model.trust_remote_code),
         *(model.tool_parser, model.reasoning_parser, model.chat_template, sampling, model.python),
-        {name: value for name, value in options.items() if name not in neutral},
+        _options_of_text(model),
     )
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _options_of_text(model: ModelConfig) -> dict[str, object]:
+    """Return the options that may change the generated text."""
+    neutral = KINDS[model.engine].neutral
+    found: dict[str, object] = {}
+    for name, value in model.engine_options().model_dump(exclude_none=True).items():
+        if isinstance(value, dict):
+            value = {key: one for key, one in value.items() if f"{name}.{key}" not in neutral}
+            if not value:
+                continue
+        if name not in neutral:
+            found[name] = value
+    return found
 
 
 def choose_parallel(model: ModelConfig, place: Assignment) -> Parallel:

@@ -67,7 +67,7 @@ def test_what_is_installed_later_is_seen(tmp_path: Path) -> None:
         ("#!/bin/sh\nexit 3\n", "is no Python interpreter that works"),
         (
             '#!/bin/sh\necho \'{"version": [3, 9, 1], "prefix": "/x", "folders": [], '
-            '"modules": [], "packages": {}}\'\n',
+            '"modules": {}, "packages": {}}\'\n',
             "is Python 3.9.1; servekit's workers need 3.11 or later",
         ),
     ],

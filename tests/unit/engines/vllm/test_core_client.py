@@ -15,11 +15,12 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import pydantic
 import pytest
 
 from servekit.engines.vllm import causes, core_client
 from servekit.engines.vllm.causes import Causes
-from servekit.engines.vllm.core_client import Core, wait_for
+from servekit.engines.vllm.core_client import Core, explain_refusal, wait_for
 from servekit.errors import EngineFailed
 
 
@@ -43,6 +44,30 @@ def test_a_core_that_dies_over_a_call_is_not_waited_for() -> None:
 def test_patience_ends() -> None:
     with pytest.raises(TimeoutError, match=r"within 0\.01 s"):
         wait_for(Future(), lambda: False, 0.01)
+
+
+class Section(pydantic.BaseModel):
+    tokens: int
+    method: str
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: Section.model_validate({"tokens": "x"}),
+            "tokens: Input should be a valid integer, unable to parse string as an integer; "
+            "method: Field required",
+        ),
+        (lambda: int("x"), "invalid literal for int() with base 10: 'x'"),
+    ],
+)
+def test_a_refusal_of_the_configuration_is_told_in_full(
+    call: Callable[[], Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match="valid") as caught:
+        call()
+    assert explain_refusal(caught.value) == sentence
 
 
 CONFIG = SimpleNamespace(instance_id=f"test-{os.getpid()}")

@@ -104,3 +104,19 @@ def test_on_a_cpu_the_cache_is_what_slots_can_use_within_the_memory(folder: Path
 
 def test_on_a_cpu_a_model_of_an_unknown_shape_has_a_cache_too(tmp_path: Path) -> None:
     assert on_cpu(tmp_path)["kv_cache_memory_bytes"] == engine_args.CPU_CACHE_BYTES
+
+
+def test_passed_arguments_are_not_those_of_servekit() -> None:
+    spec = make_spec("/m", engine="vllm", options={"engine_args": {"block_size": 64}})
+    assert engine_args.passed_arguments(spec) == {"block_size": 64}
+    with pytest.raises(LoadError, match="servekit sets dtype itself: write the model's `dtype`"):
+        made(options={"engine_args": {"dtype": "float16"}})
+
+
+def test_pipeline_stages_share_the_gpus_with_tensor_parallelism() -> None:
+    options = {"engine_args": {"pipeline_parallel_size": 2}}
+    assert made(gpus=4, parallel="tensor", options=options)["tensor_parallel_size"] == 2
+    wrong: tuple[Any, ...] = (3, 0, "2")
+    for stages in wrong:
+        with pytest.raises(LoadError, match=r"has to divide the GPUs of a replica"):
+            made(gpus=4, options={"engine_args": {"pipeline_parallel_size": stages}})

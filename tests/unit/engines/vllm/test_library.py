@@ -1,92 +1,85 @@
-"""What is required of vLLM is looked for; shown on modules that are always there."""
+"""The interface to the installed vLLM is chosen, and said, before anything of it is imported."""
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
 from structlog.testing import capture_logs
 
+from servekit.config.engines.installed import is_there
+from servekit.engines import create_engine
 from servekit.engines.vllm import library
-from servekit.engines.vllm.library import Required, find_missing
 from servekit.errors import LoadError
-
-ROOT = Path(__file__).parents[4]
-
-
-@pytest.mark.parametrize(
-    ("one", "sentences"),
-    [
-        (Required("json:JSONDecoder", ("decode", "strict")), []),  # a method and a parameter
-        (Required("json:JSONDecoder", ("decode", "dance")), ["its JSONDecoder has no dance"]),
-        (Required("json.decoder:JSONDecoder", ("raw_decode",), inside=True), []),
-        (
-            Required("json.decoder:JSONDecoder", ("dance", "sing"), inside=True),
-            ["its JSONDecoder has no dance, sing"],
-        ),
-        (
-            Required("json.decoder:Dancer", inside=True),
-            ["it has no json.decoder.Dancer (there is no such class)"],
-        ),
-        (
-            Required("json.dances:Dancer", inside=True),
-            ["it has no json.dances.Dancer (there is no such module)"],
-        ),
-    ],
-)
-def test_what_is_missing_is_named(one: Required, sentences: list[str]) -> None:
-    assert list(find_missing(one)) == sentences
+from servekit.vllm_source import contract
+from tests.unit.engines.harness import make_spec
 
 
-@pytest.mark.parametrize(
-    ("version", "tried"),
-    [
-        ("0.25.1", False),
-        ("0.26.0", True),
-        ("0.26.0+cu130", True),
-        ("0.32.0+cpu", True),
-        ("0.33.0rc1", False),
-        ("1.0.0", False),
-        ("dev", False),
-    ],
-)
-def test_the_releases_that_were_tried(version: str, tried: bool) -> None:
-    assert library.is_tried(version) == tried
+@pytest.fixture
+def have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Install a vLLM that has all, or only the first, of two required classes."""
+    (tmp_path / "vllm.py").write_text("class Core: ...")
+    monkeypatch.setattr(library, "packages_folder", lambda: tmp_path)
+    parts = contract.Required("vllm:Core"), contract.Required("vllm:Client")
 
-
-def test_the_extra_asks_for_those_that_were_tried() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    [extra] = project["optional-dependencies"]["vllm"]
-    specifier = Requirement(extra).specifier
-    for minor in range(20, 40):
-        assert specifier.contains(f"0.{minor}.0") == library.is_tried(f"0.{minor}.0")
-
-
-def test_one_that_was_not_tried_is_used_with_a_warning_and_a_wrong_one_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def have(version: str, *required: Any) -> None:
+    def install(version: str, *, whole: bool) -> None:
         monkeypatch.setattr(library, "vllm_version", lambda: version)
-        monkeypatch.setattr(library, "REQUIRED", required)
+        monkeypatch.setattr(contract, "REQUIRED", parts[: 1 if whole else 2])
 
-    right, wrong = Required("json:JSONDecoder"), Required("json:JSONDecoder", ("dance",))
+    return install
+
+
+def choose(api: str = "auto") -> tuple[str, list[Any]]:
+    """The module of the chosen class, and the warnings."""
     with capture_logs() as logs:
-        have("0.30.0", right)
-        library.check_library()
-        assert not logs
-        have("0.40.0", right)
-        library.check_library()
-    [warning] = logs
-    assert (warning["event"], warning["version"]) == ("vllm_version_untested", "0.40.0")
-    assert warning["tested"] == "0.26 to 0.32"
-    for version in ("0.30.0", "0.40.0"):
-        have(version, right, wrong)
-        with pytest.raises(LoadError) as caught:
-            library.check_library()
-        assert str(caught.value) == (
-            f"vLLM {version} cannot be used: its JSONDecoder has no dance. servekit was tried with "
-            "0.26 to 0.32: pip install 'servekit[vllm]' brings one of them."
+        target, libraries = library.choose_class(
+            make_spec("/model", engine="vllm", options={"api": api})
         )
+    module = target.partition(":")[0].rpartition(".")[2]
+    assert ("vllm" in libraries) == (module == "engine")
+    return module, [(one["event"], one.get("reason") or one["version"]) for one in logs]
+
+
+LACKS = (
+    "vLLM {} lacks what servekit uses of its core: it has no vllm.Client (there is no such class "
+    "or function)"
+)
+
+
+def test_the_core_of_a_tested_release_is_used_silently(have: Any) -> None:
+    have("0.30.0", whole=True)
+    assert choose() == ("engine", [])
+
+
+def test_the_core_of_an_untested_release_is_used_with_a_warning(have: Any) -> None:
+    have("0.40.0", whole=True)
+    assert choose() == ("engine", [("vllm_version_untested", "0.40.0")])
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.40.0"])
+def test_a_release_that_lacks_something_is_served_by_its_server(have: Any, version: str) -> None:
+    have(version, whole=False)
+    assert choose() == ("server", [("vllm_served_by_its_server", LACKS.format(version))])
+    with pytest.raises(LoadError) as caught:
+        choose("core")
+    assert (
+        str(caught.value) == f"{LACKS.format(version)}; without `api: core` its own server serves."
+    )
+
+
+def test_the_server_can_be_asked_for(have: Any) -> None:
+    have("0.30.0", whole=True)
+    assert choose("server") == ("server", [])
+
+
+@pytest.mark.skipif(is_there("vllm"), reason="vLLM is installed")
+def test_a_missing_vllm_is_told_with_its_remedy() -> None:
+    with pytest.raises(LoadError, match="vLLM is not installed: servekit engine install vllm"):
+        create_engine(make_spec("/model", engine="vllm"))
+
+
+@pytest.mark.skipif(not is_there("vllm"), reason="vLLM is not installed")
+def test_the_installed_release_has_all_that_is_used() -> None:
+    assert contract.find_lacking(library.packages_folder()) == []
+    assert contract.is_tried(library.vllm_version())

@@ -167,3 +167,14 @@ def test_logprobs_are_of_the_token_and_of_the_best() -> None:
     assert found.logprobs[0].best == ((b"<9>", -1.0), (b"<7>", -2.0))
     [_, last] = requests.convert_scores(logprobs, 2, piece)
     assert last.best[1] == (b"<1>", -9999.0)
+
+
+def test_a_failure_is_told_with_vllms_own_words_if_it_has_any() -> None:
+    silent = output([], 3)
+    assert requests.output_of(1, silent, EOS, piece).error == (
+        "vLLM gave the request up; its log says why."
+    )
+    silent.error = SimpleNamespace(code="paused", message="the engine is paused", retryable=True)
+    assert requests.output_of(1, silent, EOS, piece).error == (
+        "vLLM gave the request up: the engine is paused"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,8 +55,17 @@ class Kernel:
         }
 
 
+@dataclass(frozen=True)
+class FrozenStates:
+    """The request states as later releases pass them to logits processors."""
+
+    prompt_len: Lengths
+    all_token_ids: list[list[int]]
+
+
+@pytest.mark.parametrize("states_of", [SimpleNamespace, FrozenStates])
 def test_the_second_model_runner_bans_what_another_worker_has_begun(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, states_of: Any
 ) -> None:
     from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.sample import sampler
@@ -65,7 +75,7 @@ def test_the_second_model_runner_bans_what_another_worker_has_begun(
     monkeypatch.setattr(buffer_utils, "UvaBackedTensor", Lengths)
     monkeypatch.setattr(sampler, "BadWordsState", Kernel)
     worker_extension.take_up_bad_words()
-    states = SimpleNamespace(prompt_len=Lengths(2), all_token_ids=[[1, 2, 7, 8], [1, 2, 7, 8]])
+    states = states_of(prompt_len=Lengths(2), all_token_ids=[[1, 2, 7, 8], [1, 2, 7, 8]])
     states.prompt_len.np[:] = 4
     states.prompt_len.copy_to_uva()
     kernel = sampler.BadWordsState(states)

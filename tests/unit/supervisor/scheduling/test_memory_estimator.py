@@ -69,6 +69,10 @@ def test_llama_on_one_gpu(tmp_path: Path) -> None:
         ({"engine": "vllm"}, {"torch_dtype": "float32"}, "F32", 2),
         ({}, {"quantization_config": {}}, "I8", 1),
         ({"engine": "vllm", "options": {"quantization": "fp8"}}, {}, "BF16", 1),
+        (
+            {"engine": "vllm", "options": {"engine_args": {"quantization": "fp8"}}},
+            *({}, "BF16", 1),
+        ),
         ({"device": "cpu"}, {}, "BF16", 4),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.scheduling.memory_requests import Assignment
-from servekit.supervisor.workers.worker_spec import make_worker_spec
+from servekit.supervisor.workers.worker_spec import digest_settings, make_worker_spec
 from servekit.system.gpus import Gpu
 
 GPUS = tuple(Gpu(index, f"GPU-{index}", "H200", 10, 10) for index in range(2))
@@ -43,3 +43,34 @@ def test_what_it_may_take_of_the_host(count: int, claim: int) -> None:
     )
     unsaid = ModelConfig.model_validate({"name": "a", "path": "a"})
     assert not make_worker_spec(unsaid, Assignment("a", 0, (), None), "").host_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({}, True),
+        ({"slots": 9, "engine_args": {}}, True),
+        ({"engine_args": {"max-cpu-loras": 4, "async_scheduling": False}}, True),
+        ({"engine_args": {"kv_cache_dtype": "fp8"}}, False),
+        ({"engine_args": {"speculative_config": {"method": "ngram"}}}, False),
+        ({"api": "server"}, False),
+    ],
+)
+def test_the_generation_has_what_may_change_the_text(
+    options: dict[str, object], same: bool
+) -> None:
+    def digest(options: dict[str, object]) -> str:
+        keys = {"name": "a", "path": "a", "engine": "vllm", "options": options}
+        return digest_settings(ModelConfig.model_validate(keys))
+
+    assert (digest(options) == digest({})) is same
+
+
+def test_the_generation_does_not_depend_on_how_arguments_are_written() -> None:
+    def digest(arguments: dict[str, object]) -> str:
+        keys = {"name": "a", "path": "a", "engine": "vllm", "options": {"engine_args": arguments}}
+        return digest_settings(ModelConfig.model_validate(keys))
+
+    assert digest({"kv-cache-dtype": "fp8", "seed": 1}) == digest(
+        {"seed": 1, "--kv_cache_dtype": "fp8"}
+    )
