@@ -136,5 +136,5 @@ class Display:
             return ended, self._wish.requests, words
         total_s = self._wish.duration_s or 1.0
         if took_s > total_s:
-            return total_s, total_s, f"{total_s:g} s are over, the last answers are coming"
+            return total_s, total_s, f"{total_s:g} s are over, waiting for the last answers"
         return took_s, total_s, f"{took_s:.0f} of {total_s:g} s"

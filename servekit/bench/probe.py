@@ -42,8 +42,8 @@ def list_models(target: Target) -> list[str] | None:
         return [model.id for model in msgspec.json.decode(body, type=_Models).data]
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StartError(
-            f"{target.url} does not speak OpenAI's API: GET {target.base}/models says no list of "
-            f"models ({error})"
+            f"{target.url} does not speak OpenAI's API: GET {target.base}/models returns no list"
+            f" of models ({error})"
         ) from None
 
 
@@ -51,7 +51,7 @@ def choose_model(wanted: str | None, known: Sequence[str] | None, url: str) -> s
     """Return the model to use. Raises ConfigError, which lists the available ones."""
     if known is None:
         if wanted is None:
-            raise ConfigError(f"{url} has no list of models: say which with --model")
+            raise ConfigError(f"{url} lists no models: name one with --model")
         return wanted
     if wanted is None and len(known) == 1:
         return known[0]
@@ -60,7 +60,7 @@ def choose_model(wanted: str | None, known: Sequence[str] | None, url: str) -> s
     names = ", ".join(known[:_NAMED]) + (", …" if len(known) > _NAMED else "")
     there = f"there are: {names}" if known else "it has none"
     if wanted is None:
-        raise ConfigError(f"{url} has several models: say which with --model; {there}")
+        raise ConfigError(f"{url} has several models: name one with --model; {there}")
     raise ConfigError(f"{url} has no model {wanted!r}; {there}")
 
 
@@ -142,11 +142,11 @@ def _send_request(
     except TimeoutError:
         raise StartError(f"{target.url} does not answer within {timeout_s:g} s") from None
     except (socket.gaierror, UnicodeError):  # UnicodeError: an invalid name
-        raise StartError(f"{target.url}: there is no host {target.host!r}") from None
+        raise StartError(f"{target.url}: no host is called {target.host!r}") from None
     except http.client.HTTPException as error:
         raise StartError(f"{target.url} does not speak HTTP: {error!r}") from None
     except OSError as error:
-        raise StartError(f"nobody answers at {target.url}: {error.strerror or error}") from None
+        raise StartError(f"nothing answers at {target.url}: {error.strerror or error}") from None
     finally:
         connection.close()
 

@@ -48,7 +48,7 @@ async def learn_answers(
         async with room:
             answer = await client.ask(question, stream=stream)
         if answer.failure:
-            raise ServekitError(f"it does not answer even undisturbed: {answer.failure}")
+            raise ServekitError(f"it does not answer even without a fault: {answer.failure}")
         return answer
 
     first = await asyncio.gather(*(ask(question, True) for question in questions))

@@ -64,7 +64,7 @@ async def flood(scene: Scene) -> Finding:
     slots = sum((model.info.slots if model.info else 1) for _ in model.replicas)
     count = _within_limits(10 * (slots + model.max_queue))
     judge = Judge(
-        "flood", f"{count} clients at once for {slots} slots and {model.max_queue} places"
+        "flood", f"{count} clients at once for {slots} slots and {model.max_queue} queue places"
     )
     known = scene.known[0]
     light = scene.target.client.with_key("light")
@@ -128,7 +128,7 @@ async def vanishing(scene: Scene) -> Finding:
     long = await _long_question(scene)
     exchanges = [await scene.target.client.begin(long, stream=True) for _ in range(count)]
     filled = await _count_started(exchanges, within_s=10.0)
-    judge.promise(filled == count, f"only {filled} streams began")
+    judge.promise(filled == count, f"only {filled} streams started")
     for exchange in exchanges:
         exchange.abort()
     at = time.monotonic()
@@ -141,7 +141,7 @@ async def vanishing(scene: Scene) -> Finding:
         f"all {count} slots taken by the next", free_s, 1.0 + 4 * _first_s(scene) + _JITTER_S
     )
     gone = await _engine_idle(scene)
-    judge.promise(gone, "requests of clients that are gone still run")
+    judge.promise(gone, "requests of disconnected clients still run")
     judge.notes.append(f"{filled} streams ran; the next {count} did after {free_s or 0:.2f} s")
     return judge.finding(load.tally)
 

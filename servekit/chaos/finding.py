@@ -86,7 +86,7 @@ class Judge:
     def clean(self, tally: Tally) -> None:
         """Promise that every request was answered, with its baseline answer."""
         self.promise(tally.clean, tally.complaints())
-        self.promise(tally.answered > 0, "nothing was answered at all")
+        self.promise(tally.answered > 0, "no request was answered")
 
     def soon(self, what: str, took_s: float | None, limit_s: float) -> None:
         took = "never" if took_s is None else f"{took_s:.2f} s"

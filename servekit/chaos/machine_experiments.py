@@ -36,13 +36,13 @@ async def memory_pressure(scene: Scene) -> Finding:
     if not scene.memory_bytes:
         return Judge("memory pressure", "").skip("only with --memory")
     size_bytes = min(scene.memory_bytes, int(cgroup.available_memory_bytes() * _MOST_OF_FREE))
-    judge = Judge("memory pressure", f"{format_bytes(size_bytes)} taken and touched beside it")
+    judge = Judge("memory pressure", f"{format_bytes(size_bytes)} allocated beside it")
     before = await scene.target.status()
     async with scene.load() as load:
         await load.until_busy()
         hog = await _start_hog(size_bytes)
         try:
-            judge.promise(await _await_touched(hog), "the memory could not be had")
+            judge.promise(await _await_touched(hog), "the memory could not be allocated")
             await asyncio.sleep(scene.seconds)
         finally:
             await _end_hog(hog)

@@ -79,7 +79,7 @@ async def _kill_worker(scene: Scene, judge: Judge, end: Callable[[int], None]) -
     judge.notes.append(
         f"longest silence of a stream {format_latency(max(silences.silent_s, default=0))}"
     )
-    judge.notes.append(f"told as: {await _exit_reason(scene, victim.name)}")
+    judge.notes.append(f"exit reason: {await _exit_reason(scene, victim.name)}")
     return judge.finding(load.tally, notice_s, whole_s)
 
 
@@ -127,7 +127,7 @@ async def engine_stalled(scene: Scene) -> Finding:
     mark, stall_s = (scene.target.option(name) for name in ("hang_on", "stall_timeout_s"))
     judge = Judge("engine stalled", "a request that hangs the engine")
     if not mark:
-        return judge.skip("the engine cannot be told to hang (echo with hang_on can)")
+        return judge.skip("the engine cannot be made to hang (echo with hang_on can)")
     if stall_s is None:
         return judge.skip("the model has no stall_timeout_s")
     async with scene.load() as load:
@@ -144,9 +144,11 @@ async def engine_stalled(scene: Scene) -> Finding:
         await asyncio.sleep(scene.seconds)
     judge.clean(load.tally)
     judge.soon("noticed", notice_s, stall_s + STALL_GRACE_S)
-    judge.promise(whole_s is not None, f"not whole within {WHOLE_WITHIN_S:g} s of its end")
+    judge.promise(whole_s is not None, f"not fully ready within {WHOLE_WITHIN_S:g} s of its end")
     judge.promise(_has_dumped(scene, written), "no stack dump in the logs")
-    judge.promise(answer.status >= 400 or bool(answer.error), "the request that hangs succeeded?")
+    judge.promise(
+        answer.status >= 400 or bool(answer.error), "the request that should hang succeeded"
+    )
     judge.notes.append(f"the hanging request: {answer.failure} after {answer.took_s:.1f} s")
     return judge.finding(load.tally, notice_s, whole_s)
 

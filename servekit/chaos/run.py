@@ -49,7 +49,7 @@ class RunOptions:
         if self.kill_supervisor and LAST not in wanted:
             wanted = [*wanted, LAST]
         if LAST in wanted and not self.kill_supervisor:
-            raise ConfigError(f"{LAST} ends the instance; say --kill-supervisor as well")
+            raise ConfigError(f"{LAST} ends the instance; add --kill-supervisor")
         return {name: EXPERIMENTS[name] for name in sorted(wanted, key=list(EXPERIMENTS).index)}
 
 
@@ -62,7 +62,7 @@ async def run_experiments(target: Target, wish: RunOptions) -> AsyncIterator[Fin
     )
     for name, experiment in experiments.items():
         if await target.until_whole(_RECOVER_WITHIN_S) is None:
-            raise ServekitError(f"{await _not_whole(target)}; {name} was not begun")
+            raise ServekitError(f"{await _not_whole(target)}; {name} was not started")
         yield await experiment(scene)
 
 
@@ -84,4 +84,4 @@ async def known_answers(target: Target, count: int = _QUESTIONS) -> list[Known]:
 
 async def _not_whole(target: Target) -> str:
     why = describe_lacking(await target.status()) or "/readyz is not 200"
-    return f"the instance did not serve whole within {_RECOVER_WITHIN_S:g} s ({why})"
+    return f"the instance was not fully ready within {_RECOVER_WITHIN_S:g} s ({why})"

@@ -47,7 +47,7 @@ class Target:
         if not _is_same(url, status.url):
             raise StartError(
                 f"the instance of {run_dir} serves {status.url}, not {url}; "
-                "say --run-dir of the one you mean"
+                "name the right one with --run-dir"
             )
         if not _is_ours(status.pid):
             raise StartError(f"the instance of {run_dir} is not yours")
@@ -175,7 +175,7 @@ def describe_lacking(status: Status) -> str:
 async def _read_status(run_dir: Path) -> Status:
     answer = await ask(run_dir / "control.sock", GetStatus())
     if not isinstance(answer, Status):
-        raise ServekitError("the supervisor gave an answer that does not belong to the question")
+        raise ServekitError("the supervisor sent an answer of an unexpected type")
     return answer
 
 

@@ -84,12 +84,14 @@ Dataset = Annotated[
 Turns = Annotated[str, typer.Option(help="Turns of a conversation: 4, 2..6 …")]
 SharedPrefixTokens = Annotated[
     int,
-    typer.Option(min=0, max=1_000_000, help="Tokens before the prompt that conversations share."),
+    typer.Option(min=0, max=1_000_000, help="Tokens of the prefix that conversations share."),
 ]
 Prefixes = Annotated[
     int, typer.Option(min=1, max=100_000, help="Number of different shared prefixes.")
 ]
-Extra = Annotated[str | None, typer.Option(metavar="JSON", help="Further fields of each request.")]
+Extra = Annotated[
+    str | None, typer.Option(metavar="JSON", help="More JSON fields for each request.")
+]
 
 # ---------------------------------------------------------------- options: the result
 
@@ -211,7 +213,7 @@ def _find_running_url(run_dir: Path | None) -> str:
     except StartError as error:
         raise StartError(f"{error.message}, a URL as argument measures another server") from None
     if not isinstance(status, Status):
-        raise StartError(f"the instance of {folder} does not say where it serves")
+        raise StartError(f"the instance of {folder} does not report its URL")
     return _make_dialable(status.url)
 
 

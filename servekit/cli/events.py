@@ -70,7 +70,7 @@ def events(
     begin = time.time() - _parse_since(since) if since else 0.0
     if not follow and not (folder / FILE).exists():
         instance_lookup.read_status(folder)  # raises if no instance runs
-        raise StartError(f"no events in {folder}: the log says why they cannot be kept")
+        raise StartError(f"no events in {folder}: the log says why events cannot be stored")
     wanted = Wanted(_resolve_name(folder, name, follow=follow), begin)
     for event in _follow_events(folder, wanted, most, follow=follow):
         _write_event(event, as_json=as_json)
@@ -80,7 +80,7 @@ def _parse_since(text: str) -> float:
     try:
         return parse_duration(text)
     except ValueError:
-        raise ConfigError(f"{text!r} is no span of time; say it as 90s, 10m, 2h or 1d") from None
+        raise ConfigError(f"{text!r} is not a duration; write 90s, 10m, 2h or 1d") from None
 
 
 def _resolve_name(folder: Path, name: str, *, follow: bool) -> str:
@@ -108,7 +108,7 @@ def _resolve_name(folder: Path, name: str, *, follow: bool) -> str:
         return known[name]
     there = list(dict.fromkeys((*known, *before)))
     told = f"there are: {', '.join(there) or 'none yet'}{did_you_mean(name, there)}"
-    raise StartError(f"nothing here is or was called {name!r}; {told}")
+    raise StartError(f"no model or process is or was called {name!r}; {told}")
 
 
 def _follow_events(folder: Path, wanted: "Wanted", most: int, *, follow: bool) -> "Iterator[Event]":
@@ -200,7 +200,7 @@ def post_mortem(folder: Path, name: str, nobody: ServekitError, *, as_json: bool
         raise nobody
     ends = newest_events(folder, Wanted(kinds=("down", "crash")), 1)
     if not as_json:
-        sys.stdout.write(f"No servekit runs in {folder}; its events tell:\n")
+        sys.stdout.write(f"No servekit runs in {folder}; its last events:\n")
     for event in sorted((*exits, *ends), key=lambda event: event.id):
         _write_event(event, as_json=as_json)
 

@@ -67,7 +67,7 @@ async def status_soon(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
 
     answer = await ask(run_dir / "control.sock", GetStatus(), timeout_s)
     if not isinstance(answer, Status):
-        raise ServekitError("the supervisor gave an answer that does not belong to the question")
+        raise ServekitError("the supervisor sent an answer of an unexpected type")
     return answer
 
 

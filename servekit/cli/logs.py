@@ -88,10 +88,10 @@ def _check_names(folder: Path, worker: str, *, follow: bool) -> None:
         _check_known(folder, worker)
     elif not names:
         instance_lookup.read_status(folder)  # raises if no instance runs
-        raise StartError(f"nothing has been written in {folder}/logs yet")
+        raise StartError(f"there are no log files in {folder}/logs yet")
     else:
-        others = f"others have: {', '.join(names)}{did_you_mean(worker, names)}"
-        raise ConfigError(f"{worker!r} has written nothing here; {others}")
+        others = f"there are logs of: {', '.join(names)}{did_you_mean(worker, names)}"
+        raise ConfigError(f"{worker!r} has no log here; {others}")
 
 
 def _check_known(folder: Path, worker: str) -> None:
@@ -103,7 +103,7 @@ def _check_known(folder: Path, worker: str) -> None:
     known = [*(model.name for model in status.models), *instance_lookup.process_names(status)]
     if worker and worker not in known:
         there = f"there are: {', '.join(known)}{did_you_mean(worker, known)}"
-        raise ConfigError(f"nothing here is called {worker!r}; {there}")
+        raise ConfigError(f"no model or process is called {worker!r}; {there}")
 
 
 def _last_lines(folder: Path, worker: str, most: int) -> "Iterable[Line]":

@@ -271,7 +271,9 @@ def key_new(
             raise ConfigError(keys.NAME_RULE)
         made, line = keys.new_key(name)
         print(f"{made}\n", flush=True)
-        print("Keep it: nothing can show it again. For the configuration file:", file=sys.stderr)
+        print(
+            "Store it now: it cannot be shown again. For the configuration file:", file=sys.stderr
+        )
         print(f"\nkeys:\n  - name: {name}\n    hash: {line}")
 
 
@@ -384,7 +386,7 @@ def _tell_others(pid: int) -> None:
     from servekit.supervisor.process.instances import listing, running
 
     if others := [one for one in running() if one.record.pid != pid]:
-        print(f"Other instances that run:\n{listing(others)}", file=sys.stderr)
+        print(f"Other running instances:\n{listing(others)}", file=sys.stderr)
 
 
 def _ask_supervisor(
@@ -397,5 +399,5 @@ def _ask_supervisor(
 
     answer = asyncio.run(ask(run_dir / "control.sock", question, timeout_s))
     if not isinstance(answer, kind):
-        raise ServekitError("the supervisor gave an answer that does not belong to the question")
+        raise ServekitError("the supervisor sent an answer of an unexpected type")
     return answer

@@ -39,8 +39,8 @@ class RayConfig(Section):
     """CPUs that each worker claims of its node; for a worker on a CPU also its number of
     threads."""
     gateways: Literal["here", "every_node"] = "here"
-    """Where clients can ask: on the supervisor's node only, or on every node of the cluster, where
-    then one more gateway listens on `server.port`."""
+    """Where clients can connect: on the supervisor's node only, or on every node of the cluster,
+    where then one more gateway listens on `server.port`."""
     grace_s: Annotated[float, Field(ge=0, le=86400)] = 60.0
     """How long workers and gateways serve on after the supervisor is gone, so that the next one can
     adopt them; then they end."""

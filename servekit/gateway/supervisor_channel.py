@@ -110,14 +110,14 @@ class TcpChannel(TcpServer):
         return Attached(resumed, had, os.getpid(), time.monotonic(), state)  # type: ignore[arg-type]
 
     def admit(self, connection: Connection[Any], hello: Hello) -> None:
-        raise WireError("nobody but a supervisor has anything to say to a gateway here")
+        raise WireError("only a supervisor may connect to a gateway here")
 
     # ---- requests of operators
 
     async def put(self, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
         """Send an operator's request and return the answer; raises as `rpc.ask_supervisor`."""
         if not self.heard:
-            raise ConnectionRefusedError("there is no supervisor now")
+            raise ConnectionRefusedError("no supervisor is connected now")
         id, answer = next(self._ids), asyncio.get_running_loop().create_future()
         self._asked[id] = answer
         try:
@@ -137,4 +137,4 @@ class TcpChannel(TcpServer):
         super().detached(connection, error)
         for asked in self._asked.values() if not self.heard else ():
             if not asked.done():
-                asked.set_exception(EOFError("the supervisor hung up"))
+                asked.set_exception(EOFError("the supervisor closed the connection"))

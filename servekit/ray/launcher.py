@@ -91,7 +91,8 @@ class RayLauncher:
                 self._survey.nodes = await asyncio.shield(self.cluster.joined)
         except TimeoutError:
             raise StartError(
-                f"the Ray cluster at {address} has not let us in within {within_s:g} s; look at it"
+                f"the Ray cluster at {address} did not accept this machine within {within_s:g} s;"
+                " look at it"
                 " with `ray status`"
             ) from None
         except Unable as error:

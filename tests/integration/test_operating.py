@@ -252,7 +252,7 @@ def test_a_chat_in_a_terminal(instance: Instance, tmp_path: Path) -> None:
         shown.until("be kind\r\n>>>")
         shown.type("/nothing\n")
         # Ctrl-D is read as such once the prompt is there; before, it is the terminal's own
-        shown.until("there is no /nothing; /help tells what there is\r\n>>> ")
+        shown.until("there is no /nothing; /help lists the commands\r\n>>> ")
         shown.type("\x04")
         assert shown.wait() == 0
     assert "Traceback" not in shown.text
@@ -271,7 +271,7 @@ def test_one_question_by_a_pipe_and_by_url(instance: Instance) -> None:
     assert (done.returncode, done.stdout) == (0, "abcd\n"), done.stderr
     done = cli(instance, *args, "--url", f"{instance.url}/v1/", input="abcdef")
     assert (done.returncode, done.stdout) == (0, "abcd\n"), done.stderr
-    assert "nothing was asked" in cli(instance, *args, input=" \n").stderr
+    assert "no question" in cli(instance, *args, input=" \n").stderr
 
 
 # ---------------------------------------------------------------- completion, init

@@ -62,7 +62,7 @@ class Clients:
             await _send_order(process, order)
         for process in self._processes:
             if not isinstance(await _read_message(process), Ready):
-                raise ServekitError("a client process spoke out of turn")
+                raise ServekitError("a client process sent an unexpected message")
 
     def go(self) -> float:
         """Start the load in all clients at the same time, which is returned."""

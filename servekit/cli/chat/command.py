@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from servekit.cli.chat.stream import Asked, Piece
 
 _HELP = """\
-/system TEXT  say who the model is, and begin anew; alone, it shows what was said
-/clear        begin anew
-/help         this
-Ctrl-C stops an answer, Ctrl-D leaves; a line that ends in \\ goes on in the next one."""
+/system TEXT  set the system message and start a new chat; without TEXT, show it
+/clear        start a new chat
+/help         show this help
+Ctrl-C stops an answer, Ctrl-D quits; a line that ends in \\ continues on the next one."""
 _DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _MOST_HISTORY = 1000
 #: Timeout for the connection; an answer has none.
@@ -37,7 +37,8 @@ def chat(
     model: Annotated[
         str,
         typer.Argument(
-            help="Its name, an alias or an adapter.", autocompletion=instance_lookup.complete_models
+            help="Name or alias of a model, or an adapter.",
+            autocompletion=instance_lookup.complete_models,
         ),
     ],
     url: Annotated[
@@ -97,7 +98,7 @@ def _make_client(url: str, key: str, ca: Path | None, *, insecure: bool) -> "htt
     import httpx
 
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {url}: it begins with http:// or https://")
+        raise ConfigError(f"--url {url}: the URL must begin with http:// or https://")
     verify: bool | ssl.SSLContext = not insecure
     if ca is not None:
         try:
@@ -111,7 +112,7 @@ def _make_client(url: str, key: str, ca: Path | None, *, insecure: bool) -> "htt
 
 def _read_question(text: str) -> str:
     if not text.strip():
-        raise ConfigError("nothing was asked: the input is empty")
+        raise ConfigError("no question: the input is empty")
     return text
 
 
@@ -174,7 +175,7 @@ def _style_output(escape: str) -> str:
 def _run_conversation(talk: Talk, model: str) -> None:
     from servekit.sanitize import one_line
 
-    sys.stdout.write(f"{one_line(model)}: /help tells what there is, Ctrl-D leaves\n")
+    sys.stdout.write(f"{one_line(model)}: /help lists the commands, Ctrl-D quits\n")
     with _keep_history():
         while (text := _read_line()) is not None:
             try:
@@ -214,15 +215,15 @@ def _run_command(talk: Talk, text: str) -> bool:
             sys.stdout.write(f"{_HELP}\n")
         case "/clear":
             talk.clear()
-            sys.stdout.write("begun anew\n")
+            sys.stdout.write("new chat\n")
         case "/system" if rest.strip():
             talk.system = rest.strip()
             talk.clear()
-            sys.stdout.write("begun anew\n")
+            sys.stdout.write("new chat\n")
         case "/system":
-            sys.stdout.write(f"{talk.system or 'nothing was said'}\n")
+            sys.stdout.write(f"{talk.system or 'no system message'}\n")
         case _ if word.startswith("/") and word[1:].isalpha():
-            sys.stdout.write(f"there is no {word}; /help tells what there is\n")
+            sys.stdout.write(f"there is no {word}; /help lists the commands\n")
         case _:
             return False
     return True

@@ -54,7 +54,7 @@ def stream_answer(
                 raise ServekitError(_describe_refusal(response))
             yield from _read_pieces(response)
     except httpx.ConnectError as error:
-        raise StartError(f"nobody answers at {client.base_url}: {error}") from None
+        raise StartError(f"nothing answers at {client.base_url}: {error}") from None
     except httpx.TimeoutException:
         raise ServekitError(f"{client.base_url} does not answer in time") from None
     except httpx.HTTPError as error:
@@ -68,7 +68,9 @@ def _read_pieces(response: httpx.Response) -> Iterator[Piece]:
         try:
             event = json.loads(data)
         except ValueError:
-            raise ServekitError("the server sent what is no JSON; is it OpenAI's API?") from None
+            raise ServekitError(
+                "the server's answer is not JSON; does it have OpenAI's API?"
+            ) from None
         if isinstance(event, dict):
             yield from _of_event(event)
 
@@ -110,7 +112,7 @@ def _describe_refusal(response: httpx.Response) -> str:
     said = ""
     with contextlib.suppress(ValueError, RecursionError):
         said = _error_message(json.loads(text))
-    said = said or f"it says nothing more than {response.reason_phrase!r}"
+    said = said or f"without a reason but {response.reason_phrase!r}"
     hint = "" if response.status_code != 401 else f" {_KEY_HINT}"
     return f"refused ({response.status_code}): {said}{hint}"
 

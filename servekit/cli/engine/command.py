@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name, as `engine list` shows it.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the environment, as `engine list` shows it.")
+]
 
 
 def install(
@@ -19,10 +21,11 @@ def install(
         ),
     ],
     name: Annotated[
-        str, typer.Option(help="Its name; by default package and version: vllm-0.33.0.")
+        str,
+        typer.Option(help="Name of the environment; by default package and version: vllm-0.33.0."),
     ] = "",
     python: Annotated[
-        str, typer.Option(help="The Python interpreter to make it with; by default servekit's.")
+        str, typer.Option(help="Python interpreter of the environment; by default servekit's.")
     ] = "",
     installer: Annotated[
         str,
@@ -60,7 +63,7 @@ def list_environments(
 def remove(
     name: Name,
     force: Annotated[
-        bool, typer.Option("--force", help="Remove it although processes run in it.")
+        bool, typer.Option("--force", help="Remove it even if processes run in it.")
     ] = False,
 ) -> None:
     """Remove an environment, unless processes run in it."""

@@ -142,7 +142,7 @@ def _parse_requirement(text: str) -> Requirement:
     try:
         found = Requirement(text)
     except InvalidRequirement:
-        raise ConfigError(f"{text!r} names no package: write vllm or vllm==0.33.0") from None
+        raise ConfigError(f"{text!r} does not name a package: write vllm or vllm==0.33.0") from None
     if found.name in KINDS and KINDS[found.name].modules:
         found.name = KINDS[found.name].modules[0]
     return found
@@ -155,7 +155,7 @@ def _locked(home: Path) -> Iterator[None]:
         file = (home / ".lock").open("w")
     except OSError as error:
         reason = f"{home} cannot be written: {error.strerror}"
-        raise StartError(f"{reason}; XDG_DATA_HOME names another place") from None
+        raise StartError(f"{reason}; choose another folder with XDG_DATA_HOME") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

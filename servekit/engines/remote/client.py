@@ -71,7 +71,9 @@ class Reply:
         coding = self._response.headers.get("content-encoding", "identity").lower()
         if coding != "identity":
             raise Refused(
-                wrong_answer(f"it is encoded as {coding[:40]!r}, and was asked for as it is")
+                wrong_answer(
+                    f"it is encoded as {coding[:40]!r}, although no encoding was requested"
+                )
             )
         self._first = await anext(self._raw, b"")
         if not self._first:

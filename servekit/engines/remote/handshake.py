@@ -135,6 +135,6 @@ def to_load_error(refusal: Refused, key_name: str, key: str) -> LoadError:
     said = refusal.error.message
     if refusal.status in _UNAUTHORISED:
         hint = f"the key in the variable {key_name}" if key else "`key_environment` names none"
-        return LoadError(f"{said}; it does not take {hint}" if key else f"{said}; {hint}")
+        return LoadError(f"{said}; it does not accept {hint}" if key else f"{said}; {hint}")
     permanent = not refusal.again and refusal.status != 429
     return LoadError(said, permanent=permanent)

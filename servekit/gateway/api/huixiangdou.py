@@ -64,7 +64,7 @@ class InferenceAnswer(msgspec.Struct):
     """The answer of /inference, with status 200 also if there is none, and errors of both paths."""
 
     text: Annotated[str, doc("The text", ANSWER)]
-    error: Annotated[str, doc("Why there is no text; empty if there is")]
+    error: Annotated[str, doc("The reason why there is no text; empty if there is one")]
 
 
 def encode_error(error: ServekitError) -> tuple[int, bytes]:
@@ -86,7 +86,7 @@ class InferenceEncoder(ResponseEncoder):
         error = ""
         if choice.reasoning and not choice.text:
             tokens = generation.completion_tokens
-            error = f"the model did not get past its thoughts, {tokens} tokens long"
+            error = f"the model did not finish its thoughts, {tokens} tokens long"
         return _encode(InferenceAnswer(choice.text, error))
 
 
@@ -157,7 +157,7 @@ class Legacy:
         if backend and router.serves(backend):
             return backend
         if not any(router.models()):
-            raise ModelUnavailable("there is no model here that may be used")
+            raise ModelUnavailable("no model may be used here")
         return router.find("").status.name
 
 

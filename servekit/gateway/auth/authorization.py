@@ -177,7 +177,7 @@ class Access:
         caller = ACTING.get()
         if caller is not None and not (caller.rule.metrics or caller.rule.admin):
             needs = "/metrics needs a key with `metrics: true`"
-            raise Forbidden(f"{needs}, and the key {caller.rule.name!r} has not")
+            raise Forbidden(f"{needs}, which the key {caller.rule.name!r} lacks")
 
     def require_admin(self) -> ApiKey:
         """Return the current caller if it may administer. Raises Forbidden.

@@ -378,7 +378,7 @@ def unknown(model: str, usable: Iterable[ModelStatus]) -> ModelNotFound:
     aliases = sorted(alias for one in found for alias in one.aliases)
     known = [*sorted(one.name for one in found), *aliases]
     served = f"{', '.join(known) or 'none yet'}{did_you_mean(model, known[:_MOST_COMPARED])}"
-    said = f"the model {model[:128]!r} is not served here; served are: {served}"
+    said = f"the model {model[:128]!r} is not served here; the models are: {served}"
     return ModelNotFound(said, param="model")
 
 

@@ -45,13 +45,13 @@ QUARANTINE_AT = 3
 MOST_DEATHS = 16
 #: Error text for a client with a partial answer of an engine that cannot continue it.
 NOT_RESUMED = (
-    "the worker died in the middle of the answer, and this model's engine cannot go on where"
-    " another left off; ask again"
+    "the worker died in the middle of the answer, and this model's engine cannot continue it"
+    " elsewhere; send the request again"
 )
 #: The same, if no worker of the generation that began the answer is left.
 CHANGED = (
     "its worker ended in the middle of the answer, and another model, adapter or version of it is"
-    " served under this name by now, which would go on in other words; ask again"
+    " served under this name now, which would continue it differently; send the request again"
 )
 
 

@@ -233,7 +233,7 @@ class Router:
 
     def cut(self) -> None:
         """Fail all calls in flight, because the time to drain is over."""
-        said = "servekit has shut down before this was done; ask again when it is back"
+        said = "servekit shut down before this was done; send the request again when it is back"
         for call in list(self._open):
             self._withdraw(call)
             call.fail(ModelUnavailable(said, retry_after_s=5.0))

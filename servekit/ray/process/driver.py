@@ -142,7 +142,7 @@ class Driver:
         until = time.monotonic() + wish.within_s - _SOONER_S
         there = await nodes.living_nodes()
         if wish.node and wish.node not in there:
-            return c.Sorry(wish.id, "it is no node of the Ray cluster any more")
+            return c.Sorry(wish.id, "it is no longer a node of the Ray cluster")
         if not wish.node:
             self._wants = wish.wants  # also for nodes that join later
         asked = [there[wish.node]] if wish.node else there.values()

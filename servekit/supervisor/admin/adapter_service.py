@@ -98,7 +98,7 @@ class AdapterDesk:
             raise ConfigError(f"an adapter {name!r} is being loaded onto another model")
         base, _, rest = name.rpartition("/")
         if base == fleet.model.name and (rest.isdecimal() or rest.startswith("standby")):
-            raise ConfigError(f"{name!r} is what a worker is called; take another name")
+            raise ConfigError(f"{name!r} is the name of a worker; choose another name")
         # a configured adapter of this model may have been removed, and may be added again
         filed = name in {adapter.name for adapter in fleet.model.adapters}
         own = filed or fleet.adapters.book.get(name) is not None

@@ -159,7 +159,7 @@ class Operators:
         """Answer an operator's HTTP request that a gateway on another machine passes on."""
         question = asked.question
         if isinstance(question, Shutdown):  # not offered over HTTP
-            send(AdminResponse(asked.id, Refused("that is not for a gateway to ask")))
+            send(AdminResponse(asked.id, Refused("a gateway may not request that")))
             return
         self._later(
             _pass_on(self.answer(question), lambda told: send(AdminResponse(asked.id, told)))

@@ -83,7 +83,7 @@ def why(
     known += [replica.name for fleet in fleets for replica in fleet.replicas]
     known += [life.name for life in others]
     there = f"{', '.join(known)}{did_you_mean(name, known)}"
-    return Refused(f"nothing here is called {name!r}; there are: {there}", True)
+    return Refused(f"no model or process is called {name!r}; there are: {there}", True)
 
 
 def _stories(fleet: Deployment) -> tuple[ReplicaHistory, ...]:

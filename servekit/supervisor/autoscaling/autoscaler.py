@@ -194,7 +194,7 @@ def least_to_lose(replicas: Sequence[WorkerProcess]) -> WorkerProcess:
 
 def _waits(limits: Limits, facts: ScalingInput) -> str:
     if facts.failing:
-        return "none is added while one is failing"
+        return "no replica is added while one is failing"
     if facts.coming:
         return ""
     return f"`max` is {limits.most}" if facts.living >= limits.most else "the last did not come up"

@@ -98,7 +98,7 @@ class LocalCapacity:
             if fleets.pool.has_room(fleet.model, slot) and not self._lacks(fleet.model, slot):
                 return slot
         gpus = "no GPU that it may use has" if own.width == 1 else f"no {own.width} GPUs have"
-        return NoCapacity(f"no room: {gpus} what a replica claims")
+        return NoCapacity(f"no room: {gpus} room for the claim of a replica")
 
     def _want(self, model: ModelConfig, slots: Sequence[Slot]) -> Want:
         gpus = allowed(0, model, self._fleets.gpus)

@@ -319,7 +319,7 @@ class Deployment:
         backs: Sequence[Slot] = (),
     ) -> None:
         """Roll back to the old version, which serves on, and has `backs` as planned GPUs again."""
-        why = next((replica.reason for replica in fresh if replica.reason), "it did not come up")
+        why = next((replica.reason for replica in fresh if replica.reason), "it did not start")
         log.error("model_reload_failed", model=self.model.name, reason=why)
         self.failed = tuple(replica.story() for replica in fresh)
         for replica in fresh:
@@ -327,7 +327,7 @@ class Deployment:
         self.planned = (*(replica.place.gpus for replica in self._living()), *backs)
         at = time.strftime("%H:%M:%S")
         for replica in old:
-            replica.explain_state(f"serves on: what was loaded at {at} failed: {why}")
+            replica.explain_state(f"the version loaded at {at} failed, this one serves on: {why}")
         if old:
             self.model, self.adapters = old[0].model, old[0].adapters
             self.circuit = old[0].circuit or self.circuit

@@ -271,7 +271,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self.end(Stop(), _NOW_S)
         if self.child is not None:
             self.child.send(Stop())
-            self._loop.call_later(_NOW_S, self.child.kill, "told to stop at once, killed")
+            self._loop.call_later(_NOW_S, self.child.kill, "stopped at once, killed")
 
     @property
     def ending(self) -> bool:

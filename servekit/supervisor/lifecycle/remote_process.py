@@ -249,7 +249,7 @@ class RemoteChild(Generic[Incoming]):
                 await attached
         except TimeoutError:
             connection.abort()
-            raise TimeoutError(f"{self.address} has not said who it is") from None
+            raise TimeoutError(f"{self.address} has not identified itself") from None
 
     def _on_hello(self, hello: Hello) -> None:
         connection = self._connection
@@ -280,7 +280,7 @@ class RemoteChild(Generic[Incoming]):
     def _on_attached(self, told: Attached) -> None:
         missing = self._kept.after(told.have)
         if self.pid and (not told.resumed or missing is None):
-            self._conclude(Exit(None, None, (), cause="it is not the process any more that it was"))
+            self._conclude(Exit(None, None, (), cause="it is another process now"))
             return
         self.added = self.added if self.pid else told.added
         self.pid, self.state, self.spec = told.pid, told.state, told.spec

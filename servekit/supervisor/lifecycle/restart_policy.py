@@ -241,7 +241,7 @@ class CircuitBreaker:
         if breaker.state == "closed":
             return "closed"
         text = (
-            f"crash loop: {breaker.fruitless} lives in a row ended before they had completed a "
+            f"crash loop: {breaker.fruitless} processes in a row died before completing a "
             f"request (the last: {self._last_reason})"
         )
         tried = _format_time(self._tried_at)

@@ -118,7 +118,7 @@ def make_room(
         return [], f"{short}, {STAY}"
     steps = _evict(able, one, lacking, room, now, short)
     room.keep(one.need)
-    names = _names(able, steps) or "what is leaving"
+    names = _names(able, steps) or "a model that is unloading"
     return steps, f"{short}; it waits for {names}"
 
 

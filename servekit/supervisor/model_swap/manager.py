@@ -15,7 +15,7 @@ import structlog
 
 from servekit.errors import did_you_mean
 from servekit.protocol.messages import Accepted, Refused
-from servekit.protocol.residency import KeepAlive, ResidencyStatus, SetResidency
+from servekit.protocol.residency import KeepAlive, ResidencyStatus, SetResidency, tier_text
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.event_log import journal
@@ -232,7 +232,7 @@ class SwapManager:
                 row.refuse()
                 return Refused(f"{name} cannot be {_DONE[wish.want]}: {why}")
             if not wish.wait:
-                return Accepted(f"{name} is {row.tier}")
+                return Accepted(f"{name} is {tier_text(row.tier)}")
             await asyncio.sleep(_LOOK_EVERY_S)
             row.settle()
         return Accepted(f"{name} is {already}{_DONE[wish.want]}")
@@ -240,7 +240,7 @@ class SwapManager:
     def _hopeless(self, row: ModelState) -> str:
         """Return why an operator's request cannot succeed; "" while it still may."""
         if self._halted or row.fleet not in self._rows:
-            return "servekit is shutting down" if self._halted else "the file has it no more"
+            return "servekit is shutting down" if self._halted else "it is no longer in the file"
         if row.wish in ("load", "wake") and row.tier == "failed":
             reasons = (replica.reason for replica in row.fleet.living if replica.reason)
             return next(reasons, "its workers have failed")

@@ -11,7 +11,7 @@ import structlog
 from msgspec.structs import replace
 
 from servekit.config.engines.options import KINDS
-from servekit.protocol.residency import LoadMode, Residency, ResidencyStatus, Want
+from servekit.protocol.residency import LoadMode, Residency, ResidencyStatus, Want, tier_text
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.model_swap import policy
@@ -143,7 +143,8 @@ class ModelState:
         if want == "sleep" and (why := self.sleepless_for_good()):
             return why
         if want == "wake" and self.tier not in ("asleep", "resident", "leaving"):
-            return f"{self.fleet.model.name} is {self.tier}, not asleep; `servekit load` loads it"
+            tier = tier_text(self.tier)
+            return f"{self.fleet.model.name} is {tier}, not asleep; `servekit load` loads it"
         self._touched, self.wish, self.restless = True, want, ""
         self._held = want == "unload" and self.fleet.model.load == "on_start"
         self._sleepless_until = -math.inf
@@ -165,7 +166,8 @@ class ModelState:
         if info is not None and not info.sleeps:
             return f"{model.name} was not loaded so that it can sleep; give it `idle_sleep_s`"
         if self.tier not in ("resident", "asleep", "leaving"):
-            return f"{model.name} is {self.tier}; only a model that is loaded can be put to sleep"
+            tier = tier_text(self.tier)
+            return f"{model.name} is {tier}; only a model that is loaded can be put to sleep"
         return ""
 
     def refuse(self) -> None:

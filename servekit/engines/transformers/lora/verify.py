@@ -132,7 +132,7 @@ def verify_alone(
     effect = relative_error(logits, base)
     if effect == 0:
         raise RequestError(
-            "The adapter changes nothing: the model says with it what it says without.", param=PARAM
+            "The adapter has no effect: the model's output is the same without it.", param=PARAM
         )
     return Alone(logits, effect, figures | {"effect": effect})
 
@@ -172,7 +172,7 @@ def verify_undisturbed(said: Said, before: Said, tolerance: Tolerance, who: str)
     )
     if not found <= tolerance.logits:
         raise RequestError(
-            f"Beside the adapter {who} says something else: {found:.1%} off.", param=PARAM
+            f"With the adapter loaded, {who} has other logits: {found:.1%} off.", param=PARAM
         )
     return found
 
@@ -181,7 +181,7 @@ def _require_agreement(found: float, effect: float, tolerance: Tolerance, how: s
     allowed = tolerance.allowed(effect)
     if not found <= allowed:
         raise RequestError(
-            f"The adapter says something else {how} than alone: its logits are {found:.1e} off, "
+            f"The adapter's output differs {how}: its logits are {found:.1e} off, "
             f"where its whole effect is {effect:.1e} and {allowed:.0e} is allowed.",
             param=PARAM,
         )
@@ -217,8 +217,8 @@ def check_layers(model: Any, run: Callable[[], object], tolerance: Tolerance) ->
     _require_alive(seen)
     if seen and all(torch.equal(one.made, _base_output(one)) for one in seen):
         raise RequestError(
-            f"The adapter changes nothing: each of its {len(seen)} layers, such as "
-            f"{seen[0].name}, gives what the base's own gives.",
+            f"The adapter has no effect: each of its {len(seen)} layers, such as "
+            f"{seen[0].name}, has the output of the base's own.",
             param=PARAM,
         )
     chosen = _within_budget(seen)
@@ -227,7 +227,7 @@ def check_layers(model: Any, run: Callable[[], object], tolerance: Tolerance) ->
     known = [(one, value) for one, value in merged if value is not None]
     if known:
         figures["merge_error"] = _require_accurate(
-            known, tolerance, "merged, it gives something else"
+            known, tolerance, "its output differs once merged"
         )
     against = [(one, _reference_error(one)) for one in chosen]
     if against:

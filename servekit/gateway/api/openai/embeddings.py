@@ -144,8 +144,8 @@ class Vectors:
             raise RequestError("give either prompt or messages", param="prompt")
         if request.add_special_tokens is False or request.add_generation_prompt is False:
             raise Unsupported(
-                "add_special_tokens and add_generation_prompt: tokens are told as a request has"
-                " them, with both",
+                "add_special_tokens and add_generation_prompt: tokens are returned as a"
+                " request has them, with both",
                 param="add_special_tokens",
             )
         call.prompt = request.prompt

@@ -40,7 +40,10 @@ def home(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("wish", "expected"),
     [
-        (Wish(("vllm latest",)), "'vllm latest' names no package: write vllm or vllm==0.33.0"),
+        (
+            Wish(("vllm latest",)),
+            "'vllm latest' does not name a package: write vllm or vllm==0.33.0",
+        ),
         (Wish(("vllm",), installer="conda"), "--with is uv or pip, not 'conda'"),
         (Wish(("vllm",), name="../x"), "--name '../x': letters, digits"),
         (Wish(("vllm",), python="python9.9"), "there is no Python interpreter python9.9"),

@@ -480,7 +480,7 @@ async def test_what_cannot_be_resumed_ends_with_an_error_or_begins_anew(service:
     assert (await begun.next_delta()).text == "hel"
     await until(lambda: len(whole.emitted) == 3)
     worker.kill()
-    with pytest.raises(WorkerLost, match="cannot go on"):
+    with pytest.raises(WorkerLost, match="cannot continue it"):
         await answer(begun)
     await service.up()
     assert await answer(whole) == await answer(fresh) == "hello "

@@ -122,7 +122,7 @@ async def test_a_gateway_may_pass_on_what_is_asked_over_http_and_no_more() -> No
         0: STATUS,
         1: Why("m", "closed", ()),
         2: Accepted("a added"),
-        3: Refused("that is not for a gateway to ask"),
+        3: Refused("a gateway may not request that"),
     }
     assert not desk.heard
 

@@ -82,7 +82,7 @@ def one_more(*fleets: Deployment, dead: dict[str, dict[str, int]] | None = None)
     return found[0].index if found else ()
 
 
-NO_GPU = "no room: no GPU that it may use has what a replica claims"
+NO_GPU = "no room: no GPU that it may use has room for the claim of a replica"
 
 
 @pytest.mark.parametrize(

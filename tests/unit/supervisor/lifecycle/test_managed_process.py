@@ -205,7 +205,7 @@ async def test_boot_failures_in_a_row_are_given_up(play: Play) -> None:
     stage = play(exit_on_load=9)
     await stage.until("failed")
     assert stage.replica.restarts == 2
-    assert stage.replica.reason.startswith("crash loop: 3 lives in a row ended before")
+    assert stage.replica.reason.startswith("crash loop: 3 processes in a row died before")
     assert "(the last: exit code 9 before it was ready)" in stage.replica.reason
     story = stage.replica.story()
     assert [record.code for record in story.exits] == [9, 9, 9]

@@ -98,8 +98,8 @@ def test_it_learns_what_it_takes_to_have_it() -> None:
     ("states", "want", "why"),
     [
         ((), "sleep", "a is stopped; only a model that is loaded can be put to sleep"),
-        (("starting",), "sleep", "a is coming; only a model that is loaded"),
-        (("starting",), "wake", "a is coming, not asleep; `servekit load` loads it"),
+        (("starting",), "sleep", "a is loading; only a model that is loaded"),
+        (("starting",), "wake", "a is loading, not asleep; `servekit load` loads it"),
         (("asleep",), "wake", ""),
         (("ready",), "sleep", ""),
         ((), "load", ""),

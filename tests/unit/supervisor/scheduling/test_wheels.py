@@ -70,7 +70,7 @@ def test_versions_that_are_there_and_that_are_not(
             tmp_path, "pypi:tiny_model==1.0", "pypi:tiny-model==2.0/a.gguf", "pypi:nobody==1/m"
         )
     assert (there.level, there.place) == ("ok", "models[0].path: m0")
-    assert there.said == "tiny-model==1.0 is to be fetched: 3 MiB; the disk has room."
+    assert there.said == "tiny-model==1.0 will be fetched: 3 MiB; the disk has room."
     assert other.level == none.level == "error"
     assert "has no tiny-model==2.0: it has 1.0" in other.said
     assert "it has no wheel of nobody" in none.said
