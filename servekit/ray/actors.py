@@ -12,17 +12,17 @@ from typing import Any, Literal
 import structlog
 
 from servekit.protocol.ray_messages import (
-    Berth,
-    Berthed,
     Exited,
-    Held,
+    GetStrayMemory,
     Measured,
+    PlaceWorker,
+    ReleasePlace,
     Running,
     Signal,
     Start,
     Started,
-    Strays,
-    Vacate,
+    StrayMemory,
+    WorkerPlaced,
 )
 from servekit.protocol.transport.credentials import Renew, Role
 from servekit.ray.certificates import Certificates
@@ -91,7 +91,7 @@ class RayActors:
         self,
         name: str,
         wait: Callable[[str], None],
-        wish: Callable[[int], Berth],
+        wish: Callable[[int], PlaceWorker],
         measure: Callable[[RemoteGpus], None] = lambda told: None,
     ) -> str:
         """Wait for a place that `wish` requests with its id; return why there is none, or ""."""
@@ -100,7 +100,7 @@ class RayActors:
         place.wait, place.measure, place.host, place.gpus = wait, measure, "", ()
         measure(RemoteGpus())
         try:
-            found: Berthed = await self.cluster.ask(wish)
+            found: WorkerPlaced = await self.cluster.ask(wish)
         except Unable as error:
             return error.message
         finally:
@@ -159,7 +159,7 @@ class RayActors:
         """Return a message about GPU memory that it holds elsewhere; "" if none or unknown."""
         try:
             async with asyncio.timeout(VACATE_S):
-                found: Held = await self.cluster.ask(lambda id: Strays(id, name))
+                found: StrayMemory = await self.cluster.ask(lambda id: GetStrayMemory(id, name))
         except (Unable, TimeoutError):
             return ""
         return found.stray
@@ -170,7 +170,7 @@ class RayActors:
             return
         try:
             async with asyncio.timeout(VACATE_S):
-                await self.cluster.ask(lambda id: Vacate(id, name))
+                await self.cluster.ask(lambda id: ReleasePlace(id, name))
         except (Unable, TimeoutError) as error:
             log.warning("placement_not_released", worker=name, reason=str(error))
 

@@ -17,18 +17,18 @@ import structlog
 from servekit.config.cluster import RayConfig
 from servekit.protocol.ray_messages import (
     Answer,
+    ClusterJoined,
     Exited,
     FromCluster,
-    Join,
-    Joined,
-    Keep,
+    JoinCluster,
+    KeepPlaces,
     Lines,
     Measured,
     Node,
+    NodeRequirements,
     Nodes,
-    Sorry,
-    Waits,
-    Want,
+    PlacementWaits,
+    RequestFailed,
 )
 from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
@@ -70,7 +70,7 @@ class Cluster(ManagedProcess[FromCluster]):
         host: SupervisorContext,
         settings: RayConfig,
         namespace: str,
-        wants: tuple[Want, ...],
+        wants: tuple[NodeRequirements, ...],
         listener: Listener,
         *,
         watch: bool = False,
@@ -108,7 +108,7 @@ class Cluster(ManagedProcess[FromCluster]):
         self._join_id = next(self._ids)
         own = self._settings
         self.child.send(
-            Join(
+            JoinCluster(
                 self._join_id,
                 own.address,
                 self._namespace,
@@ -124,7 +124,7 @@ class Cluster(ManagedProcess[FromCluster]):
 
     def receive(self, message: FromCluster) -> None:
         match message:
-            case Joined(_, nodes, turn, own):
+            case ClusterJoined(_, nodes, turn, own):
                 self._turn = turn
                 log.info("ray_joined", nodes=len(nodes))
                 self.there.set()
@@ -137,11 +137,11 @@ class Cluster(ManagedProcess[FromCluster]):
                 log.info("ray_nodes_changed", nodes=len(nodes))
                 self.nodes = nodes
                 self.on_nodes()
-            case Sorry(id, reason) if id == self._join_id:
+            case RequestFailed(id, reason) if id == self._join_id:
                 if not self.joined.done():
                     self.joined.set_exception(Unable(reason))
                 self.fail(f"cannot join the Ray cluster: {reason}", permanent=False)
-            case Waits(name, what):
+            case PlacementWaits(name, what):
                 self._listener.waits(name, what)
             case Lines(name, lines):
                 self._listener.lines(name, lines)
@@ -155,7 +155,7 @@ class Cluster(ManagedProcess[FromCluster]):
                     asked.set_result(message)
 
     async def ask(self, make: Callable[[int], msgspec.Struct]) -> Any:
-        """Return the answer. Raises Unable if there is none, or it is Sorry."""
+        """Return the answer. Raises Unable if there is none, or it is RequestFailed."""
         await self.there.wait()
         if self.child is None:
             raise Unable("the process that speaks to Ray has died")
@@ -166,7 +166,7 @@ class Cluster(ManagedProcess[FromCluster]):
             answer = await asked
         finally:
             self._asked.pop(id, None)
-        if isinstance(answer, Sorry):
+        if isinstance(answer, RequestFailed):
             raise Unable(answer.message, answer.pid)
         return answer
 
@@ -180,7 +180,7 @@ class Cluster(ManagedProcess[FromCluster]):
         self._listener.look()
 
     def keep(self, names: tuple[str, ...]) -> None:
-        self.tell(Keep(names))
+        self.tell(KeepPlaces(names))
 
     def forget_child(self) -> None:
         self.there.clear()

@@ -21,7 +21,7 @@ from servekit.config.engines.options import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.errors import StartError
 from servekit.protocol.messages import Status, Stop
-from servekit.protocol.ray_messages import Berth, Node
+from servekit.protocol.ray_messages import Node, PlaceWorker
 from servekit.protocol.transport.credentials import Credentials
 from servekit.ray import bootstrap, node_requirements
 from servekit.ray.actors import VACATE_S, RayActors, StartOrder
@@ -69,13 +69,13 @@ class RayLauncher:
         self.cluster_authority = authority.certificate  # PEM
         self._certificates = Certificates(authority, self._settings.certificate_life_s)
         self.gateways_everywhere = self._settings.gateways == "every_node"
-        self.berths = RayActors(self._certificates)
-        self.cluster = self.berths.cluster = Cluster(
+        self.actors = RayActors(self._certificates)
+        self.cluster = self.actors.cluster = Cluster(
             host,
             self._settings,
             bootstrap.ray_namespace(self._settings, host.run_dir.path),
             bootstrap.model_wants(plan.config.models),
-            self.berths,
+            self.actors,
             watch=self.gateways_everywhere,
         )
 
@@ -152,7 +152,7 @@ class RayLauncher:
         return self._certificates.issue("gateway", name)
 
     def renewed(self, gateway: str) -> Credentials | None:
-        if self.berths.host(gateway):
+        if self.actors.host(gateway):
             return None
         return self._certificates.due("gateway", gateway)
 
@@ -165,10 +165,10 @@ class RayLauncher:
         mark = self._fingerprint(guest)
         claim = (guest.place.elsewhere, self._settings.cpus, self._settings.strategy)
         want = bootstrap.model_want(guest.model)
-        return await self.berths.enter(
+        return await self.actors.enter(
             guest.name,
             lambda what: guest.show_wait(what),
-            lambda id: Berth(id, guest.name, guest.model.name, *claim, mark, want=want),
+            lambda id: PlaceWorker(id, guest.name, guest.model.name, *claim, mark, want=want),
             lambda told: guest.measure_gpus(told),
         )
 
@@ -179,7 +179,7 @@ class RayLauncher:
         on_message: Callable[[Any], None],
         on_line: Callable[[str], None],
     ) -> RemoteChild[Any]:
-        host = self.berths.host(guest.name)
+        host = self.actors.host(guest.name)
         order = StartOrder(
             args=(
                 *("--name", guest.name),
@@ -191,16 +191,16 @@ class RayLauncher:
             log_path=self._host.run_dir.log_path(guest.name),
             pin=KINDS[guest.model.engine].pin,
         )
-        return await self.berths.spawn(guest.name, order, incoming, on_message, on_line)
+        return await self.actors.spawn(guest.name, order, incoming, on_message, on_line)
 
     async def strays(self, name: str) -> str:
-        return await self.berths.strays(name)
+        return await self.actors.strays(name)
 
     async def release(self, name: str) -> None:
-        await self.berths.release(name)
+        await self.actors.release(name)
 
     def where(self, name: str) -> str:
-        return self.berths.where(name)
+        return self.actors.where(name)
 
     # ---- identity of a worker
 

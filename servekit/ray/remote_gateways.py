@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from servekit import __version__
 from servekit.config.schema import ServerConfig
 from servekit.protocol.messages import FromGateway, GatewayStatus, Stop, Topology
-from servekit.protocol.ray_messages import Berth, Node
+from servekit.protocol.ray_messages import Node, PlaceWorker
 from servekit.protocol.remote_gateway import (
     AdminRequest,
     AdminResponse,
@@ -81,12 +81,12 @@ class RemoteGateway(Gateway):
     # ---- place
 
     async def enter(self) -> str:
-        node, berths = self.node, self._service.launcher.berths
+        node, berths = self.node, self._service.launcher.actors
         mark = self._fingerprint()
         refusal = await self._service.launcher.fault(node) or await berths.enter(
             self.name,
             lambda what: None,
-            lambda id: Berth(id, self.name, "", 0, 0.0, "PACK", mark, node.node),
+            lambda id: PlaceWorker(id, self.name, "", 0, 0.0, "PACK", mark, node.node),
         )
         return f"on the node {node.host}: {refusal}" if refusal else ""
 
@@ -100,7 +100,7 @@ class RemoteGateway(Gateway):
             listen=self._listen(),
         )
         try:
-            child = await self._service.launcher.berths.spawn(
+            child = await self._service.launcher.actors.spawn(
                 self.name, order, self.incoming, self.receive, self._on_line
             )
         except Unable as error:
@@ -110,7 +110,7 @@ class RemoteGateway(Gateway):
 
     async def run(self) -> None:
         await super().run()
-        await self._service.launcher.berths.release(self.name)
+        await self._service.launcher.actors.release(self.name)
         self.on_over(self)
 
     def _args(self) -> tuple[str, ...]:
