@@ -62,7 +62,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EventFilter:
     """A filter for events; `name` is a model's or a process's name, "" for all."""
 
     name: str = ""
@@ -71,7 +71,7 @@ class Wanted:
     kinds: tuple[str, ...] = ()
 
 
-def newest_events(folder: Path, wanted: Wanted, most: int) -> list[Event]:
+def newest_events(folder: Path, wanted: EventFilter, most: int) -> list[Event]:
     """Return the last `most` matching events in ascending order; [] if no file is readable."""
     path = folder / FILE
     if not path.is_file():
@@ -123,7 +123,7 @@ def parse_details(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _where_clause(wanted: Wanted) -> tuple[str, list[Any]]:
+def _where_clause(wanted: EventFilter) -> tuple[str, list[Any]]:
     parts: list[str] = ["at >= ?", "id > ?"]
     values: list[Any] = [wanted.since, wanted.after]
     if wanted.name:

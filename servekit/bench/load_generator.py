@@ -14,8 +14,8 @@ from collections.abc import Coroutine, Iterator
 
 from servekit.bench.client.client_protocol import (
     PATHS,
+    ClientLoad,
     Ended,
-    Order,
     Record,
     Report,
     Target,
@@ -39,7 +39,7 @@ _IN_A_ROW = 16
 
 
 class Driver:
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: ClientLoad) -> None:
         self._order = order
         self._prompts = Prompts(order.asking, order.seed)
         self._dialer = Dialer(order.target)

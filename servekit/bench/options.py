@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from servekit.bench import lengths, slo
-from servekit.bench.client.client_protocol import Api, Asking, Order, Target
+from servekit.bench.client.client_protocol import Api, Asking, ClientLoad, Target
 from servekit.bench.lengths import Lengths
 from servekit.bench.prompts import read_dataset
 from servekit.errors import ConfigError
@@ -58,11 +58,11 @@ class Options(msgspec.Struct, frozen=True):
         need = (load.users or 0) / _USERS_EACH if load.users else (load.rate or 0.0) / _RATE_EACH
         return max(1, min(math.ceil(need), len(os.sched_getaffinity(0)), most))
 
-    def orders(self, load: Load, asking: Asking) -> Iterator[Order]:
+    def orders(self, load: Load, asking: Asking) -> Iterator[ClientLoad]:
         """Yield the orders of the client processes, with users and requests divided among them."""
         clients = self.processes_of(load)
         for index in range(clients):
-            yield Order(
+            yield ClientLoad(
                 target=self.target,
                 asking=asking,
                 index=index,

@@ -11,7 +11,7 @@ import msgspec
 
 from servekit.bench.client.client_protocol import PATHS, Asking, Target
 from servekit.bench.client.connection_pool import CONNECT_S, tls_context
-from servekit.bench.client.response_schemas import Answer, decode_answer, message_of
+from servekit.bench.client.response_schemas import AnswerSchema, decode_answer, message_of
 from servekit.bench.prompts import Prompts
 from servekit.errors import ConfigError, StartError
 
@@ -99,7 +99,7 @@ def _count_tokens(
     return tokens * 4, None if answer.usage is None else answer.usage.prompt_tokens
 
 
-def _check_answer(target: Target, path: str, status: int, body: bytes) -> Answer:
+def _check_answer(target: Target, path: str, status: int, body: bytes) -> AnswerSchema:
     if status in (401, 403):
         raise StartError(_describe_refusal(target, status, body))
     if status != 200:

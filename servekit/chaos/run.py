@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from servekit.chaos import client_experiments, machine_experiments, process_experiments
-from servekit.chaos.baseline_answers import Known, learn_answers, make_prompt
+from servekit.chaos.baseline_answers import BaselineAnswer, learn_answers, make_prompt
 from servekit.chaos.client import Question
-from servekit.chaos.finding import Finding, Scene
+from servekit.chaos.finding import ExperimentContext, ExperimentResult
 from servekit.chaos.target import Target, describe_lacking
 from servekit.errors import ConfigError, ServekitError
 
-Experiment = Callable[[Scene], Awaitable[Finding]]
+Experiment = Callable[[ExperimentContext], Awaitable[ExperimentResult]]
 
 LAST = "supervisor-killed"
 EXPERIMENTS: dict[str, Experiment] = {
@@ -53,11 +53,11 @@ class RunOptions:
         return {name: EXPERIMENTS[name] for name in sorted(wanted, key=list(EXPERIMENTS).index)}
 
 
-async def run_experiments(target: Target, wish: RunOptions) -> AsyncIterator[Finding]:
+async def run_experiments(target: Target, wish: RunOptions) -> AsyncIterator[ExperimentResult]:
     """Yield a finding per experiment. Raises ServekitError if the instance is not healthy."""
     experiments = wish.experiments()
     known = await known_answers(target)
-    scene = Scene(
+    scene = ExperimentContext(
         target, known, wish.seconds, wish.streams, wish.wholes, memory_bytes=wish.memory_bytes
     )
     for name, experiment in experiments.items():
@@ -66,7 +66,7 @@ async def run_experiments(target: Target, wish: RunOptions) -> AsyncIterator[Fin
         yield await experiment(scene)
 
 
-async def known_answers(target: Target, count: int = _QUESTIONS) -> list[Known]:
+async def known_answers(target: Target, count: int = _QUESTIONS) -> list[BaselineAnswer]:
     """Return questions whose baseline answers take about a second or two."""
     if await target.until_whole(_RECOVER_WITHIN_S) is None:
         raise ServekitError(await _not_whole(target))

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.event_store import Wanted, newest_events
+from servekit.event_store import EventFilter, newest_events
 from servekit.protocol.messages import Accepted, Reload
 from servekit.supervisor.admin.control_socket import ask
 from tests.integration.instance import Instance, echo, write_config
@@ -80,7 +80,9 @@ def settled(instance: Instance, count: int) -> bool:
 
 
 def scaled(instance: Instance) -> list[str]:
-    return [event.what for event in newest_events(instance.run_dir, Wanted(kinds=("scale",)), 100)]
+    return [
+        event.what for event in newest_events(instance.run_dir, EventFilter(kinds=("scale",)), 100)
+    ]
 
 
 def test_load_brings_replicas_and_calm_takes_them_with_nothing_lost(instance: Instance) -> None:

@@ -1,7 +1,7 @@
 """The protocol between `servekit bench` and its client processes: JSON lines, never pickle.
 
-A client reads one Order and one Go; the end of its stdin means: stop now. It writes Ready, then
-Reports, then one Ended. All times are `time.monotonic`, which processes of a machine share.
+A client reads one ClientLoad and one Go; the end of its stdin means: stop now. It writes Ready,
+then Reports, then one Ended. All times are `time.monotonic`, which processes of a machine share.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Asking(msgspec.Struct, frozen=True):
     overhead_tokens: float = 0.0
 
 
-class Order(msgspec.Struct, frozen=True):
+class ClientLoad(msgspec.Struct, frozen=True):
     """The part of one client process in a load. Exactly one of `users` and `rate` is set."""
 
     target: Target

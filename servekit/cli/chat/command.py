@@ -20,7 +20,8 @@ from servekit.errors import ConfigError, ServekitError, StartError
 if TYPE_CHECKING:
     import httpx
 
-    from servekit.cli.chat.stream import Asked, Piece
+    from servekit.cli.chat.stream import AnswerPart, ChatParameters
+
 
 _HELP = """\
 /system TEXT  set the system message and start a new chat; without TEXT, show it
@@ -60,10 +61,10 @@ def chat(
     insecure: Insecure = False,
 ) -> None:
     """Talk to a model. Input that is not a terminal is one question, which gets one answer."""
-    from servekit.cli.chat.stream import Asked
+    from servekit.cli.chat.stream import ChatParameters
 
     given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
-    asked = Asked(model, {key: value for key, value in given.items() if value is not None})
+    asked = ChatParameters(model, {key: value for key, value in given.items() if value is not None})
     with _make_client(
         url or _find_running_url(run_dir), _read_api_key(api_key), ca, insecure=insecure
     ) as client:
@@ -119,7 +120,7 @@ def _read_question(text: str) -> str:
 class Talk:
     """A conversation."""
 
-    def __init__(self, client: "httpx.Client", asked: "Asked", system: str) -> None:
+    def __init__(self, client: "httpx.Client", asked: "ChatParameters", system: str) -> None:
         self._client = client
         self._asked = asked
         self.system = system
@@ -145,7 +146,7 @@ class Talk:
             self._turns += [said, {"role": "assistant", "content": "".join(heard)}]
 
 
-def _show_answer(pieces: "Iterator[Piece]", heard: list[str]) -> None:
+def _show_answer(pieces: "Iterator[AnswerPart]", heard: list[str]) -> None:
     """Write an answer as it arrives; collect the text without thoughts in `heard`."""
     from servekit.sanitize import show_controls
 

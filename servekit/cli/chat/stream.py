@@ -23,7 +23,7 @@ _MOST_ERROR_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ChatParameters:
     """The parameters of a request, without the conversation."""
 
     model: str
@@ -31,7 +31,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPart:
     """A part of an answer. `thought`: it belongs to the model's reasoning."""
 
     text: str
@@ -39,8 +39,8 @@ class Piece:
 
 
 def stream_answer(
-    client: httpx.Client, asked: Asked, messages: list[dict[str, str]]
-) -> Iterator[Piece]:
+    client: httpx.Client, asked: ChatParameters, messages: list[dict[str, str]]
+) -> Iterator[AnswerPart]:
     """Yield the answer as it arrives. Closing this early disconnects, which stops the model.
 
     Raises StartError if the connection fails, ServekitError for other errors.
@@ -61,7 +61,7 @@ def stream_answer(
         raise ServekitError(f"the answer broke off: {error or type(error).__name__}") from None
 
 
-def _read_pieces(response: httpx.Response) -> Iterator[Piece]:
+def _read_pieces(response: httpx.Response) -> Iterator[AnswerPart]:
     for data in _read_events(response.iter_bytes()):
         if data == b"[DONE]":
             return
@@ -75,7 +75,7 @@ def _read_pieces(response: httpx.Response) -> Iterator[Piece]:
             yield from _of_event(event)
 
 
-def _of_event(event: dict[str, Any]) -> Iterator[Piece]:
+def _of_event(event: dict[str, Any]) -> Iterator[AnswerPart]:
     if event.get("error"):
         raise ServekitError(_error_message(event) or "the server reports an error")
     choices = event.get("choices")
@@ -84,7 +84,7 @@ def _of_event(event: dict[str, Any]) -> Iterator[Piece]:
     for key in ("reasoning_content", "content") if isinstance(delta, dict) else ():
         assert isinstance(delta, dict)
         if isinstance(text := delta.get(key), str) and text:
-            yield Piece(text, thought=key != "content")
+            yield AnswerPart(text, thought=key != "content")
 
 
 def _read_events(chunks: Iterator[bytes]) -> Iterator[bytes]:

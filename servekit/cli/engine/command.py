@@ -37,9 +37,9 @@ def install(
     ] = "",
 ) -> None:
     """Make a Python environment for an engine, below XDG_DATA_HOME."""
-    from servekit.cli.engine.installer import Wish, make_environment
+    from servekit.cli.engine.installer import EnvironmentSpec, make_environment
 
-    wish = Wish(tuple(requirements), name, python, installer)
+    wish = EnvironmentSpec(tuple(requirements), name, python, installer)
     for line in make_environment(wish, os.environ):
         typer.echo(line, err=True)
 

@@ -62,7 +62,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class EnvironmentSpec:
     """The environment that a user asks for."""
 
     requirements: tuple[str, ...]
@@ -71,7 +71,7 @@ class Wish:
     installer: str = ""  # uv or pip; "": whichever is there
 
 
-def make_environment(wish: Wish, environ: Mapping[str, str]) -> Iterator[str]:
+def make_environment(wish: EnvironmentSpec, environ: Mapping[str, str]) -> Iterator[str]:
     """Make an environment; yield lines about its progress.
 
     The output of pip or uv goes to our own. Raises ConfigError for a wish that makes no sense, and
@@ -227,7 +227,7 @@ class _Uv:
         return [self.program, "pip", command, "--python", str(folder / "bin" / "python")]
 
 
-def _find_tool(wish: Wish, environ: Mapping[str, str]) -> _Pip | _Uv:
+def _find_tool(wish: EnvironmentSpec, environ: Mapping[str, str]) -> _Pip | _Uv:
     python = wish.python or sys.executable
     if shutil.which(python) is None:
         raise ConfigError(f"there is no Python interpreter {python}")
@@ -305,7 +305,7 @@ def _try_import(folder: Path, package: str, kind: EngineKind | None) -> Environm
     return environment
 
 
-def _write_manifest(folder: Path, wish: Wish, environment: Environment) -> None:
+def _write_manifest(folder: Path, wish: EnvironmentSpec, environment: Environment) -> None:
     manifest = {
         "requirements": list(wish.requirements),
         "python": ".".join(map(str, environment.version)),

@@ -154,7 +154,7 @@ class StartReason:
 
 
 @dataclass(slots=True)
-class _Life:
+class _StartRecord:
     """The record of one life, for its start."""
 
     occasion: StartReason
@@ -208,7 +208,7 @@ class StartupTiming:
 
     def __init__(self) -> None:
         self.occasion: StartReason | None = None  # of its next start, unless that is a restart
-        self._lives: deque[_Life] = deque(maxlen=_LIVES)
+        self._lives: deque[_StartRecord] = deque(maxlen=_LIVES)
         self._awaited = ""  # the phase that ends with the next report
 
     def begin(self, now: float) -> None:
@@ -216,7 +216,7 @@ class StartupTiming:
         occasion = self.occasion or StartReason("restart", self._died_s(now))
         self.occasion, self._awaited = None, ""
         at = time.time() - (time.monotonic() - occasion.at_s)
-        self._lives.append(_Life(occasion, at))
+        self._lives.append(_StartRecord(occasion, at))
         self.spent(_BEFORE[occasion.cause], occasion.at_s, now)
 
     def spent(self, name: str, began_s: float, ended_s: float) -> None:

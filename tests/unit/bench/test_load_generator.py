@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from servekit.bench.client.client_protocol import Asking, Order, Record, Target
+from servekit.bench.client.client_protocol import Asking, ClientLoad, Record, Target
 from servekit.bench.lengths import Lengths
 from servekit.bench.load_generator import PAUSE_S, Driver, poisson_arrivals
 from tests.unit.bench.serving import (
@@ -28,7 +28,7 @@ from tests.unit.bench.serving import (
 )
 
 
-def order(target: Target, **changes: Any) -> Order:
+def order(target: Target, **changes: Any) -> ClientLoad:
     asked = {"prompt_tokens": 8, "output_tokens": 4, "turns": 1}
     told = {name: changes.pop(name, value) for name, value in asked.items()}
     lengths: dict[str, Any] = {name: Lengths("fixed", value) for name, value in told.items()}
@@ -46,10 +46,10 @@ def order(target: Target, **changes: Any) -> Order:
         "warmup": 0,
         "timeout_s": 10.0,
     }
-    return Order(target=target, asking=asking, **{**fields, **changes})
+    return ClientLoad(target=target, asking=asking, **{**fields, **changes})
 
 
-async def drive(told: Order) -> tuple[list[Record], Driver]:
+async def drive(told: ClientLoad) -> tuple[list[Record], Driver]:
     driver = Driver(told)
     await driver.warm_up()
     async with asyncio.timeout(20):

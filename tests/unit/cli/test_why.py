@@ -48,8 +48,8 @@ def shown(why: Why) -> str:
             "SIGKILL. `servekit reload` tries",
         ),
         (of(EXIT, state="backoff", next_s=3.0), "It is tried again by itself"),
-        (of(), "m: 1 of 1 ready; nothing"),
-        (replace(of(), model="m/0"), "m/0: ready; nothing"),
+        (of(), "m: 1 of 1 ready; no process"),
+        (replace(of(), model="m/0"), "m/0: ready; no process"),
     ],
 )
 def test_the_diagnosis_is_a_sentence_with_the_next_step(why: Why, words: str) -> None:

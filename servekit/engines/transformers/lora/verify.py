@@ -94,7 +94,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class AdapterOutput:
     """Output of an adapter alone, in the model's plain attention."""
 
     logits: Tensor  # float32 [tokens, vocabulary], after the longer prompt
@@ -103,7 +103,7 @@ class Alone:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PromptOutput:
     """Output of a test prompt: `logits` [tokens, vocabulary] before each token of `completion`."""
 
     completion: tuple[int, ...]
@@ -117,7 +117,7 @@ def probe_prompt(length: int, vocab_size: int) -> list[int]:
 
 def verify_alone(
     model: Any, skeletons: ModuleClones, vocab_size: int, tolerance: Tolerance
-) -> Alone:
+) -> AdapterOutput:
     """Verify a PeftModel alone. Raises RequestError with the failed check."""
     ids = probe_prompt(LENGTHS[-1], vocab_size)
     said: list[Tensor] = []
@@ -134,11 +134,11 @@ def verify_alone(
         raise RequestError(
             "The adapter has no effect: the model's output is the same without it.", param=PARAM
         )
-    return Alone(logits, effect, figures | {"effect": effect})
+    return AdapterOutput(logits, effect, figures | {"effect": effect})
 
 
 def verify_merged(
-    model: Any, before: Alone, vocab_size: int, tolerance: Tolerance
+    model: Any, before: AdapterOutput, vocab_size: int, tolerance: Tolerance
 ) -> dict[str, float]:
     """Compare a merged model with its output before merging. Raises RequestError."""
     ids = probe_prompt(LENGTHS[-1], vocab_size)
@@ -159,7 +159,9 @@ def verify_batched(
     return _require_agreement(found, effect, tolerance, "in a batch with others")
 
 
-def verify_undisturbed(said: Said, before: Said, tolerance: Tolerance, who: str) -> float:
+def verify_undisturbed(
+    said: PromptOutput, before: PromptOutput, tolerance: Tolerance, who: str
+) -> float:
     """Compare the output of another model beside the adapter with its output without the adapter.
 
     The comparison ends where the completions diverge: between two almost equally likely tokens

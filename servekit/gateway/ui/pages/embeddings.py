@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 
 from servekit.errors import RequestError
-from servekit.gateway.api.openai.embeddings import Asked, embedding_calls
+from servekit.gateway.api.openai.embeddings import EmbeddingCalls, embedding_calls
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.ui.pages.page_layout import MAX_CHARS, QUIET, Frame, get_visit
 from servekit.gateway.ui.status_html import error_note, render_note
@@ -69,7 +69,9 @@ async def _embed_texts(frame: Frame, request: gr.Request, model: str, texts: lis
     caller = await frame.router.access.visitor(who.authorization)
     before = ACTING.set(caller)
     try:
-        asked = Asked(frame.router, embedding_calls(model or "", who.client, [*texts]), None)
+        asked = EmbeddingCalls(
+            frame.router, embedding_calls(model or "", who.client, [*texts]), None
+        )
     finally:
         ACTING.reset(before)
     answers = await asked.answers()

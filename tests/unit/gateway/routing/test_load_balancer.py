@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from servekit.gateway.routing.balancing_policy import (
     DECODE_WEIGHT,
     FULL,
-    Asked,
-    Facts,
+    ReplicaLoad,
+    RequestTraits,
     choose,
 )
 from servekit.gateway.routing.load_balancer import LOOK, Account, Balancer
@@ -163,9 +163,9 @@ def test_the_short_way_chooses_as_the_policy_does(
         one.account = account = Account(one.name, None)
         account.owed, account.kv_used, account.last = float(owed[at]), kv_used[at], last[at]
         account.told = balancer._words
-        facts.append(Facts(one.credits, account.owed, 0, kv_used[at], last[at]))
+        facts.append(ReplicaLoad(one.credits, account.owed, 0, kv_used[at], last[at]))
     chosen = balancer._least_loaded(replicas)
-    found = choose("auto", Asked(), facts)
+    found = choose("auto", RequestTraits(), facts)
     assert (chosen and chosen[0]) is (None if found is None else replicas[found])
 
 

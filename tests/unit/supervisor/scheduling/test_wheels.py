@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from servekit.supervisor.deployments.plan import Source
-from servekit.supervisor.scheduling.wheels import Told, look_up
+from servekit.supervisor.scheduling.wheels import WheelFinding, look_up
 from tests.integration.instance import write_config
 from tests.unit.engines.origins import Handler, http_server
 
@@ -51,7 +51,7 @@ def index(size_bytes: int = SIZE_BYTES, status: int = 200) -> Iterator[tuple[str
         yield f"{url.replace('//', '//me:secret@')}/simple", asked
 
 
-def told(folder: Path, *paths: str, patience_s: float = 60.0) -> list[Told]:
+def told(folder: Path, *paths: str, patience_s: float = 60.0) -> list[WheelFinding]:
     models = [
         {"name": f"m{at}", "engine": "llamacpp", "path": path, "memory": "1GiB"}
         for at, path in enumerate(paths)

@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[Change, str]] = {
         config(init_lora_weights="corda", corda_config={"cache_file": "/tmp/x"}),
         "corda_config",
     ),
-    "quantised to begin with": (config(init_lora_weights="loftq"), "begun with loftq"),
+    "quantised to begin with": (config(init_lora_weights="loftq"), "initialised with loftq"),
     "covariances": (config(lora_ga_config={"cache_file": "/tmp/x"}), "lora_ga_config"),
     "prefix tuning": (config(peft_type="PREFIX_TUNING"), "PREFIX_TUNING adapters are not served"),
     "another task": (config(task_type="SEQ_CLS"), "SEQ_CLS"),

@@ -144,7 +144,7 @@ def test_one_that_disturbs_the_base(
     def everyone(self: Any, part: Any, adapter: Any) -> None:
         self.runs = [(adapter.uid, 0, 10**6)]
 
-    monkeypatch.setattr(batched_lora.Step, "_take_part", everyone)
+    monkeypatch.setattr(batched_lora.BatchLayout, "_take_part", everyone)
     refused(engine, adapters["lora"], "With the adapter loaded, the base model has other logits")
 
 
@@ -191,12 +191,14 @@ def test_the_probes_prompt_is_in_the_vocabulary() -> None:
 def test_a_neighbour_is_compared_as_far_as_it_goes_on_alike() -> None:
     allowed = verify.tolerance_of(torch.device("cpu"), torch.bfloat16)
     logits = torch.eye(3)
-    before = verify.Said((4, 5, 6), logits)
-    parted = verify.Said((4, 7, 8), logits[[0, 1, 0]])  # after a near-tie at the second token
+    before = verify.PromptOutput((4, 5, 6), logits)
+    parted = verify.PromptOutput(
+        (4, 7, 8), logits[[0, 1, 0]]
+    )  # after a near-tie at the second token
     assert verify.verify_undisturbed(parted, before, allowed, "adapter a") == 0
     for wrong in (
-        verify.Said((4, 7, 8), logits[[0, 2, 0]]),
-        verify.Said((4, 5, 6), logits[[0, 1, 0]]),
+        verify.PromptOutput((4, 7, 8), logits[[0, 2, 0]]),
+        verify.PromptOutput((4, 5, 6), logits[[0, 1, 0]]),
     ):
         with pytest.raises(
             RequestError, match="With the adapter loaded, adapter a has other logits"
