@@ -64,20 +64,20 @@ def _escape_cell(cell: str) -> str:
 
 
 def run_chaos(
-    url: str, run_dir: Path, model: str | None, wish: RunOptions
+    url: str, run_dir: Path, model: str | None, options: RunOptions
 ) -> list[ExperimentResult]:
     """Run the experiments, with progress on stderr. Raises ServekitError."""
-    wish.experiments()  # reject a wrong name early
-    return asyncio.run(_run_experiments(url, run_dir, model, wish))
+    options.experiments()  # reject a wrong name early
+    return asyncio.run(_run_experiments(url, run_dir, model, options))
 
 
 async def _run_experiments(
-    url: str, run_dir: Path, model: str | None, wish: RunOptions
+    url: str, run_dir: Path, model: str | None, options: RunOptions
 ) -> list[ExperimentResult]:
     target = await Target.find(url, run_dir, model)
     findings = []
     console = Console(stderr=True, highlight=False, markup=False)
-    async for finding in experiment(target, wish):
+    async for finding in experiment(target, options):
         console.print(f"{finding.experiment}: {finding.verdict}")
         findings.append(finding)
     return findings

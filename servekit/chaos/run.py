@@ -53,12 +53,17 @@ class RunOptions:
         return {name: EXPERIMENTS[name] for name in sorted(wanted, key=list(EXPERIMENTS).index)}
 
 
-async def run_experiments(target: Target, wish: RunOptions) -> AsyncIterator[ExperimentResult]:
+async def run_experiments(target: Target, options: RunOptions) -> AsyncIterator[ExperimentResult]:
     """Yield a finding per experiment. Raises ServekitError if the instance is not healthy."""
-    experiments = wish.experiments()
+    experiments = options.experiments()
     known = await known_answers(target)
     scene = ExperimentContext(
-        target, known, wish.seconds, wish.streams, wish.wholes, memory_bytes=wish.memory_bytes
+        target,
+        known,
+        options.seconds,
+        options.streams,
+        options.wholes,
+        memory_bytes=options.memory_bytes,
     )
     for name, experiment in experiments.items():
         if await target.until_whole(_RECOVER_WITHIN_S) is None:

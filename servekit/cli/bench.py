@@ -141,16 +141,18 @@ def bench(
     run_dir: RunDirectory = None,
 ) -> None:
     """Put load on an OpenAI-compatible server: rates, latencies, goodput and errors."""
-    from servekit.bench import options as wishes
+    from servekit.bench import options as bench_options
 
     if schema:
         _print_schema()
         return
     _check_outputs(json_file, plot)
     where = url or _find_running_url(run_dir)
-    wish = wishes.Options(
-        target=wishes.parse_target(where, api_key, ca=ca, insecure=insecure, environ=os.environ),
-        asking=wishes.make_asking(
+    options = bench_options.Options(
+        target=bench_options.parse_target(
+            where, api_key, ca=ca, insecure=insecure, environ=os.environ
+        ),
+        asking=bench_options.make_asking(
             api=api,
             model=model or "",
             stream=stream,
@@ -163,16 +165,17 @@ def bench(
             extra=extra,
             dataset=dataset,
         ),
-        loads=wishes.parse_loads(concurrency, rate),
+        loads=bench_options.parse_loads(concurrency, rate),
         requests=requests,
-        duration_s=wishes.parse_run_time(duration) or (None if requests else wishes.DEFAULT_S),
+        duration_s=bench_options.parse_run_time(duration)
+        or (None if requests else bench_options.DEFAULT_S),
         warmup=warmup,
         seed=seed,
         timeout_s=timeout,
         processes=processes,
-        slo=wishes.parse_limits(slo),
+        slo=bench_options.parse_limits(slo),
     )
-    raise typer.Exit(_report_result(_run_benchmark(wish), json_file, plot))
+    raise typer.Exit(_report_result(_run_benchmark(options), json_file, plot))
 
 
 def _print_schema() -> None:
@@ -222,13 +225,13 @@ def _make_dialable(url: str) -> str:
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def _run_benchmark(wish: "Options") -> "Result":
+def _run_benchmark(options: "Options") -> "Result":
     from servekit.bench.live_display import watch_load
     from servekit.bench.run import run_benchmark
     from servekit.system import python_command
 
     return run_benchmark(
-        wish, python_command.module_command("servekit.bench"), os.environ, watch_load
+        options, python_command.module_command("servekit.bench"), os.environ, watch_load
     )
 
 

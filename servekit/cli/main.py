@@ -248,13 +248,13 @@ def chaos(
         from servekit.chaos.run import RunOptions
 
         names = [name.strip() for name in only.split(",") if name.strip()]
-        wish = RunOptions(
+        options = RunOptions(
             seconds, names, memory_bytes=memory * 2**20, kill_supervisor=kill_supervisor
         )
         here = instance_lookup.find_instance(run_dir)
         if not yes:
             typer.confirm(f"Kill and stop processes of the instance in {here}?", abort=True)
-        findings = command.run_chaos(url, here, model, wish)
+        findings = command.run_chaos(url, here, model, options)
         print(command.format_findings(findings, as_json=as_json))
         raise typer.Exit(any(finding.verdict == "broken" for finding in findings))
 

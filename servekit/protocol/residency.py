@@ -81,7 +81,7 @@ class ModelDemand(Message, frozen=True):
 
 
 class KeepAlive(Message, frozen=True):
-    """A client's wish for how long a model stays after its requests (Ollama's `keep_alive`)."""
+    """A client's request for how long a model stays after its requests (Ollama's `keep_alive`)."""
 
     model: str
     stay_s: float | None  # 0: unload it when idle; infinity: it stays; None: as the file has it

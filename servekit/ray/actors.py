@@ -91,16 +91,16 @@ class RayActors:
         self,
         name: str,
         wait: Callable[[str], None],
-        wish: Callable[[int], PlaceWorker],
+        make_request: Callable[[int], PlaceWorker],
         measure: Callable[[RemoteGpus], None] = lambda told: None,
     ) -> str:
-        """Wait for a place that `wish` requests with its id; return why there is none, or ""."""
+        """Wait for the place of `make_request`, given an id; return why there is none, or ""."""
         known = self._places.get(name)
         place = self._places[name] = known or _Place(wait, measure)
         place.wait, place.measure, place.host, place.gpus = wait, measure, "", ()
         measure(RemoteGpus())
         try:
-            found: WorkerPlaced = await self.cluster.ask(wish)
+            found: WorkerPlaced = await self.cluster.ask(make_request)
         except Unable as error:
             return error.message
         finally:

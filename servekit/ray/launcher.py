@@ -36,7 +36,7 @@ from servekit.supervisor.lifecycle.managed_process import (
     SupervisorContext,
     wait_for_tasks,
 )
-from servekit.supervisor.lifecycle.remote_process import Guest, RemoteChild
+from servekit.supervisor.lifecycle.remote_process import LaunchedWorker, RemoteChild
 from servekit.supervisor.process import environment
 from servekit.supervisor.scheduling.memory_requests import least
 from servekit.supervisor.workers.worker_spec import make_worker_spec
@@ -161,37 +161,37 @@ class RayLauncher:
     def gpus_for(self, model: ModelConfig) -> int:
         return self._survey.gpus_for(model)
 
-    async def enter(self, guest: Guest) -> str:
-        mark = self._fingerprint(guest)
-        claim = (guest.place.elsewhere, self._settings.cpus, self._settings.strategy)
-        want = bootstrap.model_want(guest.model)
+    async def enter(self, worker: LaunchedWorker) -> str:
+        mark = self._fingerprint(worker)
+        claim = (worker.place.elsewhere, self._settings.cpus, self._settings.strategy)
+        want = bootstrap.model_want(worker.model)
         return await self.actors.enter(
-            guest.name,
-            lambda what: guest.show_wait(what),
-            lambda id: PlaceWorker(id, guest.name, guest.model.name, *claim, mark, want=want),
-            lambda told: guest.measure_gpus(told),
+            worker.name,
+            lambda what: worker.show_wait(what),
+            lambda id: PlaceWorker(id, worker.name, worker.model.name, *claim, mark, want=want),
+            lambda told: worker.measure_gpus(told),
         )
 
     async def spawn(
         self,
-        guest: Guest,
+        worker: LaunchedWorker,
         incoming: Any,
         on_message: Callable[[Any], None],
         on_line: Callable[[str], None],
     ) -> RemoteChild[Any]:
-        host = self.actors.host(guest.name)
+        host = self.actors.host(worker.name)
         order = StartOrder(
             args=(
-                *("--name", guest.name),
+                *("--name", worker.name),
                 *("--listen", f"tcp://{bootstrap.any_address(host)}:0", "--advertise", host),
                 *("--grace-s", f"{self._settings.grace_s:g}"),
             ),
-            env=self._environment(guest),
-            fingerprint=self._fingerprint(guest),
-            log_path=self._host.run_dir.log_path(guest.name),
-            pin=KINDS[guest.model.engine].pin,
+            env=self._environment(worker),
+            fingerprint=self._fingerprint(worker),
+            log_path=self._host.run_dir.log_path(worker.name),
+            pin=KINDS[worker.model.engine].pin,
         )
-        return await self.actors.spawn(guest.name, order, incoming, on_message, on_line)
+        return await self.actors.spawn(worker.name, order, incoming, on_message, on_line)
 
     async def strays(self, name: str) -> str:
         return await self.actors.strays(name)
@@ -204,15 +204,15 @@ class RayLauncher:
 
     # ---- identity of a worker
 
-    def _environment(self, guest: Guest) -> dict[str, str]:
+    def _environment(self, worker: LaunchedWorker) -> dict[str, str]:
         """Return the variables that override the node's own; the node sets the GPU pin."""
-        extra = {**self._host.keys_of(guest.model), **guest.model.env}
-        kind = KINDS[guest.model.engine]
-        return environment.for_remote_worker(self._host.environ, guest.place, extra, kind)
+        extra = {**self._host.keys_of(worker.model), **worker.model.env}
+        kind = KINDS[worker.model.engine]
+        return environment.for_remote_worker(self._host.environ, worker.place, extra, kind)
 
-    def _fingerprint(self, guest: Guest) -> str:
+    def _fingerprint(self, worker: LaunchedWorker) -> str:
         """Return a hash of everything that a worker is started with, for the takeover."""
-        spec = make_worker_spec(guest.model, guest.place, "")
-        env = sorted(self._environment(guest).items())
+        spec = make_worker_spec(worker.model, worker.place, "")
+        env = sorted(self._environment(worker).items())
         parts = msgspec.msgpack.encode((spec, env, __version__, self.cluster_authority))
         return hashlib.sha256(parts).hexdigest()

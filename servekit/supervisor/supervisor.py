@@ -130,17 +130,17 @@ class Supervisor:
         self.launcher: RayLauncher | None = None  # None: workers are children of the supervisor
         if plan.config.launcher == "ray":
             self.launcher = RayLauncher(plan, self, self._run, ground.heritage)
-        self._fleets = DeploymentManager(plan, self, self._run)
-        self._residents = SwapManager(self._fleets, self._gateways)
-        rooms = LocalCapacity(self._fleets) if self.launcher is None else RayCapacity()
-        self._scaler = Scaler(self._fleets, self._gateways, self._residents, rooms)
-        desk = AdapterDesk(self._fleets, self._gateways)
+        self._deployments = DeploymentManager(plan, self, self._run)
+        self._residents = SwapManager(self._deployments, self._gateways)
+        rooms = LocalCapacity(self._deployments) if self.launcher is None else RayCapacity()
+        self._scaler = Scaler(self._deployments, self._gateways, self._residents, rooms)
+        desk = AdapterDesk(self._deployments, self._gateways)
         self._accounts = MetricsAggregator(
-            self._gateways, self._fleets, self._quarantine, self.status
+            self._gateways, self._deployments, self._quarantine, self.status
         )
         self._operators = Operators(self, desk, self._residents, self._accounts)
         self._measures = ResourceMonitor(
-            self._fleets, self._lives, self.run_dir, self.children_changed
+            self._deployments, self._lives, self.run_dir, self.children_changed
         )
         own = self._gateways, plan.config.server, ground.listeners
         self._everywhere = remote_gateways(*own, self.launcher, self, self._operators, self._run)
@@ -166,12 +166,12 @@ class Supervisor:
             last.callback(self._loop.create_task(ticking(self._look, self._measures.tick)).cancel)
             await self._operators.listen(self.run_dir.control)
             if self.launcher is None or await complete_before(
-                self._until_told(), self.launcher.open(self._fleets.plan)
+                self._until_told(), self.launcher.open(self._deployments.plan)
             ):
                 for gateway in self._gateways:
                     self._run(gateway)
                 self._everywhere.begin()
-                self._fleets.apply(self._fleets.plan)
+                self._deployments.apply(self._deployments.plan)
                 await self._until_told()
             return await self._drain()
 
@@ -187,7 +187,7 @@ class Supervisor:
         if not self._draining:
             del self._tasks[life]
             if isinstance(life, WorkerProcess | ForkServer):
-                self._fleets.ended(life)
+                self._deployments.ended(life)
             self.changed()
 
     async def _until_told(self) -> None:
@@ -215,12 +215,12 @@ class Supervisor:
 
         Gateways end first: they need the workers for the requests in flight.
         """
-        drain_s = self._fleets.pool.drain_timeout_s
+        drain_s = self._deployments.pool.drain_timeout_s
         log.info("supervisor_draining", at_most_s=drain_s)
         self._draining = True
         self._notifier.stopping(drain_s + END_S)
         sockets.close_listeners(self._listeners)
-        self._fleets.halt()
+        self._deployments.halt()
         self._everywhere.halt()
         self._residents.halt()
         self.changed()
@@ -228,10 +228,10 @@ class Supervisor:
         for gateway in self._gateways:
             gateway.end(Drain(), drain_s)
         stuck = await wait_for_tasks(self._tasks_of(self._gateways), drain_s + KILL_S)
-        workers = self._fleets.replicas()
+        workers = self._deployments.replicas()
         for replica in workers:
             replica.end(Stop(), WORKER_GRACE_S)
-        rest: list[ManagedProcess[Any]] = [*workers, *self._fleets.standbys()]
+        rest: list[ManagedProcess[Any]] = [*workers, *self._deployments.standbys()]
         stuck |= await wait_for_tasks(self._tasks_of(rest), WORKER_GRACE_S + KILL_S)
         if self.launcher is not None:
             stuck |= await self.launcher.close(self._tasks)
@@ -273,18 +273,18 @@ class Supervisor:
 
     def why(self, name: str) -> Why | Refused:
         others = [life for life in self._lives() if not isinstance(life, WorkerProcess)]
-        return snapshot.why(name, self._fleets.everyone(), others, self._residents.residence)
+        return snapshot.why(name, self._deployments.everyone(), others, self._residents.residence)
 
     async def reload(self) -> Accepted | Refused:
         with self._notifier.reloading():
-            return await self._fleets.reload()
+            return await self._deployments.reload()
 
     # ---- the context of its managed processes
 
     @property
     def environ(self) -> Mapping[str, str]:
         """The part of our environment that every child may have."""
-        return access_rules.public(self._environ, self._fleets.plan.config)
+        return access_rules.public(self._environ, self._deployments.plan.config)
 
     def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
         return access_rules.handed(self._environ, model)
@@ -311,7 +311,7 @@ class Supervisor:
 
     def quarantine(self, request: Quarantined) -> None:
         self._quarantine.add(request)
-        self._fleets.explained(request.model)
+        self._deployments.explained(request.model)
         self.changed()
 
     def is_unused(self, adapter: str) -> bool:
@@ -320,14 +320,14 @@ class Supervisor:
     def _publish(self) -> None:
         self._publishing = self._noticed = False
         self._residents.look()
-        served = {one.model.name: one.info for one in self._fleets.served}
+        served = {one.model.name: one.info for one in self._deployments.served}
         self._quarantine.lift({name: info.generation for name, info in served.items() if info})
         topology = Topology(
-            self._models(self._fleets.served, False),
+            self._models(self._deployments.served, False),
             self._draining,
             sum(gateway.shares for gateway in self._gateways),
             self._quarantine.holding(),
-            self._fleets.plan.access,
+            self._deployments.plan.access,
         )
         before = self._topology
         held = alike(topology.quarantined, before.quarantined)
@@ -335,7 +335,7 @@ class Supervisor:
             self._topology = topology
             for gateway in self._gateways:
                 gateway.publish(topology)
-        if why := self._fleets.in_vain() or in_vain(self._gateways):
+        if why := self._deployments.in_vain() or in_vain(self._gateways):
             self._requests.put_nowait(StartError(why))
         else:
             self._observer.changed(status := self.status())
@@ -349,7 +349,7 @@ class Supervisor:
             life.look()
         if self._guard.look():
             log.warning("orphan_guard_restarted")
-        self._fleets.look()
+        self._deployments.look()
         self._scaler.look()
         self._residents.look()
         self._accounts.look()
@@ -385,20 +385,22 @@ class Supervisor:
             version=__version__,
             pid=os.getpid(),
             url=self.url,
-            config=self._fleets.plan.config_path,
+            config=self._deployments.plan.config_path,
             started_at=self._started_at,
             rss_bytes=procfs.rss_bytes(os.getpid()),
-            models=self._models(self._fleets.everyone(), True),
+            models=self._models(self._deployments.everyone(), True),
             gateways=tuple(gateway.status() for gateway in self._gateways),
             draining=self._draining,
             starts=tuple(life.starting.all(life.name) for life in self._lives()),
-            gpus=snapshot.gpus(self._measures.in_use, self._fleets.replicas()),
-            traffic=snapshot.traffic(self._fleets.served, self._gateways),
+            gpus=snapshot.gpus(self._measures.in_use, self._deployments.replicas()),
+            traffic=snapshot.traffic(self._deployments.served, self._gateways),
         )
 
-    def _models(self, fleets: Sequence[Deployment], for_operators: bool) -> tuple[ModelStatus, ...]:
+    def _models(
+        self, deployments: Sequence[Deployment], for_operators: bool
+    ) -> tuple[ModelStatus, ...]:
         told, at = self._residents.residence, int(self._started_at)
-        return tuple(snapshot.of_model(one, at, told(one, for_operators)) for one in fleets)
+        return tuple(snapshot.of_model(one, at, told(one, for_operators)) for one in deployments)
 
     def _started(self) -> list[Started]:
         children = (life.child for life in self._lives())
@@ -409,10 +411,10 @@ class Supervisor:
         own: list[ManagedProcess[Any]] = (
             [self.launcher.cluster] if self.launcher is not None else []
         )
-        return [*self._gateways, *self._fleets.replicas(), *self._fleets.standbys(), *own]
+        return [*self._gateways, *self._deployments.replicas(), *self._deployments.standbys(), *own]
 
     def _leave_record(self) -> None:
-        config = self._fleets.plan.config_path
+        config = self._deployments.plan.config_path
         boot, pid = boot_id(), os.getpid()
         self.run_dir.record(Record(pid, self._started_at, self.url, config, self.mark, boot))
         if reason := self.run_dir.instead_of:

@@ -39,8 +39,8 @@ def install(
     """Make a Python environment for an engine, below XDG_DATA_HOME."""
     from servekit.cli.engine.installer import EnvironmentSpec, make_environment
 
-    wish = EnvironmentSpec(tuple(requirements), name, python, installer)
-    for line in make_environment(wish, os.environ):
+    spec = EnvironmentSpec(tuple(requirements), name, python, installer)
+    for line in make_environment(spec, os.environ):
         typer.echo(line, err=True)
 
 

@@ -350,7 +350,7 @@ class RemoteChild(Generic[Incoming]):
 AnyChild: TypeAlias = ChildProcess[Incoming] | RemoteChild[Incoming]
 
 
-class Guest(Protocol):
+class LaunchedWorker(Protocol):
     """A worker to be launched."""
 
     name: str
@@ -376,12 +376,12 @@ class Launcher(Protocol):
     def gpus_for(self, model: ModelConfig) -> int:
         """Return the number of GPUs that each worker of `model` gets; 0 if it runs on the CPU."""
 
-    async def enter(self, guest: Guest) -> str:
+    async def enter(self, worker: LaunchedWorker) -> str:
         """Wait for the worker's place; return why it gets none, or ""."""
 
     async def spawn(
         self,
-        guest: Guest,
+        worker: LaunchedWorker,
         incoming: Any,
         on_message: Callable[[Any], None],
         on_line: Callable[[str], None],

@@ -118,8 +118,8 @@ class Supervisor:
         """
         caller = self._access.require_admin()
         log.info("residency_requested", want=want, model=name, key=caller.rule.name)
-        wish = SetResidency(name, want, wait)
-        done = await self.answer_to(wish, Accepted, RESIDE_S, NothingSuch)
+        request = SetResidency(name, want, wait)
+        done = await self.answer_to(request, Accepted, RESIDE_S, NothingSuch)
         return _json({"message": done.message})
 
     async def answer_to(

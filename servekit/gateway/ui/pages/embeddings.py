@@ -29,7 +29,7 @@ def texts_of(given: str) -> list[str]:
     return texts
 
 
-def make_wish(model: str, given: str) -> RequestOptions:
+def make_options(model: str, given: str) -> RequestOptions:
     """Return the request that the page shows as code."""
     return RequestOptions("/v1/embeddings", {"model": model, "input": texts_of(given)})
 
@@ -51,7 +51,7 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
                 run = gr.Button(say("embeddings.run"), variant="primary", elem_id="sk-run")
         with gr.Column(elem_classes="sk-card sk-result"):
             result = gr.HTML("", elem_id="sk-vectors")
-        frame.code(make_wish, [model, texts])
+        frame.code(make_options, [model, texts])
 
     async def embed(request: gr.Request, name: str, given: str) -> Any:
         try:

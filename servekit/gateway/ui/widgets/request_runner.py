@@ -74,7 +74,7 @@ class Runs:
         self._runs: dict[tuple[str, str], Run] = {}
 
     async def follow(
-        self, visit: Visit, wish: RequestOptions, slot: str = ""
+        self, visit: Visit, options: RequestOptions, slot: str = ""
     ) -> AsyncGenerator[Shown, None]:
         """Run a request and yield snapshots; the last one is not `busy`.
 
@@ -85,7 +85,7 @@ class Runs:
         run = self._runs[visit.session, slot] = Run()
         try:
             yield run.shown()
-            turn = await self._opened(run, visit, wish)
+            turn = await self._opened(run, visit, options)
             async for pieces in turn:
                 run.take(turn, pieces)
                 if run.finished:
@@ -120,9 +120,9 @@ class Runs:
                 run.stopped = run.dropped = True
                 run.cancel()
 
-    async def _opened(self, run: Run, visit: Visit, wish: RequestOptions) -> Generation:
+    async def _opened(self, run: Run, visit: Visit, options: RequestOptions) -> Generation:
         caller = await self._router.access.visitor(visit.authorization)
-        ask = wish.ask(visit.client)
+        ask = options.ask(visit.client)
         before = ACTING.set(caller)
         try:
             run.opening = asyncio.ensure_future(open_generation(self._router, ask))

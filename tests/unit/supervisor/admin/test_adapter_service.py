@@ -49,8 +49,8 @@ def desk(tmp_path: Path) -> Make:
         pool = cast(WorkerPool, SimpleNamespace(host=host, drain_timeout_s=1.0, gpus=(), run=None))
         plan = SimpleNamespace(config=Config(models=models))
         served = [Deployment(model, pool) for model in models]
-        for fleet in served:
-            fleet.wanted = True
+        for deployment in served:
+            deployment.wanted = True
         return AdapterDesk(cast(DeploymentManager, SimpleNamespace(served=served, plan=plan)))
 
     return make
@@ -91,7 +91,7 @@ async def test_without_workers_it_is_the_moment_that_is_wrong(desk: Make, tmp_pa
 
 async def test_to_a_model_that_is_stopped_it_comes_with_that(desk: Make, tmp_path: Path) -> None:
     made = desk("a")
-    made._fleet("a").wanted = False
+    made._deployment("a").wanted = False
     answer = await made.add(AddAdapter("", AdapterSpec("x", folder(tmp_path / "x"))))
     assert answer == Accepted("x is loaded with a, which is not there now")
     shown = made.show(GetAdapters("a"))

@@ -32,9 +32,9 @@ def chat(text: str = "hello ", tokens: int = 24, **more: Any) -> RequestOptions:
     return RequestOptions(CHAT, {"model": "m", "messages": messages, "max_tokens": tokens, **more})
 
 
-async def told(runs: Runs, wish: RequestOptions, slot: str = "") -> list[Shown]:
+async def told(runs: Runs, options: RequestOptions, slot: str = "") -> list[Shown]:
     async with asyncio.timeout(DEADLINE_S):
-        return [shown async for shown in runs.follow(VISIT, wish, slot)]
+        return [shown async for shown in runs.follow(VISIT, options, slot)]
 
 
 async def test_a_chat_and_a_completion_with_its_probabilities(service: Service) -> None:

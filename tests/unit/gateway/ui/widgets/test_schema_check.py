@@ -106,9 +106,9 @@ def test_only_patterns_are_left_out() -> None:
 
 def test_examples_and_tools() -> None:
     assert check_schema(json_of(EXAMPLE_SCHEMA, "it"), "it")["type"] == "object"
-    wish = tools_wish("m", "hi", EXAMPLE_TOOLS, "auto", None)
-    assert wish.body["tools"][0]["function"]["name"] == "get_weather"
-    assert "max_tokens" not in wish.body
+    options = tools_wish("m", "hi", EXAMPLE_TOOLS, "auto", None)
+    assert options.body["tools"][0]["function"]["name"] == "get_weather"
+    assert "max_tokens" not in options.body
     for bad in ("{}", "[1]", '[{"function": {}}]', '[{"type": "function"}]'):
         with pytest.raises(RequestError):
             schemas_of(json_of(bad, "the tools"))
