@@ -189,7 +189,7 @@ class Driver:
         connection = self._dialer.resting()
         self._under_way[exchange] = connection
         if connection is not None:
-            connection.ask(request, exchange)
+            connection.send_request(request, exchange)
         else:
             self._spawn(self._dial(request, exchange))
 
@@ -205,7 +205,7 @@ class Driver:
             connection.abort()
             return
         self._under_way[exchange] = connection
-        connection.ask(request, exchange)
+        connection.send_request(request, exchange)
 
     def _ask_again(self, exchange: Exchange, request: bytes) -> None:
         """Repeat a request once after the server closed a kept connection, which is no failure."""

@@ -17,8 +17,8 @@ from servekit.config.load import load_config
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.protocol.messages import GetStatus, ModelStatus, ReplicaStatus, Status
-from servekit.supervisor.admin.control_socket import ask
-from servekit.supervisor.process.run_dir import nobody, read_record
+from servekit.supervisor.admin.control_socket import query_supervisor
+from servekit.supervisor.process.run_dir import no_instance_error, read_record
 from servekit.system import procfs
 from servekit.system.orphan_cleanup import MARK
 
@@ -43,7 +43,7 @@ class Target:
         record = read_record(run_dir)
         status = await _read_status(run_dir)
         if record is None or record.pid != status.pid:
-            raise nobody(run_dir)
+            raise no_instance_error(run_dir)
         if not _is_same(url, status.url):
             raise StartError(
                 f"the instance of {run_dir} serves {status.url}, not {url}; "
@@ -173,7 +173,7 @@ def describe_lacking(status: Status) -> str:
 
 
 async def _read_status(run_dir: Path) -> Status:
-    answer = await ask(run_dir / "control.sock", GetStatus())
+    answer = await query_supervisor(run_dir / "control.sock", GetStatus())
     if not isinstance(answer, Status):
         raise ServekitError("the supervisor sent an answer of an unexpected type")
     return answer

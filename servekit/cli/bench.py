@@ -207,12 +207,12 @@ def _find_running_url(run_dir: Path | None) -> str:
     import asyncio
 
     from servekit.protocol.messages import GetStatus, Status
-    from servekit.supervisor.admin.control_socket import ask
+    from servekit.supervisor.admin.control_socket import query_supervisor
     from servekit.supervisor.process.instances import find
 
     try:
         folder = find(run_dir, os.environ)
-        status = asyncio.run(ask(folder / "control.sock", GetStatus(), 10.0))
+        status = asyncio.run(query_supervisor(folder / "control.sock", GetStatus(), 10.0))
     except StartError as error:
         raise StartError(f"{error.message}, a URL as argument measures another server") from None
     if not isinstance(status, Status):

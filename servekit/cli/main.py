@@ -357,7 +357,7 @@ def _run_supervisor(plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json:
 
     server = plan.config.server
     outlived = plan.config.launcher == "ray"
-    ground = StartupResources.take(
+    ground = StartupResources.acquire(
         run_dir, server.host, server.port, server.legacy_port, inherits=outlived
     )
     from servekit.supervisor.supervisor import Supervisor  # slow; a busy port is reported first
@@ -368,7 +368,7 @@ def _run_supervisor(plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json:
 
     async def live() -> int:
         with watch(words, quiet=quiet, as_json=as_json) as display:
-            return await Supervisor(plan, ground, dict(os.environ), display).live()
+            return await Supervisor(plan, ground, dict(os.environ), display).run()
 
     return asyncio.run(live())
 
@@ -395,9 +395,9 @@ def _ask_supervisor(
     """Return the answer of the instance in `run_dir`, which must be of this kind."""
     import asyncio
 
-    from servekit.supervisor.admin.control_socket import ask
+    from servekit.supervisor.admin.control_socket import query_supervisor
 
-    answer = asyncio.run(ask(run_dir / "control.sock", question, timeout_s))
+    answer = asyncio.run(query_supervisor(run_dir / "control.sock", question, timeout_s))
     if not isinstance(answer, kind):
         raise ServekitError("the supervisor sent an answer of an unexpected type")
     return answer

@@ -71,9 +71,11 @@ async def _ask_supervisor(path: Path, model: str, want: "Want", *, wait: bool) -
 
     from servekit.protocol.messages import Accepted
     from servekit.protocol.residency import SetResidency
-    from servekit.supervisor.admin.control_socket import ask
+    from servekit.supervisor.admin.control_socket import query_supervisor
 
-    asking = asyncio.create_task(ask(path, SetResidency(model, want, wait), _PATIENCE_S))
+    asking = asyncio.create_task(
+        query_supervisor(path, SetResidency(model, want, wait), _PATIENCE_S)
+    )
     told = ""
     while not (await asyncio.wait((asking,), timeout=_LOOK_EVERY_S))[0]:
         if (news := _describe_progress(await _read_model(path, model))) not in ("", told):
@@ -87,9 +89,9 @@ async def _ask_supervisor(path: Path, model: str, want: "Want", *, wait: bool) -
 
 async def _read_model(path: Path, model: str) -> "ModelStatus | None":
     from servekit.protocol.messages import GetStatus, Status
-    from servekit.supervisor.admin.control_socket import ask
+    from servekit.supervisor.admin.control_socket import query_supervisor
 
-    status = await ask(path, GetStatus())
+    status = await query_supervisor(path, GetStatus())
     models = status.models if isinstance(status, Status) else ()
     return next((one for one in models if model in (one.name, *one.aliases)), None)
 

@@ -158,10 +158,10 @@ def _death(exit_: ExitRecord, *, lines: int) -> Iterator[Text]:
     if exit_.start is not None:
         yield Text(f"    {strip_controls(how_far(exit_.start))}", style="dim")
     for line in exit_.tail[len(exit_.tail) - min(lines, len(exit_.tail)) :]:
-        yield from (Text(f"    | {shown}", style="dim") for shown in _said(line))
+        yield from (Text(f"    | {shown}", style="dim") for shown in _format_output_line(line))
 
 
-def _said(line: str) -> Iterator[str]:
+def _format_output_line(line: str) -> Iterator[str]:
     """Format a line of servekit's own logging as `servekit logs` does; yield others unchanged."""
     from servekit.cli.startup_display import read_line
     from servekit.log_events import sentence

@@ -91,7 +91,7 @@ def run(settings: Settings) -> int:
 
 
 async def _live(settings: Settings) -> int:
-    return await Gateway(settings).live()
+    return await Gateway(settings).run()
 
 
 class Gateway:
@@ -126,7 +126,7 @@ class Gateway:
         self._close_doors: Callable[[], None] = lambda: None
         self._stop: asyncio.Future[None] = self._loop.create_future()
 
-    async def live(self) -> int:
+    async def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_message, Stop())
         await self._line.open(self._on_message, self._on_eof)
@@ -185,7 +185,7 @@ class Gateway:
             case Ping():
                 self._line.send(TopologyApplied(self._serial))
             case KeyUsage():
-                self._router.access.hear(message)
+                self._router.access.add_usage(message)
             case Renew(credentials):
                 assert self._settings.reach.identity is not None  # else none is sent
                 self._settings.reach.identity.renew(credentials)
@@ -231,7 +231,7 @@ class Gateway:
         while True:
             await asyncio.sleep(TRAFFIC_EVERY_S)
             router = self._router
-            if not self._line.heard:
+            if not self._line.has_supervisor:
                 continue  # counts accumulate until a supervisor connects
             queued = {name: route.waiting for name, route in router.routes.items()}
             tokens = {name: route.tokens() for name, route in router.routes.items()}
@@ -245,7 +245,7 @@ class Gateway:
             self._tell_counts()
 
     def _tell_counts(self) -> None:
-        if (counted := self._router.measures.take()) is not None:
+        if (counted := self._router.measures.pop_counts()) is not None:
             self._line.send(counted)
 
     # ---- the UI

@@ -53,7 +53,7 @@ class Listener(Protocol):
     def lines(self, name: str, lines: tuple[str, ...]) -> None: ...
     def measured(self, message: Measured) -> None: ...
     def exited(self, message: Exited) -> None: ...
-    def look(self) -> None: ...
+    def check(self) -> None: ...
 
 
 class Cluster(ManagedProcess[FromCluster]):
@@ -154,7 +154,7 @@ class Cluster(ManagedProcess[FromCluster]):
                 if asked is not None and not asked.done():
                     asked.set_result(message)
 
-    async def ask(self, make: Callable[[int], msgspec.Struct]) -> Any:
+    async def request(self, make: Callable[[int], msgspec.Struct]) -> Any:
         """Return the answer. Raises Unable if there is none, or it is RequestFailed."""
         await self.there.wait()
         if self.child is None:
@@ -170,17 +170,17 @@ class Cluster(ManagedProcess[FromCluster]):
             raise Unable(answer.message, answer.pid)
         return answer
 
-    def tell(self, message: msgspec.Struct) -> None:
+    def notify(self, message: msgspec.Struct) -> None:
         """Send a message; dropped if the process is not running."""
         if self.child is not None:
             self.child.send(message)
 
     def look(self) -> None:
         super().look()
-        self._listener.look()
+        self._listener.check()
 
-    def keep(self, names: tuple[str, ...]) -> None:
-        self.tell(KeepPlaces(names))
+    def keep_places(self, names: tuple[str, ...]) -> None:
+        self.notify(KeepPlaces(names))
 
     def forget_child(self) -> None:
         self.there.clear()

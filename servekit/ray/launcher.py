@@ -135,7 +135,7 @@ class RayLauncher:
         if self.gateways_everywhere:
             sites = node_requirements.sites_of(self.cluster.nodes, self.cluster.own, {})
             names += [f"gateway/{host}" for host in sites]
-        self.cluster.keep(tuple(names))
+        self.cluster.keep_places(tuple(names))
 
     async def close(self, tasks: Mapping[ManagedProcess[Any], asyncio.Task[None]]) -> set[str]:
         """Leave the cluster after all workers have ended; return the processes that remain."""

@@ -49,7 +49,7 @@ _EVERY_ADDRESS = ("0.0.0.0", "::")
 class Desk(Protocol):
     """Service that answers operators' requests to a gateway over HTTP."""
 
-    def hear(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None: ...
+    def answer_remote(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class RemoteGateway(Gateway):
 
     def receive(self, message: FromGateway | AdminRequest) -> None:
         if isinstance(message, AdminRequest):
-            self._service.desk.hear(message, self._answer)
+            self._service.desk.answer_remote(message, self._answer)
         else:
             super().receive(message)
 

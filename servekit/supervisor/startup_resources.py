@@ -26,7 +26,7 @@ class StartupResources:
     heritage: Takeover | None = None
 
     @classmethod
-    def take(
+    def acquire(
         cls,
         run_dir: Path | None,
         host: str,
@@ -47,13 +47,13 @@ class StartupResources:
         heir_of = run_dir or default_paths(environ)[0]
         heritage = Takeover.of(heir_of, port) if inherits else None
         if heritage is not None:
-            return cls(RunDir.take(heir_of, sweep=False), heritage.listeners, heritage)
+            return cls(RunDir.claim(heir_of, sweep=False), heritage.listeners, heritage)
         with contextlib.ExitStack() as taken:
             listeners = [taken.enter_context(sockets.bind_listener(host, port))]
             if legacy_port is not None:
                 legacy = sockets.bind_listener(host, legacy_port, setting="server.legacy_port")
                 listeners.append(taken.enter_context(legacy))
-            taken_dir = RunDir.take_default(environ) if run_dir is None else RunDir.take(run_dir)
+            taken_dir = RunDir.take_default(environ) if run_dir is None else RunDir.claim(run_dir)
             ground = cls(taken_dir, tuple(listeners))
             taken.pop_all()
         return ground

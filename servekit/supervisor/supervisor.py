@@ -147,7 +147,7 @@ class Supervisor:
 
     # ---- life cycle
 
-    async def live(self) -> int:
+    async def run(self) -> int:
         """Run until told to stop; return the exit code. No process it started outlives it."""
         with contextlib.ExitStack() as last:
             last.callback(self._leave)
@@ -319,7 +319,7 @@ class Supervisor:
 
     def _publish(self) -> None:
         self._publishing = self._noticed = False
-        self._residents.look()
+        self._residents.update()
         served = {one.model.name: one.info for one in self._deployments.served}
         self._quarantine.lift({name: info.generation for name, info in served.items() if info})
         topology = Topology(
@@ -347,13 +347,13 @@ class Supervisor:
             if slept:
                 life.forgive_suspension()
             life.look()
-        if self._guard.look():
+        if self._guard.restart_if_dead():
             log.warning("orphan_guard_restarted")
         self._deployments.look()
-        self._scaler.look()
-        self._residents.look()
-        self._accounts.look()
-        self._notifier.look()
+        self._scaler.update()
+        self._residents.update()
+        self._accounts.count_events()
+        self._notifier.feed_watchdog()
         if self._quarantine.expire() or self._noticed:
             self.changed()
 

@@ -102,7 +102,7 @@ class IsolationQueue:
 
     async def _try_suspect(self, suspect: QueuedRequest) -> None:
         """Run a suspect, and return when no other request has to wait for it any more."""
-        await self._wait_until(lambda: self._runner.settled or suspect.job_id not in self._line)
+        await self._wait_until(lambda: self._runner.is_settled or suspect.job_id not in self._line)
         if suspect.job_id not in self._line:
             return  # cancelled while it waited
         heard = await _has_heard(suspect.peer) and await self._tell_gateways(suspect)

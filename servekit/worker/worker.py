@@ -96,7 +96,7 @@ def run_worker(name: str, line: Channel, began_s: float) -> int:
 async def _run_on_loop(name: str, line: Channel, began_s: float) -> tuple[int, bool]:
     """Return the exit code, and whether a thread that cannot be stopped may be left."""
     worker = Worker(name, line, began_s)
-    code = await worker.live()
+    code = await worker.run()
     return code, worker.loads or code == EXIT_ENGINE_DIED
 
 
@@ -125,7 +125,7 @@ class Worker:
         self._probes = 0
         self._of_use = False  # reported to the supervisor without a ping
 
-    async def live(self) -> int:
+    async def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._set_exit, 0)
         if os.environ.get(CHAOS) == "1":
@@ -162,10 +162,10 @@ class Worker:
                 self._set_exit(0)
             case LoadAdapter() | UnloadAdapter():
                 assert self._adapters is not None  # sent only after Ready
-                self._adapters.take(message)
+                self._adapters.handle_order(message)
             case Sleep() | Wake():
                 assert self._slumber is not None  # sent only after Ready
-                self._slumber.take(message)
+                self._slumber.handle_order(message)
 
     def _on_eof(self, error: Exception | None) -> None:
         if not self._exit.done():

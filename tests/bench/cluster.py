@@ -202,7 +202,7 @@ class Cluster:
     def _fill(self, gateway: Gateway, worker: Seen) -> None:
         while gateway.waiting and worker.credits > 0:
             stream = gateway.waiting.popleft()
-            gateway.balancer.note(worker, stream.call)
+            gateway.balancer.record_call(worker, stream.call)
             self._begin(stream, worker)
 
     def _connect(self, gateway: Gateway, worker: Worker) -> None:

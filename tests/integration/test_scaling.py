@@ -13,7 +13,7 @@ import pytest
 
 from servekit.event_store import EventFilter, newest_events
 from servekit.protocol.messages import Accepted, Reload
-from servekit.supervisor.admin.control_socket import ask
+from servekit.supervisor.admin.control_socket import query_supervisor
 from tests.integration.instance import Instance, echo, write_config
 
 TEXT = "up and down again "
@@ -117,7 +117,7 @@ def test_a_reload_of_the_range_touches_nothing_else(instance: Instance) -> None:
     def reload(least: int, most: int) -> str:
         model = {**MODEL, "replicas": {"min": least, "max": most}}
         write_config(instance.run_dir.parent, [model, KEPT])
-        answer = asyncio.run(ask(instance.run_dir / "control.sock", Reload(), LONG_S))
+        answer = asyncio.run(query_supervisor(instance.run_dir / "control.sock", Reload(), LONG_S))
         assert isinstance(answer, Accepted)
         return answer.message
 

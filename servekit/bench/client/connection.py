@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
         self.closed = False
         self.used = False
 
-    def ask(self, request: bytes, exchange: Exchange) -> None:
+    def send_request(self, request: bytes, exchange: Exchange) -> None:
         assert self._transport is not None
         exchange.reused, self.used = self.used, True
         self._exchange = exchange

@@ -81,7 +81,7 @@ def encode_stream_error(error: ServekitError) -> tuple[int, bytes]:
 class InferenceEncoder(ResponseEncoder):
     """The answer to POST /inference, without the model's reasoning."""
 
-    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
+    def encode_response(self, generation: Generation, choices: list[Choice]) -> bytes:
         choice = choices[0]
         error = ""
         if choice.reasoning and not choice.text:
@@ -110,7 +110,7 @@ class StreamEncoder(ResponseEncoder):
     def closing(self, generation: Generation) -> bytes:
         return event(self._held) if self._held else b""
 
-    def late_error(self, error: ServekitError) -> None:
+    def encode_late_error(self, error: ServekitError) -> None:
         log.warning("stream_cut_off", path="/stream", error=error.message)
 
 
@@ -171,7 +171,7 @@ async def open_when_ready(router: Router, request: GenerationRequest) -> Generat
     while True:
         route = router.find(request.model)
         waited_s = loop.time() - began_s
-        hopeless = route.hopeless or router.draining
+        hopeless = route.is_permanently_down or router.draining
         try:
             route.check_available()
             return Generation(router, request)

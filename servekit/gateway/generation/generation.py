@@ -305,7 +305,7 @@ class Generation:
         finally:
             self.cancel()
 
-    async def whole(self) -> list[Choice]:
+    async def collect_choices(self) -> list[Choice]:
         """Wait for all choices and return them."""
         choices = [Choice() for _ in self._choices]
         async for chunks in self:

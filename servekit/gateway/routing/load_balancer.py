@@ -210,7 +210,7 @@ class Balancer(Generic[T]):
         self._note(replica, account, call, prompt, 0)
         return replica
 
-    def note(self, replica: T, call: InflightRequest) -> None:
+    def record_call(self, replica: T, call: InflightRequest) -> None:
         """Count a call that is sent to a replica not chosen by `choose`."""
         if self.policy == "round_robin":
             return

@@ -169,7 +169,7 @@ class WorkerConnection:
         """Set the number of gateways that share the worker's slots."""
         if share != self.share:
             self.share = share
-            self._give_back()
+            self._return_lent_slots()
         self._renew()
 
     def _slots(self) -> int:
@@ -189,9 +189,9 @@ class WorkerConnection:
     def ease(self) -> None:
         """Return lent slots once half of our share is free; called when no call waits."""
         if self.info is None or 2 * len(self.calls) <= self._own_slots(self.info):
-            self._give_back()
+            self._return_lent_slots()
 
-    def _give_back(self) -> None:
+    def _return_lent_slots(self) -> None:
         """Return all lent slots."""
         if self.borrows:
             self.borrows, self._lent = False, 0

@@ -64,40 +64,40 @@ class ActorHandle:
         self.state: ActorState | None = None
         self.model = ""
 
-    async def look(self) -> ActorState:
+    async def inspect(self) -> ActorState:
         """Return the node and what runs there. Raises Gone."""
-        answer = await self._ask(self._actor.look, within_s=_ANSWER_S)
+        answer = await self._call(self._actor.look, within_s=_ANSWER_S)
         self.state = msgspec.msgpack.decode(answer, type=ActorState)
         return self.state
 
     async def start(self, order: Start) -> tuple[int, str, str]:
         """Start a process: return its PID and address, or why it failed. Raises Gone."""
         sent = msgspec.msgpack.encode(order)
-        answer: tuple[int, str, str] = await self._ask(self._actor.start, sent, within_s=180.0)
+        answer: tuple[int, str, str] = await self._call(self._actor.start, sent, within_s=180.0)
         return answer
 
     async def poll(self, seen: int) -> ActorEvents:
         """Return events as soon as there are any. Raises Gone."""
-        answer = await self._ask(self._actor.poll, seen, POLL_S, within_s=POLL_S + 10.0)
+        answer = await self._call(self._actor.poll, seen, POLL_S, within_s=POLL_S + 10.0)
         return msgspec.msgpack.decode(answer, type=ActorEvents)
 
     async def signal(self, number: int, *, group: bool) -> None:
         with contextlib.suppress(Gone):
-            await self._ask(self._actor.signal, number, group, within_s=_ANSWER_S)
+            await self._call(self._actor.signal, number, group, within_s=_ANSWER_S)
 
     async def strays(self) -> str:
         """Return a message about GPU memory that its worker holds elsewhere. Raises Gone."""
-        return str(await self._ask(self._actor.strays, within_s=10.0))
+        return str(await self._call(self._actor.strays, within_s=10.0))
 
     async def measure(self) -> Figures:
         """Return the resource use. Raises Gone."""
-        answer = await self._ask(self._actor.measure, within_s=_MEASURE_S)
+        answer = await self._call(self._actor.measure, within_s=_MEASURE_S)
         return msgspec.msgpack.decode(answer, type=Figures)
 
     async def end(self) -> None:
         """Kill the process, and wait for its end."""
         with contextlib.suppress(Gone):
-            await self._ask(self._actor.end, within_s=_ANSWER_S)
+            await self._call(self._actor.end, within_s=_ANSWER_S)
 
     async def release(self) -> None:
         """Release the place, and return when Ray has done so."""
@@ -115,7 +115,7 @@ class ActorHandle:
         while self.label in list_named_actors() and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    async def _ask(self, method: Any, *args: Any, within_s: float) -> Any:
+    async def _call(self, method: Any, *args: Any, within_s: float) -> Any:
         try:
             return await asyncio.wait_for(method.remote(*args), within_s)
         except TimeoutError:
@@ -192,7 +192,7 @@ def _create_actor(label: str, there: Any, order: PlaceWorker, grace_s: float) ->
 
 async def _await_up(handle: ActorHandle) -> None:
     """Wait until the actor's process is up. Raises Gone."""
-    answer = await handle._ask(handle._actor.look, within_s=_ACTOR_S)
+    answer = await handle._call(handle._actor.look, within_s=_ACTOR_S)
     handle.state = msgspec.msgpack.decode(answer, type=ActorState)
 
 

@@ -47,7 +47,7 @@ _MEASURE_EVERY_S = 5.0
 async def run_driver(control: socket.socket) -> int:
     """Run until the supervisor is gone, or closes the connection."""
     driver = Driver()
-    await driver.hear(control)
+    await driver.read_messages(control)
     return await driver.over
 
 
@@ -68,7 +68,7 @@ class Driver:
         self._checks = NodeChecks()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def hear(self, control: socket.socket) -> None:
+    async def read_messages(self, control: socket.socket) -> None:
         await adopt_socket(control, lambda: self._control)
 
     def _on_eof(self, error: Exception | None) -> None:
@@ -146,14 +146,14 @@ class Driver:
             self._wants = order.wants  # also for nodes that join later
         asked = [there[order.node]] if order.node else there.values()
         looks = await nodes.look_at(asked, order.wants, _left_s(until))
-        self._checks.note(looks, order.wants)
+        self._checks.record(looks, order.wants)
         return c.NodesInspected(order.id, looks)
 
     async def _meet(self, there: dict[str, dict[str, Any]], within_s: float) -> None:
         """Update the nodes; new ones check themselves."""
         new = [there[id] for id in there.keys() - self._nodes.keys()]
         looks = await nodes.look_at(new, self._wants, within_s)
-        self._checks.note(looks, self._wants)
+        self._checks.record(looks, self._wants)
         known = self._nodes | {look.node: look for look in looks}
         self._nodes = {id: node for id, node in known.items() if id in there}
 
@@ -172,7 +172,7 @@ class Driver:
 
     async def _take_over(self, actor: ActorHandle) -> None:
         try:
-            await actor.look()
+            await actor.inspect()
         except Gone:
             self._spawn(actor.release())
             return
@@ -208,7 +208,7 @@ class Driver:
     async def _suits(self, actor: ActorHandle, order: c.PlaceWorker) -> Any:
         """Return the state of a place that fits the order; None if it does not."""
         try:
-            state = await actor.look()
+            state = await actor.inspect()
         except Gone:
             self._shun(actor)
             return None
@@ -330,7 +330,7 @@ def _connect_to_ray(address: str, namespace: str, tenant: NamespaceOwner) -> Non
     ray.init(
         address,
         namespace=namespace,
-        job_config=tenant.note,
+        job_config=tenant.job_config,
         log_to_driver=False,
         configure_logging=False,
     )

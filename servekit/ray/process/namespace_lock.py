@@ -48,7 +48,7 @@ class NamespaceOwner:
         return cls(turn, socket.gethostname(), os.getppid(), since, run_dir)
 
     @property
-    def note(self) -> JobConfig:
+    def job_config(self) -> JobConfig:
         """Job configuration for the connection to Ray."""
         return JobConfig(metadata={_NOTE: json.dumps(asdict(self))})
 

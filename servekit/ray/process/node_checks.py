@@ -45,7 +45,7 @@ class NodeChecks:
             tuple[str, NodeRequirements], _Look
         ] = {}  # by Ray's id, and what was asked
 
-    def note(self, found: Iterable[Node], wants: Iterable[NodeRequirements]) -> None:
+    def record(self, found: Iterable[Node], wants: Iterable[NodeRequirements]) -> None:
         """Store what nodes have found for these models."""
         at, wants = time.monotonic(), list(wants)
         for node in found:
@@ -68,7 +68,7 @@ class NodeChecks:
         """Check the nodes whose result is missing or outdated."""
         due = [node for node in there if self._is_due(node["NodeID"], want)]
         found = await nodes.look_at(due, (want,), LOOK_S)
-        self.note(found, (want,))
+        self.record(found, (want,))
         for node in found:
             if fault := self._looks[node.node, want].fault:
                 log.warning("node_unsuitable", node=node.host, reason=fault)

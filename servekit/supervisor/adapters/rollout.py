@@ -22,7 +22,7 @@ from servekit.supervisor.adapters.state import (
     Outcome,
     Refusal,
     decide,
-    nobody,
+    no_ready_worker,
 )
 from servekit.supervisor.event_log import journal
 
@@ -242,8 +242,8 @@ class Adapters:
         """Load an adapter in place of any with its name; if it is refused, restore that one."""
         workers = self._serving()
         if not workers:
-            return nobody(self.model)
-        self.book.ask(spec, time.time(), from_file=from_file)
+            return no_ready_worker(self.model)
+        self.book.add_requested(spec, time.time(), from_file=from_file)
         self._owner.changed()
         if known is not None:
             await self._until_unused(spec.name)

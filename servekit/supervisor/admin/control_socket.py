@@ -29,7 +29,7 @@ from servekit.protocol.remote_gateway import AdminRequest, AdminResponse
 from servekit.protocol.residency import SetResidency
 from servekit.protocol.transport.connection import Connection, listen_at
 from servekit.protocol.transport.rpc import ask_supervisor
-from servekit.supervisor.process.run_dir import nobody, read_record
+from servekit.supervisor.process.run_dir import no_instance_error, read_record
 from servekit.system import procfs
 
 log: Any = structlog.get_logger("servekit.supervisor")
@@ -155,7 +155,7 @@ class Operators:
             case SetResidency():
                 return self._residents.reside(message)
 
-    def hear(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None:
+    def answer_remote(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None:
         """Answer an operator's HTTP request that a gateway on another machine passes on."""
         question = asked.question
         if isinstance(question, Shutdown):  # not offered over HTTP
@@ -192,7 +192,9 @@ async def _send(
         connection.close()
 
 
-async def ask(path: Path, message: ToSupervisor, timeout_s: float = 10.0) -> FromSupervisor:
+async def query_supervisor(
+    path: Path, message: ToSupervisor, timeout_s: float = 10.0
+) -> FromSupervisor:
     """Send a message to the supervisor at the control socket `path` and return its answer.
 
     Raises StartError if no supervisor runs there, ConfigError if the request is invalid,
@@ -205,7 +207,7 @@ async def ask(path: Path, message: ToSupervisor, timeout_s: float = 10.0) -> Fro
     except TimeoutError:
         raise ServekitError(f"the supervisor did not answer within {timeout_s:g} s") from None
     except OSError as error:
-        raise nobody(path.parent) from error
+        raise no_instance_error(path.parent) from error
     if isinstance(reply, Refused):
         raise (ConfigError if reply.invalid else ServekitError)(reply.message)
     return reply
@@ -219,8 +221,8 @@ def shut_down(run_dir: Path, *, now: bool) -> int:
     record = read_record(run_dir)
     process = procfs.read_process(record.pid) if record is not None else None
     if process is None:
-        raise nobody(run_dir)
-    asyncio.run(ask(run_dir / "control.sock", Shutdown(now)))
+        raise no_instance_error(run_dir)
+    asyncio.run(query_supervisor(run_dir / "control.sock", Shutdown(now)))
     while procfs.is_alive(process.pid, process.started):
         time.sleep(_LOOK_EVERY_S)
     return process.pid

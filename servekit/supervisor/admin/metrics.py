@@ -61,7 +61,7 @@ class ProcessCounters:
         self._book = book
         self._seen: dict[ManagedProcess[Any], tuple[int, int]] = {}
 
-    def look(self, lives: Iterable[ManagedProcess[Any]]) -> None:
+    def update(self, lives: Iterable[ManagedProcess[Any]]) -> None:
         """Read the counters of current processes, and a last time those of the previous ones."""
         now = dict.fromkeys(lives)
         for life in {**self._seen, **now}:
@@ -104,12 +104,12 @@ class MetricsAggregator:
         for one in counted.series:
             self._book.add(one.metric, one.labels, one.figures)
 
-    def look(self) -> None:
+    def count_events(self) -> None:
         """Count the events of the processes; call this often."""
-        self._ledger.look([*self._gateways, *self._deployments.replicas()])
+        self._ledger.update([*self._gateways, *self._deployments.replicas()])
 
     def show(self, request: GetMetrics) -> Figures:
-        self.look()
+        self.count_events()
         status = self._status()
         for model in status.models:
             for metric in _FROM_ZERO:

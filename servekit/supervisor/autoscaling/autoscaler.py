@@ -60,7 +60,7 @@ class Scaler:
         self._rooms = rooms
         self._rows: dict[Deployment, Row] = {}
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Decide and begin what is due."""
         now = time.monotonic()
         scaled = {deployment: deployment.model.replicas for deployment in self._deployments.served}
@@ -68,15 +68,15 @@ class Scaler:
             if isinstance(size, ReplicaRange):
                 row = self._rows.setdefault(deployment, Row())
                 if deployment.wanted and not deployment.changing and not self._deployments.halted:
-                    self._look(deployment, row, limits(deployment, size), now)
-                self._tell(deployment, row, size)
+                    self._update_model(deployment, row, limits(deployment, size), now)
+                self._publish_status(deployment, row, size)
             elif self._rows.pop(deployment, None) is not None:
                 deployment.scale = None
         self._rows = {
             deployment: row for deployment, row in self._rows.items() if deployment in scaled
         }
 
-    def _look(self, deployment: Deployment, row: Row, limits: Limits, now: float) -> None:
+    def _update_model(self, deployment: Deployment, row: Row, limits: Limits, now: float) -> None:
         row.fresh = [one for one in row.fresh if one in deployment.living and one.state != "ready"]
         facts = self._facts(deployment, row)
         step, row.past = policy.decide(limits, facts, row.past, now)
@@ -169,7 +169,7 @@ class Scaler:
             row.short = replicas
             self._rooms.short(deployment.model.name, replicas)
 
-    def _tell(self, deployment: Deployment, row: Row, size: ReplicaRange) -> None:
+    def _publish_status(self, deployment: Deployment, row: Row, size: ReplicaRange) -> None:
         desired = len(deployment.living) + row.short
         told = ScaleStatus(size.min, size.max, desired, row.reason, row.at, row.waits)
         if told != deployment.scale:

@@ -168,7 +168,7 @@ class DeploymentManager:
                 threads = next(p.threads for p in plan.places if p.model == model.name)
                 deployment.become(model, reload.slots(model.name, plan.places), threads, claimed)
         self.host.changed()
-        return reload.tell(changes, lacking, access=new_access)
+        return reload.describe_changes(changes, lacking, access=new_access)
 
     def ended(self, life: WorkerProcess | ForkServer) -> None:
         """Forget a worker or fork server that has ended."""

@@ -171,7 +171,7 @@ class _StartRecord:
             return max([self.ready_s, *self.greeted.values()])
         return self.died_s
 
-    def told(self, phase: Phase) -> None:
+    def record_phase(self, phase: Phase) -> None:
         """Record a phase, or replace an earlier record of it."""
         for at, known in enumerate(self.phases):
             if (known.name, known.began_s) == (phase.name, phase.began_s):
@@ -222,14 +222,14 @@ class StartupTiming:
     def spent(self, name: str, began_s: float, ended_s: float) -> None:
         """Record a phase that is over, unless it took no time."""
         if self._lives and ended_s - began_s >= _NOTHING_S:
-            self._lives[-1].told(Phase(name, began_s, ended_s))
+            self._lives[-1].record_phase(Phase(name, began_s, ended_s))
 
     def awaits(self, name: str, began_s: float) -> None:
         """Begin a phase that ends with the next report."""
         self._end_awaited(began_s)
         if self._lives:
             self._awaited = name
-            self._lives[-1].told(Phase(name, began_s))
+            self._lives[-1].record_phase(Phase(name, began_s))
 
     def heard(self, said: PhaseReport | GatewayConnected) -> None:
         """Record a report of the process."""
@@ -237,7 +237,7 @@ class StartupTiming:
             return
         if isinstance(said, PhaseReport):
             self._end_awaited(said.phase.began_s)
-            self._lives[-1].told(said.phase)
+            self._lives[-1].record_phase(said.phase)
         else:
             self._lives[-1].greeted.setdefault(said.gateway, said.at_s)
 
@@ -271,7 +271,7 @@ class StartupTiming:
             return
         name, self._awaited = self._awaited, ""
         began = next(one.began_s for one in self._lives[-1].phases if one.name == name)
-        self._lives[-1].told(Phase(name, began, max(began, at_s)))
+        self._lives[-1].record_phase(Phase(name, began, max(began, at_s)))
 
 
 def _shift_phase(zero: float, phase: Phase) -> Phase:

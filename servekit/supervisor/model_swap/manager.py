@@ -46,7 +46,7 @@ class SwapManager:
         self._halted_at = 0.0
         self._unasked: list[WorkerProcess] = []  # workers that were loading when the shutdown began
         for gateway in gateways:
-            gateway.on_use = self._heard
+            gateway.on_use = self._on_keep_alive
 
     def halt(self) -> None:
         """Begin the shutdown: start nothing any more."""
@@ -75,7 +75,7 @@ class SwapManager:
 
     # ---- facts, decisions, actions
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Decide and begin what is due; during a shutdown, end unneeded loading workers."""
         if self._halted:
             self._spare()
@@ -95,7 +95,7 @@ class SwapManager:
         self._waits = decision.waits
         rows = {row.deployment.model.name: row for row in self._rows.values()}
         for step in decision.steps:
-            self._take(rows[step.model], step, now)
+            self._execute_action(rows[step.model], step, now)
 
     def _used(self, row: ModelState) -> Iterator[tuple[int, int, float]]:
         """Yield per gateway the waiting requests, the running ones, and the time of the last one.
@@ -154,7 +154,7 @@ class SwapManager:
             said = f"a worker did not stay asleep: {why}"
             self._stop(row, said if why else "a worker has come up beside those that sleep")
 
-    def _take(self, row: ModelState, step: SwapAction, now: float) -> None:
+    def _execute_action(self, row: ModelState, step: SwapAction, now: float) -> None:
         match step.kind:
             case "load":
                 log.info("model_loading", model=step.model)
@@ -187,7 +187,7 @@ class SwapManager:
         A model that would be partly asleep is stopped in any case.
         """
         workers = [replica for replica in row.deployment.living if replica.serves]
-        refusals = await asyncio.gather(*(one.sleep(self._told) for one in workers))
+        refusals = await asyncio.gather(*(one.sleep(self._wait_for_gateways) for one in workers))
         why = next(filter(None, refusals), "")
         row.slept = not why
         if not why:  # otherwise it still holds its full claim
@@ -207,7 +207,7 @@ class SwapManager:
             log.warning("model_wake_failed", model=row.deployment.model.name, reason=why)
             self._stop(row, f"it could not be woken: {why}")
 
-    async def _told(self) -> None:
+    async def _wait_for_gateways(self) -> None:
         await until_told(self._gateways)
 
     def _changed(self, row: ModelState) -> None:
@@ -215,12 +215,12 @@ class SwapManager:
 
     # ---- requests of gateways and operators
 
-    def _heard(self, message: KeepAlive | None) -> None:
+    def _on_keep_alive(self, message: KeepAlive | None) -> None:
         """Take a gateway's report of use, or a client's keep_alive for an on-demand model."""
         row = None if message is None else self._row(message.model)
         if message is not None and row is not None and row.deployment.model.load == "on_demand":
-            row.keep(message.stay_s, time.monotonic(), loads=message.loads)
-        self.look()
+            row.keep_loaded(message.stay_s, time.monotonic(), loads=message.loads)
+        self.update()
 
     async def reside(self, request: SetResidency) -> Accepted | Refused:
         """Carry out an operator's request; the reply comes when it is done or impossible."""
@@ -232,13 +232,13 @@ class SwapManager:
         if self._halted:
             return Refused("servekit is shutting down")
         already = "already " if row.tier == HAS[request.want] else ""
-        if refusal := row.ask(request.want, time.monotonic()):
+        if refusal := row.accept_request(request.want, time.monotonic()):
             return Refused(refusal)
-        self.look()
+        self.update()
         self._changed(row)
         name = row.deployment.model.name
         while row.requested:
-            if why := self._hopeless(row):
+            if why := self._find_obstacle(row):
                 row.refuse()
                 return Refused(f"{name} cannot be {_DONE[request.want]}: {why}")
             if not request.wait:
@@ -247,7 +247,7 @@ class SwapManager:
             row.settle()
         return Accepted(f"{name} is {already}{_DONE[request.want]}")
 
-    def _hopeless(self, row: ModelState) -> str:
+    def _find_obstacle(self, row: ModelState) -> str:
         """Return why an operator's request cannot succeed; "" while it still may."""
         if self._halted or row.deployment not in self._rows:
             return "servekit is shutting down" if self._halted else "it is no longer in the file"

@@ -130,7 +130,7 @@ class ModelState:
         """Record that it could not be put to sleep, so that it is not tried again for a while."""
         self._sleepless_until, self.restless = now + _SLEEPLESS_S, why
 
-    def keep(self, stay_s: float | None, now: float, *, loads: bool) -> None:
+    def keep_loaded(self, stay_s: float | None, now: float, *, loads: bool) -> None:
         """Take a client's keep_alive, and its request to load the model if `loads`."""
         self._stay_s, self._told_at = stay_s, now
         if loads and self.tier in ("stopped", "asleep"):
@@ -138,7 +138,7 @@ class ModelState:
 
     # ---- operators
 
-    def ask(self, want: Want, now: float) -> str:
+    def accept_request(self, want: Want, now: float) -> str:
         """Take an operator's request; return why it is refused, or ""."""
         if want == "sleep" and (why := self.sleepless_for_good()):
             return why

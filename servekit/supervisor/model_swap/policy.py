@@ -89,7 +89,7 @@ def _help(
     if one.waiting_since is None or one.tier not in ("stopped", "asleep"):
         return [], ""
     if room.fits(one.need):
-        room.take(one.need)
+        room.subtract(one.need)
         return [SwapAction("load" if one.tier == "stopped" else "wake", one.name)], ""
     return make_room(one, others, room, now)
 

@@ -119,7 +119,7 @@ async def test_a_supervisor_that_comes_later_is_told_how_it_stands() -> None:
             line.remote.send(message)
         await until(lambda: len(first.heard) == 5)
         first.child.leave()
-        await until(lambda: not line.remote.heard)
+        await until(lambda: not line.remote.has_supervisor)
         second = await Supervisor.of(line)
         assert second.child.state == "ready"
         await until(lambda: second.heard == [Serving(), traffic, use])
@@ -213,6 +213,6 @@ async def test_nobody_but_a_supervisor_is_let_in(role: Any) -> None:
             )
             made.send(Hello(PROTOCOL, claim, "someone"))
             await asyncio.wait_for(closed, DEADLINE_S)
-        assert not line.remote.heard
+        assert not line.remote.has_supervisor
     with pytest.raises(WireError):
         line.remote.admit(made, Hello(PROTOCOL, "gateway", "g"))

@@ -108,7 +108,7 @@ class DecodeLoop:
                 continue
             if state.status == RequestStatus.DECODING and state.position_offset == row.length - 1:
                 kind = device_sampling.kind_of(row)
-                self._slots.take(row, state, kind, self._pages_of(key), self.pages.size)
+                self._slots.assign(row, state, kind, self._pages_of(key), self.pages.size)
                 if device_sampling.needs_host(row, self._vocab_size):
                     self._watched.add(key)
 

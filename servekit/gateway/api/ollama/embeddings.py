@@ -33,7 +33,7 @@ class Embedding:
         self._truncate = truncate
         self.began_s = time.monotonic()
         self._calls: list[InflightRequest] = []
-        self._asked = self._ask(inputs)
+        self._asked = self._make_calls(inputs)
 
     def cancel(self) -> None:
         """Cancel the calls: the client has disconnected."""
@@ -46,10 +46,10 @@ class Embedding:
         except ContextLengthExceeded:
             if not self._truncate:
                 raise
-        self._asked = self._ask(await self._cut())
+        self._asked = self._make_calls(await self._cut())
         return await self._asked.answers()
 
-    def _ask(self, inputs: Sequence[Input]) -> EmbeddingCalls:
+    def _make_calls(self, inputs: Sequence[Input]) -> EmbeddingCalls:
         groups = [inputs[at : at + GROUP] for at in range(0, len(inputs), GROUP)]
         self._calls = [self._call("embed", inputs=list(group)) for group in groups]
         return EmbeddingCalls(self._router, self._calls, None)

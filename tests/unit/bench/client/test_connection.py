@@ -44,7 +44,7 @@ async def one(dialer: Dialer, target: Target, body: bytes = b"{}") -> Exchange:
     connection = dialer.resting() or await dialer.open()
     over = asyncio.get_running_loop().create_future()
     exchange = Exchange(time.monotonic(), over.set_result, keep_text=True)
-    connection.ask(request_head(target, "/x") + b"%d\r\n\r\n" % len(body) + body, exchange)
+    connection.send_request(request_head(target, "/x") + b"%d\r\n\r\n" % len(body) + body, exchange)
     async with asyncio.timeout(10):
         await over
     return exchange

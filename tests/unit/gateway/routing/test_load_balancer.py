@@ -231,7 +231,7 @@ def test_what_ends_unread_is_not_owed_for_either() -> None:
     balancer: Balancer[Seen] = Balancer()
     one = seen()
     for _ in range(2):
-        balancer.note(one, call := long_call(text(1)))
+        balancer.record_call(one, call := long_call(text(1)))
         one.take(Request(call, 10))
     assert one.account is not None
     one.end(1)
@@ -247,7 +247,7 @@ def test_what_is_held_is_not_owed_for() -> None:
     one = seen()
     for expected in (1024.0, 0.0):
         call = long_call(text(1))
-        balancer.note(one, call)
+        balancer.record_call(one, call)
         assert one.account is not None
         owed = one.account.owed
         one.take(Request(call, 10))

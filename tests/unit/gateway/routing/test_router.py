@@ -544,7 +544,7 @@ async def test_a_stalled_worker_gets_nothing_new_and_the_model_is_not_ready(
     worker.state = "stalled"
     service.tell(worker.status())
     route = service.router.routes["m"]
-    assert not route.ready and not route.hopeless
+    assert not route.ready and not route.is_permanently_down
     late = service.router.open(ask(tokens=6))
     assert (route.running, route.waiting) == (1, 1), "one waits for the end of the other's worker"
     worker.kill()

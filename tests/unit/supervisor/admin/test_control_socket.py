@@ -28,7 +28,7 @@ from servekit.protocol.messages import (
 from servekit.protocol.metrics_messages import Figures, GetMetrics, Series
 from servekit.protocol.remote_gateway import AdminRequest, AdminResponse
 from servekit.protocol.residency import SetResidency
-from servekit.supervisor.admin.control_socket import Operators, ask
+from servekit.supervisor.admin.control_socket import Operators, query_supervisor
 
 STATUS = Status("1", 2, "u", "c", 0.0, 3, (), (), False)
 
@@ -97,14 +97,14 @@ async def test_operators_are_answered_and_heard(tmp_path: Path) -> None:
     path = tmp_path / "control.sock"
     await operators.listen(path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert await ask(path, GetStatus()) == STATUS
-    assert await ask(path, Shutdown(True)) == Accepted()
-    assert await ask(path, Shutdown()) == Accepted()
+    assert await query_supervisor(path, GetStatus()) == STATUS
+    assert await query_supervisor(path, Shutdown(True)) == Accepted()
+    assert await query_supervisor(path, Shutdown()) == Accepted()
     assert desk.heard == [True, False]
-    assert await ask(path, GetWhy("m")) == Why("m", "closed", ())
-    assert await ask(path, Reload()) == Accepted("a added")
+    assert await query_supervisor(path, GetWhy("m")) == Why("m", "closed", ())
+    assert await query_supervisor(path, Reload()) == Accepted("a added")
     with pytest.raises(ConfigError, match="no such model"):
-        await ask(path, GetWhy("n"))
+        await query_supervisor(path, GetWhy("n"))
     operators.close()
 
 
@@ -113,7 +113,7 @@ async def test_a_gateway_may_pass_on_what_is_asked_over_http_and_no_more() -> No
     operators = Operators(desk, AdapterDesk(), ResidenceDesk(), MetricsDesk())
     questions: list[ToSupervisor] = [GetStatus(), GetWhy("m"), Reload(), Shutdown(True)]
     for id, question in enumerate(questions):
-        operators.hear(AdminRequest(id, question), told.put_nowait)
+        operators.answer_remote(AdminRequest(id, question), told.put_nowait)
     answers = {}
     for _ in range(4):
         answered = await asyncio.wait_for(told.get(), 60)
@@ -130,7 +130,7 @@ async def test_a_gateway_may_pass_on_what_is_asked_over_http_and_no_more() -> No
 async def test_a_gateway_is_told_that_there_is_no_answer() -> None:
     told = asyncio.Queue[AdminResponse]()
     operators = Operators(BrokenDesk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
-    operators.hear(AdminRequest(1, GetStatus()), told.put_nowait)
+    operators.answer_remote(AdminRequest(1, GetStatus()), told.put_nowait)
     answered = await asyncio.wait_for(told.get(), 60)
     assert isinstance(answered.answer, Refused)
 
@@ -139,25 +139,27 @@ async def test_operators_are_answered_about_adapters(tmp_path: Path) -> None:
     operators = Operators(Desk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
     path = tmp_path / "control.sock"
     await operators.listen(path)
-    assert await ask(path, AddAdapter("m", AdapterSpec("x", "/x"))) == Accepted("x serves")
-    assert await ask(path, GetAdapters("m")) == Adapters({"m": ()})
+    assert await query_supervisor(path, AddAdapter("m", AdapterSpec("x", "/x"))) == Accepted(
+        "x serves"
+    )
+    assert await query_supervisor(path, GetAdapters("m")) == Adapters({"m": ()})
     with pytest.raises(ServekitError, match="nobody is ready"):
-        await ask(path, AddAdapter("m", AdapterSpec("y", "/y")))
+        await query_supervisor(path, AddAdapter("m", AdapterSpec("y", "/y")))
     with pytest.raises(ConfigError, match="there is no z"):
-        await ask(path, RemoveAdapter("z"))
+        await query_supervisor(path, RemoveAdapter("z"))
     operators.close()
 
 
 async def test_nobody_there_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="no servekit runs in"):
-        await ask(tmp_path / "control.sock", GetStatus())
+        await query_supervisor(tmp_path / "control.sock", GetStatus())
 
 
 async def test_a_stale_socket_is_nobody(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(tmp_path / "control.sock"))
     with pytest.raises(StartError, match="no servekit runs in"):
-        await ask(tmp_path / "control.sock", GetStatus())
+        await query_supervisor(tmp_path / "control.sock", GetStatus())
 
 
 async def test_a_supervisor_that_does_not_answer_is_a_sentence(tmp_path: Path) -> None:
@@ -165,17 +167,19 @@ async def test_a_supervisor_that_does_not_answer_is_a_sentence(tmp_path: Path) -
         sock.bind(str(tmp_path / "control.sock"))
         sock.listen()
         with pytest.raises(ServekitError, match=r"did not answer within 0\.1 s"):
-            await ask(tmp_path / "control.sock", GetStatus(), timeout_s=0.1)
+            await query_supervisor(tmp_path / "control.sock", GetStatus(), timeout_s=0.1)
 
 
 async def test_operators_are_answered_about_models(tmp_path: Path) -> None:
     operators = Operators(Desk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
     path = tmp_path / "control.sock"
     await operators.listen(path)
-    assert await ask(path, SetResidency("m", "load")) == Accepted("m: load, done")
-    assert await ask(path, SetResidency("m", "sleep", wait=False)) == Accepted("m: sleep, begun")
+    assert await query_supervisor(path, SetResidency("m", "load")) == Accepted("m: load, done")
+    assert await query_supervisor(path, SetResidency("m", "sleep", wait=False)) == Accepted(
+        "m: sleep, begun"
+    )
     with pytest.raises(ConfigError, match="no model is called 'x'"):
-        await ask(path, SetResidency("x", "wake"))
+        await query_supervisor(path, SetResidency("x", "wake"))
     operators.close()
 
 
@@ -183,7 +187,7 @@ async def test_gateways_are_told_the_figures(tmp_path: Path) -> None:
     operators = Operators(Desk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
     path = tmp_path / "control.sock"
     await operators.listen(path)
-    assert await ask(path, GetMetrics()) == MetricsDesk().show(GetMetrics())
+    assert await query_supervisor(path, GetMetrics()) == MetricsDesk().show(GetMetrics())
     operators.close()
 
 
@@ -191,5 +195,5 @@ async def test_one_that_breaks_off_is_a_sentence(tmp_path: Path) -> None:
     operators = Operators(BrokenDesk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
     await operators.listen(tmp_path / "control.sock")
     with pytest.raises(ServekitError, match="closed the connection"):
-        await ask(tmp_path / "control.sock", GetStatus())
+        await query_supervisor(tmp_path / "control.sock", GetStatus())
     operators.close()

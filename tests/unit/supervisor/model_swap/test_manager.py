@@ -38,7 +38,7 @@ class Stage:
             gpus=(),
         )
         self.residents = SwapManager(cast(DeploymentManager, made), [cast(Gateway, self.gateway)])
-        self.residents.look()
+        self.residents.update()
 
     def ask_for(self, model: str, waiting: int = 1, running: int = 0) -> None:
         at = asyncio.get_running_loop().time()
@@ -56,7 +56,7 @@ class Stage:
     async def until(self, deployment: MadeUp, tier: str) -> ResidencyStatus:
         async with asyncio.timeout(10):
             while self.told(deployment).tier != tier:
-                self.residents.look()
+                self.residents.update()
                 await asyncio.sleep(0.01)
         return self.told(deployment)
 
@@ -64,7 +64,7 @@ class Stage:
         async with asyncio.timeout(10):
             asking = asyncio.create_task(self.residents.reside(SetResidency(model, want, wait)))
             while not asking.done():
-                self.residents.look()
+                self.residents.update()
                 await asyncio.sleep(0.01)
             return await asking
 
@@ -104,7 +104,7 @@ async def test_what_gateways_told_before_a_model_went_does_not_bring_it_back() -
     stage = Stage(a)
     stage.ask_for("a", waiting=1)
     a.have()
-    stage.residents.look()
+    stage.residents.update()
     assert (stage.told(a).tier, a.told) == ("stopped", [])
     stage.ask_for("a")
     assert a.told == ["load"]
@@ -190,7 +190,7 @@ async def test_what_cannot_be_is_refused_with_the_reason_and_does_not_come_later
         said = "b cannot be loaded: 60.0 GiB needed, 40.0 GiB free, and the others stay"
         assert answer == Refused(said)
     a.have()
-    stage.residents.look()
+    stage.residents.update()
     assert b.told == ["try again", "try again"]
 
 

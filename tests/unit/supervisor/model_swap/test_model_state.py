@@ -106,23 +106,23 @@ def test_it_learns_what_it_takes_to_have_it() -> None:
     ],
 )
 def test_what_operators_may_ask_for(states: tuple[str, ...], want: Want, why: str) -> None:
-    assert made(*states)[0].ask(want, 1.0).startswith(why)
-    assert bool(made(*states)[0].ask(want, 1.0)) == bool(why)
+    assert made(*states)[0].accept_request(want, 1.0).startswith(why)
+    assert bool(made(*states)[0].accept_request(want, 1.0)) == bool(why)
 
 
 def test_why_one_can_never_sleep() -> None:
     one, deployment = made("ready")
     deployment.info = info(sleeps=False)
-    assert one.ask("sleep", 1.0).endswith(
+    assert one.accept_request("sleep", 1.0).endswith(
         "was not loaded so that it can sleep; give it `idle_sleep_s`"
     )
     remote, _ = made("ready", engine="openai", path="http://127.0.0.1:1/v1")
-    assert "the engine openai cannot sleep" in remote.ask("sleep", 1.0)
+    assert "the engine openai cannot sleep" in remote.accept_request("sleep", 1.0)
 
 
 def test_a_wish_is_forgotten_once_it_has_come_true() -> None:
     one, deployment = made()
-    assert one.ask("load", 5.0) == ""
+    assert one.accept_request("load", 5.0) == ""
     assert (one.requested, deployment.told, one.facts({}, {}).waiting_since) == (
         "load",
         ["try again"],
@@ -131,20 +131,20 @@ def test_a_wish_is_forgotten_once_it_has_come_true() -> None:
     deployment.have("ready")
     one.observe((), 6.0)
     assert (one.requested, one.facts({}, {}).waiting_since) == ("", None)
-    assert one.ask("load", 7.0) == ""
+    assert one.accept_request("load", 7.0) == ""
     assert one.requested == ""
 
 
 def test_what_was_refused_is_not_wished_for_any_more() -> None:
     one, _ = made()
-    one.ask("load", 5.0)
+    one.accept_request("load", 5.0)
     one.refuse()
     assert (one.requested, one.facts({}, {}).waiting_since) == ("", None)
 
 
 def test_to_unload_what_is_coming_stops_it_at_once() -> None:
     one, deployment = made("starting")
-    one.ask("unload", 1.0)
+    one.accept_request("unload", 1.0)
     assert deployment.told == ["unload"]
     assert one.reason == "stopped by an operator"
 
@@ -152,7 +152,7 @@ def test_to_unload_what_is_coming_stops_it_at_once() -> None:
 def test_requests_load_nothing_that_an_operator_has_stopped_or_keeps_for_himself() -> None:
     held, deployment = made("ready", load="on_start")
     assert not held.comes_and_goes
-    held.ask("unload", 1.0)
+    held.accept_request("unload", 1.0)
     deployment.have()
     manual = made(load="manual")[0]
     for one in (held, manual):
@@ -162,7 +162,7 @@ def test_requests_load_nothing_that_an_operator_has_stopped_or_keeps_for_himself
         told = one.residence("", halted=False, for_operators=True)
         assert told.load == one.deployment.model.load, "as the file says"
         assert one.comes_and_goes
-        one.ask("load", 3.0)
+        one.accept_request("load", 3.0)
         assert one.facts({}, {}).waiting_since is not None
 
 
@@ -175,19 +175,19 @@ def test_who_could_not_be_put_to_sleep_is_left_alone_for_a_while() -> None:
     one.observe((), 71.0)
     assert one.facts({}, {}).can_sleep
     one.sleepless(80.0, "it is not tired")
-    one.ask("sleep", 81.0)
+    one.accept_request("sleep", 81.0)
     one.observe((), 81.0)
     assert one.facts({}, {}).can_sleep, "an operator may try at any time"
 
 
 def test_a_client_may_have_it_loaded_and_say_how_long_it_stays() -> None:
     one, deployment = made(idle_unload_s=60.0)
-    one.keep(math.inf, 5.0, loads=True)
+    one.keep_loaded(math.inf, 5.0, loads=True)
     facts = one.facts({}, {})
     assert (facts.stay_s, facts.told_at, facts.waiting_since) == (math.inf, 5.0, 5.0)
     deployment.have("ready")
     one.observe((), 6.0)
-    one.keep(None, 7.0, loads=True)
+    one.keep_loaded(None, 7.0, loads=True)
     assert one.facts({}, {}).waiting_since is None, "it is there"
     assert one.residence("", halted=False).stays_s == 60.0
 

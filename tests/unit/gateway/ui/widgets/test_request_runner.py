@@ -122,7 +122,7 @@ async def test_errors_are_sentences(service: Service) -> None:
     assert "temperature" in last.error
     assert not last.busy
     with pytest.raises(RequestError):
-        RequestOptions(CHAT, {"messages": []}).ask("k")
+        RequestOptions(CHAT, {"messages": []}).make_request("k")
 
 
 # ---------------------------------------------------------------- as HTML
