@@ -162,7 +162,7 @@ class Launcher:
 class Desk:
     """Answers all questions with the same figure."""
 
-    def hear(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None:
+    def answer_remote(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None:
         send(AdminResponse(asked.id, Figures((Series("servekit_model_ready", ("m",), [1.0]),))))
 
 

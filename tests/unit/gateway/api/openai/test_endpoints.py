@@ -38,7 +38,7 @@ async def test_an_answer_that_cannot_be_written_is_an_error_and_not_silence(
     def broken(*_: object) -> bytes:
         raise KeyError("unforeseen")
 
-    monkeypatch.setattr(ChatEncoder, "whole", broken)
+    monkeypatch.setattr(ChatEncoder, "encode_response", broken)
     heard = Heard({"model": "m", "messages": [{"role": "user", "content": "a"}], "n": 2})
     OpenAI(service.router).handlers["/v1/chat/completions"](heard)  # type: ignore[arg-type]
     await until(lambda: heard.failures)
