@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,24 +21,18 @@ from servekit.bench.client.clients import Clients
 from servekit.bench.options import Load, Options
 from servekit.bench.result import VERSION, Result, Run
 
+if TYPE_CHECKING:
+    from servekit.bench.live_display import Display
+
 _LOOK_EVERY_S = 0.1
 _HERE = {"127.0.0.1", "::1", "localhost"}
-
-
-class Watcher(Protocol):
-    """The interface of a live display."""
-
-    def warming(self, load: Load) -> None: ...
-    def began(self, load: Load, tally: Tally) -> None: ...
-    def looked(self) -> None: ...
-    def ended(self, run: Run) -> None: ...
 
 
 def run_benchmark(
     options: Options,
     program: Sequence[str],
     environ: Mapping[str, str],
-    watcher: Callable[[Options], contextlib.AbstractContextManager[Watcher]],
+    watcher: Callable[[Options], contextlib.AbstractContextManager[Display]],
 ) -> Result:
     """Measure all loads; after a Ctrl-C return the results so far. Raises ServekitError."""
     known = probe.list_models(options.target)
@@ -85,7 +79,7 @@ class _Course:
         asking: Asking,
         program: Sequence[str],
         environ: Mapping[str, str],
-        shown: Watcher,
+        shown: Display,
     ) -> None:
         self._options = options
         self._asking = asking

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -34,6 +34,9 @@ from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
 from servekit.supervisor.process.child_process import Command
 
+if TYPE_CHECKING:
+    from servekit.ray.actors import RayActors
+
 log: Any = structlog.get_logger("servekit.supervisor")
 
 
@@ -44,16 +47,6 @@ class Unable(OSError):
         super().__init__(0, message)
         self.message = message
         self.pid = pid
-
-
-class Listener(Protocol):
-    """Receiver of events about workers."""
-
-    def waits(self, name: str, what: str) -> None: ...
-    def lines(self, name: str, lines: tuple[str, ...]) -> None: ...
-    def measured(self, message: Measured) -> None: ...
-    def exited(self, message: Exited) -> None: ...
-    def check(self) -> None: ...
 
 
 class Cluster(ManagedProcess[FromCluster]):
@@ -71,7 +64,7 @@ class Cluster(ManagedProcess[FromCluster]):
         settings: RayConfig,
         namespace: str,
         wants: tuple[NodeRequirements, ...],
-        listener: Listener,
+        listener: RayActors,
         *,
         watch: bool = False,
     ) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,7 +20,7 @@ from servekit.config.cluster import RayConfig
 from servekit.config.engines.options import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.errors import StartError
-from servekit.protocol.messages import Status, Stop
+from servekit.protocol.messages import Stop
 from servekit.protocol.ray_messages import Node, PlaceWorker
 from servekit.protocol.transport.credentials import Credentials
 from servekit.ray import bootstrap, node_requirements
@@ -33,7 +33,6 @@ from servekit.supervisor import access_rules
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.lifecycle.managed_process import (
     ManagedProcess,
-    SupervisorContext,
     wait_for_tasks,
 )
 from servekit.supervisor.lifecycle.remote_process import LaunchedWorker, RemoteChild
@@ -41,11 +40,8 @@ from servekit.supervisor.process import environment
 from servekit.supervisor.scheduling.memory_requests import least
 from servekit.supervisor.workers.worker_spec import make_worker_spec
 
-
-class Instance(SupervisorContext, Protocol):
-    """The supervisor."""
-
-    def status(self) -> Status: ...
+if TYPE_CHECKING:
+    from servekit.supervisor.supervisor import Supervisor
 
 
 class RayLauncher:
@@ -54,7 +50,7 @@ class RayLauncher:
     def __init__(
         self,
         plan: Plan,
-        host: Instance,
+        host: Supervisor,
         run: Callable[[ManagedProcess[Any]], None],
         heritage: Takeover | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -39,17 +39,14 @@ from servekit.supervisor.lifecycle.managed_process import ManagedProcess, Superv
 from servekit.supervisor.lifecycle.remote_process import AnyChild
 from servekit.supervisor.process import environment
 
+if TYPE_CHECKING:
+    from servekit.supervisor.admin.control_socket import Operators
+
 log: Any = structlog.get_logger("servekit.supervisor")
 
 #: Time for the gateway of a lost node to shut down, if it is still alive.
 _LOST_S = 1.0
 _EVERY_ADDRESS = ("0.0.0.0", "::")
-
-
-class Desk(Protocol):
-    """Service that answers operators' requests to a gateway over HTTP."""
-
-    def answer_remote(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,7 @@ class Service:
     server: ServerConfig
     ports: tuple[int, ...]  # the public one first
     launcher: RayLauncher
-    desk: Desk
+    desk: Operators
 
 
 class RemoteGateway(Gateway):
@@ -279,7 +276,7 @@ def remote_gateways(
     listeners: Sequence[socket.socket],
     launcher: RayLauncher | None,
     host: SupervisorContext,
-    desk: Desk,
+    desk: Operators,
     run: Callable[[ManagedProcess[Any]], None],
 ) -> RemoteGateways:
     """Return the remote gateways of an instance whose own gateways have these sockets."""
