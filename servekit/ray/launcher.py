@@ -35,13 +35,14 @@ from servekit.supervisor.lifecycle.managed_process import (
     ManagedProcess,
     wait_for_tasks,
 )
-from servekit.supervisor.lifecycle.remote_process import LaunchedWorker, RemoteChild
+from servekit.supervisor.lifecycle.remote_process import RemoteChild
 from servekit.supervisor.process import environment
 from servekit.supervisor.scheduling.memory_requests import least
 from servekit.supervisor.workers.worker_spec import make_worker_spec
 
 if TYPE_CHECKING:
     from servekit.supervisor.supervisor import Supervisor
+    from servekit.supervisor.workers.worker_process import WorkerProcess
 
 
 class RayLauncher:
@@ -104,6 +105,7 @@ class RayLauncher:
             self._settling = asyncio.get_running_loop().create_task(settling)
 
     async def refusal(self, models: Sequence[ModelConfig]) -> str:
+        """Return why these models of a reload cannot be served there; "" if they can."""
         return await self._survey.again(self.cluster, models)
 
     async def fault(self, node: Node) -> str:
@@ -145,9 +147,15 @@ class RayLauncher:
         )
 
     def gateway_credentials(self, name: str) -> Credentials:
+        """Return the credentials with which a gateway of our own node reaches workers."""
         return self._certificates.issue("gateway", name)
 
     def renewed(self, gateway: str) -> Credentials | None:
+        """Return a gateway's renewed credentials if they are due, else None.
+
+        They count as delivered once returned. None also for a gateway on another node, whose node
+        renews them.
+        """
         if self.actors.host(gateway):
             return None
         return self._certificates.due("gateway", gateway)
@@ -155,9 +163,11 @@ class RayLauncher:
     # ---- for workers
 
     def gpus_for(self, model: ModelConfig) -> int:
+        """Return the number of GPUs that each worker of `model` gets; 0 if it runs on the CPU."""
         return self._survey.gpus_for(model)
 
-    async def enter(self, worker: LaunchedWorker) -> str:
+    async def enter(self, worker: WorkerProcess) -> str:
+        """Wait for the worker's place; return why it gets none, or ""."""
         mark = self._fingerprint(worker)
         claim = (worker.place.elsewhere, self._settings.cpus, self._settings.strategy)
         want = bootstrap.model_want(worker.model)
@@ -170,11 +180,12 @@ class RayLauncher:
 
     async def spawn(
         self,
-        worker: LaunchedWorker,
+        worker: WorkerProcess,
         incoming: Any,
         on_message: Callable[[Any], None],
         on_line: Callable[[str], None],
     ) -> RemoteChild[Any]:
+        """Start the worker, or adopt one that already serves. Raises OSError."""
         host = self.actors.host(worker.name)
         order = StartOrder(
             args=(
@@ -190,23 +201,26 @@ class RayLauncher:
         return await self.actors.spawn(worker.name, order, incoming, on_message, on_line)
 
     async def strays(self, name: str) -> str:
+        """Return a sentence on GPU memory it holds on other GPUs; "" if none, or if unknown."""
         return await self.actors.strays(name)
 
     async def release(self, name: str) -> None:
+        """Release the place of a worker whose life is over."""
         await self.actors.release(name)
 
     def where(self, name: str) -> str:
+        """Return a worker's node and device in words; "" if it has no place."""
         return self.actors.where(name)
 
     # ---- identity of a worker
 
-    def _environment(self, worker: LaunchedWorker) -> dict[str, str]:
+    def _environment(self, worker: WorkerProcess) -> dict[str, str]:
         """Return the variables that override the node's own; the node sets the GPU pin."""
         extra = {**self._host.keys_of(worker.model), **worker.model.env}
         kind = KINDS[worker.model.engine]
         return environment.for_remote_worker(self._host.environ, worker.place, extra, kind)
 
-    def _fingerprint(self, worker: LaunchedWorker) -> str:
+    def _fingerprint(self, worker: WorkerProcess) -> str:
         """Return a hash of everything that a worker is started with, for the takeover."""
         spec = make_worker_spec(worker.model, worker.place, "")
         env = sorted(self._environment(worker).items())

@@ -40,7 +40,7 @@ from servekit.supervisor.lifecycle.remote_process import AnyChild
 from servekit.supervisor.process import environment
 
 if TYPE_CHECKING:
-    from servekit.supervisor.admin.control_socket import Operators
+    from servekit.supervisor.admin.control_socket import AdminApi
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -56,7 +56,7 @@ class Service:
     server: ServerConfig
     ports: tuple[int, ...]  # the public one first
     launcher: RayLauncher
-    desk: Operators
+    admin_api: AdminApi
 
 
 class RemoteGateway(Gateway):
@@ -190,7 +190,7 @@ class RemoteGateway(Gateway):
 
     def receive(self, message: FromGateway | AdminRequest) -> None:
         if isinstance(message, AdminRequest):
-            self._service.desk.answer_remote(message, self._answer)
+            self._service.admin_api.answer_remote(message, self._answer)
         else:
             super().receive(message)
 
@@ -276,12 +276,12 @@ def remote_gateways(
     listeners: Sequence[socket.socket],
     launcher: RayLauncher | None,
     host: SupervisorContext,
-    desk: Operators,
+    admin_api: AdminApi,
     run: Callable[[ManagedProcess[Any]], None],
 ) -> RemoteGateways:
     """Return the remote gateways of an instance whose own gateways have these sockets."""
     ports = tuple(sock.getsockname()[1] for sock in listeners)
-    service = None if launcher is None else Service(server, ports, launcher, desk)
+    service = None if launcher is None else Service(server, ports, launcher, admin_api)
     return RemoteGateways(gateways, service, host, run)
 
 

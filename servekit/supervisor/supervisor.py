@@ -36,8 +36,8 @@ from servekit.ray.launcher import RayLauncher
 from servekit.ray.remote_gateways import remote_gateways
 from servekit.supervisor import access_rules
 from servekit.supervisor.admin import status as snapshot
-from servekit.supervisor.admin.adapter_service import AdapterDesk
-from servekit.supervisor.admin.control_socket import Operators
+from servekit.supervisor.admin.adapter_service import AdapterService
+from servekit.supervisor.admin.control_socket import AdminApi
 from servekit.supervisor.admin.metrics import MetricsAggregator
 from servekit.supervisor.admin.resource_monitor import ResourceMonitor
 from servekit.supervisor.admin.systemd import Notifier
@@ -134,11 +134,11 @@ class Supervisor:
         self._residents = SwapManager(self._deployments, self._gateways)
         rooms = LocalCapacity(self._deployments) if self.launcher is None else RayCapacity()
         self._scaler = Scaler(self._deployments, self._gateways, self._residents, rooms)
-        desk = AdapterDesk(self._deployments, self._gateways)
+        adapters = AdapterService(self._deployments, self._gateways)
         self._accounts = MetricsAggregator(
             self._gateways, self._deployments, self._quarantine, self.status
         )
-        self._operators = Operators(self, desk, self._residents, self._accounts)
+        self._operators = AdminApi(self, adapters, self._residents, self._accounts)
         self._measures = ResourceMonitor(
             self._deployments, self._lives, self.run_dir, self.children_changed
         )

@@ -28,7 +28,7 @@ from servekit.supervisor.gateway_process import Gateway, until_told
 _RELATIVE = "the path of a folder has to be absolute, not '{}'"
 
 
-class AdapterDesk:
+class AdapterService:
     """Service for adapters; it replies when an operation is done, or with Refused."""
 
     def __init__(self, deployments: DeploymentManager, gateways: Sequence[Gateway] = ()) -> None:

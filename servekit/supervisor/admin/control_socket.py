@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from servekit.errors import ConfigError, ServekitError, StartError
-from servekit.protocol.adapters import Adapters, AddAdapter, GetAdapters, RemoveAdapter
+from servekit.protocol.adapters import AddAdapter, GetAdapters, RemoveAdapter
 from servekit.protocol.messages import (
     Accepted,
     FromSupervisor,
@@ -20,11 +20,9 @@ from servekit.protocol.messages import (
     Refused,
     Reload,
     Shutdown,
-    Status,
     ToSupervisor,
-    Why,
 )
-from servekit.protocol.metrics_messages import Figures, GetMetrics
+from servekit.protocol.metrics_messages import GetMetrics
 from servekit.protocol.remote_gateway import AdminRequest, AdminResponse
 from servekit.protocol.residency import SetResidency
 from servekit.protocol.transport.connection import Connection, listen_at
@@ -32,54 +30,28 @@ from servekit.protocol.transport.rpc import ask_supervisor
 from servekit.supervisor.process.run_dir import no_instance_error, read_record
 from servekit.system import procfs
 
+if TYPE_CHECKING:
+    from servekit.supervisor.admin.adapter_service import AdapterService
+    from servekit.supervisor.admin.metrics import MetricsAggregator
+    from servekit.supervisor.model_swap.manager import SwapManager
+    from servekit.supervisor.supervisor import Supervisor
+
 log: Any = structlog.get_logger("servekit.supervisor")
 
 _LOOK_EVERY_S = 0.05
 
 
-class Desk(Protocol):
-    """Part of the supervisor that answers operators."""
-
-    async def status_now(self) -> Status:
-        """Return the whole state, measured now."""
-
-    def shutdown(self, now: bool) -> None:
-        """Begin the shutdown; with `now`, without waiting for requests in flight."""
-
-    def why(self, name: str) -> Why | Refused:
-        """Return the history of a model or of one process."""
-
-    async def reload(self) -> Accepted | Refused:
-        """Read the configuration again and apply it."""
-
-
-class AdapterDesk(Protocol):
-    """Service for adapters; it replies when an operation is done or refused."""
-
-    async def add(self, request: AddAdapter) -> Accepted | Refused: ...
-    async def remove(self, request: RemoveAdapter) -> Accepted | Refused: ...
-    def show(self, request: GetAdapters) -> Adapters | Refused: ...
-
-
-class ResidenceDesk(Protocol):
-    """Service that loads, unloads, puts to sleep and wakes models."""
-
-    async def reside(self, request: SetResidency) -> Accepted | Refused: ...
-
-
-class MetricsDesk(Protocol):
-    """Service that returns the metrics."""
-
-    def show(self, request: GetMetrics) -> Figures: ...
-
-
-class Operators:
+class AdminApi:
     """Server of the control socket."""
 
     def __init__(
-        self, desk: Desk, adapters: AdapterDesk, residents: ResidenceDesk, metrics: MetricsDesk
+        self,
+        supervisor: Supervisor,
+        adapters: AdapterService,
+        residents: SwapManager,
+        metrics: MetricsAggregator,
     ) -> None:
-        self._desk = desk
+        self._supervisor = supervisor
         self._adapters = adapters
         self._residents = residents
         self._metrics = metrics
@@ -136,14 +108,14 @@ class Operators:
         """Return the answer to a message, or a coroutine that returns it."""
         match message:
             case GetStatus():
-                return self._desk.status_now()
+                return self._supervisor.status_now()
             case Shutdown(now):
-                self._desk.shutdown(now)
+                self._supervisor.shutdown(now)
                 return Accepted()
             case GetWhy(name):
-                return self._desk.why(name)
+                return self._supervisor.why(name)
             case Reload():
-                return self._desk.reload()
+                return self._supervisor.reload()
             case AddAdapter():
                 return self._adapters.add(message)
             case RemoveAdapter():

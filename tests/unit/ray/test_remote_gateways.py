@@ -159,7 +159,7 @@ class Launcher:
         return node.problem
 
 
-class Desk:
+class AdminAnswers:
     """Answers all questions with the same figure."""
 
     def answer_remote(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None:
@@ -171,7 +171,7 @@ class Stage:
 
     def __init__(self, folder: Path, launcher: Launcher, server: ServerConfig, port: int) -> None:
         self.host = Alone(folder / "run")
-        service: Any = Service(server, (port,), launcher, Desk())  # type: ignore[arg-type]
+        service: Any = Service(server, (port,), launcher, AdminAnswers())  # type: ignore[arg-type]
         self.gateways = [Gateway(0, (), server, self.host, lambda spent: None)]
         self.lives: list[asyncio.Task[None]] = []
         self.all = RemoteGateways(self.gateways, service, self.host, self._run)
