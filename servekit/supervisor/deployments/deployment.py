@@ -21,7 +21,7 @@ from servekit.config.schema import ModelConfig
 from servekit.protocol.adapters import AdapterSpec, AdapterStatus
 from servekit.protocol.messages import Drain, ModelInfo, ReplicaHistory, Stop
 from servekit.protocol.types import ScaleStatus
-from servekit.supervisor.adapters.rollout import Adapters, Worker
+from servekit.supervisor.adapters.rollout import Adapters
 from servekit.supervisor.deployments.config_diff import Slots, same_worker
 from servekit.supervisor.deployments.worker_pool import WorkerPool
 from servekit.supervisor.event_log import journal
@@ -217,7 +217,8 @@ class Deployment:
         """Return the status of the adapters, on workers of all versions."""
         return self.adapters.statuses([one.holds for one in self.replicas if one.serves])
 
-    def workers(self, adapters: Adapters) -> Sequence[Worker]:
+    def workers(self, adapters: Adapters) -> Sequence[WorkerProcess]:
+        """Return the workers of the version that has these adapters."""
         return [replica for replica in self.replicas if replica.adapters is adapters]
 
     @property

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
-from servekit.supervisor.adapters.rollout import Adapters, Worker
+from servekit.supervisor.adapters.rollout import Adapters
 from servekit.supervisor.adapters.state import Later, Outcome, Refusal
+from servekit.supervisor.deployments.deployment import Deployment
+from servekit.supervisor.workers.worker_process import WorkerProcess
 
 DEADLINE_S = 60.0
 NAMES = ("x", "y", "z")
@@ -78,7 +80,7 @@ class Fake:
             answer.set_result(Refusal(f"{self.name} died", died=True))
 
 
-class Fleet:
+class FakeDeployment:
     """Some fake workers, and the adapters of their model."""
 
     drain_timeout_s = 1.0
@@ -86,10 +88,10 @@ class Fleet:
     def __init__(self, *file: AdapterSpec, is_away: bool = False) -> None:
         self.is_away = is_away  # if none of them serves
         self.fakes = [Fake(f"m/{index}") for index in range(WORKERS)]
-        self.adapters = Adapters("m", file, self)
+        self.adapters = Adapters("m", file, cast(Deployment, self))
         self.tasks: list[asyncio.Task[Any]] = []
 
-    def workers(self, adapters: Adapters) -> Sequence[Worker]:
+    def workers(self, adapters: Adapters) -> Sequence[Fake]:
         return self.fakes
 
     def changed(self) -> None:
@@ -112,7 +114,7 @@ class Fleet:
         def admit() -> None:
             worker.serves = worker.alive
 
-        if await self.adapters.join(worker, {}, admit):
+        if await self.adapters.join(cast(WorkerProcess, worker), {}, admit):
             worker.die()
 
     async def settle(self) -> None:
@@ -153,7 +155,7 @@ DEEDS = st.one_of(
 )
 
 
-def do(deployment: Fleet, deed: tuple[Any, ...]) -> None:
+def do(deployment: FakeDeployment, deed: tuple[Any, ...]) -> None:
     match deed:
         case ("add", name, in_place):
             deployment.do(deployment.adapters.add(spec(name), in_place=in_place))
@@ -175,7 +177,7 @@ def do(deployment: Fleet, deed: tuple[Any, ...]) -> None:
 @settings(max_examples=150, deadline=None)
 def test_never_half_loaded_and_always_decided(deeds: list[tuple[Any, ...]], file: set[str]) -> None:
     async def play() -> None:
-        deployment = Fleet(*(spec(name, "/file") for name in sorted(file)))
+        deployment = FakeDeployment(*(spec(name, "/file") for name in sorted(file)))
         for worker in deployment.fakes:
             deployment.start(worker)
         for deed in deeds:
@@ -203,15 +205,15 @@ def test_never_half_loaded_and_always_decided(deeds: list[tuple[Any, ...]], file
     asyncio.run(play())
 
 
-async def up(*file: AdapterSpec) -> Fleet:
-    deployment = Fleet(*file)
+async def up(*file: AdapterSpec) -> FakeDeployment:
+    deployment = FakeDeployment(*file)
     for worker in deployment.fakes:
         deployment.start(worker)
     await deployment.finish()
     return deployment
 
 
-def asked(deployment: Fleet) -> list[str]:
+def asked(deployment: FakeDeployment) -> list[str]:
     return [name for worker in deployment.fakes for name, _ in worker.orders]
 
 
@@ -325,7 +327,7 @@ async def test_the_next_version_has_what_was_added_unless_the_file_claims_its_na
 
 
 async def test_what_was_added_before_us_is_kept_and_had_by_all() -> None:
-    deployment = Fleet(spec("x"))
+    deployment = FakeDeployment(spec("x"))
     early, adopted, _ = deployment.fakes
     deployment.start(early)
     await deployment.finish()
@@ -359,7 +361,7 @@ async def test_it_is_unloaded_once_gateways_have_no_request_for_it(
 
 
 async def test_what_is_added_to_a_model_that_is_away_comes_with_it() -> None:
-    deployment = Fleet(is_away=True)
+    deployment = FakeDeployment(is_away=True)
     adding = deployment.do(deployment.adapters.add(spec("x")))
     again = deployment.do(deployment.adapters.add(spec("x")))
     await deployment.finish()
@@ -375,7 +377,7 @@ async def test_what_is_added_to_a_model_that_is_away_comes_with_it() -> None:
 
 
 async def test_what_is_added_to_a_model_that_is_away_and_then_refused_has_failed() -> None:
-    deployment = Fleet(is_away=True)
+    deployment = FakeDeployment(is_away=True)
     deployment.do(deployment.adapters.add(spec("x")))
     await deployment.finish()
     deployment.start(deployment.fakes[0])
@@ -412,7 +414,7 @@ async def test_one_that_wakes_has_no_other_than_is_meant_now(removed: bool) -> N
 
 
 async def test_the_next_version_has_what_was_added_to_one_that_was_away() -> None:
-    deployment = Fleet(is_away=True)
+    deployment = FakeDeployment(is_away=True)
     deployment.do(deployment.adapters.add(spec("x")))
     await deployment.finish()
     assert deployment.adapters.successor((), ()).expected() == (spec("x"),)
