@@ -12,8 +12,8 @@ from dataclasses import replace
 from servekit.bench.percentiles import Sample
 from servekit.chaos.baseline_answers import Tally, make_prompt
 from servekit.chaos.client import ChatAnswer, ChatExchange, Client, Question
-from servekit.chaos.finding import ExperimentContext, ExperimentResult, Judge
 from servekit.chaos.load import Load
+from servekit.chaos.result import ExperimentContext, ExperimentResult, Judge
 
 _SLOW_CLIENTS = 4
 #: Tolerance for the jitter of a busy machine.

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from servekit.chaos.finding import ExperimentResult
+from servekit.chaos.result import ExperimentResult
 from servekit.chaos.run import RunOptions
 from servekit.chaos.run import run_experiments as experiment
 from servekit.chaos.target import Target

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from servekit.chaos.finding import ExperimentContext, ExperimentResult, Judge
+from servekit.chaos.result import ExperimentContext, ExperimentResult, Judge
 from servekit.protocol.messages import Status
 from servekit.system import cgroup, procfs
 from servekit.units import format_bytes

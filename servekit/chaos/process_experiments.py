@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from servekit.chaos.client import ChatAnswer, Question
-from servekit.chaos.finding import ExperimentContext, ExperimentResult, Judge
 from servekit.chaos.load import Silences
+from servekit.chaos.result import ExperimentContext, ExperimentResult, Judge
 from servekit.protocol.messages import GatewayStatus, ReplicaStatus, Status
 from servekit.system import procfs
 from servekit.system.parent_death import CHAOS, FAIL_STEP

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from servekit.chaos import client_experiments, machine_experiments, process_experiments
 from servekit.chaos.baseline_answers import BaselineAnswer, learn_answers, make_prompt
 from servekit.chaos.client import Question
-from servekit.chaos.finding import ExperimentContext, ExperimentResult
+from servekit.chaos.result import ExperimentContext, ExperimentResult
 from servekit.chaos.target import Target, describe_lacking
 from servekit.errors import ConfigError, ServekitError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from servekit.chaos import run
-from servekit.chaos.finding import ExperimentContext, ExperimentResult
+from servekit.chaos.result import ExperimentContext, ExperimentResult
 from servekit.chaos.target import Target
 from servekit.errors import StartError
 from servekit.system.parent_death import CHAOS

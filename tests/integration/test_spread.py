@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from servekit.chaos import run as chaos
-from servekit.chaos.finding import ExperimentContext, ExperimentResult
+from servekit.chaos.result import ExperimentContext, ExperimentResult
 from servekit.chaos.target import Target
 from servekit.system import procfs
 from tests.integration.instance import Instance
