@@ -23,7 +23,7 @@ WISHES = [
 ]
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=lambda options: str(options.path))
+@pytest.mark.parametrize("options", WISHES, ids=lambda options: str(options.path))
 def test_a_shell_hands_curl_the_very_body(options: RequestOptions) -> None:
     line = write_curl("http://127.0.0.1:1", options, closed=True)
     show = 'curl() { printf "%s\\0" "$@"; }\n' + line
@@ -35,7 +35,7 @@ def test_a_shell_hands_curl_the_very_body(options: RequestOptions) -> None:
     assert json.loads(arguments[arguments.index("-d") + 1]) == options.body
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=lambda options: str(options.path))
+@pytest.mark.parametrize("options", WISHES, ids=lambda options: str(options.path))
 def test_python_asks_for_the_same(options: RequestOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
