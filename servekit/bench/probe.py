@@ -137,7 +137,7 @@ def _send_request(
     except ssl.SSLCertVerificationError as error:
         raise StartError(
             f"{target.url}: its certificate is not trusted ({error.verify_message}): name its "
-            "authority with --ca, or say --insecure"
+            "authority with --ca, or use --insecure"
         ) from None
     except TimeoutError:
         raise StartError(f"{target.url} does not answer within {timeout_s:g} s") from None

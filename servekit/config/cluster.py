@@ -18,8 +18,8 @@ def _address(value: str) -> str:
     host, colon, port = value.rpartition(":")
     if "://" in value or not (host and colon and re.fullmatch(r"[0-9]{1,5}", port)):
         raise ValueError(
-            "must be HOST:PORT of the cluster's head, as `ray start` prints it, or auto; servekit"
-            " runs on a node of the cluster, so there is no ray:// here"
+            "must be HOST:PORT of the cluster's head, as `ray start` prints it, or auto; ray://"
+            " is not supported, since servekit runs on a node of the cluster"
         )
     return value
 
@@ -58,7 +58,7 @@ class RayConfig(Section):
     def _certificates_outlive_the_supervisor(self) -> RayConfig:
         if self.certificate_life_s < 3 * self.grace_s:
             raise ValueError(
-                f"certificate_life_s has to be {3 * self.grace_s:g} or more, thrice grace_s: nobody"
-                " renews certificates while there is no supervisor"
+                f"certificate_life_s has to be {3 * self.grace_s:g} or more, thrice grace_s:"
+                " certificates are not renewed while there is no supervisor"
             )
         return self

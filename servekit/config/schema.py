@@ -38,7 +38,7 @@ _GPU_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]+")
 def _name(value: str) -> str:
     if not re.fullmatch(_NAME, value):
         raise ValueError(
-            "a name begins with a letter or digit and goes on with letters, digits and . _ : / -,"
+            "a name begins with a letter or digit and continues with letters, digits and . _ : / -,"
             " 128 characters at most"
         )
     return value

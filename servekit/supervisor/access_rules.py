@@ -23,7 +23,7 @@ _SESSIONS = secrets.token_bytes(32)
 
 _PUBLIC = (
     "others can reach {host}, and there are no keys: anyone could use all models."
-    " Make one with `servekit key new`, listen on 127.0.0.1 behind a proxy, or say --insecure"
+    " Make one with `servekit key new`, listen on 127.0.0.1 behind a proxy, or use --insecure"
 )
 
 

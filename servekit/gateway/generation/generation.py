@@ -414,9 +414,9 @@ def _choose_tools(request: GenerationRequest, model: ModelStatus) -> ToolChoice:
         if not (forced and choice.mode == "required"):
             only = '; a tool_choice that requires a call is served, such as "required"'
             raise Unsupported(
-                f"tools: the {model.engine} engine of {model.name!r} does not take it: the chat"
-                " template tells the model of no tools, or it is not known how it calls them (then"
-                f" `tool_parser` in the file says so){only if forced else ''}",
+                f"tools: the {model.engine} engine of {model.name!r} does not take it: its chat"
+                " template has no tools, or the format of its calls is unknown (then set"
+                f" `tool_parser` in the file){only if forced else ''}",
                 param="tools",
             )
     form = request.params.grammar

@@ -98,7 +98,7 @@ class AdapterService:
                 return deployment
         there = ", ".join(deployment.model.name for deployment in served)
         if not model:
-            raise ConfigError(f"say which model the adapter is for; there are: {there}")
+            raise ConfigError(f"name the model of the adapter; there are: {there}")
         likely = did_you_mean(model, [deployment.model.name for deployment in served])
         raise ConfigError(f"no model is called {model!r}; there are: {there}{likely}")
 

@@ -78,7 +78,7 @@ async def test_what_is_wrong_is_said_before_any_worker_hears_of_it(
         assert f"the name '{taken}' is taken" in await refused(one, taken, here)
     assert "the name 'a-filed' is taken" in await refused(two, "a-filed", here, "b")
     assert "change it there" not in await refused(two, "b", here, "a")
-    assert "say which model the adapter is for; there are: a, b" in await refused(two, "x", here)
+    assert "name the model of the adapter; there are: a, b" in await refused(two, "x", here)
     assert "no model is called 'c'" in await refused(two, "x", here, "c")
 
 
