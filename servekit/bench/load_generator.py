@@ -175,7 +175,7 @@ class Driver:
 
     def _ask(self, conversation: Conversation, answer: str, began: float) -> None:
         def done(exchange: Exchange) -> None:
-            if exchange.reused and not exchange.answered and exchange.record.fate == "cut":
+            if exchange.reused and not exchange.answered and exchange.record.outcome == "cut":
                 self._ask_again(exchange, request)
             else:
                 self._done(exchange, conversation)
@@ -228,7 +228,7 @@ class Driver:
         self._settle()
 
     def _go_on(self, exchange: Exchange, conversation: Conversation) -> None:
-        if exchange.record.fate != "ok":
+        if exchange.record.outcome != "ok":
             if self._closed_loop:
                 self._pausing += 1
                 asyncio.get_running_loop().call_later(PAUSE_S, self._after_pause)

@@ -357,18 +357,18 @@ def _run_supervisor(plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json:
 
     server = plan.config.server
     outlived = plan.config.launcher == "ray"
-    ground = StartupResources.acquire(
+    resources = StartupResources.acquire(
         run_dir, server.host, server.port, server.legacy_port, inherits=outlived
     )
     from servekit.supervisor.supervisor import Supervisor  # slow; a busy port is reported first
 
     logs.configure("supervisor", json=as_json, level="warning" if quiet else "info")
 
-    words = Words(server.ui, _down_command(ground.run_dir.path))
+    words = Words(server.ui, _down_command(resources.run_dir.path))
 
     async def live() -> int:
         with watch(words, quiet=quiet, as_json=as_json) as display:
-            return await Supervisor(plan, ground, dict(os.environ), display).run()
+            return await Supervisor(plan, resources, dict(os.environ), display).run()
 
     return asyncio.run(live())
 

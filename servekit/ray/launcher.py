@@ -53,9 +53,9 @@ class RayLauncher:
         plan: Plan,
         host: Supervisor,
         run: Callable[[ManagedProcess[Any]], None],
-        heritage: Takeover | None = None,
+        takeover: Takeover | None = None,
     ) -> None:
-        self._heritage = heritage
+        self._takeover = takeover
         self._settling: asyncio.Task[None] | None = None
         self._settings = plan.config.ray or RayConfig()
         self._host = host
@@ -99,9 +99,9 @@ class RayLauncher:
             raise StartError(refusal)
         bootstrap.store_authority(self._host.run_dir.path, self._certificates.authority)
         self.keep(plan.config.models)
-        if self._heritage is not None:
+        if self._takeover is not None:
             drain_s = plan.config.server.drain_timeout_s
-            settling = self._heritage.settle(self._host.status, drain_s)
+            settling = self._takeover.settle(self._host.status, drain_s)
             self._settling = asyncio.get_running_loop().create_task(settling)
 
     async def refusal(self, models: Sequence[ModelConfig]) -> str:
@@ -137,9 +137,9 @@ class RayLauncher:
 
     async def close(self, tasks: Mapping[ManagedProcess[Any], asyncio.Task[None]]) -> set[str]:
         """Leave the cluster after all workers have ended; return the processes that remain."""
-        if self._heritage is not None and self._settling is not None:
+        if self._takeover is not None and self._settling is not None:
             self._settling.cancel()
-            self._heritage.end()
+            self._takeover.end()
         self.cluster.end(Stop(), VACATE_S)
         bootstrap.forget_authority(self._host.run_dir.path)
         return await wait_for_tasks(

@@ -100,18 +100,18 @@ class Supervisor:
     def __init__(
         self,
         plan: Plan,
-        ground: StartupResources,
+        resources: StartupResources,
         environ: Mapping[str, str],
         observer: StatusListener,
     ) -> None:
-        self.run_dir = ground.run_dir
+        self.run_dir = resources.run_dir
         self._environ = environ
         self.mark = secrets.token_hex(16)
         server = plan.config.server
-        self.url, *legacy = [sockets.url_of(s, tls=bool(server.tls)) for s in ground.listeners]
+        self.url, *legacy = [sockets.url_of(s, tls=bool(server.tls)) for s in resources.listeners]
         for url in legacy:
             log.info("legacy_port_open", url=url)
-        self._listeners, self._observer = ground.listeners, observer
+        self._listeners, self._observer = resources.listeners, observer
         self._started_at = time.time()
         self._draining = self._publishing = self._noticed = False
         self._guard: OrphanGuard
@@ -124,26 +124,26 @@ class Supervisor:
         self._has_terminal = has_terminal()
         self._loop = asyncio.get_running_loop()
         self._signals = Signals(self._requests.put_nowait)
-        fds = tuple(sock.fileno() for sock in ground.listeners)
+        fds = tuple(sock.fileno() for sock in resources.listeners)
         self._gateways = gateways_of(server, fds, self)
         self._notifier = Notifier(environ, self._gateways)
         self.launcher: RayLauncher | None = None  # None: workers are children of the supervisor
         if plan.config.launcher == "ray":
-            self.launcher = RayLauncher(plan, self, self._run, ground.heritage)
+            self.launcher = RayLauncher(plan, self, self._run, resources.takeover)
         self._deployments = DeploymentManager(plan, self, self._run)
-        self._residents = SwapManager(self._deployments, self._gateways)
+        self._swap_manager = SwapManager(self._deployments, self._gateways)
         rooms = LocalCapacity(self._deployments) if self.launcher is None else RayCapacity()
-        self._scaler = Scaler(self._deployments, self._gateways, self._residents, rooms)
+        self._scaler = Scaler(self._deployments, self._gateways, self._swap_manager, rooms)
         adapters = AdapterService(self._deployments, self._gateways)
-        self._accounts = MetricsAggregator(
+        self._metrics = MetricsAggregator(
             self._gateways, self._deployments, self._quarantine, self.status
         )
-        self._operators = AdminApi(self, adapters, self._residents, self._accounts)
+        self._admin_api = AdminApi(self, adapters, self._swap_manager, self._metrics)
         self._measures = ResourceMonitor(
             self._deployments, self._lives, self.run_dir, self.children_changed
         )
-        own = self._gateways, plan.config.server, ground.listeners
-        self._everywhere = remote_gateways(*own, self.launcher, self, self._operators, self._run)
+        own = self._gateways, plan.config.server, resources.listeners
+        self._everywhere = remote_gateways(*own, self.launcher, self, self._admin_api, self._run)
 
     # ---- life cycle
 
@@ -164,7 +164,7 @@ class Supervisor:
             last.callback(self._guard.dismiss)
             last.callback(self._end_all)
             last.callback(self._loop.create_task(ticking(self._look, self._measures.tick)).cancel)
-            await self._operators.listen(self.run_dir.control)
+            await self._admin_api.listen(self.run_dir.control)
             if self.launcher is None or await complete_before(
                 self._until_told(), self.launcher.open(self._deployments.plan)
             ):
@@ -222,7 +222,7 @@ class Supervisor:
         sockets.close_listeners(self._listeners)
         self._deployments.halt()
         self._everywhere.halt()
-        self._residents.halt()
+        self._swap_manager.halt()
         self.changed()
         hurrying = self._loop.create_task(self._hurry_if_told_again())
         for gateway in self._gateways:
@@ -262,7 +262,7 @@ class Supervisor:
         subreaper.end_adopted()
 
     def _leave(self) -> None:
-        self._operators.close()
+        self._admin_api.close()
         sockets.close_listeners(self._listeners)
         self.run_dir.release()
 
@@ -273,7 +273,9 @@ class Supervisor:
 
     def why(self, name: str) -> Why | Refused:
         others = [life for life in self._lives() if not isinstance(life, WorkerProcess)]
-        return snapshot.why(name, self._deployments.everyone(), others, self._residents.residence)
+        return snapshot.why(
+            name, self._deployments.everyone(), others, self._swap_manager.residence
+        )
 
     async def reload(self) -> Accepted | Refused:
         with self._notifier.reloading():
@@ -319,7 +321,7 @@ class Supervisor:
 
     def _publish(self) -> None:
         self._publishing = self._noticed = False
-        self._residents.update()
+        self._swap_manager.update()
         served = {one.model.name: one.info for one in self._deployments.served}
         self._quarantine.lift({name: info.generation for name, info in served.items() if info})
         topology = Topology(
@@ -351,8 +353,8 @@ class Supervisor:
             log.warning("orphan_guard_restarted")
         self._deployments.look()
         self._scaler.update()
-        self._residents.update()
-        self._accounts.count_events()
+        self._swap_manager.update()
+        self._metrics.count_events()
         self._notifier.feed_watchdog()
         if self._quarantine.expire() or self._noticed:
             self.changed()
@@ -369,7 +371,7 @@ class Supervisor:
             if str(error) != self._unrestored:
                 log.error("run_dir_not_restored", reason=str(error))
             self._unrestored = str(error)
-        self._operators.listen_again(self.run_dir.control)
+        self._admin_api.listen_again(self.run_dir.control)
 
     # ---- status
 
@@ -399,7 +401,7 @@ class Supervisor:
     def _models(
         self, deployments: Sequence[Deployment], for_operators: bool
     ) -> tuple[ModelStatus, ...]:
-        told, at = self._residents.residence, int(self._started_at)
+        told, at = self._swap_manager.residence, int(self._started_at)
         return tuple(snapshot.of_model(one, at, told(one, for_operators)) for one in deployments)
 
     def _started(self) -> list[Started]:

@@ -14,7 +14,7 @@ from servekit.bench.lengths import Lengths
 
 Api = Literal["chat", "completions", "embeddings"]
 #: How a request ended. `http` comes with a status; `unfinished`: the measurement ended first.
-Fate = Literal["ok", "http", "connect", "timeout", "cut", "frame", "protocol", "unfinished"]
+Outcome = Literal["ok", "http", "connect", "timeout", "cut", "frame", "protocol", "unfinished"]
 
 PATHS: dict[Api, str] = {
     "chat": "/chat/completions",
@@ -88,7 +88,7 @@ class Go(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct, array_like=True, gc=False):
     """A request. Times are monotonic; `first` and `last` are those of chunks with text."""
 
-    fate: Fate
+    outcome: Outcome
     began: float
     ended: float
     first: float | None = None

@@ -325,7 +325,7 @@ class InflightRequest:
         if ran or self._new:
             self.deaths = retry_policy.deaths_in_a_row(self.deaths, self._new)
             self.deaths_in_all += 1
-        decided = retry_policy.fate(self.deaths, self.deaths_in_all)
+        decided = retry_policy.decide_retry(self.deaths, self.deaths_in_all)
         self.alone_until = _UNTIL.get(decided, "")
         return decided
 

@@ -36,7 +36,14 @@ from enum import Enum
 
 from servekit.protocol.messages import PROOF_TOKENS
 
-__all__ = ["CHANGED", "NOT_RESUMED", "PROOF_TOKENS", "RetryDecision", "deaths_in_a_row", "fate"]
+__all__ = [
+    "CHANGED",
+    "NOT_RESUMED",
+    "PROOF_TOKENS",
+    "RetryDecision",
+    "deaths_in_a_row",
+    "decide_retry",
+]
 
 #: Deaths in a row after which a call is retried alone, and after which it is quarantined.
 ALONE_AT = 2
@@ -67,7 +74,7 @@ def deaths_in_a_row(before: int, new_tokens: int) -> int:
     return 1 if new_tokens >= PROOF_TOKENS else before + 1
 
 
-def fate(in_a_row: int, in_all: int) -> RetryDecision:
+def decide_retry(in_a_row: int, in_all: int) -> RetryDecision:
     """Decide about a call that has been running in that many deaths."""
     if in_a_row >= QUARANTINE_AT or in_all >= MOST_DEATHS:
         return RetryDecision.QUARANTINE

@@ -48,12 +48,12 @@ class AdminApi:
         self,
         supervisor: Supervisor,
         adapters: AdapterService,
-        residents: SwapManager,
+        swap_manager: SwapManager,
         metrics: MetricsAggregator,
     ) -> None:
         self._supervisor = supervisor
         self._adapters = adapters
-        self._residents = residents
+        self._swap_manager = swap_manager
         self._metrics = metrics
         self._answering: set[asyncio.Task[None]] = set()
         self._connections: set[Connection[ToSupervisor]] = set()
@@ -125,7 +125,7 @@ class AdminApi:
             case GetMetrics():
                 return self._metrics.show(message)
             case SetResidency():
-                return self._residents.reside(message)
+                return self._swap_manager.reside(message)
 
     def answer_remote(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None:
         """Answer an operator's HTTP request that a gateway on another machine passes on."""

@@ -51,12 +51,12 @@ class Scaler:
         self,
         deployments: DeploymentManager,
         gateways: Sequence[Gateway],
-        residents: SwapManager,
+        swap_manager: SwapManager,
         rooms: CapacityProvider,
     ) -> None:
         self._deployments = deployments
         self._gateways = gateways
-        self._residents = residents
+        self._swap_manager = swap_manager
         self._rooms = rooms
         self._rows: dict[Deployment, Row] = {}
 
@@ -116,7 +116,7 @@ class Scaler:
         """Yield replicas of an on-demand model whose memory another model needs, and its name."""
         if deployment.model.load != "on_demand":
             return
-        wanted = self._residents.waits_for(deployment)
+        wanted = self._swap_manager.waits_for(deployment)
         for replica in deployment.living if wanted else ():
             for at in [gpu.uuid for gpu in replica.place.gpus] or [CPU]:
                 if at in wanted:
@@ -129,7 +129,7 @@ class Scaler:
     ) -> None:
         """Add replicas, up to the number that there is room for."""
         count, occasion, refusal = 0, StartReason.now("scale"), ""
-        if self._residents.waits_for(deployment):
+        if self._swap_manager.waits_for(deployment):
             refusal = "another model waits for memory"
         while count < step.change and not refusal:
             slot = self._rooms.one_more(deployment)

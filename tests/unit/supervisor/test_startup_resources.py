@@ -11,9 +11,9 @@ from servekit.system.sockets import bind_listener
 
 
 def test_both_ports_are_taken_before_the_directory(tmp_path: Path) -> None:
-    ground = StartupResources.acquire(tmp_path / "run", "127.0.0.1", 0, 0)
+    resources = StartupResources.acquire(tmp_path / "run", "127.0.0.1", 0, 0)
     try:
-        ports = [sock.getsockname()[1] for sock in ground.listeners]
+        ports = [sock.getsockname()[1] for sock in resources.listeners]
         assert len(set(ports)) == 2
         for port in ports:
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
@@ -21,8 +21,8 @@ def test_both_ports_are_taken_before_the_directory(tmp_path: Path) -> None:
             StartupResources.acquire(tmp_path / "other", "127.0.0.1", 0, ports[1])
         assert not (tmp_path / "other").exists()
     finally:
-        ground.run_dir.release()
-        for sock in ground.listeners:
+        resources.run_dir.release()
+        for sock in resources.listeners:
             sock.close()
 
 
