@@ -20,23 +20,23 @@ VERSION = 1
 KINDS = {
     "up": "The supervisor has started.",
     "down": "The supervisor has ended.",
-    "crash": "The supervisor before this one ended without a word.",
+    "crash": "The previous supervisor was killed, or its machine went down.",
     "started": "A process was started; `worker` is its name, for gateways and standbys too.",
     "ready": "A process serves.",
     "exit": "A process died or could not start: why, how many requests it had served, and when it"
     " is tried again.",
     "stalled": "A process made no progress.",
     "stopped": "A process was ended on purpose.",
-    "stray": "A worker holds memory where it should not, or more than its claim.",
+    "stray": "A worker holds memory on a GPU that is not its own, or more than its claim.",
     "load": "A model is loaded, with the reason.",
     "unload": "A model is unloaded, with the reason (`evicted for …`).",
     "sleep": "A model is put to sleep, with the reason.",
     "wake": "A model is woken, with the reason.",
-    "reload": "The file was read again: what it changed, or why it was refused.",
+    "reload": "The configuration was reloaded, or refused; with the changes, or the reason.",
     "breaker": "The breaker of a model is open, half-open or closed.",
-    "quarantine": "A request is refused from now on because it takes workers down; or no longer.",
+    "quarantine": "A request is refused from now on because it kills workers, or is allowed again.",
     "scale": "A model has got more replicas, or fewer, with the reason.",
-    "adapter": "An adapter serves, was refused, has failed, or is gone.",
+    "adapter": "An adapter serves, was refused, has failed, or was removed.",
     "gap": "Events could not be written: the disk was full or too slow.",
 }
 TABLE = """\
@@ -62,7 +62,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EventFilter:
     """A filter for events; `name` is a model's or a process's name, "" for all."""
 
     name: str = ""
@@ -71,7 +71,7 @@ class Wanted:
     kinds: tuple[str, ...] = ()
 
 
-def newest_events(folder: Path, wanted: Wanted, most: int) -> list[Event]:
+def newest_events(folder: Path, wanted: EventFilter, most: int) -> list[Event]:
     """Return the last `most` matching events in ascending order; [] if no file is readable."""
     path = folder / FILE
     if not path.is_file():
@@ -123,7 +123,7 @@ def parse_details(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _where_clause(wanted: Wanted) -> tuple[str, list[Any]]:
+def _where_clause(wanted: EventFilter) -> tuple[str, list[Any]]:
     parts: list[str] = ["at >= ?", "id > ?"]
     values: list[Any] = [wanted.since, wanted.after]
     if wanted.name:

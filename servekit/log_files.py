@@ -23,7 +23,7 @@ _PIECE_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LogLine:
     at: str  # ISO 8601, sortable: its own time, or that of the last line that has one
     name: str  # of the process
     text: str
@@ -46,7 +46,7 @@ def is_of(process: str, name: str) -> bool:
     return name in ("", process, process.rpartition("/")[0])
 
 
-def last_lines(name: str, path: Path, most: int, most_bytes: int = _MOST_BYTES) -> list[Line]:
+def last_lines(name: str, path: Path, most: int, most_bytes: int = _MOST_BYTES) -> list[LogLine]:
     """Return the last `most` lines of one process in order, including rotated files.
 
     At most `most_bytes` of each file are read.
@@ -76,14 +76,14 @@ def _read_end(path: Path, most: int, most_bytes: int) -> list[str]:
     return [_decode_line(line) for line in lines[-most:]] if most > 0 else []
 
 
-def _date_lines(name: str, texts: list[str], written: float) -> list[Line]:
+def _date_lines(name: str, texts: list[str], written: float) -> list[LogLine]:
     """Date the lines. A line without a time gets that of the line before, or of the first after."""
     known = [timestamp_of(text) for text in texts]
     at = next(filter(None, known), time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(written)))
     lines = []
     for text, own in zip(texts, known, strict=True):
         at = own or at
-        lines.append(Line(at, name, text))
+        lines.append(LogLine(at, name, text))
     return lines
 
 

@@ -32,12 +32,12 @@ _DIM, _CYAN, _RESET = "\x1b[2m", "\x1b[36m", "\x1b[0m"
 _APART = ("event", "timestamp", "level", "logger", "component", "child", "exception", "stack")
 
 
-def _nobody() -> str:
+def _no_request() -> str:
     return ""
 
 
 #: Returns the current request id for log lines, "" for none. A gateway sets its own function.
-request_id: Callable[[], str] = _nobody
+request_id: Callable[[], str] = _no_request
 #: The name of this process.
 _process = ""
 

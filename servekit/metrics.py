@@ -94,16 +94,16 @@ METRICS: tuple[Metric, ...] = (
         "servekit_requests_total",
         (*_REQUEST, "status", "outcome"),
         "Requests to models that have ended, or were refused. `outcome` is stop, length, or an"
-        " error's code, `status` the HTTP status that goes with it; of several prompts or choices"
-        " each counts. `key` is the name of an API key; `model` is empty where none has the name.",
+        " error's code, `status` the HTTP status that goes with it. Each prompt and choice"
+        " counts. `key` is the name of an API key; `model` is empty if no model has the name.",
     ),
     _counter(
         "servekit_http_requests_total",
         ("route", "status"),
-        "HTTP requests by path and the status that was sent; paths that are not ours are `other`.",
+        "HTTP requests by path and status; unknown paths are `other`.",
     ),
     _counter(
-        "servekit_prompt_tokens_total", _REQUEST, "Tokens of prompts, those from a cache included."
+        "servekit_prompt_tokens_total", _REQUEST, "Tokens of prompts, including those from a cache."
     ),
     _counter(
         "servekit_cached_prompt_tokens_total",
@@ -113,64 +113,64 @@ METRICS: tuple[Metric, ...] = (
     _counter(
         "servekit_completion_tokens_total",
         _REQUEST,
-        "Tokens of answers, those of answers that were broken off included.",
+        "Tokens of answers, including answers that were broken off.",
     ),
     _histogram(
         "gen_ai_server_time_to_first_token_seconds",
         _GEN_AI,
         FIRST_S,
-        "From a request's arrival to its first token at the gateway, waiting included.",
+        "Time from a request's arrival to its first token at the gateway, waiting included.",
     ),
     _histogram(
         "gen_ai_server_time_per_output_token_seconds",
         _GEN_AI,
         TOKEN_S,
-        "Of each request that went well, the time after its first token by the tokens after it.",
+        "Time per output token after the first, of each successful request.",
     ),
     _histogram(
         "gen_ai_server_request_duration_seconds",
         (*_GEN_AI, "error_type"),
         DURATION_S,
-        "From a request's arrival to its end; `error_type` is an error's code, empty for none."
-        " Refusals at the door are not in it.",
+        "Time from a request's arrival to its end; `error_type` is an error's code, or empty."
+        " Requests that were refused on arrival do not count.",
     ),
     _histogram(
         "gen_ai_client_token_usage",
         (*_GEN_AI, "gen_ai_token_type"),
         TOKENS,
-        "Tokens of each request that went well: input, or output.",
+        "Input and output tokens of each successful request.",
     ),
     _histogram(
         "servekit_inter_token_seconds",
         ("model", "adapter"),
         TOKEN_S,
-        "Of streamed answers, from what one engine step brought to what the next one did; breaks"
-        " when a worker dies included.",
+        "Time between the tokens of two engine steps of a streamed answer, including interruptions"
+        " by a worker's death.",
     ),
     # ---- the queue
     _histogram(
         "servekit_queue_wait_seconds",
         ("model",),
         WAIT_S,
-        "From a request's arrival to its being sent to a worker for the first time.",
+        "Time from a request's arrival until it is first sent to a worker.",
     ),
-    _gauge("servekit_queue_depth", ("model",), "Requests that wait now, at all gateways."),
+    _gauge("servekit_queue_depth", ("model",), "Waiting requests, at all gateways."),
     _gauge(
         "servekit_queue_limit",
         ("model",),
-        "How many may wait before more are 429: max_queue of the file, times gateways.",
+        "Limit of waiting requests, beyond which requests get 429: `max_queue` times gateways.",
     ),
     # ---- what survives a worker's death
     _counter(
         "servekit_retries_total",
         ("model",),
-        "Requests sent to a worker again, from their beginning: theirs had died, or was leaving.",
+        "Requests sent to another worker from their beginning: the first had died, or was ending.",
         starts_at_zero=True,
     ),
     _counter(
         "servekit_continuations_total",
         ("model",),
-        "Answers under way that went on at another worker, from the token they had reached.",
+        "Partial answers continued by another worker, from the last token.",
         starts_at_zero=True,
     ),
     _counter(
@@ -182,78 +182,88 @@ METRICS: tuple[Metric, ...] = (
     _gauge(
         "servekit_quarantined_requests",
         ("model",),
-        "Different requests that are refused now because of that.",
+        "Different requests that are refused now because they are quarantined.",
     ),
     # ---- models and their workers
     _gauge("servekit_model_ready", ("model",), "1 while a worker of the model is ready, else 0."),
     _gauge(
         "servekit_model_residency",
         ("model", "tier"),
-        "Where a model that comes and goes is: 1 for its tier now.",
+        "Tier of a model that is loaded and unloaded: 1 for its current tier.",
     ),
-    _gauge("servekit_workers", ("model", "state"), "Workers by their state now."),
+    _gauge("servekit_workers", ("model", "state"), "Workers by their current state."),
     _gauge(
         "servekit_replicas",
         ("model", "state"),
-        "Of a model that scales: `ready` and `desired` replicas, between `min` and `max`.",
+        "Replicas of a model that scales: `ready` and `desired`, between `min` and `max`.",
     ),
     _gauge("servekit_worker_slots", _WORKER, "Requests that the worker's engine runs at once."),
-    _gauge("servekit_worker_running", _WORKER, "Requests in its engine, by its own word."),
-    _gauge("servekit_worker_waiting", _WORKER, "Requests that it has and that do not run yet."),
-    _gauge("servekit_kv_cache_usage_ratio", _WORKER, "Share of its KV cache in use, 0 to 1."),
-    _counter("servekit_worker_restarts_total", _WORKER, "Starts after the first one."),
+    _gauge(
+        "servekit_worker_running",
+        _WORKER,
+        "Requests in the worker's engine, as the engine reports.",
+    ),
+    _gauge(
+        "servekit_worker_waiting", _WORKER, "Requests that the worker has and that do not run yet."
+    ),
+    _gauge(
+        "servekit_kv_cache_usage_ratio", _WORKER, "Share of the worker's KV cache in use, 0 to 1."
+    ),
+    _counter("servekit_worker_restarts_total", _WORKER, "Starts of the worker after the first."),
     _counter(
         "servekit_worker_stalls_total",
         _WORKER,
-        "Times it made no progress, or did not answer, and was killed for that.",
+        "Kills of the worker because it made no progress, or did not answer.",
     ),
     _gauge(
         "servekit_breaker_state",
         ("model", "state"),
-        "The breaker of crash loops: 1 for closed (as it should be), open or half-open.",
+        "Circuit breaker of the model: 1 for its state: closed (normal), open or half-open.",
     ),
-    _gauge("servekit_adapters", ("model", "state"), "Adapters by their state now."),
+    _gauge("servekit_adapters", ("model", "state"), "Adapters by their current state."),
     # ---- GPUs
     _gauge(
         "servekit_worker_gpu_memory_bytes",
         _GPU,
-        "What a worker holds on each of its GPUs, by NVML, read every 5 s. `gpu` is the index, "
-        "`node` the address of its machine where that is another one.",
+        "Memory that a worker holds on each of its GPUs, by NVML, read every 5 s. `gpu` is the "
+        "index, `node` the address of its machine if that is another one.",
     ),
     _gauge(
         "servekit_worker_gpu_memory_claimed_bytes",
         _GPU,
-        "What it was promised there, where its model has a claim.",
+        "Memory reserved for the worker on the GPU, if its model has a claim.",
     ),
     _gauge(
         "servekit_worker_gpu_memory_stray_bytes",
         _GPU,
-        "What it holds on GPUs that are not its own: 0 is as it should be.",
+        "Memory that the worker holds on GPUs that are not its own: 0 is normal.",
     ),
     _gauge("servekit_gpu_memory_total_bytes", _DEVICE, "Memory of each GPU."),
     _gauge(
         "servekit_gpu_memory_used_bytes",
         _DEVICE,
-        "What is used of it, by workers and by others; read every 5 s.",
+        "Memory of each GPU in use, by workers and by others; read every 5 s.",
     ),
     _gauge(
         "servekit_gpu_utilization_ratio",
         _DEVICE,
-        "Share of the last moments with a kernel running, 0 to 1, where the GPU tells.",
+        "Share of the last moments with a kernel running, 0 to 1, if the GPU reports it.",
     ),
     # ---- the service itself
     _gauge("servekit_gateway_up", ("gateway",), "1 while the gateway serves, else 0."),
     _gauge(
-        "servekit_gateway_in_flight", ("gateway",), "Requests that wait or run, of each gateway."
+        "servekit_gateway_in_flight", ("gateway",), "Waiting and running requests of each gateway."
     ),
-    _counter("servekit_gateway_restarts_total", ("gateway",), "Starts after the first one."),
+    _counter(
+        "servekit_gateway_restarts_total", ("gateway",), "Starts of the gateway after the first."
+    ),
     _gauge(
         "servekit_process_resident_memory_bytes",
         ("process",),
         "Resident memory of the supervisor, of each gateway and of each worker.",
     ),
-    _gauge("servekit_start_time_seconds", (), "When the instance was started, as Unix time."),
-    _gauge("servekit_build_info", ("version", "python"), "1; what runs here, as labels."),
+    _gauge("servekit_start_time_seconds", (), "Start time of the instance, as Unix time."),
+    _gauge("servekit_build_info", ("version", "python"), "1; the versions are labels."),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}
 

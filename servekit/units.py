@@ -71,5 +71,5 @@ def parse_duration(text: str) -> float:
         return float(text)
     parts = list(_DURATION_PART.finditer(text))
     if not parts or "".join(part[0] for part in parts) != text:
-        raise ValueError(f"{text!r} is no duration")
+        raise ValueError(f"{text!r} is not a duration")
     return sum(float(part["number"]) * _UNITS_S[part["unit"]] for part in parts)

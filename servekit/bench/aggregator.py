@@ -62,12 +62,12 @@ class Tally:
 
     def _record(self, record: Record) -> None:
         in_time = self._end is None or record.ended <= self._end
-        if record.fate == "unfinished":
+        if record.outcome == "unfinished":
             self.unfinished += 1
             self._count_tokens(record)
             return
         second = self._seconds.setdefault(int(record.ended - self.began), [0, 0, 0.0])
-        if record.fate != "ok":
+        if record.outcome != "ok":
             second[1] += 1
             self._fail(record)
             self._count_tokens(record)
@@ -101,11 +101,11 @@ class Tally:
     def _count_tokens(self, record: Record) -> None:
         end = record.ended if self._end is None else self._end
         self._tokens_in_time += tokens_in_time(record, end)
-        if record.fate == "ok" and record.ended <= end:
+        if record.outcome == "ok" and record.ended <= end:
             self._prompts_in_time += record.prompt_tokens or 0
 
     def _fail(self, record: Record) -> None:
-        kind = f"http {record.status}" if record.fate == "http" else record.fate
+        kind = f"http {record.status}" if record.outcome == "http" else record.outcome
         self.failures[kind] += 1
         self._messages.setdefault(kind, record.message)
 

@@ -37,19 +37,19 @@ def saturation_limits(found: Clients) -> Iterator[str]:
         )
     if found.lag_p99_s >= LAG_S:
         yield (
-            "The load generator was late to look: 1 % of the times by "
-            f"{_format_ms(found.lag_p99_s)} or more, which is in the latencies; "
+            "The load generator's event loop was late: 1 % of the times by "
+            f"{_format_ms(found.lag_p99_s)} or more, which the latencies include; "
             f"{_give_advice(found)}."
         )
     if found.late_p99_s is not None and found.late_p99_s >= LATE_S:
         yield (
             f"Arrivals were sent late, 1 % of them by {_format_ms(found.late_p99_s)} or more; "
-            f"latencies are from when they should have been sent; {_give_advice(found)}."
+            f"latencies count from the time when they were due; {_give_advice(found)}."
         )
     if found.machine >= BUSY_MACHINE and found.beside_server:
         yield (
             f"The {found.cores} cores of this machine were {found.machine:.0%} busy, and the "
-            "server runs on it too: each held the other up."
+            "server runs on it too: they slowed each other down."
         )
 
 

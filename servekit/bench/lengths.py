@@ -67,7 +67,7 @@ def parse_lengths(text: str, option: str) -> Lengths:
     lengths = _read_lengths(text)
     if lengths is None:
         raise ConfigError(
-            f"{option} {text!r} is no distribution of lengths: write 256, 128..512, "
+            f"{option} {text!r} is not a distribution of lengths: write 256, 128..512, "
             "normal:256,64 or lognormal:256,64 (mean and standard deviation)"
         )
     if lengths.kind == "uniform" and lengths.a > lengths.b:

@@ -23,10 +23,10 @@ _TELL_EVERY_S = 5.0
 
 
 @contextlib.contextmanager
-def watch_load(wish: Options) -> Iterator[Display]:
+def watch_load(options: Options) -> Iterator[Display]:
     """Provide a display during the measurement."""
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
-    display = Display(wish, console)
+    display = Display(options, console)
     try:
         yield display
     finally:
@@ -34,8 +34,8 @@ def watch_load(wish: Options) -> Iterator[Display]:
 
 
 class Display:
-    def __init__(self, wish: Options, console: Console) -> None:
-        self._wish = wish
+    def __init__(self, options: Options, console: Console) -> None:
+        self._options = options
         self._console = console
         self._live: Live | None = None
         self._load = ""
@@ -130,11 +130,11 @@ class Display:
     def _progress(self, tally: Tally) -> tuple[float, float, str]:
         """Return the progress, its total, and both in words."""
         took_s = max(0.0, time.monotonic() - tally.began)
-        if self._wish.requests is not None:
+        if self._options.requests is not None:
             ended = tally.completed + tally.failed
-            words = f"{ended} of {self._wish.requests} requests, {took_s:.0f} s"
-            return ended, self._wish.requests, words
-        total_s = self._wish.duration_s or 1.0
+            words = f"{ended} of {self._options.requests} requests, {took_s:.0f} s"
+            return ended, self._options.requests, words
+        total_s = self._options.duration_s or 1.0
         if took_s > total_s:
-            return total_s, total_s, f"{total_s:g} s are over, the last answers are coming"
+            return total_s, total_s, f"{total_s:g} s are over, waiting for the last answers"
         return took_s, total_s, f"{took_s:.0f} of {total_s:g} s"

@@ -14,8 +14,8 @@ from collections.abc import Coroutine, Iterator
 
 from servekit.bench.client.client_protocol import (
     PATHS,
+    ClientLoad,
     Ended,
-    Order,
     Record,
     Report,
     Target,
@@ -39,7 +39,7 @@ _IN_A_ROW = 16
 
 
 class Driver:
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: ClientLoad) -> None:
         self._order = order
         self._prompts = Prompts(order.asking, order.seed)
         self._dialer = Dialer(order.target)
@@ -175,7 +175,7 @@ class Driver:
 
     def _ask(self, conversation: Conversation, answer: str, began: float) -> None:
         def done(exchange: Exchange) -> None:
-            if exchange.reused and not exchange.answered and exchange.record.fate == "cut":
+            if exchange.reused and not exchange.answered and exchange.record.outcome == "cut":
                 self._ask_again(exchange, request)
             else:
                 self._done(exchange, conversation)
@@ -189,7 +189,7 @@ class Driver:
         connection = self._dialer.resting()
         self._under_way[exchange] = connection
         if connection is not None:
-            connection.ask(request, exchange)
+            connection.send_request(request, exchange)
         else:
             self._spawn(self._dial(request, exchange))
 
@@ -205,7 +205,7 @@ class Driver:
             connection.abort()
             return
         self._under_way[exchange] = connection
-        connection.ask(request, exchange)
+        connection.send_request(request, exchange)
 
     def _ask_again(self, exchange: Exchange, request: bytes) -> None:
         """Repeat a request once after the server closed a kept connection, which is no failure."""
@@ -228,7 +228,7 @@ class Driver:
         self._settle()
 
     def _go_on(self, exchange: Exchange, conversation: Conversation) -> None:
-        if exchange.record.fate != "ok":
+        if exchange.record.outcome != "ok":
             if self._closed_loop:
                 self._pausing += 1
                 asyncio.get_running_loop().call_later(PAUSE_S, self._after_pause)

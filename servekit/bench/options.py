@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from servekit.bench import lengths, slo
-from servekit.bench.client.client_protocol import Api, Asking, Order, Target
+from servekit.bench.client.client_protocol import Api, Asking, ClientLoad, Target
 from servekit.bench.lengths import Lengths
 from servekit.bench.prompts import read_dataset
 from servekit.errors import ConfigError
@@ -58,11 +58,11 @@ class Options(msgspec.Struct, frozen=True):
         need = (load.users or 0) / _USERS_EACH if load.users else (load.rate or 0.0) / _RATE_EACH
         return max(1, min(math.ceil(need), len(os.sched_getaffinity(0)), most))
 
-    def orders(self, load: Load, asking: Asking) -> Iterator[Order]:
+    def orders(self, load: Load, asking: Asking) -> Iterator[ClientLoad]:
         """Yield the orders of the client processes, with users and requests divided among them."""
         clients = self.processes_of(load)
         for index in range(clients):
-            yield Order(
+            yield ClientLoad(
                 target=self.target,
                 asking=asking,
                 index=index,
@@ -94,11 +94,13 @@ def parse_target(
         parts = urlsplit(written)
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"{url!r} is no URL: {error}") from None
+        raise ConfigError(f"{url!r} is not a URL: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{url!r} is no URL of a server: write http://HOST:PORT, or https://…")
+        raise ConfigError(
+            f"{url!r} is not the URL of a server: write http://HOST:PORT, or https://…"
+        )
     if not (written.isascii() and written.isprintable()) or " " in written:
-        raise ConfigError(f"{url!r} is no URL: it has characters that no URL can have")
+        raise ConfigError(f"{url!r} is not a URL: it has characters that no URL can have")
     if parts.username or parts.password:
         raise ConfigError("the URL has a password in it; a key comes from the environment")
     if ca is not None and not ca.is_file():
@@ -133,7 +135,9 @@ def _read_key(name: str | None, environ: Mapping[str, str]) -> str | None:
 def parse_loads(concurrency: str | None, rate: str | None) -> tuple[Load, ...]:
     """Parse load levels, separated by commas. Raises ConfigError."""
     if concurrency is not None and rate is not None:
-        raise ConfigError("say --concurrency (so many at once) or --rate (arrivals), not both")
+        raise ConfigError(
+            "use --concurrency (simultaneous users) or --rate (arrivals per second), not both"
+        )
     if rate is not None:
         return tuple(Load(rate=_parse_positive("--rate", part)) for part in rate.split(","))
     return tuple(
@@ -233,7 +237,7 @@ def _parse_extra(text: str | None) -> dict[str, object]:
         return msgspec.json.decode(text, type=dict[str, object])
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"--extra is no JSON object, as in '{{\"temperature\": 0.7}}': {error}"
+            f"--extra is not a JSON object, as in '{{\"temperature\": 0.7}}': {error}"
         ) from None
 
 

@@ -123,7 +123,7 @@ def _over_time(axes: Any, run: Run) -> None:
         axes.legend(fontsize=8)
     axes.axvline(run.duration_s, color="gray", linestyle=":")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("seconds (dotted: asked until here)", fontsize=9)
+    axes.set_xlabel("seconds (dotted: no more requests from here)", fontsize=9)
     axes.set_title("Requests answered in each second", fontsize=10)
     axes.grid(alpha=0.3)
 
@@ -141,7 +141,7 @@ def _draw_spreads(axes: Any, name: str, found: Sequence[tuple[str, Spread | None
     if all(spread.percentiles[1] > 0 for _, spread in known):
         _set_logarithmic(axes)
     axes.set_xlabel("milliseconds", fontsize=9)
-    axes.set_ylabel("% of them took at most", fontsize=9)
+    axes.set_ylabel("% of requests took at most", fontsize=9)
     axes.set_ylim(0, 100)
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)

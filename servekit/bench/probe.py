@@ -11,7 +11,7 @@ import msgspec
 
 from servekit.bench.client.client_protocol import PATHS, Asking, Target
 from servekit.bench.client.connection_pool import CONNECT_S, tls_context
-from servekit.bench.client.response_schemas import Answer, decode_answer, message_of
+from servekit.bench.client.response_schemas import AnswerSchema, decode_answer, message_of
 from servekit.bench.prompts import Prompts
 from servekit.errors import ConfigError, StartError
 
@@ -42,8 +42,8 @@ def list_models(target: Target) -> list[str] | None:
         return [model.id for model in msgspec.json.decode(body, type=_Models).data]
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StartError(
-            f"{target.url} does not speak OpenAI's API: GET {target.base}/models says no list of "
-            f"models ({error})"
+            f"{target.url} does not speak OpenAI's API: GET {target.base}/models returns no list"
+            f" of models ({error})"
         ) from None
 
 
@@ -51,7 +51,7 @@ def choose_model(wanted: str | None, known: Sequence[str] | None, url: str) -> s
     """Return the model to use. Raises ConfigError, which lists the available ones."""
     if known is None:
         if wanted is None:
-            raise ConfigError(f"{url} has no list of models: say which with --model")
+            raise ConfigError(f"{url} lists no models: name one with --model")
         return wanted
     if wanted is None and len(known) == 1:
         return known[0]
@@ -60,7 +60,7 @@ def choose_model(wanted: str | None, known: Sequence[str] | None, url: str) -> s
     names = ", ".join(known[:_NAMED]) + (", …" if len(known) > _NAMED else "")
     there = f"there are: {names}" if known else "it has none"
     if wanted is None:
-        raise ConfigError(f"{url} has several models: say which with --model; {there}")
+        raise ConfigError(f"{url} has several models: name one with --model; {there}")
     raise ConfigError(f"{url} has no model {wanted!r}; {there}")
 
 
@@ -99,7 +99,7 @@ def _count_tokens(
     return tokens * 4, None if answer.usage is None else answer.usage.prompt_tokens
 
 
-def _check_answer(target: Target, path: str, status: int, body: bytes) -> Answer:
+def _check_answer(target: Target, path: str, status: int, body: bytes) -> AnswerSchema:
     if status in (401, 403):
         raise StartError(_describe_refusal(target, status, body))
     if status != 200:
@@ -137,16 +137,16 @@ def _send_request(
     except ssl.SSLCertVerificationError as error:
         raise StartError(
             f"{target.url}: its certificate is not trusted ({error.verify_message}): name its "
-            "authority with --ca, or say --insecure"
+            "authority with --ca, or use --insecure"
         ) from None
     except TimeoutError:
         raise StartError(f"{target.url} does not answer within {timeout_s:g} s") from None
     except (socket.gaierror, UnicodeError):  # UnicodeError: an invalid name
-        raise StartError(f"{target.url}: there is no host {target.host!r}") from None
+        raise StartError(f"{target.url}: no host is called {target.host!r}") from None
     except http.client.HTTPException as error:
         raise StartError(f"{target.url} does not speak HTTP: {error!r}") from None
     except OSError as error:
-        raise StartError(f"nobody answers at {target.url}: {error.strerror or error}") from None
+        raise StartError(f"nothing answers at {target.url}: {error.strerror or error}") from None
     finally:
         connection.close()
 

@@ -10,7 +10,7 @@ import sys
 
 import msgspec
 
-from servekit.bench.client.client_protocol import FromClient, Go, Order, Ready
+from servekit.bench.client.client_protocol import ClientLoad, FromClient, Go, Ready
 from servekit.bench.load_generator import Driver
 
 _REPORT_EVERY_S = 0.1
@@ -50,7 +50,7 @@ async def _run_client() -> None:
     told = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(told), sys.stdin)
     out, sent = await loop.connect_write_pipe(_Sent, os.fdopen(os.dup(1), "wb"))
-    order = msgspec.json.decode(await told.readline(), type=Order)
+    order = msgspec.json.decode(await told.readline(), type=ClientLoad)
     driver = Driver(order)
     go: asyncio.Future[Go | None] = loop.create_future()
     listening = asyncio.create_task(_listen_for_end(told, driver, go))

@@ -28,7 +28,7 @@ _WORDS = _TEXT.split()
 _CORPUS_WORDS = 150_000
 
 
-class Line(msgspec.Struct, frozen=True):
+class DatasetLine(msgspec.Struct, frozen=True):
     """A line of a dataset: a prompt or the messages of a chat, and the maximum length of the
     answer.
     """
@@ -38,7 +38,7 @@ class Line(msgspec.Struct, frozen=True):
     max_tokens: int | None = None
 
 
-def read_dataset(path: Path, api: Api) -> list[Line]:
+def read_dataset(path: Path, api: Api) -> list[DatasetLine]:
     """Return the lines of a JSONL file; raises ConfigError with the line's number."""
     try:
         texts = path.read_bytes().splitlines()
@@ -52,12 +52,12 @@ def read_dataset(path: Path, api: Api) -> list[Line]:
     return lines
 
 
-def _parse_line(where: str, text: bytes, api: Api) -> Line:
+def _parse_line(where: str, text: bytes, api: Api) -> DatasetLine:
     try:
-        found = msgspec.json.decode(text, type=Line | str)
+        found = msgspec.json.decode(text, type=DatasetLine | str)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{where}: {error}") from None
-    line = Line(prompt=found) if isinstance(found, str) else found
+    line = DatasetLine(prompt=found) if isinstance(found, str) else found
     if (line.prompt is None) == (line.messages is None):
         raise ConfigError(f'{where}: write one of {{"prompt": "…"}} and {{"messages": [...]}}')
     if line.messages is not None and api != "chat":
@@ -117,7 +117,7 @@ class Conversation:
     __slots__ = ("_line", "_messages", "_number", "_prompts", "_said", "_source", "left")
 
     def __init__(
-        self, prompts: Prompts, number: int, source: random.Random, line: Line | None
+        self, prompts: Prompts, number: int, source: random.Random, line: DatasetLine | None
     ) -> None:
         self._prompts = prompts
         self._number = number

@@ -56,9 +56,9 @@ def _run_notes(run: Run) -> Iterator[str]:
     if run.interrupted:
         yield f"Interrupted; measured until then, {run.unfinished} requests were under way."
     if run.tokens_by == "chunks":
-        yield "The server tells no usage: each chunk of a stream is counted as one token."
+        yield "The server reports no usage: each chunk of a stream is counted as one token."
     if run.tokens_by == "both":
-        yield "Of some requests the server told no usage: their chunks are counted as tokens."
+        yield "For some requests the server reported no usage: their chunks are counted as tokens."
     yield from run.client.limits
 
 
@@ -116,7 +116,7 @@ def _latency_table(runs: Sequence[Run]) -> Table:
 
 
 def _error_table(runs: Sequence[Run]) -> Table:
-    table = _new_table("LOAD", "ERROR", "COUNT", "THE FIRST ONE SAYS")
+    table = _new_table("LOAD", "ERROR", "COUNT", "FIRST MESSAGE")
     table.columns[1].justify = table.columns[3].justify = "left"
     table.columns[3].no_wrap = False
     for run in runs:

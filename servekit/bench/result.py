@@ -36,37 +36,40 @@ class Failure(msgspec.Struct, frozen=True):
         ),
     ]
     count: int
-    message: Annotated[str, Meta(description="Of the first one.")]
+    message: Annotated[str, Meta(description="The message of the first failure.")]
 
 
 class Goodput(msgspec.Struct, frozen=True):
     slo: Annotated[dict[str, float], Meta(description="Limits on each request, in seconds.")]
-    requests_per_s: Annotated[float, Meta(description="Those that kept all limits.")]
-    share: Annotated[float, Meta(description="Of all requests that ended, failed ones included.")]
+    requests_per_s: Annotated[float, Meta(description="Requests per second that kept all limits.")]
+    share: Annotated[
+        float, Meta(description="Their share of all requests that ended, failed ones included.")
+    ]
 
 
 class ClientFigures(msgspec.Struct, frozen=True):
     """The load generator about itself."""
 
     processes: int
-    cpu_cores: Annotated[list[float], Meta(description="Of each process, while it asked.")]
-    lag_p99_s: Annotated[float, Meta(description="How late an event loop came to a timer.")]
-    late_p99_s: Annotated[
-        float | None, Meta(description="How late arrivals were sent; open loop only.")
+    cpu_cores: Annotated[
+        list[float], Meta(description="CPU use of each process while it sent requests.")
     ]
+    lag_p99_s: Annotated[float, Meta(description="The delay of the event loops' timers.")]
+    late_p99_s: Annotated[float | None, Meta(description="The delay of arrivals; open loop only.")]
     resent: Annotated[
         int, Meta(description="Requests sent again: the server was closing a kept connection.")
     ]
     limits: Annotated[
-        list[str], Meta(description="In what it was itself the limit; empty is good.")
+        list[str],
+        Meta(description="Ways in which the load generator was the limit; empty is good."),
     ]
 
 
 class Second(msgspec.Struct, frozen=True):
-    requests: Annotated[int, Meta(description="Answered within this second.")]
+    requests: Annotated[int, Meta(description="Requests answered within this second.")]
     failed: int
     output_tokens: Annotated[
-        float, Meta(description="Of them: whole answers, counted where they end.")
+        float, Meta(description="Output tokens of these requests, counted at their end.")
     ]
 
 
@@ -76,34 +79,43 @@ class Run(msgspec.Struct, frozen=True):
     concurrency: Annotated[int | None, Meta(description="Closed loop: users at once.")]
     rate: Annotated[float | None, Meta(description="Open loop: arrivals per second.")]
     duration_s: Annotated[
-        float, Meta(description="From the first request to the end of asking, or the last answer.")
+        float,
+        Meta(
+            description="Time from the first request to the end of the load, or to the last answer."
+        ),
     ]
     interrupted: bool
     completed: Annotated[int, Meta(description="Requests answered.")]
     failed: int
-    unfinished: Annotated[int, Meta(description="Cut off by us at an interruption.")]
-    requests_per_s: Annotated[float, Meta(description="Answered within the duration.")]
-    output_tokens_per_s: Annotated[float, Meta(description="Within the duration.")]
+    unfinished: Annotated[int, Meta(description="Requests cut off by an interruption.")]
+    requests_per_s: Annotated[
+        float, Meta(description="Requests answered within the duration, per second.")
+    ]
+    output_tokens_per_s: Annotated[
+        float, Meta(description="Output tokens of requests answered within the duration.")
+    ]
     prompt_tokens_per_s: Annotated[
-        float | None, Meta(description="Of requests answered within it; None: not told.")
+        float | None, Meta(description="Prompt tokens of the same requests; null: not reported.")
     ]
     tokens_by: Annotated[
         str,
         Meta(
-            description="Who counted output tokens: `usage` (the server), `chunks` (one each), "
-            "`both` (of some requests the server told none), `none` (there are none)."
+            description="The source of token counts: `usage` (the server), `chunks` (one each), "
+            "`both` (the server reported some), `none` (there are none)."
         ),
     ]
     prompt_tokens: Spread | None
     output_tokens: Spread | None
-    ttft_s: Annotated[Spread | None, Meta(description="To the first chunk with text.")]
-    itl_s: Annotated[Spread | None, Meta(description="Between two chunks of a stream, all gaps.")]
-    tpot_s: Annotated[Spread | None, Meta(description="Per output token after the first.")]
-    e2e_s: Annotated[Spread | None, Meta(description="To the last byte.")]
+    ttft_s: Annotated[Spread | None, Meta(description="Time to the first chunk with text.")]
+    itl_s: Annotated[
+        Spread | None, Meta(description="Time between two chunks of a stream, over all gaps.")
+    ]
+    tpot_s: Annotated[Spread | None, Meta(description="Time per output token after the first.")]
+    e2e_s: Annotated[Spread | None, Meta(description="Time to the last byte.")]
     goodput: Goodput | None
     errors: list[Failure]
     client: ClientFigures
-    timeline: Annotated[list[Second], Meta(description="By second from the start.")]
+    timeline: Annotated[list[Second], Meta(description="An entry for each second from the start.")]
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -113,7 +125,7 @@ class Result(msgspec.Struct, frozen=True):
     servekit: Annotated[str, Meta(description="The version of servekit that measured.")]
     began_at: Annotated[str, Meta(description="UTC, ISO 8601.")]
     url: str
-    asked: Annotated[dict[str, Any], Meta(description="What requests were like, as said.")]
+    asked: Annotated[dict[str, Any], Meta(description="The options that describe the requests.")]
     runs: list[Run]
 
 

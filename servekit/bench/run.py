@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,39 +21,37 @@ from servekit.bench.client.clients import Clients
 from servekit.bench.options import Load, Options
 from servekit.bench.result import VERSION, Result, Run
 
+if TYPE_CHECKING:
+    from servekit.bench.live_display import Display
+
 _LOOK_EVERY_S = 0.1
 _HERE = {"127.0.0.1", "::1", "localhost"}
 
 
-class Watcher(Protocol):
-    """The interface of a live display."""
-
-    def warming(self, load: Load) -> None: ...
-    def began(self, load: Load, tally: Tally) -> None: ...
-    def looked(self) -> None: ...
-    def ended(self, run: Run) -> None: ...
-
-
 def run_benchmark(
-    wish: Options,
+    options: Options,
     program: Sequence[str],
     environ: Mapping[str, str],
-    watcher: Callable[[Options], contextlib.AbstractContextManager[Watcher]],
+    watcher: Callable[[Options], contextlib.AbstractContextManager[Display]],
 ) -> Result:
     """Measure all loads; after a Ctrl-C return the results so far. Raises ServekitError."""
-    known = probe.list_models(wish.target)
-    model = probe.choose_model(wish.asking.model or None, known, wish.target.url)
-    wish = msgspec.structs.replace(wish, asking=msgspec.structs.replace(wish.asking, model=model))
-    told = probe.calibrate_tokens(wish.target, wish.asking, wish.seed, wish.timeout_s)
+    known = probe.list_models(options.target)
+    model = probe.choose_model(options.asking.model or None, known, options.target.url)
+    options = msgspec.structs.replace(
+        options, asking=msgspec.structs.replace(options.asking, model=model)
+    )
+    told = probe.calibrate_tokens(options.target, options.asking, options.seed, options.timeout_s)
     began_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    with watcher(wish) as shown:
-        runs = asyncio.run(_Course(wish, told, program, environ, shown).loads())
-    return Result(VERSION, __version__, began_at, wish.target.url, describe_request(wish), runs)
+    with watcher(options) as shown:
+        runs = asyncio.run(_Course(options, told, program, environ, shown).loads())
+    return Result(
+        VERSION, __version__, began_at, options.target.url, describe_request(options), runs
+    )
 
 
-def describe_request(wish: Options) -> dict[str, object]:
+def describe_request(options: Options) -> dict[str, object]:
     """Return the request parameters in the command line's terms, without the key."""
-    about = wish.asking
+    about = options.asking
     return {
         "model": about.model,
         "api": about.api,
@@ -66,24 +64,24 @@ def describe_request(wish: Options) -> dict[str, object]:
         "ignore_eos": about.ignore_eos,
         "extra": about.extra,
         "dataset": about.dataset,
-        "requests": wish.requests,
-        "duration_s": wish.duration_s,
-        "warmup": wish.warmup,
-        "seed": wish.seed,
-        "timeout_s": wish.timeout_s,
+        "requests": options.requests,
+        "duration_s": options.duration_s,
+        "warmup": options.warmup,
+        "seed": options.seed,
+        "timeout_s": options.timeout_s,
     }
 
 
 class _Course:
     def __init__(
         self,
-        wish: Options,
+        options: Options,
         asking: Asking,
         program: Sequence[str],
         environ: Mapping[str, str],
-        shown: Watcher,
+        shown: Display,
     ) -> None:
-        self._wish = wish
+        self._options = options
         self._asking = asking
         self._program = program
         self._environ = environ
@@ -93,7 +91,7 @@ class _Course:
     async def loads(self) -> list[Run]:
         runs = []
         with _handle_interrupts(self._stop):
-            for load in self._wish.loads:
+            for load in self._options.loads:
                 if self._stop.is_set():
                     break
                 if (run := await self._load(load)) is not None:
@@ -106,7 +104,7 @@ class _Course:
         async with Clients(self._program, self._environ) as clients:
             stopping = asyncio.create_task(self._stopped(clients))
             try:
-                await clients.start(list(self._wish.orders(load, self._asking)))
+                await clients.start(list(self._options.orders(load, self._asking)))
                 if self._stop.is_set():
                     return None
                 return await self._measure(load, clients)
@@ -120,8 +118,8 @@ class _Course:
     async def _measure(self, load: Load, clients: Clients) -> Run:
         busy = machine_cpu_s()
         at = clients.go()
-        limit_s = self._wish.duration_s
-        tally = Tally(at, self._wish.slo, None if limit_s is None else at + limit_s)
+        limit_s = self._options.duration_s
+        tally = Tally(at, self._options.slo, None if limit_s is None else at + limit_s)
         self._shown.began(load, tally)
         looking = asyncio.create_task(self._look())
         try:
@@ -135,7 +133,7 @@ class _Course:
             machine=Machine(
                 busy_share(busy, machine_cpu_s()),
                 len(os.sched_getaffinity(0)),
-                self._wish.target.host in _HERE,
+                self._options.target.host in _HERE,
             ),
         )
         self._shown.ended(found)

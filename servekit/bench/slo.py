@@ -54,7 +54,7 @@ def is_good(record: Record, timing: Timing, slo: Slo) -> bool:
     An answer of one chunk has no gaps, and one without streaming has no first token: limits on
     missing times are met.
     """
-    if record.fate != "ok":
+    if record.outcome != "ok":
         return False
     found = {
         "ttft": timing.ttft_s,

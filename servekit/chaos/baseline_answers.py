@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from servekit.chaos.client import Answer, Client, Question
+from servekit.chaos.client import ChatAnswer, Client, Question
 from servekit.errors import ServekitError
 
 _WORDS = (
@@ -21,11 +21,11 @@ _SAMPLE = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class BaselineAnswer:
     """A question and its baseline answer. `sure`: two answers were equal."""
 
     question: Question
-    answer: Answer
+    answer: ChatAnswer
     sure: bool
 
 
@@ -37,24 +37,24 @@ def make_prompt(number: int, words: int = 60) -> str:
 
 async def learn_answers(
     client: Client, questions: Sequence[Question], at_once: int = 8
-) -> list[Known]:
+) -> list[BaselineAnswer]:
     """Ask every question twice without any fault.
 
     Raises ServekitError for a failed request: chaos needs a healthy instance.
     """
     room = asyncio.Semaphore(at_once)
 
-    async def ask(question: Question, stream: bool) -> Answer:
+    async def ask(question: Question, stream: bool) -> ChatAnswer:
         async with room:
             answer = await client.ask(question, stream=stream)
         if answer.failure:
-            raise ServekitError(f"it does not answer even undisturbed: {answer.failure}")
+            raise ServekitError(f"it does not answer even without a fault: {answer.failure}")
         return answer
 
     first = await asyncio.gather(*(ask(question, True) for question in questions))
     again = await asyncio.gather(*(ask(question, False) for question in questions))
     return [
-        Known(question, one, one.text == other.text and one.usages == other.usages)
+        BaselineAnswer(question, one, one.text == other.text and one.usages == other.usages)
         for question, one, other in zip(questions, first, again, strict=True)
     ]
 
@@ -86,7 +86,7 @@ class Tally:
     took_s: list[float] = field(default_factory=list)
     ended_s: list[float] = field(default_factory=list)  # times of complete answers
 
-    def add(self, known: Known, answer: Answer) -> None:
+    def add(self, known: BaselineAnswer, answer: ChatAnswer) -> None:
         self.sent += 1
         if answer.failure:
             self.failed += 1
@@ -98,7 +98,7 @@ class Tally:
         if known.sure:
             self._compare(known.answer, answer)
 
-    def _compare(self, expected: Answer, got: Answer) -> None:
+    def _compare(self, expected: ChatAnswer, got: ChatAnswer) -> None:
         if kind := classify_difference(expected.text, got.text):
             self.wrong += 1
             self.kinds[kind] += 1

@@ -75,7 +75,7 @@ class Question:
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """The answer to a request. Times are `time.monotonic`; `status` 0: no response head arrived."""
 
     began_s: float
@@ -111,14 +111,14 @@ class Answer:
         return self.ended_s - self.began_s
 
 
-class Exchange(asyncio.Protocol):
+class ChatExchange(asyncio.Protocol):
     """A request and its answer. `next_text` is called once, at the next chunk, with its time."""
 
     def __init__(self, request: bytes, *, stream: bool) -> None:
-        self.answer = Answer(time.monotonic(), stream)
-        self.next_text: list[Callable[[Exchange, float], None]] = []
+        self.answer = ChatAnswer(time.monotonic(), stream)
+        self.next_text: list[Callable[[ChatExchange, float], None]] = []
         self.last_s = self.answer.began_s  # time of the last chunk
-        self.over: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[ChatAnswer] = asyncio.get_running_loop().create_future()
         self._request = request
         self._parser = httptools.HttpResponseParser(self)
         self._body = b""  # of an answer that is no stream
@@ -239,23 +239,23 @@ class Client:
         )
         return head.encode() + body
 
-    async def begin(self, question: Question, *, stream: bool) -> Exchange:
+    async def begin(self, question: Question, *, stream: bool) -> ChatExchange:
         """Send a request; the answer is `await exchange.over`."""
         return await self._send(self.request(question, stream=stream), stream=stream)
 
     async def ask(
         self, question: Question, *, stream: bool, patience_s: float = PATIENCE_S
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Send a request and wait for its answer, which also holds errors: none is raised."""
         return await await_answer(await self.begin(question, stream=stream), patience_s)
 
-    async def get(self, path: str, patience_s: float = 5.0) -> Answer:
+    async def get(self, path: str, patience_s: float = 5.0) -> ChatAnswer:
         """Send a GET, of which only the status is read."""
         head = f"GET {path} HTTP/1.1\r\nhost: {self.host}\r\nconnection: close\r\n\r\n"
         return await await_answer(await self._send(head.encode(), stream=False), patience_s)
 
-    async def _send(self, request: bytes, *, stream: bool) -> Exchange:
-        exchange = Exchange(request, stream=stream)
+    async def _send(self, request: bytes, *, stream: bool) -> ChatExchange:
+        exchange = ChatExchange(request, stream=stream)
         try:
             await asyncio.get_running_loop().create_connection(
                 lambda: exchange, self.host, self.port
@@ -274,7 +274,7 @@ class Client:
         return sock
 
 
-async def await_answer(exchange: Exchange, patience_s: float) -> Answer:
+async def await_answer(exchange: ChatExchange, patience_s: float) -> ChatAnswer:
     """Return the answer; an exchange that exceeds `patience_s` fails, and is abandoned."""
     await asyncio.wait((exchange.over,), timeout=patience_s)
     if not exchange.over.done():

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from servekit.bench.percentiles import Sample
 from servekit.chaos.baseline_answers import Tally, make_prompt
-from servekit.chaos.client import Answer, Client, Exchange, Question
-from servekit.chaos.finding import Finding, Judge, Scene
+from servekit.chaos.client import ChatAnswer, ChatExchange, Client, Question
 from servekit.chaos.load import Load
+from servekit.chaos.result import ExperimentContext, ExperimentResult, Judge
 
 _SLOW_CLIENTS = 4
 #: Tolerance for the jitter of a busy machine.
@@ -25,7 +25,7 @@ _LONG = 2000
 _CLOSED = (ConnectionError, OSError)
 
 
-async def slow_client(scene: Scene) -> Finding:
+async def slow_client(scene: ExperimentContext) -> ExperimentResult:
     """Run clients that read a byte per second: only their own requests may wait."""
     judge = Judge("slow client", f"{_SLOW_CLIENTS} clients that read a byte a second")
     async with scene.load() as before:
@@ -58,13 +58,13 @@ async def _read_slowly(sock: socket.socket) -> None:
                 return
 
 
-async def flood(scene: Scene) -> Finding:
+async def flood(scene: ExperimentContext) -> ExperimentResult:
     """Run ten times the clients that fit: each gets 200 or 429, and a light client its turn."""
     model = await scene.target.model()
     slots = sum((model.info.slots if model.info else 1) for _ in model.replicas)
     count = _within_limits(10 * (slots + model.max_queue))
     judge = Judge(
-        "flood", f"{count} clients at once for {slots} slots and {model.max_queue} places"
+        "flood", f"{count} clients at once for {slots} slots and {model.max_queue} queue places"
     )
     known = scene.known[0]
     light = scene.target.client.with_key("light")
@@ -104,7 +104,7 @@ class _Flood:
             if answer.status != 200:
                 await asyncio.sleep(0.5)  # sooner than Retry-After says
 
-    def _count(self, answer: Answer) -> None:
+    def _count(self, answer: ChatAnswer) -> None:
         if answer.status == 429:
             self.refused += 1
             self.unsaid += answer.retry_after_s is None or answer.retry_after_s <= 0
@@ -114,7 +114,7 @@ class _Flood:
             self.answered += 1
 
 
-async def vanishing(scene: Scene) -> Finding:
+async def vanishing(scene: ExperimentContext) -> ExperimentResult:
     """Fill every slot with clients that disconnect mid-stream: the next clients get the slots at
     once.
 
@@ -128,7 +128,7 @@ async def vanishing(scene: Scene) -> Finding:
     long = await _long_question(scene)
     exchanges = [await scene.target.client.begin(long, stream=True) for _ in range(count)]
     filled = await _count_started(exchanges, within_s=10.0)
-    judge.promise(filled == count, f"only {filled} streams began")
+    judge.promise(filled == count, f"only {filled} streams started")
     for exchange in exchanges:
         exchange.abort()
     at = time.monotonic()
@@ -141,7 +141,7 @@ async def vanishing(scene: Scene) -> Finding:
         f"all {count} slots taken by the next", free_s, 1.0 + 4 * _first_s(scene) + _JITTER_S
     )
     gone = await _engine_idle(scene)
-    judge.promise(gone, "requests of clients that are gone still run")
+    judge.promise(gone, "requests of disconnected clients still run")
     judge.notes.append(f"{filled} streams ran; the next {count} did after {free_s or 0:.2f} s")
     return judge.finding(load.tally)
 
@@ -149,7 +149,7 @@ async def vanishing(scene: Scene) -> Finding:
 async def _first_chunks(load: Load, count: int) -> float | None:
     """Return when the first `count` streams had a chunk each; None after a timeout."""
     deadline = time.monotonic() + 10
-    started: set[Exchange] = set()
+    started: set[ChatExchange] = set()
     while time.monotonic() < deadline:
         started |= {exchange for exchange in load.active if exchange.answer.chunks}
         if len(started) >= count:
@@ -158,7 +158,7 @@ async def _first_chunks(load: Load, count: int) -> float | None:
     return None
 
 
-async def _count_started(exchanges: list[Exchange], within_s: float) -> int:
+async def _count_started(exchanges: list[ChatExchange], within_s: float) -> int:
     """Wait until all streams have begun, or a timeout; return the number that have."""
     deadline, started = time.monotonic() + within_s, 0
     while time.monotonic() < deadline and started < len(exchanges):
@@ -167,7 +167,7 @@ async def _count_started(exchanges: list[Exchange], within_s: float) -> int:
     return started
 
 
-async def _engine_idle(scene: Scene) -> bool:
+async def _engine_idle(scene: ExperimentContext) -> bool:
     idle_s = await scene.target.until(
         lambda status: (
             not any(
@@ -182,13 +182,13 @@ async def _engine_idle(scene: Scene) -> bool:
     return idle_s is not None
 
 
-def _first_s(scene: Scene) -> float:
+def _first_s(scene: ExperimentContext) -> float:
     """Return the baseline time to the first chunk."""
     firsts = [(k.answer.first_s or k.answer.ended_s) - k.answer.began_s for k in scene.known]
     return Sample(firsts).at(50)
 
 
-async def _long_question(scene: Scene) -> Question:
+async def _long_question(scene: ExperimentContext) -> Question:
     """Return a question whose answer lasts for the experiment, if the context allows."""
     model = await scene.target.model()
     context = model.info.max_context if model.info else _LONG

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from servekit.chaos.finding import Finding
+from servekit.chaos.result import ExperimentResult
 from servekit.chaos.run import RunOptions
 from servekit.chaos.run import run_experiments as experiment
 from servekit.chaos.target import Target
@@ -33,7 +33,7 @@ _COLUMNS = (
 )
 
 
-def table_cells(finding: Finding) -> list[str]:
+def table_cells(finding: ExperimentResult) -> list[str]:
     counts = (finding.sent, finding.answered, finding.failed, finding.wrong)
     numbers = [str(count) if finding.sent else "-" for count in counts]
     times = [format_latency(finding.notice_s), format_latency(finding.whole_s)]
@@ -41,7 +41,7 @@ def table_cells(finding: Finding) -> list[str]:
     return [deed, *numbers, *times, finding.verdict, finding.detail]
 
 
-def findings_table(findings: Sequence[Finding]) -> Table:
+def findings_table(findings: Sequence[ExperimentResult]) -> Table:
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for column in _COLUMNS:
         drawn.add_column(column)
@@ -51,7 +51,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     return drawn
 
 
-def findings_markdown(findings: Sequence[Finding]) -> str:
+def findings_markdown(findings: Sequence[ExperimentResult]) -> str:
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
     lines += [
         "| " + " | ".join(map(_escape_cell, table_cells(finding))) + " |" for finding in findings
@@ -63,25 +63,27 @@ def _escape_cell(cell: str) -> str:
     return cell.replace("|", "\\|").replace("\n", " ")
 
 
-def run_chaos(url: str, run_dir: Path, model: str | None, wish: RunOptions) -> list[Finding]:
+def run_chaos(
+    url: str, run_dir: Path, model: str | None, options: RunOptions
+) -> list[ExperimentResult]:
     """Run the experiments, with progress on stderr. Raises ServekitError."""
-    wish.experiments()  # reject a wrong name early
-    return asyncio.run(_run_experiments(url, run_dir, model, wish))
+    options.experiments()  # reject a wrong name early
+    return asyncio.run(_run_experiments(url, run_dir, model, options))
 
 
 async def _run_experiments(
-    url: str, run_dir: Path, model: str | None, wish: RunOptions
-) -> list[Finding]:
+    url: str, run_dir: Path, model: str | None, options: RunOptions
+) -> list[ExperimentResult]:
     target = await Target.find(url, run_dir, model)
     findings = []
     console = Console(stderr=True, highlight=False, markup=False)
-    async for finding in experiment(target, wish):
+    async for finding in experiment(target, options):
         console.print(f"{finding.experiment}: {finding.verdict}")
         findings.append(finding)
     return findings
 
 
-def format_findings(findings: Sequence[Finding], *, as_json: bool) -> str:
+def format_findings(findings: Sequence[ExperimentResult], *, as_json: bool) -> str:
     """Format findings as JSON, as a table on a terminal, or as Markdown for a file."""
     if as_json:
         return msgspec.json.format(msgspec.json.encode(findings)).decode()

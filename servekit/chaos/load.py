@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from servekit.chaos.baseline_answers import Known, Tally
-from servekit.chaos.client import PATIENCE_S, Answer, Client, Exchange, await_answer
+from servekit.chaos.baseline_answers import BaselineAnswer, Tally
+from servekit.chaos.client import PATIENCE_S, ChatAnswer, ChatExchange, Client, await_answer
 
 
 class Load:
@@ -20,11 +20,11 @@ class Load:
     """
 
     def __init__(
-        self, client: Client, known: Sequence[Known], streams: int, wholes: int = 0
+        self, client: Client, known: Sequence[BaselineAnswer], streams: int, wholes: int = 0
     ) -> None:
         self.tally = Tally()
-        self.active: set[Exchange] = set()  # running streams
-        self.excused: Callable[[Answer], bool] = lambda answer: False
+        self.active: set[ChatExchange] = set()  # running streams
+        self.excused: Callable[[ChatAnswer], bool] = lambda answer: False
         self.excuses = 0
         self._client = client
         self._known = itertools.cycle(known)
@@ -64,7 +64,7 @@ class Load:
             if answer.failure:
                 await asyncio.sleep(0.05)  # do not hammer a server that refuses at once
 
-    def _note(self, known: Known, answer: Answer) -> None:
+    def _note(self, known: BaselineAnswer, answer: ChatAnswer) -> None:
         if answer.failure and self.excused(answer):
             self.excuses += 1
         else:
@@ -83,13 +83,13 @@ class Load:
 class Silences:
     """The times that running streams wait for their next chunk, from one moment on."""
 
-    def __init__(self, active: set[Exchange]) -> None:
+    def __init__(self, active: set[ChatExchange]) -> None:
         self.silent_s: list[float] = []
         self._since = {exchange: exchange.last_s for exchange in active if exchange.answer.chunks}
         for exchange in self._since:
             exchange.next_text.append(self._on_text)
 
-    def _on_text(self, exchange: Exchange, now: float) -> None:
+    def _on_text(self, exchange: ChatExchange, now: float) -> None:
         self.silent_s.append(now - self._since.pop(exchange))
 
     def longest(self, count: int) -> list[float]:

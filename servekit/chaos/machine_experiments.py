@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from servekit.chaos.finding import Finding, Judge, Scene
+from servekit.chaos.result import ExperimentContext, ExperimentResult, Judge
 from servekit.protocol.messages import Status
 from servekit.system import cgroup, procfs
 from servekit.units import format_bytes
@@ -31,18 +31,18 @@ sys.stdin.read()
 """
 
 
-async def memory_pressure(scene: Scene) -> Finding:
+async def memory_pressure(scene: ExperimentContext) -> ExperimentResult:
     """Take much of the memory in another process, under a cap: the service must answer."""
     if not scene.memory_bytes:
         return Judge("memory pressure", "").skip("only with --memory")
     size_bytes = min(scene.memory_bytes, int(cgroup.available_memory_bytes() * _MOST_OF_FREE))
-    judge = Judge("memory pressure", f"{format_bytes(size_bytes)} taken and touched beside it")
+    judge = Judge("memory pressure", f"{format_bytes(size_bytes)} allocated beside it")
     before = await scene.target.status()
     async with scene.load() as load:
         await load.until_busy()
         hog = await _start_hog(size_bytes)
         try:
-            judge.promise(await _await_touched(hog), "the memory could not be had")
+            judge.promise(await _await_touched(hog), "the memory could not be allocated")
             await asyncio.sleep(scene.seconds)
         finally:
             await _end_hog(hog)
@@ -75,7 +75,7 @@ def _process_pids(status: Status) -> set[int]:
     return replicas | {gateway.pid for gateway in status.gateways}
 
 
-async def supervisor_killed(scene: Scene) -> Finding:
+async def supervisor_killed(scene: ExperimentContext) -> ExperimentResult:
     """SIGKILL the supervisor under load: two seconds later no process may live. Runs last."""
     judge = Judge("supervisor killed", "SIGKILL to the supervisor; the instance is over")
     load = scene.load()
@@ -96,7 +96,7 @@ async def supervisor_killed(scene: Scene) -> Finding:
     return judge.finding()
 
 
-async def _until_gone(mine: list[procfs.Process], scene: Scene) -> float | None:
+async def _until_gone(mine: list[procfs.Process], scene: ExperimentContext) -> float | None:
     began = time.monotonic()
     while (passed := time.monotonic() - began) < 2 * GONE_WITHIN_S:
         known = any(procfs.is_alive(process.pid, process.started) for process in mine)

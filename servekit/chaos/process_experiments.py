@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from servekit.chaos.client import Answer, Question
-from servekit.chaos.finding import Finding, Judge, Scene
+from servekit.chaos.client import ChatAnswer, Question
 from servekit.chaos.load import Silences
+from servekit.chaos.result import ExperimentContext, ExperimentResult, Judge
 from servekit.protocol.messages import GatewayStatus, ReplicaStatus, Status
 from servekit.system import procfs
 from servekit.system.parent_death import CHAOS, FAIL_STEP
@@ -37,13 +37,13 @@ _ENGINES = (
 _DUMPED = "most recent call first"
 
 
-async def worker_killed(scene: Scene) -> Finding:
+async def worker_killed(scene: ExperimentContext) -> ExperimentResult:
     """SIGKILL a worker under load: streams continue, answers arrive, clients notice nothing."""
     judge = Judge("worker killed", "SIGKILL to the busiest worker")
     return await _kill_worker(scene, judge, lambda pid: os.kill(pid, signal.SIGKILL))
 
 
-async def step_raises(scene: Scene) -> Finding:
+async def step_raises(scene: ExperimentContext) -> ExperimentResult:
     """Make an engine's step raise under load: its worker dies, and clients notice nothing."""
     judge = Judge("step raises", "an exception in the next step of the busiest worker's engine")
     for replica in await scene.target.ready_replicas():
@@ -52,7 +52,7 @@ async def step_raises(scene: Scene) -> Finding:
     return await _kill_worker(scene, judge, lambda pid: os.kill(pid, FAIL_STEP))
 
 
-async def engine_process_killed(scene: Scene) -> Finding:
+async def engine_process_killed(scene: ExperimentContext) -> ExperimentResult:
     """SIGKILL an engine process below a worker: vLLM's engine core, or a rank."""
     judge = Judge("engine process killed", "SIGKILL to a process of the busiest worker's engine")
     for replica in await scene.target.ready_replicas():
@@ -63,7 +63,9 @@ async def engine_process_killed(scene: Scene) -> Finding:
     )
 
 
-async def _kill_worker(scene: Scene, judge: Judge, end: Callable[[int], None]) -> Finding:
+async def _kill_worker(
+    scene: ExperimentContext, judge: Judge, end: Callable[[int], None]
+) -> ExperimentResult:
     """End the busiest worker, given its PID, under load."""
     async with scene.load() as load:
         await load.until_busy()
@@ -79,7 +81,7 @@ async def _kill_worker(scene: Scene, judge: Judge, end: Callable[[int], None]) -
     judge.notes.append(
         f"longest silence of a stream {format_latency(max(silences.silent_s, default=0))}"
     )
-    judge.notes.append(f"told as: {await _exit_reason(scene, victim.name)}")
+    judge.notes.append(f"exit reason: {await _exit_reason(scene, victim.name)}")
     return judge.finding(load.tally, notice_s, whole_s)
 
 
@@ -97,7 +99,7 @@ def engine_processes(pid: int) -> list[int]:
     ]
 
 
-async def worker_stopped(scene: Scene) -> Finding:
+async def worker_stopped(scene: ExperimentContext) -> ExperimentResult:
     """SIGSTOP a worker under load: it does not answer Ping, so it is killed and replaced."""
     judge = Judge("worker stopped", "SIGSTOP to the busiest worker")
     stall_s = scene.target.option("stall_timeout_s")
@@ -118,7 +120,7 @@ async def worker_stopped(scene: Scene) -> Finding:
     return judge.finding(load.tally, notice_s, whole_s)
 
 
-async def engine_stalled(scene: Scene) -> Finding:
+async def engine_stalled(scene: ExperimentContext) -> ExperimentResult:
     """Hang an engine under load: its stacks are dumped, it is killed, its requests continue.
 
     Only the echo engine can hang on demand, by a mark in a prompt; the request with the mark hangs
@@ -127,7 +129,7 @@ async def engine_stalled(scene: Scene) -> Finding:
     mark, stall_s = (scene.target.option(name) for name in ("hang_on", "stall_timeout_s"))
     judge = Judge("engine stalled", "a request that hangs the engine")
     if not mark:
-        return judge.skip("the engine cannot be told to hang (echo with hang_on can)")
+        return judge.skip("the engine cannot be made to hang (echo with hang_on can)")
     if stall_s is None:
         return judge.skip("the model has no stall_timeout_s")
     async with scene.load() as load:
@@ -144,20 +146,22 @@ async def engine_stalled(scene: Scene) -> Finding:
         await asyncio.sleep(scene.seconds)
     judge.clean(load.tally)
     judge.soon("noticed", notice_s, stall_s + STALL_GRACE_S)
-    judge.promise(whole_s is not None, f"not whole within {WHOLE_WITHIN_S:g} s of its end")
+    judge.promise(whole_s is not None, f"not fully ready within {WHOLE_WITHIN_S:g} s of its end")
     judge.promise(_has_dumped(scene, written), "no stack dump in the logs")
-    judge.promise(answer.status >= 400 or bool(answer.error), "the request that hangs succeeded?")
+    judge.promise(
+        answer.status >= 400 or bool(answer.error), "the request that should hang succeeded"
+    )
     judge.notes.append(f"the hanging request: {answer.failure} after {answer.took_s:.1f} s")
     return judge.finding(load.tally, notice_s, whole_s)
 
 
-async def _hang_engine(scene: Scene, mark: str) -> Answer:
+async def _hang_engine(scene: ExperimentContext, mark: str) -> ChatAnswer:
     # A new text each time: the last one may be quarantined.
     question = Question(scene.target.name, f"please hang {time.time_ns()}: {mark}", 8)
     return await scene.target.client.ask(question, stream=False)
 
 
-async def gateway_killed(scene: Scene) -> Finding:
+async def gateway_killed(scene: ExperimentContext) -> ExperimentResult:
     """SIGKILL a gateway under load: another answers at once, and only its own connections break."""
     status = await scene.target.status()
     judge = Judge("gateway killed", f"SIGKILL to the busiest of {len(status.gateways)} gateways")
@@ -183,7 +187,9 @@ async def gateway_killed(scene: Scene) -> Finding:
     return judge.finding(load.tally, None, whole_s)
 
 
-def _kill_busiest_gateway(scene: Scene, status: Status) -> tuple[GatewayStatus, set[int]]:
+def _kill_busiest_gateway(
+    scene: ExperimentContext, status: Status
+) -> tuple[GatewayStatus, set[int]]:
     """Kill the gateway with the most clients; return it, and the ports of its clients.
 
     It is stopped first, so that it cannot accept further clients.
@@ -198,18 +204,18 @@ def _kill_busiest_gateway(scene: Scene, status: Status) -> tuple[GatewayStatus, 
 # ---------------------------------------------------------------- shared helpers
 
 
-async def _find_busiest(scene: Scene) -> ReplicaStatus:
+async def _find_busiest(scene: ExperimentContext) -> ReplicaStatus:
     return max(await scene.target.ready_replicas(), key=lambda replica: replica.running)
 
 
-async def _exit_reason(scene: Scene, name: str) -> str:
+async def _exit_reason(scene: ExperimentContext, name: str) -> str:
     """Return the reason for a worker's last exit, as `servekit ps` shows it."""
     replicas = (await scene.target.model()).replicas
     return next((replica.reason for replica in replicas if replica.name == name), "")
 
 
 async def _await_replacement(
-    scene: Scene, victim: ReplicaStatus, stall_s: float
+    scene: ExperimentContext, victim: ReplicaStatus, stall_s: float
 ) -> tuple[float | None, float | None]:
     """Return the seconds until the supervisor has given up the worker, and until all is whole."""
     notice_s = await scene.target.until(
@@ -243,13 +249,13 @@ def _resume_process(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def _log_lengths(scene: Scene) -> dict[Path, int]:
+def _log_lengths(scene: ExperimentContext) -> dict[Path, int]:
     """Return the lengths of the workers' logs, in characters."""
     logs = (scene.target.run_dir / "logs").glob("*~*.log")
     return {path: len(path.read_text(errors="replace")) for path in logs}
 
 
-def _has_dumped(scene: Scene, before: dict[Path, int]) -> bool:
+def _has_dumped(scene: ExperimentContext, before: dict[Path, int]) -> bool:
     """Return whether a worker has dumped its stacks since then."""
     return any(
         _DUMPED in path.read_text(errors="replace")[before.get(path, 0) :]

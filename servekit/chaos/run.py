@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from servekit.chaos import client_experiments, machine_experiments, process_experiments
-from servekit.chaos.baseline_answers import Known, learn_answers, make_prompt
+from servekit.chaos.baseline_answers import BaselineAnswer, learn_answers, make_prompt
 from servekit.chaos.client import Question
-from servekit.chaos.finding import Finding, Scene
+from servekit.chaos.result import ExperimentContext, ExperimentResult
 from servekit.chaos.target import Target, describe_lacking
 from servekit.errors import ConfigError, ServekitError
 
-Experiment = Callable[[Scene], Awaitable[Finding]]
+Experiment = Callable[[ExperimentContext], Awaitable[ExperimentResult]]
 
 LAST = "supervisor-killed"
 EXPERIMENTS: dict[str, Experiment] = {
@@ -49,24 +49,29 @@ class RunOptions:
         if self.kill_supervisor and LAST not in wanted:
             wanted = [*wanted, LAST]
         if LAST in wanted and not self.kill_supervisor:
-            raise ConfigError(f"{LAST} ends the instance; say --kill-supervisor as well")
+            raise ConfigError(f"{LAST} ends the instance; add --kill-supervisor")
         return {name: EXPERIMENTS[name] for name in sorted(wanted, key=list(EXPERIMENTS).index)}
 
 
-async def run_experiments(target: Target, wish: RunOptions) -> AsyncIterator[Finding]:
+async def run_experiments(target: Target, options: RunOptions) -> AsyncIterator[ExperimentResult]:
     """Yield a finding per experiment. Raises ServekitError if the instance is not healthy."""
-    experiments = wish.experiments()
+    experiments = options.experiments()
     known = await known_answers(target)
-    scene = Scene(
-        target, known, wish.seconds, wish.streams, wish.wholes, memory_bytes=wish.memory_bytes
+    scene = ExperimentContext(
+        target,
+        known,
+        options.seconds,
+        options.streams,
+        options.wholes,
+        memory_bytes=options.memory_bytes,
     )
     for name, experiment in experiments.items():
         if await target.until_whole(_RECOVER_WITHIN_S) is None:
-            raise ServekitError(f"{await _not_whole(target)}; {name} was not begun")
+            raise ServekitError(f"{await _not_whole(target)}; {name} was not started")
         yield await experiment(scene)
 
 
-async def known_answers(target: Target, count: int = _QUESTIONS) -> list[Known]:
+async def known_answers(target: Target, count: int = _QUESTIONS) -> list[BaselineAnswer]:
     """Return questions whose baseline answers take about a second or two."""
     if await target.until_whole(_RECOVER_WITHIN_S) is None:
         raise ServekitError(await _not_whole(target))
@@ -84,4 +89,4 @@ async def known_answers(target: Target, count: int = _QUESTIONS) -> list[Known]:
 
 async def _not_whole(target: Target) -> str:
     why = describe_lacking(await target.status()) or "/readyz is not 200"
-    return f"the instance did not serve whole within {_RECOVER_WITHIN_S:g} s ({why})"
+    return f"the instance was not fully ready within {_RECOVER_WITHIN_S:g} s ({why})"

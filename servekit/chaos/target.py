@@ -17,8 +17,8 @@ from servekit.config.load import load_config
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.protocol.messages import GetStatus, ModelStatus, ReplicaStatus, Status
-from servekit.supervisor.admin.control_socket import ask
-from servekit.supervisor.process.run_dir import nobody, read_record
+from servekit.supervisor.admin.control_socket import query_supervisor
+from servekit.supervisor.process.run_dir import no_instance_error, read_record
 from servekit.system import procfs
 from servekit.system.orphan_cleanup import MARK
 
@@ -43,11 +43,11 @@ class Target:
         record = read_record(run_dir)
         status = await _read_status(run_dir)
         if record is None or record.pid != status.pid:
-            raise nobody(run_dir)
+            raise no_instance_error(run_dir)
         if not _is_same(url, status.url):
             raise StartError(
                 f"the instance of {run_dir} serves {status.url}, not {url}; "
-                "say --run-dir of the one you mean"
+                "name the right one with --run-dir"
             )
         if not _is_ours(status.pid):
             raise StartError(f"the instance of {run_dir} is not yours")
@@ -173,9 +173,9 @@ def describe_lacking(status: Status) -> str:
 
 
 async def _read_status(run_dir: Path) -> Status:
-    answer = await ask(run_dir / "control.sock", GetStatus())
+    answer = await query_supervisor(run_dir / "control.sock", GetStatus())
     if not isinstance(answer, Status):
-        raise ServekitError("the supervisor gave an answer that does not belong to the question")
+        raise ServekitError("the supervisor sent an answer of an unexpected type")
     return answer
 
 

@@ -107,10 +107,10 @@ def _ask_supervisor(
 ) -> A:
     import asyncio
 
-    from servekit.supervisor.admin.control_socket import ask
+    from servekit.supervisor.admin.control_socket import query_supervisor
 
     path = instance_lookup.find_instance(run_dir) / "control.sock"
-    answer = asyncio.run(ask(path, question, timeout_s))
+    answer = asyncio.run(query_supervisor(path, question, timeout_s))
     if not isinstance(answer, kind):
-        raise ServekitError("the supervisor gave an answer that does not belong to the question")
+        raise ServekitError("the supervisor sent an answer of an unexpected type")
     return answer

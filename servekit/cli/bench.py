@@ -84,12 +84,14 @@ Dataset = Annotated[
 Turns = Annotated[str, typer.Option(help="Turns of a conversation: 4, 2..6 …")]
 SharedPrefixTokens = Annotated[
     int,
-    typer.Option(min=0, max=1_000_000, help="Tokens before the prompt that conversations share."),
+    typer.Option(min=0, max=1_000_000, help="Tokens of the prefix that conversations share."),
 ]
 Prefixes = Annotated[
     int, typer.Option(min=1, max=100_000, help="Number of different shared prefixes.")
 ]
-Extra = Annotated[str | None, typer.Option(metavar="JSON", help="Further fields of each request.")]
+Extra = Annotated[
+    str | None, typer.Option(metavar="JSON", help="More JSON fields for each request.")
+]
 
 # ---------------------------------------------------------------- options: the result
 
@@ -139,16 +141,18 @@ def bench(
     run_dir: RunDirectory = None,
 ) -> None:
     """Put load on an OpenAI-compatible server: rates, latencies, goodput and errors."""
-    from servekit.bench import options as wishes
+    from servekit.bench import options as bench_options
 
     if schema:
         _print_schema()
         return
     _check_outputs(json_file, plot)
     where = url or _find_running_url(run_dir)
-    wish = wishes.Options(
-        target=wishes.parse_target(where, api_key, ca=ca, insecure=insecure, environ=os.environ),
-        asking=wishes.make_asking(
+    options = bench_options.Options(
+        target=bench_options.parse_target(
+            where, api_key, ca=ca, insecure=insecure, environ=os.environ
+        ),
+        asking=bench_options.make_asking(
             api=api,
             model=model or "",
             stream=stream,
@@ -161,16 +165,17 @@ def bench(
             extra=extra,
             dataset=dataset,
         ),
-        loads=wishes.parse_loads(concurrency, rate),
+        loads=bench_options.parse_loads(concurrency, rate),
         requests=requests,
-        duration_s=wishes.parse_run_time(duration) or (None if requests else wishes.DEFAULT_S),
+        duration_s=bench_options.parse_run_time(duration)
+        or (None if requests else bench_options.DEFAULT_S),
         warmup=warmup,
         seed=seed,
         timeout_s=timeout,
         processes=processes,
-        slo=wishes.parse_limits(slo),
+        slo=bench_options.parse_limits(slo),
     )
-    raise typer.Exit(_report_result(_run_benchmark(wish), json_file, plot))
+    raise typer.Exit(_report_result(_run_benchmark(options), json_file, plot))
 
 
 def _print_schema() -> None:
@@ -202,16 +207,16 @@ def _find_running_url(run_dir: Path | None) -> str:
     import asyncio
 
     from servekit.protocol.messages import GetStatus, Status
-    from servekit.supervisor.admin.control_socket import ask
+    from servekit.supervisor.admin.control_socket import query_supervisor
     from servekit.supervisor.process.instances import find
 
     try:
         folder = find(run_dir, os.environ)
-        status = asyncio.run(ask(folder / "control.sock", GetStatus(), 10.0))
+        status = asyncio.run(query_supervisor(folder / "control.sock", GetStatus(), 10.0))
     except StartError as error:
         raise StartError(f"{error.message}, a URL as argument measures another server") from None
     if not isinstance(status, Status):
-        raise StartError(f"the instance of {folder} does not say where it serves")
+        raise StartError(f"the instance of {folder} does not report its URL")
     return _make_dialable(status.url)
 
 
@@ -220,13 +225,13 @@ def _make_dialable(url: str) -> str:
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def _run_benchmark(wish: "Options") -> "Result":
+def _run_benchmark(options: "Options") -> "Result":
     from servekit.bench.live_display import watch_load
     from servekit.bench.run import run_benchmark
     from servekit.system import python_command
 
     return run_benchmark(
-        wish, python_command.module_command("servekit.bench"), os.environ, watch_load
+        options, python_command.module_command("servekit.bench"), os.environ, watch_load
     )
 
 

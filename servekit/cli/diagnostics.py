@@ -41,7 +41,8 @@ def trace_cuda(
 
 def doctor(
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="Also check what this file needs.")
+        Path | None,
+        typer.Option("--config", "-c", help="Also check the requirements of this file."),
     ] = None,
     run_dir: Annotated[
         Path | None,

@@ -18,7 +18,7 @@ from servekit.units import parse_duration
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from servekit.event_store import Event, Wanted
+    from servekit.event_store import Event, EventFilter
 
 _LOOK_EVERY_S = 0.25
 #: Maximum events per query; a follower gets the rest with the next query.
@@ -64,14 +64,14 @@ def events(
     run_dir: RunDirectory = None,
 ) -> None:
     """Show the events: starts, exits and their causes, reloads, loads, breakers, adapters."""
-    from servekit.event_store import FILE, Wanted
+    from servekit.event_store import FILE, EventFilter
 
     folder = instance_lookup.find_run_dir(run_dir)
     begin = time.time() - _parse_since(since) if since else 0.0
     if not follow and not (folder / FILE).exists():
         instance_lookup.read_status(folder)  # raises if no instance runs
-        raise StartError(f"no events in {folder}: the log says why they cannot be kept")
-    wanted = Wanted(_resolve_name(folder, name, follow=follow), begin)
+        raise StartError(f"no events in {folder}: the log says why events cannot be stored")
+    wanted = EventFilter(_resolve_name(folder, name, follow=follow), begin)
     for event in _follow_events(folder, wanted, most, follow=follow):
         _write_event(event, as_json=as_json)
 
@@ -80,7 +80,7 @@ def _parse_since(text: str) -> float:
     try:
         return parse_duration(text)
     except ValueError:
-        raise ConfigError(f"{text!r} is no span of time; say it as 90s, 10m, 2h or 1d") from None
+        raise ConfigError(f"{text!r} is not a duration; write 90s, 10m, 2h or 1d") from None
 
 
 def _resolve_name(folder: Path, name: str, *, follow: bool) -> str:
@@ -108,24 +108,26 @@ def _resolve_name(folder: Path, name: str, *, follow: bool) -> str:
         return known[name]
     there = list(dict.fromkeys((*known, *before)))
     told = f"there are: {', '.join(there) or 'none yet'}{did_you_mean(name, there)}"
-    raise StartError(f"nothing here is or was called {name!r}; {told}")
+    raise StartError(f"no model or process is or was called {name!r}; {told}")
 
 
-def _follow_events(folder: Path, wanted: "Wanted", most: int, *, follow: bool) -> "Iterator[Event]":
+def _follow_events(
+    folder: Path, wanted: "EventFilter", most: int, *, follow: bool
+) -> "Iterator[Event]":
     from dataclasses import replace
 
-    from servekit.event_store import Wanted, newest_events
+    from servekit.event_store import EventFilter, newest_events
 
     last = 0
     if follow and not most:
-        last = max((event.id for event in newest_events(folder, Wanted(), 1)), default=0)
+        last = max((event.id for event in newest_events(folder, EventFilter(), 1)), default=0)
     for event in newest_events(folder, wanted, min(most, _MOST)) if most else []:
         last = event.id
         yield event
     while follow:
         time.sleep(_LOOK_EVERY_S)
         newer = newest_events(folder, replace(wanted, after=last), _MOST)
-        latest = newest_events(folder, Wanted(), 1)
+        latest = newest_events(folder, EventFilter(), 1)
         if not newer and latest and latest[0].id < last:
             last = 0  # the file was moved away, and a new one begun
         for event in newer:
@@ -193,14 +195,14 @@ def post_mortem(folder: Path, name: str, nobody: ServekitError, *, as_json: bool
 
     Raises `nobody` if no event is about that name.
     """
-    from servekit.event_store import Wanted, newest_events
+    from servekit.event_store import EventFilter, newest_events
 
-    exits = newest_events(folder, Wanted(name, kinds=("exit",)), _MOST_EARLIER)
+    exits = newest_events(folder, EventFilter(name, kinds=("exit",)), _MOST_EARLIER)
     if not exits:
         raise nobody
-    ends = newest_events(folder, Wanted(kinds=("down", "crash")), 1)
+    ends = newest_events(folder, EventFilter(kinds=("down", "crash")), 1)
     if not as_json:
-        sys.stdout.write(f"No servekit runs in {folder}; its events tell:\n")
+        sys.stdout.write(f"No servekit runs in {folder}; its last events:\n")
     for event in sorted((*exits, *ends), key=lambda event: event.id):
         _write_event(event, as_json=as_json)
 
@@ -209,12 +211,14 @@ def earlier_exits(folder: Path, name: str, model: str) -> "list[Text]":
     """Return, for `why`, the last exits of a model or process under earlier supervisors."""
     from rich.text import Text
 
-    from servekit.event_store import Wanted, newest_events
+    from servekit.event_store import EventFilter, newest_events
 
-    began = newest_events(folder, Wanted(kinds=("up",)), 1)
+    began = newest_events(folder, EventFilter(kinds=("up",)), 1)
     about = name if name.startswith(f"{model}/") else model
     exits = (
-        newest_events(folder, Wanted(about, kinds=("exit",)), _MOST_EARLIER * 4) if began else []
+        newest_events(folder, EventFilter(about, kinds=("exit",)), _MOST_EARLIER * 4)
+        if began
+        else []
     )
     before = [event for event in exits if event.at < began[0].at][-_MOST_EARLIER:]
     return (

@@ -63,11 +63,11 @@ def read_status(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
 async def status_soon(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
     """Return the status of the instance, from an event loop."""
     from servekit.protocol.messages import GetStatus, Status
-    from servekit.supervisor.admin.control_socket import ask
+    from servekit.supervisor.admin.control_socket import query_supervisor
 
-    answer = await ask(run_dir / "control.sock", GetStatus(), timeout_s)
+    answer = await query_supervisor(run_dir / "control.sock", GetStatus(), timeout_s)
     if not isinstance(answer, Status):
-        raise ServekitError("the supervisor gave an answer that does not belong to the question")
+        raise ServekitError("the supervisor sent an answer of an unexpected type")
     return answer
 
 

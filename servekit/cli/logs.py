@@ -17,7 +17,7 @@ from servekit.errors import ConfigError, ServekitError, StartError, did_you_mean
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from servekit.log_files import Line, Tail
+    from servekit.log_files import LogLine, Tail
 
 _LOOK_EVERY_S = 0.2
 _ANSWER_S = 5.0
@@ -88,10 +88,10 @@ def _check_names(folder: Path, worker: str, *, follow: bool) -> None:
         _check_known(folder, worker)
     elif not names:
         instance_lookup.read_status(folder)  # raises if no instance runs
-        raise StartError(f"nothing has been written in {folder}/logs yet")
+        raise StartError(f"there are no log files in {folder}/logs yet")
     else:
-        others = f"others have: {', '.join(names)}{did_you_mean(worker, names)}"
-        raise ConfigError(f"{worker!r} has written nothing here; {others}")
+        others = f"there are logs of: {', '.join(names)}{did_you_mean(worker, names)}"
+        raise ConfigError(f"{worker!r} has no log here; {others}")
 
 
 def _check_known(folder: Path, worker: str) -> None:
@@ -103,10 +103,10 @@ def _check_known(folder: Path, worker: str) -> None:
     known = [*(model.name for model in status.models), *instance_lookup.process_names(status)]
     if worker and worker not in known:
         there = f"there are: {', '.join(known)}{did_you_mean(worker, known)}"
-        raise ConfigError(f"nothing here is called {worker!r}; {there}")
+        raise ConfigError(f"no model or process is called {worker!r}; {there}")
 
 
-def _last_lines(folder: Path, worker: str, most: int) -> "Iterable[Line]":
+def _last_lines(folder: Path, worker: str, most: int) -> "Iterable[LogLine]":
     """Return the last lines of all processes together, by their times."""
     from servekit.cli import process_events
     from servekit.log_files import find_log_files, is_of, last_lines
@@ -121,7 +121,7 @@ def _last_lines(folder: Path, worker: str, most: int) -> "Iterable[Line]":
     return merged[len(merged) - min(most, len(merged)) :]
 
 
-def _order_by_time(lines: "list[Line]") -> "list[Line]":
+def _order_by_time(lines: "list[LogLine]") -> "list[LogLine]":
     """Keep the order of one file even if the clock was set back in between."""
     from dataclasses import replace
 
@@ -140,18 +140,18 @@ def _open_tails(folder: Path, worker: str) -> "dict[str, Tail]":
     return {name: Tail(path, from_start=False) for name, path in found if is_of(name, worker)}
 
 
-def _read_news(folder: Path, worker: str, tails: "dict[str, Tail]") -> "Iterator[Line]":
-    from servekit.log_files import Line, Tail, find_log_files, is_of
+def _read_news(folder: Path, worker: str, tails: "dict[str, Tail]") -> "Iterator[LogLine]":
+    from servekit.log_files import LogLine, Tail, find_log_files, is_of
 
     for name, path in find_log_files(folder).items():
         if name not in tails and is_of(name, worker):
             tails[name] = Tail(path, from_start=True)
     for name, tail in tails.items():
         for text in tail.lines():
-            yield Line("", name, text)
+            yield LogLine("", name, text)
 
 
-def _show_lines(lines: "Iterable[Line]") -> None:
+def _show_lines(lines: "Iterable[LogLine]") -> None:
     from rich.console import Console
 
     console = Console(markup=False, emoji=False, highlight=False)
@@ -160,7 +160,7 @@ def _show_lines(lines: "Iterable[Line]") -> None:
     sys.stdout.flush()
 
 
-def format_line(line: "Line") -> "Text":
+def format_line(line: "LogLine") -> "Text":
     """Format a line with its process's name; servekit's own log lines look as in `servekit up`."""
     from rich.text import Text
 

@@ -248,13 +248,13 @@ def chaos(
         from servekit.chaos.run import RunOptions
 
         names = [name.strip() for name in only.split(",") if name.strip()]
-        wish = RunOptions(
+        options = RunOptions(
             seconds, names, memory_bytes=memory * 2**20, kill_supervisor=kill_supervisor
         )
         here = instance_lookup.find_instance(run_dir)
         if not yes:
             typer.confirm(f"Kill and stop processes of the instance in {here}?", abort=True)
-        findings = command.run_chaos(url, here, model, wish)
+        findings = command.run_chaos(url, here, model, options)
         print(command.format_findings(findings, as_json=as_json))
         raise typer.Exit(any(finding.verdict == "broken" for finding in findings))
 
@@ -271,7 +271,9 @@ def key_new(
             raise ConfigError(keys.NAME_RULE)
         made, line = keys.new_key(name)
         print(f"{made}\n", flush=True)
-        print("Keep it: nothing can show it again. For the configuration file:", file=sys.stderr)
+        print(
+            "Store it now: it cannot be shown again. For the configuration file:", file=sys.stderr
+        )
         print(f"\nkeys:\n  - name: {name}\n    hash: {line}")
 
 
@@ -355,18 +357,18 @@ def _run_supervisor(plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json:
 
     server = plan.config.server
     outlived = plan.config.launcher == "ray"
-    ground = StartupResources.take(
+    resources = StartupResources.acquire(
         run_dir, server.host, server.port, server.legacy_port, inherits=outlived
     )
     from servekit.supervisor.supervisor import Supervisor  # slow; a busy port is reported first
 
     logs.configure("supervisor", json=as_json, level="warning" if quiet else "info")
 
-    words = Words(server.ui, _down_command(ground.run_dir.path))
+    words = Words(server.ui, _down_command(resources.run_dir.path))
 
     async def live() -> int:
         with watch(words, quiet=quiet, as_json=as_json) as display:
-            return await Supervisor(plan, ground, dict(os.environ), display).live()
+            return await Supervisor(plan, resources, dict(os.environ), display).run()
 
     return asyncio.run(live())
 
@@ -384,7 +386,7 @@ def _tell_others(pid: int) -> None:
     from servekit.supervisor.process.instances import listing, running
 
     if others := [one for one in running() if one.record.pid != pid]:
-        print(f"Other instances that run:\n{listing(others)}", file=sys.stderr)
+        print(f"Other running instances:\n{listing(others)}", file=sys.stderr)
 
 
 def _ask_supervisor(
@@ -393,9 +395,9 @@ def _ask_supervisor(
     """Return the answer of the instance in `run_dir`, which must be of this kind."""
     import asyncio
 
-    from servekit.supervisor.admin.control_socket import ask
+    from servekit.supervisor.admin.control_socket import query_supervisor
 
-    answer = asyncio.run(ask(run_dir / "control.sock", question, timeout_s))
+    answer = asyncio.run(query_supervisor(run_dir / "control.sock", question, timeout_s))
     if not isinstance(answer, kind):
-        raise ServekitError("the supervisor gave an answer that does not belong to the question")
+        raise ServekitError("the supervisor sent an answer of an unexpected type")
     return answer

@@ -22,7 +22,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Its name, or an alias.",
+        help="Name or alias of the model.",
         autocompletion=instance_lookup.complete_models,
     ),
 ]
@@ -71,9 +71,11 @@ async def _ask_supervisor(path: Path, model: str, want: "Want", *, wait: bool) -
 
     from servekit.protocol.messages import Accepted
     from servekit.protocol.residency import SetResidency
-    from servekit.supervisor.admin.control_socket import ask
+    from servekit.supervisor.admin.control_socket import query_supervisor
 
-    asking = asyncio.create_task(ask(path, SetResidency(model, want, wait), _PATIENCE_S))
+    asking = asyncio.create_task(
+        query_supervisor(path, SetResidency(model, want, wait), _PATIENCE_S)
+    )
     told = ""
     while not (await asyncio.wait((asking,), timeout=_LOOK_EVERY_S))[0]:
         if (news := _describe_progress(await _read_model(path, model))) not in ("", told):
@@ -81,15 +83,15 @@ async def _ask_supervisor(path: Path, model: str, want: "Want", *, wait: bool) -
             typer.echo(f"{model}: {news}", err=True)
     answer = await asking
     if not isinstance(answer, Accepted):
-        raise ServekitError("the supervisor gave an answer that does not belong to the question")
+        raise ServekitError("the supervisor sent an answer of an unexpected type")
     return answer.message
 
 
 async def _read_model(path: Path, model: str) -> "ModelStatus | None":
     from servekit.protocol.messages import GetStatus, Status
-    from servekit.supervisor.admin.control_socket import ask
+    from servekit.supervisor.admin.control_socket import query_supervisor
 
-    status = await ask(path, GetStatus())
+    status = await query_supervisor(path, GetStatus())
     models = status.models if isinstance(status, Status) else ()
     return next((one for one in models if model in (one.name, *one.aliases)), None)
 
@@ -97,9 +99,10 @@ async def _read_model(path: Path, model: str) -> "ModelStatus | None":
 def _describe_progress(found: "ModelStatus | None") -> str:
     """Return the model's tier, with the progress of its load or the reason of its wait."""
     from servekit.cli.tables import progress_text
+    from servekit.protocol.residency import tier_text
 
     if found is None or found.residence is None:
         return ""
     steps = [progress_text(one.progress) for one in found.replicas if one.progress is not None]
-    more = steps[0] if steps else found.residence.reason
-    return f"{found.residence.tier}, {more}" if more else found.residence.tier
+    more, tier = steps[0] if steps else found.residence.reason, tier_text(found.residence.tier)
+    return f"{tier}, {more}" if more else tier

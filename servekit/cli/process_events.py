@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from servekit.cli.events import format_figures
-from servekit.event_store import Event, Wanted, newest_events
-from servekit.log_files import Line, is_of
+from servekit.event_store import Event, EventFilter, newest_events
+from servekit.log_files import LogLine, is_of
 
 _KINDS = ("started", "ready", "stalled", "exit", "stopped")
 _WARNINGS = ("stalled", "exit")
@@ -21,11 +21,11 @@ _WARNINGS = ("stalled", "exit")
 _MOST = 10_000
 
 
-def last_lines(folder: Path, name: str, most: int) -> list[Line]:
+def last_lines(folder: Path, name: str, most: int) -> list[LogLine]:
     """Return the last events of a process or a model ("": of all), the newest last."""
     told = [
         _format_event(one)
-        for one in newest_events(folder, Wanted(kinds=_KINDS), _MOST)
+        for one in newest_events(folder, EventFilter(kinds=_KINDS), _MOST)
         if _is_of(one, name)
     ]
     return told[len(told) - min(most, len(told)) :]
@@ -36,10 +36,10 @@ class Follower:
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
-        self._after = Wanted(kinds=_KINDS)
+        self._after = EventFilter(kinds=_KINDS)
         self._pass_by(newest_events(folder, self._after, 1))
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Iterator[LogLine]:
         """Yield the events since the last call."""
         found = newest_events(self._folder, self._after, _MOST)
         self._pass_by(found)
@@ -54,7 +54,7 @@ def _is_of(event: Event, name: str) -> bool:
     return bool(event.worker) and is_of(event.worker, name)
 
 
-def _format_event(event: Event) -> Line:
+def _format_event(event: Event) -> LogLine:
     """Format an event as a line of servekit's own log, so that it has a time and a level."""
     at = datetime.fromtimestamp(event.at, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     said = ", ".join(filter(None, (event.what, format_figures(event))))
@@ -63,4 +63,4 @@ def _format_event(event: Event) -> Line:
         "level": "warning" if event.kind in _WARNINGS else "info",
         "timestamp": at,
     }
-    return Line(at, event.worker, json.dumps(line))
+    return LogLine(at, event.worker, json.dumps(line))

@@ -101,7 +101,7 @@ class Display:
             self._picture = None
 
     def _starting(self, status: Status) -> None:
-        if settled(status):
+        if is_start_over(status):
             self.close()
             self._announced = True
             if self._as_json:
@@ -166,7 +166,7 @@ def _log_to_stderr() -> None:
             handler.setStream(sys.stderr)
 
 
-def settled(status: Status) -> bool:
+def is_start_over(status: Status) -> bool:
     """Return whether the start is over: gateways serve, and every replica serves or has failed.
 
     A gateway on another node may have found its port taken: the others serve without it. A model

@@ -21,10 +21,10 @@ _SINCE: dict[Cause, str] = {
     "up": "from `servekit up`",
     "reload": "from the reload",
     "request": "from the request for it",
-    "operator": "from when it was asked for",
-    "scale": "from when the load asked for it",
-    "restart": "from the death before",
-    "standby": "from when it was wanted",
+    "operator": "from the operator's request",
+    "scale": "from the decision to scale up",
+    "restart": "from the previous exit",
+    "standby": "from the request for it",
 }
 
 
@@ -46,7 +46,7 @@ def start_heading(known: Starts) -> Text:
         case "starting":
             text.append(f"starting for {start.total_s:.2f} s {_SINCE[start.cause]}", "yellow")
         case "died":
-            text.append(f"never came up: {how_far(start)}", "red")
+            text.append(f"did not come up: {how_far(start)}", "red")
         case _ if start.first_token_s is None:
             text.append(f"up after {start.total_s:.2f} s {_SINCE[start.cause]}", "not bold")
         case _:
@@ -59,16 +59,16 @@ def start_heading(known: Starts) -> Text:
 
 
 def how_far(start: Start) -> str:
-    """Describe where a start failed: "died in weights, within load, after 0.31 s of it, …"."""
+    """Describe where a start failed: "failed 0.31 s into weights (within load), 2.30 s from …"."""
     if not start.phases:
-        return f"died {start.total_s:.2f} s {_SINCE[start.cause]}"
+        return f"failed {start.total_s:.2f} s {_SINCE[start.cause]}"
     broken = [one for one in start.phases if one.ended_s is None or one.failed]
     last = max(broken or start.phases, key=lambda one: (one.began_s, bool(one.within)))
     ended_s = start.total_s if last.ended_s is None else last.ended_s
-    place = f"{last.name}, within {last.within}," if last.within else last.name
+    place = f"{last.name} (within {last.within})" if last.within else last.name
     spent_s = max(0.0, ended_s - last.began_s)
-    how = f"in {place} after {spent_s:.2f} s of it" if broken else f"after {place}"
-    return f"died {how}, {start.total_s:.2f} s {_SINCE[start.cause]}"
+    how = f"{spent_s:.2f} s into {place}" if broken else f"after {place}"
+    return f"failed {how}, {start.total_s:.2f} s {_SINCE[start.cause]}"
 
 
 def _phase_table(known: Starts) -> Table:
@@ -121,7 +121,7 @@ def _phase_note(phase: Phase, start: Start) -> str:
     if phase.why:
         return why if why.startswith("not here") else f"not here: {why}"
     if phase.ended_s is None:
-        return "goes on" if start.state == "starting" else "died in it"
+        return "running" if start.state == "starting" else "failed"
     return ""
 
 

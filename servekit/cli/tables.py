@@ -21,6 +21,7 @@ from servekit.protocol.messages import (
     ReplicaStatus,
     Status,
 )
+from servekit.protocol.residency import tier_text
 from servekit.ray import node_requirements
 from servekit.sanitize import strip_controls
 from servekit.supervisor.deployments.plan import Plan
@@ -282,7 +283,8 @@ def new_table(*columns: str) -> Table:
 
 
 def state_text(name: str) -> Text:
-    return Text(name, style=_COLOURS.get(name, ""))
+    """Return a state or tier in its word for people, and its colour."""
+    return Text(tier_text(name), style=_COLOURS.get(name, ""))
 
 
 def replica_note(model: ModelStatus, replica: ReplicaStatus) -> str:

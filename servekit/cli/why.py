@@ -12,7 +12,7 @@ from servekit.cli.startup_timings import how_far
 from servekit.cli.tables import format_size, state_text
 from servekit.protocol.adapters import AdapterStatus
 from servekit.protocol.messages import ReplicaHistory, Why
-from servekit.protocol.residency import ResidencyStatus
+from servekit.protocol.residency import ResidencyStatus, tier_text
 from servekit.protocol.types import ExitRecord, ScaleStatus
 from servekit.sanitize import count_noun, strip_controls
 
@@ -50,7 +50,7 @@ def explain_state(why: Why) -> str:
     stands = alone[0] if alone else f"{serving} of {total} ready"
     head = f"{why.model}: {_standing(why.residence) or stands}"
     if last is None:
-        return f"{head}; nothing of it has died since it was started."
+        return f"{head}; no process of it has died since the start."
     return f"{head}; last death {_ago(last)}: {_sentence(last)} {_advice(why, last)}"
 
 
@@ -61,7 +61,7 @@ def _standing(residence: ResidencyStatus | None) -> str:
     tier, reason = residence.tier, strip_controls(residence.reason)
     if reason.startswith(tier):
         return reason
-    return f"{tier}; {reason}" if reason else tier
+    return f"{tier_text(tier)}; {reason}" if reason else tier_text(tier)
 
 
 def _scale(scale: ScaleStatus) -> str:
@@ -84,7 +84,7 @@ def _advice(why: Why, last: ExitRecord) -> str:
     if last.out_of_memory == "host":
         return "The machine ran out of memory: give it fewer or smaller models, or fewer replicas."
     if last.out_of_memory == "gpu":
-        return "The GPU's memory did not suffice: lower max_context, slots or kv_cache_bytes."
+        return "The GPU ran out of memory: lower max_context, slots or kv_cache_bytes."
     if last.what.startswith(("stalled", "silent")):
         return "The stacks below say where it hung" + (
             "." if last.stacks else ", if it could still write them."
@@ -95,12 +95,12 @@ def _advice(why: Why, last: ExitRecord) -> str:
         and why.breaker == "closed"
         and all(replica.next_attempt_s is None for replica in failed)
     ):
-        return "It is not tried again: put right what it names, then run `servekit reload`."
+        return "It is not tried again: correct the reported problem, then run `servekit reload`."
     if failed or why.breaker != "closed":
         again = "`servekit reload` tries again at once."
         return f"Look at its last lines below; {again}" if last.tail else again
     if last.signal is not None and why.replicas and not last.tail:
-        return "It left no word: somebody, or the kernel, has killed it."
+        return "It left no message: a user, or the kernel, killed it."
     if any(replica.state == "backoff" for replica in why.replicas):
         return "It is tried again by itself; `servekit reload` does so at once."
     return "It was started again by itself." if not failed else ""
@@ -158,10 +158,10 @@ def _death(exit_: ExitRecord, *, lines: int) -> Iterator[Text]:
     if exit_.start is not None:
         yield Text(f"    {strip_controls(how_far(exit_.start))}", style="dim")
     for line in exit_.tail[len(exit_.tail) - min(lines, len(exit_.tail)) :]:
-        yield from (Text(f"    | {shown}", style="dim") for shown in _said(line))
+        yield from (Text(f"    | {shown}", style="dim") for shown in _format_output_line(line))
 
 
-def _said(line: str) -> Iterator[str]:
+def _format_output_line(line: str) -> Iterator[str]:
     """Format a line of servekit's own logging as `servekit logs` does; yield others unchanged."""
     from servekit.cli.startup_display import read_line
     from servekit.log_events import sentence

@@ -101,10 +101,10 @@ def _check_scaling(config: ModelConfig, at: Place) -> Iterator[Problem]:
     """Find scaling options without effect, and models that could never scale up from 0."""
     if not isinstance(config.replicas, ReplicaRange):
         if "scale" in config.model_fields_set:
-            message = "only with `replicas: {min: …, max: …}` is a model scaled."
+            message = "a model is scaled only with `replicas: {min: …, max: …}`."
             yield Problem((*at, "scale"), message, at_key=True)
     elif config.replicas.min == 0 and config.load != "on_demand":
-        message = "0 replicas answer nobody; only with `load: on_demand` does a request bring one."
+        message = "with 0 replicas no request is answered, unless `load: on_demand` starts one."
         yield Problem((*at, "replicas", "min"), message)
 
 
@@ -193,7 +193,7 @@ def _check_remote(config: ModelConfig, at: Place) -> Iterator[Problem]:
     """Reject keys without effect on a remote model: they show a wrong expectation."""
     for key in _OF_LOADING:
         if key in config.model_fields_set:
-            message = "the model is loaded elsewhere: this is its endpoint's to say."
+            message = "the model is loaded elsewhere: set this at its endpoint."
             yield Problem((*at, key), message, at_key=True)
     if config.device == "cuda":
         yield Problem((*at, "device"), "the model runs elsewhere: its worker uses no GPU.")
@@ -211,10 +211,10 @@ def _check_command(config: ModelConfig, at: Place) -> Iterator[Problem]:
     """Reject keys that its server would not learn of, and sleep without pages for it."""
     for key in _OF_THE_COMMAND:
         if key in config.model_fields_set:
-            message = "the server loads the model: this is its command's to say."
+            message = "the server loads the model: set this in its command."
             yield Problem((*at, key), message, at_key=True)
     if config.idle_sleep_s is not None and not {"sleep", "wake"} <= config.options.keys():
-        message = "it needs `sleep` and `wake` in `options`, the server's pages for it."
+        message = "it needs `sleep` and `wake` in `options`, the server's paths for it."
         yield Problem((*at, "idle_sleep_s"), message, at_key=True)
 
 
@@ -274,7 +274,7 @@ def _check_source(
 
 def _check_library(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
     if config.options.get("binding", "auto") != "auto":
-        yield Problem(at, "`binding` says where llama.cpp is, too; leave one out.", at_key=True)
+        yield Problem(at, "`binding` also says where llama.cpp is; leave one out.", at_key=True)
     try:
         path = paths.resolve_path(str(config.options[str(at[-1])]), folder)
     except ValueError as error:
@@ -289,14 +289,14 @@ def _check_gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> 
         yield Problem((*at, "gpus"), "`device: cpu` uses no GPUs.", at_key=True)
     for i, gpu in enumerate(gpus):
         if gpu in gpus[:i]:
-            yield Problem((*at, "gpus", i), f"the GPU {gpu} stands twice.")
+            yield Problem((*at, "gpus", i), f"the GPU {gpu} is listed twice.")
     each = config.gpus_per_replica
     most = config.replicas.max if isinstance(config.replicas, ReplicaRange) else config.replicas
     too_many = isinstance(most, int) and most * each > len(gpus)
     if too_many and config.memory is None:  # with `memory` replicas may share a GPU
         need = "a GPU" if each == 1 else f"{each} GPUs"
         message = f"{most} replicas need {need} each, and `gpus` lists {len(gpus)}; "
-        message += "with `memory`, what each may take, they can share."
+        message += "with `memory`, they can share GPUs."
         yield Problem((*at, "replicas"), message)
 
 

@@ -18,8 +18,8 @@ def _address(value: str) -> str:
     host, colon, port = value.rpartition(":")
     if "://" in value or not (host and colon and re.fullmatch(r"[0-9]{1,5}", port)):
         raise ValueError(
-            "must be HOST:PORT of the cluster's head, as `ray start` prints it, or auto; servekit"
-            " runs on a node of the cluster, so there is no ray:// here"
+            "must be HOST:PORT of the cluster's head, as `ray start` prints it, or auto; ray://"
+            " is not supported, since servekit runs on a node of the cluster"
         )
     return value
 
@@ -39,8 +39,8 @@ class RayConfig(Section):
     """CPUs that each worker claims of its node; for a worker on a CPU also its number of
     threads."""
     gateways: Literal["here", "every_node"] = "here"
-    """Where clients can ask: on the supervisor's node only, or on every node of the cluster, where
-    then one more gateway listens on `server.port`."""
+    """Where clients can connect: on the supervisor's node only, or on every node of the cluster,
+    where then one more gateway listens on `server.port`."""
     grace_s: Annotated[float, Field(ge=0, le=86400)] = 60.0
     """How long workers and gateways serve on after the supervisor is gone, so that the next one can
     adopt them; then they end."""
@@ -58,7 +58,7 @@ class RayConfig(Section):
     def _certificates_outlive_the_supervisor(self) -> RayConfig:
         if self.certificate_life_s < 3 * self.grace_s:
             raise ValueError(
-                f"certificate_life_s has to be {3 * self.grace_s:g} or more, thrice grace_s: nobody"
-                " renews certificates while there is no supervisor"
+                f"certificate_life_s has to be {3 * self.grace_s:g} or more, thrice grace_s:"
+                " certificates are not renewed while there is no supervisor"
             )
         return self

@@ -17,14 +17,14 @@ def parse_memory(text: str) -> tuple[float, bool]:
     """Return a number of bytes, or of percent (True). Raises ValueError with a sentence."""
     match = _AMOUNT.fullmatch(text.strip())
     if match is None or (match["unit"] != "%" and match["unit"].lower() not in _UNITS):
-        raise ValueError(f"{text!r} is no amount of memory; write 20GiB, or 40% of the GPU")
+        raise ValueError(f"{text!r} is not an amount of memory; write 20GiB, or 40% of the GPU")
     number = float(match["number"])
     if match["unit"] == "%":
         if not 0 < number <= 100:
             raise ValueError("a share of a GPU is over 0% and at most 100%")
         return number, True
     if not number:
-        raise ValueError("0 bytes are not enough for anything")
+        raise ValueError("it must be more than 0 bytes")
     return number * _UNITS[match["unit"].lower()], False
 
 

@@ -55,7 +55,7 @@ def check_adapter_path(text: str, folder: Path) -> ModelPath:
     if path.kind == "hub" and (folder / text.partition("/")[0]).is_dir():
         raise ValueError(f"there is no folder {folder / text}")  # a typo, not a hub id
     if path.kind == "local" and not (Path(path.text) / ADAPTER_FILE).is_file():
-        raise ValueError(f"{path.text} holds no {ADAPTER_FILE}, so it is no adapter")
+        raise ValueError(f"{path.text} holds no {ADAPTER_FILE}, so it is not an adapter")
     if path.kind == "pypi" or path.text.endswith(".gguf"):
         raise ValueError("an adapter is a folder or a hub id")
     return path

@@ -38,7 +38,7 @@ _GPU_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]+")
 def _name(value: str) -> str:
     if not re.fullmatch(_NAME, value):
         raise ValueError(
-            "a name begins with a letter or digit and goes on with letters, digits and . _ : / -,"
+            "a name begins with a letter or digit and continues with letters, digits and . _ : / -,"
             " 128 characters at most"
         )
     return value
@@ -46,7 +46,7 @@ def _name(value: str) -> str:
 
 def _env_name(value: str) -> str:
     if value == "CUDA_VISIBLE_DEVICES":
-        raise ValueError(f"{value} is servekit's to set; say which GPUs by `gpus`")
+        raise ValueError(f"{value} is set by servekit; choose GPUs with `gpus`")
     if not re.fullmatch(_ENV_NAME, value):
         raise ValueError(f"{value!r} cannot be the name of an environment variable")
     return value
@@ -282,7 +282,7 @@ class ModelConfig(Section):
     """A worker that has requests and makes no progress, or shows no sign of life, for this long is
     replaced."""
     load_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """The same while it loads: any progress, however slow, is enough."""
+    """The same limit while it loads; any progress, however slow, resets it."""
     standby: bool | Literal["auto"] = "auto"
     """Keep a process that has imported everything that a worker needs, and fork replacements of
     workers from it: they start in a third of the time. auto: for engines that take seconds to

@@ -51,7 +51,7 @@ def _server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     except (ssl.SSLError, OSError, ValueError) as error:
         if asked:
             raise ValueError(
-                f"{key} has a passphrase, and nobody is there to type it: take it off with"
+                f"{key} has a passphrase, which servekit cannot ask for: remove it with"
                 " `openssl pkey`"
             ) from None
         if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":

@@ -26,8 +26,8 @@ def check_gpus(
         yield Finding("gpu", "ok", "no NVIDIA driver, so no GPU: workers run on the CPU")
         return
     if details is None or details["error"]:
-        reason = details["error"] if details else "it gave no answer in time"
-        said = f"the driver is there and NVML is not to be used ({reason}); see `nvidia-smi`"
+        reason = details["error"] if details else "it did not answer in time"
+        said = f"the driver is there, but NVML cannot be used ({reason}); see `nvidia-smi`"
         yield Finding("driver", "error", said)
         return
     said = f"driver {details['driver']}, for CUDA up to {details['cuda']}"
@@ -48,7 +48,10 @@ def check_gpu(
         "gpu", "ok", f"{name}: {format_bytes(free)} free of {format_bytes(total)}, {gpu['uuid']}"
     )
     if gpu["compute_mode"] == "prohibited":
-        said = f"{name} lets nobody compute; as root: nvidia-smi -i {gpu['index']} -c DEFAULT"
+        said = (
+            f"{name} is in prohibited compute mode; as root: nvidia-smi -i {gpu['index']} -c"
+            " DEFAULT"
+        )
         yield Finding("gpu", "error", said)
     elif gpu["compute_mode"] == "exclusive":
         said = f"{name} is in exclusive mode: one process at a time, so no two models share it, "
@@ -75,12 +78,14 @@ def _check_holders(
         ours = who.startswith("servekit")
         said = f"{name}: pid {pid} ({who}) holds {format_bytes(held)}"
         if not ours:
-            said += "; what it holds is not to be had by a model"
+            said += "; models cannot use that memory"
         yield Finding("gpu", "ok" if ours else "warning", said)
     unknown = gpu["total_bytes"] - gpu["free_bytes"] - known
     if unknown > _DRIVERS_OWN_BYTES:
-        said = f"{name}: {format_bytes(unknown)} are held by nobody who can be seen from here, "
-        said += "such as a process of another container"
+        said = (
+            f"{name}: {format_bytes(unknown)} are held by processes that cannot be seen from here, "
+        )
+        said += "such as those of another container"
         yield Finding("gpu", "warning", said)
 
 

@@ -19,7 +19,7 @@ def run_checks(file: Path | None, run_dir: Path | None) -> list[Finding]:
     """Run all checks, within the time of the imports: seconds. Never imports torch itself."""
     visible = visible_devices()
     probed = packages.probe_modules(packages.installed_modules(["torch", *packages.EXTENSIONS]))
-    details = driver.ask("details") if is_present() else None
+    details = driver.query("details") if is_present() else None
     torch = probed.get("torch")
     return [
         *packages.check_software(probed),

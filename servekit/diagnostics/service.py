@@ -79,4 +79,4 @@ def check_port(host: str, port: int) -> Finding:
         sockets.bind_listener(host, port).close()
     except StartError as error:
         return Finding("port", "error", error.message)
-    return Finding("port", "ok", f"{host}:{port} is free" if port else "any free port will do")
+    return Finding("port", "ok", f"{host}:{port} is free" if port else "any free port")

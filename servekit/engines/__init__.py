@@ -80,7 +80,9 @@ def reinitialize_libraries() -> None:
     if torch is None:
         return
     if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
-        raise LoadError("a library has initialised CUDA on import, and CUDA survives no fork")
+        raise LoadError(
+            "a library has initialised CUDA on import, and CUDA cannot be used after a fork"
+        )
     torch.seed()  # otherwise all forks draw the same numbers
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
@@ -123,7 +125,7 @@ def _load_plugin(name: str) -> type[Engine]:
             f"the engine {name!r} ({entry.value}) cannot be imported: {what}"
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, Engine)):
-        raise LoadError(f"the engine {name!r} ({entry.value}) is no subclass of Engine")
+        raise LoadError(f"the engine {name!r} ({entry.value}) is not a subclass of Engine")
     return kind
 
 

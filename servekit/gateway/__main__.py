@@ -66,26 +66,26 @@ if __name__ == "__main__":
     require_protocol(PROTOCOL)
     lost_s = LOST_S if args.lost_s is None else args.lost_s
     credentials = None if args.credentials_fd is None else read_credentials(args.credentials_fd)
-    line: InheritedChannel | TcpChannel
+    channel: InheritedChannel | TcpChannel
     if args.control is None:
-        line = InheritedChannel(args.control_fd)
+        channel = InheritedChannel(args.control_fd)
         identity = None if credentials is None else CertificateHolder(credentials)
     else:
         assert credentials is not None
         report_fd, grace_s = args.report_fd, args.grace_s
-        line = TcpChannel(
+        channel = TcpChannel(
             ListenOptions(args.control, args.advertise, credentials, report_fd, grace_s, lost_s)
         )
-        identity = line.identity
+        identity = channel.identity
     files = (args.tls_certificate, args.tls_key) if args.tls_certificate else None
     settings = Settings(
         name=args.name,
-        line=line,
+        channel=channel,
         listen_fds=tuple(args.listen_fd),
         max_body_bytes=args.max_body_bytes,
         ui=not args.no_ui,
         ui_socket=args.ui_socket,
-        operators=line.put if isinstance(line, TcpChannel) else args.operators,
+        operators=channel.put if isinstance(channel, TcpChannel) else args.operators,
         reach=Reach(identity, lost_s),
         outlive=None if args.heir is None else (args.heir, args.grace_s),
         legacy=args.legacy,

@@ -204,7 +204,7 @@ def _add_health(app: FastAPI, router: Router) -> None:
         return _encode(Live("ok"))
 
     no: dict[int | str, dict[str, Any]] = {
-        503: {"description": "Some model cannot; `models` tells the reasons"}
+        503: {"description": "Some model cannot; `models` has the reasons"}
     }
 
     def is_ready() -> bool:

@@ -50,7 +50,9 @@ class DemandReporter:
         self._news.set()
         self._news = asyncio.Event()
 
-    def keep(self, route: ModelQueue, stay_s: float | None, *, loads: bool = False) -> None:
+    def report_keep_alive(
+        self, route: ModelQueue, stay_s: float | None, *, loads: bool = False
+    ) -> None:
         """Report a client's keep-alive for a model; `loads` also asks to load the model now."""
         if route.status.residence is not None:
             self._tell(KeepAlive(route.base.status.name, stay_s, loads))
@@ -73,7 +75,7 @@ class DemandReporter:
         self._on_wait(base)
         try:
             async with asyncio.timeout(min(limit_s, base.status.timeout_s)):
-                while base.status.info is None and not (base.hopeless or base.removed):
+                while base.status.info is None and not (base.is_permanently_down or base.removed):
                     await self._news.wait()
         except TimeoutError:
             raise DeadlineExceeded(f"not done within {limit_s:g} s; it was waiting") from None

@@ -68,7 +68,7 @@ class Settings:
     """Settings that the supervisor passes to a gateway on its command line."""
 
     name: str
-    line: Channel  # to the supervisor
+    channel: Channel  # to the supervisor
     listen_fds: tuple[int, ...]
     max_body_bytes: int
     ui: bool
@@ -91,7 +91,7 @@ def run(settings: Settings) -> int:
 
 
 async def _live(settings: Settings) -> int:
-    return await Gateway(settings).live()
+    return await Gateway(settings).run()
 
 
 class Gateway:
@@ -100,12 +100,12 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
-        self._line = settings.line
+        self._channel = settings.channel
         self._router = Router(
             settings.name,
-            self._line.send,
-            lambda adapter: self._line.send(AdapterUnused(adapter)),
-            self._line.send,
+            self._channel.send,
+            lambda adapter: self._channel.send(AdapterUnused(adapter)),
+            self._channel.send,
         )
         self._router.reach = settings.reach
         self._app = Application(
@@ -126,10 +126,10 @@ class Gateway:
         self._close_doors: Callable[[], None] = lambda: None
         self._stop: asyncio.Future[None] = self._loop.create_future()
 
-    async def live(self) -> int:
+    async def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_message, Stop())
-        await self._line.open(self._on_message, self._on_eof)
+        await self._channel.open(self._on_message, self._on_eof)
         await self._told.wait()  # else a restarted gateway would answer 404 at first
         public, *others = [socket.socket(fileno=fd) for fd in self._settings.listen_fds]
         limit = self._settings.max_body_bytes
@@ -149,7 +149,7 @@ class Gateway:
             envelopes=envelopes,
         ) as self._close_doors:
             keep_out_of_collections()
-            self._line.send(Serving())
+            self._channel.send(Serving())
             tasks = [self._loop.create_task(self._report())]
             if self._settings.ui:
                 tasks.append(self._loop.create_task(self._bring_up_ui()))
@@ -162,7 +162,7 @@ class Gateway:
         self._tell_counts()
         if (tracer := self._router.measures.tracer) is not None:
             await asyncio.to_thread(tracer.close)
-        await self._line.close()
+        await self._channel.close()
         return 0
 
     def _follow_rules(self) -> None:
@@ -180,12 +180,12 @@ class Gateway:
                 if self._tls is not None:
                     self._tls.renew(message.access.certificate)
                 self._serial = message.serial
-                self._line.send(TopologyApplied(message.serial))
+                self._channel.send(TopologyApplied(message.serial))
                 self._told.set()
             case Ping():
-                self._line.send(TopologyApplied(self._serial))
+                self._channel.send(TopologyApplied(self._serial))
             case KeyUsage():
-                self._router.access.hear(message)
+                self._router.access.add_usage(message)
             case Renew(credentials):
                 assert self._settings.reach.identity is not None  # else none is sent
                 self._settings.reach.identity.renew(credentials)
@@ -208,7 +208,7 @@ class Gateway:
         if self._stop.done():
             return
         log.error("supervisor_lost", error=str(error or "EOF"))
-        if isinstance(self._line, TcpChannel):
+        if isinstance(self._channel, TcpChannel):
             self._end()  # no supervisor has reconnected in time
         elif self._settings.outlive is None:
             end_group()
@@ -231,22 +231,22 @@ class Gateway:
         while True:
             await asyncio.sleep(TRAFFIC_EVERY_S)
             router = self._router
-            if not self._line.heard:
+            if not self._channel.has_supervisor:
                 continue  # counts accumulate until a supervisor connects
             queued = {name: route.waiting for name, route in router.routes.items()}
             tokens = {name: route.tokens() for name, route in router.routes.items()}
             waited = {n: round(s, 1) for n, r in router.routes.items() if (s := r.waited_s())}
             now = Traffic(router.requests, router.in_flight, queued, tokens, waited)
             if (spent := router.access.spent(self._settings.name)) is not None:
-                self._line.send(spent)
+                self._channel.send(spent)
             if now != last:
-                self._line.send(now)
+                self._channel.send(now)
                 last = now
             self._tell_counts()
 
     def _tell_counts(self) -> None:
-        if (counted := self._router.measures.take()) is not None:
-            self._line.send(counted)
+        if (counted := self._router.measures.pop_counts()) is not None:
+            self._channel.send(counted)
 
     # ---- the UI
 

@@ -42,7 +42,7 @@ class Channel(Protocol):
     """The interface of a gateway's channel to its supervisor."""
 
     @property
-    def heard(self) -> bool:
+    def has_supervisor(self) -> bool:
         """Return whether a supervisor is connected, as far as is known."""
 
     async def open(self, on_message: OnMessage, on_end: OnEnd) -> None:
@@ -58,7 +58,8 @@ class Channel(Protocol):
 class InheritedChannel:
     """The channel of a gateway whose supervisor is on this machine."""
 
-    heard = True  # messages may be lost after EOF: no supervisor reconnects to this channel
+    # messages may be lost after EOF: no supervisor reconnects to this channel
+    has_supervisor = True
 
     def __init__(self, control_fd: int) -> None:
         self._fd = control_fd
@@ -101,7 +102,7 @@ class TcpChannel(TcpServer):
                 self._uses[model] = message
         super().send(message)
 
-    def told(self) -> list[Any]:
+    def replay_messages(self) -> list[Any]:
         said: list[msgspec.Struct | None] = [self._serving, self._traffic, *self._uses.values()]
         return [message for message in said if message is not None]
 
@@ -110,14 +111,14 @@ class TcpChannel(TcpServer):
         return Attached(resumed, had, os.getpid(), time.monotonic(), state)  # type: ignore[arg-type]
 
     def admit(self, connection: Connection[Any], hello: Hello) -> None:
-        raise WireError("nobody but a supervisor has anything to say to a gateway here")
+        raise WireError("only a supervisor may connect to a gateway here")
 
     # ---- requests of operators
 
     async def put(self, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
         """Send an operator's request and return the answer; raises as `rpc.ask_supervisor`."""
-        if not self.heard:
-            raise ConnectionRefusedError("there is no supervisor now")
+        if not self.has_supervisor:
+            raise ConnectionRefusedError("no supervisor is connected now")
         id, answer = next(self._ids), asyncio.get_running_loop().create_future()
         self._asked[id] = answer
         try:
@@ -127,14 +128,14 @@ class TcpChannel(TcpServer):
         finally:
             del self._asked[id]
 
-    def hear(self, message: ToRemoteGateway) -> None:
+    def on_control_message(self, message: ToRemoteGateway) -> None:
         if not isinstance(message, AdminResponse):
-            super().hear(message)
+            super().on_control_message(message)
         elif (asked := self._asked.get(message.id)) is not None and not asked.done():
             asked.set_result(message.answer)
 
     def detached(self, connection: Connection[Any], error: Exception | None) -> None:
         super().detached(connection, error)
-        for asked in self._asked.values() if not self.heard else ():
+        for asked in self._asked.values() if not self.has_supervisor else ():
             if not asked.done():
-                asked.set_exception(EOFError("the supervisor hung up"))
+                asked.set_exception(EOFError("the supervisor closed the connection"))

@@ -92,7 +92,7 @@ def read(path: Path) -> Gguf:
         try:
             content = _read_content(part)
         except _MALFORMED as error:
-            raise ValueError(f"{part} is no GGUF file that can be read: {error}") from error
+            raise ValueError(f"{part} is not a readable GGUF file: {error}") from error
         metadata = content.metadata if not at else metadata
         elements += sum(tensor.elements for tensor in content.tensors)
         size += max(0, content.size - content.start)

@@ -45,12 +45,12 @@ def of_config(config: Mapping[str, Any]) -> Attention:
     """Read the shape from config.json. Raises ValueError if it is incomplete."""
     text = config.get("text_config") or config.get("llm_config") or config
     if not isinstance(text, Mapping):
-        raise ValueError("text_config is no mapping")
+        raise ValueError("text_config is not a mapping")
     heads = _first_count(text, "num_attention_heads", "n_head", "num_heads")
     hidden = _first_count(text, "hidden_size", "n_embd", "d_model")
     layers = _first_count(text, "num_hidden_layers", "n_layer", "num_layers")
     if not (heads and hidden and layers):
-        raise ValueError("config.json does not tell its layers, heads and size")
+        raise ValueError("config.json does not state its layers, heads and size")
     head = _first_count(text, "head_dim") or hidden // heads
     kv_heads = _first_count(text, "num_key_value_heads") or heads
     rank, rotary = _first_count(text, "kv_lora_rank"), _first_count(text, "qk_rope_head_dim")
@@ -87,7 +87,7 @@ def of_gguf(file: Gguf) -> Attention:
         _list_numbers(file, "attention.head_count"), default=0
     )
     if not (layers and hidden and heads):
-        raise ValueError("its metadata does not tell its layers, heads and size")
+        raise ValueError("its metadata does not state its layers, heads and size")
     head = hidden // heads
     keys, values = stated("attention.key_length") or head, stated("attention.value_length") or head
     by_layer = (

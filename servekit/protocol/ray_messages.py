@@ -1,13 +1,14 @@
 """Messages between the supervisor and the process that talks to Ray (`servekit.ray.process`).
 
-    supervisor → cluster   Join · Look · Berth · Start · Signal · Strays · Vacate · Keep
-    cluster → supervisor   answers, by `id`: Joined · Looked · Berthed · Started · Held · Vacated
-                           · Sorry
-                           Waits · Lines · Measured · Exited · Nodes
+    supervisor → cluster   JoinCluster · InspectNodes · PlaceWorker · Start · Signal ·
+                           GetStrayMemory · ReleasePlace · KeepPlaces
+    cluster → supervisor   answers, by `id`: ClusterJoined · NodesInspected · WorkerPlaced ·
+                           Started · StrayMemory · PlaceReleased · RequestFailed
+                           PlacementWaits · Lines · Measured · Exited · Nodes
 
-A berth is a worker's place in the cluster: a placement group with one bundle, and in it a detached
-actor that runs the worker's process. It outlives the process, so that a crashed worker restarts in
-the same place. A gateway's berth is such an actor on a given node, without claimed resources.
+A worker's place in the cluster is a placement group with one bundle, and in it a detached actor
+that runs the worker's process. It outlives the process, so that a crashed worker restarts in the
+same place. A gateway's place is such an actor on a given node, without claimed resources.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Node(Value, frozen=True):
     problem: str = ""
 
 
-class Want(Value, frozen=True):
+class NodeRequirements(Value, frozen=True):
     """The requirements of one model, checked on each node, also on nodes that join later."""
 
     model: str
@@ -50,7 +51,7 @@ class RemoteGpu(Value, frozen=True):
 
 
 class Running(Value, frozen=True):
-    """A process in a berth."""
+    """A process in a place."""
 
     pid: int
     address: str  # its listening address
@@ -60,10 +61,10 @@ class Running(Value, frozen=True):
 # ---------------------------------------------------------------- supervisor → cluster
 
 
-class Join(Message, frozen=True):
+class JoinCluster(Message, frozen=True):
     """Connect to the cluster and have all of its nodes examine themselves.
 
-    Answered by Sorry if another live instance holds the namespace.
+    Answered by RequestFailed if another live instance holds the namespace.
     """
 
     id: int
@@ -71,26 +72,26 @@ class Join(Message, frozen=True):
     namespace: str
     grace_s: float
     within_s: float  # total time limit
-    wants: tuple[Want, ...]
+    wants: tuple[NodeRequirements, ...]
     run_dir: str  # identifies this instance to others that want the namespace
     since: float  # Unix time, s
-    turn: int = 0  # from the previous Joined; 0: the first time
+    turn: int = 0  # from the previous ClusterJoined; 0: the first time
     watch: bool = False  # report joining and leaving nodes with Nodes
 
 
-class Look(Message, frozen=True):
+class InspectNodes(Message, frozen=True):
     """Have all present nodes, or one of them, examine themselves.
 
-    Answered by Looked, or Sorry if that node is gone.
+    Answered by NodesInspected, or RequestFailed if that node is gone.
     """
 
     id: int
     within_s: float
-    wants: tuple[Want, ...]
+    wants: tuple[NodeRequirements, ...]
     node: str = ""  # Ray's id; "": all
 
 
-class Berth(Message, frozen=True):
+class PlaceWorker(Message, frozen=True):
     """Give a worker its place; a suitable existing place is reused."""
 
     id: int
@@ -101,11 +102,11 @@ class Berth(Message, frozen=True):
     strategy: Literal["PACK", "SPREAD"]
     fingerprint: str  # a running process with another fingerprint is ended
     node: str = ""  # place it there without a claim; "": where there is room
-    want: Want | None = None  # checked on the node before the placement
+    want: NodeRequirements | None = None  # checked on the node before the placement
 
 
 class Start(Message, frozen=True):
-    """Start the process in its berth."""
+    """Start the process in its place."""
 
     id: int
     name: str
@@ -126,22 +127,22 @@ class Signal(Message, frozen=True):
     group: bool = False
 
 
-class Strays(Message, frozen=True):
-    """Ask whether a worker holds memory on GPUs that are not its own. Answered by Held."""
+class GetStrayMemory(Message, frozen=True):
+    """Ask whether a worker holds memory on GPUs that are not its own. Answered by StrayMemory."""
 
     id: int
     name: str
 
 
-class Vacate(Message, frozen=True):
-    """End the process in a berth and release the berth. Answered by Vacated."""
+class ReleasePlace(Message, frozen=True):
+    """End the process in a place and release the place. Answered by PlaceReleased."""
 
     id: int
     name: str
 
 
-class Keep(Message, frozen=True):
-    """Release all berths but these; the others are no longer needed."""
+class KeepPlaces(Message, frozen=True):
+    """Release all places but these; the others are no longer needed."""
 
     names: tuple[str, ...]
 
@@ -149,14 +150,14 @@ class Keep(Message, frozen=True):
 # ---------------------------------------------------------------- cluster → supervisor
 
 
-class Joined(Message, frozen=True):
+class ClusterJoined(Message, frozen=True):
     id: int
     nodes: tuple[Node, ...]
     turn: int  # by which this instance holds the namespace
     own: str = ""  # Ray's id of the supervisor's node
 
 
-class Looked(Message, frozen=True):
+class NodesInspected(Message, frozen=True):
     id: int
     nodes: tuple[Node, ...]
 
@@ -167,14 +168,14 @@ class Nodes(Message, frozen=True):
     nodes: tuple[Node, ...]
 
 
-class Waits(Message, frozen=True):
-    """The reason why a berth is not available yet; "" when it no longer waits."""
+class PlacementWaits(Message, frozen=True):
+    """The reason why a place is not available yet; "" when it no longer waits."""
 
     name: str
     what: str
 
 
-class Berthed(Message, frozen=True):
+class WorkerPlaced(Message, frozen=True):
     id: int
     host: str
     gpus: tuple[RemoteGpu, ...]
@@ -187,16 +188,16 @@ class Started(Message, frozen=True):
     address: str
 
 
-class Held(Message, frozen=True):
+class StrayMemory(Message, frozen=True):
     id: int
     stray: str  # a sentence; "" if it holds memory on its own GPUs only
 
 
-class Vacated(Message, frozen=True):
+class PlaceReleased(Message, frozen=True):
     id: int
 
 
-class Sorry(Message, frozen=True):
+class RequestFailed(Message, frozen=True):
     """The request failed. `pid` is that of a worker that ended at once."""
 
     id: int
@@ -235,6 +236,24 @@ class Exited(Message, frozen=True):
     out_of_memory: bool = False  # the kernel's OOM killer was active in its lifetime
 
 
-ToCluster = Stop | Join | Look | Berth | Start | Signal | Strays | Vacate | Keep
-Answer = Joined | Looked | Berthed | Started | Held | Vacated | Sorry
-FromCluster = Answer | Waits | Lines | Measured | Exited | Nodes
+ToCluster = (
+    Stop
+    | JoinCluster
+    | InspectNodes
+    | PlaceWorker
+    | Start
+    | Signal
+    | GetStrayMemory
+    | ReleasePlace
+    | KeepPlaces
+)
+Answer = (
+    ClusterJoined
+    | NodesInspected
+    | WorkerPlaced
+    | Started
+    | StrayMemory
+    | PlaceReleased
+    | RequestFailed
+)
+FromCluster = Answer | PlacementWaits | Lines | Measured | Exited | Nodes

@@ -9,6 +9,7 @@ operator → supervisor  SetResidency
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from servekit.protocol.base import Message, Value
@@ -20,7 +21,14 @@ LoadMode = Literal["on_start", "on_demand", "manual"]
 #: could not be loaded.
 Residency = Literal["resident", "asleep", "stopped", "coming", "leaving", "failed"]
 
+#: The tiers as texts for people name them, where the word is another.
+TIER_TEXT: Mapping[str, str] = {"resident": "loaded", "coming": "loading", "leaving": "unloading"}
+
 Want = Literal["load", "unload", "sleep", "wake"]
+
+
+def tier_text(tier: str) -> str:
+    return TIER_TEXT.get(tier, tier)
 
 
 class ResidencyStatus(Value, frozen=True):
@@ -73,7 +81,7 @@ class ModelDemand(Message, frozen=True):
 
 
 class KeepAlive(Message, frozen=True):
-    """A client's wish for how long a model stays after its requests (Ollama's `keep_alive`)."""
+    """A client's request for how long a model stays after its requests (Ollama's `keep_alive`)."""
 
     model: str
     stay_s: float | None  # 0: unload it when idle; infinity: it stays; None: as the file has it

@@ -12,17 +12,17 @@ from typing import Any, Literal
 import structlog
 
 from servekit.protocol.ray_messages import (
-    Berth,
-    Berthed,
     Exited,
-    Held,
+    GetStrayMemory,
     Measured,
+    PlaceWorker,
+    ReleasePlace,
     Running,
     Signal,
     Start,
     Started,
-    Strays,
-    Vacate,
+    StrayMemory,
+    WorkerPlaced,
 )
 from servekit.protocol.transport.credentials import Renew, Role
 from servekit.ray.certificates import Certificates
@@ -91,16 +91,16 @@ class RayActors:
         self,
         name: str,
         wait: Callable[[str], None],
-        wish: Callable[[int], Berth],
+        make_request: Callable[[int], PlaceWorker],
         measure: Callable[[RemoteGpus], None] = lambda told: None,
     ) -> str:
-        """Wait for a place that `wish` requests with its id; return why there is none, or ""."""
+        """Wait for the place of `make_request`, given an id; return why there is none, or ""."""
         known = self._places.get(name)
         place = self._places[name] = known or _Place(wait, measure)
         place.wait, place.measure, place.host, place.gpus = wait, measure, "", ()
         measure(RemoteGpus())
         try:
-            found: Berthed = await self.cluster.ask(wish)
+            found: WorkerPlaced = await self.cluster.request(make_request)
         except Unable as error:
             return error.message
         finally:
@@ -148,7 +148,7 @@ class RayActors:
         secret = self._certificates.issue(order.role, name, is_dialled=True).to_bytes()
         what = order.args, order.env, secret, order.fingerprint, order.pin, order.role, order.listen
         try:
-            started: Started = await self.cluster.ask(lambda id: Start(id, name, *what))
+            started: Started = await self.cluster.request(lambda id: Start(id, name, *what))
         except Unable as error:
             tail = [line for line in place.output.tail if not line.startswith("{")]
             last = f": {tail[-1].strip()}" if tail else ""
@@ -159,7 +159,7 @@ class RayActors:
         """Return a message about GPU memory that it holds elsewhere; "" if none or unknown."""
         try:
             async with asyncio.timeout(VACATE_S):
-                found: Held = await self.cluster.ask(lambda id: Strays(id, name))
+                found: StrayMemory = await self.cluster.request(lambda id: GetStrayMemory(id, name))
         except (Unable, TimeoutError):
             return ""
         return found.stray
@@ -170,7 +170,7 @@ class RayActors:
             return
         try:
             async with asyncio.timeout(VACATE_S):
-                await self.cluster.ask(lambda id: Vacate(id, name))
+                await self.cluster.request(lambda id: ReleasePlace(id, name))
         except (Unable, TimeoutError) as error:
             log.warning("placement_not_released", worker=name, reason=str(error))
 
@@ -186,9 +186,9 @@ class RayActors:
             return ""
         return device(place.gpus) if place.gpus else f"cpu on {place.host}"
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Renew certificates that are due, including the supervisor's own; call this often."""
-        self._certificates.look()
+        self._certificates.renew_due()
         for name, place in self._places.items():
             child = place.child
             if child is None or child.exited.done():
@@ -234,10 +234,10 @@ class RayActors:
     # ---- control of a process
 
     async def _kill(self, name: str) -> None:
-        self.cluster.tell(Signal(name, signal.SIGKILL, group=True))
+        self.cluster.notify(Signal(name, signal.SIGKILL, group=True))
 
     async def _dump(self, name: str, output: Output) -> Sequence[str]:
-        self.cluster.tell(Signal(name, signal.SIGUSR2))
+        self.cluster.notify(Signal(name, signal.SIGUSR2))
         await output.dumped(_DUMP_S)
         return tuple(output.stacks)
 

@@ -13,7 +13,7 @@ from servekit.config.cluster import RayConfig
 from servekit.config.engines.options import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.errors import StartError
-from servekit.protocol.ray_messages import Want
+from servekit.protocol.ray_messages import NodeRequirements
 from servekit.protocol.transport.certificate_authority import Authority
 
 #: File in the run directory that lets the next supervisor connect to the workers.
@@ -68,14 +68,14 @@ def store_authority(run_dir: Path, authority: Authority) -> None:
         file.write(authority.to_bytes())
 
 
-def model_wants(models: Sequence[ModelConfig]) -> tuple[Want, ...]:
+def model_wants(models: Sequence[ModelConfig]) -> tuple[NodeRequirements, ...]:
     """Return what each model needs on a node: its engine, and its files unless they are fetched."""
     return tuple(map(model_want, models))
 
 
-def model_want(model: ModelConfig) -> Want:
+def model_want(model: ModelConfig) -> NodeRequirements:
     here = KINDS[model.engine].needs_files and Path(model.path).is_absolute()
-    return Want(model.name, model.engine, model.path if here else "")
+    return NodeRequirements(model.name, model.engine, model.path if here else "")
 
 
 def any_address(host: str) -> str:

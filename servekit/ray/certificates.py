@@ -46,7 +46,7 @@ class Certificates:
         """Forget a certificate, which makes it due."""
         self._issued.pop((role, member), None)
 
-    def look(self) -> None:
+    def renew_due(self) -> None:
         """Renew the supervisor's own certificate if it is due."""
         if (due := self.due("supervisor", "supervisor")) is not None:
             self.own.renew(due)

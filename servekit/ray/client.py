@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -17,22 +17,25 @@ import structlog
 from servekit.config.cluster import RayConfig
 from servekit.protocol.ray_messages import (
     Answer,
+    ClusterJoined,
     Exited,
     FromCluster,
-    Join,
-    Joined,
-    Keep,
+    JoinCluster,
+    KeepPlaces,
     Lines,
     Measured,
     Node,
+    NodeRequirements,
     Nodes,
-    Sorry,
-    Waits,
-    Want,
+    PlacementWaits,
+    RequestFailed,
 )
 from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
 from servekit.supervisor.process.child_process import Command
+
+if TYPE_CHECKING:
+    from servekit.ray.actors import RayActors
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -44,16 +47,6 @@ class Unable(OSError):
         super().__init__(0, message)
         self.message = message
         self.pid = pid
-
-
-class Listener(Protocol):
-    """Receiver of events about workers."""
-
-    def waits(self, name: str, what: str) -> None: ...
-    def lines(self, name: str, lines: tuple[str, ...]) -> None: ...
-    def measured(self, message: Measured) -> None: ...
-    def exited(self, message: Exited) -> None: ...
-    def look(self) -> None: ...
 
 
 class Cluster(ManagedProcess[FromCluster]):
@@ -70,8 +63,8 @@ class Cluster(ManagedProcess[FromCluster]):
         host: SupervisorContext,
         settings: RayConfig,
         namespace: str,
-        wants: tuple[Want, ...],
-        listener: Listener,
+        wants: tuple[NodeRequirements, ...],
+        listener: RayActors,
         *,
         watch: bool = False,
     ) -> None:
@@ -108,7 +101,7 @@ class Cluster(ManagedProcess[FromCluster]):
         self._join_id = next(self._ids)
         own = self._settings
         self.child.send(
-            Join(
+            JoinCluster(
                 self._join_id,
                 own.address,
                 self._namespace,
@@ -124,7 +117,7 @@ class Cluster(ManagedProcess[FromCluster]):
 
     def receive(self, message: FromCluster) -> None:
         match message:
-            case Joined(_, nodes, turn, own):
+            case ClusterJoined(_, nodes, turn, own):
                 self._turn = turn
                 log.info("ray_joined", nodes=len(nodes))
                 self.there.set()
@@ -137,11 +130,11 @@ class Cluster(ManagedProcess[FromCluster]):
                 log.info("ray_nodes_changed", nodes=len(nodes))
                 self.nodes = nodes
                 self.on_nodes()
-            case Sorry(id, reason) if id == self._join_id:
+            case RequestFailed(id, reason) if id == self._join_id:
                 if not self.joined.done():
                     self.joined.set_exception(Unable(reason))
                 self.fail(f"cannot join the Ray cluster: {reason}", permanent=False)
-            case Waits(name, what):
+            case PlacementWaits(name, what):
                 self._listener.waits(name, what)
             case Lines(name, lines):
                 self._listener.lines(name, lines)
@@ -154,8 +147,8 @@ class Cluster(ManagedProcess[FromCluster]):
                 if asked is not None and not asked.done():
                     asked.set_result(message)
 
-    async def ask(self, make: Callable[[int], msgspec.Struct]) -> Any:
-        """Return the answer. Raises Unable if there is none, or it is Sorry."""
+    async def request(self, make: Callable[[int], msgspec.Struct]) -> Any:
+        """Return the answer. Raises Unable if there is none, or it is RequestFailed."""
         await self.there.wait()
         if self.child is None:
             raise Unable("the process that speaks to Ray has died")
@@ -166,21 +159,21 @@ class Cluster(ManagedProcess[FromCluster]):
             answer = await asked
         finally:
             self._asked.pop(id, None)
-        if isinstance(answer, Sorry):
+        if isinstance(answer, RequestFailed):
             raise Unable(answer.message, answer.pid)
         return answer
 
-    def tell(self, message: msgspec.Struct) -> None:
+    def notify(self, message: msgspec.Struct) -> None:
         """Send a message; dropped if the process is not running."""
         if self.child is not None:
             self.child.send(message)
 
     def look(self) -> None:
         super().look()
-        self._listener.look()
+        self._listener.check()
 
-    def keep(self, names: tuple[str, ...]) -> None:
-        self.tell(Keep(names))
+    def keep_places(self, names: tuple[str, ...]) -> None:
+        self.notify(KeepPlaces(names))
 
     def forget_child(self) -> None:
         self.there.clear()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,8 +20,8 @@ from servekit.config.cluster import RayConfig
 from servekit.config.engines.options import KINDS
 from servekit.config.schema import ModelConfig
 from servekit.errors import StartError
-from servekit.protocol.messages import Status, Stop
-from servekit.protocol.ray_messages import Berth, Node
+from servekit.protocol.messages import Stop
+from servekit.protocol.ray_messages import Node, PlaceWorker
 from servekit.protocol.transport.credentials import Credentials
 from servekit.ray import bootstrap, node_requirements
 from servekit.ray.actors import VACATE_S, RayActors, StartOrder
@@ -33,19 +33,16 @@ from servekit.supervisor import access_rules
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.lifecycle.managed_process import (
     ManagedProcess,
-    SupervisorContext,
     wait_for_tasks,
 )
-from servekit.supervisor.lifecycle.remote_process import Guest, RemoteChild
+from servekit.supervisor.lifecycle.remote_process import RemoteChild
 from servekit.supervisor.process import environment
 from servekit.supervisor.scheduling.memory_requests import least
 from servekit.supervisor.workers.worker_spec import make_worker_spec
 
-
-class Instance(SupervisorContext, Protocol):
-    """The supervisor."""
-
-    def status(self) -> Status: ...
+if TYPE_CHECKING:
+    from servekit.supervisor.supervisor import Supervisor
+    from servekit.supervisor.workers.worker_process import WorkerProcess
 
 
 class RayLauncher:
@@ -54,11 +51,11 @@ class RayLauncher:
     def __init__(
         self,
         plan: Plan,
-        host: Instance,
+        host: Supervisor,
         run: Callable[[ManagedProcess[Any]], None],
-        heritage: Takeover | None = None,
+        takeover: Takeover | None = None,
     ) -> None:
-        self._heritage = heritage
+        self._takeover = takeover
         self._settling: asyncio.Task[None] | None = None
         self._settings = plan.config.ray or RayConfig()
         self._host = host
@@ -69,13 +66,13 @@ class RayLauncher:
         self.cluster_authority = authority.certificate  # PEM
         self._certificates = Certificates(authority, self._settings.certificate_life_s)
         self.gateways_everywhere = self._settings.gateways == "every_node"
-        self.berths = RayActors(self._certificates)
-        self.cluster = self.berths.cluster = Cluster(
+        self.actors = RayActors(self._certificates)
+        self.cluster = self.actors.cluster = Cluster(
             host,
             self._settings,
             bootstrap.ray_namespace(self._settings, host.run_dir.path),
             bootstrap.model_wants(plan.config.models),
-            self.berths,
+            self.actors,
             watch=self.gateways_everywhere,
         )
 
@@ -91,7 +88,8 @@ class RayLauncher:
                 self._survey.nodes = await asyncio.shield(self.cluster.joined)
         except TimeoutError:
             raise StartError(
-                f"the Ray cluster at {address} has not let us in within {within_s:g} s; look at it"
+                f"the Ray cluster at {address} did not accept this machine within {within_s:g} s;"
+                " look at it"
                 " with `ray status`"
             ) from None
         except Unable as error:
@@ -101,12 +99,13 @@ class RayLauncher:
             raise StartError(refusal)
         bootstrap.store_authority(self._host.run_dir.path, self._certificates.authority)
         self.keep(plan.config.models)
-        if self._heritage is not None:
+        if self._takeover is not None:
             drain_s = plan.config.server.drain_timeout_s
-            settling = self._heritage.settle(self._host.status, drain_s)
+            settling = self._takeover.settle(self._host.status, drain_s)
             self._settling = asyncio.get_running_loop().create_task(settling)
 
     async def refusal(self, models: Sequence[ModelConfig]) -> str:
+        """Return why these models of a reload cannot be served there; "" if they can."""
         return await self._survey.again(self.cluster, models)
 
     async def fault(self, node: Node) -> str:
@@ -134,13 +133,13 @@ class RayLauncher:
         if self.gateways_everywhere:
             sites = node_requirements.sites_of(self.cluster.nodes, self.cluster.own, {})
             names += [f"gateway/{host}" for host in sites]
-        self.cluster.keep(tuple(names))
+        self.cluster.keep_places(tuple(names))
 
     async def close(self, tasks: Mapping[ManagedProcess[Any], asyncio.Task[None]]) -> set[str]:
         """Leave the cluster after all workers have ended; return the processes that remain."""
-        if self._heritage is not None and self._settling is not None:
+        if self._takeover is not None and self._settling is not None:
             self._settling.cancel()
-            self._heritage.end()
+            self._takeover.end()
         self.cluster.end(Stop(), VACATE_S)
         bootstrap.forget_authority(self._host.run_dir.path)
         return await wait_for_tasks(
@@ -148,70 +147,82 @@ class RayLauncher:
         )
 
     def gateway_credentials(self, name: str) -> Credentials:
+        """Return the credentials with which a gateway of our own node reaches workers."""
         return self._certificates.issue("gateway", name)
 
     def renewed(self, gateway: str) -> Credentials | None:
-        if self.berths.host(gateway):
+        """Return a gateway's renewed credentials if they are due, else None.
+
+        They count as delivered once returned. None also for a gateway on another node, whose node
+        renews them.
+        """
+        if self.actors.host(gateway):
             return None
         return self._certificates.due("gateway", gateway)
 
     # ---- for workers
 
     def gpus_for(self, model: ModelConfig) -> int:
+        """Return the number of GPUs that each worker of `model` gets; 0 if it runs on the CPU."""
         return self._survey.gpus_for(model)
 
-    async def enter(self, guest: Guest) -> str:
-        mark = self._fingerprint(guest)
-        claim = (guest.place.elsewhere, self._settings.cpus, self._settings.strategy)
-        want = bootstrap.model_want(guest.model)
-        return await self.berths.enter(
-            guest.name,
-            lambda what: guest.show_wait(what),
-            lambda id: Berth(id, guest.name, guest.model.name, *claim, mark, want=want),
-            lambda told: guest.measure_gpus(told),
+    async def enter(self, worker: WorkerProcess) -> str:
+        """Wait for the worker's place; return why it gets none, or ""."""
+        mark = self._fingerprint(worker)
+        claim = (worker.place.elsewhere, self._settings.cpus, self._settings.strategy)
+        want = bootstrap.model_want(worker.model)
+        return await self.actors.enter(
+            worker.name,
+            lambda what: worker.show_wait(what),
+            lambda id: PlaceWorker(id, worker.name, worker.model.name, *claim, mark, want=want),
+            lambda told: worker.measure_gpus(told),
         )
 
     async def spawn(
         self,
-        guest: Guest,
+        worker: WorkerProcess,
         incoming: Any,
         on_message: Callable[[Any], None],
         on_line: Callable[[str], None],
     ) -> RemoteChild[Any]:
-        host = self.berths.host(guest.name)
+        """Start the worker, or adopt one that already serves. Raises OSError."""
+        host = self.actors.host(worker.name)
         order = StartOrder(
             args=(
-                *("--name", guest.name),
+                *("--name", worker.name),
                 *("--listen", f"tcp://{bootstrap.any_address(host)}:0", "--advertise", host),
                 *("--grace-s", f"{self._settings.grace_s:g}"),
             ),
-            env=self._environment(guest),
-            fingerprint=self._fingerprint(guest),
-            log_path=self._host.run_dir.log_path(guest.name),
-            pin=KINDS[guest.model.engine].pin,
+            env=self._environment(worker),
+            fingerprint=self._fingerprint(worker),
+            log_path=self._host.run_dir.log_path(worker.name),
+            pin=KINDS[worker.model.engine].pin,
         )
-        return await self.berths.spawn(guest.name, order, incoming, on_message, on_line)
+        return await self.actors.spawn(worker.name, order, incoming, on_message, on_line)
 
     async def strays(self, name: str) -> str:
-        return await self.berths.strays(name)
+        """Return a sentence on GPU memory it holds on other GPUs; "" if none, or if unknown."""
+        return await self.actors.strays(name)
 
     async def release(self, name: str) -> None:
-        await self.berths.release(name)
+        """Release the place of a worker whose life is over."""
+        await self.actors.release(name)
 
     def where(self, name: str) -> str:
-        return self.berths.where(name)
+        """Return a worker's node and device in words; "" if it has no place."""
+        return self.actors.where(name)
 
     # ---- identity of a worker
 
-    def _environment(self, guest: Guest) -> dict[str, str]:
+    def _environment(self, worker: WorkerProcess) -> dict[str, str]:
         """Return the variables that override the node's own; the node sets the GPU pin."""
-        extra = {**self._host.keys_of(guest.model), **guest.model.env}
-        kind = KINDS[guest.model.engine]
-        return environment.for_remote_worker(self._host.environ, guest.place, extra, kind)
+        extra = {**self._host.keys_of(worker.model), **worker.model.env}
+        kind = KINDS[worker.model.engine]
+        return environment.for_remote_worker(self._host.environ, worker.place, extra, kind)
 
-    def _fingerprint(self, guest: Guest) -> str:
+    def _fingerprint(self, worker: WorkerProcess) -> str:
         """Return a hash of everything that a worker is started with, for the takeover."""
-        spec = make_worker_spec(guest.model, guest.place, "")
-        env = sorted(self._environment(guest).items())
+        spec = make_worker_spec(worker.model, worker.place, "")
+        env = sorted(self._environment(worker).items())
         parts = msgspec.msgpack.encode((spec, env, __version__, self.cluster_authority))
         return hashlib.sha256(parts).hexdigest()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from servekit import __version__
 from servekit.config.cluster import RayConfig
 from servekit.config.schema import ModelConfig
-from servekit.protocol.ray_messages import Look, Looked, Node
+from servekit.protocol.ray_messages import InspectNodes, Node, NodesInspected
 from servekit.ray import bootstrap, node_requirements
 from servekit.ray.client import Cluster, Unable
 
@@ -39,7 +39,9 @@ class NodeInventory:
         wants, within_s = bootstrap.model_wants(models), self._settings.connect_s
         try:
             async with asyncio.timeout(within_s):
-                looked: Looked = await cluster.ask(lambda id: Look(id, within_s, wants))
+                looked: NodesInspected = await cluster.request(
+                    lambda id: InspectNodes(id, within_s, wants)
+                )
         except TimeoutError:
             return f"the Ray cluster has not answered within {within_s:g} s"
         except Unable as error:
@@ -52,7 +54,9 @@ class NodeInventory:
         own, within_s = own_versions(), self._settings.connect_s
         if said := node_requirements.node_fault(node, own):
             try:  # the last report may be outdated: the node may have been busy, or repaired since
-                looked: Looked = await cluster.ask(lambda id: Look(id, within_s, (), node.node))
+                looked: NodesInspected = await cluster.request(
+                    lambda id: InspectNodes(id, within_s, (), node.node)
+                )
             except Unable as error:
                 return error.message
             said = node_requirements.node_fault(looked.nodes[0], own)

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from servekit import __version__
 from servekit.config.schema import ServerConfig
 from servekit.protocol.messages import FromGateway, GatewayStatus, Stop, Topology
-from servekit.protocol.ray_messages import Berth, Node
+from servekit.protocol.ray_messages import Node, PlaceWorker
 from servekit.protocol.remote_gateway import (
     AdminRequest,
     AdminResponse,
@@ -39,17 +39,14 @@ from servekit.supervisor.lifecycle.managed_process import ManagedProcess, Superv
 from servekit.supervisor.lifecycle.remote_process import AnyChild
 from servekit.supervisor.process import environment
 
+if TYPE_CHECKING:
+    from servekit.supervisor.admin.control_socket import AdminApi
+
 log: Any = structlog.get_logger("servekit.supervisor")
 
 #: Time for the gateway of a lost node to shut down, if it is still alive.
 _LOST_S = 1.0
 _EVERY_ADDRESS = ("0.0.0.0", "::")
-
-
-class Desk(Protocol):
-    """Service that answers operators' requests to a gateway over HTTP."""
-
-    def hear(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,7 @@ class Service:
     server: ServerConfig
     ports: tuple[int, ...]  # the public one first
     launcher: RayLauncher
-    desk: Desk
+    admin_api: AdminApi
 
 
 class RemoteGateway(Gateway):
@@ -81,12 +78,12 @@ class RemoteGateway(Gateway):
     # ---- place
 
     async def enter(self) -> str:
-        node, berths = self.node, self._service.launcher.berths
+        node, berths = self.node, self._service.launcher.actors
         mark = self._fingerprint()
         refusal = await self._service.launcher.fault(node) or await berths.enter(
             self.name,
             lambda what: None,
-            lambda id: Berth(id, self.name, "", 0, 0.0, "PACK", mark, node.node),
+            lambda id: PlaceWorker(id, self.name, "", 0, 0.0, "PACK", mark, node.node),
         )
         return f"on the node {node.host}: {refusal}" if refusal else ""
 
@@ -100,7 +97,7 @@ class RemoteGateway(Gateway):
             listen=self._listen(),
         )
         try:
-            child = await self._service.launcher.berths.spawn(
+            child = await self._service.launcher.actors.spawn(
                 self.name, order, self.incoming, self.receive, self._on_line
             )
         except Unable as error:
@@ -110,7 +107,7 @@ class RemoteGateway(Gateway):
 
     async def run(self) -> None:
         await super().run()
-        await self._service.launcher.berths.release(self.name)
+        await self._service.launcher.actors.release(self.name)
         self.on_over(self)
 
     def _args(self) -> tuple[str, ...]:
@@ -193,7 +190,7 @@ class RemoteGateway(Gateway):
 
     def receive(self, message: FromGateway | AdminRequest) -> None:
         if isinstance(message, AdminRequest):
-            self._service.desk.hear(message, self._answer)
+            self._service.admin_api.answer_remote(message, self._answer)
         else:
             super().receive(message)
 
@@ -279,12 +276,12 @@ def remote_gateways(
     listeners: Sequence[socket.socket],
     launcher: RayLauncher | None,
     host: SupervisorContext,
-    desk: Desk,
+    admin_api: AdminApi,
     run: Callable[[ManagedProcess[Any]], None],
 ) -> RemoteGateways:
     """Return the remote gateways of an instance whose own gateways have these sockets."""
     ports = tuple(sock.getsockname()[1] for sock in listeners)
-    service = None if launcher is None else Service(server, ports, launcher, desk)
+    service = None if launcher is None else Service(server, ports, launcher, admin_api)
     return RemoteGateways(gateways, service, host, run)
 
 

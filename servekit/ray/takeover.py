@@ -28,11 +28,11 @@ _LOOK_EVERY_S = 0.1
 class Takeover:
     """Sockets and processes of the previous instance.
 
-    `elders` are connections to the gateways that serve with its topology.
+    `previous_gateways` are connections to the gateways that serve with its topology.
     """
 
     listeners: tuple[socket.socket, ...]
-    elders: tuple[socket.socket, ...]
+    previous_gateways: tuple[socket.socket, ...]
     children: Sequence[Started]
     mark: str
 
@@ -49,7 +49,7 @@ class Takeover:
                 sock.close()
         made = cls(
             tuple(listeners),
-            tuple(elder for elder, _ in found),
+            tuple(previous for previous, _ in found),
             read_children(run_dir),
             record.mark,
         )
@@ -62,9 +62,9 @@ class Takeover:
 
     def dismiss(self) -> None:
         """Drain the old gateways."""
-        for elder in self.elders:
+        for previous in self.previous_gateways:
             with contextlib.suppress(OSError):
-                elder.send(DRAIN)
+                previous.send(DRAIN)
 
     async def settle(self, status: Callable[[], Status], drain_s: float) -> None:
         """Drain the old gateways once ours serve, and end whatever is left."""
@@ -72,18 +72,19 @@ class Takeover:
             async with asyncio.timeout(PATIENCE_S):
                 while not _is_serving(status()):  # noqa: ASYNC110 - looked at from outside
                     await asyncio.sleep(_LOOK_EVERY_S)
-        log.info("takeover_completed", gateways=len(self.elders))
+        log.info("takeover_completed", gateways=len(self.previous_gateways))
         self.dismiss()
         await asyncio.wait(
-            [asyncio.ensure_future(_await_end(one)) for one in self.elders], timeout=drain_s
+            [asyncio.ensure_future(_await_end(one)) for one in self.previous_gateways],
+            timeout=drain_s,
         )
         self.end()
 
     def end(self) -> None:
         """Kill the previous instance's processes and close their sockets immediately."""
         end_leftovers(self.children, self.mark)
-        for elder in self.elders:
-            elder.close()
+        for previous in self.previous_gateways:
+            previous.close()
 
 
 def _is_serving(status: Status) -> bool:
@@ -96,7 +97,7 @@ def _is_serving(status: Status) -> bool:
     )
 
 
-async def _await_end(elder: socket.socket) -> None:
-    elder.setblocking(False)
+async def _await_end(previous: socket.socket) -> None:
+    previous.setblocking(False)
     with contextlib.suppress(OSError):
-        await asyncio.get_running_loop().sock_recv(elder, 1)
+        await asyncio.get_running_loop().sock_recv(previous, 1)

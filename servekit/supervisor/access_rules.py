@@ -22,8 +22,8 @@ _SALT = secrets.token_bytes(32)
 _SESSIONS = secrets.token_bytes(32)
 
 _PUBLIC = (
-    "{host} can be reached by others, and there are no keys: whoever reaches it could use all."
-    " Make one with `servekit key new`, listen on 127.0.0.1 behind a proxy, or say --insecure"
+    "others can reach {host}, and there are no keys: anyone could use all models."
+    " Make one with `servekit key new`, listen on 127.0.0.1 behind a proxy, or use --insecure"
 )
 
 

@@ -175,7 +175,7 @@ class Gateway(ManagedProcess[FromGateway]):
         """Return whether the gateway has no request left for a withdrawn adapter."""
         return self.state != "ready" or adapter in self._unused
 
-    def hear(self, spent: KeyUsage) -> None:
+    def forward_usage(self, spent: KeyUsage) -> None:
         """Forward the key usage that another gateway has reported."""
         if spent.gateway != self.name and self.child is not None:
             self.child.send(spent)
@@ -276,7 +276,7 @@ def gateways_of(
 
     def tell_others(spent: KeyUsage) -> None:
         for gateway in gateways:
-            gateway.hear(spent)
+            gateway.forward_usage(spent)
 
     for index in range(server.gateways):
         gateways.append(Gateway(index, listen_fds, server, host, tell_others))

@@ -23,10 +23,10 @@ class StartupResources:
     #: The public listener first, then the listener for older clients, if there is one.
     listeners: tuple[socket.socket, ...]
     #: The gateways and workers that outlived a supervisor that was killed.
-    heritage: Takeover | None = None
+    takeover: Takeover | None = None
 
     @classmethod
-    def take(
+    def acquire(
         cls,
         run_dir: Path | None,
         host: str,
@@ -45,18 +45,18 @@ class StartupResources:
         """
         raise_file_limit()
         heir_of = run_dir or default_paths(environ)[0]
-        heritage = Takeover.of(heir_of, port) if inherits else None
-        if heritage is not None:
-            return cls(RunDir.take(heir_of, sweep=False), heritage.listeners, heritage)
+        takeover = Takeover.of(heir_of, port) if inherits else None
+        if takeover is not None:
+            return cls(RunDir.claim(heir_of, sweep=False), takeover.listeners, takeover)
         with contextlib.ExitStack() as taken:
             listeners = [taken.enter_context(sockets.bind_listener(host, port))]
             if legacy_port is not None:
                 legacy = sockets.bind_listener(host, legacy_port, setting="server.legacy_port")
                 listeners.append(taken.enter_context(legacy))
-            taken_dir = RunDir.take_default(environ) if run_dir is None else RunDir.take(run_dir)
-            ground = cls(taken_dir, tuple(listeners))
+            taken_dir = RunDir.take_default(environ) if run_dir is None else RunDir.claim(run_dir)
+            resources = cls(taken_dir, tuple(listeners))
             taken.pop_all()
-        return ground
+        return resources
 
 
 def has_terminal() -> bool:

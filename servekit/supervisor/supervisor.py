@@ -36,8 +36,8 @@ from servekit.ray.launcher import RayLauncher
 from servekit.ray.remote_gateways import remote_gateways
 from servekit.supervisor import access_rules
 from servekit.supervisor.admin import status as snapshot
-from servekit.supervisor.admin.adapter_service import AdapterDesk
-from servekit.supervisor.admin.control_socket import Operators
+from servekit.supervisor.admin.adapter_service import AdapterService
+from servekit.supervisor.admin.control_socket import AdminApi
 from servekit.supervisor.admin.metrics import MetricsAggregator
 from servekit.supervisor.admin.resource_monitor import ResourceMonitor
 from servekit.supervisor.admin.systemd import Notifier
@@ -100,18 +100,18 @@ class Supervisor:
     def __init__(
         self,
         plan: Plan,
-        ground: StartupResources,
+        resources: StartupResources,
         environ: Mapping[str, str],
         observer: StatusListener,
     ) -> None:
-        self.run_dir = ground.run_dir
+        self.run_dir = resources.run_dir
         self._environ = environ
         self.mark = secrets.token_hex(16)
         server = plan.config.server
-        self.url, *legacy = [sockets.url_of(s, tls=bool(server.tls)) for s in ground.listeners]
+        self.url, *legacy = [sockets.url_of(s, tls=bool(server.tls)) for s in resources.listeners]
         for url in legacy:
             log.info("legacy_port_open", url=url)
-        self._listeners, self._observer = ground.listeners, observer
+        self._listeners, self._observer = resources.listeners, observer
         self._started_at = time.time()
         self._draining = self._publishing = self._noticed = False
         self._guard: OrphanGuard
@@ -124,30 +124,30 @@ class Supervisor:
         self._has_terminal = has_terminal()
         self._loop = asyncio.get_running_loop()
         self._signals = Signals(self._requests.put_nowait)
-        fds = tuple(sock.fileno() for sock in ground.listeners)
+        fds = tuple(sock.fileno() for sock in resources.listeners)
         self._gateways = gateways_of(server, fds, self)
         self._notifier = Notifier(environ, self._gateways)
         self.launcher: RayLauncher | None = None  # None: workers are children of the supervisor
         if plan.config.launcher == "ray":
-            self.launcher = RayLauncher(plan, self, self._run, ground.heritage)
-        self._fleets = DeploymentManager(plan, self, self._run)
-        self._residents = SwapManager(self._fleets, self._gateways)
-        rooms = LocalCapacity(self._fleets) if self.launcher is None else RayCapacity()
-        self._scaler = Scaler(self._fleets, self._gateways, self._residents, rooms)
-        desk = AdapterDesk(self._fleets, self._gateways)
-        self._accounts = MetricsAggregator(
-            self._gateways, self._fleets, self._quarantine, self.status
+            self.launcher = RayLauncher(plan, self, self._run, resources.takeover)
+        self._deployments = DeploymentManager(plan, self, self._run)
+        self._swap_manager = SwapManager(self._deployments, self._gateways)
+        rooms = LocalCapacity(self._deployments) if self.launcher is None else RayCapacity()
+        self._scaler = Scaler(self._deployments, self._gateways, self._swap_manager, rooms)
+        adapters = AdapterService(self._deployments, self._gateways)
+        self._metrics = MetricsAggregator(
+            self._gateways, self._deployments, self._quarantine, self.status
         )
-        self._operators = Operators(self, desk, self._residents, self._accounts)
+        self._admin_api = AdminApi(self, adapters, self._swap_manager, self._metrics)
         self._measures = ResourceMonitor(
-            self._fleets, self._lives, self.run_dir, self.children_changed
+            self._deployments, self._lives, self.run_dir, self.children_changed
         )
-        own = self._gateways, plan.config.server, ground.listeners
-        self._everywhere = remote_gateways(*own, self.launcher, self, self._operators, self._run)
+        own = self._gateways, plan.config.server, resources.listeners
+        self._everywhere = remote_gateways(*own, self.launcher, self, self._admin_api, self._run)
 
     # ---- life cycle
 
-    async def live(self) -> int:
+    async def run(self) -> int:
         """Run until told to stop; return the exit code. No process it started outlives it."""
         with contextlib.ExitStack() as last:
             last.callback(self._leave)
@@ -164,14 +164,14 @@ class Supervisor:
             last.callback(self._guard.dismiss)
             last.callback(self._end_all)
             last.callback(self._loop.create_task(ticking(self._look, self._measures.tick)).cancel)
-            await self._operators.listen(self.run_dir.control)
+            await self._admin_api.listen(self.run_dir.control)
             if self.launcher is None or await complete_before(
-                self._until_told(), self.launcher.open(self._fleets.plan)
+                self._until_told(), self.launcher.open(self._deployments.plan)
             ):
                 for gateway in self._gateways:
                     self._run(gateway)
                 self._everywhere.begin()
-                self._fleets.apply(self._fleets.plan)
+                self._deployments.apply(self._deployments.plan)
                 await self._until_told()
             return await self._drain()
 
@@ -187,7 +187,7 @@ class Supervisor:
         if not self._draining:
             del self._tasks[life]
             if isinstance(life, WorkerProcess | ForkServer):
-                self._fleets.ended(life)
+                self._deployments.ended(life)
             self.changed()
 
     async def _until_told(self) -> None:
@@ -215,23 +215,23 @@ class Supervisor:
 
         Gateways end first: they need the workers for the requests in flight.
         """
-        drain_s = self._fleets.pool.drain_timeout_s
+        drain_s = self._deployments.pool.drain_timeout_s
         log.info("supervisor_draining", at_most_s=drain_s)
         self._draining = True
         self._notifier.stopping(drain_s + END_S)
         sockets.close_listeners(self._listeners)
-        self._fleets.halt()
+        self._deployments.halt()
         self._everywhere.halt()
-        self._residents.halt()
+        self._swap_manager.halt()
         self.changed()
         hurrying = self._loop.create_task(self._hurry_if_told_again())
         for gateway in self._gateways:
             gateway.end(Drain(), drain_s)
         stuck = await wait_for_tasks(self._tasks_of(self._gateways), drain_s + KILL_S)
-        workers = self._fleets.replicas()
+        workers = self._deployments.replicas()
         for replica in workers:
             replica.end(Stop(), WORKER_GRACE_S)
-        rest: list[ManagedProcess[Any]] = [*workers, *self._fleets.standbys()]
+        rest: list[ManagedProcess[Any]] = [*workers, *self._deployments.standbys()]
         stuck |= await wait_for_tasks(self._tasks_of(rest), WORKER_GRACE_S + KILL_S)
         if self.launcher is not None:
             stuck |= await self.launcher.close(self._tasks)
@@ -262,7 +262,7 @@ class Supervisor:
         subreaper.end_adopted()
 
     def _leave(self) -> None:
-        self._operators.close()
+        self._admin_api.close()
         sockets.close_listeners(self._listeners)
         self.run_dir.release()
 
@@ -273,18 +273,20 @@ class Supervisor:
 
     def why(self, name: str) -> Why | Refused:
         others = [life for life in self._lives() if not isinstance(life, WorkerProcess)]
-        return snapshot.why(name, self._fleets.everyone(), others, self._residents.residence)
+        return snapshot.why(
+            name, self._deployments.everyone(), others, self._swap_manager.residence
+        )
 
     async def reload(self) -> Accepted | Refused:
         with self._notifier.reloading():
-            return await self._fleets.reload()
+            return await self._deployments.reload()
 
     # ---- the context of its managed processes
 
     @property
     def environ(self) -> Mapping[str, str]:
         """The part of our environment that every child may have."""
-        return access_rules.public(self._environ, self._fleets.plan.config)
+        return access_rules.public(self._environ, self._deployments.plan.config)
 
     def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
         return access_rules.handed(self._environ, model)
@@ -311,7 +313,7 @@ class Supervisor:
 
     def quarantine(self, request: Quarantined) -> None:
         self._quarantine.add(request)
-        self._fleets.explained(request.model)
+        self._deployments.explained(request.model)
         self.changed()
 
     def is_unused(self, adapter: str) -> bool:
@@ -319,15 +321,15 @@ class Supervisor:
 
     def _publish(self) -> None:
         self._publishing = self._noticed = False
-        self._residents.look()
-        served = {one.model.name: one.info for one in self._fleets.served}
+        self._swap_manager.update()
+        served = {one.model.name: one.info for one in self._deployments.served}
         self._quarantine.lift({name: info.generation for name, info in served.items() if info})
         topology = Topology(
-            self._models(self._fleets.served, False),
+            self._models(self._deployments.served, False),
             self._draining,
             sum(gateway.shares for gateway in self._gateways),
             self._quarantine.holding(),
-            self._fleets.plan.access,
+            self._deployments.plan.access,
         )
         before = self._topology
         held = alike(topology.quarantined, before.quarantined)
@@ -335,7 +337,7 @@ class Supervisor:
             self._topology = topology
             for gateway in self._gateways:
                 gateway.publish(topology)
-        if why := self._fleets.in_vain() or in_vain(self._gateways):
+        if why := self._deployments.in_vain() or in_vain(self._gateways):
             self._requests.put_nowait(StartError(why))
         else:
             self._observer.changed(status := self.status())
@@ -347,13 +349,13 @@ class Supervisor:
             if slept:
                 life.forgive_suspension()
             life.look()
-        if self._guard.look():
+        if self._guard.restart_if_dead():
             log.warning("orphan_guard_restarted")
-        self._fleets.look()
-        self._scaler.look()
-        self._residents.look()
-        self._accounts.look()
-        self._notifier.look()
+        self._deployments.look()
+        self._scaler.update()
+        self._swap_manager.update()
+        self._metrics.count_events()
+        self._notifier.feed_watchdog()
         if self._quarantine.expire() or self._noticed:
             self.changed()
 
@@ -369,7 +371,7 @@ class Supervisor:
             if str(error) != self._unrestored:
                 log.error("run_dir_not_restored", reason=str(error))
             self._unrestored = str(error)
-        self._operators.listen_again(self.run_dir.control)
+        self._admin_api.listen_again(self.run_dir.control)
 
     # ---- status
 
@@ -385,20 +387,22 @@ class Supervisor:
             version=__version__,
             pid=os.getpid(),
             url=self.url,
-            config=self._fleets.plan.config_path,
+            config=self._deployments.plan.config_path,
             started_at=self._started_at,
             rss_bytes=procfs.rss_bytes(os.getpid()),
-            models=self._models(self._fleets.everyone(), True),
+            models=self._models(self._deployments.everyone(), True),
             gateways=tuple(gateway.status() for gateway in self._gateways),
             draining=self._draining,
             starts=tuple(life.starting.all(life.name) for life in self._lives()),
-            gpus=snapshot.gpus(self._measures.in_use, self._fleets.replicas()),
-            traffic=snapshot.traffic(self._fleets.served, self._gateways),
+            gpus=snapshot.gpus(self._measures.in_use, self._deployments.replicas()),
+            traffic=snapshot.traffic(self._deployments.served, self._gateways),
         )
 
-    def _models(self, fleets: Sequence[Deployment], for_operators: bool) -> tuple[ModelStatus, ...]:
-        told, at = self._residents.residence, int(self._started_at)
-        return tuple(snapshot.of_model(one, at, told(one, for_operators)) for one in fleets)
+    def _models(
+        self, deployments: Sequence[Deployment], for_operators: bool
+    ) -> tuple[ModelStatus, ...]:
+        told, at = self._swap_manager.residence, int(self._started_at)
+        return tuple(snapshot.of_model(one, at, told(one, for_operators)) for one in deployments)
 
     def _started(self) -> list[Started]:
         children = (life.child for life in self._lives())
@@ -409,10 +413,10 @@ class Supervisor:
         own: list[ManagedProcess[Any]] = (
             [self.launcher.cluster] if self.launcher is not None else []
         )
-        return [*self._gateways, *self._fleets.replicas(), *self._fleets.standbys(), *own]
+        return [*self._gateways, *self._deployments.replicas(), *self._deployments.standbys(), *own]
 
     def _leave_record(self) -> None:
-        config = self._fleets.plan.config_path
+        config = self._deployments.plan.config_path
         boot, pid = boot_id(), os.getpid()
         self.run_dir.record(Record(pid, self._started_at, self.url, config, self.mark, boot))
         if reason := self.run_dir.instead_of:

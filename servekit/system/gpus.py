@@ -37,20 +37,20 @@ def find_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
     `visible` is the supervisor's own CUDA_VISIBLE_DEVICES, or None if unset: GPUs that it hides are
     not used. Blocks while a driver initialises its GPUs.
     """
-    found = driver.ask("gpus") if is_present() else None
+    found = driver.query("gpus") if is_present() else None
     gpus = [Gpu(**{**gpu, "linked": tuple(gpu["linked"])}) for gpu in found or ()]
     return restrict_gpus(gpus, visible)
 
 
 def gpu_memory_by_pid() -> Holdings:
     """Return the bytes that each process in this PID namespace holds, by GPU. Blocks."""
-    found = driver.ask("memory") if is_present() else None
+    found = driver.query("memory") if is_present() else None
     return {int(pid): held for pid, held in (found or {}).items()}
 
 
 def free_bytes() -> Mapping[str, int]:
     """Return the free bytes by GPU UUID; empty if the driver does not answer. Blocks."""
-    found = driver.ask("free") if is_present() else None
+    found = driver.query("free") if is_present() else None
     return found or {}
 
 
@@ -59,7 +59,7 @@ def gpus_in_use(ours: Sequence[Gpu] | None = None) -> tuple[GpuStatus, ...]:
 
     Blocks.
     """
-    found = [GpuStatus(**gpu) for gpu in (driver.ask("use") if is_present() else None) or ()]
+    found = [GpuStatus(**gpu) for gpu in (driver.query("use") if is_present() else None) or ()]
     known = {gpu.uuid for gpu in (found if ours is None else ours)}
     return tuple(gpu for gpu in found if gpu.uuid in known)
 

@@ -54,13 +54,13 @@ class Driver:
         self._process: subprocess.Popen[bytes] | None = None
         self._rests_until = 0.0
 
-    def ask(self, question: Question) -> Any:
+    def query(self, question: Question) -> Any:
         """Return the answer; None if there is none."""
         with self._lock:
             if time.monotonic() < self._rests_until:
                 return None
             try:
-                return self._ask(question)
+                return self._query_once(question)
             except (OSError, ValueError) as error:
                 log.warning("gpu_driver_unresponsive", reason=str(error) or repr(error))
                 self._rests_until = time.monotonic() + self._rest_s
@@ -72,7 +72,7 @@ class Driver:
         with self._lock:
             self._end()
 
-    def _ask(self, question: Question) -> Any:
+    def _query_once(self, question: Question) -> Any:
         patience_s = self._answer_s
         if self._process is None or self._process.poll() is not None:
             self._end()

@@ -40,7 +40,7 @@ class Adapters:
         self._orders: asyncio.Queue[Order] = asyncio.Queue()
         self._working = asyncio.get_running_loop().create_task(self._run_orders())
 
-    def take(self, order: Order) -> None:
+    def handle_order(self, order: Order) -> None:
         """Queue a command of the supervisor behind those not yet carried out."""
         self._orders.put_nowait(order)
 

@@ -54,14 +54,14 @@ class IsolationQueue:
     def __init__(self, runner: Runner) -> None:
         self.closed = False  # new requests are queued
         self._runner = runner
-        self._line: dict[int, QueuedRequest] = {}  # by job id, in order of arrival
+        self._queue: dict[int, QueuedRequest] = {}  # by job id, in order of arrival
         self._alone: QueuedRequest | None = None  # as last sent to the gateways
         self._changed = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None  # the loop's reference is weak
 
     def hold(self, held: QueuedRequest) -> None:
         """Queue a request."""
-        self._line[held.job_id] = held
+        self._queue[held.job_id] = held
         if not self.closed:
             self.closed = True
             self._serving = asyncio.get_running_loop().create_task(self._serve_queue())
@@ -69,7 +69,7 @@ class IsolationQueue:
 
     def withdraw(self, job_id: int) -> None:
         """Remove a cancelled request, whether it is queued or running."""
-        self._line.pop(job_id, None)
+        self._queue.pop(job_id, None)
         self.wake()
 
     def wake(self) -> None:
@@ -85,8 +85,8 @@ class IsolationQueue:
 
     async def _serve_queue(self) -> None:
         """Serve until the queue is empty and the gateways know that isolation has ended."""
-        while self._line or self._alone is not None:
-            first = next(iter(self._line.values()), None)
+        while self._queue or self._alone is not None:
+            first = next(iter(self._queue.values()), None)
             if first is not None and first.request.alone_until:
                 await self._try_suspect(first)
             elif self._alone is not None:
@@ -102,26 +102,26 @@ class IsolationQueue:
 
     async def _try_suspect(self, suspect: QueuedRequest) -> None:
         """Run a suspect, and return when no other request has to wait for it any more."""
-        await self._wait_until(lambda: self._runner.settled or suspect.job_id not in self._line)
-        if suspect.job_id not in self._line:
+        await self._wait_until(lambda: self._runner.is_settled or suspect.job_id not in self._queue)
+        if suspect.job_id not in self._queue:
             return  # cancelled while it waited
         heard = await _has_heard(suspect.peer) and await self._tell_gateways(suspect)
-        if self._line.pop(suspect.job_id, None) is None:
+        if self._queue.pop(suspect.job_id, None) is None:
             return  # cancelled while the gateways were told
         if heard:
             self._runner.start(*suspect)
             await self._wait_until(lambda: self._runner.cleared(suspect))
             return
-        self._line[suspect.job_id] = suspect
+        self._queue[suspect.job_id] = suspect
         if self._alone is not None:
             await self._tell_gateways(None)
 
     def _start_others(self) -> None:
         """Start all queued requests up to the next suspect."""
-        for held in list(self._line.values()):
+        for held in list(self._queue.values()):
             if held.request.alone_until:
                 break
-            del self._line[held.job_id]
+            del self._queue[held.job_id]
             self._runner.start(*held)
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:

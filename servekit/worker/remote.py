@@ -82,20 +82,20 @@ class TcpChannel(TcpServer):
         return await dial_address(tcp_address(here, self.port), factory, self.identity)
 
     def send(self, message: Any) -> None:
-        self._summary.note(message)
+        self._summary.record(message)
         super().send(message)
 
     # ---- the supervisor
 
-    def told(self) -> list[FromWorker]:
-        return self._summary.told()
+    def replay_messages(self) -> list[FromWorker]:
+        return self._summary.replay_messages()
 
     def attached(self, resumed: bool, had: int) -> Attached:
         state, now_s = self._summary.state(loading=self._spec is not None), time.monotonic()
         told = (state, self._spec, self._summary.added)
         return Attached(resumed, had, os.getpid(), now_s, *told)
 
-    def hear(self, message: ToWorker) -> None:
+    def on_control_message(self, message: ToWorker) -> None:
         match message:
             case SetAdapters(added):
                 self._summary.added = added
@@ -104,7 +104,7 @@ class TcpChannel(TcpServer):
                 return  # an adopting supervisor reads the worker's spec from Attached
             case Load(spec):
                 self._spec = spec
-        super().hear(message)
+        super().on_control_message(message)
 
     # ---- gateways and the probe
 
@@ -133,7 +133,7 @@ class Summary:
         self._asleep: Asleep | None = None
         self.added: tuple[AdapterSpec, ...] = ()  # by operators, as last set by the supervisor
 
-    def note(self, message: Any) -> None:
+    def record(self, message: Any) -> None:
         """Record a message of the worker to the supervisor."""
         match message:
             case PhaseReport(phase):
@@ -164,7 +164,7 @@ class Summary:
             return "ready"
         return "loading" if loading else "empty"
 
-    def told(self) -> list[Any]:
+    def replay_messages(self) -> list[Any]:
         """Return the messages that reproduce the worker's state."""
         told: list[Any] = list(self._phases.values())
         if self._failed is not None:

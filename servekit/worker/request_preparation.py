@@ -288,7 +288,7 @@ def _check_told(tokens: int, each: int) -> None:
 
 def _too_many_to_tell(tokens: str) -> RequestError:
     return RequestError(
-        f"the text has {tokens} tokens; at most {MAX_TOKENS_TOLD} are told at once",
+        f"the text has {tokens} tokens; at most {MAX_TOKENS_TOLD} are returned at once",
         param="prompt",
     )
 

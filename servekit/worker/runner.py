@@ -219,7 +219,7 @@ class Runner:
         self._adapted = {job: name for job, name in self._adapted.items() if job in alive}
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Return whether all running requests are proven harmless."""
         proven = not self._encoding and all(task.proven for task in self._tasks.values())
         return proven and self.loop.time() >= self._stepped_at

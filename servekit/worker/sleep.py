@@ -47,7 +47,7 @@ class SleepControl:
         self._broken = broken
         self._working: asyncio.Task[None] | None = None
 
-    def take(self, order: Order) -> None:
+    def handle_order(self, order: Order) -> None:
         """Carry out a command; the supervisor sends the next one only after the answer."""
         self._working = asyncio.get_running_loop().create_task(self._carry_out(order))
 
@@ -70,7 +70,7 @@ class SleepControl:
         runner.asleep = True
         try:
             # A cancelled request may still be in the current step.
-            while runner.busy or not runner.settled:  # noqa: ASYNC110 - requests end in many ways
+            while runner.busy or not runner.is_settled:  # noqa: ASYNC110 - requests end in many ways
                 await asyncio.sleep(_LOOK_EVERY_S)
             await asyncio.to_thread(runner.engine.sleep)
         except BaseException:

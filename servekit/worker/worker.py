@@ -76,7 +76,7 @@ PROBE_EVERY_S = 15.0
 TOKENS_OF_USE = 8
 
 
-def run_worker(name: str, line: Channel, began_s: float) -> int:
+def run_worker(name: str, channel: Channel, began_s: float) -> int:
     """Run a worker until it is told to stop; return the exit code.
 
     `began_s` is the monotonic time at which this process became a worker.
@@ -86,30 +86,30 @@ def run_worker(name: str, line: Channel, began_s: float) -> int:
         from uvloop import new_event_loop
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        code, stuck = runner.run(_run_on_loop(name, line, began_s))
+        code, stuck = runner.run(_run_on_loop(name, channel, began_s))
         if stuck:  # still loading, or hanging in a broken device: do not wait for the thread
             sys.stderr.flush()
             os._exit(code)
         return code
 
 
-async def _run_on_loop(name: str, line: Channel, began_s: float) -> tuple[int, bool]:
+async def _run_on_loop(name: str, channel: Channel, began_s: float) -> tuple[int, bool]:
     """Return the exit code, and whether a thread that cannot be stopped may be left."""
-    worker = Worker(name, line, began_s)
-    code = await worker.live()
+    worker = Worker(name, channel, began_s)
+    code = await worker.run()
     return code, worker.loads or code == EXIT_ENGINE_DIED
 
 
 class Worker:
     """A worker process. All state is written on the event loop."""
 
-    def __init__(self, name: str, line: Channel, began_s: float) -> None:
+    def __init__(self, name: str, channel: Channel, began_s: float) -> None:
         self.name = name
         self._began_s = began_s
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._exit: asyncio.Future[int] = self._loop.create_future()
-        self._line = line
+        self._channel = channel
         self._boot_task: asyncio.Task[None] | None = None
         self._probe_task: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
@@ -125,18 +125,18 @@ class Worker:
         self._probes = 0
         self._of_use = False  # reported to the supervisor without a ping
 
-    async def live(self) -> int:
+    async def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._set_exit, 0)
         if os.environ.get(CHAOS) == "1":
             self._loop.add_signal_handler(FAIL_STEP, self._fail_step)
-        await self._line.open(self._on_message, self._on_eof)
+        await self._channel.open(self._on_message, self._on_eof)
         heard_by(self._hear_from_any_thread)
-        self._line.send(PhaseReport(Phase("worker", self._began_s, time.monotonic())))
+        self._channel.send(PhaseReport(Phase("worker", self._began_s, time.monotonic())))
         code = await self._exit
         if self._engine is not None and code not in (EXIT_BOOT_FAILED, EXIT_ENGINE_DIED):
             self._engine.close()
-        await self._line.close()
+        await self._channel.close()
         return code
 
     @property
@@ -155,17 +155,17 @@ class Worker:
             case Load(spec):
                 self._boot_task = self._loop.create_task(self._boot_engine(spec))
             case Ping(seq):
-                self._line.send(self._make_pong(seq))
+                self._channel.send(self._make_pong(seq))
             case Drain():
                 self._start_draining()
             case Stop():
                 self._set_exit(0)
             case LoadAdapter() | UnloadAdapter():
                 assert self._adapters is not None  # sent only after Ready
-                self._adapters.take(message)
+                self._adapters.handle_order(message)
             case Sleep() | Wake():
                 assert self._slumber is not None  # sent only after Ready
-                self._slumber.take(message)
+                self._slumber.handle_order(message)
 
     def _on_eof(self, error: Exception | None) -> None:
         if not self._exit.done():
@@ -225,11 +225,11 @@ class Worker:
         """Report the engine's death to the supervisor, disconnect the gateways and exit."""
         if self._dying is None and not self._exit.done():
             log.error("engine_died", cause=cause)
-            self._line.send(EngineDied(cause))
+            self._channel.send(EngineDied(cause))
             self._dying = self._loop.create_task(self._lose_gateways())
 
     async def _lose_gateways(self) -> None:
-        self._line.stop_serving()
+        self._channel.stop_serving()
         try:
             if self._runner is not None:
                 await self._runner.lose()
@@ -252,7 +252,7 @@ class Worker:
             log.exception("boot_failed")
             self._boot_failed(f"{type(error).__name__}: {error}", permanent=False)
         else:
-            self._line.send(Ready(info, self._timings_s))
+            self._channel.send(Ready(info, self._timings_s))
             if not self._watches_itself:
                 probing = self._probe_when_idle(info)
                 self._probe_task = self._loop.create_task(probing)
@@ -264,7 +264,7 @@ class Worker:
 
     async def _send_probe(self, info: ModelInfo) -> None:
         self._probes += 1
-        await warm_up(self._line.dial, info)
+        await warm_up(self._channel.dial, info)
 
     async def _probe_when_idle(self, info: ModelInfo) -> None:
         """Send a probe request whenever no other request has completed for PROBE_EVERY_S.
@@ -289,7 +289,7 @@ class Worker:
         self._finished += ends
         if not self._of_use and self._served:
             self._of_use = True  # unasked, as the worker may be killed before the next ping
-            self._line.send(self._make_pong(0))
+            self._channel.send(self._make_pong(0))
 
     async def _load_engine(self, spec: WorkerSpec) -> ModelInfo:
         with phase("import"):
@@ -301,7 +301,7 @@ class Worker:
 
     def _load_in_thread(self, engine: Engine) -> ModelInfo:
         info = engine.load(self._report_from_thread)
-        files = engine.identify(portable=self._line.is_remote)
+        files = engine.identify(portable=self._channel.is_remote)
         info = replace(info, generation=f"{engine.spec.edition}.{files}")
         measure = getattr(getattr(engine, "codec", None), "token_bytes", None)
         return info if measure is None else replace(info, token_bytes=measure())
@@ -313,17 +313,17 @@ class Worker:
     async def _start_serving(self, spec: WorkerSpec, info: ModelInfo) -> None:
         assert self._engine is not None
         runner = Runner(self._engine, info, on_idle=lambda: self._set_exit(0))
-        runner.portable = self._line.is_remote
+        runner.portable = self._channel.is_remote
         await asyncio.to_thread(runner.identify_adapters, spec.adapters)
         runner.on_greeting, runner.on_step = self._on_greeting, self._on_step
-        self._adapters = Adapters(runner, self._line.send)
+        self._adapters = Adapters(runner, self._channel.send)
         self._slumber = SleepControl(
-            runner, self._line.send, lambda: self._send_probe(info), self._on_broken
+            runner, self._channel.send, lambda: self._send_probe(info), self._on_broken
         )
         self._engine.start(runner.emit)
         self._runner = runner  # not before: a ping would ask an engine that has not started
         try:
-            await self._line.serve(spec, runner)
+            await self._channel.serve(spec, runner)
         except OSError as error:
             message = f"cannot listen on {spec.socket}: {error.strerror}"
             raise LoadError(message, permanent=False) from error
@@ -331,7 +331,7 @@ class Worker:
     def _boot_failed(self, message: str, permanent: bool) -> None:
         if self._dying is not None:
             return  # the engine's death was reported as the cause
-        self._line.send(BootFailed(message, permanent))
+        self._channel.send(BootFailed(message, permanent))
         self._set_exit(EXIT_BOOT_FAILED)
 
     def _hear_from_any_thread(self, of: Phase) -> None:
@@ -344,10 +344,10 @@ class Worker:
         """Report a phase at once, so that the supervisor knows the stage if the worker dies."""
         if of.ended_s is not None and not of.within:
             self._timings_s[of.name] = round(of.ended_s - of.began_s, 3)
-        self._line.send(PhaseReport(of))
+        self._channel.send(PhaseReport(of))
 
     def _on_greeting(self, gateway: str) -> None:
-        self._line.send(GatewayConnected(gateway, time.monotonic()))
+        self._channel.send(GatewayConnected(gateway, time.monotonic()))
 
     def _report_from_thread(self, progress: Progress) -> None:
         self._loop.call_soon_threadsafe(self._report_progress, progress)
@@ -358,7 +358,7 @@ class Worker:
         phase, at = self._reported
         if phase != progress.phase or now - at >= REPORT_EVERY_S or progress.done == progress.total:
             self._reported = (progress.phase, now)
-            self._line.send(Loading(progress))
+            self._channel.send(Loading(progress))
 
 
 # ---------------------------------------------------------------- the probe

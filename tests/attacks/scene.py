@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from servekit.protocol.messages import GetStatus, Status
-from servekit.supervisor.admin.control_socket import ask
+from servekit.supervisor.admin.control_socket import query_supervisor
 from tests.attacks.client import Answer, Client
 from tests.integration.instance import Instance
 
@@ -85,7 +85,7 @@ class Scene:
 
     async def status(self) -> Status:
         """Ask the supervisor for its status."""
-        answer = await ask(self.instance.run_dir / "control.sock", GetStatus())
+        answer = await query_supervisor(self.instance.run_dir / "control.sock", GetStatus())
         assert isinstance(answer, Status)
         return answer
 

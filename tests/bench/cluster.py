@@ -2,7 +2,7 @@
 
 Every gateway has a `Balancer` and knows of each worker what a gateway knows: its own streams there,
 and once a second how many there are in all. Every worker has a `RestartPolicy`, all share one
-`Breaker`, and a life's times are the clock's. Clients ask again as soon as they are answered.
+`BreakerPolicy`, and a life's times are the clock's. Clients ask again as soon as they are answered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from servekit.protocol.messages import (
     ReplicaStatus,
     SamplingParams,
 )
-from servekit.supervisor.lifecycle.restart_policy import Breaker, RestartPolicy
+from servekit.supervisor.lifecycle.restart_policy import BreakerPolicy, RestartPolicy
 
 REPORT_S = 1.0
 _ANSWER = [0] * 128  # tokens
@@ -137,7 +137,7 @@ class Cluster:
         self._chance = random.Random(seed)
         self.workers = [Worker(index, self._chance.random) for index in range(shape.workers)]
         self.gateways = [Gateway() for _ in range(shape.gateways)]
-        self.breaker = Breaker()
+        self.breaker = BreakerPolicy()
         self.outcome = Outcome()
         self.now = 0.0
         self._serial = itertools.count()
@@ -202,7 +202,7 @@ class Cluster:
     def _fill(self, gateway: Gateway, worker: Seen) -> None:
         while gateway.waiting and worker.credits > 0:
             stream = gateway.waiting.popleft()
-            gateway.balancer.note(worker, stream.call)
+            gateway.balancer.record_call(worker, stream.call)
             self._begin(stream, worker)
 
     def _connect(self, gateway: Gateway, worker: Worker) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from servekit.cli.startup_display import settled
+from servekit.cli.startup_display import is_start_over
 from servekit.errors import ServekitError
 from servekit.gateway.routing.load_balancer import Balancer
 from servekit.protocol.messages import (
@@ -177,7 +177,7 @@ def real(workers: int) -> None:
 def _at_rest(instance: Instance) -> Status | None:
     with contextlib.suppress(ServekitError):  # with many it is busy while they start
         status = instance.status()
-        return status if settled(status) else None
+        return status if is_start_over(status) else None
     return None
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 
 from servekit.protocol.residency import SetResidency, Want
-from servekit.supervisor.admin.control_socket import ask as control_ask
+from servekit.supervisor.admin.control_socket import query_supervisor as control_ask
 from tests.bench.table import Figure, markdown
 from tests.integration.instance import Instance
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from servekit.chaos.baseline_answers import Known, learn_answers, make_prompt
+from servekit.chaos.baseline_answers import BaselineAnswer, learn_answers, make_prompt
 from servekit.chaos.client import Question
 from servekit.chaos.load import Load, Silences
 from servekit.chaos.target import Target
@@ -50,7 +50,7 @@ WAYS = {
 }
 HEAD = (
     *("engine", "death", "requests", "failed", "texts that differ"),
-    *("longest silence of a stream", "both serve again", "told as"),
+    *("longest silence of a stream", "both serve again", "exit reason"),
 )
 
 
@@ -135,8 +135,8 @@ async def die(
     way: str,
     args: argparse.Namespace,
     *,
-    known: list[Known] | None,
-) -> tuple[list[Known], list[str], bool]:
+    known: list[BaselineAnswer] | None,
+) -> tuple[list[BaselineAnswer], list[str], bool]:
     """Have the busiest replica die under load; the undisturbed answers, a row, and whether well."""
     target = await Target.find(url, run_dir, "m")
     if await target.until_whole(UP_S) is None:
@@ -165,7 +165,9 @@ def _ready(status: Status) -> set[int]:
     return {r.pid for model in status.models for r in model.replicas if r.state == "ready"}
 
 
-async def undisturbed(target: Target, engine: str, device: str, streams: int) -> list[Known]:
+async def undisturbed(
+    target: Target, engine: str, device: str, streams: int
+) -> list[BaselineAnswer]:
     """Questions and their answers, which a model that recites knows beforehand.
 
     :raises RuntimeError: It answers otherwise even undisturbed.

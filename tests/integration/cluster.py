@@ -284,7 +284,7 @@ class Cluster:
 
     def renew(self) -> None:
         """Send certificates to whose are due, as a supervisor does; to be called often."""
-        self.certificates.look()
+        self.certificates.renew_due()
         for node in self.nodes:
             due = self.certificates.due("worker", node.name) if node.child is not None else None
             if due is not None and node.child is not None:

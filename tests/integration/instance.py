@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from servekit.cli.startup_display import settled
+from servekit.cli.startup_display import is_start_over
 from servekit.errors import ServekitError
 from servekit.protocol.messages import (
     GatewayStatus,
@@ -32,7 +32,7 @@ from servekit.protocol.messages import (
     ReplicaStatus,
     Status,
 )
-from servekit.supervisor.admin.control_socket import ask
+from servekit.supervisor.admin.control_socket import query_supervisor
 from servekit.supervisor.process.run_dir import read_record
 from servekit.system import procfs
 from tests.polling import T, poll
@@ -182,7 +182,7 @@ class Instance:
         return False
 
     def status(self) -> Status:
-        answer = asyncio.run(ask(self.run_dir / "control.sock", GetStatus()))
+        answer = asyncio.run(query_supervisor(self.run_dir / "control.sock", GetStatus()))
         assert isinstance(answer, Status)
         return answer
 
@@ -216,7 +216,7 @@ class Instance:
 
         def probe() -> Status | None:
             status = self.status()
-            return status if settled(status) else None
+            return status if is_start_over(status) else None
 
         found = self.until("its start is over", probe, within_s)
         assert found is not None

@@ -160,7 +160,7 @@ def test_only_its_models(instance: Instance) -> None:
                 forbidden()
         with pytest.raises(openai.NotFoundError) as error:
             client.completions.create(model="nope", prompt="x")
-        assert "served are: b" in error.value.message
+        assert "the models are: b" in error.value.message
 
 
 # ---------------------------------------------------------------- web pages

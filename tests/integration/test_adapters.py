@@ -516,7 +516,7 @@ def test_names_of_workers_and_paths_that_are_none_are_refused(tmp_path: Path) ->
     path = folder(tmp_path, "x")
     with Instance.up(tmp_path, [echo("m")], server=OPEN) as instance:
         url = instance.until_settled().url
-        assert "is what a worker is called" in said(load(url, "m/0", path))
+        assert "is the name of a worker" in said(load(url, "m/0", path))
         assert "no path has" in said(load(url, "x", f"{path}\0"))
         assert load(url, "x", path).status_code == 200
         again = run("adapter", "add", "x", path, "--run-dir", str(instance.run_dir))

@@ -189,7 +189,7 @@ def test_bad_input_is_a_sentence(instance: Instance, tmp_path: Path) -> None:
     assert "--prompt-tokens 'few'" in refused(url, "-m", "fast", "--prompt-tokens", "few")
     assert "FILE.png or FILE.html" in refused(url, "-m", "fast", "--plot", "a.gif")
     assert "there is no folder" in refused(url, "-m", "fast", "--json", "no/such/a.json")
-    assert "nobody answers at http://127.0.0.1:1/v1" in refused("127.0.0.1:1", code=1)
+    assert "nothing answers at http://127.0.0.1:1/v1" in refused("127.0.0.1:1", code=1)
     nothing = refused("--run-dir", str(tmp_path), code=1)
     assert "no servekit runs in" in nothing and "a URL as argument measures" in nothing
 

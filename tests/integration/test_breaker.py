@@ -44,7 +44,7 @@ def why(instance: Instance) -> str:
 
 def lives_in_a_row(told: str) -> int:
     """One more than it takes, maybe: both replicas were at it."""
-    found = re.search(r"crash loop: (\d+) lives in a row", told)
+    found = re.search(r"crash loop: (\d+) processes in a row", told)
     return int(found[1]) if found else 0
 
 

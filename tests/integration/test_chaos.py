@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from servekit.chaos import run
-from servekit.chaos.finding import Finding, Scene
+from servekit.chaos.result import ExperimentContext, ExperimentResult
 from servekit.chaos.target import Target
 from servekit.errors import StartError
 from servekit.system.parent_death import CHAOS
@@ -38,20 +38,20 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
 
 
 @pytest.fixture(scope="module")
-def scene(instance: Instance) -> Scene:
+def scene(instance: Instance) -> ExperimentContext:
     url = instance.url
 
-    async def make() -> Scene:
+    async def make() -> ExperimentContext:
         target = await Target.find(url, instance.run_dir, None)
         known = await run.known_answers(target, count=4)
         assert all(one.sure for one in known)
-        return Scene(target, known, SECONDS, memory_bytes=64 * 2**20)
+        return ExperimentContext(target, known, SECONDS, memory_bytes=64 * 2**20)
 
     return asyncio.run(make())
 
 
-def carry_out(name: str, scene: Scene) -> Finding:
-    async def one() -> Finding:
+def carry_out(name: str, scene: ExperimentContext) -> ExperimentResult:
+    async def one() -> ExperimentResult:
         assert await scene.target.until_whole(30.0) is not None
         return await run.EXPERIMENTS[name](scene)
 
@@ -73,7 +73,7 @@ lane = pytest.mark.lane("chaos")
         if name not in ELSEWHERE
     ],
 )
-def test_the_promise_is_kept(name: str, scene: Scene, instance: Instance) -> None:
+def test_the_promise_is_kept(name: str, scene: ExperimentContext, instance: Instance) -> None:
     for _ in range(3):
         finding = carry_out(name, scene)
         assert (finding.failed, finding.wrong) == (0, 0), finding
@@ -90,10 +90,10 @@ def test_no_step_is_made_to_raise_in_who_was_not_started_for_it(tmp_path: Path) 
     with Instance.up(tmp_path, [echo("one", step_s=0.01)]) as instance:
         url, pid = instance.until_settled().url, instance.replica("one/0").pid
 
-        async def find() -> list[Finding]:
+        async def find() -> list[ExperimentResult]:
             target = await Target.find(url, instance.run_dir, "one")
             known = await run.known_answers(target, count=2)
-            scene = Scene(target, known, SECONDS)
+            scene = ExperimentContext(target, known, SECONDS)
             return [await run.EXPERIMENTS[n](scene) for n in ("step-raises", ELSEWHERE[0])]
 
         found = asyncio.run(find())
@@ -107,17 +107,17 @@ def test_a_single_worker_is_waited_for(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("one", step_s=0.01)]) as instance:
         url = instance.until_settled().url
 
-        async def kill() -> Finding:
+        async def kill() -> ExperimentResult:
             target = await Target.find(url, instance.run_dir, "one")
             known = await run.known_answers(target, count=2)
-            return await run.EXPERIMENTS["worker-killed"](Scene(target, known, SECONDS))
+            return await run.EXPERIMENTS["worker-killed"](ExperimentContext(target, known, SECONDS))
 
         finding = asyncio.run(kill())
     assert finding.verdict == "kept", finding
     assert finding.whole_s is not None and finding.whole_s < 10.0
 
 
-def test_a_text_that_differs_breaks_the_promise(scene: Scene) -> None:
+def test_a_text_that_differs_breaks_the_promise(scene: ExperimentContext) -> None:
     first = scene.known[0]
     other = replace(first.answer, text="x" + first.answer.text[1:])
     finding = carry_out("worker-killed", replace(scene, known=[replace(first, answer=other)]))
@@ -130,10 +130,10 @@ def test_nothing_survives_the_supervisor_and_the_next_start_cleans(tmp_path: Pat
     with Instance.up(tmp_path, [model()]) as instance:
         url = instance.until_settled().url
 
-        async def kill() -> Finding:
+        async def kill() -> ExperimentResult:
             target = await Target.find(url, instance.run_dir, "a")
             known = await run.known_answers(target, count=2)
-            return await run.EXPERIMENTS[run.LAST](Scene(target, known, SECONDS))
+            return await run.EXPERIMENTS[run.LAST](ExperimentContext(target, known, SECONDS))
 
         finding = asyncio.run(kill())
         assert finding.verdict == "kept", finding
@@ -161,7 +161,7 @@ def chaos(instance: Instance, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_tells_what_it_found(instance: Instance, scene: Scene) -> None:
+def test_the_command_tells_what_it_found(instance: Instance, scene: ExperimentContext) -> None:
     told = chaos(instance, "--yes", "--seconds", "0.5", "--only", "vanishing,memory", "--json")
     assert told.returncode == 0, told.stderr
     found = [(row["experiment"], row["verdict"]) for row in json.loads(told.stdout)]

@@ -127,7 +127,7 @@ def test_without_prefixes_a_started_stream_ends_and_a_whole_answer_begins_anew(
         next(line for line in lines if " 3;" in line)
         for worker in ("beginner/0", "beginner/1"):
             os.kill(server_of(instance, worker).pid, signal.SIGKILL)
-        assert any("cannot go on where" in line for line in lines)
+        assert any("cannot continue it" in line for line in lines)
     instance.until_settled()
     assert server_of(instance, "beginner/0").pid != pid
 

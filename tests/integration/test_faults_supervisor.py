@@ -121,10 +121,10 @@ def test_why_tells_of_a_crash_loop_and_of_names_it_does_not_know(tmp_path: Path)
             # while the next attempt is under way there is none to come
             said = instance.until("it waits", lambda: lamenting(instance, name), 60)  # noqa: B023
             assert said.startswith(begins)
-            assert re.search(r"crash loop: [5-9] lives in a row", said)
+            assert re.search(r"crash loop: [5-9] processes in a row", said)
             assert said.count("exit code 7 before it was ready") >= 5
         good = cli(instance, "why", "good").stdout
-        assert "1 of 1 ready; nothing of it has died" in good
+        assert "1 of 1 ready; no process of it has died" in good
         unknown = cli(instance, "why", "nope")
         assert unknown.returncode == 2
         assert "there are: bad, good, bad/0, good/0, gateway/0" in unknown.stderr

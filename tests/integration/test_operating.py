@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.event_store import FILE, Wanted, newest_events
+from servekit.event_store import FILE, EventFilter, newest_events
 from tests.integration.instance import PROGRAM, Instance, echo
 from tests.integration.test_terminal import Terminal
 
@@ -121,7 +121,7 @@ def test_what_goes_wrong_is_a_sentence_with_the_next_step(instance: Instance) ->
         (("logs", "--follow", "--worker", "badd"), "did you mean 'bad'?"),
         (("why", "badd"), "did you mean 'bad'?"),
         (("load", "badd"), "did you mean 'bad'?"),
-        (("chat", "nobody"), "served are: a, b, bad, alpha"),
+        (("chat", "nobody"), "the models are: a, b, bad, alpha"),
         (("chat", "a", "--api-key", "NO_SUCH_VARIABLE"), "NO_SUCH_VARIABLE"),
     ):
         done = cli(instance, *args, input="hi")
@@ -246,13 +246,13 @@ def test_a_chat_in_a_terminal(instance: Instance, tmp_path: Path) -> None:
         shown.until(" …")
         instance.until("its worker is free", lambda: not busy(instance))
         shown.type("/help\n")
-        shown.until("Ctrl-D leaves;")
+        shown.until("Ctrl-D quits;")
         shown.type("/system be kind\n/system\n")
-        shown.until("begun anew")
+        shown.until("new chat")
         shown.until("be kind\r\n>>>")
         shown.type("/nothing\n")
         # Ctrl-D is read as such once the prompt is there; before, it is the terminal's own
-        shown.until("there is no /nothing; /help tells what there is\r\n>>> ")
+        shown.until("there is no /nothing; /help lists the commands\r\n>>> ")
         shown.type("\x04")
         assert shown.wait() == 0
     assert "Traceback" not in shown.text
@@ -271,7 +271,7 @@ def test_one_question_by_a_pipe_and_by_url(instance: Instance) -> None:
     assert (done.returncode, done.stdout) == (0, "abcd\n"), done.stderr
     done = cli(instance, *args, "--url", f"{instance.url}/v1/", input="abcdef")
     assert (done.returncode, done.stdout) == (0, "abcd\n"), done.stderr
-    assert "nothing was asked" in cli(instance, *args, input=" \n").stderr
+    assert "no question" in cli(instance, *args, input=" \n").stderr
 
 
 # ---------------------------------------------------------------- completion, init
@@ -343,7 +343,7 @@ def test_a_supervisor_that_dies_while_it_is_watched(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a")]) as instance:
         instance.until_settled()
         assert instance.model("a").replicas[0].state == "ready"
-        seen = Wanted(kinds=("ready",))
+        seen = EventFilter(kinds=("ready",))
         instance.until("a new one is begun", lambda: newest_events(instance.run_dir, seen, 9))
         assert "journal_unwritable" in instance.log
         assert (instance.run_dir / f"{FILE}.broken").exists()

@@ -25,7 +25,7 @@ from servekit.errors import ConfigError, ServekitError
 from servekit.protocol.adapters import AdapterSpec, AddAdapter
 from servekit.protocol.messages import GetWhy, Reload, ReplicaStatus, Why
 from servekit.protocol.residency import SetResidency
-from servekit.supervisor.admin.control_socket import ask
+from servekit.supervisor.admin.control_socket import query_supervisor
 from servekit.system import procfs
 from tests.integration import ray_growing
 from tests.integration.instance import Instance, echo, write_config
@@ -139,7 +139,7 @@ def test_a_supervisor_that_is_killed_is_followed_by_one_that_adopts(
 ) -> None:
     url, before = service.up.url, [worker.pid for worker in service.workers()]
     wish = AddAdapter("a", AdapterSpec("loud", folder(tmp_path, "loud")))
-    asyncio.run(ask(service.up.run_dir / "control.sock", wish, PATIENCE_S))
+    asyncio.run(query_supervisor(service.up.run_dir / "control.sock", wish, PATIENCE_S))
     text = "one stream from before to after " * 8
     with httpx.stream(
         "POST",
@@ -249,7 +249,7 @@ def test_a_worker_that_is_told_to_end_while_it_is_placed_leaves_nothing(
 ) -> None:
     def reside(want: str) -> None:
         wish = SetResidency("a", want, wait=want == "unload")  # type: ignore[arg-type]
-        asyncio.run(ask(up.run_dir / "control.sock", wish, PATIENCE_S))
+        asyncio.run(query_supervisor(up.run_dir / "control.sock", wish, PATIENCE_S))
 
     model = {**echo("a", replicas=8), "load": "on_demand"}
     with Instance.up(tmp_path, [model], sections=section(nodes, cpus=0.25)) as up:
@@ -352,7 +352,7 @@ def waits_for_a_node(up: Instance) -> bool:
     workers = [one for model in up.status().models for one in model.replicas]
     if [worker.progress.phase for worker in workers if worker.progress] != [TOO_SMALL]:
         return False
-    why = asyncio.run(ask(up.run_dir / "control.sock", GetWhy("a")))
+    why = asyncio.run(query_supervisor(up.run_dir / "control.sock", GetWhy("a")))
     assert isinstance(why, Why)
     return [one.reason for one in why.replicas] == [TOO_SMALL]
 
@@ -483,7 +483,7 @@ def test_a_model_that_a_reload_brings_is_checked_on_the_nodes_that_there_are_the
 ) -> None:
     def reload() -> str:
         try:
-            asyncio.run(ask(up.run_dir / "control.sock", Reload(), PATIENCE_S))
+            asyncio.run(query_supervisor(up.run_dir / "control.sock", Reload(), PATIENCE_S))
         except ConfigError as error:
             return error.message
         return ""

@@ -29,7 +29,7 @@ import pytest
 from servekit.config import keys
 from servekit.errors import ServekitError
 from servekit.protocol.messages import GatewayStatus, GetWhy, Why
-from servekit.supervisor.admin.control_socket import ask
+from servekit.supervisor.admin.control_socket import query_supervisor
 from servekit.system import procfs
 from servekit.system.orphan_cleanup import read_children
 from tests.integration.certificates import make
@@ -148,7 +148,9 @@ class Service:
     def why(self, where: str) -> str:
         """What is amiss with the gateway of a node; "" if nothing."""
         with contextlib.suppress(ServekitError):
-            found = asyncio.run(ask(self.up.run_dir / "control.sock", GetWhy(f"gateway/{where}")))
+            found = asyncio.run(
+                query_supervisor(self.up.run_dir / "control.sock", GetWhy(f"gateway/{where}"))
+            )
             return found.replicas[0].reason if isinstance(found, Why) else ""
         return ""
 
@@ -382,7 +384,7 @@ def test_the_process_that_speaks_to_ray_may_die(service: Service) -> None:
 
 def has_another(service: Service) -> bool:
     with contextlib.suppress(ServekitError):
-        why = asyncio.run(ask(service.up.run_dir / "control.sock", GetWhy("ray")))
+        why = asyncio.run(query_supervisor(service.up.run_dir / "control.sock", GetWhy("ray")))
         assert isinstance(why, Why)
         [story] = why.replicas
         return story.state == "ready" and story.restarts == 1

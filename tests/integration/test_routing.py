@@ -19,7 +19,7 @@ import pytest
 from openai import OpenAI
 
 from servekit.protocol.messages import Accepted, Reload
-from servekit.supervisor.admin.control_socket import ask
+from servekit.supervisor.admin.control_socket import query_supervisor
 from tests.integration.instance import Instance, echo, write_config
 from tests.polling import poll
 
@@ -71,7 +71,7 @@ def test_in_turn_it_finds_nothing_until_all_have_read_it(tmp_path: Path) -> None
         # a reload changes how it is routed, and no worker
         pids = [replica.pid for replica in instance.model("m").replicas]
         write_config(tmp_path, [caching("auto")])
-        answer = asyncio.run(ask(instance.run_dir / "control.sock", Reload()))
+        answer = asyncio.run(query_supervisor(instance.run_dir / "control.sock", Reload()))
         assert isinstance(answer, Accepted), answer
         assert all(found > 0 for found in conversation(instance, "x" + FIRST)[1:])
         assert [replica.pid for replica in instance.model("m").replicas] == pids

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.event_store import Wanted, newest_events
+from servekit.event_store import EventFilter, newest_events
 from servekit.protocol.messages import Accepted, Reload
-from servekit.supervisor.admin.control_socket import ask
+from servekit.supervisor.admin.control_socket import query_supervisor
 from tests.integration.instance import Instance, echo, write_config
 
 TEXT = "up and down again "
@@ -80,7 +80,9 @@ def settled(instance: Instance, count: int) -> bool:
 
 
 def scaled(instance: Instance) -> list[str]:
-    return [event.what for event in newest_events(instance.run_dir, Wanted(kinds=("scale",)), 100)]
+    return [
+        event.what for event in newest_events(instance.run_dir, EventFilter(kinds=("scale",)), 100)
+    ]
 
 
 def test_load_brings_replicas_and_calm_takes_them_with_nothing_lost(instance: Instance) -> None:
@@ -115,7 +117,7 @@ def test_a_reload_of_the_range_touches_nothing_else(instance: Instance) -> None:
     def reload(least: int, most: int) -> str:
         model = {**MODEL, "replicas": {"min": least, "max": most}}
         write_config(instance.run_dir.parent, [model, KEPT])
-        answer = asyncio.run(ask(instance.run_dir / "control.sock", Reload(), LONG_S))
+        answer = asyncio.run(query_supervisor(instance.run_dir / "control.sock", Reload(), LONG_S))
         assert isinstance(answer, Accepted)
         return answer.message
 

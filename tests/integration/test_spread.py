@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from servekit.chaos import run as chaos
-from servekit.chaos.finding import Finding, Scene
+from servekit.chaos.result import ExperimentContext, ExperimentResult
 from servekit.chaos.target import Target
 from servekit.system import procfs
 from tests.integration.instance import Instance
@@ -115,11 +115,13 @@ def test_a_rank_that_dies_takes_its_own_replica_down_and_up_again(instance: Inst
 def test_under_load_a_ranks_death_is_seen_by_nobody(instance: Instance) -> None:
     """As `servekit chaos` kills it; how soon all is whole again is another test's."""
 
-    async def kill(url: str) -> Finding:
+    async def kill(url: str) -> ExperimentResult:
         target = await Target.find(url, instance.run_dir, None)
         assert await target.until_whole(UP_S) is not None
         known = await chaos.known_answers(target, count=4)
-        return await chaos.EXPERIMENTS["engine-process-killed"](Scene(target, known, 1.0, 4, 2))
+        return await chaos.EXPERIMENTS["engine-process-killed"](
+            ExperimentContext(target, known, 1.0, 4, 2)
+        )
 
     finding = asyncio.run(kill(instance.url))
     assert (finding.failed, finding.wrong) == (0, 0) and finding.answered > 0

@@ -170,7 +170,7 @@ def test_where_a_library_initialises_cuda_on_import_workers_are_started_afresh(
         until_prepared(instance)
         for _ in range(2):
             assert not is_forked(kill_and_replace(instance))
-        assert "CUDA survives no fork" in instance.log
+        assert "CUDA cannot be used after a fork" in instance.log
         instance.until("its standby has ended", lambda: not instance.model("a").standbys)
 
 

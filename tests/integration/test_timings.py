@@ -101,11 +101,11 @@ def test_what_dies_while_it_loads_shows_how_far_it_came(tmp_path: Path) -> None:
         instance.until("one has died", lambda: starts(instance, "dead/0")[-1].state == "died", 60)
         instance.until("one has failed", lambda: instance.replica("bad/0").state == "failed", 60)
         for name in ("bad", "dead"):
-            assert "died in load after 0." in cli(instance, "why", name).stdout
+            assert "failed 0." in cli(instance, "why", name).stdout
         told = json.loads(cli(instance, "why", "bad", "--json").stdout)
         (death,) = told["replicas"][0]["exits"]
         failed = {one["name"] for one in death["start"]["phases"] if one["failed"]}
         assert failed == {"load"}
         shown = cli(instance, "ps", "--timings").stdout
         assert "bad/0 at " in shown
-        assert "never came up: died in load" in shown
+        assert "did not come up: failed" in shown

@@ -174,7 +174,7 @@ def test_who_waits_is_told_the_place_and_who_leaves_gives_it_up(
     page.page.get_by_label("Max tokens").fill("4000")
     page["#sk-run"].click()
     notes = page["#sk-note-a, #sk-note-b"]
-    expect(notes.filter(has_text="Yours is next")).to_have_count(1, timeout=WITHIN_MS)
+    expect(notes.filter(has_text="Your request is next")).to_have_count(1, timeout=WITHIN_MS)
     page.page.goto("about:blank")
     poll("the engine is free", lambda: running(instance, "narrow") == 0, within_s=60)
 
@@ -371,7 +371,7 @@ def test_the_admins_key_loads_a_model_and_adds_an_adapter(
     page["#sk-adapter-add"].click()
     expect(page["#sk-adapter-told"]).to_contain_text("loud is loaded", timeout=WITHIN_MS)
     page["#sk-adapter-remove"].click()
-    expect(page["#sk-adapter-told"]).to_contain_text("loud is gone", timeout=WITHIN_MS)
+    expect(page["#sk-adapter-told"]).to_contain_text("loud was removed", timeout=WITHIN_MS)
     page["#sk-sleep"].click()
     poll("it sleeps", lambda: _tier(instance, "moving") == "asleep", within_s=30)
     page["#sk-wake"].click()
@@ -394,7 +394,7 @@ def test_another_key_may_look_and_is_told_kindly(
     visit: Callable[..., Visitor], instance: Instance
 ) -> None:
     page = visit("operate", key=GUEST)
-    expect(page[".sk-hint"]).to_contain_text("You may look", timeout=WITHIN_MS)
+    expect(page[".sk-hint"]).to_contain_text("Read-only", timeout=WITHIN_MS)
     for button in ("#sk-unload", "#sk-sleep", "#sk-why"):
         page[button].click()
         alert = page["#sk-told [role=alert]"]

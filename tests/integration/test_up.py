@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from servekit.protocol.messages import Shutdown
-from servekit.supervisor.admin.control_socket import ask
+from servekit.supervisor.admin.control_socket import query_supervisor
 from servekit.system import procfs
 from servekit.system.orphan_cleanup import MARK
 from tests.integration.instance import PROGRAM, Instance, echo, write_config
@@ -593,7 +593,7 @@ def test_down_twice_does_not_cut_off_what_is_in_flight(tmp_path: Path) -> None:
         assert begun.wait(60)
         down = pool.submit(cli, "down", "--run-dir", str(instance.run_dir))
         instance.until("it drains", lambda: instance.status().draining)
-        asyncio.run(ask(instance.run_dir / "control.sock", Shutdown(now=False)))
+        asyncio.run(query_supervisor(instance.run_dir / "control.sock", Shutdown(now=False)))
         begun.clear()
         assert begun.wait(60), "there is more of it"
         assert not under_way.done()

@@ -1,7 +1,7 @@
 """The protocol between `servekit bench` and its client processes: JSON lines, never pickle.
 
-A client reads one Order and one Go; the end of its stdin means: stop now. It writes Ready, then
-Reports, then one Ended. All times are `time.monotonic`, which processes of a machine share.
+A client reads one ClientLoad and one Go; the end of its stdin means: stop now. It writes Ready,
+then Reports, then one Ended. All times are `time.monotonic`, which processes of a machine share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from servekit.bench.lengths import Lengths
 
 Api = Literal["chat", "completions", "embeddings"]
 #: How a request ended. `http` comes with a status; `unfinished`: the measurement ended first.
-Fate = Literal["ok", "http", "connect", "timeout", "cut", "frame", "protocol", "unfinished"]
+Outcome = Literal["ok", "http", "connect", "timeout", "cut", "frame", "protocol", "unfinished"]
 
 PATHS: dict[Api, str] = {
     "chat": "/chat/completions",
@@ -63,7 +63,7 @@ class Asking(msgspec.Struct, frozen=True):
     overhead_tokens: float = 0.0
 
 
-class Order(msgspec.Struct, frozen=True):
+class ClientLoad(msgspec.Struct, frozen=True):
     """The part of one client process in a load. Exactly one of `users` and `rate` is set."""
 
     target: Target
@@ -88,7 +88,7 @@ class Go(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct, array_like=True, gc=False):
     """A request. Times are monotonic; `first` and `last` are those of chunks with text."""
 
-    fate: Fate
+    outcome: Outcome
     began: float
     ended: float
     first: float | None = None

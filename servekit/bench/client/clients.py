@@ -11,10 +11,10 @@ import msgspec
 
 from servekit.bench.aggregator import Tally
 from servekit.bench.client.client_protocol import (
+    ClientLoad,
     Ended,
     FromClient,
     Go,
-    Order,
     Ready,
     Report,
 )
@@ -47,7 +47,7 @@ class Clients:
                     process.kill()
             await process.wait()
 
-    async def start(self, orders: Sequence[Order]) -> None:
+    async def start(self, orders: Sequence[ClientLoad]) -> None:
         """Start one process per order, and wait until all are warm. Raises ServekitError."""
         for order in orders:
             process = await asyncio.create_subprocess_exec(
@@ -62,7 +62,7 @@ class Clients:
             await _send_order(process, order)
         for process in self._processes:
             if not isinstance(await _read_message(process), Ready):
-                raise ServekitError("a client process spoke out of turn")
+                raise ServekitError("a client process sent an unexpected message")
 
     def go(self) -> float:
         """Start the load in all clients at the same time, which is returned."""
@@ -94,7 +94,7 @@ class Clients:
                 process.stdin.close()
 
 
-async def _send_order(process: asyncio.subprocess.Process, order: Order) -> None:
+async def _send_order(process: asyncio.subprocess.Process, order: ClientLoad) -> None:
     """Write an order to stdin, since it may hold a key: command lines are visible to everybody."""
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # `_read_message` reports the cause

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import httptools
 import msgspec
 
-from servekit.bench.client.client_protocol import Fate, Record
+from servekit.bench.client.client_protocol import Outcome, Record
 from servekit.bench.client.response_schemas import decode_answer, message_of, text_of
 from servekit.bench.percentiles import bucket_of
 from servekit.sse import EventStream
@@ -43,9 +43,9 @@ class Exchange:
     def text(self) -> str:
         return "".join(self.texts or ())
 
-    def end(self, fate: Fate, message: str = "", now: float | None = None) -> None:
+    def end(self, outcome: Outcome, message: str = "", now: float | None = None) -> None:
         record = self.record
-        record.fate, record.message = fate, message
+        record.outcome, record.message = outcome, message
         record.status = self.status
         record.ended = time.monotonic() if now is None else now
 
@@ -81,7 +81,7 @@ class Exchange:
         if self.texts is not None:
             self.texts.append(text)
 
-    def take_whole(self) -> Fate:
+    def take_whole(self) -> Outcome:
         """Read an answer without streaming."""
         body = b"".join(self.body)
         answer = decode_answer(body)
@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
         self.closed = False
         self.used = False
 
-    def ask(self, request: bytes, exchange: Exchange) -> None:
+    def send_request(self, request: bytes, exchange: Exchange) -> None:
         assert self._transport is not None
         exchange.reused, self.used = self.used, True
         self._exchange = exchange
@@ -131,12 +131,12 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def give_up(self, fate: Fate, message: str) -> None:
+    def give_up(self, outcome: Outcome, message: str) -> None:
         """Fail the current exchange, and close the connection."""
         exchange = self._exchange
         self.abort()
         if exchange is not None:
-            exchange.end(fate, message)
+            exchange.end(outcome, message)
             exchange.done(exchange)
 
     # ---- asyncio.Protocol
@@ -221,23 +221,23 @@ class Connection(asyncio.Protocol):
         return exchange.take_events(exchange.events.feed(data), now)
 
     def _finish(self, exchange: Exchange, now: float) -> None:
-        fate, message = self._verdict(exchange)
-        exchange.end(fate, message, now)
+        outcome, message = self._verdict(exchange)
+        exchange.end(outcome, message, now)
         self._exchange = None
         if self.closed or not (self._sized and self._keeps):
             self.abort()
         self._freed(self)
         exchange.done(exchange)
 
-    def _verdict(self, exchange: Exchange) -> tuple[Fate, str]:
+    def _verdict(self, exchange: Exchange) -> tuple[Outcome, str]:
         if exchange.status != 200:
             return "http", message_of(b"".join(exchange.body))
         if exchange.events is not None:
             return ("ok", "") if exchange.whole else ("cut", "the stream ended without an end")
         try:
-            fate = exchange.take_whole()
+            outcome = exchange.take_whole()
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             return "protocol", f"not an answer of OpenAI's API: {error}"
-        if fate == "protocol":
-            return fate, "not an answer of OpenAI's API: it has neither choices nor data"
-        return fate, exchange.record.message
+        if outcome == "protocol":
+            return outcome, "not an answer of OpenAI's API: it has neither choices nor data"
+        return outcome, exchange.record.message

@@ -33,7 +33,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class Answer(msgspec.Struct):
+class AnswerSchema(msgspec.Struct):
     """An event of a stream, a whole answer, or an error in place of either."""
 
     choices: list[_Choice] | None = None
@@ -51,7 +51,7 @@ class Answer(msgspec.Struct):
         return self.choices is not None or self.data is not None or self.usage is not None
 
 
-decode_answer = msgspec.json.Decoder(Answer).decode
+decode_answer = msgspec.json.Decoder(AnswerSchema).decode
 
 
 def text_of(choice: _Choice) -> tuple[str, bool]:

@@ -20,13 +20,14 @@ from servekit.errors import ConfigError, ServekitError, StartError
 if TYPE_CHECKING:
     import httpx
 
-    from servekit.cli.chat.stream import Asked, Piece
+    from servekit.cli.chat.stream import AnswerPart, ChatParameters
+
 
 _HELP = """\
-/system TEXT  say who the model is, and begin anew; alone, it shows what was said
-/clear        begin anew
-/help         this
-Ctrl-C stops an answer, Ctrl-D leaves; a line that ends in \\ goes on in the next one."""
+/system TEXT  set the system message and start a new chat; without TEXT, show it
+/clear        start a new chat
+/help         show this help
+Ctrl-C stops an answer, Ctrl-D quits; a line that ends in \\ continues on the next one."""
 _DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _MOST_HISTORY = 1000
 #: Timeout for the connection; an answer has none.
@@ -37,7 +38,8 @@ def chat(
     model: Annotated[
         str,
         typer.Argument(
-            help="Its name, an alias or an adapter.", autocompletion=instance_lookup.complete_models
+            help="Name or alias of a model, or an adapter.",
+            autocompletion=instance_lookup.complete_models,
         ),
     ],
     url: Annotated[
@@ -59,10 +61,10 @@ def chat(
     insecure: Insecure = False,
 ) -> None:
     """Talk to a model. Input that is not a terminal is one question, which gets one answer."""
-    from servekit.cli.chat.stream import Asked
+    from servekit.cli.chat.stream import ChatParameters
 
     given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
-    asked = Asked(model, {key: value for key, value in given.items() if value is not None})
+    asked = ChatParameters(model, {key: value for key, value in given.items() if value is not None})
     with _make_client(
         url or _find_running_url(run_dir), _read_api_key(api_key), ca, insecure=insecure
     ) as client:
@@ -97,7 +99,7 @@ def _make_client(url: str, key: str, ca: Path | None, *, insecure: bool) -> "htt
     import httpx
 
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {url}: it begins with http:// or https://")
+        raise ConfigError(f"--url {url}: the URL must begin with http:// or https://")
     verify: bool | ssl.SSLContext = not insecure
     if ca is not None:
         try:
@@ -111,14 +113,14 @@ def _make_client(url: str, key: str, ca: Path | None, *, insecure: bool) -> "htt
 
 def _read_question(text: str) -> str:
     if not text.strip():
-        raise ConfigError("nothing was asked: the input is empty")
+        raise ConfigError("no question: the input is empty")
     return text
 
 
 class Talk:
     """A conversation."""
 
-    def __init__(self, client: "httpx.Client", asked: "Asked", system: str) -> None:
+    def __init__(self, client: "httpx.Client", asked: "ChatParameters", system: str) -> None:
         self._client = client
         self._asked = asked
         self.system = system
@@ -144,7 +146,7 @@ class Talk:
             self._turns += [said, {"role": "assistant", "content": "".join(heard)}]
 
 
-def _show_answer(pieces: "Iterator[Piece]", heard: list[str]) -> None:
+def _show_answer(pieces: "Iterator[AnswerPart]", heard: list[str]) -> None:
     """Write an answer as it arrives; collect the text without thoughts in `heard`."""
     from servekit.sanitize import show_controls
 
@@ -174,7 +176,7 @@ def _style_output(escape: str) -> str:
 def _run_conversation(talk: Talk, model: str) -> None:
     from servekit.sanitize import one_line
 
-    sys.stdout.write(f"{one_line(model)}: /help tells what there is, Ctrl-D leaves\n")
+    sys.stdout.write(f"{one_line(model)}: /help lists the commands, Ctrl-D quits\n")
     with _keep_history():
         while (text := _read_line()) is not None:
             try:
@@ -214,15 +216,15 @@ def _run_command(talk: Talk, text: str) -> bool:
             sys.stdout.write(f"{_HELP}\n")
         case "/clear":
             talk.clear()
-            sys.stdout.write("begun anew\n")
+            sys.stdout.write("new chat\n")
         case "/system" if rest.strip():
             talk.system = rest.strip()
             talk.clear()
-            sys.stdout.write("begun anew\n")
+            sys.stdout.write("new chat\n")
         case "/system":
-            sys.stdout.write(f"{talk.system or 'nothing was said'}\n")
+            sys.stdout.write(f"{talk.system or 'no system message'}\n")
         case _ if word.startswith("/") and word[1:].isalpha():
-            sys.stdout.write(f"there is no {word}; /help tells what there is\n")
+            sys.stdout.write(f"there is no {word}; /help lists the commands\n")
         case _:
             return False
     return True

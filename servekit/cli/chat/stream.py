@@ -23,7 +23,7 @@ _MOST_ERROR_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ChatParameters:
     """The parameters of a request, without the conversation."""
 
     model: str
@@ -31,7 +31,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AnswerPart:
     """A part of an answer. `thought`: it belongs to the model's reasoning."""
 
     text: str
@@ -39,8 +39,8 @@ class Piece:
 
 
 def stream_answer(
-    client: httpx.Client, asked: Asked, messages: list[dict[str, str]]
-) -> Iterator[Piece]:
+    client: httpx.Client, asked: ChatParameters, messages: list[dict[str, str]]
+) -> Iterator[AnswerPart]:
     """Yield the answer as it arrives. Closing this early disconnects, which stops the model.
 
     Raises StartError if the connection fails, ServekitError for other errors.
@@ -54,26 +54,28 @@ def stream_answer(
                 raise ServekitError(_describe_refusal(response))
             yield from _read_pieces(response)
     except httpx.ConnectError as error:
-        raise StartError(f"nobody answers at {client.base_url}: {error}") from None
+        raise StartError(f"nothing answers at {client.base_url}: {error}") from None
     except httpx.TimeoutException:
         raise ServekitError(f"{client.base_url} does not answer in time") from None
     except httpx.HTTPError as error:
         raise ServekitError(f"the answer broke off: {error or type(error).__name__}") from None
 
 
-def _read_pieces(response: httpx.Response) -> Iterator[Piece]:
+def _read_pieces(response: httpx.Response) -> Iterator[AnswerPart]:
     for data in _read_events(response.iter_bytes()):
         if data == b"[DONE]":
             return
         try:
             event = json.loads(data)
         except ValueError:
-            raise ServekitError("the server sent what is no JSON; is it OpenAI's API?") from None
+            raise ServekitError(
+                "the server's answer is not JSON; does it have OpenAI's API?"
+            ) from None
         if isinstance(event, dict):
             yield from _of_event(event)
 
 
-def _of_event(event: dict[str, Any]) -> Iterator[Piece]:
+def _of_event(event: dict[str, Any]) -> Iterator[AnswerPart]:
     if event.get("error"):
         raise ServekitError(_error_message(event) or "the server reports an error")
     choices = event.get("choices")
@@ -82,7 +84,7 @@ def _of_event(event: dict[str, Any]) -> Iterator[Piece]:
     for key in ("reasoning_content", "content") if isinstance(delta, dict) else ():
         assert isinstance(delta, dict)
         if isinstance(text := delta.get(key), str) and text:
-            yield Piece(text, thought=key != "content")
+            yield AnswerPart(text, thought=key != "content")
 
 
 def _read_events(chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -110,7 +112,7 @@ def _describe_refusal(response: httpx.Response) -> str:
     said = ""
     with contextlib.suppress(ValueError, RecursionError):
         said = _error_message(json.loads(text))
-    said = said or f"it says nothing more than {response.reason_phrase!r}"
+    said = said or f"without a reason but {response.reason_phrase!r}"
     hint = "" if response.status_code != 401 else f" {_KEY_HINT}"
     return f"refused ({response.status_code}): {said}{hint}"
 

@@ -1,1 +1,4 @@
-"""`servekit engine`: Python environments for engines, made, listed and removed."""
+"""`servekit engine`: Python environments for engines, made, listed and removed.
+
+Only `cli.main` may import from here.
+"""

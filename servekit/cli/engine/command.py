@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name, as `engine list` shows it.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the environment, as `engine list` shows it.")
+]
 
 
 def install(
@@ -19,10 +21,11 @@ def install(
         ),
     ],
     name: Annotated[
-        str, typer.Option(help="Its name; by default package and version: vllm-0.33.0.")
+        str,
+        typer.Option(help="Name of the environment; by default package and version: vllm-0.33.0."),
     ] = "",
     python: Annotated[
-        str, typer.Option(help="The Python interpreter to make it with; by default servekit's.")
+        str, typer.Option(help="Python interpreter of the environment; by default servekit's.")
     ] = "",
     installer: Annotated[
         str,
@@ -34,10 +37,10 @@ def install(
     ] = "",
 ) -> None:
     """Make a Python environment for an engine, below XDG_DATA_HOME."""
-    from servekit.cli.engine.installer import Wish, make_environment
+    from servekit.cli.engine.installer import EnvironmentSpec, make_environment
 
-    wish = Wish(tuple(requirements), name, python, installer)
-    for line in make_environment(wish, os.environ):
+    spec = EnvironmentSpec(tuple(requirements), name, python, installer)
+    for line in make_environment(spec, os.environ):
         typer.echo(line, err=True)
 
 
@@ -60,7 +63,7 @@ def list_environments(
 def remove(
     name: Name,
     force: Annotated[
-        bool, typer.Option("--force", help="Remove it although processes run in it.")
+        bool, typer.Option("--force", help="Remove it even if processes run in it.")
     ] = False,
 ) -> None:
     """Remove an environment, unless processes run in it."""

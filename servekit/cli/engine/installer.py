@@ -62,7 +62,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class EnvironmentSpec:
     """The environment that a user asks for."""
 
     requirements: tuple[str, ...]
@@ -71,22 +71,22 @@ class Wish:
     installer: str = ""  # uv or pip; "": whichever is there
 
 
-def make_environment(wish: Wish, environ: Mapping[str, str]) -> Iterator[str]:
+def make_environment(spec: EnvironmentSpec, environ: Mapping[str, str]) -> Iterator[str]:
     """Make an environment; yield lines about its progress.
 
-    The output of pip or uv goes to our own. Raises ConfigError for a wish that makes no sense, and
+    The output of pip or uv goes to our own. Raises ConfigError for an invalid specification, and
     StartError if the environment cannot be made; then nothing of it is left.
     """
-    engine, *others = map(_parse_requirement, wish.requirements)
-    if wish.installer not in ("", "uv", "pip"):
-        raise ConfigError(f"--with is uv or pip, not {wish.installer!r}")
-    if wish.name and not _NAME.fullmatch(wish.name):
-        raise ConfigError(f"--name {wish.name!r}: letters, digits, '.', '_' and '-' only")
+    engine, *others = map(_parse_requirement, spec.requirements)
+    if spec.installer not in ("", "uv", "pip"):
+        raise ConfigError(f"--with is uv or pip, not {spec.installer!r}")
+    if spec.name and not _NAME.fullmatch(spec.name):
+        raise ConfigError(f"--name {spec.name!r}: letters, digits, '.', '_' and '-' only")
     home = find_engines_folder(environ)
     with _locked(home):
         _check_disk(canonicalize_name(engine.name), home)
-        tool = _find_tool(wish, environ)
-        name = wish.name or _choose_name(engine, tool, home)
+        tool = _find_tool(spec, environ)
+        name = spec.name or _choose_name(engine, tool, home)
         folder = home / name
         if (folder / MANIFEST).is_file():
             raise ConfigError(f"{name} is installed already: {folder}")
@@ -99,7 +99,7 @@ def make_environment(wish: Wish, environ: Mapping[str, str]) -> Iterator[str]:
             yield "importing the engine"
             environment = _try_import(folder, engine.name, kind)
             (folder / LOCK_FILE).write_text(tool.list_packages(folder), encoding="utf-8")
-            _write_manifest(folder, wish, environment)
+            _write_manifest(folder, spec, environment)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -142,7 +142,7 @@ def _parse_requirement(text: str) -> Requirement:
     try:
         found = Requirement(text)
     except InvalidRequirement:
-        raise ConfigError(f"{text!r} names no package: write vllm or vllm==0.33.0") from None
+        raise ConfigError(f"{text!r} does not name a package: write vllm or vllm==0.33.0") from None
     if found.name in KINDS and KINDS[found.name].modules:
         found.name = KINDS[found.name].modules[0]
     return found
@@ -155,7 +155,7 @@ def _locked(home: Path) -> Iterator[None]:
         file = (home / ".lock").open("w")
     except OSError as error:
         reason = f"{home} cannot be written: {error.strerror}"
-        raise StartError(f"{reason}; XDG_DATA_HOME names another place") from None
+        raise StartError(f"{reason}; choose another folder with XDG_DATA_HOME") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -227,17 +227,17 @@ class _Uv:
         return [self.program, "pip", command, "--python", str(folder / "bin" / "python")]
 
 
-def _find_tool(wish: Wish, environ: Mapping[str, str]) -> _Pip | _Uv:
-    python = wish.python or sys.executable
+def _find_tool(spec: EnvironmentSpec, environ: Mapping[str, str]) -> _Pip | _Uv:
+    python = spec.python or sys.executable
     if shutil.which(python) is None:
         raise ConfigError(f"there is no Python interpreter {python}")
     program = shutil.which("uv", path=environ.get("PATH"))
-    if wish.installer == "uv" and program is None:
+    if spec.installer == "uv" and program is None:
         raise ConfigError("uv is not installed; leave out --with, or pip install uv")
     # uv reads no settings of pip: where these name another index, uv would miss it
-    if program is None or wish.installer == "pip":
+    if program is None or spec.installer == "pip":
         return _Pip(python)
-    if wish.installer == "" and _has_pip_settings(environ):
+    if spec.installer == "" and _has_pip_settings(environ):
         return _Pip(python)
     return _Uv(program, python)
 
@@ -305,9 +305,9 @@ def _try_import(folder: Path, package: str, kind: EngineKind | None) -> Environm
     return environment
 
 
-def _write_manifest(folder: Path, wish: Wish, environment: Environment) -> None:
+def _write_manifest(folder: Path, spec: EnvironmentSpec, environment: Environment) -> None:
     manifest = {
-        "requirements": list(wish.requirements),
+        "requirements": list(spec.requirements),
         "python": ".".join(map(str, environment.version)),
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "servekit": servekit.__version__,

@@ -39,6 +39,6 @@ def environment_table(found: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of `engine list`."""
     table = new_table("NAME", "PYTHON", "SIZE", "ENGINES", "PATH")
     for one in found:
-        engines = one["trouble"] or ", ".join(one["engines"]) or "none of servekit's own"
+        engines = one["trouble"] or ", ".join(one["engines"]) or "no engine of servekit"
         table.add_row(one["name"], one["python"], format_bytes(one["bytes"]), engines, one["path"])
     return table

@@ -21,7 +21,7 @@ from servekit.cli import instance_lookup
 from servekit.cli.top.sampler import Sampler
 from servekit.cli.top.view import draw_view
 from servekit.errors import ServekitError, StartError
-from servekit.event_store import Event, Wanted, newest_events
+from servekit.event_store import Event, EventFilter, newest_events
 
 #: Timeout of an answer; the picture then shows an error, and polling continues.
 _ANSWER_S = 5.0
@@ -76,7 +76,7 @@ async def _update_screen(folder: Path, sampler: Sampler, screen: _Screen, every_
 
 
 async def _read_events(folder: Path) -> tuple[Event, ...]:
-    return tuple(await asyncio.to_thread(newest_events, folder, Wanted(), _EVENTS))
+    return tuple(await asyncio.to_thread(newest_events, folder, EventFilter(), _EVENTS))
 
 
 class _Screen:

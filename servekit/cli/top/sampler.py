@@ -62,7 +62,7 @@ class Sampler:
             return View(self._status, self._rates(), events, at=now)
         self._lost_at = self._lost_at or now
         since = time.strftime("%H:%M:%S", time.localtime(self._lost_at))
-        return View(self._status, {}, events, f"{lost}; this is how it stood at {since}", now)
+        return View(self._status, {}, events, f"{lost}; showing the state of {since}", now)
 
     def _rates(self) -> dict[str, float]:
         if len(self._samples) < 2:

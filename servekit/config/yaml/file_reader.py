@@ -35,7 +35,7 @@ def _read_bytes(path: Path) -> bytes:
     except OSError as error:
         raise DocumentError(f"cannot be read: {error.strerror}.") from None
     except ValueError as error:  # a NUL in the name
-        raise DocumentError(f"is no file name: {error}.") from None
+        raise DocumentError(f"is not a file name: {error}.") from None
     if len(data) > MAX_BYTES:
         raise DocumentError("is larger than 1 MiB; a configuration file is a few lines of YAML.")
     return data

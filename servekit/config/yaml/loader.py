@@ -139,7 +139,8 @@ class _Composer:
                 continue
             if key in keys:
                 raise DocumentError(
-                    f"the key '{key[:40]}' stands twice; first on line {keys[key].line}.", key_mark
+                    f"the key '{key[:40]}' is written twice; first on line {keys[key].line}.",
+                    key_mark,
                 )
             values[key], keys[key] = value, key_mark
         for source in merged:

@@ -44,10 +44,10 @@ def command_of(words: Sequence[str], module: str | None) -> list[str]:
         if words:
             raise ConfigError("give a command or --import MODULE, not both")
         if not all(part.isidentifier() for part in module.split(".")):
-            raise ConfigError(f"{module!r} is no name of a module")
+            raise ConfigError(f"{module!r} is not the name of a module")
         return [sys.executable, "-c", f"import {module}"]
     if not words:
-        raise ConfigError("what shall run? servekit trace-cuda -- python app.py")
+        raise ConfigError("no command to run: servekit trace-cuda -- python app.py")
     if words[0].endswith(".py"):
         return [sys.executable, *words]
     return list(words)

@@ -17,7 +17,7 @@ LIMITS = (
     "fork, start of a program, write to CUDA_VISIBLE_DEVICES or exit, not at the moment.",
     "A Python started with -I, -E or -S, and a program that is not Python, records nothing; of "
     "those only open /dev/nvidia* files are seen, looked at every 50 ms.",
-    "What C code writes into its environment (setenv) is not seen.",
+    "Changes that C code makes to its environment (setenv) are not seen.",
 )
 
 
@@ -103,7 +103,7 @@ def _process_findings(
     for line in process["late_writes"]:
         if line["value"] != line["before"]:
             said = f"CUDA_VISIBLE_DEVICES becomes {_show_value(line['value'])}, was "
-            said += f"{_show_value(line['before'])}, {after}: nothing heeds it"
+            said += f"{_show_value(line['before'])}, {after}: this has no effect"
             yield _make_finding(process, "late write", said, line)
     parent = by_pid.get(process["parent"] or 0)
     if cuda and process["forked"] and parent and _is_before(parent["cuda"], process["started_at"]):
@@ -133,7 +133,7 @@ def _blind_spots(trace: Trace) -> Iterator[str]:
         for line in _lines_of_kind(lines, "blind"):
             yield f"pid {pid} started {shlex.join(line['argv'])} ({line['why']}): not recorded."
         if not any(_lines_of_kind(lines, "end")):
-            yield f"pid {pid} ended without a word (a signal, or native code's exit)."
+            yield f"pid {pid} ended without a report (a signal, or native code's exit)."
     for pid, (command, devices) in trace.seen.items():
         if pid not in trace.lines:
             yield f"pid {pid} ({command}) recorded nothing; had open {', '.join(devices)}."
@@ -176,7 +176,7 @@ def _process_lines(process: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {_cause_of(cuda)}, {cuda['at'] - process['started_at']:.2f} s after its start"
         yield from _reason_lines(cuda)
     if (asked := process["asked"]) is not None and cuda is None:
-        yield f"  {asked['what']} was asked: harmless in this torch, which has no CUDA; one that"
+        yield f"  {asked['what']} was called: harmless in this torch, which has no CUDA; one that"
         yield "  has initialises the driver there (PYTORCH_NVML_BASED_CUDA_CHECK=1 spares that)"
         yield from _reason_lines(asked)
     for line in process["writes"]:

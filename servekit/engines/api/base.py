@@ -40,7 +40,7 @@ from servekit.protocol.messages import (
 Report = Callable[[Progress], None]
 
 #: Error text of an engine that fails after `fail_step`.
-TOLD_TO_FAIL = "this step was told to fail, by an experiment"
+TOLD_TO_FAIL = "this step failed on purpose, for an experiment"
 
 
 @dataclass(slots=True)
@@ -254,7 +254,7 @@ class Engine(ABC):
         Called from any thread, concurrently; may take a second or two. Raises RequestError if the
         grammar cannot be compiled or is too large.
         """
-        raise Unsupported("this engine keeps to no grammar", param=grammar.param)
+        raise Unsupported("this engine does not support grammars", param=grammar.param)
 
     def sleep(self) -> None:
         """Free the device memory and keep the weights in host memory, until `wake`.

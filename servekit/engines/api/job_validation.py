@@ -126,7 +126,7 @@ def _check_bias(params: SamplingParams, limits: Limits) -> None:
     for token, value in params.logit_bias:
         if not 0 <= token < size:
             read = 0 <= token < limits.vocab_size
-            what = "which the model reads but cannot say" if read else "not in its vocabulary"
+            what = "which the model can read but not generate" if read else "not in its vocabulary"
             raise RequestError(
                 f"logit_bias names token {token}, {what} (0 to {size - 1}).",
                 param="logit_bias",

@@ -297,7 +297,7 @@ def _get_page(client: httpx.Client, page: str, retries: int) -> httpx.Response:
 def _of_json(page: object, base: str) -> list[Wheel]:
     files = page.get("files") if isinstance(page, dict) else None
     if not isinstance(files, list):
-        raise ValueError("its answer is no page of the simple API")
+        raise ValueError("its answer is not a page of the simple API")
     return [
         Wheel(
             filename=str(one["filename"]),
@@ -480,7 +480,7 @@ def _fetch_rest(client: httpx.Client, wheel: Wheel, path: Path, report: Report) 
     with client.stream("GET", wheel.url, headers=headers) as answer:
         if done and answer.status_code == 416:  # nothing is left, or the file has changed
             path.write_bytes(b"")
-            raise httpx.RemoteProtocolError("the rest cannot be had", request=answer.request)
+            raise httpx.RemoteProtocolError("the rest cannot be fetched", request=answer.request)
         answer.raise_for_status()
         if done and answer.status_code != 206:
             done = 0  # the server sends the whole file again
@@ -508,8 +508,8 @@ def _check_hash(wheel: Wheel, path: Path) -> None:
         found = hashlib.file_digest(file, kind).hexdigest()
     if found != wheel.hashes[kind].lower():
         raise LoadError(
-            f"{wheel.filename} is not what its index tells: its {kind} is {found}, and "
-            f"{wheel.hashes[kind]} was expected; it is not used.",
+            f"{wheel.filename} does not match its index: its {kind} is {found}, and "
+            f"{wheel.hashes[kind]} was expected.",
             permanent=False,
         )
 

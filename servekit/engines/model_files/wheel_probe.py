@@ -26,7 +26,10 @@ def probe_wheel(requirement: str, environ: Mapping[str, str]) -> tuple[str, str]
     """Return a level (ok, warning, error) and a message on a wheel that is not cached."""
     for name in _OFFLINE:
         if environ.get(name, "").lower() in ("1", "true", "yes", "on"):
-            said = f"{requirement} is not here, and no index was asked for it: {name} is set."
+            said = (
+                f"{requirement} is not on this machine, and no index was asked for it: {name}"
+                " is set."
+            )
             return "warning", said
     settings = replace(
         package_index.Settings.of(environ), timeout_s=TIMEOUT_S, read_timeout_s=TIMEOUT_S, retries=0
@@ -42,11 +45,11 @@ def probe_wheel(requirement: str, environ: Mapping[str, str]) -> tuple[str, str]
 
 def _of_room(requirement: str, size_bytes: int) -> tuple[str, str]:
     if not size_bytes:
-        return "ok", f"{requirement} is to be fetched; its index does not tell its size."
+        return "ok", f"{requirement} will be fetched; its index does not state its size."
     root = default_root()
     there = next(folder for folder in (root, *root.parents) if folder.exists())
     free_bytes = disk_free_bytes(there)
-    said = f"{requirement} is to be fetched: {format_bytes(size_bytes)}"
+    said = f"{requirement} will be fetched: {format_bytes(size_bytes)}"
     if free_bytes < 2 * size_bytes:  # the wheel and its extracted files exist at once
         free = f"{format_bytes(free_bytes)} are free in {root}"
         return "warning", f"{said}, and twice that on the disk; {free}. Free some."

@@ -9,4 +9,6 @@ response_parser  text, counts and end of an answer
 reader           bytes of an answer to parsed chunks
 handshake        first requests to the endpoint
 health           health while there are no requests
+
+Only the registry of `engines` and `engines.command` may import from here.
 """

@@ -27,7 +27,7 @@ from servekit.engines.remote.errors import (
     wrong_answer,
 )
 from servekit.engines.remote.rate_limiter import RateLimiter, Sent
-from servekit.engines.remote.request_builder import Errand
+from servekit.engines.remote.request_builder import EndpointCall
 from servekit.errors import EndpointFailed
 
 #: Bytes of an error body that are read.
@@ -71,7 +71,9 @@ class Reply:
         coding = self._response.headers.get("content-encoding", "identity").lower()
         if coding != "identity":
             raise Refused(
-                wrong_answer(f"it is encoded as {coding[:40]!r}, and was asked for as it is")
+                wrong_answer(
+                    f"it is encoded as {coding[:40]!r}, although no encoding was requested"
+                )
             )
         self._first = await anext(self._raw, b"")
         if not self._first:
@@ -129,13 +131,13 @@ class Endpoint:
         await self._client.aclose()
 
     @contextlib.asynccontextmanager
-    async def ask(self, errand: Errand, *, patient: bool = True) -> AsyncIterator[Reply]:
+    async def ask(self, call: EndpointCall, *, patient: bool = True) -> AsyncIterator[Reply]:
         """Send an errand and yield the reply once it has begun; closes the connection on exit.
 
         Raises Refused after the last attempt; without `patient` there is only one attempt.
         """
         reply, response = await self._ask_with_retries(
-            errand, self._address.retries if patient else 0
+            call, self._address.retries if patient else 0
         )
         try:
             yield reply
@@ -156,11 +158,13 @@ class Endpoint:
             waited = f"nothing within {self._address.connect_timeout_s:g} s"
             raise unreachable_error(self._address.url, waited) from None
 
-    async def _ask_with_retries(self, errand: Errand, retries: int) -> tuple[Reply, httpx.Response]:
+    async def _ask_with_retries(
+        self, call: EndpointCall, retries: int
+    ) -> tuple[Reply, httpx.Response]:
         for attempt in range(retries + 1):
-            sent = await self.pace.admit(errand.tokens)
+            sent = await self.pace.admit(call.tokens)
             try:
-                return await self._ask_once(errand, sent)
+                return await self._ask_once(call, sent)
             except Refused as refused:
                 pause_s = self._pause_s(refused, attempt)
                 if not refused.again or attempt == retries or pause_s > _LONGEST_WAIT_S:
@@ -177,11 +181,11 @@ class Endpoint:
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)
         return pause_s * random.uniform(0.5, 1.0)
 
-    async def _ask_once(self, errand: Errand, sent: Sent) -> tuple[Reply, httpx.Response]:
+    async def _ask_once(self, call: EndpointCall, sent: Sent) -> tuple[Reply, httpx.Response]:
         """Make one attempt, up to the first byte of an answer. Raises Refused."""
         address = self._address
         request = self._client.build_request(
-            "POST", address.url + errand.path, content=errand.body, headers=errand.headers
+            "POST", address.url + call.path, content=call.body, headers=call.headers
         )
         response: httpx.Response | None = None
         try:

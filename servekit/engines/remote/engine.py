@@ -27,7 +27,7 @@ from servekit.engines.remote.handshake import Greeted, greet_endpoint, make_gree
 from servekit.engines.remote.health import LOOK_EVERY_S, HealthWatcher
 from servekit.engines.remote.rate_limiter import RateLimiter
 from servekit.engines.remote.reader import drain_reply, read_reply
-from servekit.engines.remote.request_builder import EndpointTraits, Errand, build_errand
+from servekit.engines.remote.request_builder import EndpointCall, EndpointTraits, build_errand
 from servekit.engines.remote.response_parser import Answer
 from servekit.engines.remote.schemas import parse_vectors
 from servekit.errors import EndpointFailed, LoadError, RequestError
@@ -141,7 +141,7 @@ class OpenAIEngine(TextEngine):
         self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join(_CLOSE_S)
 
-    def _begin_task(self, job_id: int, task: Errand) -> None:
+    def _begin_task(self, job_id: int, task: EndpointCall) -> None:
         running = self._loop.create_task(self._run_errand(job_id, task))
         self._tasks[job_id] = running
         running.add_done_callback(lambda _: self._tasks.pop(job_id, None))
@@ -209,7 +209,7 @@ class OpenAIEngine(TextEngine):
 
     # ---- one request
 
-    async def _run_errand(self, job_id: int, task: Errand) -> None:
+    async def _run_errand(self, job_id: int, task: EndpointCall) -> None:
         failure: RequestError
         try:
             # while the endpoint is in trouble, retries are pointless
@@ -235,7 +235,7 @@ class OpenAIEngine(TextEngine):
         """Return whether a request failed because the engine has died, and goes on elsewhere."""
         return False
 
-    async def _stream_answer(self, job_id: int, task: Errand, reply: Reply) -> None:
+    async def _stream_answer(self, job_id: int, task: EndpointCall, reply: Reply) -> None:
         answer = Answer(task.request, task.tokens, self._most_chars)
 
         def tell() -> None:
@@ -247,7 +247,7 @@ class OpenAIEngine(TextEngine):
         self._queue_output(answer.piece(job_id, last=True))
         await drain_reply(reply)
 
-    async def _embed_inputs(self, job_id: int, task: Errand, reply: Reply) -> None:
+    async def _embed_inputs(self, job_id: int, task: EndpointCall, reply: Reply) -> None:
         found, used = parse_vectors(await reply.whole(), len(task.request.inputs))
         tokens = task.tokens if used is None else used
         self._pace.settle(reply.sent, tokens)

@@ -17,7 +17,12 @@ from servekit.engines.remote.client import Address, Endpoint
 from servekit.engines.remote.errors import Refused
 from servekit.engines.remote.rate_limiter import RateLimiter
 from servekit.engines.remote.reader import read_reply
-from servekit.engines.remote.request_builder import EndpointTraits, Errand, Limit, build_errand
+from servekit.engines.remote.request_builder import (
+    EndpointCall,
+    EndpointTraits,
+    Limit,
+    build_errand,
+)
 from servekit.engines.remote.response_parser import Answer
 from servekit.engines.remote.schemas import parse_vectors
 from servekit.errors import LoadError, RequestError
@@ -64,7 +69,7 @@ async def greet_endpoint(
         await endpoint.close()
 
 
-def make_greeting(traits: EndpointTraits, *, embeds: bool) -> Errand:
+def make_greeting(traits: EndpointTraits, *, embeds: bool) -> EndpointCall:
     """Return a request that costs next to nothing."""
     if embeds:
         return build_errand(Generate(0, SamplingParams(), task="embed", inputs=["hello"]), traits)
@@ -121,7 +126,7 @@ def _list_traits(traits: EndpointTraits, *, embeds: bool) -> Iterator[EndpointTr
         yield replace(traits, usage=usage, limit=limit)
 
 
-async def _hear_answer(endpoint: Endpoint, task: Errand) -> int:
+async def _hear_answer(endpoint: Endpoint, task: EndpointCall) -> int:
     async with endpoint.ask(task, patient=False) as reply:
         if task.request.task == "embed":
             found, _ = parse_vectors(await reply.whole(), 1)
@@ -135,6 +140,6 @@ def to_load_error(refusal: Refused, key_name: str, key: str) -> LoadError:
     said = refusal.error.message
     if refusal.status in _UNAUTHORISED:
         hint = f"the key in the variable {key_name}" if key else "`key_environment` names none"
-        return LoadError(f"{said}; it does not take {hint}" if key else f"{said}; {hint}")
+        return LoadError(f"{said}; it does not accept {hint}" if key else f"{said}; {hint}")
     permanent = not refusal.again and refusal.status != 429
     return LoadError(said, permanent=permanent)

@@ -41,7 +41,7 @@ class EndpointTraits:
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class EndpointCall:
     """A request to the endpoint."""
 
     path: str
@@ -60,12 +60,12 @@ class Errand:
         return len(self.body) // BYTES_PER_TOKEN + 1
 
 
-def build_errand(request: Generate, traits: EndpointTraits) -> Errand:
+def build_errand(request: Generate, traits: EndpointTraits) -> EndpointCall:
     """Build the request. Raises Unsupported for parameters that OpenAI's API cannot express."""
     body: dict[str, Any] = {"model": traits.model}
     if request.task == "embed":
         body |= {"input": request.inputs, "encoding_format": "float"}
-        return Errand("/embeddings", msgspec.json.encode(body), request)
+        return EndpointCall("/embeddings", msgspec.json.encode(body), request)
     body["stream"] = True
     if traits.usage:
         body["stream_options"] = {"include_usage": True}
@@ -77,7 +77,7 @@ def build_errand(request: Generate, traits: EndpointTraits) -> Errand:
         body |= _chat_body(request, traits)
         path = "/chat/completions"
     body |= _sampling_body(request, traits)
-    return Errand(path, msgspec.json.encode(body), request)
+    return EndpointCall(path, msgspec.json.encode(body), request)
 
 
 def _chat_body(request: Generate, traits: EndpointTraits) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Answer:
         if index not in self._calls:
             self._begin_call(index, call.id or "", function.name or "")
         elif index != len(self._calls) - 1 or self._part != ARGUMENTS:
-            raise wrong_answer("it goes on with a tool call after the next has begun")
+            raise wrong_answer("it continues a tool call after the next has started")
         arguments = function.arguments
         if arguments:
             written = arguments if isinstance(arguments, str) else _write_arguments(arguments)

@@ -91,7 +91,7 @@ def convert_logprobs(given: Any) -> list[TokenLogprob]:
         rows = zip(given["tokens"], given["token_logprobs"], best, strict=True)
         return [_plain_scored(*row) for row in rows]
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise wrong_answer("its log probabilities have no form that is known") from None
+        raise wrong_answer("its log probabilities have an unknown form") from None
 
 
 def _chat_logprob(one: dict[str, Any]) -> TokenLogprob:
@@ -160,4 +160,4 @@ def _parse_vector(given: list[float] | str) -> bytes:
             raise ValueError
         return numbers.tobytes()
     except (binascii.Error, OverflowError, ValueError):
-        raise wrong_answer("one of its embeddings is none") from None
+        raise wrong_answer("one of its embeddings is missing") from None

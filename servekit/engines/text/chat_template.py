@@ -119,7 +119,8 @@ class ChatTemplate:
             raise RequestError("messages must have at least one message.", param="messages")
         if continues and (messages[-1].role != "assistant" or messages[-1].tool_calls):
             raise RequestError(
-                "Only text of the assistant can be gone on with, and the last message is none.",
+                "Only a message of the assistant can be continued, and the last message is not"
+                " one.",
                 param="messages",
             )
         if taken := sorted(self._taken & set(template)):

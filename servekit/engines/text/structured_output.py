@@ -219,7 +219,7 @@ class Grammars:
         constraint = Constraint(self, grammar, emitted)
         if not constraint.follow():
             raise RequestError(
-                "The text so far does not keep to the grammar it is to go on with.",
+                "The text so far does not match the grammar that continues it.",
                 param=grammar.param,
             )
         return constraint

@@ -105,23 +105,23 @@ def pack_layers(model: nn.Module, spec: WorkerSpec) -> int:
     A model on GPUs or over several ranks is not packed. Raises LoadError if packing is requested
     but impossible.
     """
-    wish: bool | None = spec.options.get("packed_weights")
-    if wish is False or spec.device != "cpu" or spec.gpus > 1:
+    packed: bool | None = spec.options.get("packed_weights")
+    if packed is False or spec.device != "cpu" or spec.gpus > 1:
         return 0
     layers = list(_find_layers(model))
     size = _size_of(layers)
-    if not wish and size < _LEAST_MODEL_BYTES:
+    if not packed and size < _LEAST_MODEL_BYTES:
         return 0
     with _hold_lock(spec):
         why = (
-            ("" if wish else _no_gain())
-            or _explain_lack(size, spec, wish)
+            ("" if packed else _no_gain())
+            or _explain_lack(size, spec, packed)
             or _find_obstacle(layers)
         )
-        if not why and not _pack_all(layers, 1.0 if wish else SHARE):
+        if not why and not _pack_all(layers, 1.0 if packed else SHARE):
             why = "there is no memory for it"
     if why:
-        if wish:
+        if packed:
             raise LoadError(
                 f"options.packed_weights is true, and {why}. Without that option the model runs "
                 "with its weights as they are.",
@@ -264,10 +264,10 @@ def _no_gain(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return ""
 
 
-def _explain_lack(size: int, spec: WorkerSpec, wish: bool | None) -> str:
+def _explain_lack(size: int, spec: WorkerSpec, packed: bool | None) -> str:
     """Return why memory does not allow packing, or ""."""
     room = cgroup.available_memory_bytes() - int(spec.options.get("kv_cache_bytes") or 0)
-    if not wish:
+    if not packed:
         room = int(room * SHARE)
     if spec.host_memory_bytes:
         room = min(room, spec.host_memory_bytes - size - _REST_BYTES)

@@ -126,7 +126,7 @@ def _read_modules(folder: Path, device: torch.device) -> Pooling:
             case _:
                 raise LoadError(f"Embeddings that go through a {kind} layer are not supported.")
     if not modes:
-        raise LoadError(f"{folder} names no pooling in its modules.json.")
+        raise LoadError(f"{folder} does not name a pooling in its modules.json.")
     return Pooling(modes, tuple(layers), _max_tokens(folder))
 
 

@@ -39,8 +39,10 @@ def make_causal_runner(
     model: PreTrainedModel, spec: WorkerSpec, chat: bool, ranks: Ranks | None = None
 ) -> tuple[CausalRunner, ModelInfo]:
     """Return the runner for a model, and its properties. Raises LoadError."""
-    wish = spec.options.get("batching", "auto")
-    reason = "the configuration says static" if wish == "static" else _find_obstacle(model, spec)
+    batching = spec.options.get("batching", "auto")
+    reason = (
+        "the configuration says static" if batching == "static" else _find_obstacle(model, spec)
+    )
     if not reason:
         attention = str(model.config._attn_implementation)
         for way in _list_ways(model, spec):
@@ -54,10 +56,10 @@ def make_causal_runner(
                 reason = f"{type(error).__name__}: {error}"
                 model.set_attn_implementation(attention)
                 log.warning("batching_test_failed", model=spec.model, mode=str(way), reason=reason)
-    if wish == "continuous":
+    if batching == "continuous":
         raise LoadError(f"{spec.model} cannot run with continuous batching: {reason}.")
     log.info("sequential_mode_chosen", model=spec.model, reason=reason)
-    return _make_static(model, spec, chat, "" if wish == "static" else f": {reason}")
+    return _make_static(model, spec, chat, "" if batching == "static" else f": {reason}")
 
 
 def _not_pageable(error: Exception) -> bool:

@@ -64,7 +64,7 @@ class Sampler:
                 logits[index, _within_head(row.forbidden(), logits)] = -torch.inf
         masks.apply(logits)
         self._draw_rows(rows, logits)
-        report.tell(logits)
+        report.record_logits(logits)
 
     def _draw_rows(self, rows: Sequence[Row], logits: Tensor) -> None:
         drawn = [index for index, row in enumerate(rows) if not row.sampling.greedy]
@@ -282,7 +282,7 @@ class Report:
             self._where = torch.tensor([index for index, _ in self._rows], device=logits.device)
             self._logs = logits[self._where].log_softmax(-1)
 
-    def tell(self, logits: Tensor) -> None:
+    def record_logits(self, logits: Tensor) -> None:
         """Set each row's `scores`; the argmax of `logits` is the chosen token."""
         if not self._rows:
             return

@@ -64,7 +64,7 @@ class InferenceAnswer(msgspec.Struct):
     """The answer of /inference, with status 200 also if there is none, and errors of both paths."""
 
     text: Annotated[str, doc("The text", ANSWER)]
-    error: Annotated[str, doc("Why there is no text; empty if there is")]
+    error: Annotated[str, doc("The reason why there is no text; empty if there is one")]
 
 
 def encode_error(error: ServekitError) -> tuple[int, bytes]:
@@ -81,12 +81,12 @@ def encode_stream_error(error: ServekitError) -> tuple[int, bytes]:
 class InferenceEncoder(ResponseEncoder):
     """The answer to POST /inference, without the model's reasoning."""
 
-    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
+    def encode_response(self, generation: Generation, choices: list[Choice]) -> bytes:
         choice = choices[0]
         error = ""
         if choice.reasoning and not choice.text:
             tokens = generation.completion_tokens
-            error = f"the model did not get past its thoughts, {tokens} tokens long"
+            error = f"the model did not finish its thoughts, {tokens} tokens long"
         return _encode(InferenceAnswer(choice.text, error))
 
 
@@ -110,7 +110,7 @@ class StreamEncoder(ResponseEncoder):
     def closing(self, generation: Generation) -> bytes:
         return event(self._held) if self._held else b""
 
-    def late_error(self, error: ServekitError) -> None:
+    def encode_late_error(self, error: ServekitError) -> None:
         log.warning("stream_cut_off", path="/stream", error=error.message)
 
 
@@ -157,7 +157,7 @@ class Legacy:
         if backend and router.serves(backend):
             return backend
         if not any(router.models()):
-            raise ModelUnavailable("there is no model here that may be used")
+            raise ModelUnavailable("no model may be used here")
         return router.find("").status.name
 
 
@@ -171,7 +171,7 @@ async def open_when_ready(router: Router, request: GenerationRequest) -> Generat
     while True:
         route = router.find(request.model)
         waited_s = loop.time() - began_s
-        hopeless = route.hopeless or router.draining
+        hopeless = route.is_permanently_down or router.draining
         try:
             route.check_available()
             return Generation(router, request)

@@ -49,7 +49,7 @@ class UnknownParameters:
         said = f"unknown parameter{'s' if len(names) > 1 else ''}: {told}"
         if self.policy == "refuse":
             raise RequestError(
-                f"{said}; leave out what is not known here (server.unknown_parameters: refuse)",
+                f"{said}; leave out unknown parameters (server.unknown_parameters: refuse)",
                 param=names[0],
             )
         if (origin := ORIGIN.get()) is not None:

@@ -178,7 +178,7 @@ class ApiKey:
         self._untold, self._told_active = [0, 0], active
         return KeyUse(self.rule.name, requests, tokens, active)
 
-    def hear(self, gateway: str, use: KeyUse) -> None:
+    def add_usage(self, gateway: str, use: KeyUse) -> None:
         """Count the key's use at another gateway."""
         now_s = time.monotonic()
         if self.requests is not None:

@@ -87,11 +87,11 @@ class Access:
         uses = tuple(use for caller in self._callers.values() if (use := caller.use()))
         return KeyUsage(gateway, uses) if uses else None
 
-    def hear(self, spent: KeyUsage) -> None:
+    def add_usage(self, spent: KeyUsage) -> None:
         """Count the use of keys at another gateway."""
         for use in spent.uses:
             if (caller := self._callers.get(use.name)) is not None:
-                caller.hear(spent.gateway, use)
+                caller.add_usage(spent.gateway, use)
 
     # ---- authentication
 
@@ -177,7 +177,7 @@ class Access:
         caller = ACTING.get()
         if caller is not None and not (caller.rule.metrics or caller.rule.admin):
             needs = "/metrics needs a key with `metrics: true`"
-            raise Forbidden(f"{needs}, and the key {caller.rule.name!r} has not")
+            raise Forbidden(f"{needs}, which the key {caller.rule.name!r} lacks")
 
     def require_admin(self) -> ApiKey:
         """Return the current caller if it may administer. Raises Forbidden.

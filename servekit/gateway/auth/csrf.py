@@ -41,15 +41,15 @@ class CsrfCheck:
             self._look(host)
         if origin and not self._is_ours(origin.decode("latin-1"), host.decode("latin-1")):
             raise Forbidden(
-                "another site's page may not use this; server.cors, or server.hosts, lets it"
+                "pages of another site may not use this; server.cors, or server.hosts, allows them"
             )
 
     def _look(self, host: bytes) -> None:
         name = _name_of(host.decode("latin-1").lower())
         if not (is_local(name) or name in self._names):
             raise Forbidden(
-                f"the Host header says {name[:100]!r}, which is no name of this machine; if it is, "
-                "list it under server.hosts, or have keys"
+                f"the Host header says {name[:100]!r}, which is not a name of this machine; if it"
+                " is, list it under server.hosts, or configure keys"
             )
         if len(self._known) < _MOST_KNOWN:
             self._known.add(host)

@@ -104,7 +104,7 @@ class Verifier:
         task = self._verifying.get(digest)
         if task is None:
             if len(self._verifying) >= MAX_WAITING:
-                raise Busy("too many unknown keys are being looked at; try later", retry_after_s=2)
+                raise Busy("too many unknown keys are being checked; try later", retry_after_s=2)
             verifying = self._verify(key, digest, candidates, self._rules)
             task = self._verifying[digest] = asyncio.get_running_loop().create_task(verifying)
             task.add_done_callback(partial(_forget, self._verifying, digest))

@@ -305,7 +305,7 @@ class Generation:
         finally:
             self.cancel()
 
-    async def whole(self) -> list[Choice]:
+    async def collect_choices(self) -> list[Choice]:
         """Wait for all choices and return them."""
         choices = [Choice() for _ in self._choices]
         async for chunks in self:
@@ -412,11 +412,11 @@ def _choose_tools(request: GenerationRequest, model: ModelStatus) -> ToolChoice:
     if choice.tools and model.info is not None and "tools" not in model.info.serves:
         forced = "forced_tools" in model.info.serves
         if not (forced and choice.mode == "required"):
-            only = '; a tool_choice that asks for a call is served, such as "required"'
+            only = '; a tool_choice that requires a call is served, such as "required"'
             raise Unsupported(
-                f"tools: the {model.engine} engine of {model.name!r} does not take it: the chat"
-                " template tells the model of no tools, or it is not known how it calls them (then"
-                f" `tool_parser` in the file says so){only if forced else ''}",
+                f"tools: the {model.engine} engine of {model.name!r} does not take it: its chat"
+                " template has no tools, or the format of its calls is unknown (then set"
+                f" `tool_parser` in the file){only if forced else ''}",
                 param="tools",
             )
     form = request.params.grammar
@@ -428,7 +428,7 @@ def _choose_tools(request: GenerationRequest, model: ModelStatus) -> ToolChoice:
         )
     if choice.mode == "required" and form is not None:
         raise RequestError(
-            f"{form.param}: a call of a tool is asked for already; leave out one of the two",
+            f"{form.param}: a tool call is required already; leave out one of the two",
             param=form.param,
         )
     return choice

@@ -34,7 +34,7 @@ class ResponseEncoder:
     #: The bytes around a text's JSON in `text`, if they stay the same after `opening`.
     frame: tuple[bytes, bytes] | None = None
 
-    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
+    def encode_response(self, generation: Generation, choices: list[Choice]) -> bytes:
         """Return the JSON body of an answer that is not streamed."""
         raise NotImplementedError
 
@@ -60,7 +60,7 @@ class ResponseEncoder:
         """Return the bytes that end a successful stream."""
         return b""
 
-    def late_error(self, error: ServekitError) -> bytes | None:
+    def encode_late_error(self, error: ServekitError) -> bytes | None:
         """Return the bytes that end a failed stream; None to disconnect."""
         return b"data: " + envelope(error) + b"\n\n"
 
@@ -174,7 +174,7 @@ class StreamWriter:
 
     def _write_whole(self) -> None:
         if self._response.open and (choices := self._generation.collect_whole()) is not None:
-            self._response.answer(self._encoder.whole(self._generation, choices))
+            self._response.answer(self._encoder.encode_response(self._generation, choices))
 
     def _fail(self, error: ServekitError) -> None:
         if self._ended:
@@ -185,7 +185,7 @@ class StreamWriter:
             return
         if not self._response.response_started:
             self._response.fail(error)
-        elif (event := self._encoder.late_error(error)) is not None:
+        elif (event := self._encoder.encode_late_error(error)) is not None:
             self._response.write(event, last=True)
         else:
             self._response.cut()

@@ -230,7 +230,7 @@ class LimitedProtocol(HttpToolsProtocol):
         content_bytes = self._content_bytes
         around_bytes = self._body_bytes() - content_bytes
         if around_bytes > self._max_header_bytes + _FRAMING * content_bytes:
-            self.refuse(BadHttp("there is too much around the chunks of the body"))
+            self.refuse(BadHttp("the body's chunks have too many extra bytes"))
         elif self.cycle is not None and self.cycle.response_complete:
             self._unread_bytes += size_bytes
             self._let_go()
@@ -415,7 +415,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.flow.read_paused:  # the application does not read, the client may have sent
             self._heard_s, self._body_since_s = now_s, 0.0
         elif now_s - self._heard_s > limit_s:
-            self.refuse(RequestTimeout(f"nothing of the body came for {limit_s:g} s"))
+            self.refuse(RequestTimeout(f"nothing of the body was received for {limit_s:g} s"))
         elif not since_s:
             self._body_since_s = now_s
         elif now_s - since_s > limit_s + self._body_bytes() / self.limits.body_bytes_per_s:
@@ -430,7 +430,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         limit_s = self.limits.header_s
-        self.refuse(RequestTimeout(f"the header was not whole within {limit_s:g} s"))
+        self.refuse(RequestTimeout(f"the header was not complete within {limit_s:g} s"))
 
     # ---- refusing
 

@@ -42,8 +42,8 @@ class AdapterRoute(ModelQueue):
         return self.adapter.state == "serving" and self.base.ready
 
     @property
-    def hopeless(self) -> bool:
-        return self.adapter.state == "failed" or self.base.hopeless
+    def is_permanently_down(self) -> bool:
+        return self.adapter.state == "failed" or self.base.is_permanently_down
 
     @property
     def available(self) -> bool:

@@ -51,7 +51,7 @@ FULL = 0.9
 _MASK = 2**64 - 1
 
 
-class Facts(msgspec.Struct, frozen=True, gc=False):
+class ReplicaLoad(msgspec.Struct, frozen=True, gc=False):
     """The state of one replica with regard to the request."""
 
     room: int  # requests that it may be sent now
@@ -63,7 +63,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     speed: float = 1.0  # in any unit, the same for all
 
 
-class Asked(msgspec.Struct, frozen=True, gc=False):
+class RequestTraits(msgspec.Struct, frozen=True, gc=False):
     """The properties of the request that matter for the choice."""
 
     tokens: int = 0  # of its prompt
@@ -73,7 +73,7 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
     average: float = 0.0  # tokens that a request owes on average
 
 
-def choose(policy: Policy, asked: Asked, replicas: Sequence[Facts]) -> int | None:
+def choose(policy: Policy, asked: RequestTraits, replicas: Sequence[ReplicaLoad]) -> int | None:
     """Return the index of the replica that gets the request; None if none has room."""
     if policy == "round_robin":
         return in_turn(asked.turn, len(replicas), lambda at: replicas[at].room)
@@ -98,13 +98,13 @@ def choose(policy: Policy, asked: Asked, replicas: Sequence[Facts]) -> int | Non
     return _lowest(near, replicas, costs)
 
 
-def home(key: int, replicas: Sequence[Facts]) -> int:
+def home(key: int, replicas: Sequence[ReplicaLoad]) -> int:
     """Return the index of the home of `key` (64 bits), whatever the load."""
     weights = [_mixed(key ^ one.seed) for one in replicas]
     return weights.index(max(weights))
 
 
-def _lowest(among: Sequence[int], replicas: Sequence[Facts], costs: Sequence[float]) -> int:
+def _lowest(among: Sequence[int], replicas: Sequence[ReplicaLoad], costs: Sequence[float]) -> int:
     least = min([costs[at] for at in among])
     equal = [at for at in among if costs[at] == least]
     if len(equal) == 1:

@@ -65,7 +65,7 @@ class FairQueue(Generic[Item]):
         self.size += 1
         self.size_bytes += size_bytes
 
-    def give_back(self, item: Item, *, first: bool = False) -> None:
+    def requeue(self, item: Item, *, first: bool = False) -> None:
         """Return an item to the front, behind earlier returned items; the limit does not apply.
 
         `first` puts it before those, too.

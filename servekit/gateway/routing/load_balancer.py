@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from servekit.gateway.routing.balancing_policy import (
     DECODE_WEIGHT,
     FULL,
-    Asked,
-    Facts,
     Policy,
+    ReplicaLoad,
+    RequestTraits,
     choose,
     in_turn,
 )
@@ -210,7 +210,7 @@ class Balancer(Generic[T]):
         self._note(replica, account, call, prompt, 0)
         return replica
 
-    def note(self, replica: T, call: InflightRequest) -> None:
+    def record_call(self, replica: T, call: InflightRequest) -> None:
         """Count a call that is sent to a replica not chosen by `choose`."""
         if self.policy == "round_robin":
             return
@@ -265,7 +265,7 @@ class Balancer(Generic[T]):
         prompt = self._read(call, able[0], any(account.block for account in accounts))
         held = [account.held(prompt) if prompt.blocks else 0 for account in accounts]
         facts = [
-            Facts(
+            ReplicaLoad(
                 replica.credits,
                 account.owed + account.others,
                 tokens,
@@ -276,7 +276,7 @@ class Balancer(Generic[T]):
             for replica, account, tokens in zip(able, accounts, held, strict=True)
         ]
         session = stable_hash(call.session.encode()) if call.session else None
-        asked = Asked(prompt.tokens, session, prompt.head, self._turn, self._average)
+        asked = RequestTraits(prompt.tokens, session, prompt.head, self._turn, self._average)
         at = choose(self.policy, asked, facts)
         if at is None:
             return None

@@ -111,7 +111,7 @@ class ModelQueue:
         return time.monotonic() - min(came) if came else 0.0
 
     @property
-    def hopeless(self) -> bool:
+    def is_permanently_down(self) -> bool:
         """Return whether no worker is ready and none will be."""
         residence = self.status.residence
         if residence is not None and residence.tier != "resident":
@@ -145,7 +145,7 @@ class ModelQueue:
         if self.ready:
             return
         residence = self.status.residence
-        if residence is not None and residence.tier != "resident" and not self.hopeless:
+        if residence is not None and residence.tier != "resident" and not self.is_permanently_down:
             return
         if "ready" in self._states or (self.was_ready and self._coming):
             return  # the request waits for the connection or the replacement
@@ -157,7 +157,7 @@ class ModelQueue:
 
     def _why(self) -> str:
         name = self.status.name
-        if not self.hopeless:
+        if not self.is_permanently_down:
             progress = "; ".join(sorted({describe(replica) for replica in self.status.replicas}))
             return f"the model {name!r} is not ready yet: {progress or 'it waits for memory'}"
         reasons = [replica.reason for replica in self.status.replicas if replica.reason]
@@ -219,7 +219,7 @@ class ModelQueue:
 
     def _send(self, replica: WorkerConnection, call: InflightRequest) -> None:
         if len(self.replicas) > 1:
-            self._balancer.note(replica, call)
+            self._balancer.record_call(replica, call)
         replica.run(call)
 
     def _place_choosy(self) -> None:
@@ -253,7 +253,7 @@ class ModelQueue:
         True also for a swapped-out model, whose generation is known only after it is loaded again,
         and for a hopeless model, whose calls fail elsewhere with that reason.
         """
-        if self.hopeless:
+        if self.is_permanently_down:
             return True
         if any(one.suits(call) and (one.wanted or not call.alone_until) for one in self._connected):
             return True
@@ -322,9 +322,9 @@ class ModelQueue:
             if call.is_choosy:
                 self.choosy.append(call)
             else:
-                self.queue.give_back(call)
+                self.queue.requeue(call)
         else:
-            self.suspects.give_back(call, first=first)
+            self.suspects.requeue(call, first=first)
 
     def order(self) -> list[InflightRequest]:
         """Return all waiting calls in the order in which they will run."""
@@ -360,7 +360,7 @@ class ModelQueue:
         self.followers = {call for call in self.followers if call in places}
         for call in self.followers:
             if call.place != places[call]:
-                call.tell(places[call])
+                call.set_position(places[call])
         return bool(self.followers)
 
 
@@ -378,7 +378,7 @@ def unknown(model: str, usable: Iterable[ModelStatus]) -> ModelNotFound:
     aliases = sorted(alias for one in found for alias in one.aliases)
     known = [*sorted(one.name for one in found), *aliases]
     served = f"{', '.join(known) or 'none yet'}{did_you_mean(model, known[:_MOST_COMPARED])}"
-    said = f"the model {model[:128]!r} is not served here; served are: {served}"
+    said = f"the model {model[:128]!r} is not served here; the models are: {served}"
     return ModelNotFound(said, param="model")
 
 

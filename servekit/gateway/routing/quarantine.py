@@ -49,7 +49,7 @@ def likeness(model: str, call: InflightRequest) -> str:
     return hashlib.sha256(model.encode() + _NUMBER.sub(b"0", _to_json(asked))).hexdigest()
 
 
-class Held(NamedTuple):
+class QuarantineEntry(NamedTuple):
     """A quarantine entry and the monotonic time at which it ends.
 
     `like` is the likeness if this gateway has quarantined the request; it is "" for entries of
@@ -90,7 +90,7 @@ class Quarantine:
     """The quarantine entries of this gateway; false while there are none. `now_s` is monotonic."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, str], Held] = {}  # by model and fingerprint
+        self._held: dict[tuple[str, str], QuarantineEntry] = {}  # by model and fingerprint
         self._harmless: set[str] = set()  # likenesses that have come through meanwhile
 
     def __bool__(self) -> bool:
@@ -103,7 +103,7 @@ class Quarantine:
             known, until_s = self._held.get(at), now_s + entry.for_s
             changed = known is not None and known.entry.generation != entry.generation
             if known is None or changed or known.until_s < until_s:
-                self._held[at] = Held(entry, until_s, known.like if known else "")
+                self._held[at] = QuarantineEntry(entry, until_s, known.like if known else "")
         self._held = {at: held for at, held in self._held.items() if held.until_s > now_s}
         if not self._held:
             self._harmless.clear()

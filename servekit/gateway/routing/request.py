@@ -257,7 +257,7 @@ class InflightRequest:
         self.wire_id = wire_id
         self._resumed_at = len(self.emitted)
         if self.place is not None:
-            self.tell(None)
+            self.set_position(None)
         request = Generate(
             wire_id,
             self.params,
@@ -276,7 +276,7 @@ class InflightRequest:
             request = replace(request, answered="".join(self.answered))
         return replace(request, alone_until=self.alone_until) if self.alone_until else request
 
-    def tell(self, place: int | None) -> None:
+    def set_position(self, place: int | None) -> None:
         """Set a new queue position, None once the call does not wait, and wake the consumer."""
         self.place = place
         self.wake()
@@ -325,7 +325,7 @@ class InflightRequest:
         if ran or self._new:
             self.deaths = retry_policy.deaths_in_a_row(self.deaths, self._new)
             self.deaths_in_all += 1
-        decided = retry_policy.fate(self.deaths, self.deaths_in_all)
+        decided = retry_policy.decide_retry(self.deaths, self.deaths_in_all)
         self.alone_until = _UNTIL.get(decided, "")
         return decided
 

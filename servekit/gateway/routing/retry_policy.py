@@ -36,7 +36,14 @@ from enum import Enum
 
 from servekit.protocol.messages import PROOF_TOKENS
 
-__all__ = ["CHANGED", "NOT_RESUMED", "PROOF_TOKENS", "RetryDecision", "deaths_in_a_row", "fate"]
+__all__ = [
+    "CHANGED",
+    "NOT_RESUMED",
+    "PROOF_TOKENS",
+    "RetryDecision",
+    "deaths_in_a_row",
+    "decide_retry",
+]
 
 #: Deaths in a row after which a call is retried alone, and after which it is quarantined.
 ALONE_AT = 2
@@ -45,13 +52,13 @@ QUARANTINE_AT = 3
 MOST_DEATHS = 16
 #: Error text for a client with a partial answer of an engine that cannot continue it.
 NOT_RESUMED = (
-    "the worker died in the middle of the answer, and this model's engine cannot go on where"
-    " another left off; ask again"
+    "the worker died in the middle of the answer, and this model's engine cannot continue it"
+    " elsewhere; send the request again"
 )
 #: The same, if no worker of the generation that began the answer is left.
 CHANGED = (
     "its worker ended in the middle of the answer, and another model, adapter or version of it is"
-    " served under this name by now, which would go on in other words; ask again"
+    " served under this name now, which would continue it differently; send the request again"
 )
 
 
@@ -67,7 +74,7 @@ def deaths_in_a_row(before: int, new_tokens: int) -> int:
     return 1 if new_tokens >= PROOF_TOKENS else before + 1
 
 
-def fate(in_a_row: int, in_all: int) -> RetryDecision:
+def decide_retry(in_a_row: int, in_all: int) -> RetryDecision:
     """Decide about a call that has been running in that many deaths."""
     if in_a_row >= QUARANTINE_AT or in_all >= MOST_DEATHS:
         return RetryDecision.QUARANTINE

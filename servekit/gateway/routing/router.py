@@ -143,7 +143,7 @@ class Router:
         """
         size_bytes = 0
         try:
-            route = self._take(call)
+            route = self._admit_call(call)
             waits = call.alone_until or route.queue.size
             replica = None if waits else route.best(call)
             if replica is None:
@@ -155,7 +155,7 @@ class Router:
         self._begin(route, call)
         limit_s = route.status.timeout_s
         call.limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
-        self._deadlines.keep(call)
+        self._deadlines.watch(call)
         if call.alone_until:
             self._line_up(route, call, size_bytes)
             return call
@@ -168,7 +168,7 @@ class Router:
                 route.on_wait(route)
         return call
 
-    def _take(self, call: InflightRequest) -> ModelQueue:
+    def _admit_call(self, call: InflightRequest) -> ModelQueue:
         """Admit a call, and return the queue of its (base) model."""
         route = (asked := self.find(call.model)).base
         if call.params.grammar is not None:
@@ -233,7 +233,7 @@ class Router:
 
     def cut(self) -> None:
         """Fail all calls in flight, because the time to drain is over."""
-        said = "servekit has shut down before this was done; ask again when it is back"
+        said = "servekit shut down before this was done; send the request again when it is back"
         for call in list(self._open):
             self._withdraw(call)
             call.fail(ModelUnavailable(said, retry_after_s=5.0))
@@ -291,7 +291,7 @@ class Router:
                     self, status.name, replica_status, gateways
                 )
             route.replicas[socket].set_share(gateways)
-        if route.hopeless:
+        if route.is_permanently_down:
             self._fail_waiting(route)
         self._release_stranded(route)
         route.dispatch_all()
@@ -394,7 +394,7 @@ class Router:
             del route.replicas[lost.socket]
         self._release_stranded(route)
         route.dispatch_all()
-        if route.hopeless:
+        if route.is_permanently_down:
             self._fail_waiting(route)
 
     def _release_stranded(self, route: ModelQueue) -> None:

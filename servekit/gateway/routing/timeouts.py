@@ -28,7 +28,7 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = math.inf  # when the timer fires
 
-    def keep(self, call: InflightRequest) -> None:
+    def watch(self, call: InflightRequest) -> None:
         """Watch the deadline of a call, which the owner has added to `calls`."""
         due_s = call.created_s + call.limit_s
         if due_s < self._due_s:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 
@@ -45,6 +45,7 @@ from servekit.protocol.transport.tls import HUNG_UP, NotTrusted
 
 if TYPE_CHECKING:
     from servekit.gateway.routing.load_balancer import Account
+    from servekit.gateway.routing.router import Router
     from servekit.protocol.transport.certificate_holder import CertificateHolder
 
 log: Any = structlog.get_logger("servekit.gateway")
@@ -75,20 +76,6 @@ def base_generation(began: Continuation) -> str:
     return began.generation.partition("+")[0]
 
 
-class Owner(Protocol):
-    """The interface of the router, which is notified of the calls' progress."""
-
-    name: str
-    reach: Reach
-
-    def on_free(self, replica: WorkerConnection) -> None: ...
-    def on_lost(self, replica: WorkerConnection, calls: list[InflightRequest]) -> None: ...
-    def on_returned(self, replica: WorkerConnection, call: InflightRequest) -> None: ...
-    def on_changed(self, replica: WorkerConnection, call: InflightRequest) -> None: ...
-    def has_larger(self, replica: WorkerConnection, call: InflightRequest) -> bool: ...
-    def on_ended(self, call: InflightRequest) -> None: ...
-
-
 class WorkerConnection:
     """The connection to one worker. `credits` is the number of calls that may be sent now.
 
@@ -96,7 +83,7 @@ class WorkerConnection:
     slots that other gateways do not use.
     """
 
-    def __init__(self, owner: Owner, model: str, status: ReplicaStatus, share: int) -> None:
+    def __init__(self, owner: Router, model: str, status: ReplicaStatus, share: int) -> None:
         self.owner = owner
         self.model = model
         self.name = status.name
@@ -169,7 +156,7 @@ class WorkerConnection:
         """Set the number of gateways that share the worker's slots."""
         if share != self.share:
             self.share = share
-            self._give_back()
+            self._return_lent_slots()
         self._renew()
 
     def _slots(self) -> int:
@@ -189,9 +176,9 @@ class WorkerConnection:
     def ease(self) -> None:
         """Return lent slots once half of our share is free; called when no call waits."""
         if self.info is None or 2 * len(self.calls) <= self._own_slots(self.info):
-            self._give_back()
+            self._return_lent_slots()
 
-    def _give_back(self) -> None:
+    def _return_lent_slots(self) -> None:
         """Return all lent slots."""
         if self.borrows:
             self.borrows, self._lent = False, 0

@@ -154,7 +154,7 @@ class RequestMeter:
 
     # ---- reports to the supervisor
 
-    def take(self) -> Iterator[Series]:
+    def pop_counts(self) -> Iterator[Series]:
         """Yield the counts since the last call, and reset them."""
         model, adapter, operation = self._labels
         for (key, outcome), account in self._accounts.items():
@@ -265,9 +265,9 @@ class RequestMetrics:
         of = model, adapter, operation
         return self._meters.get(of) or self._meters.setdefault(of, RequestMeter(*of))
 
-    def take(self) -> Counted | None:
+    def pop_counts(self) -> Counted | None:
         """Return the counts since the last call and reset them; None if there are none."""
-        series = [one for meter in self._meters.values() for one in meter.take()]
+        series = [one for meter in self._meters.values() for one in meter.pop_counts()]
         answers = self.answers.copy()
         self.answers.clear()
         for (path, status), count in answers.items():

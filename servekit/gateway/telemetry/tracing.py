@@ -79,7 +79,7 @@ class Tracer:
             "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": call.model[:256],
             "servekit.request": "" if origin is None else origin.name,
-        } | _asked(call)
+        } | _request_attributes(call)
         began_ns = _unix_ns(call.created_s)
         root = self._tracer.start_span(
             f"{operation} {call.model[:256]}",
@@ -206,7 +206,7 @@ class Traced(RequestMeter):
             span.end()
 
 
-def _asked(call: InflightRequest) -> dict[str, Any]:
+def _request_attributes(call: InflightRequest) -> dict[str, Any]:
     params = call.params
     asked = {
         "gen_ai.request.max_tokens": params.max_tokens,

@@ -15,30 +15,30 @@ from servekit.protocol.messages import Dialect
 from servekit.protocol.tool_formats import ARGUMENTS, CALL, MARKS, NAME, THOUGHT
 
 
-def read_framed(tape: IncrementalScanner, dialect: Dialect, *, reasoning: bool) -> Script[None]:
+def read_framed(scanner: IncrementalScanner, dialect: Dialect, *, reasoning: bool) -> Script[None]:
     """Read all parts. Reasoning that is not wanted becomes text between the dialect's tags."""
-    calls = Calls(tape)
-    tell: Callable[[str], None] = tape.say
+    calls = Calls(scanner)
+    tell: Callable[[str], None] = scanner.say
     closing = ""
-    while mark := (yield from tape.find(tuple(MARKS), tell, strip=False)):
-        tape.at += len(mark)
-        tape.say(closing)
-        tell, closing = tape.say, ""
+    while mark := (yield from scanner.find(tuple(MARKS), tell, strip=False)):
+        scanner.at += len(mark)
+        scanner.say(closing)
+        tell, closing = scanner.say, ""
         if mark == CALL:
-            yield from _read_start(tape, calls)
+            yield from _read_start(scanner, calls)
             tell = calls.argue
         elif mark == THOUGHT and reasoning:
-            tell = partial(tape.say, kind=Reasoning)
+            tell = partial(scanner.say, kind=Reasoning)
         elif mark == THOUGHT:
-            tape.say(f"{dialect.think_begin}\n")
+            scanner.say(f"{dialect.think_begin}\n")
             closing = f"\n{dialect.think_end}\n\n"
-    tape.say(closing)
+    scanner.say(closing)
 
 
-def _read_start(tape: IncrementalScanner, calls: Calls) -> Script[None]:
+def _read_start(scanner: IncrementalScanner, calls: Calls) -> Script[None]:
     try:
-        id, _ = yield from tape.until(NAME)
-        name, _ = yield from tape.until(ARGUMENTS)
+        id, _ = yield from scanner.until(NAME)
+        name, _ = yield from scanner.until(ARGUMENTS)
         calls.begin(name, id)
     except ParseError:  # the answer was cut off before the call's name and id were complete
-        tape.at = len(tape.text)
+        scanner.at = len(scanner.text)

@@ -24,53 +24,55 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _HEADERS = ("<|channel|>", " to=", "<|start|>", "<|message|>")
 
 
-def read_harmony(tape: IncrementalScanner, *, tools: bool) -> Script[None]:
+def read_harmony(scanner: IncrementalScanner, *, tools: bool) -> Script[None]:
     """Read messages up to the end. Anything else, and everything after it, is text."""
-    calls = Calls(tape)
+    calls = Calls(scanner)
     while True:
-        tape.mark()
+        scanner.mark()
         try:
-            header = yield from _read_header(tape)
+            header = yield from _read_header(scanner)
         except ParseError:
-            if tape.cut:  # within a header
+            if scanner.cut:  # within a header
                 return
-            tape.rewind()
-            yield from read_rest(tape)
+            scanner.rewind()
+            yield from read_rest(scanner)
             return
-        tape.release()
-        yield from _read_message(tape, calls, header, tools)
-        if not (yield from tape.peek()):
+        scanner.release()
+        yield from _read_message(scanner, calls, header, tools)
+        if not (yield from scanner.peek()):
             return
 
 
-def _read_header(tape: IncrementalScanner) -> Script[str]:
-    yield from tape.expect(*_HEADERS)
-    tape.rewind()
-    tape.mark()
-    header, _ = yield from tape.until("<|message|>")
+def _read_header(scanner: IncrementalScanner) -> Script[str]:
+    yield from scanner.expect(*_HEADERS)
+    scanner.rewind()
+    scanner.mark()
+    header, _ = yield from scanner.until("<|message|>")
     return header
 
 
-def _read_message(tape: IncrementalScanner, calls: Calls, header: str, tools: bool) -> Script[None]:
+def _read_message(
+    scanner: IncrementalScanner, calls: Calls, header: str, tools: bool
+) -> Script[None]:
     channel = _CHANNEL.search(header)
     recipient = _RECIPIENT.search(header)
-    tell: Callable[[str], None] = tape.say
+    tell: Callable[[str], None] = scanner.say
     if recipient is not None and tools:
-        yield from _read_call(tape, calls, recipient.group(1))
+        yield from _read_call(scanner, calls, recipient.group(1))
     elif channel is not None and channel.group(1) == "analysis":
-        tell = partial(tape.say, kind=Reasoning)
-    found = yield from tape.find(_ENDS, tell, strip=recipient is not None)
+        tell = partial(scanner.say, kind=Reasoning)
+    found = yield from scanner.find(_ENDS, tell, strip=recipient is not None)
     if found and found != "<|start|>":
-        yield from tape.skip_space()
-        yield from tape.expect(found)
+        yield from scanner.skip_space()
+        yield from scanner.expect(found)
 
 
-def _read_call(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
+def _read_call(scanner: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
     """Read arguments as far as they are JSON; the rest of the message is text."""
     calls.begin(name)
-    following = yield from tape.skip_space()
+    following = yield from scanner.skip_space()
     if following == "{":
         with suppress(ParseError):
-            yield from tape.json(calls.argue)
+            yield from scanner.json(calls.argue)
     elif following:
         calls.argue("{}")

@@ -280,17 +280,17 @@ class GeneratorParser:
     """A parser that runs a script over its scanner."""
 
     def __init__(self, script: Callable[[IncrementalScanner], Script[None]]) -> None:
-        self._tape = IncrementalScanner()
-        self._script = script(self._tape)
+        self._scanner = IncrementalScanner()
+        self._script = script(self._scanner)
         next(self._script, None)
 
     def feed(self, text: str) -> list[Event]:
-        if not self._tape.pass_on(text):
-            self._tape.write(text)
+        if not self._scanner.pass_on(text):
+            self._scanner.write(text)
             next(self._script, None)
-        return self._tape.take_events()
+        return self._scanner.take_events()
 
     def end(self, *, cut: bool = False) -> list[Event]:
-        self._tape.ended, self._tape.cut = True, cut
+        self._scanner.ended, self._scanner.cut = True, cut
         next(self._script, None)
-        return self._tape.take_events()
+        return self._scanner.take_events()

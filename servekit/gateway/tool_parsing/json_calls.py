@@ -26,55 +26,55 @@ def json_calls(begin: str = "", end: str = "") -> Body:
     return partial(_read_calls, begin=begin, end=end)
 
 
-def _read_calls(tape: IncrementalScanner, calls: Calls, *, begin: str, end: str) -> Script[None]:
-    marked = bool(begin and (yield from tape.take(begin)))
-    yield from tape.skip_space()
-    listed = yield from tape.take("[")
+def _read_calls(scanner: IncrementalScanner, calls: Calls, *, begin: str, end: str) -> Script[None]:
+    marked = bool(begin and (yield from scanner.take(begin)))
+    yield from scanner.skip_space()
+    listed = yield from scanner.take("[")
     while True:
-        yield from tape.skip_space()
-        yield from _read_call(tape, calls, strict=not marked)
-        tape.mark()
-        if not (yield from _has_another(tape)):
+        yield from scanner.skip_space()
+        yield from _read_call(scanner, calls, strict=not marked)
+        scanner.mark()
+        if not (yield from _has_another(scanner)):
             break
-    tape.rewind()
+    scanner.rewind()
     if listed:
-        yield from read_close(tape, "]")
+        yield from read_close(scanner, "]")
     if end and marked:
-        yield from read_close(tape, end)
+        yield from read_close(scanner, end)
 
 
-def _has_another(tape: IncrementalScanner) -> Script[bool]:
+def _has_another(scanner: IncrementalScanner) -> Script[bool]:
     """Return whether another object follows, after a comma, a semicolon or nothing."""
-    yield from tape.skip_space()
-    yield from tape.take(",", ";")
-    return (yield from tape.skip_space()) == "{"
+    yield from scanner.skip_space()
+    yield from scanner.take(",", ";")
+    return (yield from scanner.skip_space()) == "{"
 
 
-def read_close(tape: IncrementalScanner, marker: str) -> Script[None]:
+def read_close(scanner: IncrementalScanner, marker: str) -> Script[None]:
     """Consume a closing marker. Raises ParseError if anything else follows, and leaves that."""
-    tape.mark()
-    yield from tape.skip_space()
-    if not (yield from tape.take_end(marker)):
+    scanner.mark()
+    yield from scanner.skip_space()
+    if not (yield from scanner.take_end(marker)):
         raise ParseError
-    tape.release()
+    scanner.release()
 
 
-def _read_call(tape: IncrementalScanner, calls: Calls, *, strict: bool) -> Script[None]:
+def _read_call(scanner: IncrementalScanner, calls: Calls, *, strict: bool) -> Script[None]:
     """Read one object, with members in any order; arguments that precede the name are held back."""
     name, waiting, known = "", "", calls.count
-    yield from tape.expect("{")
-    while (key := (yield from _read_key(tape))) is not None:
+    yield from scanner.expect("{")
+    while (key := (yield from _read_key(scanner))) is not None:
         if key in _NAMES and not name:
-            name = yield from _read_string(tape)
+            name = yield from _read_string(scanner)
             calls.name(name)
         elif key not in _ARGUMENTS or waiting or calls.count > known:
             calls.doubtful |= strict and calls.count == known
-            yield from _collect_value(tape)
+            yield from _collect_value(scanner)
         elif name:
-            yield from _read_arguments(tape, calls, name)
+            yield from _read_arguments(scanner, calls, name)
         else:
-            waiting = yield from _collect_value(tape)
-        tape.hold()
+            waiting = yield from _collect_value(scanner)
+        scanner.hold()
     if calls.count == known:
         if strict and not waiting:
             raise ParseError
@@ -83,26 +83,26 @@ def _read_call(tape: IncrementalScanner, calls: Calls, *, strict: bool) -> Scrip
         calls.argue(written)
 
 
-def _read_key(tape: IncrementalScanner) -> Script[str | None]:
+def _read_key(scanner: IncrementalScanner) -> Script[str | None]:
     """Return the next member's key, with its colon consumed; None at the end of the object."""
-    yield from tape.skip_space()
-    yield from tape.take(",")
-    yield from tape.skip_space()
-    if (yield from tape.take("}")):
+    yield from scanner.skip_space()
+    yield from scanner.take(",")
+    yield from scanner.skip_space()
+    if (yield from scanner.take("}")):
         return None
-    key = yield from _read_string(tape)
-    yield from tape.skip_space()
-    yield from tape.expect(":")
+    key = yield from _read_string(scanner)
+    yield from scanner.skip_space()
+    yield from scanner.expect(":")
     return key
 
 
-def _read_arguments(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
+def _read_arguments(scanner: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
     """Read the arguments after their name: an object is passed on as it arrives."""
-    if (yield from tape.skip_space()) == "{":
+    if (yield from scanner.skip_space()) == "{":
         calls.begin(name)
-        yield from tape.json(calls.argue)
+        yield from scanner.json(calls.argue)
         return
-    written = _as_object((yield from _collect_value(tape)))
+    written = _as_object((yield from _collect_value(scanner)))
     calls.begin(name)
     calls.argue(written)
 
@@ -125,22 +125,22 @@ def _unquote_json(written: str) -> str:
         raise ParseError from None
 
 
-def _read_string(tape: IncrementalScanner) -> Script[str]:
-    if (yield from tape.skip_space()) != '"':
+def _read_string(scanner: IncrementalScanner) -> Script[str]:
+    if (yield from scanner.skip_space()) != '"':
         raise ParseError
-    text = _unquote_json((yield from _collect_value(tape)))
+    text = _unquote_json((yield from _collect_value(scanner)))
     if not is_encodable(text):
         raise ParseError
     return text
 
 
-def _collect_value(tape: IncrementalScanner) -> Script[str]:
+def _collect_value(scanner: IncrementalScanner) -> Script[str]:
     """Return the source of one complete JSON value."""
     pieces: list[str] = []
 
     def tell(text: str) -> None:
         pieces.append(text)
-        tape.hold()
+        scanner.hold()
 
-    yield from tape.json(tell)
+    yield from scanner.json(tell)
     return "".join(pieces)

@@ -157,7 +157,7 @@ def is_strict_json(text: str) -> bool:
 
 
 def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def written_as_json(value: Any) -> str:

@@ -68,77 +68,77 @@ def _make_family(named: Named) -> Family:
     return Family(openings, partial(_read_calls, named=named))
 
 
-def _read_calls(tape: IncrementalScanner, calls: Calls, *, named: Named) -> Script[None]:
-    outer = bool(named.outer_begin and (yield from tape.take(named.outer_begin)))
+def _read_calls(scanner: IncrementalScanner, calls: Calls, *, named: Named) -> Script[None]:
+    outer = bool(named.outer_begin and (yield from scanner.take(named.outer_begin)))
     while True:
-        yield from tape.skip_space()
-        yield from tape.expect(named.begin)
-        yield from _read_call(tape, calls, named)
-        if not (yield from _marker_follows(tape, named.begin)):
+        yield from scanner.skip_space()
+        yield from scanner.expect(named.begin)
+        yield from _read_call(scanner, calls, named)
+        if not (yield from _marker_follows(scanner, named.begin)):
             break
     if outer:
-        yield from read_close(tape, named.outer_end)
+        yield from read_close(scanner, named.outer_end)
 
 
-def _marker_follows(tape: IncrementalScanner, marker: str) -> Script[bool]:
+def _marker_follows(scanner: IncrementalScanner, marker: str) -> Script[bool]:
     """Return whether a marker follows after white space; set a mark, and consume nothing."""
-    tape.mark()
-    yield from tape.skip_space()
-    found = yield from tape.take(marker)
-    tape.rewind()
-    tape.mark()
+    scanner.mark()
+    yield from scanner.skip_space()
+    found = yield from scanner.take(marker)
+    scanner.rewind()
+    scanner.mark()
     return bool(found)
 
 
-def _read_call(tape: IncrementalScanner, calls: Calls, named: Named) -> Script[None]:
-    name = yield from tape.name()
-    yield from tape.expect(named.between)
+def _read_call(scanner: IncrementalScanner, calls: Calls, named: Named) -> Script[None]:
+    name = yield from scanner.name()
+    yield from scanner.expect(named.between)
     fenced = named is _DEEPSEEK and name == "function"
     if fenced:  # V3 and R1: function<sep>name, then the arguments in a code block
-        name = yield from tape.name()
-        yield from tape.take("```json")
+        name = yield from scanner.name()
+        yield from scanner.take("```json")
     elif named is _KIMI and (found := _KIMI_NAME.fullmatch(name)):
         name = found.group(1)
-    yield from _read_arguments(tape, calls, name)
+    yield from _read_arguments(scanner, calls, name)
     if fenced:
-        yield from read_close(tape, "```")
-    yield from read_close(tape, named.end)
+        yield from read_close(scanner, "```")
+    yield from read_close(scanner, named.end)
 
 
-def _read_arguments(tape: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
+def _read_arguments(scanner: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
     calls.name(name)
-    if (yield from tape.skip_space()) != "{":
+    if (yield from scanner.skip_space()) != "{":
         raise ParseError
     calls.begin(name)
-    yield from tape.json(calls.argue)
+    yield from scanner.json(calls.argue)
 
 
 # ---------------------------------------------------------------- Mistral
 
 
-def _read_mistral(tape: IncrementalScanner, calls: Calls) -> Script[None]:
+def _read_mistral(scanner: IncrementalScanner, calls: Calls) -> Script[None]:
     """Read [TOOL_CALLS][{…}, …], or [TOOL_CALLS]name[ARGS]{…} for each, optionally a [CALL_ID]."""
-    if (yield from _peek_behind(tape, _MISTRAL)) in ("[", "{"):
-        yield from json_calls(_MISTRAL)(tape, calls)
+    if (yield from _peek_behind(scanner, _MISTRAL)) in ("[", "{"):
+        yield from json_calls(_MISTRAL)(scanner, calls)
         return
     while True:
-        yield from tape.skip_space()
-        yield from tape.expect(_MISTRAL)
-        name = yield from tape.name()
-        if (yield from tape.take("[CALL_ID]")):
-            yield from tape.name()
-        yield from tape.take("[ARGS]")
-        yield from _read_arguments(tape, calls, name)
-        if not (yield from _marker_follows(tape, _MISTRAL)):
+        yield from scanner.skip_space()
+        yield from scanner.expect(_MISTRAL)
+        name = yield from scanner.name()
+        if (yield from scanner.take("[CALL_ID]")):
+            yield from scanner.name()
+        yield from scanner.take("[ARGS]")
+        yield from _read_arguments(scanner, calls, name)
+        if not (yield from _marker_follows(scanner, _MISTRAL)):
             return
 
 
-def _peek_behind(tape: IncrementalScanner, marker: str) -> Script[str]:
+def _peek_behind(scanner: IncrementalScanner, marker: str) -> Script[str]:
     """Return the first character after a marker, and stay before the marker."""
-    space = len(tape.marked())
-    yield from tape.expect(marker)
-    following = yield from tape.skip_space()
-    tape.rewind()
-    tape.mark()
-    tape.at += space
+    space = len(scanner.marked())
+    yield from scanner.expect(marker)
+    following = yield from scanner.skip_space()
+    scanner.rewind()
+    scanner.mark()
+    scanner.at += space
     return following

@@ -33,50 +33,52 @@ def make_pythonic(begin: str, end: str) -> Family:
     return Family(tuple(markers), partial(_read_calls, markers=markers), bare="[")
 
 
-def _read_calls(tape: IncrementalScanner, calls: Calls, *, markers: dict[str, str]) -> Script[None]:
-    marker = yield from tape.take(*markers)
-    yield from tape.skip_space()
-    yield from tape.expect("[")
+def _read_calls(
+    scanner: IncrementalScanner, calls: Calls, *, markers: dict[str, str]
+) -> Script[None]:
+    marker = yield from scanner.take(*markers)
+    yield from scanner.skip_space()
+    yield from scanner.expect("[")
     while True:
-        yield from _read_call(tape, calls)
-        tape.mark()
-        yield from tape.skip_space()
-        if not (yield from tape.take(",")):
+        yield from _read_call(scanner, calls)
+        scanner.mark()
+        yield from scanner.skip_space()
+        if not (yield from scanner.take(",")):
             break
-    tape.rewind()
-    yield from read_close(tape, "]")
+    scanner.rewind()
+    yield from read_close(scanner, "]")
     if marker and markers[marker]:
-        yield from read_close(tape, markers[marker])
+        yield from read_close(scanner, markers[marker])
 
 
-def _read_call(tape: IncrementalScanner, calls: Calls) -> Script[None]:
-    name = yield from tape.name()
-    yield from tape.expect("(")
-    yield from tape.skip_space()
+def _read_call(scanner: IncrementalScanner, calls: Calls) -> Script[None]:
+    name = yield from scanner.name()
+    yield from scanner.expect("(")
+    yield from scanner.skip_space()
     calls.name(name)
     before = "{"
-    while not (yield from tape.take(")")):
-        key = yield from tape.name()
-        yield from tape.expect("=")
-        value = _as_json((yield from _read_literal(tape)))
+    while not (yield from scanner.take(")")):
+        key = yield from scanner.name()
+        yield from scanner.expect("=")
+        value = _as_json((yield from _read_literal(scanner)))
         if before == "{":
             calls.begin(name)
         calls.argue(f"{before}{json.dumps(key)}: {value}")
         before = ", "
-        yield from tape.take(",")
-        yield from tape.skip_space()
+        yield from scanner.take(",")
+        yield from scanner.skip_space()
     if before == "{":
         calls.begin(name)
         calls.argue(before)
     calls.argue("}")
 
 
-def _read_literal(tape: IncrementalScanner) -> Script[str]:
+def _read_literal(scanner: IncrementalScanner) -> Script[str]:
     """Return the source of a value, up to the comma or parenthesis after it."""
     source: list[str] = []
     closing, quote, escaped = [")"], "", False
     while True:
-        sign = yield from tape.peek()
+        sign = yield from scanner.peek()
         if not sign or len(source) > MAX_HELD:
             raise ParseError
         if quote:
@@ -91,7 +93,7 @@ def _read_literal(tape: IncrementalScanner) -> Script[str]:
         if not closing or (sign == "," and not quote and len(closing) == 1):
             return "".join(source).strip()
         source.append(sign)
-        tape.at += 1
+        scanner.at += 1
 
 
 def _as_json(source: str) -> str:

@@ -88,15 +88,15 @@ def parser(
     reasoning; None leaves that to the dialect (see `begins_thinking`).
     """
     if dialect.tools == "harmony":
-        return GeneratorParser(lambda tape: read_harmony(tape, tools=bool(tools)))
+        return GeneratorParser(lambda scanner: read_harmony(scanner, tools=bool(tools)))
     if dialect.tools == FRAMED:
-        return GeneratorParser(lambda tape: read_framed(tape, dialect, reasoning=reasoning))
+        return GeneratorParser(lambda scanner: read_framed(scanner, dialect, reasoning=reasoning))
     make = FAMILIES.get(dialect.tools) if tools else None
     texts = {} if isinstance(tools, bool) else text_arguments(tools)
     family = make(dialect, texts) if make is not None else None
     at_once = dialect.thinks_at_once if thinking is None else thinking
     thinks = dialect if reasoning and dialect.think_end else None
-    return GeneratorParser(lambda tape: _read_answer(tape, family, thinks, at_once))
+    return GeneratorParser(lambda scanner: _read_answer(scanner, family, thinks, at_once))
 
 
 def begins_thinking(dialect: Dialect, template: Mapping[str, Any], continues: bool) -> bool:
@@ -108,39 +108,39 @@ def begins_thinking(dialect: Dialect, template: Mapping[str, Any], continues: bo
     if continues or not dialect.think_end:
         return False
     for switch in ("enable_thinking", "thinking"):
-        if isinstance(wish := template.get(switch), bool):
-            return wish
+        if isinstance(given := template.get(switch), bool):
+            return given
     return dialect.thinks_at_once
 
 
 def _read_answer(
-    tape: IncrementalScanner, family: Family | None, thinks: Dialect | None, at_once: bool
+    scanner: IncrementalScanner, family: Family | None, thinks: Dialect | None, at_once: bool
 ) -> Script[None]:
     if thinks is not None:
-        yield from read_thoughts(tape, thinks.think_begin, thinks.think_end, at_once)
+        yield from read_thoughts(scanner, thinks.think_begin, thinks.think_end, at_once)
     if family is None:
-        yield from read_rest(tape)
+        yield from read_rest(scanner)
     else:
-        yield from calls_in_text(tape, family)
+        yield from calls_in_text(scanner, family)
 
 
-def read_thoughts(tape: IncrementalScanner, begin: str, end: str, at_once: bool) -> Script[None]:
+def read_thoughts(scanner: IncrementalScanner, begin: str, end: str, at_once: bool) -> Script[None]:
     """Consume the reasoning at the start of the text, if any; a later marker is only text.
 
     White space inside and after the markers belongs to the markers. Reasoning without an end marker
     goes on to the end of the text. A model may write `begin` although its template has already done
     so.
     """
-    tape.mark()
-    yield from tape.skip_space(MAX_SPACE)
-    begins = yield from tape.take(begin)
+    scanner.mark()
+    yield from scanner.skip_space(MAX_SPACE)
+    begins = yield from scanner.take(begin)
     if not begins and not at_once:
-        tape.rewind()
+        scanner.rewind()
         return
-    tape.release()
-    yield from tape.skip_space(MAX_SPACE)
-    tell = partial(tape.say, kind=Reasoning)
-    if (yield from tape.find((end,), tell)):
-        yield from tape.skip_space(MAX_SPACE)
-        yield from tape.expect(end)
-        yield from tape.skip_space(MAX_SPACE)
+    scanner.release()
+    yield from scanner.skip_space(MAX_SPACE)
+    tell = partial(scanner.say, kind=Reasoning)
+    if (yield from scanner.find((end,), tell)):
+        yield from scanner.skip_space(MAX_SPACE)
+        yield from scanner.expect(end)
+        yield from scanner.skip_space(MAX_SPACE)

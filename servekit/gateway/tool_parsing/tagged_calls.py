@@ -122,64 +122,68 @@ def _find_reference(reference: Any, root: Any) -> Any:
 
 
 def _read_calls(
-    tape: IncrementalScanner, calls: Calls, *, tags: Tags, texts: TextArguments
+    scanner: IncrementalScanner, calls: Calls, *, tags: Tags, texts: TextArguments
 ) -> Script[None]:
-    outer = yield from tape.take(tags.outer_begin)  # Qwen models forget it; the name's tag suffices
+    outer = yield from scanner.take(
+        tags.outer_begin
+    )  # Qwen models forget it; the name's tag suffices
     while True:
-        yield from tape.skip_space()
-        yield from _read_call(tape, calls, tags, texts)
-        tape.mark()
-        yield from tape.skip_space()
-        another = bool(tags.end) and (yield from tape.take(tags.name[0]))
-        tape.rewind()
+        yield from scanner.skip_space()
+        yield from _read_call(scanner, calls, tags, texts)
+        scanner.mark()
+        yield from scanner.skip_space()
+        another = bool(tags.end) and (yield from scanner.take(tags.name[0]))
+        scanner.rewind()
         if not another:
             break
-        tape.mark()
+        scanner.mark()
     if outer:
-        yield from read_close(tape, tags.outer_end)
+        yield from read_close(scanner, tags.outer_end)
 
 
 def _read_call(
-    tape: IncrementalScanner, calls: Calls, tags: Tags, texts: TextArguments
+    scanner: IncrementalScanner, calls: Calls, tags: Tags, texts: TextArguments
 ) -> Script[None]:
     if tags.name[0]:
-        yield from tape.expect(tags.name[0])
-    name = yield from tape.name()
+        yield from scanner.expect(tags.name[0])
+    name = yield from scanner.name()
     if tags.name[1]:
-        yield from tape.expect(tags.name[1])
-    yield from tape.skip_space()
+        yield from scanner.expect(tags.name[1])
+    yield from scanner.skip_space()
     calls.name(name)
     calls_end = tags.end or tags.outer_end
-    tag = yield from tape.expect(tags.key[0], calls_end)
+    tag = yield from scanner.expect(tags.key[0], calls_end)
     calls.begin(name)
     before = "{"
     while tag != calls_end:
-        key, _ = yield from tape.until(tags.key[1])
+        key, _ = yield from scanner.until(tags.key[1])
         calls.argue(f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: ")
-        yield from _read_value(tape, calls, tags, key.strip() in texts.get(name, ()))
+        yield from _read_value(scanner, calls, tags, key.strip() in texts.get(name, ()))
         before = ", "
-        yield from tape.skip_space()
-        tag = yield from tape.expect(tags.key[0], calls_end)
+        yield from scanner.skip_space()
+        tag = yield from scanner.expect(tags.key[0], calls_end)
     calls.argue("}" if before == ", " else "{}")
     if not tags.end:
-        tape.at -= len(calls_end)  # the outer script consumes it
+        scanner.at -= len(calls_end)  # the outer script consumes it
 
 
-def _read_value(tape: IncrementalScanner, calls: Calls, tags: Tags, is_text: bool) -> Script[None]:
+def _read_value(
+    scanner: IncrementalScanner, calls: Calls, tags: Tags, is_text: bool
+) -> Script[None]:
     if tags.value[0]:
-        yield from tape.skip_space()
-        yield from tape.expect(tags.value[0])
-    yield from tape.take("\n")  # a line break at either end inside the tags belongs to them
+        yield from scanner.skip_space()
+        yield from scanner.expect(tags.value[0])
+    yield from scanner.take("\n")  # a line break at either end inside the tags belongs to them
     ends = ("\n" + tags.value[1], tags.value[1])
     if not is_text:
-        written, _ = yield from tape.until(*ends)
+        written, _ = yield from scanner.until(*ends)
         calls.argue(_as_json(written))
         return
     calls.argue('"')
-    found = yield from tape.find(ends, lambda text: calls.argue(_escape_json(text)), strip=False)
+    found = yield from scanner.find(ends, lambda text: calls.argue(_escape_json(text)), strip=False)
     if not found:
         raise ParseError
-    tape.at += len(found)
+    scanner.at += len(found)
     calls.argue('"')
 
 

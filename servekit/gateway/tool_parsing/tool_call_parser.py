@@ -29,10 +29,10 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 class Calls:
     """The calls of one answer, with their indices and ids."""
 
-    __slots__ = ("_short_ids", "_tape", "count", "doubtful", "named")
+    __slots__ = ("_scanner", "_short_ids", "count", "doubtful", "named")
 
-    def __init__(self, tape: IncrementalScanner, *, short_ids: bool = False) -> None:
-        self._tape = tape
+    def __init__(self, scanner: IncrementalScanner, *, short_ids: bool = False) -> None:
+        self._scanner = scanner
         self._short_ids = short_ids
         self.count = 0
         self.named = ""  # the name of the call being read, before the call is emitted
@@ -40,22 +40,22 @@ class Calls:
 
     def name(self, name: str) -> None:
         """Record the name of the call being read, unless the text's end may have cut it."""
-        if not (self._tape.ended and self._tape.at >= len(self._tape.text)):
+        if not (self._scanner.ended and self._scanner.at >= len(self._scanner.text)):
             self.named = name
 
     def begin(self, name: str, id: str = "") -> None:
         """Emit the start of a call: the text read so far can no longer become answer text."""
         if not name:
             raise ParseError
-        self._tape.release()
-        self._tape.emit(ToolCallStart(self.count, id or self._new_id(), name))
+        self._scanner.release()
+        self._scanner.emit(ToolCallStart(self.count, id or self._new_id(), name))
         self.count += 1
         self.named = ""
 
     def argue(self, text: str) -> None:
         """Emit a piece of the arguments of the last call."""
         index = self.count - 1
-        events = self._tape.events
+        events = self._scanner.events
         if events and isinstance(last := events[-1], CallArguments) and last.index == index:
             events[-1] = CallArguments(index, last.text + text)
         elif text:
@@ -80,67 +80,67 @@ class Family(NamedTuple):
     short_ids: bool = False
 
 
-def calls_in_text(tape: IncrementalScanner, family: Family) -> Script[None]:
+def calls_in_text(scanner: IncrementalScanner, family: Family) -> Script[None]:
     """Read text with calls in it, up to the end.
 
     White space before, between and after calls belongs to them, up to MAX_SPACE characters.
     """
-    calls = Calls(tape, short_ids=family.short_ids)
+    calls = Calls(scanner, short_ids=family.short_ids)
     if family.bare:
-        yield from _read_bare(tape, calls, family)
+        yield from _read_bare(scanner, calls, family)
     while family.openings:
-        opening = yield from tape.find(family.openings, tape.say)
+        opening = yield from scanner.find(family.openings, scanner.say)
         if not opening:
             return
-        tape.mark()
-        yield from tape.skip_space(MAX_SPACE)
-        yield from _try_calls(tape, calls, family.body, tape.marked() + opening)
-    yield from read_rest(tape)
+        scanner.mark()
+        yield from scanner.skip_space(MAX_SPACE)
+        yield from _try_calls(scanner, calls, family.body, scanner.marked() + opening)
+    yield from read_rest(scanner)
 
 
-def read_rest(tape: IncrementalScanner) -> Script[None]:
+def read_rest(scanner: IncrementalScanner) -> Script[None]:
     """Read plain text up to the end."""
     while True:
-        tape.say(tape.text[tape.at :])
-        tape.at = len(tape.text)
-        if tape.ended:
+        scanner.say(scanner.text[scanner.at :])
+        scanner.at = len(scanner.text)
+        if scanner.ended:
             return
         yield
 
 
-def _read_bare(tape: IncrementalScanner, calls: Calls, family: Family) -> Script[None]:
-    tape.mark()
-    if (yield from tape.skip_space(MAX_SPACE)) == family.bare:
-        yield from _try_calls(tape, calls, family.body, tape.marked() + family.bare)
+def _read_bare(scanner: IncrementalScanner, calls: Calls, family: Family) -> Script[None]:
+    scanner.mark()
+    if (yield from scanner.skip_space(MAX_SPACE)) == family.bare:
+        yield from _try_calls(scanner, calls, family.body, scanner.marked() + family.bare)
     else:
-        tape.rewind()
+        scanner.rewind()
 
 
-def _try_calls(tape: IncrementalScanner, calls: Calls, body: Body, opening: str) -> Script[None]:
+def _try_calls(scanner: IncrementalScanner, calls: Calls, body: Body, opening: str) -> Script[None]:
     """Read calls from their opening on; malformed ones become text."""
     known = calls.count
     calls.named, calls.doubtful = "", False
     try:
-        yield from body(tape, calls)
+        yield from body(scanner, calls)
     except ParseError:
-        if tape.cut and not calls.doubtful:
+        if scanner.cut and not calls.doubtful:
             if calls.named:
                 calls.begin(calls.named)
-            tape.release()
-            tape.at = len(tape.text)
+            scanner.release()
+            scanner.at = len(scanner.text)
             return
-        tape.rewind()
+        scanner.rewind()
         if calls.count == known:  # the text after the opening may contain a call
-            tape.say(opening)
-            tape.at += len(opening)
-    tape.release()
+            scanner.say(opening)
+            scanner.at += len(opening)
+    scanner.release()
     if calls.count > known:
-        yield from _skip_space(tape)
+        yield from _skip_space(scanner)
 
 
-def _skip_space(tape: IncrementalScanner) -> Script[None]:
+def _skip_space(scanner: IncrementalScanner) -> Script[None]:
     """Skip white space that ends the text after a call."""
-    tape.mark()
-    if not (yield from tape.skip_space(MAX_SPACE)):
-        tape.release()
-    tape.rewind()
+    scanner.mark()
+    if not (yield from scanner.skip_space(MAX_SPACE)):
+        scanner.release()
+    scanner.rewind()

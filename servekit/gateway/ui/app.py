@@ -115,7 +115,7 @@ def _make_lifespan(
 
     async def startup() -> None:
         await stack.enter_async_context(outer.router.lifespan_context(outer))
-        looking.append(asyncio.get_running_loop().create_task(watch.live()))
+        looking.append(asyncio.get_running_loop().create_task(watch.poll()))
 
     async def shutdown() -> None:
         """End the streams of open pages, so that the server need not wait for them."""

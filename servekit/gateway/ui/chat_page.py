@@ -17,7 +17,7 @@ from servekit.gateway.ui.chat_session import (
     THOUGHTS,
     Chats,
     Settings,
-    Turn,
+    StoredMessage,
     View,
     turn_at,
     turns_of,
@@ -229,14 +229,14 @@ class Events:
         turns = turns_of(stored)
         if not text.strip():
             return
-        turns.append(Turn(role="user", content=text))
+        turns.append(StoredMessage(role="user", content=text))
         async for update in self._answer(turns, model, settings, request):
             yield update
 
     async def example(
         self, request: gr.Request, data: gr.SelectData, stored: Any, model: str, *settings: Any
     ) -> AsyncGenerator[Update, None]:
-        turns = [*turns_of(stored), Turn(role="user", content=str(data.value["text"]))]
+        turns = [*turns_of(stored), StoredMessage(role="user", content=str(data.value["text"]))]
         async for update in self._answer(turns, model, settings, request):
             yield update
 
@@ -256,12 +256,12 @@ class Events:
     ) -> AsyncGenerator[Update, None]:
         turns = turns_of(stored)
         turns = turns[: _get_turn(turns, data.index)]
-        turns.append(Turn(role="user", content=str(data.value)))
+        turns.append(StoredMessage(role="user", content=str(data.value)))
         async for update in self._answer(turns, model, settings, request):
             yield update
 
     async def _answer(
-        self, turns: list[Turn], model: str, settings: tuple[Any, ...], request: gr.Request
+        self, turns: list[StoredMessage], model: str, settings: tuple[Any, ...], request: gr.Request
     ) -> AsyncGenerator[Update, None]:
         who = get_visit(request)
         chosen = Settings(**dict(zip(SETTINGS, settings, strict=True)))
@@ -301,7 +301,7 @@ class Events:
         turns = turns_of(stored)
         return self._shown_now(turns[: _get_turn(turns, data.index)], str(data.value))
 
-    def _shown_now(self, turns: list[Turn], text: str) -> Update:
+    def _shown_now(self, turns: list[StoredMessage], text: str) -> Update:
         parts = self._parts
         box = _build_box(busy=False, value=text)
         return {parts.chat: turns, parts.turns: turns, parts.note: "", parts.box: box}
@@ -352,5 +352,5 @@ def _build_box(*, busy: bool, **kwargs: Any) -> Any:
     return gr.update(submit_btn=not busy, stop_btn=busy, **kwargs)
 
 
-def _get_turn(turns: list[Turn], index: int | tuple[int, int]) -> int:
+def _get_turn(turns: list[StoredMessage], index: int | tuple[int, int]) -> int:
     return turn_at(turns, index if isinstance(index, int) else index[0])

@@ -35,7 +35,7 @@ SAVE_S = 1.0
 THOUGHTS = ("<servekit-thoughts>", "</servekit-thoughts>")
 
 
-class Turn(TypedDict):
+class StoredMessage(TypedDict):
     """A message of a conversation, as stored in the browser."""
 
     role: Literal["user", "assistant"]
@@ -77,7 +77,7 @@ class Progress:
 class View:
     """The state of the page; with `save`, the browser stores the conversation now."""
 
-    turns: list[Turn]
+    turns: list[StoredMessage]
     progress: Progress
     error: str = ""
     save: bool = False
@@ -89,10 +89,10 @@ class Chats:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, StreamedAnswer] = {}
 
     async def answer(
-        self, visit: Visit, model: str, turns: Sequence[Turn], settings: Settings
+        self, visit: Visit, model: str, turns: Sequence[StoredMessage], settings: Settings
     ) -> AsyncGenerator[View, None]:
         """Answer the last turn; when stopped, end with the text so far.
 
@@ -101,7 +101,7 @@ class Chats:
         """
         session = visit.session
         self.drop(session)
-        answer = self._answers[session] = Answer(list(turns), self._parser(model))
+        answer = self._answers[session] = StreamedAnswer(list(turns), self._parser(model))
         try:
             caller = await self._router.access.visitor(visit.authorization)
             call = self._open(model, turns, settings, visit.client, caller)
@@ -133,7 +133,7 @@ class Chats:
     def _open(
         self,
         model: str,
-        turns: Sequence[Turn],
+        turns: Sequence[StoredMessage],
         settings: Settings,
         client: str,
         caller: ApiKey | None,
@@ -154,7 +154,9 @@ class Chats:
             return None
         return parser(info.dialect, tools=False, reasoning=True)
 
-    async def _follow(self, answer: Answer, call: InflightRequest) -> AsyncGenerator[View, None]:
+    async def _follow(
+        self, answer: StreamedAnswer, call: InflightRequest
+    ) -> AsyncGenerator[View, None]:
         saved_s = time.monotonic()
         yield answer.view(self._waiting(call), save=True)
         while answer.progress.finish is None:
@@ -170,10 +172,10 @@ class Chats:
         return None if call.replica is not None or call.done else self._router.position(call)
 
 
-class Answer:
+class StreamedAnswer:
     """An answer under way: its text so far, and its times."""
 
-    def __init__(self, turns: list[Turn], parse: Parser | None = None) -> None:
+    def __init__(self, turns: list[StoredMessage], parse: Parser | None = None) -> None:
         self.turns = turns
         self._parse = parse
         self._thoughts: list[str] = []
@@ -247,14 +249,14 @@ class Answer:
     def last(self, error: str = "") -> View:
         return View(self._shown(), self.progress, error, save=True, busy=False)
 
-    def _shown(self) -> list[Turn]:
+    def _shown(self) -> list[StoredMessage]:
         text = "".join(self._text)
         self._text = [text]
         if self._thoughts:
             self._thoughts = ["".join(self._thoughts)]
             thinking = not text and self.progress.finish is None
             text = f"{THOUGHTS[0]}{self._thoughts[0]}{'' if thinking else THOUGHTS[1]}{text}"
-        return [*self.turns, Turn(role="assistant", content=text)] if text else self.turns
+        return [*self.turns, StoredMessage(role="assistant", content=text)] if text else self.turns
 
     def cancel(self) -> None:
         """Cancel the request, whether it waits or runs."""
@@ -268,7 +270,7 @@ def _looked_at(reading: asyncio.Task[Any]) -> None:
         reading.exception()
 
 
-def request_of(model: str, turns: Sequence[Turn], settings: Settings) -> ChatRequest:
+def request_of(model: str, turns: Sequence[StoredMessage], settings: Settings) -> ChatRequest:
     """Return the conversation as a body of /v1/chat/completions, checked by the same rules.
 
     Raises RequestError with the message that HTTP clients get.
@@ -286,13 +288,13 @@ def request_of(model: str, turns: Sequence[Turn], settings: Settings) -> ChatReq
     return decode(ChatRequest, msgspec.json.encode(body))
 
 
-def _get_said(turn: Turn) -> str:
+def _get_said(turn: StoredMessage) -> str:
     """Return a turn's text without its reasoning: models should not see their earlier reasoning."""
     content = turn["content"]
     return content.partition(THOUGHTS[1])[2] if content.startswith(THOUGHTS[0]) else content
 
 
-def turn_at(turns: Sequence[Turn], shown: int) -> int:
+def turn_at(turns: Sequence[StoredMessage], shown: int) -> int:
     """Return the index of the turn at a place of the page, where reasoning has its own place."""
     places = 0
     for at, turn in enumerate(turns):
@@ -308,12 +310,12 @@ def _simplify_number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def turns_of(stored: Any) -> list[Turn]:
+def turns_of(stored: Any) -> list[StoredMessage]:
     """Return a conversation that a browser sent, without malformed turns."""
     if not isinstance(stored, list):
         return []
     return [
-        Turn(role=item["role"], content=item["content"])
+        StoredMessage(role=item["role"], content=item["content"])
         for item in stored
         if isinstance(item, dict)
         and item.get("role") in ("user", "assistant")

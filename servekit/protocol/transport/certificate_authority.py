@@ -105,7 +105,7 @@ class Authority(msgspec.Struct, frozen=True):
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
-            raise StartError(f"this is no authority of servekit: {error}") from None
+            raise StartError(f"this is not a certificate authority of servekit: {error}") from None
 
 
 def _need_cryptography() -> None:

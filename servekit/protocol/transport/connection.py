@@ -126,7 +126,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
             return
         transport.write(data)
         if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
-            self._fail(WireError("the peer does not read what it is sent"))
+            self._fail(WireError("the peer does not read its messages"))
 
     async def drained(self) -> bool:
         """Send all buffered data and wait until the kernel has it; False if closed before that.

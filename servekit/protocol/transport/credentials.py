@@ -49,7 +49,7 @@ class Credentials(msgspec.Struct, frozen=True):
         try:
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as error:
-            raise StartError(f"these are no credentials of servekit: {error}") from None
+            raise StartError(f"these are not credentials of servekit: {error}") from None
 
     def hand_over(self) -> int:
         """Return an inheritable descriptor for `read_credentials`; the caller closes it.

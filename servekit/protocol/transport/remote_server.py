@@ -88,7 +88,7 @@ class TcpServer(ABC):
     # ---- what differs
 
     @abstractmethod
-    def told(self) -> list[Any]:
+    def replay_messages(self) -> list[Any]:
         """Return the messages that bring a new supervisor up to date."""
 
     @abstractmethod
@@ -140,7 +140,7 @@ class TcpServer(ABC):
     # ---- the supervisor
 
     @property
-    def heard(self) -> bool:
+    def has_supervisor(self) -> bool:
         """Return whether a supervisor is attached."""
         return self._control is not None
 
@@ -169,20 +169,20 @@ class TcpServer(ABC):
 
     def _begin_session(self, session: str) -> list[Any]:
         self._session, self._had, self._kept = session, 0, ReplayBuffer()
-        told = self.told()
+        told = self.replay_messages()
         self._kept.extend(told)
         return told
 
-    def take(self, connection: Connection[Any], message: Any) -> None:
+    def handle_message(self, connection: Connection[Any], message: Any) -> None:
         """Handle a message of a supervisor; those of a superseded one are ignored."""
         if connection is self._control:
             self._had += not isinstance(message, FLEETING)
             if isinstance(message, Renew):
                 self.identity.renew(message.credentials)
             else:
-                self.hear(message)
+                self.on_control_message(message)
 
-    def hear(self, message: Any) -> None:
+    def on_control_message(self, message: Any) -> None:
         """Handle a message of the attached supervisor."""
         self._on_message(message)
 
@@ -243,7 +243,7 @@ class PendingConnection:
         connection.allow()
         connection.become(
             port.incoming,
-            lambda message: port.take(connection, message),
+            lambda message: port.handle_message(connection, message),
             lambda error: port.detached(connection, error),
         )
         port.attach(connection, attach)

@@ -28,7 +28,7 @@ async def ask_supervisor(path: Path, question: ToSupervisor, deadline_s: float) 
 
     def on_close(error: Exception | None) -> None:
         if not answer.done():
-            answer.set_exception(EOFError("the supervisor hung up"))
+            answer.set_exception(EOFError("the supervisor closed the connection"))
 
     async with asyncio.timeout(deadline_s):
         connection = await dial_address(

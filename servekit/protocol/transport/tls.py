@@ -50,10 +50,13 @@ _REASONS = {
     "PROTOCOL_VERSION": "the other side does not speak TLS 1.3",
     "UNSUPPORTED_PROTOCOL": "the other side does not speak TLS 1.3",  # on a server
     "PEER_DID_NOT_RETURN": "the other side has shown no certificate",
-    "UNEXPECTED_EOF": "the other side hung up during the handshake",
+    "UNEXPECTED_EOF": "the other side closed the connection during the handshake",
 }
 #: In TLS 1.3 a server verifies the client after the client's handshake is done; its log says why.
-HUNG_UP = "it hung up before it said who it is: its log says whether it trusts our certificate"
+HUNG_UP = (
+    "it closed the connection before it identified itself: its log says whether it trusts"
+    " our certificate"
+)
 
 
 class NotTrusted(WireError, OSError):
@@ -106,7 +109,7 @@ def peer_member(transport: Any) -> Member | None:
         role, _, name = uri.path.removeprefix("/").partition("/")
         if kind == "URI" and uri.scheme == "servekit" and role in _ROLES:
             return Member(unquote(uri.netloc), _ROLES[role], unquote(name))
-    raise NotTrusted("the certificate of the other side does not say who it is")
+    raise NotTrusted("the certificate of the other side names no member")
 
 
 _ROLES: dict[str, Role] = {"supervisor": "supervisor", "gateway": "gateway", "worker": "worker"}

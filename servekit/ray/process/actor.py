@@ -134,7 +134,7 @@ class ProcessActor:
         self._count = 0  # lines so far
         self._process: Process | None = None
         self._asked_at = time.monotonic()
-        self._doors = Sockets()
+        self._sockets = Sockets()
         threading.Thread(target=self._leave_when_alone, daemon=True).start()
 
     # ---- calls by the driver
@@ -146,22 +146,22 @@ class ProcessActor:
         self._asked()
         node = ray.get_runtime_context().get_node_id()
         host = ray.util.get_node_ip_address()
-        sight = ActorState(node, host, as_remote(self._gpus), self._fault(), self._running())
-        return msgspec.msgpack.encode(sight)
+        state = ActorState(node, host, as_remote(self._gpus), self._fault(), self._running())
+        return msgspec.msgpack.encode(state)
 
-    def start(self, order: bytes) -> tuple[int, str, str]:
+    def start(self, encoded: bytes) -> tuple[int, str, str]:
         """Start a process: return its PID and address, or why it failed."""
         self._asked()
-        wish = msgspec.msgpack.decode(order, type=Start)
+        order = msgspec.msgpack.decode(encoded, type=Start)
         self.end()
         try:
-            listening = self._doors.open(wish.listen)
+            listening = self._sockets.open(order.listen)
         except StartError as error:
             return 0, "", error.message
-        process = Process(wish.fingerprint, wish.role)
+        process = Process(order.fingerprint, order.role)
         with self._changed:
             self._process = process
-        self._spawn(process, wish, listening)
+        self._spawn(process, order, listening)
         with self._changed:
             self._changed.wait_for(
                 lambda: process.address or process.code is not None, _LISTENS_WITHIN_S
@@ -233,19 +233,19 @@ class ProcessActor:
 
     # ---- the process
 
-    def _spawn(self, process: Process, wish: Start, listening: Sequence[int]) -> None:
-        credentials = Credentials.from_bytes(wish.credentials).hand_over()
+    def _spawn(self, process: Process, order: Start, listening: Sequence[int]) -> None:
+        credentials = Credentials.from_bytes(order.credentials).hand_over()
         reports, report = os.pipe()
         reading, writing = os.pipe()
-        args = [*wish.args, "--credentials-fd", str(credentials), "--report-fd", str(report)]
+        args = [*order.args, "--credentials-fd", str(credentials), "--report-fd", str(report)]
         for fd in listening:
             args += ["--listen-fd", str(fd)]
         mark = secrets.token_hex(16)
         command = [sys.executable, *_safe_path(), "-m", "servekit.ray.process.actor_supervisor"]
         try:
             process.warden = subprocess.Popen(
-                [*command, wish.role, mark, str(report), *args],
-                env=self._environment(wish),
+                [*command, order.role, mark, str(report), *args],
+                env=self._environment(order),
                 stdin=subprocess.PIPE,
                 stdout=writing,
                 stderr=writing,
@@ -259,15 +259,15 @@ class ProcessActor:
             opened = os.fdopen(fd, "rb")
             threading.Thread(target=work, args=(process, opened), daemon=True).start()
 
-    def _environment(self, wish: Start) -> dict[str, str]:
+    def _environment(self, order: Start) -> dict[str, str]:
         """Return the node's environment without Ray's variables, with ours and the GPU pin."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         own = {name: value for name, value in own.items() if name not in THREADS}
-        if not wish.env.keys() & {*THREADS}:
+        if not order.env.keys() & {*THREADS}:
             own |= _own_threads()
-        by_index = wish.pin == "index"
+        by_index = order.pin == "index"
         pin = ",".join(str(gpu.index) if by_index else gpu.uuid for gpu in self._gpus)
-        return {**own, **wish.env, "CUDA_VISIBLE_DEVICES": pin}
+        return {**own, **order.env, "CUDA_VISIBLE_DEVICES": pin}
 
     def _hear(self, process: Process, output: IO[bytes]) -> None:
         """Store the output of the process by lines."""
@@ -324,7 +324,7 @@ class ProcessActor:
         while time.monotonic() - self._asked_at < limit_s or self._running() is not None:
             time.sleep(_LOOK_EVERY_S)
         self.end()
-        _give_back()
+        _release_actor()
 
 
 def _has_ended(process: Process | None) -> bool:
@@ -346,7 +346,7 @@ def _safe_path() -> tuple[str, ...]:
     return ("-P",)
 
 
-def _give_back() -> None:
+def _release_actor() -> None:
     """Remove this actor's placement group, which ends the actor, too.
 
     Without its head Ray does not answer, nor fail for a long time, so exit after a timeout.

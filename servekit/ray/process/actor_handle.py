@@ -25,8 +25,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from servekit.protocol.ray_messages import Berth as Wish
-from servekit.protocol.ray_messages import Start
+from servekit.protocol.ray_messages import PlaceWorker, Start
 from servekit.ray.process import placement_groups
 from servekit.ray.process.actor import ActorEvents, ActorState, Figures, ProcessActor
 from servekit.ray.process.node_checks import NodeChecks
@@ -62,45 +61,45 @@ class ActorHandle:
         self.name = name_of(label)
         self._group = group
         self._actor = actor
-        self.sight: ActorState | None = None
+        self.state: ActorState | None = None
         self.model = ""
 
-    async def look(self) -> ActorState:
+    async def inspect(self) -> ActorState:
         """Return the node and what runs there. Raises Gone."""
-        answer = await self._ask(self._actor.look, within_s=_ANSWER_S)
-        self.sight = msgspec.msgpack.decode(answer, type=ActorState)
-        return self.sight
+        answer = await self._call(self._actor.look, within_s=_ANSWER_S)
+        self.state = msgspec.msgpack.decode(answer, type=ActorState)
+        return self.state
 
     async def start(self, order: Start) -> tuple[int, str, str]:
         """Start a process: return its PID and address, or why it failed. Raises Gone."""
         sent = msgspec.msgpack.encode(order)
-        answer: tuple[int, str, str] = await self._ask(self._actor.start, sent, within_s=180.0)
+        answer: tuple[int, str, str] = await self._call(self._actor.start, sent, within_s=180.0)
         return answer
 
     async def poll(self, seen: int) -> ActorEvents:
         """Return events as soon as there are any. Raises Gone."""
-        answer = await self._ask(self._actor.poll, seen, POLL_S, within_s=POLL_S + 10.0)
+        answer = await self._call(self._actor.poll, seen, POLL_S, within_s=POLL_S + 10.0)
         return msgspec.msgpack.decode(answer, type=ActorEvents)
 
     async def signal(self, number: int, *, group: bool) -> None:
         with contextlib.suppress(Gone):
-            await self._ask(self._actor.signal, number, group, within_s=_ANSWER_S)
+            await self._call(self._actor.signal, number, group, within_s=_ANSWER_S)
 
     async def strays(self) -> str:
         """Return a message about GPU memory that its worker holds elsewhere. Raises Gone."""
-        return str(await self._ask(self._actor.strays, within_s=10.0))
+        return str(await self._call(self._actor.strays, within_s=10.0))
 
     async def measure(self) -> Figures:
         """Return the resource use. Raises Gone."""
-        answer = await self._ask(self._actor.measure, within_s=_MEASURE_S)
+        answer = await self._call(self._actor.measure, within_s=_MEASURE_S)
         return msgspec.msgpack.decode(answer, type=Figures)
 
     async def end(self) -> None:
         """Kill the process, and wait for its end."""
         with contextlib.suppress(Gone):
-            await self._ask(self._actor.end, within_s=_ANSWER_S)
+            await self._call(self._actor.end, within_s=_ANSWER_S)
 
-    async def vacate(self) -> None:
+    async def release(self) -> None:
         """Release the place, and return when Ray has done so."""
         await self.end()
         await asyncio.to_thread(self._remove)
@@ -116,7 +115,7 @@ class ActorHandle:
         while self.label in list_named_actors() and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    async def _ask(self, method: Any, *args: Any, within_s: float) -> Any:
+    async def _call(self, method: Any, *args: Any, within_s: float) -> Any:
         try:
             return await asyncio.wait_for(method.remote(*args), within_s)
         except TimeoutError:
@@ -128,9 +127,9 @@ class ActorHandle:
 
 
 async def make_actor(
-    wish: Wish,
+    order: PlaceWorker,
     grace_s: float,
-    scouts: NodeChecks,
+    checks: NodeChecks,
     aim: placement_groups.Aim,
     waits: Callable[[str], None],
 ) -> ActorHandle:
@@ -139,60 +138,62 @@ async def make_actor(
     `waits` receives what it waits for. A process that must be on a certain node claims nothing
     there, and waits for nothing.
     """
-    if wish.node:
-        return await _make_on(wish, grace_s, placement_groups.place_name(wish))
-    label, group = await placement_groups.make_place(wish, scouts, aim, waits)
-    berth = ActorHandle(label, group, None)
+    if order.node:
+        return await _make_on(order, grace_s, placement_groups.place_name(order))
+    label, group = await placement_groups.make_place(order, checks, aim, waits)
+    handle = ActorHandle(label, group, None)
     there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-    await _begin_actor(berth, there, wish, grace_s)
-    berth.model = wish.model
-    return berth
+    await _begin_actor(handle, there, order, grace_s)
+    handle.model = order.model
+    return handle
 
 
-async def _make_on(wish: Wish, grace_s: float, label: str) -> ActorHandle:
+async def _make_on(order: PlaceWorker, grace_s: float, label: str) -> ActorHandle:
     """Create an actor on a certain node. Raises Gone."""
-    berth = ActorHandle(label, None, None)
-    await _begin_actor(berth, NodeAffinitySchedulingStrategy(wish.node, soft=False), wish, grace_s)
-    return berth
+    handle = ActorHandle(label, None, None)
+    await _begin_actor(
+        handle, NodeAffinitySchedulingStrategy(order.node, soft=False), order, grace_s
+    )
+    return handle
 
 
-async def _begin_actor(berth: ActorHandle, there: Any, wish: Wish, grace_s: float) -> None:
+async def _begin_actor(handle: ActorHandle, there: Any, order: PlaceWorker, grace_s: float) -> None:
     """Create the actor and wait for it. Raises Gone; after any error nothing is left."""
     making = asyncio.create_task(
-        asyncio.to_thread(_create_actor, berth.label, there, wish, grace_s)
+        asyncio.to_thread(_create_actor, handle.label, there, order, grace_s)
     )
     try:
-        berth._actor = await asyncio.shield(making)
-        await _await_up(berth)
+        handle._actor = await asyncio.shield(making)
+        await _await_up(handle)
     except BaseException:
-        await asyncio.shield(_undo_placement(berth, making))
+        await asyncio.shield(_undo_placement(handle, making))
         raise
 
 
-async def _undo_placement(berth: ActorHandle, making: asyncio.Task[Any]) -> None:
+async def _undo_placement(handle: ActorHandle, making: asyncio.Task[Any]) -> None:
     """Release a place, including an actor that a thread is still creating."""
     with contextlib.suppress(Exception):
-        berth._actor = await making
-    await asyncio.to_thread(berth._remove)  # no process was started there
+        handle._actor = await making
+    await asyncio.to_thread(handle._remove)  # no process was started there
 
 
-def _create_actor(label: str, there: Any, wish: Wish, grace_s: float) -> Any:
+def _create_actor(label: str, there: Any, order: PlaceWorker, grace_s: float) -> Any:
     options = ray.remote(ProcessActor).options(
         name=label,
         lifetime="detached",
-        num_cpus=wish.cpus,
-        num_gpus=wish.gpus,
+        num_cpus=order.cpus,
+        num_gpus=order.gpus,
         scheduling_strategy=there,
         max_restarts=0,
         max_concurrency=_THREADS,
     )
-    return options.remote(wish.gpus, grace_s)
+    return options.remote(order.gpus, grace_s)
 
 
-async def _await_up(berth: ActorHandle) -> None:
+async def _await_up(handle: ActorHandle) -> None:
     """Wait until the actor's process is up. Raises Gone."""
-    answer = await berth._ask(berth._actor.look, within_s=_ACTOR_S)
-    berth.sight = msgspec.msgpack.decode(answer, type=ActorState)
+    answer = await handle._call(handle._actor.look, within_s=_ACTOR_S)
+    handle.state = msgspec.msgpack.decode(answer, type=ActorState)
 
 
 def find_actors() -> list[ActorHandle]:

@@ -24,8 +24,7 @@ from servekit.protocol import ray_messages as c
 from servekit.protocol.messages import Stop
 from servekit.protocol.ray_messages import Node, ToCluster
 from servekit.protocol.transport.connection import Connection, adopt_socket
-from servekit.ray.process import actor_handle as berths
-from servekit.ray.process import namespace_lock, nodes
+from servekit.ray.process import actor_handle, namespace_lock, nodes
 from servekit.ray.process.actor import ActorEvents, Figures
 from servekit.ray.process.actor_handle import ActorHandle, Gone
 from servekit.ray.process.namespace_lock import NamespaceOwner
@@ -48,7 +47,7 @@ _MEASURE_EVERY_S = 5.0
 async def run_driver(control: socket.socket) -> int:
     """Run until the supervisor is gone, or closes the connection."""
     driver = Driver()
-    await driver.hear(control)
+    await driver.read_messages(control)
     return await driver.over
 
 
@@ -59,17 +58,17 @@ class Driver:
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._control: Connection[ToCluster] = Connection(ToCluster, self._take, self._on_eof)
         self._grace_s = 0.0
-        self._berths: dict[str, ActorHandle] = {}
+        self._actors: dict[str, ActorHandle] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
         self._making: dict[str, asyncio.Task[None]] = {}
         self._intended: dict[str, tuple[str, str]] = {}  # by worker: its model and node
         self._shunned: dict[str, float] = {}  # end of the avoidance, by node
         self._nodes: dict[str, Node] = {}  # current nodes, by Ray's id
-        self._wants: tuple[c.Want, ...] = ()  # what models need of nodes
-        self._scouts = NodeChecks()
+        self._wants: tuple[c.NodeRequirements, ...] = ()  # what models need of nodes
+        self._checks = NodeChecks()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def hear(self, control: socket.socket) -> None:
+    async def read_messages(self, control: socket.socket) -> None:
         await adopt_socket(control, lambda: self._control)
 
     def _on_eof(self, error: Exception | None) -> None:
@@ -80,26 +79,26 @@ class Driver:
 
     def _take(self, message: ToCluster) -> None:
         match message:
-            case c.Join():
+            case c.JoinCluster():
                 self._spawn(self._answer(message.id, self._join(message)))
-            case c.Look():
+            case c.InspectNodes():
                 self._spawn(self._answer(message.id, self._look(message)))
-            case c.Berth():
-                task = self._spawn(self._answer(message.id, self._berth(message)))
+            case c.PlaceWorker():
+                task = self._spawn(self._answer(message.id, self._place_worker(message)))
                 self._making[message.name] = task
             case c.Start():
                 self._spawn(self._answer(message.id, self._start(message)))
             case c.Signal(name, number, group):
-                if (berth := self._berths.get(name)) is not None:
-                    self._spawn(berth.signal(number, group=group))
-            case c.Strays():
+                if (actor := self._actors.get(name)) is not None:
+                    self._spawn(actor.signal(number, group=group))
+            case c.GetStrayMemory():
                 self._spawn(self._answer(message.id, self._strays(message)))
-            case c.Vacate():
+            case c.ReleasePlace():
                 self._spawn(self._answer(message.id, self._vacate(message)))
             case Stop():
                 self._on_eof(None)
-            case c.Keep(names):
-                for name in self._berths.keys() - set(names):
+            case c.KeepPlaces(names):
+                for name in self._actors.keys() - set(names):
                     self._spawn(self._forget(name))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -112,49 +111,49 @@ class Driver:
         try:
             answer = await work
         except (Gone, ConnectionError) as error:
-            answer = c.Sorry(id, str(error))
+            answer = c.RequestFailed(id, str(error))
         except Exception as error:
             log.exception("ray_request_failed")
-            answer = c.Sorry(id, f"Ray: {type(error).__name__}: {error}")
+            answer = c.RequestFailed(id, f"Ray: {type(error).__name__}: {error}")
         self._control.send(answer)
 
     # ---- the cluster
 
-    async def _join(self, wish: c.Join) -> msgspec.Struct:
-        self._grace_s = wish.grace_s
-        until = time.monotonic() + wish.within_s - _SOONER_S
-        tenant = NamespaceOwner.here(wish.turn, wish.since, wish.run_dir)
-        await asyncio.to_thread(_connect_to_ray, wish.address, wish.namespace, tenant)
-        turn = namespace_lock.own_turn(wish.turn)
-        if refusal := await namespace_lock.await_ownership(wish.namespace, turn):
-            return c.Sorry(wish.id, refusal)
-        self._wants = wish.wants
+    async def _join(self, order: c.JoinCluster) -> msgspec.Struct:
+        self._grace_s = order.grace_s
+        until = time.monotonic() + order.within_s - _SOONER_S
+        tenant = NamespaceOwner.here(order.turn, order.since, order.run_dir)
+        await asyncio.to_thread(_connect_to_ray, order.address, order.namespace, tenant)
+        turn = namespace_lock.own_turn(order.turn)
+        if refusal := await namespace_lock.await_ownership(order.namespace, turn):
+            return c.RequestFailed(order.id, refusal)
+        self._wants = order.wants
         await self._meet(await nodes.living_nodes(), _left_s(until))
-        for berth in await asyncio.to_thread(berths.find_actors):
-            await self._take_over(berth)
-        await asyncio.to_thread(berths.sweep_places)
-        if wish.watch:
+        for actor in await asyncio.to_thread(actor_handle.find_actors):
+            await self._take_over(actor)
+        await asyncio.to_thread(actor_handle.sweep_places)
+        if order.watch:
             self._spawn(self._watch())
         own = ray.get_runtime_context().get_node_id()
-        return c.Joined(wish.id, tuple(self._nodes.values()), turn, own)
+        return c.ClusterJoined(order.id, tuple(self._nodes.values()), turn, own)
 
-    async def _look(self, wish: c.Look) -> msgspec.Struct:
-        until = time.monotonic() + wish.within_s - _SOONER_S
+    async def _look(self, order: c.InspectNodes) -> msgspec.Struct:
+        until = time.monotonic() + order.within_s - _SOONER_S
         there = await nodes.living_nodes()
-        if wish.node and wish.node not in there:
-            return c.Sorry(wish.id, "it is no node of the Ray cluster any more")
-        if not wish.node:
-            self._wants = wish.wants  # also for nodes that join later
-        asked = [there[wish.node]] if wish.node else there.values()
-        looks = await nodes.look_at(asked, wish.wants, _left_s(until))
-        self._scouts.note(looks, wish.wants)
-        return c.Looked(wish.id, looks)
+        if order.node and order.node not in there:
+            return c.RequestFailed(order.id, "it is no longer a node of the Ray cluster")
+        if not order.node:
+            self._wants = order.wants  # also for nodes that join later
+        asked = [there[order.node]] if order.node else there.values()
+        looks = await nodes.look_at(asked, order.wants, _left_s(until))
+        self._checks.record(looks, order.wants)
+        return c.NodesInspected(order.id, looks)
 
     async def _meet(self, there: dict[str, dict[str, Any]], within_s: float) -> None:
         """Update the nodes; new ones check themselves."""
         new = [there[id] for id in there.keys() - self._nodes.keys()]
         looks = await nodes.look_at(new, self._wants, within_s)
-        self._scouts.note(looks, self._wants)
+        self._checks.record(looks, self._wants)
         known = self._nodes | {look.node: look for look in looks}
         self._nodes = {id: node for id, node in known.items() if id in there}
 
@@ -171,158 +170,158 @@ class Driver:
                 await self._meet(there, LOOK_S)
                 self._control.send(c.Nodes(tuple(self._nodes.values())))
 
-    async def _take_over(self, berth: ActorHandle) -> None:
+    async def _take_over(self, actor: ActorHandle) -> None:
         try:
-            await berth.look()
+            await actor.inspect()
         except Gone:
-            self._spawn(berth.vacate())
+            self._spawn(actor.release())
             return
-        if berth.name in self._berths:
-            self._spawn(berth.vacate())
+        if actor.name in self._actors:
+            self._spawn(actor.release())
             return
-        log.info("actor_adopted", worker=berth.name)
-        self._berths[berth.name] = berth
-        self._follow(berth)
+        log.info("actor_adopted", worker=actor.name)
+        self._actors[actor.name] = actor
+        self._follow(actor)
 
     # ---- places
 
-    async def _berth(self, wish: c.Berth) -> msgspec.Struct:
-        if (known := self._berths.get(wish.name)) is not None:
-            if (sight := await self._suits(known, wish)) is not None:
-                known.model = wish.model
-                return c.Berthed(wish.id, sight.host, sight.gpus, sight.running)
-            await self._forget(wish.name)
-        aim = functools.partial(self._aim, wish)
-        waits = functools.partial(self._waits, wish.name)
+    async def _place_worker(self, order: c.PlaceWorker) -> msgspec.Struct:
+        if (known := self._actors.get(order.name)) is not None:
+            if (state := await self._suits(known, order)) is not None:
+                known.model = order.model
+                return c.WorkerPlaced(order.id, state.host, state.gpus, state.running)
+            await self._forget(order.name)
+        aim = functools.partial(self._aim, order)
+        waits = functools.partial(self._waits, order.name)
         try:
-            berth = await berths.make_actor(wish, self._grace_s, self._scouts, aim, waits)
+            actor = await actor_handle.make_actor(order, self._grace_s, self._checks, aim, waits)
         finally:
-            self._intended.pop(wish.name, None)
-        self._berths[wish.name] = berth
-        self._follow(berth)
-        assert berth.sight is not None
-        if berth.sight.fault:
-            await self._forget(wish.name)
-            return c.Sorry(wish.id, f"node {berth.sight.host}: {berth.sight.fault}")
-        return c.Berthed(wish.id, berth.sight.host, berth.sight.gpus)
+            self._intended.pop(order.name, None)
+        self._actors[order.name] = actor
+        self._follow(actor)
+        assert actor.state is not None
+        if actor.state.fault:
+            await self._forget(order.name)
+            return c.RequestFailed(order.id, f"node {actor.state.host}: {actor.state.fault}")
+        return c.WorkerPlaced(order.id, actor.state.host, actor.state.gpus)
 
-    async def _suits(self, berth: ActorHandle, wish: c.Berth) -> Any:
-        """Return the state of a place that may be used as wished; None if it may not."""
+    async def _suits(self, actor: ActorHandle, order: c.PlaceWorker) -> Any:
+        """Return the state of a place that fits the order; None if it does not."""
         try:
-            sight = await berth.look()
+            state = await actor.inspect()
         except Gone:
-            self._shun(berth)
+            self._shun(actor)
             return None
-        if len(sight.gpus) != wish.gpus or sight.fault or wish.node not in ("", sight.node):
+        if len(state.gpus) != order.gpus or state.fault or order.node not in ("", state.node):
             return None
-        if sight.running is not None and sight.running.fingerprint != wish.fingerprint:
-            await berth.end()
-            return replace(sight, running=None)
-        return sight
+        if state.running is not None and state.running.fingerprint != order.fingerprint:
+            await actor.end()
+            return replace(state, running=None)
+        return state
 
     def _waits(self, name: str, what: str) -> None:
-        self._control.send(c.Waits(name, what))
+        self._control.send(c.PlacementWaits(name, what))
 
-    async def _aim(self, wish: c.Berth, faults: Mapping[str, str]) -> str:
-        self._intended.pop(wish.name, None)
-        free = await asyncio.to_thread(berths.free_nodes)
+    async def _aim(self, order: c.PlaceWorker, faults: Mapping[str, str]) -> str:
+        self._intended.pop(order.name, None)
+        free = await asyncio.to_thread(actor_handle.free_nodes)
         now = time.monotonic()
         shunned = {node for node, until in self._shunned.items() if until > now} | faults.keys()
         held = [
-            one.sight.node
-            for one in self._berths.values()
-            if one.model == wish.model and one.sight is not None
+            one.state.node
+            for one in self._actors.values()
+            if one.model == order.model and one.state is not None
         ]
-        held += [node for model, node in self._intended.values() if model == wish.model]
-        node = choose_node(free, wish.cpus, wish.gpus, wish.strategy, held, shunned)
-        self._intended[wish.name] = (wish.model, node)  # before another place is chosen
+        held += [node for model, node in self._intended.values() if model == order.model]
+        node = choose_node(free, order.cpus, order.gpus, order.strategy, held, shunned)
+        self._intended[order.name] = (order.model, node)  # before another place is chosen
         return node
 
-    def _shun(self, berth: ActorHandle) -> None:
-        if berth.sight is not None:
-            self._shunned[berth.sight.node] = time.monotonic() + _SHUN_S
+    def _shun(self, actor: ActorHandle) -> None:
+        if actor.state is not None:
+            self._shunned[actor.state.node] = time.monotonic() + _SHUN_S
 
     async def _start(self, order: c.Start) -> msgspec.Struct:
-        if (berth := self._berths.get(order.name)) is None:
-            return c.Sorry(order.id, "its place in the cluster is lost")
-        pid, address, refusal = await berth.start(order)
+        if (actor := self._actors.get(order.name)) is None:
+            return c.RequestFailed(order.id, "its place in the cluster is lost")
+        pid, address, refusal = await actor.start(order)
         if refusal or not address:
-            return c.Sorry(order.id, refusal or "it ended before it listened", pid=pid)
+            return c.RequestFailed(order.id, refusal or "it ended before it listened", pid=pid)
         return c.Started(order.id, pid, address)
 
-    async def _strays(self, question: c.Strays) -> msgspec.Struct:
-        berth = self._berths.get(question.name)
-        return c.Held(question.id, "" if berth is None else await berth.strays())
+    async def _strays(self, question: c.GetStrayMemory) -> msgspec.Struct:
+        actor = self._actors.get(question.name)
+        return c.StrayMemory(question.id, "" if actor is None else await actor.strays())
 
-    async def _vacate(self, wish: c.Vacate) -> msgspec.Struct:
-        if (making := self._making.get(wish.name)) is not None:
+    async def _vacate(self, order: c.ReleasePlace) -> msgspec.Struct:
+        if (making := self._making.get(order.name)) is not None:
             making.cancel()
             await asyncio.wait((making,))
-        await self._forget(wish.name)
-        return c.Vacated(wish.id)
+        await self._forget(order.name)
+        return c.PlaceReleased(order.id)
 
     async def _forget(self, name: str) -> None:
         if (following := self._following.pop(name, None)) is not None:
             following.cancel()
-        if (berth := self._berths.pop(name, None)) is not None:
-            await berth.vacate()
+        if (actor := self._actors.pop(name, None)) is not None:
+            await actor.release()
 
     # ---- events
 
-    def _follow(self, berth: ActorHandle) -> None:
-        self._following[berth.name] = self._spawn(self._hear_of(berth))
+    def _follow(self, actor: ActorHandle) -> None:
+        self._following[actor.name] = self._spawn(self._follow_actor(actor))
 
-    async def _hear_of(self, berth: ActorHandle) -> None:
-        measuring = self._spawn(self._measure(berth))
+    async def _follow_actor(self, actor: ActorHandle) -> None:
+        measuring = self._spawn(self._measure(actor))
         try:
-            await self._hear_news(berth)
+            await self._forward_events(actor)
         finally:
             measuring.cancel()
 
-    async def _measure(self, berth: ActorHandle) -> None:
+    async def _measure(self, actor: ActorHandle) -> None:
         while True:
             with contextlib.suppress(Gone):  # a lost actor is noticed by polling
-                found = await berth.measure()
-                self._control.send(_as_measured(berth.name, found))
+                found = await actor.measure()
+                self._control.send(_as_measured(actor.name, found))
             await asyncio.sleep(_MEASURE_EVERY_S)
 
-    async def _hear_news(self, berth: ActorHandle) -> None:
+    async def _forward_events(self, actor: ActorHandle) -> None:
         seen = 0
         while True:
             try:
-                news = await berth.poll(seen)
+                events = await actor.poll(seen)
             except Gone as error:
-                self._lose(berth, str(error))
+                self._lose(actor, str(error))
                 return
-            seen = news.seen
-            if news.lines:
-                self._control.send(c.Lines(berth.name, news.lines))
-            if news.code is not None:
-                self._control.send(_as_exited(berth.name, news))
+            seen = events.seen
+            if events.lines:
+                self._control.send(c.Lines(actor.name, events.lines))
+            if events.code is not None:
+                self._control.send(_as_exited(actor.name, events))
 
-    def _lose(self, berth: ActorHandle, why: str) -> None:
-        log.warning("actor_lost", worker=berth.name, reason=why)
-        self._shun(berth)
-        self._following.pop(berth.name, None)
-        if self._berths.get(berth.name) is berth:
-            del self._berths[berth.name]
-        self._spawn(berth.vacate())
-        self._control.send(c.Exited(berth.name, 0, None, None, f"its node or actor is lost: {why}"))
+    def _lose(self, actor: ActorHandle, why: str) -> None:
+        log.warning("actor_lost", worker=actor.name, reason=why)
+        self._shun(actor)
+        self._following.pop(actor.name, None)
+        if self._actors.get(actor.name) is actor:
+            del self._actors[actor.name]
+        self._spawn(actor.release())
+        self._control.send(c.Exited(actor.name, 0, None, None, f"its node or actor is lost: {why}"))
 
 
 def _as_measured(name: str, found: Figures) -> c.Measured:
     return c.Measured(name, found.gpus, found.pid, found.held, found.rss_bytes)
 
 
-def _as_exited(name: str, news: ActorEvents) -> c.Exited:
-    assert news.code is not None
-    died = news.code < 0
+def _as_exited(name: str, events: ActorEvents) -> c.Exited:
+    assert events.code is not None
+    died = events.code < 0
     return c.Exited(
         name,
-        news.pid,
-        None if died else news.code,
-        -news.code if died else None,
-        out_of_memory=news.out_of_memory,
+        events.pid,
+        None if died else events.code,
+        -events.code if died else None,
+        out_of_memory=events.out_of_memory,
     )
 
 
@@ -331,7 +330,7 @@ def _connect_to_ray(address: str, namespace: str, tenant: NamespaceOwner) -> Non
     ray.init(
         address,
         namespace=namespace,
-        job_config=tenant.note,
+        job_config=tenant.job_config,
         log_to_driver=False,
         configure_logging=False,
     )

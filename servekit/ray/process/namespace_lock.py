@@ -48,7 +48,7 @@ class NamespaceOwner:
         return cls(turn, socket.gethostname(), os.getppid(), since, run_dir)
 
     @property
-    def note(self) -> JobConfig:
+    def job_config(self) -> JobConfig:
         """Job configuration for the connection to Ray."""
         return JobConfig(metadata={_NOTE: json.dumps(asdict(self))})
 
@@ -87,8 +87,8 @@ async def await_ownership(namespace: str, turn: int) -> str:
         if time.monotonic() >= until:
             return (
                 f"its namespace {namespace!r} is held by another instance of servekit, {first}: end"
-                " that one first, or give this one a `ray.namespace` of its own; of a machine that"
-                " is gone Ray learns within a minute"
+                " that one first, or give this one a `ray.namespace` of its own; Ray notices"
+                " the loss of a machine within a minute"
             )
         await asyncio.sleep(_LOOK_EVERY_S)
     return ""

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from servekit.protocol.ray_messages import Berth, Node, Want
+from servekit.protocol.ray_messages import Node, NodeRequirements, PlaceWorker
 from servekit.ray.node_inventory import own_versions
 from servekit.ray.node_requirements import why_unfit
 from servekit.ray.process import nodes
@@ -30,7 +30,7 @@ AGAIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """Result of a node's check for one Want, with the time on the monotonic clock."""
+    """Result of a node's check for one NodeRequirements, with the time on the monotonic clock."""
 
     fault: str  # a sentence
     at: float
@@ -41,36 +41,38 @@ class NodeChecks:
 
     def __init__(self) -> None:
         self._own = own_versions()
-        self._looks: dict[tuple[str, Want], _Look] = {}  # by Ray's id, and what was asked
+        self._looks: dict[
+            tuple[str, NodeRequirements], _Look
+        ] = {}  # by Ray's id, and what was asked
 
-    def note(self, found: Iterable[Node], wants: Iterable[Want]) -> None:
+    def record(self, found: Iterable[Node], wants: Iterable[NodeRequirements]) -> None:
         """Store what nodes have found for these models."""
         at, wants = time.monotonic(), list(wants)
         for node in found:
             for want in wants:
                 self._looks[node.node, want] = _Look(why_unfit(node, self._own, want.model), at)
 
-    async def faults(self, wish: Berth, of: str = "") -> dict[str, str]:
+    async def faults(self, order: PlaceWorker, of: str = "") -> dict[str, str]:
         """Return why nodes that are large enough, or node `of`, cannot run it, by id."""
-        if wish.want is None:
+        if order.want is None:
             return {}
         there = await nodes.living_nodes()
         self._looks = {known: look for known, look in self._looks.items() if known[0] in there}
         asked = [there[of]] if of in there else list(there.values())
-        large = [one.node for one in all_of(asked) if one.fits(wish.cpus, wish.gpus)]
-        await self._ask([there[node] for node in large], wish.want)
-        looks = {node: self._looks.get((node, wish.want)) for node in large}  # a node may be gone
+        large = [one.node for one in all_of(asked) if one.fits(order.cpus, order.gpus)]
+        await self._ask([there[node] for node in large], order.want)
+        looks = {node: self._looks.get((node, order.want)) for node in large}  # a node may be gone
         return {node: look.fault for node, look in looks.items() if look and look.fault}
 
-    async def _ask(self, there: Iterable[dict[str, Any]], want: Want) -> None:
+    async def _ask(self, there: Iterable[dict[str, Any]], want: NodeRequirements) -> None:
         """Check the nodes whose result is missing or outdated."""
         due = [node for node in there if self._is_due(node["NodeID"], want)]
         found = await nodes.look_at(due, (want,), LOOK_S)
-        self.note(found, (want,))
+        self.record(found, (want,))
         for node in found:
             if fault := self._looks[node.node, want].fault:
                 log.warning("node_unsuitable", node=node.host, reason=fault)
 
-    def _is_due(self, node: str, want: Want) -> bool:
+    def _is_due(self, node: str, want: NodeRequirements) -> bool:
         look = self._looks.get((node, want))
         return look is None or bool(look.fault and time.monotonic() >= look.at + AGAIN_S)

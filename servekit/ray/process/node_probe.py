@@ -12,7 +12,7 @@ import msgspec
 
 from servekit.config.engines.installed import install_command
 from servekit.config.engines.options import KINDS
-from servekit.protocol.ray_messages import Node, RemoteGpu, Want
+from servekit.protocol.ray_messages import Node, NodeRequirements, RemoteGpu
 from servekit.system.gpus import Gpu, find_gpus
 
 _ANSWER_S = 60.0
@@ -20,7 +20,7 @@ _ASK = "import servekit; print(servekit.__version__)"
 
 
 def probe_node(wants: bytes) -> bytes:
-    """Check a node, as a Ray task: `wants` is an encoded list of Want, the answer a Node."""
+    """Check a node, as a Ray task: `wants` is an encoded list; the answer is an encoded Node."""
     import ray
 
     context = ray.get_runtime_context()
@@ -30,7 +30,7 @@ def probe_node(wants: bytes) -> bytes:
         python=platform.python_version(),
         ray=ray.__version__,
         servekit=_installed_version(),
-        lacks=_find_lacks(msgspec.msgpack.decode(wants, type=list[Want])),
+        lacks=_find_lacks(msgspec.msgpack.decode(wants, type=list[NodeRequirements])),
     )
     return msgspec.msgpack.encode(found)
 
@@ -47,7 +47,7 @@ def _installed_version() -> str:
     return answer.stdout.strip()
 
 
-def _find_lacks(wants: list[Want]) -> dict[str, str]:
+def _find_lacks(wants: list[NodeRequirements]) -> dict[str, str]:
     found: dict[str, str] = {}
     for want in wants:
         if want.path and not Path(want.path).exists():

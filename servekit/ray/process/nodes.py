@@ -27,13 +27,15 @@ async def living_nodes() -> dict[str, dict[str, Any]]:
 
 
 async def look_at(
-    nodes: Iterable[dict[str, Any]], wants: tuple[c.Want, ...], within_s: float
+    nodes: Iterable[dict[str, Any]], wants: tuple[c.NodeRequirements, ...], within_s: float
 ) -> tuple[Node, ...]:
     """Return what each node finds, or why it could not be checked."""
     return tuple(await asyncio.gather(*(_probe(node, wants, within_s) for node in nodes)))
 
 
-async def _probe(node: dict[str, Any], wants: tuple[c.Want, ...], within_s: float) -> Node:
+async def _probe(
+    node: dict[str, Any], wants: tuple[c.NodeRequirements, ...], within_s: float
+) -> Node:
     total = node["Resources"]
     known = Node(
         node["NodeID"],

@@ -20,7 +20,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from servekit.protocol.ray_messages import Berth as Wish
+from servekit.protocol.ray_messages import PlaceWorker
 from servekit.ray.process.node_checks import AGAIN_S, NodeChecks
 from servekit.ray.process.node_selection import all_of, waiting_for
 
@@ -36,19 +36,19 @@ Aim = Callable[[Mapping[str, str]], Awaitable[str]]
 
 
 async def make_place(
-    wish: Wish, scouts: NodeChecks, aim: Aim, waits: Callable[[str], None]
+    order: PlaceWorker, checks: NodeChecks, aim: Aim, waits: Callable[[str], None]
 ) -> tuple[str, Any]:
     """Return the name and the placement group of a place. `waits` receives what it waits for.
 
     A node that was not checked before is checked first.
     """
     while True:
-        label, faults = place_name(wish), await scouts.faults(wish)
-        making = _begin_group(wish, label, await aim(faults), faults)
+        label, faults = place_name(order), await checks.faults(order)
+        making = _begin_group(order, label, await aim(faults), faults)
         try:
             group = await asyncio.shield(making)
-            found = await _has_room(group, wish, faults, waits)
-            if found and not await scouts.faults(wish, await asyncio.to_thread(_node_of, group)):
+            found = await _has_room(group, order, faults, waits)
+            if found and not await checks.faults(order, await asyncio.to_thread(_node_of, group)):
                 waits("")
                 return label, group
         except BaseException:
@@ -57,13 +57,15 @@ async def make_place(
         await _undo_group(making)
 
 
-def place_name(wish: Wish) -> str:
+def place_name(order: PlaceWorker) -> str:
     """Return a unique name for a place."""
-    return f"{wish.name}#{secrets.token_hex(4)}"
+    return f"{order.name}#{secrets.token_hex(4)}"
 
 
-def _begin_group(wish: Wish, label: str, node: str, faults: Mapping[str, str]) -> asyncio.Task[Any]:
-    return asyncio.create_task(asyncio.to_thread(_create_group, wish, label, node, faults))
+def _begin_group(
+    order: PlaceWorker, label: str, node: str, faults: Mapping[str, str]
+) -> asyncio.Task[Any]:
+    return asyncio.create_task(asyncio.to_thread(_create_group, order, label, node, faults))
 
 
 async def _undo_group(making: asyncio.Task[Any]) -> None:
@@ -72,8 +74,8 @@ async def _undo_group(making: asyncio.Task[Any]) -> None:
         await asyncio.to_thread(remove_placement_group, await making)
 
 
-def _create_group(wish: Wish, label: str, node: str, faults: Mapping[str, str]) -> Any:
-    bundle = {"CPU": wish.cpus, **({"GPU": float(wish.gpus)} if wish.gpus else {})}
+def _create_group(order: PlaceWorker, label: str, node: str, faults: Mapping[str, str]) -> Any:
+    bundle = {"CPU": order.cpus, **({"GPU": float(order.gpus)} if order.gpus else {})}
     others = [{_NODE: f"!in({','.join(sorted(faults))})"}] if faults else None
     return placement_group(
         [bundle],
@@ -86,7 +88,7 @@ def _create_group(wish: Wish, label: str, node: str, faults: Mapping[str, str]) 
 
 
 async def _has_room(
-    group: Any, wish: Wish, faults: Mapping[str, str], waits: Callable[[str], None]
+    group: Any, order: PlaceWorker, faults: Mapping[str, str], waits: Callable[[str], None]
 ) -> bool:
     """Wait for room; return False when failed nodes should be checked again.
 
@@ -100,7 +102,7 @@ async def _has_room(
         if time.monotonic() >= say_at:
             before, say_at = said, time.monotonic() + _SAY_S
             there = all_of(await asyncio.to_thread(ray.nodes))
-            if (said := waiting_for(wish.cpus, wish.gpus, there, faults)) != before:
+            if (said := waiting_for(order.cpus, order.gpus, there, faults)) != before:
                 waits(said)
         await asyncio.sleep(_LOOK_EVERY_S)  # Ray has no event for it
     return True

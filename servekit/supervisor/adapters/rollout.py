@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -22,50 +22,23 @@ from servekit.supervisor.adapters.state import (
     Outcome,
     Refusal,
     decide,
-    nobody,
+    no_ready_worker,
 )
 from servekit.supervisor.event_log import journal
+
+if TYPE_CHECKING:
+    from servekit.supervisor.deployments.deployment import Deployment
+    from servekit.supervisor.workers.worker_process import WorkerProcess
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
 _LOOK_EVERY_S = 0.02
 
 
-class Worker(Protocol):
-    """A worker, as adapters see it. Every order is answered in the end."""
-
-    name: str
-
-    @property
-    def serves(self) -> bool: ...
-    @property
-    def holds(self) -> Mapping[str, AdapterInfo]: ...
-    async def load_adapter(self, adapter: AdapterSpec) -> Outcome: ...
-    async def unload_adapter(self, name: str) -> bool:
-        """Unload it, and return whether it did; false if the worker died or is ended."""
-
-
-class Owner(Protocol):
-    """The deployment that the adapters belong to."""
-
-    @property
-    def drain_timeout_s(self) -> float: ...
-    @property
-    def is_away(self) -> bool:
-        """Return whether the model is on demand or unloaded: adapters are then loaded with it."""
-
-    def workers(self, adapters: Adapters) -> Sequence[Worker]:
-        """Return the workers of this version."""
-
-    def changed(self) -> None: ...
-    def is_unused(self, adapter: str) -> bool:
-        """Return whether no gateway has a request left for the adapter."""
-
-
 class Adapters:
     """The adapters of one version of a model. `book` is their table of states."""
 
-    def __init__(self, model: str, file: Sequence[AdapterSpec], owner: Owner) -> None:
+    def __init__(self, model: str, file: Sequence[AdapterSpec], owner: Deployment) -> None:
         self.model = model
         self.book = AdapterTable(file, time.time())
         self._owner = owner
@@ -193,7 +166,7 @@ class Adapters:
         return self.book.expected()
 
     async def join(
-        self, worker: Worker, refused: Mapping[str, str], admit: Callable[[], None]
+        self, worker: WorkerProcess, refused: Mapping[str, str], admit: Callable[[], None]
     ) -> str:
         """Bring a worker up to date that has loaded its model, and let it serve by `admit`.
 
@@ -219,13 +192,13 @@ class Adapters:
             admit()
         return ""
 
-    def _surplus(self, worker: Worker) -> list[str]:
+    def _surplus(self, worker: WorkerProcess) -> list[str]:
         """Return the adapters to unload: not expected, or removed since the worker loaded them."""
         outdated = self._outdated.pop(worker.name, set())
         return list({*self.book.surplus(list(worker.holds)), *outdated.intersection(worker.holds)})
 
     async def _fetch(
-        self, worker: Worker, spec: AdapterSpec, refused: Mapping[str, str]
+        self, worker: WorkerProcess, spec: AdapterSpec, refused: Mapping[str, str]
     ) -> Outcome:
         """Return a new worker's outcome for an adapter; load it if the worker has not tried."""
         if (info := worker.holds.get(spec.name)) is not None:
@@ -242,8 +215,8 @@ class Adapters:
         """Load an adapter in place of any with its name; if it is refused, restore that one."""
         workers = self._serving()
         if not workers:
-            return nobody(self.model)
-        self.book.ask(spec, time.time(), from_file=from_file)
+            return no_ready_worker(self.model)
+        self.book.add_requested(spec, time.time(), from_file=from_file)
         self._owner.changed()
         if known is not None:
             await self._until_unused(spec.name)
@@ -281,7 +254,7 @@ class Adapters:
         else:
             self.book.forget(spec.name)
 
-    async def _load(self, workers: Sequence[Worker], spec: AdapterSpec) -> Outcome:
+    async def _load(self, workers: Sequence[WorkerProcess], spec: AdapterSpec) -> Outcome:
         outcomes = await asyncio.gather(*(worker.load_adapter(spec) for worker in workers))
         outcome = decide(self.model, outcomes)
         if isinstance(outcome, Refusal):
@@ -312,7 +285,7 @@ class Adapters:
         while not self._owner.is_unused(name) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    def _serving(self) -> list[Worker]:
+    def _serving(self) -> list[WorkerProcess]:
         return [worker for worker in self._owner.workers(self) if worker.serves]
 
     def _is_elsewhere(self, name: str) -> bool:

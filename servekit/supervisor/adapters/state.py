@@ -67,7 +67,7 @@ class Entry:
     info: AdapterInfo | None = None
 
 
-def nobody(model: str) -> Refusal:
+def no_ready_worker(model: str) -> Refusal:
     """Return the refusal for a model without a ready worker."""
     message = f"no worker of {model!r} is ready; try again when one is"
     return Refusal(message, retry_after_s=RETRY_AFTER_S)
@@ -80,7 +80,7 @@ def decide(model: str, outcomes: Sequence[Outcome]) -> Outcome:
     if refusals:
         return min(refusals, key=lambda one: (not one.invalid, one.died))
     loaded = [one for one in asked if isinstance(one, AdapterInfo)]
-    return loaded[0] if loaded else nobody(model)
+    return loaded[0] if loaded else no_ready_worker(model)
 
 
 class AdapterTable:
@@ -103,7 +103,7 @@ class AdapterTable:
         """Add an adapter that workers are to load, without an outcome yet."""
         self._entries[spec.name] = Entry(spec, from_file, True, "loading", now)
 
-    def ask(self, spec: AdapterSpec, now: float, *, from_file: bool) -> None:
+    def add_requested(self, spec: AdapterSpec, now: float, *, from_file: bool) -> None:
         """Add an adapter that serving workers are asked to load; new ones wait for the decision."""
         self._entries[spec.name] = Entry(spec, from_file, False, "loading", now)
 

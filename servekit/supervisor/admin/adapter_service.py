@@ -28,87 +28,97 @@ from servekit.supervisor.gateway_process import Gateway, until_told
 _RELATIVE = "the path of a folder has to be absolute, not '{}'"
 
 
-class AdapterDesk:
+class AdapterService:
     """Service for adapters; it replies when an operation is done, or with Refused."""
 
-    def __init__(self, fleets: DeploymentManager, gateways: Sequence[Gateway] = ()) -> None:
-        self._fleets = fleets
+    def __init__(self, deployments: DeploymentManager, gateways: Sequence[Gateway] = ()) -> None:
+        self._deployments = deployments
         self._gateways = gateways
         self._coming: dict[str, Deployment] = {}  # names being added, with their deployment
 
-    async def add(self, wish: AddAdapter) -> Accepted | Refused:
+    async def add(self, request: AddAdapter) -> Accepted | Refused:
         """Load an adapter on all workers of a model, or on none; if unloaded, with the model."""
-        name = wish.adapter.name
+        name = request.adapter.name
         try:
-            fleet = self._fleet(wish.model)
-            spec = await asyncio.to_thread(_checked, wish.adapter)
-            self._check_name(name, fleet)
+            deployment = self._deployment(request.model)
+            spec = await asyncio.to_thread(_checked, request.adapter)
+            self._check_name(name, deployment)
         except ConfigError as error:
             return Refused(error.message, True)
-        self._coming[name] = fleet
+        self._coming[name] = deployment
         try:
-            outcome = await fleet.adapters.add(spec, in_place=wish.in_place)
+            outcome = await deployment.adapters.add(spec, in_place=request.in_place)
         finally:
             self._coming.pop(name, None)
             await until_told(self._gateways)  # any gateway may be asked after the reply
         if isinstance(outcome, Refusal):
             return _refused(outcome)
         if isinstance(outcome, Later):
-            return Accepted(f"{name} is loaded with {fleet.model.name}, which is not there now")
-        return Accepted(f"{name} serves on {fleet.model.name}, {outcome.mode}: {outcome.why}")
+            return Accepted(
+                f"{name} is loaded with {deployment.model.name}, which is not there now"
+            )
+        return Accepted(f"{name} serves on {deployment.model.name}, {outcome.mode}: {outcome.why}")
 
-    async def remove(self, wish: RemoveAdapter) -> Accepted | Refused:
+    async def remove(self, request: RemoveAdapter) -> Accepted | Refused:
         """Unload an adapter from all workers, once its requests are done."""
-        found = ((f, e) for f in self._fleets.served if (e := f.adapters.book.get(wish.name)))
-        fleet, entry = next(found, (None, None))
-        if fleet is None or entry is None:
-            return Refused(f"The lora adapter '{wish.name}' cannot be found.", True)
-        refusal = await fleet.adapters.remove(wish.name)
+        found = (
+            (f, e) for f in self._deployments.served if (e := f.adapters.book.get(request.name))
+        )
+        deployment, entry = next(found, (None, None))
+        if deployment is None or entry is None:
+            return Refused(f"The lora adapter '{request.name}' cannot be found.", True)
+        refusal = await deployment.adapters.remove(request.name)
         await until_told(self._gateways)
         if refusal is not None:
             return _refused(refusal)
         again = "; the file names it yet: a reload loads it again" if entry.from_file else ""
-        return Accepted(f"{wish.name} is unloaded from {fleet.model.name}{again}")
+        return Accepted(f"{request.name} is unloaded from {deployment.model.name}{again}")
 
-    def show(self, wish: GetAdapters) -> Adapters | Refused:
+    def show(self, request: GetAdapters) -> Adapters | Refused:
         """Return the adapters of one model, or of all."""
         try:
-            fleets = [self._fleet(wish.model)] if wish.model else self._fleets.served
+            deployments = (
+                [self._deployment(request.model)] if request.model else self._deployments.served
+            )
         except ConfigError as error:
             return Refused(error.message, True)
-        return Adapters({fleet.model.name: fleet.adapter_statuses() for fleet in fleets})
+        return Adapters(
+            {deployment.model.name: deployment.adapter_statuses() for deployment in deployments}
+        )
 
-    def _fleet(self, model: str) -> Deployment:
+    def _deployment(self, model: str) -> Deployment:
         """Return the deployment of a model whose engine supports adapters. Raises ConfigError."""
-        served = self._fleets.served
-        for fleet in served:
-            if model in (fleet.model.name, *fleet.model.aliases) or (not model and len(served) < 2):
-                if not KINDS[fleet.model.engine].adapters:
-                    raise ConfigError(f"the engine {fleet.model.engine} has no adapters")
-                return fleet
-        there = ", ".join(fleet.model.name for fleet in served)
+        served = self._deployments.served
+        for deployment in served:
+            if model in (deployment.model.name, *deployment.model.aliases) or (
+                not model and len(served) < 2
+            ):
+                if not KINDS[deployment.model.engine].adapters:
+                    raise ConfigError(f"the engine {deployment.model.engine} has no adapters")
+                return deployment
+        there = ", ".join(deployment.model.name for deployment in served)
         if not model:
-            raise ConfigError(f"say which model the adapter is for; there are: {there}")
-        likely = did_you_mean(model, [fleet.model.name for fleet in served])
+            raise ConfigError(f"name the model of the adapter; there are: {there}")
+        likely = did_you_mean(model, [deployment.model.name for deployment in served])
         raise ConfigError(f"no model is called {model!r}; there are: {there}{likely}")
 
-    def _check_name(self, name: str, fleet: Deployment) -> None:
+    def _check_name(self, name: str, deployment: Deployment) -> None:
         """Raise ConfigError if a model, a worker or another model's adapter has that name."""
-        if self._coming.get(name, fleet) is not fleet:
+        if self._coming.get(name, deployment) is not deployment:
             raise ConfigError(f"an adapter {name!r} is being loaded onto another model")
         base, _, rest = name.rpartition("/")
-        if base == fleet.model.name and (rest.isdecimal() or rest.startswith("standby")):
-            raise ConfigError(f"{name!r} is what a worker is called; take another name")
+        if base == deployment.model.name and (rest.isdecimal() or rest.startswith("standby")):
+            raise ConfigError(f"{name!r} is the name of a worker; choose another name")
         # a configured adapter of this model may have been removed, and may be added again
-        filed = name in {adapter.name for adapter in fleet.model.adapters}
-        own = filed or fleet.adapters.book.get(name) is not None
+        filed = name in {adapter.name for adapter in deployment.model.adapters}
+        own = filed or deployment.adapters.book.get(name) is not None
         if not own and name in self._taken():
             raise ConfigError(f"the name {name!r} is taken; each model and adapter has its own")
 
     def _taken(self) -> Iterator[str]:
-        yield from names_of(self._fleets.plan.config)
-        for fleet in self._fleets.served:
-            yield from (entry.spec.name for entry in fleet.adapters.book)
+        yield from names_of(self._deployments.plan.config)
+        for deployment in self._deployments.served:
+            yield from (entry.spec.name for entry in deployment.adapters.book)
 
 
 def _checked(adapter: AdapterSpec) -> AdapterSpec:

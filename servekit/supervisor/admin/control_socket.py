@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from servekit.errors import ConfigError, ServekitError, StartError
-from servekit.protocol.adapters import Adapters, AddAdapter, GetAdapters, RemoveAdapter
+from servekit.protocol.adapters import AddAdapter, GetAdapters, RemoveAdapter
 from servekit.protocol.messages import (
     Accepted,
     FromSupervisor,
@@ -20,68 +20,40 @@ from servekit.protocol.messages import (
     Refused,
     Reload,
     Shutdown,
-    Status,
     ToSupervisor,
-    Why,
 )
-from servekit.protocol.metrics_messages import Figures, GetMetrics
+from servekit.protocol.metrics_messages import GetMetrics
 from servekit.protocol.remote_gateway import AdminRequest, AdminResponse
 from servekit.protocol.residency import SetResidency
 from servekit.protocol.transport.connection import Connection, listen_at
 from servekit.protocol.transport.rpc import ask_supervisor
-from servekit.supervisor.process.run_dir import nobody, read_record
+from servekit.supervisor.process.run_dir import no_instance_error, read_record
 from servekit.system import procfs
+
+if TYPE_CHECKING:
+    from servekit.supervisor.admin.adapter_service import AdapterService
+    from servekit.supervisor.admin.metrics import MetricsAggregator
+    from servekit.supervisor.model_swap.manager import SwapManager
+    from servekit.supervisor.supervisor import Supervisor
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
 _LOOK_EVERY_S = 0.05
 
 
-class Desk(Protocol):
-    """Part of the supervisor that answers operators."""
-
-    async def status_now(self) -> Status:
-        """Return the whole state, measured now."""
-
-    def shutdown(self, now: bool) -> None:
-        """Begin the shutdown; with `now`, without waiting for requests in flight."""
-
-    def why(self, name: str) -> Why | Refused:
-        """Return the history of a model or of one process."""
-
-    async def reload(self) -> Accepted | Refused:
-        """Read the configuration again and apply it."""
-
-
-class AdapterDesk(Protocol):
-    """Service for adapters; it replies when an operation is done or refused."""
-
-    async def add(self, wish: AddAdapter) -> Accepted | Refused: ...
-    async def remove(self, wish: RemoveAdapter) -> Accepted | Refused: ...
-    def show(self, wish: GetAdapters) -> Adapters | Refused: ...
-
-
-class ResidenceDesk(Protocol):
-    """Service that loads, unloads, puts to sleep and wakes models."""
-
-    async def reside(self, wish: SetResidency) -> Accepted | Refused: ...
-
-
-class MetricsDesk(Protocol):
-    """Service that returns the metrics."""
-
-    def show(self, wish: GetMetrics) -> Figures: ...
-
-
-class Operators:
+class AdminApi:
     """Server of the control socket."""
 
     def __init__(
-        self, desk: Desk, adapters: AdapterDesk, residents: ResidenceDesk, metrics: MetricsDesk
+        self,
+        supervisor: Supervisor,
+        adapters: AdapterService,
+        swap_manager: SwapManager,
+        metrics: MetricsAggregator,
     ) -> None:
-        self._desk = desk
+        self._supervisor = supervisor
         self._adapters = adapters
-        self._residents = residents
+        self._swap_manager = swap_manager
         self._metrics = metrics
         self._answering: set[asyncio.Task[None]] = set()
         self._connections: set[Connection[ToSupervisor]] = set()
@@ -136,14 +108,14 @@ class Operators:
         """Return the answer to a message, or a coroutine that returns it."""
         match message:
             case GetStatus():
-                return self._desk.status_now()
+                return self._supervisor.status_now()
             case Shutdown(now):
-                self._desk.shutdown(now)
+                self._supervisor.shutdown(now)
                 return Accepted()
             case GetWhy(name):
-                return self._desk.why(name)
+                return self._supervisor.why(name)
             case Reload():
-                return self._desk.reload()
+                return self._supervisor.reload()
             case AddAdapter():
                 return self._adapters.add(message)
             case RemoveAdapter():
@@ -153,13 +125,13 @@ class Operators:
             case GetMetrics():
                 return self._metrics.show(message)
             case SetResidency():
-                return self._residents.reside(message)
+                return self._swap_manager.reside(message)
 
-    def hear(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None:
+    def answer_remote(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None:
         """Answer an operator's HTTP request that a gateway on another machine passes on."""
         question = asked.question
         if isinstance(question, Shutdown):  # not offered over HTTP
-            send(AdminResponse(asked.id, Refused("that is not for a gateway to ask")))
+            send(AdminResponse(asked.id, Refused("a gateway may not request that")))
             return
         self._later(
             _pass_on(self.answer(question), lambda told: send(AdminResponse(asked.id, told)))
@@ -192,7 +164,9 @@ async def _send(
         connection.close()
 
 
-async def ask(path: Path, message: ToSupervisor, timeout_s: float = 10.0) -> FromSupervisor:
+async def query_supervisor(
+    path: Path, message: ToSupervisor, timeout_s: float = 10.0
+) -> FromSupervisor:
     """Send a message to the supervisor at the control socket `path` and return its answer.
 
     Raises StartError if no supervisor runs there, ConfigError if the request is invalid,
@@ -205,7 +179,7 @@ async def ask(path: Path, message: ToSupervisor, timeout_s: float = 10.0) -> Fro
     except TimeoutError:
         raise ServekitError(f"the supervisor did not answer within {timeout_s:g} s") from None
     except OSError as error:
-        raise nobody(path.parent) from error
+        raise no_instance_error(path.parent) from error
     if isinstance(reply, Refused):
         raise (ConfigError if reply.invalid else ServekitError)(reply.message)
     return reply
@@ -219,8 +193,8 @@ def shut_down(run_dir: Path, *, now: bool) -> int:
     record = read_record(run_dir)
     process = procfs.read_process(record.pid) if record is not None else None
     if process is None:
-        raise nobody(run_dir)
-    asyncio.run(ask(run_dir / "control.sock", Shutdown(now)))
+        raise no_instance_error(run_dir)
+    asyncio.run(query_supervisor(run_dir / "control.sock", Shutdown(now)))
     while procfs.is_alive(process.pid, process.started):
         time.sleep(_LOOK_EVERY_S)
     return process.pid

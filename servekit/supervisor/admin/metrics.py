@@ -61,7 +61,7 @@ class ProcessCounters:
         self._book = book
         self._seen: dict[ManagedProcess[Any], tuple[int, int]] = {}
 
-    def look(self, lives: Iterable[ManagedProcess[Any]]) -> None:
+    def update(self, lives: Iterable[ManagedProcess[Any]]) -> None:
         """Read the counters of current processes, and a last time those of the previous ones."""
         now = dict.fromkeys(lives)
         for life in {**self._seen, **now}:
@@ -86,12 +86,12 @@ class MetricsAggregator:
     def __init__(
         self,
         gateways: Sequence[Gateway],
-        fleets: DeploymentManager,
+        deployments: DeploymentManager,
         quarantine: Quarantine,
         status: Callable[[], Status],
     ) -> None:
         self._gateways = gateways
-        self._fleets = fleets
+        self._deployments = deployments
         self._quarantine = quarantine
         self._status = status
         self._book = CounterTable()
@@ -104,12 +104,12 @@ class MetricsAggregator:
         for one in counted.series:
             self._book.add(one.metric, one.labels, one.figures)
 
-    def look(self) -> None:
+    def count_events(self) -> None:
         """Count the events of the processes; call this often."""
-        self._ledger.look([*self._gateways, *self._fleets.replicas()])
+        self._ledger.update([*self._gateways, *self._deployments.replicas()])
 
-    def show(self, wish: GetMetrics) -> Figures:
-        self.look()
+    def show(self, request: GetMetrics) -> Figures:
+        self.count_events()
         status = self._status()
         for model in status.models:
             for metric in _FROM_ZERO:
@@ -137,14 +137,14 @@ class MetricsAggregator:
             yield Series("servekit_quarantined_requests", who, [held.count(model.name)])
 
     def _of_fleets(self) -> Iterator[Series]:
-        for fleet in reversed(self._fleets.everyone()):
-            name = fleet.model.name
-            yield from _one_of("servekit_breaker_state", name, _BREAKER, fleet.circuit.state)
-        for replica in self._fleets.replicas():
+        for deployment in reversed(self._deployments.everyone()):
+            name = deployment.model.name
+            yield from _one_of("servekit_breaker_state", name, _BREAKER, deployment.circuit.state)
+        for replica in self._deployments.replicas():
             who = replica.model.name, replica.name
             yield Series("servekit_kv_cache_usage_ratio", who, [replica.liveness.last.kv_used])
             yield from of_gpus(who, replica.gpu)
-        for gpu in self._fleets.gpus:
+        for gpu in self._deployments.gpus:
             labels = str(gpu.index), gpu.uuid, gpu.name, gpu.node
             yield Series("servekit_gpu_memory_total_bytes", labels, [gpu.total_bytes])
 

@@ -35,12 +35,12 @@ class ResourceMonitor:
 
     def __init__(
         self,
-        fleets: DeploymentManager,
+        deployments: DeploymentManager,
         lives: Callable[[], Sequence[ManagedProcess[Any]]],
         run_dir: RunDir,
         on_descendants: Callable[[], None],
     ) -> None:
-        self._fleets, self._lives = fleets, lives
+        self._deployments, self._lives = deployments, lives
         self._on_descendants = on_descendants
         self._run_dir = run_dir
         self._segments: set[Segment] = set()
@@ -86,11 +86,11 @@ class ResourceMonitor:
 
     async def gpus(self) -> None:
         """Measure the GPU memory of each worker, and the use of the GPUs."""
-        if self._fleets.gpus:
-            self.in_use = await asyncio.to_thread(gpus_in_use, self._fleets.gpus)
+        if self._deployments.gpus:
+            self.in_use = await asyncio.to_thread(gpus_in_use, self._deployments.gpus)
             holdings = await asyncio.to_thread(gpu_memory_by_pid)
             with one_look():
-                for replica in self._fleets.replicas():
+                for replica in self._deployments.replicas():
                     replica.measure_gpus(holdings)
 
     def _note_descendants(self) -> None:

@@ -15,26 +15,28 @@ from servekit.supervisor.lifecycle.managed_process import ManagedProcess
 from servekit.supervisor.workers.worker_process import WorkerProcess
 
 
-def of_model(fleet: Deployment, created: int, residence: ResidencyStatus | None) -> ModelStatus:
+def of_model(
+    deployment: Deployment, created: int, residence: ResidencyStatus | None
+) -> ModelStatus:
     """Return the status of one model."""
-    model, replicas = fleet.model, fleet.replicas
+    model, replicas = deployment.model, deployment.replicas
     return ModelStatus(
         name=model.name,
         engine=model.engine,
         path=model.path,
         created=created,
         replicas=tuple(replica.status() for replica in replicas),
-        info=fleet.info,
+        info=deployment.info,
         aliases=model.aliases,
         timeout_s=model.timeout_s,
         max_queue=model.max_queue,
         quarantine_s=model.quarantine_s,
-        adapters=fleet.adapter_statuses(),
-        standbys=tuple(standby.status() for standby in fleet.fork_servers.standbys),
+        adapters=deployment.adapter_statuses(),
+        standbys=tuple(standby.status() for standby in deployment.fork_servers.standbys),
         residence=residence,
         routing=model.routing,
-        scale=fleet.scale,
-        changing=fleet.changing,
+        scale=deployment.scale,
+        changing=deployment.changing,
     )
 
 
@@ -46,7 +48,7 @@ def traffic(served: Sequence[Deployment], gateways: Sequence[Gateway]) -> tuple[
             sum(gateway.traffic.queued.get(name, 0) for gateway in gateways),
             sum(gateway.tokens(name) for gateway in gateways),
         )
-        for name in (fleet.model.name for fleet in served)
+        for name in (deployment.model.name for deployment in served)
     )
 
 
@@ -58,33 +60,38 @@ def gpus(here: Sequence[GpuStatus], replicas: Sequence[WorkerProcess]) -> tuple[
 
 def why(
     name: str,
-    fleets: Sequence[Deployment],
+    deployments: Sequence[Deployment],
     others: Sequence[ManagedProcess[Any]],
     residence: Callable[[Deployment, bool], ResidencyStatus | None],
 ) -> Why | Refused:
     """Return the history of a model (or of its alias, adapter or replica), or of a gateway."""
-    for fleet in fleets:
-        model, explained = fleet.model, fleet.circuit.explain()
-        adapters = fleet.adapter_statuses()
+    for deployment in deployments:
+        model, explained = deployment.model, deployment.circuit.explain()
+        adapters = deployment.adapter_statuses()
         if named := tuple(adapter for adapter in adapters if adapter.name == name):
-            return Why(model.name, explained, _stories(fleet), named)
-        stories = _stories(fleet)
+            return Why(model.name, explained, _stories(deployment), named)
+        stories = _stories(deployment)
         if name in (model.name, *model.aliases):
             return Why(
-                model.name, explained, stories, adapters, residence(fleet, True), fleet.scale
+                model.name,
+                explained,
+                stories,
+                adapters,
+                residence(deployment, True),
+                deployment.scale,
             )
         if own := tuple(story for story in stories if story.name == name):
             return Why(name, explained, own)
     for life in others:
         if life.name == name:
             return Why(name, "closed", (life.story(),))
-    known = [fleet.model.name for fleet in fleets]
-    known += [one.name for fleet in fleets for one in fleet.adapter_statuses()]
-    known += [replica.name for fleet in fleets for replica in fleet.replicas]
+    known = [deployment.model.name for deployment in deployments]
+    known += [one.name for deployment in deployments for one in deployment.adapter_statuses()]
+    known += [replica.name for deployment in deployments for replica in deployment.replicas]
     known += [life.name for life in others]
     there = f"{', '.join(known)}{did_you_mean(name, known)}"
-    return Refused(f"nothing here is called {name!r}; there are: {there}", True)
+    return Refused(f"no model or process is called {name!r}; there are: {there}", True)
 
 
-def _stories(fleet: Deployment) -> tuple[ReplicaHistory, ...]:
-    return (*fleet.failed, *(replica.story() for replica in fleet.replicas))
+def _stories(deployment: Deployment) -> tuple[ReplicaHistory, ...]:
+    return (*deployment.failed, *(replica.story() for replica in deployment.replicas))

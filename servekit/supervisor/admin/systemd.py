@@ -60,7 +60,7 @@ class Notifier:
             lines.append(f"STATUS={said}")
         self._send(*lines)
 
-    def look(self) -> None:
+    def feed_watchdog(self) -> None:
         """Feed the watchdog; call this often, from the supervisor's event loop."""
         now = time.monotonic()
         if not self._feed_every_s or now - self._fed_at < self._feed_every_s:
@@ -145,18 +145,18 @@ def _unready(model: ModelStatus) -> str:
     """Return what a model lacks; "" if it serves or would when asked. /readyz agrees."""
     if readiness.is_able(model):
         lacking = (one for one in model.adapters if not readiness.adapter_able(model, one))
-        return next((_said(one.name, one.state, one.reason) for one in lacking), "")
+        return next((_describe_failure(one.name, one.state, one.reason) for one in lacking), "")
     if readiness.in_trouble(model):
         first = next(one for one in model.replicas if one.state == "ready")
-        return _said(first.name, "cannot serve", first.trouble)
+        return _describe_failure(first.name, "cannot serve", first.trouble)
     if not model.replicas:
         residence = model.residence
         tier, reason = ("stopped", "") if residence is None else (residence.tier, residence.reason)
-        return _said(model.name, tier, reason)
+        return _describe_failure(model.name, tier, reason)
     return _of_replica(model.replicas[0])
 
 
-def _said(name: str, how: str, why: str) -> str:
+def _describe_failure(name: str, how: str, why: str) -> str:
     """Return the state with the first line of the reason; `servekit why` shows all of it."""
     reason = why.partition("\n")[0]
     return f"{name} {how}" + (f": {reason}" if reason else "")
@@ -165,6 +165,6 @@ def _said(name: str, how: str, why: str) -> str:
 def _of_replica(replica: ReplicaStatus) -> str:
     progress = replica.progress
     if replica.state == "failed" or progress is None:
-        return _said(replica.name, replica.state, replica.reason)
+        return _describe_failure(replica.name, replica.state, replica.reason)
     share = f" {100 * progress.done // progress.total} %" if progress.total else ""
     return f"{replica.name} {progress.phase}{share}"

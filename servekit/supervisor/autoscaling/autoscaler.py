@@ -49,48 +49,50 @@ class Scaler:
 
     def __init__(
         self,
-        fleets: DeploymentManager,
+        deployments: DeploymentManager,
         gateways: Sequence[Gateway],
-        residents: SwapManager,
+        swap_manager: SwapManager,
         rooms: CapacityProvider,
     ) -> None:
-        self._fleets = fleets
+        self._deployments = deployments
         self._gateways = gateways
-        self._residents = residents
+        self._swap_manager = swap_manager
         self._rooms = rooms
         self._rows: dict[Deployment, Row] = {}
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Decide and begin what is due."""
         now = time.monotonic()
-        scaled = {fleet: fleet.model.replicas for fleet in self._fleets.served}
-        for fleet, size in scaled.items():
+        scaled = {deployment: deployment.model.replicas for deployment in self._deployments.served}
+        for deployment, size in scaled.items():
             if isinstance(size, ReplicaRange):
-                row = self._rows.setdefault(fleet, Row())
-                if fleet.wanted and not fleet.changing and not self._fleets.halted:
-                    self._look(fleet, row, limits(fleet, size), now)
-                self._tell(fleet, row, size)
-            elif self._rows.pop(fleet, None) is not None:
-                fleet.scale = None
-        self._rows = {fleet: row for fleet, row in self._rows.items() if fleet in scaled}
+                row = self._rows.setdefault(deployment, Row())
+                if deployment.wanted and not deployment.changing and not self._deployments.halted:
+                    self._update_model(deployment, row, limits(deployment, size), now)
+                self._publish_status(deployment, row, size)
+            elif self._rows.pop(deployment, None) is not None:
+                deployment.scale = None
+        self._rows = {
+            deployment: row for deployment, row in self._rows.items() if deployment in scaled
+        }
 
-    def _look(self, fleet: Deployment, row: Row, limits: Limits, now: float) -> None:
-        row.fresh = [one for one in row.fresh if one in fleet.living and one.state != "ready"]
-        facts = self._facts(fleet, row)
+    def _update_model(self, deployment: Deployment, row: Row, limits: Limits, now: float) -> None:
+        row.fresh = [one for one in row.fresh if one in deployment.living and one.state != "ready"]
+        facts = self._facts(deployment, row)
         step, row.past = policy.decide(limits, facts, row.past, now)
         if step is None:
             pressed = policy.pressed(limits, facts, row.past, now)
             row.waits = _waits(limits, facts) if pressed else ""
-            self._is_short(fleet, row, 0)
+            self._is_short(deployment, row, 0)
         elif step.change > 0:
-            self._up(fleet, row, step, facts)
+            self._up(deployment, row, step, facts)
         else:
-            self._down(fleet, row, step)
+            self._down(deployment, row, step)
 
     # ---- facts
 
-    def _facts(self, fleet: Deployment, row: Row) -> ScalingInput:
-        name, living = fleet.model.name, fleet.living
+    def _facts(self, deployment: Deployment, row: Row) -> ScalingInput:
+        name, living = deployment.model.name, deployment.living
         serving = [replica for replica in living if replica.serves]
         coming = sum(replica.state in _COMING for replica in living)
         pongs = [replica.liveness.last for replica in serving]
@@ -100,80 +102,84 @@ class Scaler:
             serving=len(serving),
             coming=coming,
             failing=len(living) - len(serving) - coming,
-            slots=fleet.info.slots if fleet.info is not None else 1,
+            slots=deployment.info.slots if deployment.info is not None else 1,
             queued=sum(one.queued.get(name, 0) for one in traffic),
             waited_s=max((one.oldest_s.get(name, 0.0) for one in traffic), default=0.0),
             held=sum(pong.waiting for pong in pongs),
             running=sum(pong.running for pong in pongs),
             kv_used=kv_used / len(pongs) if pongs else 0.0,
-            wanted_elsewhere=next(self._contested(fleet), ("", None))[0],
+            wanted_elsewhere=next(self._contested(deployment), ("", None))[0],
             unborn=next((_why_not(one) for one in row.fresh if _has_failed(one)), ""),
         )
 
-    def _contested(self, fleet: Deployment) -> Iterator[tuple[str, WorkerProcess]]:
+    def _contested(self, deployment: Deployment) -> Iterator[tuple[str, WorkerProcess]]:
         """Yield replicas of an on-demand model whose memory another model needs, and its name."""
-        if fleet.model.load != "on_demand":
+        if deployment.model.load != "on_demand":
             return
-        wanted = self._residents.waits_for(fleet)
-        for replica in fleet.living if wanted else ():
+        wanted = self._swap_manager.waits_for(deployment)
+        for replica in deployment.living if wanted else ():
             for at in [gpu.uuid for gpu in replica.place.gpus] or [CPU]:
                 if at in wanted:
                     yield wanted[at], replica
 
     # ---- actions
 
-    def _up(self, fleet: Deployment, row: Row, step: ScalingAction, facts: ScalingInput) -> None:
+    def _up(
+        self, deployment: Deployment, row: Row, step: ScalingAction, facts: ScalingInput
+    ) -> None:
         """Add replicas, up to the number that there is room for."""
         count, occasion, refusal = 0, StartReason.now("scale"), ""
-        if self._residents.waits_for(fleet):
+        if self._swap_manager.waits_for(deployment):
             refusal = "another model waits for memory"
         while count < step.change and not refusal:
-            slot = self._rooms.one_more(fleet)
+            slot = self._rooms.one_more(deployment)
             if isinstance(slot, NoCapacity):
                 refusal = slot.reason
             else:
-                row.fresh.append(fleet.grow(slot, occasion))
+                row.fresh.append(deployment.grow(slot, occasion))
                 count += 1
         row.waits = refusal
-        self._is_short(fleet, row, step.change - count)
+        self._is_short(deployment, row, step.change - count)
         if count:
             figures = {"queued": facts.queued, "waited_s": facts.waited_s, "running": facts.running}
-            self._note(fleet, row, "up", step.reason, figures)
+            self._note(deployment, row, "up", step.reason, figures)
 
-    def _down(self, fleet: Deployment, row: Row, step: ScalingAction) -> None:
-        elsewhere = [replica for _, replica in self._contested(fleet)]
+    def _down(self, deployment: Deployment, row: Row, step: ScalingAction) -> None:
+        elsewhere = [replica for _, replica in self._contested(deployment)]
         replica = least_to_lose(
-            elsewhere or [r for r in row.fresh if _has_failed(r)] or fleet.living
+            elsewhere or [r for r in row.fresh if _has_failed(r)] or deployment.living
         )
         running = replica.liveness.last.running
-        fleet.shrink(replica)
-        self._note(fleet, row, "down", step.reason, {"drained": replica.name, "running": running})
+        deployment.shrink(replica)
+        self._note(
+            deployment, row, "down", step.reason, {"drained": replica.name, "running": running}
+        )
 
     def _note(
-        self, fleet: Deployment, row: Row, way: str, reason: str, figures: Mapping[str, Any]
+        self, deployment: Deployment, row: Row, way: str, reason: str, figures: Mapping[str, Any]
     ) -> None:
-        name, count = fleet.model.name, len(fleet.living)
+        name, count = deployment.model.name, len(deployment.living)
         row.at, row.reason = time.time(), f"scaled {way} to {count}: {reason}"
         log.info("model_scaled", model=name, replicas=count, reason=reason)
         journal.tell("scale", row.reason, model=name, replicas=count, **figures)
-        fleet.changed()
+        deployment.changed()
 
-    def _is_short(self, fleet: Deployment, row: Row, replicas: int) -> None:
+    def _is_short(self, deployment: Deployment, row: Row, replicas: int) -> None:
         if row.short != replicas:
             row.short = replicas
-            self._rooms.short(fleet.model.name, replicas)
+            self._rooms.short(deployment.model.name, replicas)
 
-    def _tell(self, fleet: Deployment, row: Row, size: ReplicaRange) -> None:
-        desired = len(fleet.living) + row.short
+    def _publish_status(self, deployment: Deployment, row: Row, size: ReplicaRange) -> None:
+        desired = len(deployment.living) + row.short
         told = ScaleStatus(size.min, size.max, desired, row.reason, row.at, row.waits)
-        if told != fleet.scale:
-            fleet.scale = told
-            fleet.changed()
+        if told != deployment.scale:
+            deployment.scale = told
+            deployment.changed()
 
 
-def limits(fleet: Deployment, size: ReplicaRange) -> Limits:
+def limits(deployment: Deployment, size: ReplicaRange) -> Limits:
     """Return the limits for the policy."""
-    scale = fleet.model.scale
+    scale = deployment.model.scale
     return Limits(size.least, size.max, scale.wait_s, scale.kv_used, scale.down_s)
 
 
@@ -194,7 +200,7 @@ def least_to_lose(replicas: Sequence[WorkerProcess]) -> WorkerProcess:
 
 def _waits(limits: Limits, facts: ScalingInput) -> str:
     if facts.failing:
-        return "none is added while one is failing"
+        return "no replica is added while one is failing"
     if facts.coming:
         return ""
     return f"`max` is {limits.most}" if facts.living >= limits.most else "the last did not come up"

@@ -36,7 +36,7 @@ class NoCapacity:
 class CapacityProvider(Protocol):
     """Finder of room for replicas; launchers of remote workers have their own."""
 
-    def one_more(self, fleet: Deployment) -> Slot | NoCapacity:
+    def one_more(self, deployment: Deployment) -> Slot | NoCapacity:
         """Return the GPUs where one more replica has room now, or why there are none.
 
         The result is empty on the CPU, and where the cluster chooses.
@@ -52,24 +52,24 @@ class CapacityProvider(Protocol):
 class LocalCapacity:
     """Room on this machine, which cannot grow."""
 
-    def __init__(self, fleets: DeploymentManager) -> None:
-        self._fleets = fleets
+    def __init__(self, deployments: DeploymentManager) -> None:
+        self._deployments = deployments
 
-    def one_more(self, fleet: Deployment) -> Slot | NoCapacity:
-        if all(not slot for slot in fleet.planned):
-            return self._on_cpu(fleet)
-        return self._on_gpus(fleet)
+    def one_more(self, deployment: Deployment) -> Slot | NoCapacity:
+        if all(not slot for slot in deployment.planned):
+            return self._on_cpu(deployment)
+        return self._on_gpus(deployment)
 
     def short(self, model: str, replicas: int) -> None:
         """Do nothing: this machine cannot grow."""
 
-    def _on_cpu(self, fleet: Deployment) -> Slot | NoCapacity:
-        model, there = fleet.model, cgroup.available_memory_bytes()
+    def _on_cpu(self, deployment: Deployment) -> Slot | NoCapacity:
+        model, there = deployment.model, cgroup.available_memory_bytes()
         if model.memory is not None:
             total = cgroup.total_memory_bytes()
             takes, there = memory.memory_bytes(model.memory, total), total - self._claimed(total)
         else:
-            takes = max((one.rss_bytes for one in fleet.living), default=0)
+            takes = max((one.rss_bytes for one in deployment.living), default=0)
             there -= KEPT_BYTES
         if takes <= there:
             return ()
@@ -79,35 +79,39 @@ class LocalCapacity:
     def _claimed(self, total_bytes: int) -> int:
         """Return the memory claimed by all CPU replicas, including those of unloaded models."""
         return sum(
-            memory.memory_bytes(fleet.model.memory, total_bytes)
-            * sum(not slot for slot in fleet.planned)
-            for fleet in self._fleets.served
-            if fleet.model.memory is not None
+            memory.memory_bytes(deployment.model.memory, total_bytes)
+            * sum(not slot for slot in deployment.planned)
+            for deployment in self._deployments.served
+            if deployment.model.memory is not None
         )
 
-    def _on_gpus(self, fleet: Deployment) -> Slot | NoCapacity:
-        fleets, reserve = self._fleets, self._fleets.plan.config.gpus.reserve
-        board = Board({gpu: room_bytes(gpu, reserve) for gpu in fleets.gpus})
+    def _on_gpus(self, deployment: Deployment) -> Slot | NoCapacity:
+        deployments, reserve = self._deployments, self._deployments.plan.config.gpus.reserve
+        board = Board({gpu: room_bytes(gpu, reserve) for gpu in deployments.gpus})
         own: Want | None = None
-        for other in fleets.everyone():
+        for other in deployments.everyone():
             want = self._want(other.model, other.slots())
             board.placed += [(want, slot) for slot in other.slots() if slot]
-            own = want if other is fleet else own
+            own = want if other is deployment else own
         assert own is not None  # the deployment is served
         for slot in candidates(board, own):
-            if fleets.pool.has_room(fleet.model, slot) and not self._lacks(fleet.model, slot):
+            if deployments.pool.has_room(deployment.model, slot) and not self._lacks(
+                deployment.model, slot
+            ):
                 return slot
         gpus = "no GPU that it may use has" if own.width == 1 else f"no {own.width} GPUs have"
-        return NoCapacity(f"no room: {gpus} what a replica claims")
+        return NoCapacity(f"no room: {gpus} room for the claim of a replica")
 
     def _want(self, model: ModelConfig, slots: Sequence[Slot]) -> Want:
-        gpus = allowed(0, model, self._fleets.gpus)
-        return want_of(model, gpus, slots, self._fleets.plan.config.gpus.reserve)
+        gpus = allowed(0, model, self._deployments.gpus)
+        return want_of(model, gpus, slots, self._deployments.plan.config.gpus.reserve)
 
     def _lacks(self, model: ModelConfig, slot: Slot) -> bool:
         """Return whether ended workers still claim the memory, because it is not free yet."""
-        claims = zip(slot, self._fleets.pool.claims(model, slot), strict=True)
-        return bool(self._fleets.pool.gate.ledger.lacking({gpu.uuid: size for gpu, size in claims}))
+        claims = zip(slot, self._deployments.pool.claims(model, slot), strict=True)
+        return bool(
+            self._deployments.pool.gate.ledger.lacking({gpu.uuid: size for gpu, size in claims})
+        )
 
 
 class RayCapacity:
@@ -117,7 +121,7 @@ class RayCapacity:
     `servekit ps` shows.
     """
 
-    def one_more(self, fleet: Deployment) -> Slot | NoCapacity:
+    def one_more(self, deployment: Deployment) -> Slot | NoCapacity:
         return ()
 
     def short(self, model: str, replicas: int) -> None:

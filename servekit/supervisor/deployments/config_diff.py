@@ -120,7 +120,9 @@ def diff(
     return (*changes, *(Change(name, "removed", len(held), 0) for name, held in gone))
 
 
-def tell(changes: Sequence[Change], lacking: Collection[str] = (), *, access: bool = False) -> str:
+def describe_changes(
+    changes: Sequence[Change], lacking: Collection[str] = (), *, access: bool = False
+) -> str:
     """Return the changes in words: "2 replicas of a replaced, b removed, c unchanged".
 
     `lacking` are the models whose missing adapters are loaded again; `access`: the access rules

@@ -21,7 +21,7 @@ from servekit.config.schema import ModelConfig
 from servekit.protocol.adapters import AdapterSpec, AdapterStatus
 from servekit.protocol.messages import Drain, ModelInfo, ReplicaHistory, Stop
 from servekit.protocol.types import ScaleStatus
-from servekit.supervisor.adapters.rollout import Adapters, Worker
+from servekit.supervisor.adapters.rollout import Adapters
 from servekit.supervisor.deployments.config_diff import Slots, same_worker
 from servekit.supervisor.deployments.worker_pool import WorkerPool
 from servekit.supervisor.event_log import journal
@@ -217,7 +217,8 @@ class Deployment:
         """Return the status of the adapters, on workers of all versions."""
         return self.adapters.statuses([one.holds for one in self.replicas if one.serves])
 
-    def workers(self, adapters: Adapters) -> Sequence[Worker]:
+    def workers(self, adapters: Adapters) -> Sequence[WorkerProcess]:
+        """Return the workers of the version that has these adapters."""
         return [replica for replica in self.replicas if replica.adapters is adapters]
 
     @property
@@ -319,7 +320,7 @@ class Deployment:
         backs: Sequence[Slot] = (),
     ) -> None:
         """Roll back to the old version, which serves on, and has `backs` as planned GPUs again."""
-        why = next((replica.reason for replica in fresh if replica.reason), "it did not come up")
+        why = next((replica.reason for replica in fresh if replica.reason), "it did not start")
         log.error("model_reload_failed", model=self.model.name, reason=why)
         self.failed = tuple(replica.story() for replica in fresh)
         for replica in fresh:
@@ -327,7 +328,7 @@ class Deployment:
         self.planned = (*(replica.place.gpus for replica in self._living()), *backs)
         at = time.strftime("%H:%M:%S")
         for replica in old:
-            replica.explain_state(f"serves on: what was loaded at {at} failed: {why}")
+            replica.explain_state(f"the version loaded at {at} failed, this one serves on: {why}")
         if old:
             self.model, self.adapters = old[0].model, old[0].adapters
             self.circuit = old[0].circuit or self.circuit

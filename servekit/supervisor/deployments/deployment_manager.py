@@ -55,10 +55,14 @@ class DeploymentManager:
         return [*self.served, *self._leaving]
 
     def replicas(self) -> list[WorkerProcess]:
-        return [replica for fleet in self.everyone() for replica in fleet.replicas]
+        return [replica for deployment in self.everyone() for replica in deployment.replicas]
 
     def standbys(self) -> list[ForkServer]:
-        return [standby for fleet in self.everyone() for standby in fleet.fork_servers.standbys]
+        return [
+            standby
+            for deployment in self.everyone()
+            for standby in deployment.fork_servers.standbys
+        ]
 
     def in_vain(self) -> str:
         """Return why the start has failed, or "": no model has served, and none ever will.
@@ -109,8 +113,11 @@ class DeploymentManager:
     async def _read(self) -> Plan:
         """Return the plan of the configuration as it is now. Raises ConfigError."""
         source = self.plan.source
-        held = {fleet.model.name: [slot for slot in fleet.slots() if slot] for fleet in self.served}
-        counts = {fleet.model.name: len(fleet.slots()) for fleet in self.served}
+        held = {
+            deployment.model.name: [slot for slot in deployment.slots() if slot]
+            for deployment in self.served
+        }
+        counts = {deployment.model.name: len(deployment.slots()) for deployment in self.served}
         await asyncio.to_thread(source.await_rest)
         plan = await asyncio.to_thread(source.plan, self.gpus, held, counts)
         if restart := reload.needs_restart(self.plan.config, plan.config):
@@ -137,54 +144,59 @@ class DeploymentManager:
         new_access = plan.access != self.plan.access
         occasion = StartReason.up() if plan is self.plan else StartReason.now("reload")
         self.pool.plan = plan
-        models, before = plan.config.models, {fleet.model.name: fleet for fleet in self.served}
-        running = {name: (fleet.model, fleet.slots()) for name, fleet in before.items()}
+        models, before = (
+            plan.config.models,
+            {deployment.model.name: deployment for deployment in self.served},
+        )
+        running = {
+            name: (deployment.model, deployment.slots()) for name, deployment in before.items()
+        }
         changes = reload.diff(running, models, plan.places)
         claimed = names_of(plan.config)
-        lacking = [name for name, fleet in before.items() if fleet.lacks_adapters]
+        lacking = [name for name, deployment in before.items() if deployment.lacks_adapters]
         kinds = {change.name: change.kind for change in changes}
         self.served = [before.get(model.name) or Deployment(model, self.pool) for model in models]
-        for fleet in before.values():
-            if kinds[fleet.model.name] == "removed":
-                self._leaving.append(fleet)
-                fleet.leave()
-        for fleet, model in zip(self.served, models, strict=True):
+        for deployment in before.values():
+            if kinds[deployment.model.name] == "removed":
+                self._leaving.append(deployment)
+                deployment.leave()
+        for deployment, model in zip(self.served, models, strict=True):
             if kinds[model.name] == "unchanged":
-                fleet.retry(claimed)
+                deployment.retry(claimed)
             else:
-                fleet.occasion = occasion
+                deployment.occasion = occasion
                 threads = next(p.threads for p in plan.places if p.model == model.name)
-                fleet.become(model, reload.slots(model.name, plan.places), threads, claimed)
+                deployment.become(model, reload.slots(model.name, plan.places), threads, claimed)
         self.host.changed()
-        return reload.tell(changes, lacking, access=new_access)
+        return reload.describe_changes(changes, lacking, access=new_access)
 
     def ended(self, life: WorkerProcess | ForkServer) -> None:
         """Forget a worker or fork server that has ended."""
         if isinstance(life, ForkServer):
-            for fleet in self.everyone():
-                if life in fleet.fork_servers.standbys:
-                    fleet.fork_servers.ended(life)
+            for deployment in self.everyone():
+                if life in deployment.fork_servers.standbys:
+                    deployment.fork_servers.ended(life)
         else:
-            for fleet in self.everyone():
-                if life in fleet.replicas:
-                    fleet.remove(life)
+            for deployment in self.everyone():
+                if life in deployment.replicas:
+                    deployment.remove(life)
         self._leaving = [f for f in self._leaving if f.replicas or f.fork_servers.standbys]
 
     def explained(self, model: str) -> None:
         """Reset the breaker of a model whose workers were killed by a request, now quarantined."""
-        for fleet in self.served:
-            if fleet.model.name == model:
-                fleet.circuit.reset()
+        for deployment in self.served:
+            if deployment.model.name == model:
+                deployment.circuit.reset()
 
     def look(self) -> None:
         """Start the fork servers for which there was no memory. Called at each tick."""
-        for fleet in self.everyone():
-            if fleet.fork_servers.lacks_memory:
-                fleet.tend_fork_servers()
+        for deployment in self.everyone():
+            if deployment.fork_servers.lacks_memory:
+                deployment.tend_fork_servers()
 
     def halt(self) -> None:
         """Cancel all changes, and start none any more: the instance is ending."""
         self.halted = True
-        for fleet in self.everyone():
-            fleet.halt()
-            fleet.fork_servers.close()
+        for deployment in self.everyone():
+            deployment.halt()
+            deployment.fork_servers.close()

@@ -154,7 +154,7 @@ class StartReason:
 
 
 @dataclass(slots=True)
-class _Life:
+class _StartRecord:
     """The record of one life, for its start."""
 
     occasion: StartReason
@@ -171,7 +171,7 @@ class _Life:
             return max([self.ready_s, *self.greeted.values()])
         return self.died_s
 
-    def told(self, phase: Phase) -> None:
+    def record_phase(self, phase: Phase) -> None:
         """Record a phase, or replace an earlier record of it."""
         for at, known in enumerate(self.phases):
             if (known.name, known.began_s) == (phase.name, phase.began_s):
@@ -208,7 +208,7 @@ class StartupTiming:
 
     def __init__(self) -> None:
         self.occasion: StartReason | None = None  # of its next start, unless that is a restart
-        self._lives: deque[_Life] = deque(maxlen=_LIVES)
+        self._lives: deque[_StartRecord] = deque(maxlen=_LIVES)
         self._awaited = ""  # the phase that ends with the next report
 
     def begin(self, now: float) -> None:
@@ -216,20 +216,20 @@ class StartupTiming:
         occasion = self.occasion or StartReason("restart", self._died_s(now))
         self.occasion, self._awaited = None, ""
         at = time.time() - (time.monotonic() - occasion.at_s)
-        self._lives.append(_Life(occasion, at))
+        self._lives.append(_StartRecord(occasion, at))
         self.spent(_BEFORE[occasion.cause], occasion.at_s, now)
 
     def spent(self, name: str, began_s: float, ended_s: float) -> None:
         """Record a phase that is over, unless it took no time."""
         if self._lives and ended_s - began_s >= _NOTHING_S:
-            self._lives[-1].told(Phase(name, began_s, ended_s))
+            self._lives[-1].record_phase(Phase(name, began_s, ended_s))
 
     def awaits(self, name: str, began_s: float) -> None:
         """Begin a phase that ends with the next report."""
         self._end_awaited(began_s)
         if self._lives:
             self._awaited = name
-            self._lives[-1].told(Phase(name, began_s))
+            self._lives[-1].record_phase(Phase(name, began_s))
 
     def heard(self, said: PhaseReport | GatewayConnected) -> None:
         """Record a report of the process."""
@@ -237,7 +237,7 @@ class StartupTiming:
             return
         if isinstance(said, PhaseReport):
             self._end_awaited(said.phase.began_s)
-            self._lives[-1].told(said.phase)
+            self._lives[-1].record_phase(said.phase)
         else:
             self._lives[-1].greeted.setdefault(said.gateway, said.at_s)
 
@@ -271,7 +271,7 @@ class StartupTiming:
             return
         name, self._awaited = self._awaited, ""
         began = next(one.began_s for one in self._lives[-1].phases if one.name == name)
-        self._lives[-1].told(Phase(name, began, max(began, at_s)))
+        self._lives[-1].record_phase(Phase(name, began, max(began, at_s)))
 
 
 def _shift_phase(zero: float, phase: Phase) -> Phase:

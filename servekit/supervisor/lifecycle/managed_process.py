@@ -20,7 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import structlog
@@ -43,12 +43,14 @@ from servekit.supervisor.lifecycle.history import (
     report_death,
 )
 from servekit.supervisor.lifecycle.remote_process import AnyChild as AnyChild
-from servekit.supervisor.lifecycle.remote_process import Launcher
 from servekit.supervisor.lifecycle.restart_policy import CircuitBreaker, RestartPolicy
 from servekit.supervisor.process.child_process import GOODBYE_S, ChildProcess, Command, Exit
 from servekit.supervisor.process.run_dir import RunDir
 from servekit.system.installation import UPGRADED, was_upgraded
 from servekit.system.shared_memory import Segment
+
+if TYPE_CHECKING:
+    from servekit.ray.launcher import RayLauncher
 
 log: Any = structlog.get_logger("servekit.supervisor")
 Incoming = TypeVar("Incoming")
@@ -128,7 +130,7 @@ class SupervisorContext(Protocol):
     mark: str
 
     @property
-    def launcher(self) -> Launcher | None:
+    def launcher(self) -> RayLauncher | None:
         """The launcher that starts workers; None if they are children of the supervisor."""
 
     @property
@@ -271,7 +273,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self.end(Stop(), _NOW_S)
         if self.child is not None:
             self.child.send(Stop())
-            self._loop.call_later(_NOW_S, self.child.kill, "told to stop at once, killed")
+            self._loop.call_later(_NOW_S, self.child.kill, "stopped at once, killed")
 
     @property
     def ending(self) -> bool:

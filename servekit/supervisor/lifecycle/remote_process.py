@@ -1,7 +1,7 @@
-"""Processes on other machines: their launcher, and one process with `ChildProcess`'s interface.
+"""Processes on other machines: one process with `ChildProcess`'s interface.
 
-A `Launcher` starts the workers that are not the supervisor's own children. With `launcher: local`
-there is none. Restarts, status and messages work the same either way.
+A `RayLauncher` starts the workers that are not the supervisor's own children. With
+`launcher: local` there is none. Restarts, status and messages work the same either way.
 
     dialled ──▶ attached ── EOF ──▶ redialling ── attached again: nothing was lost
         ▲           │                  │
@@ -19,20 +19,19 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar
 
 import msgspec
 import structlog
 from msgspec.structs import replace as changed
 
-from servekit.config.schema import ModelConfig
 from servekit.errors import WireError
 from servekit.protocol.adapters import AdapterSpec, SetAdapters
 from servekit.protocol.messages import PROTOCOL, Hello, Ping, WorkerSpec
 from servekit.protocol.startup_messages import GatewayConnected, PhaseReport
 from servekit.protocol.transport.certificate_holder import CertificateHolder
 from servekit.protocol.transport.connection import LOST_S, Connection, dial_address
-from servekit.protocol.transport.credentials import Credentials, Role
+from servekit.protocol.transport.credentials import Role
 from servekit.protocol.transport.resumable_channel import (
     FLEETING,
     Attach,
@@ -42,9 +41,10 @@ from servekit.protocol.transport.resumable_channel import (
 )
 from servekit.protocol.transport.tls import HUNG_UP, NotTrusted
 from servekit.supervisor.process.child_process import GOODBYE_S, ChildProcess, Exit
-from servekit.supervisor.scheduling.memory_requests import Assignment
-from servekit.supervisor.workers.gpu_memory import RemoteGpus
 from servekit.system.shared_memory import Segment
+
+if TYPE_CHECKING:
+    pass
 
 log: Any = structlog.get_logger("servekit.supervisor")
 Incoming = TypeVar("Incoming")
@@ -249,7 +249,7 @@ class RemoteChild(Generic[Incoming]):
                 await attached
         except TimeoutError:
             connection.abort()
-            raise TimeoutError(f"{self.address} has not said who it is") from None
+            raise TimeoutError(f"{self.address} has not identified itself") from None
 
     def _on_hello(self, hello: Hello) -> None:
         connection = self._connection
@@ -280,7 +280,7 @@ class RemoteChild(Generic[Incoming]):
     def _on_attached(self, told: Attached) -> None:
         missing = self._kept.after(told.have)
         if self.pid and (not told.resumed or missing is None):
-            self._conclude(Exit(None, None, (), cause="it is not the process any more that it was"))
+            self._conclude(Exit(None, None, (), cause="it is another process now"))
             return
         self.added = self.added if self.pid else told.added
         self.pid, self.state, self.spec = told.pid, told.state, told.spec
@@ -348,61 +348,3 @@ class RemoteChild(Generic[Incoming]):
 
 #: A process that is managed: of this machine, or of another.
 AnyChild: TypeAlias = ChildProcess[Incoming] | RemoteChild[Incoming]
-
-
-class Guest(Protocol):
-    """A worker to be launched."""
-
-    name: str
-    model: ModelConfig
-    place: Assignment
-
-    def show_wait(self, what: str) -> None:
-        """Show what the worker waits for before it can start; "" when it can."""
-
-    def measure_gpus(self, told: RemoteGpus) -> None:
-        """Take the figures of the worker's GPUs on its node."""
-
-
-class Launcher(Protocol):
-    """A launcher, which places workers, starts them and releases their places."""
-
-    #: How long workers and gateways serve on without a supervisor.
-    grace_s: float
-
-    async def refusal(self, models: Sequence[ModelConfig]) -> str:
-        """Return why these models of a reload cannot be served there; "" if they can."""
-
-    def gpus_for(self, model: ModelConfig) -> int:
-        """Return the number of GPUs that each worker of `model` gets; 0 if it runs on the CPU."""
-
-    async def enter(self, guest: Guest) -> str:
-        """Wait for the worker's place; return why it gets none, or ""."""
-
-    async def spawn(
-        self,
-        guest: Guest,
-        incoming: Any,
-        on_message: Callable[[Any], None],
-        on_line: Callable[[str], None],
-    ) -> RemoteChild[Any]:
-        """Start the worker, or adopt one that already serves. Raises OSError."""
-
-    async def strays(self, name: str) -> str:
-        """Return a sentence on GPU memory it holds on other GPUs; "" if none, or if unknown."""
-
-    async def release(self, name: str) -> None:
-        """Release the place of a worker whose life is over."""
-
-    def where(self, name: str) -> str:
-        """Return a worker's node and device in words; "" if it has no place."""
-
-    def gateway_credentials(self, name: str) -> Credentials:
-        """Return the credentials with which a gateway of our own node reaches workers."""
-
-    def renewed(self, gateway: str) -> Credentials | None:
-        """Return a gateway's renewed credentials if they are due, else None.
-
-        They count as delivered once returned. None also for a gateway on another node, whose node
-        renews them.
-        """

@@ -1,7 +1,7 @@
 """Restarts of a child that died: its back-off, and the circuit breaker of its model.
 
 No I/O but log lines. The random numbers of the back-off are an argument, and so is the clock of
-`Breaker`; `CircuitBreaker` adds the clock.
+`BreakerPolicy`; `CircuitBreaker` adds the clock.
 
     event                                              reaction                     state
     a fruitful life ended                              the back-off starts over     backoff
@@ -103,13 +103,13 @@ class BreakerLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class StartDelay:
     """The time until which no replica may start; None until the probe has succeeded or failed."""
 
     until: float | None
 
 
-class Breaker:
+class BreakerPolicy:
     """The circuit breaker of one model."""
 
     def __init__(self, limits: BreakerLimits | None = None) -> None:
@@ -121,11 +121,11 @@ class Breaker:
         self.fruitless = 0  # lives in a row
         self._openings = 0  # in a row
 
-    def hold(self, now: float) -> Hold | None:
+    def hold(self, now: float) -> StartDelay | None:
         """Return None if a replica may start now, else until when it must wait."""
         if self.state == "open" and now < self.until:
-            return Hold(self.until)
-        return Hold(None) if self.state == "half-open" else None
+            return StartDelay(self.until)
+        return StartDelay(None) if self.state == "half-open" else None
 
     def started(self, replica: str) -> None:
         """Record the start of a replica that `hold` has allowed."""
@@ -167,7 +167,7 @@ class CircuitBreaker:
 
     def __init__(self, model: str, limits: BreakerLimits | None = None) -> None:
         self._model = model
-        self._breaker = Breaker(limits)
+        self._breaker = BreakerPolicy(limits)
         self._wake: dict[str, Callable[[], None]] = {}
         self._last_reason = ""
         self._tried_at = 0.0  # when a replica was started last
@@ -241,7 +241,7 @@ class CircuitBreaker:
         if breaker.state == "closed":
             return "closed"
         text = (
-            f"crash loop: {breaker.fruitless} lives in a row ended before they had completed a "
+            f"crash loop: {breaker.fruitless} processes in a row died before completing a "
             f"request (the last: {self._last_reason})"
         )
         tried = _format_time(self._tried_at)

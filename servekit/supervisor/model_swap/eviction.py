@@ -40,14 +40,14 @@ class CapacityView:
         most = {at: max(over.get(at, 0), short.get(at, 0)) for at in {*over, *short}}
         return {at: size for at, size in most.items() if size > 0}
 
-    def take(self, need: Mapping[str, int]) -> None:
+    def subtract(self, need: Mapping[str, int]) -> None:
         """Give the memory away, now and soon."""
-        self.keep(need)
+        self.reserve(need)
         for at, size in need.items():
             if at in self.now:
                 self.now[at] -= size
 
-    def keep(self, need: Mapping[str, int]) -> None:
+    def reserve(self, need: Mapping[str, int]) -> None:
         """Keep that much of the future free memory for one model."""
         for at, size in need.items():
             if at in self.soon:
@@ -59,7 +59,7 @@ class CapacityView:
             if at in self.soon:
                 self.soon[at] += size
                 self._freed[at] += size - kept.get(at, 0)
-        self.keep(kept)
+        self.reserve(kept)
         for at, size in _more(one, kept).items():
             if at in self.now:
                 self.now[at] -= size
@@ -108,8 +108,8 @@ def make_room(
     Memory that becomes free is reserved for it.
     """
     lacking = room.lacks(one.need)
-    goers = _goers(others, lacking)
-    able = _able(goers)
+    goers = _candidates(others, lacking)
+    able = _evictable(goers)
     short = _short(one, room)
     if not _covers(able, lacking):
         # models that are loading may be evicted once loaded
@@ -117,8 +117,8 @@ def make_room(
             return [], f"{short}; it waits for {_names(goers)}"
         return [], f"{short}, {STAY}"
     steps = _evict(able, one, lacking, room, now, short)
-    room.keep(one.need)
-    names = _names(able, steps) or "what is leaving"
+    room.reserve(one.need)
+    names = _names(able, steps) or "a model that is unloading"
     return steps, f"{short}; it waits for {names}"
 
 
@@ -127,7 +127,7 @@ def relieve(
 ) -> tuple[list[SwapAction], str]:
     """Do the same for a model that has its claim already; "" if it waits for no eviction."""
     lacking = room.wants(one)
-    able = _able(_goers(others, lacking))
+    able = _evictable(_candidates(others, lacking))
     if not lacking or not _covers(able, lacking):
         return [], ""
     short = format_bytes(max(lacking.values()))
@@ -135,13 +135,13 @@ def relieve(
     return steps, f"it lacks {short}; it waits for {_names(able, steps)}"
 
 
-def _goers(others: Iterable[PolicyInput], lacking: Mapping[str, int]) -> list[PolicyInput]:
+def _candidates(others: Iterable[PolicyInput], lacking: Mapping[str, int]) -> list[PolicyInput]:
     """Return eviction candidates that hold memory at a place that is short."""
     goers = [other for other in others if other.load == "on_demand"]
     return [other for other in goers if any(other.held.get(at) for at in lacking)]
 
 
-def _able(goers: Iterable[PolicyInput]) -> list[PolicyInput]:
+def _evictable(goers: Iterable[PolicyInput]) -> list[PolicyInput]:
     return [other for other in goers if other.tier in ("resident", "asleep")]
 
 

@@ -15,7 +15,7 @@ import structlog
 
 from servekit.errors import did_you_mean
 from servekit.protocol.messages import Accepted, Refused
-from servekit.protocol.residency import KeepAlive, ResidencyStatus, SetResidency
+from servekit.protocol.residency import KeepAlive, ResidencyStatus, SetResidency, tier_text
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.event_log import journal
@@ -37,8 +37,8 @@ _COMING = ("starting", "loading", "backoff")
 class SwapManager:
     """Manager of all models of an instance. Call `look` often, and after every change."""
 
-    def __init__(self, fleets: DeploymentManager, gateways: Sequence[Gateway]) -> None:
-        self._fleets = fleets
+    def __init__(self, deployments: DeploymentManager, gateways: Sequence[Gateway]) -> None:
+        self._deployments = deployments
         self._gateways = gateways
         self._rows: dict[Deployment, ModelState] = {}
         self._waits: Mapping[str, str] = {}
@@ -46,12 +46,14 @@ class SwapManager:
         self._halted_at = 0.0
         self._unasked: list[WorkerProcess] = []  # workers that were loading when the shutdown began
         for gateway in gateways:
-            gateway.on_use = self._heard
+            gateway.on_use = self._on_keep_alive
 
     def halt(self) -> None:
         """Begin the shutdown: start nothing any more."""
         self._halted, self._halted_at = True, time.monotonic()
-        workers = (one for fleet in self._fleets.everyone() for one in fleet.replicas)
+        workers = (
+            one for deployment in self._deployments.everyone() for one in deployment.replicas
+        )
         self._unasked = [one for one in workers if one.state in _COMING]
         for row in self._rows.values():
             row.halt()
@@ -73,14 +75,17 @@ class SwapManager:
 
     # ---- facts, decisions, actions
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Decide and begin what is due; during a shutdown, end unneeded loading workers."""
         if self._halted:
             self._spare()
             return
         now = time.monotonic()
-        served = self._fleets.served
-        self._rows = {fleet: self._rows.get(fleet) or ModelState(fleet, now) for fleet in served}
+        served = self._deployments.served
+        self._rows = {
+            deployment: self._rows.get(deployment) or ModelState(deployment, now)
+            for deployment in served
+        }
         for row in self._rows.values():
             row.observe(self._used(row), now)
             self._mend(row)
@@ -88,9 +93,9 @@ class SwapManager:
             return
         decision = policy.decide([*self._facts()], self._free(), now)
         self._waits = decision.waits
-        rows = {row.fleet.model.name: row for row in self._rows.values()}
+        rows = {row.deployment.model.name: row for row in self._rows.values()}
         for step in decision.steps:
-            self._take(rows[step.model], step, now)
+            self._execute_action(rows[step.model], step, now)
 
     def _used(self, row: ModelState) -> Iterator[tuple[int, int, float]]:
         """Yield per gateway the waiting requests, the running ones, and the time of the last one.
@@ -99,59 +104,64 @@ class SwapManager:
         so they do not count.
         """
         for gateway in self._gateways:
-            if (use := gateway.uses.get(row.fleet.model.name)) is not None:
+            if (use := gateway.uses.get(row.deployment.model.name)) is not None:
                 wanted, at = use
                 waiting = 0 if row.is_away and at < row.since else wanted.waiting
                 yield waiting, wanted.running, at - wanted.idle_s
 
-    def waits_for(self, fleet: Deployment) -> dict[str, str]:
+    def waits_for(self, deployment: Deployment) -> dict[str, str]:
         """Return other models that wait for memory, by place (a GPU's UUID, or "cpu")."""
-        reserve = self._fleets.plan.config.gpus.reserve
+        reserve = self._deployments.plan.config.gpus.reserve
         return {
-            at: row.fleet.model.name
+            at: row.deployment.model.name
             for other, row in self._rows.items()
-            if other is not fleet and row.is_away and row.waiting_since is not None
+            if other is not deployment and row.is_away and row.waiting_since is not None
             for at in memory_accounting.claims(other.model, other.planned, reserve)
         }
 
     def _facts(self) -> Iterator[PolicyInput]:
-        reserve = self._fleets.plan.config.gpus.reserve
+        reserve = self._deployments.plan.config.gpus.reserve
         for row in self._rows.values():
-            claim = memory_accounting.claims(row.fleet.model, row.fleet.planned, reserve)
-            asleep = memory_accounting.asleep(row.fleet, claim, row.kept)
-            yield row.facts(claim, asleep, memory_accounting.lacks(row.fleet))
-        for fleet in self._fleets.everyone():
-            if fleet not in self._rows:  # removed from the configuration
-                slots = tuple(replica.place.gpus for replica in fleet.replicas)
-                claim = memory_accounting.claims(fleet.model, slots, reserve)
-                yield PolicyInput(fleet.model.name, "on_start", "leaving", claim)
+            claim = memory_accounting.claims(row.deployment.model, row.deployment.planned, reserve)
+            asleep = memory_accounting.asleep(row.deployment, claim, row.kept)
+            yield row.facts(claim, asleep, memory_accounting.lacks(row.deployment))
+        for deployment in self._deployments.everyone():
+            if deployment not in self._rows:  # removed from the configuration
+                slots = tuple(replica.place.gpus for replica in deployment.replicas)
+                claim = memory_accounting.claims(deployment.model, slots, reserve)
+                yield PolicyInput(deployment.model.name, "on_start", "leaving", claim)
 
     def _free(self) -> dict[str, int]:
         held = [facts.held for facts in self._facts()]
-        fleets = self._fleets
-        reserve, ledger = fleets.plan.config.gpus.reserve, fleets.pool.gate.ledger
-        return memory_accounting.free(fleets.gpus, reserve, held, ledger)
+        deployments = self._deployments
+        reserve, ledger = deployments.plan.config.gpus.reserve, deployments.pool.gate.ledger
+        return memory_accounting.free(deployments.gpus, reserve, held, ledger)
 
     def _mend(self, row: ModelState) -> None:
         """Wake or stop a model whose workers are no longer all asleep, as after a crash of one."""
-        if not row.slept or row.task is not None or row.tier == "asleep" or not row.fleet.wanted:
+        if (
+            not row.slept
+            or row.task is not None
+            or row.tier == "asleep"
+            or not row.deployment.wanted
+        ):
             return
         row.slept = False
         if row.waiting_since is not None:
             row.run("wake", self._wake(row))
         else:
-            why = next((replica.reason for replica in row.fleet.living if replica.reason), "")
+            why = next((replica.reason for replica in row.deployment.living if replica.reason), "")
             said = f"a worker did not stay asleep: {why}"
             self._stop(row, said if why else "a worker has come up beside those that sleep")
 
-    def _take(self, row: ModelState, step: SwapAction, now: float) -> None:
+    def _execute_action(self, row: ModelState, step: SwapAction, now: float) -> None:
         match step.kind:
             case "load":
                 log.info("model_loading", model=step.model)
                 cause = row.occasion(now).cause
                 journal.tell("load", f"for {_FOR.get(cause, cause)}", model=step.model)
                 row.begin(now)
-                row.fleet.load(row.occasion(now))
+                row.deployment.load(row.occasion(now))
             case "wake":
                 journal.tell("wake", step.reason, model=step.model)
                 row.begin(now)
@@ -166,112 +176,114 @@ class SwapManager:
         self._changed(row)
 
     def _stop(self, row: ModelState, reason: str, *, returns: bool = False) -> None:
-        log.info("model_unloading", model=row.fleet.model.name, reason=reason)
-        journal.tell("unload", reason, model=row.fleet.model.name)
+        log.info("model_unloading", model=row.deployment.model.name, reason=reason)
+        journal.tell("unload", reason, model=row.deployment.model.name)
         row.reason, row.slept = f"stopped at {_clock()}: {reason}", False
-        row.fleet.unload(returns=returns)
+        row.deployment.unload(returns=returns)
 
     async def _sleep(self, row: ModelState, *, must: bool) -> None:
         """Put all workers of a model to sleep; with `must`, stop the model if one cannot sleep.
 
         A model that would be partly asleep is stopped in any case.
         """
-        workers = [replica for replica in row.fleet.living if replica.serves]
-        refusals = await asyncio.gather(*(one.sleep(self._told) for one in workers))
+        workers = [replica for replica in row.deployment.living if replica.serves]
+        refusals = await asyncio.gather(*(one.sleep(self._wait_for_gateways) for one in workers))
         why = next(filter(None, refusals), "")
         row.slept = not why
         if not why:  # otherwise it still holds its full claim
-            row.kept = memory_accounting.kept(row.fleet, self._fleets.pool.gate.ledger)
+            row.kept = memory_accounting.kept(row.deployment, self._deployments.pool.gate.ledger)
         if why:
-            log.warning("model_sleep_failed", model=row.fleet.model.name, reason=why)
+            log.warning("model_sleep_failed", model=row.deployment.model.name, reason=why)
             row.sleepless(time.monotonic(), why)
         if why and (must or not all(refusals)):
             self._stop(row, f"it could not be put to sleep: {why}", returns=must)
 
     async def _wake(self, row: ModelState) -> None:
         """Wake all workers of a model; stop it if one cannot wake, so that it is loaded again."""
-        workers = [replica for replica in row.fleet.living if replica.state == "asleep"]
+        workers = [replica for replica in row.deployment.living if replica.state == "asleep"]
         row.slept = False
         refusals = await asyncio.gather(*(one.wake() for one in workers))
         if why := next(filter(None, refusals), ""):
-            log.warning("model_wake_failed", model=row.fleet.model.name, reason=why)
+            log.warning("model_wake_failed", model=row.deployment.model.name, reason=why)
             self._stop(row, f"it could not be woken: {why}")
 
-    async def _told(self) -> None:
+    async def _wait_for_gateways(self) -> None:
         await until_told(self._gateways)
 
     def _changed(self, row: ModelState) -> None:
-        row.fleet.changed()
+        row.deployment.changed()
 
     # ---- requests of gateways and operators
 
-    def _heard(self, message: KeepAlive | None) -> None:
+    def _on_keep_alive(self, message: KeepAlive | None) -> None:
         """Take a gateway's report of use, or a client's keep_alive for an on-demand model."""
         row = None if message is None else self._row(message.model)
-        if message is not None and row is not None and row.fleet.model.load == "on_demand":
-            row.keep(message.stay_s, time.monotonic(), loads=message.loads)
-        self.look()
+        if message is not None and row is not None and row.deployment.model.load == "on_demand":
+            row.keep_loaded(message.stay_s, time.monotonic(), loads=message.loads)
+        self.update()
 
-    async def reside(self, wish: SetResidency) -> Accepted | Refused:
+    async def reside(self, request: SetResidency) -> Accepted | Refused:
         """Carry out an operator's request; the reply comes when it is done or impossible."""
-        row = self._row(wish.model)
+        row = self._row(request.model)
         if row is None:
-            names = [fleet.model.name for fleet in self._fleets.served]
-            there = f"{', '.join(names)}{did_you_mean(wish.model, names)}"
-            return Refused(f"no model is called {wish.model!r}; there are: {there}", True)
+            names = [deployment.model.name for deployment in self._deployments.served]
+            there = f"{', '.join(names)}{did_you_mean(request.model, names)}"
+            return Refused(f"no model is called {request.model!r}; there are: {there}", True)
         if self._halted:
             return Refused("servekit is shutting down")
-        already = "already " if row.tier == HAS[wish.want] else ""
-        if refusal := row.ask(wish.want, time.monotonic()):
+        already = "already " if row.tier == HAS[request.want] else ""
+        if refusal := row.accept_request(request.want, time.monotonic()):
             return Refused(refusal)
-        self.look()
+        self.update()
         self._changed(row)
-        name = row.fleet.model.name
-        while row.wish:
-            if why := self._hopeless(row):
+        name = row.deployment.model.name
+        while row.requested:
+            if why := self._find_obstacle(row):
                 row.refuse()
-                return Refused(f"{name} cannot be {_DONE[wish.want]}: {why}")
-            if not wish.wait:
-                return Accepted(f"{name} is {row.tier}")
+                return Refused(f"{name} cannot be {_DONE[request.want]}: {why}")
+            if not request.wait:
+                return Accepted(f"{name} is {tier_text(row.tier)}")
             await asyncio.sleep(_LOOK_EVERY_S)
             row.settle()
-        return Accepted(f"{name} is {already}{_DONE[wish.want]}")
+        return Accepted(f"{name} is {already}{_DONE[request.want]}")
 
-    def _hopeless(self, row: ModelState) -> str:
+    def _find_obstacle(self, row: ModelState) -> str:
         """Return why an operator's request cannot succeed; "" while it still may."""
-        if self._halted or row.fleet not in self._rows:
-            return "servekit is shutting down" if self._halted else "the file has it no more"
-        if row.wish in ("load", "wake") and row.tier == "failed":
-            reasons = (replica.reason for replica in row.fleet.living if replica.reason)
+        if self._halted or row.deployment not in self._rows:
+            return "servekit is shutting down" if self._halted else "it is no longer in the file"
+        if row.requested in ("load", "wake") and row.tier == "failed":
+            reasons = (replica.reason for replica in row.deployment.living if replica.reason)
             return next(reasons, "its workers have failed")
-        waits = self._waits.get(row.fleet.model.name, "")
-        if row.wish == "sleep":
+        waits = self._waits.get(row.deployment.model.name, "")
+        if row.requested == "sleep":
             return row.restless or row.sleepless_for_good() or waits
-        return waits if row.wish in ("load", "wake") and waits.endswith(STAY) else ""
+        return waits if row.requested in ("load", "wake") and waits.endswith(STAY) else ""
 
     def _row(self, model: str) -> ModelState | None:
-        for fleet, row in self._rows.items():
-            if model in (fleet.model.name, *fleet.model.aliases):
+        for deployment, row in self._rows.items():
+            if model in (deployment.model.name, *deployment.model.aliases):
                 return row
         return None
 
     # ---- status
 
-    def residence(self, fleet: Deployment, for_operators: bool = False) -> ResidencyStatus | None:
+    def residence(
+        self, deployment: Deployment, for_operators: bool = False
+    ) -> ResidencyStatus | None:
         """Return the residency of a model; None for a model that is always loaded."""
-        row = self._rows.get(fleet)
+        row = self._rows.get(deployment)
         if row is None or not row.comes_and_goes:
             return None
-        waits = self._waits.get(fleet.model.name, "")
+        waits = self._waits.get(deployment.model.name, "")
         shown = row.residence(waits, halted=self._halted, for_operators=for_operators)
         if not for_operators:
             return shown
         claim = memory_accounting.claims(
-            fleet.model, fleet.planned, self._fleets.plan.config.gpus.reserve
+            deployment.model, deployment.planned, self._deployments.plan.config.gpus.reserve
         )
         return row.detailed(
             shown,
-            row.facts(claim, memory_accounting.asleep(fleet, claim, row.kept)),
+            row.facts(claim, memory_accounting.asleep(deployment, claim, row.kept)),
             time.monotonic(),
         )
 

@@ -38,24 +38,26 @@ def claims(model: ModelConfig, slots: Slots, reserve: str | None) -> dict[str, i
     return found
 
 
-def asleep(fleet: Deployment, claim: Mapping[str, int], kept: Mapping[str, int]) -> dict[str, int]:
+def asleep(
+    deployment: Deployment, claim: Mapping[str, int], kept: Mapping[str, int]
+) -> dict[str, int]:
     """Return the memory of a sleeping model, or the estimate for one that would sleep.
 
     `kept` are the bytes that it was measured to keep on its GPUs.
     """
     if CPU in claim:
-        return {CPU: min(claim[CPU], sum(replica.rss_bytes for replica in fleet.living))}
+        return {CPU: min(claim[CPU], sum(replica.rss_bytes for replica in deployment.living))}
     if not claim:
         return {}
-    info = fleet.info
+    info = deployment.info
     weights = 0 if info is None else info.parameters * _BYTES.get(info.dtype, 2)
-    return {**kept, RAM: weights * len(fleet.planned) or sum(claim.values())}
+    return {**kept, RAM: weights * len(deployment.planned) or sum(claim.values())}
 
 
-def kept(fleet: Deployment, ledger: GpuReservations) -> dict[str, int]:
+def kept(deployment: Deployment, ledger: GpuReservations) -> dict[str, int]:
     """Return what a model's sleeping workers claim of their GPUs now."""
     found: dict[str, int] = {}
-    for replica in fleet.living:
+    for replica in deployment.living:
         for uuid, size in ledger.claim_of(replica.name).items():
             found[uuid] = found.get(uuid, 0) + size
     return found
@@ -80,10 +82,10 @@ def free(
     return found
 
 
-def lacks(fleet: Deployment) -> dict[str, int]:
+def lacks(deployment: Deployment) -> dict[str, int]:
     """Return the memory that workers waiting to load lack, by GPU, regardless of claims."""
     found: dict[str, int] = {}
-    for replica in fleet.living:
+    for replica in deployment.living:
         for uuid, size in replica.gpu.lacking.items():
             found[uuid] = found.get(uuid, 0) + size
     return found

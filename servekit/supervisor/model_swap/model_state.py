@@ -11,7 +11,7 @@ import structlog
 from msgspec.structs import replace
 
 from servekit.config.engines.options import KINDS
-from servekit.protocol.residency import LoadMode, Residency, ResidencyStatus, Want
+from servekit.protocol.residency import LoadMode, Residency, ResidencyStatus, Want, tier_text
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.model_swap import policy
@@ -30,14 +30,14 @@ _COMING = {"starting", "loading", "backoff", "stalled"}
 class ModelState:
     """State of one model, updated by `observe`; times are seconds on the monotonic clock."""
 
-    def __init__(self, fleet: Deployment, now: float) -> None:
-        self.fleet = fleet
+    def __init__(self, deployment: Deployment, now: float) -> None:
+        self.deployment = deployment
         self.tier: Residency = "stopped"
         self.since = now
         self.reason = ""
         self.waiting = 0
         self.waiting_since: float | None = None
-        self.wish: Literal["", "load", "unload", "sleep", "wake"] = ""  # an operator's request
+        self.requested: Literal["", "load", "unload", "sleep", "wake"] = ""  # an operator's request
         self.slept = False  # its workers are asleep, and were put to sleep by us
         self.kept: Mapping[str, int] = {}  # bytes on its GPUs when it last slept
         self.restless = ""  # why it could not be put to sleep
@@ -75,12 +75,12 @@ class ModelState:
         self.settle()
 
     def _tier(self) -> Residency:
-        fleet = self.fleet
-        if not fleet.wanted:
-            return "leaving" if fleet.replicas else "stopped"
+        deployment = self.deployment
+        if not deployment.wanted:
+            return "leaving" if deployment.replicas else "stopped"
         if self.task is not None:
             return "leaving" if self._doing == "sleep" else "coming"
-        states = {replica.state for replica in fleet.living}
+        states = {replica.state for replica in deployment.living}
         if "ready" in states:
             return "resident"
         if "asleep" in states and not states & _COMING:
@@ -113,14 +113,14 @@ class ModelState:
     def run(self, doing: Literal["sleep", "wake"], work: Coroutine[Any, Any, None]) -> None:
         """Run a task that puts its workers to sleep or wakes them, one at a time."""
         self._doing = doing
-        self.task = asyncio.get_running_loop().create_task(work, name=self.fleet.model.name)
+        self.task = asyncio.get_running_loop().create_task(work, name=self.deployment.model.name)
         self.task.add_done_callback(self._on_done)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self.task = None
         if not task.cancelled() and task.exception() is not None:
             log.error("model_change_failed", model=task.get_name(), exc_info=task.exception())
-        self.fleet.changed()
+        self.deployment.changed()
 
     def halt(self) -> None:
         if self.task is not None:
@@ -130,7 +130,7 @@ class ModelState:
         """Record that it could not be put to sleep, so that it is not tried again for a while."""
         self._sleepless_until, self.restless = now + _SLEEPLESS_S, why
 
-    def keep(self, stay_s: float | None, now: float, *, loads: bool) -> None:
+    def keep_loaded(self, stay_s: float | None, now: float, *, loads: bool) -> None:
         """Take a client's keep_alive, and its request to load the model if `loads`."""
         self._stay_s, self._told_at = stay_s, now
         if loads and self.tier in ("stopped", "asleep"):
@@ -138,44 +138,46 @@ class ModelState:
 
     # ---- operators
 
-    def ask(self, want: Want, now: float) -> str:
+    def accept_request(self, want: Want, now: float) -> str:
         """Take an operator's request; return why it is refused, or ""."""
         if want == "sleep" and (why := self.sleepless_for_good()):
             return why
         if want == "wake" and self.tier not in ("asleep", "resident", "leaving"):
-            return f"{self.fleet.model.name} is {self.tier}, not asleep; `servekit load` loads it"
-        self._touched, self.wish, self.restless = True, want, ""
-        self._held = want == "unload" and self.fleet.model.load == "on_start"
+            tier = tier_text(self.tier)
+            return f"{self.deployment.model.name} is {tier}, not asleep; `servekit load` loads it"
+        self._touched, self.requested, self.restless = True, want, ""
+        self._held = want == "unload" and self.deployment.model.load == "on_start"
         self._sleepless_until = -math.inf
         self._asked_at = now if want in ("load", "wake") else None
         if want in ("load", "wake"):
-            self.fleet.try_again()
+            self.deployment.try_again()
         elif want == "unload" and self.tier in ("coming", "failed") and self.task is None:
             self.reason = "stopped by an operator"
-            self.fleet.unload()
+            self.deployment.unload()
         self.settle()
         return ""
 
     def sleepless_for_good(self) -> str:
         """Return why it cannot be put to sleep, however long one waits; "" if it can."""
-        model = self.fleet.model
+        model = self.deployment.model
         if not KINDS[model.engine].sleeps:
             return f"{model.name}: the engine {model.engine} cannot sleep; `servekit unload` stops"
-        info = self.fleet.info
+        info = self.deployment.info
         if info is not None and not info.sleeps:
             return f"{model.name} was not loaded so that it can sleep; give it `idle_sleep_s`"
         if self.tier not in ("resident", "asleep", "leaving"):
-            return f"{model.name} is {self.tier}; only a model that is loaded can be put to sleep"
+            tier = tier_text(self.tier)
+            return f"{model.name} is {tier}; only a model that is loaded can be put to sleep"
         return ""
 
     def refuse(self) -> None:
         """Drop an operator's request that cannot be met."""
-        self.wish, self._asked_at = "", None
+        self.requested, self._asked_at = "", None
 
     def settle(self) -> None:
         """Forget an operator's request that has been met."""
-        if HAS.get(self.wish) == self.tier:
-            self.wish = ""
+        if HAS.get(self.requested) == self.tier:
+            self.requested = ""
         if self.tier == "resident":
             self._asked_at = None  # also if it was loaded before the request
 
@@ -183,10 +185,10 @@ class ModelState:
 
     def occasion(self, now: float) -> StartReason:
         """Return who wants it loaded, and since when."""
-        if self.waiting_since is not None and not self.wish:
+        if self.waiting_since is not None and not self.requested:
             return StartReason("request", self.waiting_since)
         asked_at = now if self._asked_at is None else self._asked_at
-        return StartReason("operator" if self.wish else "request", asked_at)
+        return StartReason("operator" if self.requested else "request", asked_at)
 
     @property
     def is_away(self) -> bool:
@@ -194,13 +196,13 @@ class ModelState:
 
     @property
     def comes_and_goes(self) -> bool:
-        model = self.fleet.model
+        model = self.deployment.model
         idles = model.idle_sleep_s is not None or model.idle_unload_s is not None
         return model.load != "on_start" or idles or self._touched
 
     @property
     def _mode(self) -> LoadMode:
-        return "manual" if self._held else self.fleet.model.load
+        return "manual" if self._held else self.deployment.model.load
 
     def facts(
         self,
@@ -209,12 +211,12 @@ class ModelState:
         lacks: Mapping[str, int] = NOTHING,
     ) -> PolicyInput:
         """Return the facts for the policy."""
-        model, info = self.fleet.model, self.fleet.info
+        model, info = self.deployment.model, self.deployment.info
         waiting_since = self.waiting_since
         if self.tier == "stopped" and self._mode == "manual":
             waiting_since = None
         since = [at for at in (waiting_since, self._asked_at) if at is not None]
-        sleeps = model.idle_sleep_s is not None or self.wish == "sleep"
+        sleeps = model.idle_sleep_s is not None or self.requested == "sleep"
         able = info is not None and info.sleeps and sleeps
         return PolicyInput(
             name=model.name,
@@ -235,7 +237,7 @@ class ModelState:
             told_at=self._told_at,
             idle_sleep_s=model.idle_sleep_s,
             idle_unload_s=model.idle_unload_s,
-            wish=self.wish if self.wish in ("unload", "sleep") else "",
+            requested=self.requested if self.requested in ("unload", "sleep") else "",
         )
 
     def residence(
@@ -245,12 +247,12 @@ class ModelState:
 
         Operators get the configured load mode, and at shutdown whether the model has stopped.
         """
-        model = self.fleet.model
+        model = self.deployment.model
         mode = model.load if for_operators else self._mode
         limits = [limit for limit in (model.idle_sleep_s, model.idle_unload_s) if limit is not None]
         stays_s = min(limits, default=None) if self._stay_s is None else self._stay_s
         if halted and not self._will_serve():
-            ended = {replica.state for replica in self.fleet.replicas} <= {"stopped", "failed"}
+            ended = {replica.state for replica in self.deployment.replicas} <= {"stopped", "failed"}
             tier: Residency = "stopped" if ended else "leaving"
             return ResidencyStatus(
                 mode, tier if for_operators else "failed", "servekit is shutting down", stays_s
@@ -259,9 +261,9 @@ class ModelState:
 
     def _will_serve(self) -> bool:
         """Return whether it will be ready without a new start or an eviction."""
-        return self.fleet.wanted and any(
+        return self.deployment.wanted and any(
             replica.state == "ready" or (replica.state in _COMING and not replica.gpu.lacking)
-            for replica in self.fleet.living
+            for replica in self.deployment.living
         )
 
     def detailed(self, shown: ResidencyStatus, facts: PolicyInput, now: float) -> ResidencyStatus:

@@ -89,7 +89,7 @@ def _help(
     if one.waiting_since is None or one.tier not in ("stopped", "asleep"):
         return [], ""
     if room.fits(one.need):
-        room.take(one.need)
+        room.subtract(one.need)
         return [SwapAction("load" if one.tier == "stopped" else "wake", one.name)], ""
     return make_room(one, others, room, now)
 
@@ -106,8 +106,8 @@ def _leave(one: PolicyInput, room: CapacityView, now: float) -> SwapAction | Non
     """Return the action for an operator's request, an expired keep_alive or an idle limit."""
     if one.tier not in ("resident", "asleep"):
         return None
-    if one.wish:
-        return _go(one, room, "by an operator", sleeps=one.wish == "sleep")
+    if one.requested:
+        return _go(one, room, "by an operator", sleeps=one.requested == "sleep")
     if one.waiting_since is not None or one.busy:
         return None
     quiet_s = one.quiet_s(now)
@@ -130,7 +130,7 @@ def _limits(one: PolicyInput) -> list[tuple[float, bool]]:
 
 def _restless(one: PolicyInput, room: CapacityView) -> str:
     """Return why a model cannot sleep as an operator requested: host memory is short; or ""."""
-    lacks = room.lacks_asleep([one]) if one.wish == "sleep" and one.tier == "resident" else {}
+    lacks = room.lacks_asleep([one]) if one.requested == "sleep" and one.tier == "resident" else {}
     if not lacks or not one.can_sleep:
         return ""
     at = max(lacks, key=lacks.__getitem__)

@@ -36,7 +36,7 @@ class PolicyInput:
     told_at: float = 0.0  # time of that keep_alive
     idle_sleep_s: float | None = None
     idle_unload_s: float | None = None
-    wish: Literal["", "unload", "sleep"] = ""  # an operator's request
+    requested: Literal["", "unload", "sleep"] = ""  # an operator's request
 
     @property
     def back_s(self) -> float:

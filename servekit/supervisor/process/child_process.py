@@ -235,7 +235,9 @@ class ChildProcess(Generic[Incoming]):
         if error is not None and not isinstance(error, OSError):
             self.kill(f"broke the wire protocol: {error}")
         elif not self.exited.done():
-            self._loop.call_later(GOODBYE_S, self.kill, "closed its control channel and stayed")
+            self._loop.call_later(
+                GOODBYE_S, self.kill, "closed its control channel, but did not exit"
+            )
 
     def _watch(self) -> None:
         try:

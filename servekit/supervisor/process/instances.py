@@ -15,7 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from servekit.errors import StartError
-from servekit.supervisor.process.run_dir import Record, default_paths, nobody, read_record
+from servekit.supervisor.process.run_dir import (
+    Record,
+    default_paths,
+    no_instance_error,
+    read_record,
+)
 from servekit.system import procfs
 
 _DELETED = " (deleted)"
@@ -71,7 +76,7 @@ def find(given: Path | None, environ: Mapping[str, str]) -> Path:
         return given
     path = choose(given, running(), environ)
     if path is None:
-        raise nobody(default_paths(environ)[0])
+        raise no_instance_error(default_paths(environ)[0])
     return path
 
 
@@ -86,7 +91,7 @@ def find_last(given: Path | None, environ: Mapping[str, str]) -> Path:
         there = [folder for folder in default_paths(environ) if (folder / "lock").is_file()]
         path = max(there, key=_last_used, default=default_paths(environ)[0])
     if not path.is_dir():
-        raise nobody(path)
+        raise no_instance_error(path)
     return path
 
 

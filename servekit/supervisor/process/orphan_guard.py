@@ -61,7 +61,7 @@ class OrphanGuard:
             unmark_by_limit(process.pid)
         return process
 
-    def look(self) -> bool:
+    def restart_if_dead(self) -> bool:
         """Restart the guard if it has died; return whether it was. Called at each tick."""
         if self._process.poll() is None or time.monotonic() < self._began_at + _AGAIN_S:
             return False

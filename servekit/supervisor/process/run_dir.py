@@ -85,7 +85,7 @@ def _state_home(environ: Mapping[str, str]) -> Path:
     return home / ".local" / "state" if home.is_absolute() else _fallback_base()
 
 
-def nobody(path: Path) -> NobodyRuns:
+def no_instance_error(path: Path) -> NobodyRuns:
     """Return the error of a command that needs an instance when none runs in `path`."""
     return NobodyRuns(
         f"no servekit runs in {path}; `servekit up` starts one, --run-dir names another"
@@ -128,14 +128,14 @@ class RunDir:
         self.logs = path / "logs"
 
     @classmethod
-    def take(cls, path: Path, *, sweep: bool = True) -> RunDir:
+    def claim(cls, path: Path, *, sweep: bool = True) -> RunDir:
         """Lock the directory and end what a dead instance left. Raises StartError.
 
         Without `sweep`, the processes of the dead instance run on.
         """
         path = Path(os.path.abspath(path))  # noqa: PTH100  (resolve() would follow a symlink)
         _check_length(path)
-        with contextlib.ExitStack() as undo, _told(path):
+        with contextlib.ExitStack() as undo, _explain_disk_errors(path):
             made = [folder for folder in (path, *path.parents) if not folder.exists()]
             undo.callback(_remove_empty, made)
             _make_private(path)
@@ -160,7 +160,7 @@ class RunDir:
         refusals: list[StartError] = []
         for path in default_paths(environ):
             try:
-                taken = cls.take(path)
+                taken = cls.claim(path)
             except StartError as error:
                 if isinstance(error, InUse) and not _is_of_another_machine(path):
                     raise
@@ -201,7 +201,7 @@ class RunDir:
     def record(self, record: Record) -> None:
         """Record the supervisor that runs here. Raises StartError when the disk refuses."""
         self._in_vain = self._record is None
-        with _told(self.path):
+        with _explain_disk_errors(self.path):
             _write(self.path / "supervisor.json", json.dumps(asdict(record)))
         self._record, self._in_vain = record, False
 
@@ -337,7 +337,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _explain_disk_errors(path: Path) -> Iterator[None]:
     """Turn an OSError of the disk into a StartError."""
     try:
         yield

@@ -108,6 +108,6 @@ class GpuReservations:
         taken = ", ".join(f"{format_bytes(size)} {name}'s" for name, size in (*less, *others))
         gpu = self._gpus[uuid]
         return (
-            f"of {gpu}'s {format_bytes(gpu.total_bytes)}, {taken or 'nothing is promised'}, and it "
+            f"of {gpu}'s {format_bytes(gpu.total_bytes)}, {taken or 'nothing is reserved'}, and it "
             f"claims {format_bytes(want)}, {format_bytes(missing)} too much"
         )

@@ -102,7 +102,9 @@ def most(model: ModelConfig) -> int:
     return model.replicas.max if isinstance(model.replicas, ReplicaRange) else least(model)
 
 
-def settled(models: Sequence[ModelConfig], counts: Mapping[str, int]) -> list[ModelConfig]:
+def with_fixed_replicas(
+    models: Sequence[ModelConfig], counts: Mapping[str, int]
+) -> list[ModelConfig]:
     """Return the models with a fixed number of replicas in place of each range.
 
     The number is the current count in `counts`, or the minimum.

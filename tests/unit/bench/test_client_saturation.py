@@ -21,7 +21,7 @@ def test_a_calm_client_says_nothing() -> None:
     ("changes", "words"),
     [
         ({"cpu_cores": (0.2, 0.97)}, "its busiest process took 97% of a core"),
-        ({"lag_p99_s": 0.035}, "late to look: 1 % of the times by 35 ms"),
+        ({"lag_p99_s": 0.035}, "event loop was late: 1 % of the times by 35 ms"),
         ({"late_p99_s": 0.12}, "sent late, 1 % of them by 120 ms"),
         ({"machine": 0.99, "cores": 2, "beside_server": True}, "The 2 cores of this machine"),
     ],

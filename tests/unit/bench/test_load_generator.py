@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from servekit.bench.client.client_protocol import Asking, Order, Record, Target
+from servekit.bench.client.client_protocol import Asking, ClientLoad, Record, Target
 from servekit.bench.lengths import Lengths
 from servekit.bench.load_generator import PAUSE_S, Driver, poisson_arrivals
 from tests.unit.bench.serving import (
@@ -28,7 +28,7 @@ from tests.unit.bench.serving import (
 )
 
 
-def order(target: Target, **changes: Any) -> Order:
+def order(target: Target, **changes: Any) -> ClientLoad:
     asked = {"prompt_tokens": 8, "output_tokens": 4, "turns": 1}
     told = {name: changes.pop(name, value) for name, value in asked.items()}
     lengths: dict[str, Any] = {name: Lengths("fixed", value) for name, value in told.items()}
@@ -46,10 +46,10 @@ def order(target: Target, **changes: Any) -> Order:
         "warmup": 0,
         "timeout_s": 10.0,
     }
-    return Order(target=target, asking=asking, **{**fields, **changes})
+    return ClientLoad(target=target, asking=asking, **{**fields, **changes})
 
 
-async def drive(told: Order) -> tuple[list[Record], Driver]:
+async def drive(told: ClientLoad) -> tuple[list[Record], Driver]:
     driver = Driver(told)
     await driver.warm_up()
     async with asyncio.timeout(20):
@@ -65,7 +65,7 @@ def streams(_: dict[str, Any]) -> Iterable[bytes]:
 async def test_a_closed_loop_asks_so_often_with_so_many_at_once() -> None:
     async with serving(streams) as server:
         records, _ = await drive(order(server.target, users=3, requests=10))
-    assert [record.fate for record in records] == ["ok"] * 10
+    assert [record.outcome for record in records] == ["ok"] * 10
     assert len(server.bodies) == 10
     assert server.connections == 3
     assert {body["max_tokens"] for body in server.bodies} == {4}
@@ -90,7 +90,7 @@ async def test_an_open_loop_waits_for_nobody() -> None:
         told = order(server.target, users=None, rate=200.0, requests=40)
         records, driver = await drive(told)
         took_s = time.monotonic() - began
-    assert [record.fate for record in records] == ["ok"] * 40
+    assert [record.outcome for record in records] == ["ok"] * 40
     assert took_s < 40 * 0.3 / 2, "one after the other it takes twelve seconds"
     assert sum(driver.ended().late.values()) == 40
 
@@ -118,7 +118,7 @@ async def test_when_time_is_over_nothing_is_asked_and_the_last_answers_are_await
 
     async with serving(slow) as server:
         records, driver = await drive(order(server.target, users=2, duration_s=0.15))
-    assert [record.fate for record in records] == ["ok", "ok"]
+    assert [record.outcome for record in records] == ["ok", "ok"]
     assert all(0 < record.chunks_in_time < record.chunks == 61 for record in records)
     ended_at = driver.ended().ended_at
     assert all(record.ended > ended_at for record in records)
@@ -138,7 +138,7 @@ async def test_a_conversation_tells_what_was_said() -> None:
 async def test_what_takes_too_long_is_a_timeout() -> None:
     async with serving(lambda _: [stream_head("transfer-encoding: chunked")]) as server:
         records, _ = await drive(order(server.target, requests=2, timeout_s=0.2))
-    assert [record.fate for record in records] == ["timeout"] * 2
+    assert [record.outcome for record in records] == ["timeout"] * 2
     assert "no whole answer within 0.2 s" in records[0].message
 
 
@@ -147,16 +147,20 @@ async def test_a_user_who_got_an_error_waits_a_moment() -> None:
         target = server.target
     began = time.monotonic()
     records, _ = await drive(order(target, users=1, requests=4))
-    assert [record.fate for record in records] == ["connect"] * 4
+    assert [record.outcome for record in records] == ["connect"] * 4
     assert time.monotonic() - began > 3 * PAUSE_S
 
 
-@pytest.mark.parametrize(("status", "fate"), [("429 Too Many Requests", "http"), ("200 OK", "ok")])
-async def test_the_status_is_kept(status: str, fate: str) -> None:
-    body = completion() if fate == "ok" else {"error": {"message": "later"}}
+@pytest.mark.parametrize(
+    ("status", "outcome"), [("429 Too Many Requests", "http"), ("200 OK", "ok")]
+)
+async def test_the_status_is_kept(status: str, outcome: str) -> None:
+    body = completion() if outcome == "ok" else {"error": {"message": "later"}}
     async with serving(lambda _: [whole(body, status)]) as server:
         records, _ = await drive(order(server.target, requests=2, stream=False))
-    assert [(record.fate, record.status) for record in records] == [(fate, int(status[:3]))] * 2
+    assert [(record.outcome, record.status) for record in records] == [
+        (outcome, int(status[:3]))
+    ] * 2
 
 
 async def test_a_kept_connection_that_was_just_closed_is_nobodys_fault() -> None:
@@ -169,7 +173,7 @@ async def test_a_kept_connection_that_was_just_closed_is_nobodys_fault() -> None
 
     async with serving(once) as server:
         records, driver = await drive(order(server.target, users=1, requests=3))
-    assert [record.fate for record in records] == ["ok"] * 3
+    assert [record.outcome for record in records] == ["ok"] * 3
     assert driver.ended().resent == 2
 
 
@@ -180,7 +184,7 @@ async def test_a_stop_leaves_what_is_under_way_unfinished() -> None:
         loop.call_later(0.1, driver.stop)
         await driver.measure(time.monotonic())
         driver.close()
-    assert [record.fate for record in driver.report().records] == ["unfinished"] * 3
+    assert [record.outcome for record in driver.report().records] == ["unfinished"] * 3
 
 
 async def test_clients_share_the_conversations_without_a_word() -> None:

@@ -71,7 +71,7 @@ def test_urls(url: str, found: str) -> None:
     [
         ("ftp://example.org", "write http"),
         ("http://", "write http"),
-        ("http://a:notaport", "no URL"),
+        ("http://a:notaport", "not a URL"),
         ("http://a:1/b c", "characters"),
         ("http://a:1/\u00e9", "characters"),
         ("http://me:secret@example.org", "password"),
@@ -151,8 +151,8 @@ def test_no_durations(text: str) -> None:
     [
         ({"api": "images"}, "chat, completions or embeddings"),
         ({"api": "embeddings", "turns": "2"}, "no conversations"),
-        ({"extra": "[1]"}, "no JSON object"),
-        ({"extra": "{oops"}, "no JSON object"),
+        ({"extra": "[1]"}, "not a JSON object"),
+        ({"extra": "{oops"}, "not a JSON object"),
         ({"output_tokens": "0"}, "--output-tokens"),
         ({"turns": "x"}, "--turns"),
     ],

@@ -98,9 +98,9 @@ def test_a_server_without_a_list_has_none() -> None:
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        (Target("127.0.0.1", 1, "/v1"), "nobody answers at http://127.0.0.1:1/v1"),
-        (Target("a..b", 80, "/v1"), "there is no host 'a..b'"),
-        (Target("no-such-host.invalid", 80, "/v1"), "there is no host 'no-such-host.invalid'"),
+        (Target("127.0.0.1", 1, "/v1"), "nothing answers at http://127.0.0.1:1/v1"),
+        (Target("a..b", 80, "/v1"), "no host is called 'a..b'"),
+        (Target("no-such-host.invalid", 80, "/v1"), "no host is called 'no-such-host.invalid'"),
     ],
 )
 def test_nobody_there(target: Target, words: str) -> None:
@@ -120,7 +120,7 @@ def test_the_only_model_needs_no_name() -> None:
         (None, ["a", "b"], "several models.*--model; there are: a, b"),
         ("c", ["a", "b"], "no model 'c'; there are: a, b"),
         (None, [], "it has none"),
-        (None, None, "say which with --model"),
+        (None, None, "name one with --model"),
     ],
 )
 def test_a_model_must_be_there(wanted: str | None, known: list[str] | None, words: str) -> None:

@@ -99,7 +99,7 @@ def test_every_limit_counts(text: str, good: bool) -> None:
 
 def test_a_failure_is_never_good() -> None:
     record = stream(first=None, last=None)
-    record.fate = "http"
+    record.outcome = "http"
     assert not is_good(record, Timing.of(record), parse_slo("e2e=100"))
 
 

@@ -7,24 +7,26 @@ import string
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servekit.chaos.baseline_answers import Known, Tally, classify_difference, make_prompt
-from servekit.chaos.client import Answer, Question, Usage
+from servekit.chaos.baseline_answers import BaselineAnswer, Tally, classify_difference, make_prompt
+from servekit.chaos.client import ChatAnswer, Question, Usage
 
 #: A text in which no stretch occurs twice.
 TEXT = "".join(f"{a}{b}" for a in string.ascii_letters for b in string.digits)[:400]
 
 
-def answer(text: str = "abc", **fields: object) -> Answer:
-    found = Answer(0.0, stream=True, status=200, text=text, finishes=["length"], dones=1, ids={"x"})
+def answer(text: str = "abc", **fields: object) -> ChatAnswer:
+    found = ChatAnswer(
+        0.0, stream=True, status=200, text=text, finishes=["length"], dones=1, ids={"x"}
+    )
     found.usages = [Usage(1, 3, 4)]
     for name, value in fields.items():
         setattr(found, name, value)
     return found
 
 
-def tallied(got: Answer, *, sure: bool = True) -> Tally:
+def tallied(got: ChatAnswer, *, sure: bool = True) -> Tally:
     tally = Tally()
-    tally.add(Known(Question("m", "p", 3), answer(), sure), got)
+    tally.add(BaselineAnswer(Question("m", "p", 3), answer(), sure), got)
     return tally
 
 

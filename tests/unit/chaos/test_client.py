@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from servekit.chaos.baseline_answers import Known
+from servekit.chaos.baseline_answers import BaselineAnswer
 from servekit.chaos.client import Client, Question
 from servekit.chaos.load import Load, Silences
 from tests.polling import poll_async
@@ -106,7 +106,7 @@ async def test_nobody_there_is_a_failure() -> None:
 async def test_load_keeps_its_clients_busy_and_counts_all() -> None:
     async with server(GOOD) as url:
         expected = await Client(url).ask(QUESTION, stream=True)
-        known = [Known(QUESTION, expected, sure=True)]
+        known = [BaselineAnswer(QUESTION, expected, sure=True)]
         async with Load(Client(url), known, streams=3) as load:
             await poll_async("it is answered", lambda: load.tally.answered >= 20)
     assert load.tally.answered >= 20

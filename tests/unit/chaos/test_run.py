@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from servekit.chaos.baseline_answers import Tally
 from servekit.chaos.command import findings_markdown, table_cells
-from servekit.chaos.finding import Judge, measure_slowness
+from servekit.chaos.result import Judge, measure_slowness
 from servekit.chaos.run import EXPERIMENTS, LAST, RunOptions
 from servekit.chaos.target import _is_same, describe_lacking, is_whole
 from servekit.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 
 from servekit.cli import events, logs, process_events
 from servekit.errors import ServekitError, StartError
-from servekit.event_store import Wanted, event_names, newest_events
+from servekit.event_store import EventFilter, event_names, newest_events
 from servekit.supervisor.event_log import Journal
 from tests.polling import poll
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     journal.tell(
         "exit", "killed by SIGKILL", worker="gone/1", lived_s=2.0, served=1, again_in_s=0.5
     )
-    poll("the journal writes", lambda: len(newest_events(tmp_path, Wanted(), 10)) == 4)
+    poll("the journal writes", lambda: len(newest_events(tmp_path, EventFilter(), 10)) == 4)
     yield tmp_path
     journal.close()
 

@@ -17,9 +17,9 @@ from servekit.cli.startup_display import (
     Display,
     Words,
     banner,
+    is_start_over,
     picture,
     read_line,
-    settled,
 )
 from servekit.cli.tables import format_size, progress_text, replica_note, status_tables
 from servekit.protocol.adapters import AdapterInfo, AdapterStatus
@@ -90,20 +90,20 @@ def test_a_start_is_over_when_all_serve_or_have_failed(
     states: list[WorkerState], gateway: str, expected: bool
 ) -> None:
     replicas = [replica(f"m/{i}", state) for i, state in enumerate(states)]
-    assert settled(status(*replicas, gateway=gateway)) is expected
+    assert is_start_over(status(*replicas, gateway=gateway)) is expected
 
 
 def test_a_start_is_over_where_a_gateway_of_another_node_has_found_no_port() -> None:
     ours = status(replica("m/0", "ready"))
     other = GatewayStatus("gateway/n", 0, "starting", node="n")
-    assert not settled(replace(ours, gateways=(*ours.gateways, other)))
+    assert not is_start_over(replace(ours, gateways=(*ours.gateways, other)))
     other = GatewayStatus("gateway/n", 0, "backoff", node="n", reason="the port is taken")
-    assert settled(replace(ours, gateways=(*ours.gateways, other)))
+    assert is_start_over(replace(ours, gateways=(*ours.gateways, other)))
 
 
 def test_an_endpoint_that_is_down_does_not_hold_the_banner_back(display: Display) -> None:
     down = status(replica("m/0", "backoff", reason="it does not answer"))
-    assert not settled(down)
+    assert not is_start_over(down)
     [model] = down.models
     down = msgspec.structs.replace(down, models=(msgspec.structs.replace(model, engine="openai"),))
     display.changed(down)

@@ -69,13 +69,13 @@ def test_what_no_phase_tells_of_has_a_line() -> None:
 @pytest.mark.parametrize(
     ("start", "words"),
     [
-        (DIED, "died in load after 1.00 s of it, 4.00 s from the death before"),
+        (DIED, "failed 1.00 s into load, 4.00 s from the previous exit"),
         (
             replace(DIED, phases=(*DIED.phases, Phase("weights", 3.5, 3.75, "load", True))),
-            "died in weights, within load, after 0.25 s of it, 4.00 s",
+            "failed 0.25 s into weights (within load), 4.00 s",
         ),
-        (replace(DIED, phases=PHASES[:2]), "died after import, 4.00 s"),
-        (replace(DIED, phases=()), "died 4.00 s from the death before"),
+        (replace(DIED, phases=PHASES[:2]), "failed after import, 4.00 s"),
+        (replace(DIED, phases=()), "failed 4.00 s from the previous exit"),
     ],
 )
 def test_how_far_a_start_came(start: Start, words: str) -> None:
@@ -85,7 +85,7 @@ def test_how_far_a_start_came(start: Start, words: str) -> None:
 @pytest.mark.parametrize(
     ("start", "words"),
     [
-        (DIED, "never came up: died in load"),
+        (DIED, "did not come up: failed"),
         (replace(DIED, state="starting", cause="request"), "starting for 4.00 s from the request"),
         (replace(START, first_token_s=None, cause="reload"), "up after 6.00 s from the reload"),
     ],

@@ -35,21 +35,21 @@ def shown(why: Why) -> str:
 @pytest.mark.parametrize(
     ("why", "words"),
     [
-        (of(), "nothing of it has died"),
+        (of(), "no process of it has died"),
         (of(EXIT), "s ago: killed by SIGKILL. It was started again"),
-        (of(replace(EXIT, tail=())), "somebody, or the kernel, has killed it"),
+        (of(replace(EXIT, tail=())), "a user, or the kernel, killed it"),
         (of(replace(EXIT, out_of_memory="host")), "ran out of memory"),
         (of(replace(EXIT, out_of_memory="gpu")), "lower max_context"),
         (of(replace(EXIT, what="stalled: no progress", stacks=("x",))), "say where it hung"),
-        (of(EXIT, state="failed"), "put right what it names, then run `servekit reload`"),
+        (of(EXIT, state="failed"), "correct the reported problem, then run `servekit reload`"),
         (of(EXIT, state="failed", next_s=3.0), "last lines below; `servekit reload` tries again"),
         (
             of(replace(EXIT, tail=()), state="failed", next_s=3.0),
             "SIGKILL. `servekit reload` tries",
         ),
         (of(EXIT, state="backoff", next_s=3.0), "It is tried again by itself"),
-        (of(), "m: 1 of 1 ready; nothing"),
-        (replace(of(), model="m/0"), "m/0: ready; nothing"),
+        (of(), "m: 1 of 1 ready; no process"),
+        (replace(of(), model="m/0"), "m/0: ready; no process"),
     ],
 )
 def test_the_diagnosis_is_a_sentence_with_the_next_step(why: Why, words: str) -> None:
@@ -98,7 +98,7 @@ def test_adapters_are_told_with_how_they_run_and_why_or_why_not() -> None:
 def test_a_death_before_it_was_ready_says_how_far_it_came() -> None:
     phases = (Phase("import", 0.5, 2.0), Phase("load", 2.0))
     start = Start("up", time.time(), "died", phases, 3.5)
-    assert "died in load after 1.50 s of it, 3.50 s from `servekit up`" in shown(
+    assert "failed 1.50 s into load, 3.50 s from `servekit up`" in shown(
         of(replace(EXIT, phase="loading", start=start))
     )
 

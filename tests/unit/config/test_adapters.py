@@ -46,7 +46,7 @@ def test_a_path_is_relative_to_the_file_and_a_hub_id_stays(tmp_path: Path) -> No
     [
         ("{name: x, path: ./nowhere}", "models[0].adapters[0].path: "),
         ("{name: x, path: ./nowhere}", "does not exist."),
-        ("{name: x, path: ./empty}", "holds no adapter_config.json, so it is no adapter."),
+        ("{name: x, path: ./empty}", "holds no adapter_config.json, so it is not an adapter."),
         ("{name: x, path: ./x, revision: main}", "only a hub id has revisions"),
         ("{name: x, path: 'pypi:a==1'}", "an adapter is a folder or a hub id."),
         ("{name: x, path: org/x/y.gguf}", "an adapter is a folder or a hub id."),

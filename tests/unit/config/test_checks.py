@@ -26,7 +26,7 @@ def read(folder: Path, **keys: Any) -> None:
     ("keys", "said"),
     [
         ({"idle_sleep_s": 60, "idle_unload_s": 30}, "unloaded before it sleeps"),
-        ({"replicas": {"min": 0, "max": 2}}, "0 replicas answer nobody"),
+        ({"replicas": {"min": 0, "max": 2}}, "with 0 replicas no request is answered"),
         ({"replicas": {"min": 3, "max": 2}}, "`min`, 3, is more than `max`, 2"),
         ({"scale": {"wait_s": 2.0}}, "only with `replicas: {min: …, max: …}`"),
     ],
@@ -67,7 +67,7 @@ def command(words: str | list[str], **more: Any) -> dict[str, Any]:
         (command("./none {port}"), "that can be run"),
         (command("sh {port}", prot=1), "unknown key"),
         ({"engine": "command"}, "models[0].options"),
-        (COMMAND | {"dtype": "float16"}, "this is its command's to say"),
+        (COMMAND | {"dtype": "float16"}, "set this in its command"),
         (COMMAND | {"idle_sleep_s": 5}, "it needs `sleep` and `wake` in `options`"),
         (COMMAND | {"adapters": [{"name": "x", "path": "x"}]}, "has no adapters"),
     ],

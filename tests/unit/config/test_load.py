@@ -62,7 +62,7 @@ MODEL = [
     ("gpus: []", "must be a list of at least 1, but is an empty list."),
     ("gpus: [0, -1]", ":4:15: models[0].gpus[1]: a GPU's index is 0 or more."),
     ("gpus: [one]", "a GPU is an index (0) or a UUID"),
-    ("gpus: [0, 0]", ":4:15: models[0].gpus[1]: the GPU 0 stands twice."),
+    ("gpus: [0, 0]", ":4:15: models[0].gpus[1]: the GPU 0 is listed twice."),
     ("{gpus: [0], device: cpu}", "models[0].gpus: `device: cpu` uses no GPUs."),
     ("{gpus: [0], replicas: 2}", "2 replicas need a GPU each, and `gpus` lists 1; with `memory`"),
     ("revision: 1234567", 'Put it in quotes: "1234567".'),
@@ -75,7 +75,7 @@ MODEL = [
     ("sampling: 5", "must be a mapping of key: value, but is the number 5."),
     ("{sampling: {max_tokens: 64}, max_context: 64}", "64 tokens and a prompt do not fit"),
     ("trust_remote_code: 1", "must be true or false, but is the number 1."),
-    ("name: b", ":4:5: the key 'name' stands twice; first on line 2."),
+    ("name: b", ":4:5: the key 'name' is written twice; first on line 2."),
 ]
 
 
@@ -117,7 +117,7 @@ FILES = [
     ("models: &a [*a]", ":1:13: the alias *a contains itself."),
     ("models: !!python/object/apply:os.system [ls]", "the tag !!python/object"),
     ("models: 1\n---\nmodels: 2", ":2:1: a second document begins here"),
-    ("models: 1\nmodels: 2", ":2:1: the key 'models' stands twice; first on line 1."),
+    ("models: 1\nmodels: 2", ":2:1: the key 'models' is written twice; first on line 1."),
     ("? [a]\n: b", "a key must be plain text."),
     ("models: " + "[" * 5000, "nested more than 32 deep."),
     ("models: [" + "1," * 60000 + "]", "more than 50000 values"),
@@ -207,7 +207,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     assert complaints(fifo) == [": is not a regular file."]
     assert complaints(tmp_path / "servekit.yaml" / "x")[0].startswith(": cannot be read: Not a dir")
     assert complaints(tmp_path / ("x" * 300))[0].startswith(": cannot be read: File name too long")
-    assert complaints(Path("a\0b"))[0].startswith(": is no file name")
+    assert complaints(Path("a\0b"))[0].startswith(": is not a file name")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")

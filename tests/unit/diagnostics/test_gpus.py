@@ -66,7 +66,7 @@ def test_a_driver_that_does_not_answer_is_an_error(details: Any) -> None:
             "warning",
             "pid 7 (python train.py",
         ),
-        ({"free_bytes": 70 * GIB}, "warning", "10.0 GiB are held by nobody who can be seen"),
+        ({"free_bytes": 70 * GIB}, "warning", "10.0 GiB are held by processes that cannot be seen"),
     ],
 )
 def test_what_is_in_the_way_is_said(changes: dict[str, Any], level: str, said: str) -> None:

@@ -76,7 +76,7 @@ def test_one_of_another_package_is_found_by_its_entry_point(site: Path) -> None:
     [
         ("acme_nowhere:Engine", "'acme' .acme_nowhere:Engine. cannot be imported: ModuleNotFound"),
         ("json:NoSuchThing", "cannot be imported: AttributeError: "),
-        ("json:JSONDecoder", "'acme' .json:JSONDecoder. is no subclass of Engine"),
+        ("json:JSONDecoder", "'acme' .json:JSONDecoder. is not a subclass of Engine"),
     ],
 )
 def test_one_that_is_of_no_use_is_one_sentence(site: Path, target: str, words: str) -> None:

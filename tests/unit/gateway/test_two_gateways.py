@@ -272,7 +272,7 @@ class TwoGateways(RuleBasedStateMachine):
                 event("a suspect runs")
                 others = [new for job, (_, new) in runs.items() if job != held.job_id]
                 assert all(len(new) >= PROOF_TOKENS for new in others)
-            event(f"held: {min(len(worker.runner.ward._line), 3)}")
+            event(f"held: {min(len(worker.runner.ward._queue), 3)}")
 
     @invariant()
     def only_poison_is_quarantined(self) -> None:

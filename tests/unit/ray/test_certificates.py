@@ -36,7 +36,7 @@ def test_each_is_renewed_by_itself() -> None:
     certificates = Certificates(OURS, life_s=HOUR_S)
     mine = certificates.own.credentials
     certificates.issue("worker", "m/0")
-    certificates.look()
+    certificates.renew_due()
     assert certificates.own.credentials is mine
     assert certificates.due("worker", "m/0") is None
     found = certificates.due("worker", "m/1")  # an earlier supervisor has started it
@@ -61,7 +61,7 @@ def test_what_is_dialled_stays_so() -> None:
 def test_our_own_is_renewed_where_it_is_used() -> None:
     certificates = Certificates(OURS, life_s=0.0)  # over as soon as it is made
     own, before = certificates.own, certificates.own.credentials
-    certificates.look()
+    certificates.renew_due()
     assert own is certificates.own and own.credentials != before
 
 

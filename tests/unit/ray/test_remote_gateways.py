@@ -77,19 +77,19 @@ class Cluster:
         self.on_nodes()
 
 
-class Berths:
+class Actors:
     """Starts gateways as their actors do, or finds those that a supervisor before has left."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.doors = Sockets()
         self.refusal = ""
-        self.wishes: list[Any] = []
+        self.orders: list[Any] = []
         self.left: tuple[int, str] | None = None  # PID and address of one that runs
         self.processes: list[subprocess.Popen[bytes]] = []
 
     async def enter(self, name: str, wait: object, wish: Callable[[int], Any]) -> str:
-        self.wishes.append(wish(1))
+        self.orders.append(wish(1))
         return self.refusal
 
     async def spawn(
@@ -153,16 +153,16 @@ class Launcher:
     gateways_everywhere = True
 
     def __init__(self, folder: Path) -> None:
-        self.cluster, self.berths = Cluster(), Berths(folder)
+        self.cluster, self.actors = Cluster(), Actors(folder)
 
     async def fault(self, node: Node) -> str:
         return node.problem
 
 
-class Desk:
+class AdminAnswers:
     """Answers all questions with the same figure."""
 
-    def hear(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None:
+    def answer_remote(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None:
         send(AdminResponse(asked.id, Figures((Series("servekit_model_ready", ("m",), [1.0]),))))
 
 
@@ -171,7 +171,7 @@ class Stage:
 
     def __init__(self, folder: Path, launcher: Launcher, server: ServerConfig, port: int) -> None:
         self.host = Alone(folder / "run")
-        service: Any = Service(server, (port,), launcher, Desk())  # type: ignore[arg-type]
+        service: Any = Service(server, (port,), launcher, AdminAnswers())  # type: ignore[arg-type]
         self.gateways = [Gateway(0, (), server, self.host, lambda spent: None)]
         self.lives: list[asyncio.Task[None]] = []
         self.all = RemoteGateways(self.gateways, service, self.host, self._run)
@@ -221,7 +221,7 @@ async def staged(
 def launcher(tmp_path: Path) -> Any:
     made = Launcher(tmp_path)
     yield made
-    made.berths.end()
+    made.actors.end()
 
 
 def model(name: str, state: Any = "ready") -> ModelStatus:
@@ -252,8 +252,8 @@ async def test_it_serves_what_it_is_told_and_asks_for_what_it_is_asked(
         async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
             page = await client.get(f"http://{ONE.host}:{port}/metrics")
         assert 'servekit_model_ready{model="m"} 1.0' in page.text
-    assert launcher.berths.wishes[0].node == ONE.node
-    assert [process.wait() for process in launcher.berths.processes] == [0]
+    assert launcher.actors.orders[0].node == ONE.node
+    assert [process.wait() for process in launcher.actors.processes] == [0]
 
 
 async def test_one_that_dies_is_started_again_and_its_port_stays(
@@ -322,7 +322,7 @@ def trust(folder: Path) -> ssl.SSLContext:
 
 
 async def test_they_come_and_go_with_their_nodes(tmp_path: Path, launcher: Launcher) -> None:
-    launcher.berths.refusal = "no actor today"
+    launcher.actors.refusal = "no actor today"
     async with staged(tmp_path, launcher, free_port()) as stage:
         assert stage.gateways == stage.gateways[:1]
         launcher.cluster.have(ONE, TWO)
@@ -347,7 +347,7 @@ async def test_they_come_and_go_with_their_nodes(tmp_path: Path, launcher: Launc
 async def test_a_node_that_is_back_before_its_gateway_has_ended_gets_another(
     tmp_path: Path, launcher: Launcher
 ) -> None:
-    launcher.berths.refusal = "no actor today"
+    launcher.actors.refusal = "no actor today"
     async with staged(tmp_path, launcher, free_port()) as stage:
         launcher.cluster.have(ONE)
         [first] = stage.remote

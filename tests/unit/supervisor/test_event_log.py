@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from servekit.event_store import FILE, Event, Wanted, newest_events
+from servekit.event_store import FILE, Event, EventFilter, newest_events
 from servekit.supervisor import event_log as journal_module
 from servekit.supervisor.event_log import Journal
 from tests.polling import poll
 
-ALL = Wanted()
+ALL = EventFilter()
 
 
 @pytest.fixture
@@ -41,19 +41,21 @@ def test_what_is_told_is_read_by_name_time_and_kind(journal: Journal, tmp_path: 
     journal.tell("exit", "killed", worker="b/0")
     journal.tell("ready", worker="gateway/0")
     poll("they are there", lambda: len(kinds(tmp_path)) == 4)
-    first, second = newest_events(tmp_path, Wanted(name="a"), 10)
+    first, second = newest_events(tmp_path, EventFilter(name="a"), 10)
     assert (first.kind, first.worker, first.model) == ("ready", "a/0", "a")
     assert first.detail == {"after_s": 1.5}
     assert second.what == "open: ? half"
-    assert [one.worker for one in newest_events(tmp_path, Wanted(name="b/0"), 10)] == ["b/0"]
-    assert [one.kind for one in newest_events(tmp_path, Wanted(kinds=("exit",)), 10)] == ["exit"]
-    assert [one.kind for one in newest_events(tmp_path, Wanted(after=second.id), 10)] == [
+    assert [one.worker for one in newest_events(tmp_path, EventFilter(name="b/0"), 10)] == ["b/0"]
+    assert [one.kind for one in newest_events(tmp_path, EventFilter(kinds=("exit",)), 10)] == [
+        "exit"
+    ]
+    assert [one.kind for one in newest_events(tmp_path, EventFilter(after=second.id), 10)] == [
         "exit",
         "ready",
     ]
-    assert newest_events(tmp_path, Wanted(since=time.time() + 60), 10) == []
+    assert newest_events(tmp_path, EventFilter(since=time.time() + 60), 10) == []
     assert [one.worker for one in newest_events(tmp_path, ALL, 1)] == ["gateway/0"]
-    assert newest_events(tmp_path, Wanted(name="gateway"), 10) == [], "no model is called that"
+    assert newest_events(tmp_path, EventFilter(name="gateway"), 10) == [], "no model is called that"
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
 
 
@@ -70,12 +72,12 @@ def test_it_goes_on_where_it_left_off(tmp_path: Path) -> None:
 
 KILLED = """
 import os, pathlib, sys, time
-from servekit.event_store import Wanted, newest_events
+from servekit.event_store import EventFilter, newest_events
 from servekit.supervisor.event_log import journal
 folder = pathlib.Path(sys.argv[1])
 journal.open(folder)
 journal.tell("up", pid=os.getpid())
-while not newest_events(folder, Wanted(), 1):
+while not newest_events(folder, EventFilter(), 1):
     time.sleep(0.01)  # between two looks; the test waits no longer than its deadline
 os.kill(os.getpid(), 9)
 """
@@ -158,21 +160,21 @@ def test_a_place_that_cannot_be_written_to_costs_events_only(
 
 FULL = """
 import pathlib, resource, signal, sys, time
-from servekit.event_store import Wanted, newest_events
+from servekit.event_store import EventFilter, newest_events
 from servekit.supervisor.event_log import Journal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = pathlib.Path(sys.argv[1])
 journal = Journal(again_s=0.02)
 journal.open(folder)
 journal.tell("before")
-while len(newest_events(folder, Wanted(), 9)) < 1:
+while len(newest_events(folder, EventFilter(), 9)) < 1:
     time.sleep(0.01)  # between two looks; the test waits no longer than its deadline
 resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
 journal.tell("full")
 while not journal._is_failing:
     time.sleep(0.01)  # between two looks; the test ends a program that takes too long
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-while [one.kind for one in newest_events(folder, Wanted(), 9)] != ["before", "full"]:
+while [one.kind for one in newest_events(folder, EventFilter(), 9)] != ["before", "full"]:
     time.sleep(0.01)  # between two looks; the test waits no longer than its deadline
 journal.close()
 """

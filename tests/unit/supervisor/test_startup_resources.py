@@ -11,18 +11,18 @@ from servekit.system.sockets import bind_listener
 
 
 def test_both_ports_are_taken_before_the_directory(tmp_path: Path) -> None:
-    ground = StartupResources.take(tmp_path / "run", "127.0.0.1", 0, 0)
+    resources = StartupResources.acquire(tmp_path / "run", "127.0.0.1", 0, 0)
     try:
-        ports = [sock.getsockname()[1] for sock in ground.listeners]
+        ports = [sock.getsockname()[1] for sock in resources.listeners]
         assert len(set(ports)) == 2
         for port in ports:
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
         with pytest.raises(StartError, match=r"server\.legacy_port"):
-            StartupResources.take(tmp_path / "other", "127.0.0.1", 0, ports[1])
+            StartupResources.acquire(tmp_path / "other", "127.0.0.1", 0, ports[1])
         assert not (tmp_path / "other").exists()
     finally:
-        ground.run_dir.release()
-        for sock in ground.listeners:
+        resources.run_dir.release()
+        for sock in resources.listeners:
             sock.close()
 
 
@@ -30,12 +30,12 @@ def test_nothing_is_kept_where_the_second_port_or_the_directory_is_taken(tmp_pat
     with bind_listener("127.0.0.1", 0) as holder:
         busy, free = holder.getsockname()[1], _free_port()
         with pytest.raises(StartError, match="already in use"):
-            StartupResources.take(tmp_path / "run", "127.0.0.1", free, busy)
+            StartupResources.acquire(tmp_path / "run", "127.0.0.1", free, busy)
     bind_listener("127.0.0.1", free).close()
-    held = StartupResources.take(tmp_path / "run", "127.0.0.1", 0)
+    held = StartupResources.acquire(tmp_path / "run", "127.0.0.1", 0)
     try:
         with pytest.raises(StartError):
-            StartupResources.take(tmp_path / "run", "127.0.0.1", free, busy)
+            StartupResources.acquire(tmp_path / "run", "127.0.0.1", free, busy)
         bind_listener("127.0.0.1", free).close()
         bind_listener("127.0.0.1", busy).close()
     finally:

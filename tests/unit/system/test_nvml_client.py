@@ -62,11 +62,11 @@ def test_what_nvml_says_is_passed_on(
     driver = Driver()
     drivers.append(driver)
     gpu = {"index": 0, "uuid": "GPU-aa", "name": "H200", "total_bytes": 100, "free_bytes": 60}
-    assert driver.ask("gpus") == [{**gpu, "linked": []}]
-    assert driver.ask("free") == {"GPU-aa": 60}
-    assert driver.ask("memory") == {"7": {"GPU-aa": 30}, "8": {"GPU-aa": 0}}
+    assert driver.query("gpus") == [{**gpu, "linked": []}]
+    assert driver.query("free") == {"GPU-aa": 60}
+    assert driver.query("memory") == {"7": {"GPU-aa": 30}, "8": {"GPU-aa": 0}}
     more = {"compute_mode": "exclusive", "mig": None, "persistence": False}
-    assert driver.ask("details") == {
+    assert driver.query("details") == {
         "error": "",
         "driver": "580.95",
         "cuda": "12.8",
@@ -81,27 +81,27 @@ def test_without_a_library_there_is_no_gpu(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     driver = Driver()
     drivers.append(driver)
-    assert driver.ask("gpus") == []
-    assert driver.ask("memory") == {}
-    assert driver.ask("details") == {"error": "no libnvidia-ml.so.1"}
+    assert driver.query("gpus") == []
+    assert driver.query("memory") == {}
+    assert driver.query("details") == {"error": "no libnvidia-ml.so.1"}
 
 
 def test_one_process_answers_many_questions(drivers: list[Driver]) -> None:
     driver = scripted(drivers, "import os\nwhile input(): print(os.getpid(), flush=True)")
-    pid = driver.ask("gpus")
-    assert pid == driver.ask("memory")
+    pid = driver.query("gpus")
+    assert pid == driver.query("memory")
     driver.close()
     assert procfs.read_process(pid) is None
-    assert driver.ask("gpus") != pid
+    assert driver.query("gpus") != pid
 
 
 def test_one_that_died_is_started_again(drivers: list[Driver]) -> None:
     driver = scripted(drivers, "import os\ninput(); print(os.getpid(), flush=True)")
-    first = driver.ask("gpus")
+    first = driver.query("gpus")
     procfs_gone = time.monotonic() + 10
     while (found := procfs.read_process(first)) is not None and found.state != "Z":
         assert time.monotonic() < procfs_gone
-    assert driver.ask("gpus") not in (None, first)
+    assert driver.query("gpus") not in (None, first)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_one_that_died_is_started_again(drivers: list[Driver]) -> None:
 def test_a_driver_that_hangs_or_breaks_holds_nobody_up(drivers: list[Driver], code: str) -> None:
     driver = scripted(drivers, code, first_s=0.3, answer_s=0.3, rest_s=600)
     before = time.monotonic()
-    assert driver.ask("gpus") is None
-    assert driver.ask("gpus") is None, "and it is not asked again at once"
+    assert driver.query("gpus") is None
+    assert driver.query("gpus") is None, "and it is not asked again at once"
     assert time.monotonic() - before < 10
 
 
@@ -148,7 +148,7 @@ def test_links_and_what_the_driver_keeps_are_told(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     driver = Driver()
     drivers.append(driver)
-    found = driver.ask("gpus")
+    found = driver.query("gpus")
     assert [gpu["linked"] for gpu in found] == [["GPU-2"], ["GPU-3"], ["GPU-0"], []]
     assert {(gpu["total_bytes"], gpu["free_bytes"]) for gpu in found} == {(97, 60)}
-    assert driver.ask("free") == dict.fromkeys(["GPU-0", "GPU-1", "GPU-2", "GPU-3"], 60)
+    assert driver.query("free") == dict.fromkeys(["GPU-0", "GPU-1", "GPU-2", "GPU-3"], 60)

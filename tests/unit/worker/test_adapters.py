@@ -49,11 +49,13 @@ class Worker:
         path = self._folder / name
         path.mkdir(exist_ok=True)
         (path / "adapter_config.json").write_text(json.dumps({} if config is None else config))
-        self.adapters.take(LoadAdapter(seq := next(self._seqs), AdapterSpec(name, str(path))))
+        self.adapters.handle_order(
+            LoadAdapter(seq := next(self._seqs), AdapterSpec(name, str(path)))
+        )
         return seq
 
     def unload(self, name: str) -> int:
-        self.adapters.take(UnloadAdapter(seq := next(self._seqs), name))
+        self.adapters.handle_order(UnloadAdapter(seq := next(self._seqs), name))
         return seq
 
     async def answer(self, seq: int) -> Answer:

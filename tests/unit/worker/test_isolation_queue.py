@@ -135,7 +135,7 @@ class Scene:
         await until(lambda: self.engine.submitted == [prompt[:10] for prompt in prompts])
 
     async def in_line(self, count: int) -> None:
-        await until(lambda: len(self.runner.ward._line) == count)
+        await until(lambda: len(self.runner.ward._queue) == count)
 
 
 @pytest.fixture

@@ -263,10 +263,10 @@ def test_a_summary_is_of_the_state_not_of_the_life() -> None:
     summary = Summary()
     assert summary.state(loading=True) == "loading"
     for n in range(100):
-        summary.note(AdapterLoaded(n, SHELF))
-        summary.note(AdapterUnloaded(n, "a"))
-        summary.note(PhaseReport(Phase("import", 1.0, float(n))))
-    summary.note(READY)
-    summary.note(Stop())
-    assert summary.told() == [PhaseReport(Phase("import", 1.0, 99.0)), READY]
+        summary.record(AdapterLoaded(n, SHELF))
+        summary.record(AdapterUnloaded(n, "a"))
+        summary.record(PhaseReport(Phase("import", 1.0, float(n))))
+    summary.record(READY)
+    summary.record(Stop())
+    assert summary.replay_messages() == [PhaseReport(Phase("import", 1.0, 99.0)), READY]
     assert summary.state(loading=True) == "ready"

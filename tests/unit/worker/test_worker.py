@@ -162,7 +162,7 @@ class Scene:
         )
         await adopt_socket(ours, lambda: self.control)
         self.worker = Worker("m/0", InheritedChannel(theirs), time.monotonic())
-        self.exit = asyncio.ensure_future(self.worker.live())
+        self.exit = asyncio.ensure_future(self.worker.run())
 
     async def boot(self) -> None:
         """Until it is ready."""

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.eager_paged import eager_paged_attention_forward
 
-from servekit.engines.transformers.decode.page_table import Step
+from servekit.engines.transformers.decode.page_table import DecodeStep
 
 #: The name under which the library finds this attention.
 NAME = "paged_by_request"
@@ -189,7 +189,7 @@ def attend(
     Returns [1, tokens, heads, width].
     """
     _refuse_unsupported(kwargs)
-    if isinstance(cache.layout, Step):  # one token per request, all on the device
+    if isinstance(cache.layout, DecodeStep):  # one token per request, all on the device
         layer: Any = module.layer_idx
         return cache.layout.attend(layer, query, key, value, scaling), None
     layout: Layout = cache.layout

@@ -55,7 +55,7 @@ def _check_unwatched(model: PreTrainedModel, runner: ContinuousRunner, rows: lis
     while runner.running or runner.waiting:
         runner.step()
     if [row.completion for row in again] != [row.completion for row in rows]:
-        raise Disagreement("it says something else where nobody looks on")
+        raise Disagreement("its tokens differ when logits are not recorded")
 
 
 def _probe_row(model: PreTrainedModel, length: int) -> Row:

@@ -11,4 +11,6 @@ A step reads all its input from tensors at fixed addresses, and leaves the next 
 the chosen tokens, and positions advanced by one. So the next step starts before this one's tokens
 are on the host. The end of a request is noticed one step late, and that step's token is discarded.
 The library reads prompts, in steps between.
+
+Only `engines.transformers` may import from here.
 """

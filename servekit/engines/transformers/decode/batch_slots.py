@@ -75,7 +75,7 @@ class BatchSlots:
         self._table = np.full(shape, self.trash, np.int32)
         self._free = list(range(self.count))
 
-    def take(self, row: Row, state: Any, kind: int, pages: list[int], size: int) -> BatchSlot:
+    def assign(self, row: Row, state: Any, kind: int, pages: list[int], size: int) -> BatchSlot:
         """Give a slot to a request whose last token has been chosen but not read yet."""
         index = heapq.heappop(self._free)
         cached = row.length - 1

@@ -27,7 +27,7 @@ from servekit.engines.transformers.decode.batch_slots import BatchSlot, BatchSlo
 from servekit.engines.transformers.decode.device_sampling import SamplingMode
 from servekit.engines.transformers.decode.graphs import Graphs
 from servekit.engines.transformers.decode.kernels import Kernel
-from servekit.engines.transformers.decode.page_table import Holder, Pages, Step
+from servekit.engines.transformers.decode.page_table import DecodeStep, Holder, Pages
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.sampling import Sampler, best_tokens
 
@@ -108,7 +108,7 @@ class DecodeLoop:
                 continue
             if state.status == RequestStatus.DECODING and state.position_offset == row.length - 1:
                 kind = device_sampling.kind_of(row)
-                self._slots.take(row, state, kind, self._pages_of(key), self.pages.size)
+                self._slots.assign(row, state, kind, self._pages_of(key), self.pages.size)
                 if device_sampling.needs_host(row, self._vocab_size):
                     self._watched.add(key)
 
@@ -281,7 +281,9 @@ class DecodeLoop:
         place = (position // size).clamp(max=table.shape[1] - 1).unsqueeze(1)
         page = table.gather(1, place).squeeze(1).long()
         slots, lengths = page * size + position % size, (position + 1).int()
-        self._holder.layout = Step(self.pages, self._options.kernel.attend, table, slots, lengths)
+        self._holder.layout = DecodeStep(
+            self.pages, self._options.kernel.attend, table, slots, lengths
+        )
         logits: Tensor = self._model(
             input_ids=ints[:, batch_slots.TOKEN].unsqueeze(0),
             position_ids=position.unsqueeze(0),

@@ -65,13 +65,13 @@ class Shape:
     device: torch.device
 
 
-def choose_kernel(wish: str, shape: Shape) -> Kernel:
+def choose_kernel(kernel_name: str, shape: Shape) -> Kernel:
     """Return the requested kernel, or with "auto" the first that works here.
 
     Raises LookupError with the reason if there is none.
     """
-    if wish != "auto":
-        return _try_kernel(wish, shape)
+    if kernel_name != "auto":
+        return _try_kernel(kernel_name, shape)
     reasons = []
     for name in ("flash4", "flash3", "triton", "flash2", "torch"):
         try:

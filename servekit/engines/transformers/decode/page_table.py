@@ -1,6 +1,6 @@
 """The library's paged cache as decoding needs it: pages by layer, and room for the next token.
 
-`Step` is the attention of one step over it, which every layer finds on its cache object.
+`DecodeStep` is the attention of one step over it, which every layer finds on its cache object.
 
 Written for transformers 5.17, where each layer has its own tensors, and 5.23, where all layers
 share one and a block holds the pages of all layers in sequence.
@@ -84,7 +84,7 @@ class Pages:
 
 
 @dataclass(slots=True)
-class Step:
+class DecodeStep:
     """Requests with one token each: where the token is written, and what it attends to."""
 
     pages: Pages
@@ -110,4 +110,4 @@ class Step:
 class Holder:
     """The object that the model receives as its cache."""
 
-    layout: Step | None = None
+    layout: DecodeStep | None = None

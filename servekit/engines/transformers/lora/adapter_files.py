@@ -52,7 +52,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise RequestError(f"{path} cannot be read: {error}.", param=PARAM) from error
     if not isinstance(config, dict):
-        raise RequestError(f"{path} is no JSON object.", param=PARAM)
+        raise RequestError(f"{path} is not a JSON object.", param=PARAM)
     return config
 
 

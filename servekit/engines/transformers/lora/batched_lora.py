@@ -69,7 +69,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Step:
+class BatchLayout:
     """The layout of one packed batch of `tokens`.
 
     `runs` are (uid, start, stop) of tokens with low-rank adapters; `prompts` are embedding rows of
@@ -84,7 +84,7 @@ class Step:
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, parts: Sequence[Part]) -> Step | None:
+    def of(cls, parts: Sequence[Part]) -> BatchLayout | None:
         """Lay out a batch in its order; return None if nothing is to be added to the base."""
         step = cls(0)
         for part in parts:
@@ -142,11 +142,11 @@ class BatchedLora:
         self._keys: dict[tuple[int, ...], int] = {}  # by owners, for the installed adapters
         self._next_key = count()
         self._embedding: _Wrapped | None = None
-        self.step: Step | None = None
+        self.step: BatchLayout | None = None
 
     def lay_out(self, parts: Sequence[Part]) -> None:
         """Set the layout of the next forward pass."""
-        self.step = Step.of(parts)
+        self.step = BatchLayout.of(parts)
 
     def install(self, adapter: Adapter) -> None:
         """Install an adapter; on an exception nothing of it remains."""
@@ -276,7 +276,7 @@ class MixedLayer:
         return out
 
 
-def _add_products(step: Step, stack: Stack, x: Tensor, out: Tensor) -> None:
+def _add_products(step: BatchLayout, stack: Stack, x: Tensor, out: Tensor) -> None:
     """Add the adapters' products with `x` [tokens, in] to `out` [tokens, out] in place."""
     plan = step.plan(stack)
     if len(plan.runs) > 1 and _stacked_is_quicker(plan, x, out):

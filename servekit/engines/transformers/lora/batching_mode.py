@@ -110,7 +110,7 @@ def _explain_unmixable(kind: str, model: Any, skeletons: ModuleClones) -> str:
     if any(isinstance(module, AuxiliaryTrainingWrapper) for module in inner.modules()):
         return "It replaces whole modules of the base"
     if _changes_the_base(inner, skeletons):
-        return "It brings weights of the base, changed"
+        return "It contains changed weights of the base"
     layers = tuner_layers(model)
     head = inner.get_output_embeddings()
     odd = next((n for n, layer in layers if not _is_plain(layer) or layer.base_layer is head), "")

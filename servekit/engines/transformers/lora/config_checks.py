@@ -94,7 +94,8 @@ def _check_names(config: dict[str, Any]) -> None:
     initial = config.get("init_lora_weights")
     if isinstance(initial, str) and initial.lower().startswith(_MADE_OF_DATA):
         raise RequestError(
-            f"The adapter was begun with {initial} (init_lora_weights), from data that is not "
+            f"The adapter was initialised with {initial} (init_lora_weights), from data that is"
+            " not "
             "here. Convert it to a plain LoRA: save_pretrained with "
             "path_initial_model_for_weight_conversion.",
             param=PARAM,

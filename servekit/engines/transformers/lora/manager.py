@@ -73,7 +73,7 @@ class AdapterManager(AdapterTable[Adapter]):
         self._vocab_size = int(embedding.weight.shape[0])
         self._tolerance = verify.tolerance_of(model.device, model.dtype)
         self._uids = count(1)
-        self._said: dict[str, verify.Said] = {}  # output of each during its verification
+        self._said: dict[str, verify.PromptOutput] = {}  # output of each during its verification
 
     def _load_new(self, spec: AdapterSpec) -> AdapterInfo:
         try:
@@ -148,7 +148,7 @@ class AdapterManager(AdapterTable[Adapter]):
         return adapter
 
     def _install_verified(
-        self, adapter: Adapter, peft: Any, alone: verify.Alone, skeletons: ModuleClones
+        self, adapter: Adapter, peft: Any, alone: verify.AdapterOutput, skeletons: ModuleClones
     ) -> dict[str, float]:
         """Install an adapter in the running model, verify it there, and serve it."""
         if adapter.model is not None:
@@ -166,8 +166,8 @@ class AdapterManager(AdapterTable[Adapter]):
         return figures
 
     def _try_in_batch(
-        self, adapter: Adapter, peft: Any, alone: verify.Alone, skeletons: ModuleClones
-    ) -> tuple[dict[str, float], verify.Said]:
+        self, adapter: Adapter, peft: Any, alone: verify.AdapterOutput, skeletons: ModuleClones
+    ) -> tuple[dict[str, float], verify.PromptOutput]:
         neighbours = list(self._served.values())[-_NEIGHBOURS:]
         own = [self._probe_row(adapter, length) for length in verify.LENGTHS]
         base = self._probe_row(None, verify.LENGTHS[0])
@@ -175,7 +175,9 @@ class AdapterManager(AdapterTable[Adapter]):
         self._engine.run_rows([base, own[0], *others, own[1]])
         with _plain_attention(adapter.model or skeletons.base, self._attention):
             expected = [self._expected_logits(peft, row) for row in own]
-            plain = verify.Said(tuple(base.completion), self._expected_logits(skeletons.base, base))
+            plain = verify.PromptOutput(
+                tuple(base.completion), self._expected_logits(skeletons.base, base)
+            )
         tolerance = self._tolerance
         figures = {
             "batch_error": verify.verify_batched(
@@ -189,7 +191,7 @@ class AdapterManager(AdapterTable[Adapter]):
             before = self._said[other.name]
             verify.verify_undisturbed(_said_by(row), before, tolerance, f"adapter {other.name}")
         said = _said_by(own[-1])
-        return figures, verify.Said(said.completion, said.logits.cpu())
+        return figures, verify.PromptOutput(said.completion, said.logits.cpu())
 
     def _probe_row(self, adapter: Adapter | None, length: int) -> Row:
         ids = verify.probe_prompt(length, self._vocab_size)
@@ -225,8 +227,8 @@ def _virtual_tokens(peft: Any) -> Tensor:
     return rows.detach().to(weight.dtype).clone()
 
 
-def _said_by(row: Row) -> verify.Said:
-    return verify.Said(tuple(row.completion), torch.stack(row.noted or []))
+def _said_by(row: Row) -> verify.PromptOutput:
+    return verify.PromptOutput(tuple(row.completion), torch.stack(row.noted or []))
 
 
 def _adapter_tensors(adapter: Adapter) -> Iterable[Tensor]:

@@ -94,7 +94,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class AdapterOutput:
     """Output of an adapter alone, in the model's plain attention."""
 
     logits: Tensor  # float32 [tokens, vocabulary], after the longer prompt
@@ -103,7 +103,7 @@ class Alone:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PromptOutput:
     """Output of a test prompt: `logits` [tokens, vocabulary] before each token of `completion`."""
 
     completion: tuple[int, ...]
@@ -117,7 +117,7 @@ def probe_prompt(length: int, vocab_size: int) -> list[int]:
 
 def verify_alone(
     model: Any, skeletons: ModuleClones, vocab_size: int, tolerance: Tolerance
-) -> Alone:
+) -> AdapterOutput:
     """Verify a PeftModel alone. Raises RequestError with the failed check."""
     ids = probe_prompt(LENGTHS[-1], vocab_size)
     said: list[Tensor] = []
@@ -132,13 +132,13 @@ def verify_alone(
     effect = relative_error(logits, base)
     if effect == 0:
         raise RequestError(
-            "The adapter changes nothing: the model says with it what it says without.", param=PARAM
+            "The adapter has no effect: the model's output is the same without it.", param=PARAM
         )
-    return Alone(logits, effect, figures | {"effect": effect})
+    return AdapterOutput(logits, effect, figures | {"effect": effect})
 
 
 def verify_merged(
-    model: Any, before: Alone, vocab_size: int, tolerance: Tolerance
+    model: Any, before: AdapterOutput, vocab_size: int, tolerance: Tolerance
 ) -> dict[str, float]:
     """Compare a merged model with its output before merging. Raises RequestError."""
     ids = probe_prompt(LENGTHS[-1], vocab_size)
@@ -159,7 +159,9 @@ def verify_batched(
     return _require_agreement(found, effect, tolerance, "in a batch with others")
 
 
-def verify_undisturbed(said: Said, before: Said, tolerance: Tolerance, who: str) -> float:
+def verify_undisturbed(
+    said: PromptOutput, before: PromptOutput, tolerance: Tolerance, who: str
+) -> float:
     """Compare the output of another model beside the adapter with its output without the adapter.
 
     The comparison ends where the completions diverge: between two almost equally likely tokens
@@ -172,7 +174,7 @@ def verify_undisturbed(said: Said, before: Said, tolerance: Tolerance, who: str)
     )
     if not found <= tolerance.logits:
         raise RequestError(
-            f"Beside the adapter {who} says something else: {found:.1%} off.", param=PARAM
+            f"With the adapter loaded, {who} has other logits: {found:.1%} off.", param=PARAM
         )
     return found
 
@@ -181,7 +183,7 @@ def _require_agreement(found: float, effect: float, tolerance: Tolerance, how: s
     allowed = tolerance.allowed(effect)
     if not found <= allowed:
         raise RequestError(
-            f"The adapter says something else {how} than alone: its logits are {found:.1e} off, "
+            f"The adapter's output differs {how}: its logits are {found:.1e} off, "
             f"where its whole effect is {effect:.1e} and {allowed:.0e} is allowed.",
             param=PARAM,
         )
@@ -217,8 +219,8 @@ def check_layers(model: Any, run: Callable[[], object], tolerance: Tolerance) ->
     _require_alive(seen)
     if seen and all(torch.equal(one.made, _base_output(one)) for one in seen):
         raise RequestError(
-            f"The adapter changes nothing: each of its {len(seen)} layers, such as "
-            f"{seen[0].name}, gives what the base's own gives.",
+            f"The adapter has no effect: each of its {len(seen)} layers, such as "
+            f"{seen[0].name}, has the output of the base's own.",
             param=PARAM,
         )
     chosen = _within_budget(seen)
@@ -227,7 +229,7 @@ def check_layers(model: Any, run: Callable[[], object], tolerance: Tolerance) ->
     known = [(one, value) for one, value in merged if value is not None]
     if known:
         figures["merge_error"] = _require_accurate(
-            known, tolerance, "merged, it gives something else"
+            known, tolerance, "its output differs once merged"
         )
     against = [(one, _reference_error(one)) for one in chosen]
     if against:

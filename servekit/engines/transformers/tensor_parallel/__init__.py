@@ -9,4 +9,6 @@ its children (`rank_processes`); they hold their shards of the model and of the 
 run the forward passes that rank 0 runs (`controller`, `rank_process`), with the same arguments
 (`tensor_transfer`). They receive commands over a socket, so that an idle rank waits there and not
 in a collective; all tensors arrive in one broadcast.
+
+Only `engines.transformers` may import from here.
 """

@@ -85,7 +85,7 @@ class Ranks:
 
         def mirror(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if args:
-                raise TypeError("the ranks are told of arguments by name only")
+                raise TypeError("the ranks take arguments by name only")
             self._run_forward(str(module.config._attn_implementation), kwargs)
 
         model.register_forward_pre_hook(mirror, with_kwargs=True)

@@ -48,7 +48,9 @@ def _pack_value(value: Any, tensors: list[Tensor]) -> Any:
     if hasattr(value, "layout"):
         layout: Layout | None = value.layout
         return {"pages": None if layout is None else [layout.pasts, layout.queries]}
-    raise TypeError(f"a forward pass takes a {type(value).__name__}, which is no tensor or cache")
+    raise TypeError(
+        f"a forward pass takes a {type(value).__name__}, which is neither a tensor nor a cache"
+    )
 
 
 def unpack_value(packed: Any, tensors: Sequence[Tensor], past: Any, pages: Any) -> Any:

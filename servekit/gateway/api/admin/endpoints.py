@@ -118,8 +118,8 @@ class Supervisor:
         """
         caller = self._access.require_admin()
         log.info("residency_requested", want=want, model=name, key=caller.rule.name)
-        wish = SetResidency(name, want, wait)
-        done = await self.answer_to(wish, Accepted, RESIDE_S, NothingSuch)
+        request = SetResidency(name, want, wait)
+        done = await self.answer_to(request, Accepted, RESIDE_S, NothingSuch)
         return _json({"message": done.message})
 
     async def answer_to(
@@ -134,14 +134,14 @@ class Supervisor:
         Raises NotNow, ModelUnavailable if the change is not possible yet, and the errors of `ask`.
         """
         if self._way is None:
-            raise NoSupervisor("there is no supervisor to ask")
+            raise NoSupervisor("no supervisor is running")
         answer = await ask(self._way, question, deadline_s)
         if isinstance(answer, Refused) and answer.retry_after_s:
             raise ModelUnavailable(answer.message, retry_after_s=answer.retry_after_s)
         if isinstance(answer, Refused):
             raise (invalid if answer.invalid else NotNow)(answer.message)
         if not isinstance(answer, kind):
-            raise ServekitError("the supervisor's answer does not belong to the question")
+            raise ServekitError("the supervisor sent an answer of an unexpected type")
         return answer
 
 
@@ -155,12 +155,16 @@ async def ask(way: Way, question: ToSupervisor, deadline_s: float) -> FromSuperv
             return await ask_supervisor(way, question, deadline_s)
         return await way(question, deadline_s)
     except EOFError as error:
-        raise NoSupervisor(f"{error}; ask again in a moment") from None
+        raise NoSupervisor(f"{error}; try again in a moment") from None
     except TimeoutError:
-        late = f"the supervisor did not answer within {deadline_s:g} s; it may yet do as asked"
+        late = (
+            f"the supervisor did not answer within {deadline_s:g} s; the request may still succeed"
+        )
         raise DeadlineExceeded(late) from None
     except OSError:
-        raise NoSupervisor("the supervisor takes no questions now: servekit is ending") from None
+        raise NoSupervisor(
+            "the supervisor takes no requests now: servekit is shutting down"
+        ) from None
 
 
 def _json(body: Any) -> Response:
@@ -176,7 +180,7 @@ def add_administration(app: FastAPI, supervisor: Supervisor) -> None:
 
     @app.get(
         "/admin/status",
-        summary="All processes, as `servekit ps --json` tells",
+        summary="All processes, as in `servekit ps --json`",
         responses=_refusals(403, 409, 503, 504),
         **common,
     )
@@ -185,7 +189,7 @@ def add_administration(app: FastAPI, supervisor: Supervisor) -> None:
 
     @app.get(
         "/admin/why/{name:path}",
-        summary="What became of a model, or of a process such as MODEL/0",
+        summary="The state and the exits of a model, or of a process such as MODEL/0",
         responses=_refusals(403, 404, 409, 503, 504),
         **common,
     )
@@ -194,7 +198,7 @@ def add_administration(app: FastAPI, supervisor: Supervisor) -> None:
 
     @app.post(
         "/admin/reload",
-        summary="Read the file again; only what changed is touched",
+        summary="Reload the configuration file; only its changes are applied",
         responses=_refusals(400, 401, 403, 409, 429, 503, 504),
         **common,
     )
@@ -226,25 +230,26 @@ _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "str
 _WAIT = {
     "name": "wait",
     "in": "query",
-    "description": "false: answer when it is begun, not when it is done",
+    "description": "false: answer when it has started, not when it is done",
     "schema": {"type": "boolean", "default": True},
 }
 
 
 _WANTS: dict[Want, str] = {
-    "load": "Load a model, as `servekit load`; answered when it is, or with wait=false at once",
-    "unload": "Unload a model once what it runs is done, as `servekit unload`",
-    "sleep": "Put a model to sleep once what it runs is done, as `servekit sleep`",
+    "load": "Load a model, as `servekit load`; answered when it is loaded, or with wait=false at"
+    " once",
+    "unload": "Unload a model once its requests are done, as `servekit unload`",
+    "sleep": "Put a model to sleep once its requests are done, as `servekit sleep`",
     "wake": "Wake a model, as `servekit wake`",
 }
 _REFUSALS = {
-    400: "The file is wrong, and nothing was changed; the message says what",
+    400: "The file is invalid, and nothing was changed; the message gives the reason",
     401: "An API key is needed, or this one is not known",
     403: "The key has no `admin: true`; the same for all where the file has no keys",
     404: "No model and no process has that name",
-    409: "Not at this moment, such as during a shutdown",
+    409: "Not possible now, such as during a shutdown",
     429: "The key's limits are reached; see Retry-After",
-    503: "The supervisor takes no questions now",
+    503: "The supervisor takes no requests now",
     504: "The supervisor did not answer in time",
 }
 

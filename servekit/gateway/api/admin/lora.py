@@ -126,12 +126,12 @@ class Lora:
         if not path.isprintable():
             raise RequestError("'lora_path' has characters that no path has.", param="lora_path")
         log.info("adapter_load_requested", adapter=name, path=path, via="http")
-        wish = AddAdapter(
+        order = AddAdapter(
             request.base_model_name or "",
             AdapterSpec(name, path, any_base=request.any_base),
             request.load_inplace,
         )
-        await self._supervisor.answer_to(wish, Accepted, CHANGE_S, AdapterRefused)
+        await self._supervisor.answer_to(order, Accepted, CHANGE_S, AdapterRefused)
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def _unload(self, request: UnloadLoraAdapterRequest) -> str:

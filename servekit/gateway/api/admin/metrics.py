@@ -125,7 +125,7 @@ def add_metrics(app: FastAPI, supervisor: Supervisor, access: Access) -> None:
     @app.get(
         PATH,
         tags=["service"],
-        summary="What Prometheus reads; OpenMetrics where `Accept` prefers it",
+        summary="Metrics for Prometheus; OpenMetrics if `Accept` prefers it",
         response_class=Response,
         responses={200: {"content": _CONTENT, "description": "The metrics"}, **_REFUSALS},
     )
@@ -146,6 +146,6 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "An API key is needed, or this one is not known"},
     403: {"description": "The key has neither `metrics` nor `admin`"},
     429: {"description": "The key's limits are reached; see Retry-After"},
-    503: {"description": "The supervisor takes no questions now"},
+    503: {"description": "The supervisor takes no requests now"},
     504: {"description": "The supervisor did not answer in time"},
 }

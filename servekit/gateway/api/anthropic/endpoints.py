@@ -22,7 +22,7 @@ from servekit.gateway.api.anthropic.response_types import (
 )
 from servekit.gateway.api.anthropic.tools import tool_choice, tools
 from servekit.gateway.api.endpoint import EndpointFactory, GenerationEndpoint
-from servekit.gateway.api.openai.embeddings import Asked
+from servekit.gateway.api.openai.embeddings import EmbeddingCalls
 from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.generation.generation import GenerationRequest
@@ -68,7 +68,9 @@ class Anthropic:
         )
         return ask, MessageEncoder(thoughts=talk.thinks, max_tokens=request.max_tokens)
 
-    def _count(self, body: bytes, key: str) -> tuple[Asked, Callable[[list[Delta]], bytes]]:
+    def _count(
+        self, body: bytes, key: str
+    ) -> tuple[EmbeddingCalls, Callable[[list[Delta]], bytes]]:
         request = decode(CountRequest, body)
         talk = conversation(request)
         choice, _ = tool_choice(request.tool_choice, request.tools)
@@ -84,7 +86,7 @@ class Anthropic:
         call = InflightRequest(
             request.model, params, messages=talk.messages, stream=False, key=key, more=more
         )
-        return Asked(self._router, [call], None), _count_of
+        return EmbeddingCalls(self._router, [call], None), _count_of
 
 
 def _count_of(answers: list[Delta]) -> bytes:

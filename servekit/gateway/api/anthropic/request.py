@@ -73,7 +73,7 @@ class Thinking(msgspec.Struct):
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
-    """A wish that is passed to the chat template; less than `max_tokens`."""
+    """A budget that is passed to the chat template; less than `max_tokens`."""
 
 
 class OutputFormat(msgspec.Struct):

@@ -68,7 +68,7 @@ class MessageEncoder(ResponseEncoder):
         self._called = False
         self._last = GenerationChunk(0, [])
 
-    def late_error(self, error: ServekitError) -> bytes:
+    def encode_late_error(self, error: ServekitError) -> bytes:
         return _event(error_object(error))
 
     def _message(self, generation: Generation, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class MessageEncoder(ResponseEncoder):
 
     # ---- whole
 
-    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
+    def encode_response(self, generation: Generation, choices: list[Choice]) -> bytes:
         choice = choices[0]
         content: list[dict[str, Any]] = []
         if choice.reasoning and self._thoughts:
@@ -121,9 +121,9 @@ class MessageEncoder(ResponseEncoder):
 
     def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
         self._last = chunks[-1]
-        return b"".join([self._tell(event) for chunk in chunks for event in chunk.events])
+        return b"".join([self._encode_event(event) for chunk in chunks for event in chunk.events])
 
-    def _tell(self, event: Event) -> bytes:
+    def _encode_event(self, event: Event) -> bytes:
         match event:
             case Text(text):
                 return self._tell_text(text)

@@ -9,7 +9,7 @@ import msgspec
 
 from servekit.errors import ContextLengthExceeded
 from servekit.gateway.api.ollama.response_types import OllamaEmbedding, OllamaEmbeddings
-from servekit.gateway.api.openai.embeddings import GROUP, Asked, Input, numbers, shortened
+from servekit.gateway.api.openai.embeddings import GROUP, EmbeddingCalls, Input, numbers, shortened
 from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
@@ -33,7 +33,7 @@ class Embedding:
         self._truncate = truncate
         self.began_s = time.monotonic()
         self._calls: list[InflightRequest] = []
-        self._asked = self._ask(inputs)
+        self._asked = self._make_calls(inputs)
 
     def cancel(self) -> None:
         """Cancel the calls: the client has disconnected."""
@@ -46,13 +46,13 @@ class Embedding:
         except ContextLengthExceeded:
             if not self._truncate:
                 raise
-        self._asked = self._ask(await self._cut())
+        self._asked = self._make_calls(await self._cut())
         return await self._asked.answers()
 
-    def _ask(self, inputs: Sequence[Input]) -> Asked:
+    def _make_calls(self, inputs: Sequence[Input]) -> EmbeddingCalls:
         groups = [inputs[at : at + GROUP] for at in range(0, len(inputs), GROUP)]
         self._calls = [self._call("embed", inputs=list(group)) for group in groups]
-        return Asked(self._router, self._calls, None)
+        return EmbeddingCalls(self._router, self._calls, None)
 
     def _call(self, task: str, text: str | None = None, **more: object) -> InflightRequest:
         return InflightRequest(
@@ -76,7 +76,7 @@ class Embedding:
             if len(text.encode()) + _ADDED <= limit:  # each token has at least one byte
                 found.append(text)
                 continue
-            self._asked = Asked(self._router, [self._call("tokenize", text)], None)
+            self._asked = EmbeddingCalls(self._router, [self._call("tokenize", text)], None)
             [answer] = await self._asked.answers()
             ids = answer.token_ids
             found.append(ids if len(ids) <= limit else ids[: limit - 1] + ids[-1:])

@@ -81,7 +81,7 @@ class Ollama:
         route, form = self._begin(request, chat=True)
         if not request.messages:
             return self._without_a_question(request, route, form)
-        ask = self._ask(request, route, key)
+        ask = self._make_request(request, route, key)
         ask.messages = messages(request.messages)
         ask.tools = request.tools or []
         return ask, form
@@ -94,7 +94,7 @@ class Ollama:
         route, form = self._begin(request, chat=False)
         if not request.prompt:
             return self._without_a_question(request, route, form)
-        ask = self._ask(request, route, key)
+        ask = self._make_request(request, route, key)
         info = route.status.info
         if request.raw or (info is not None and not info.chat and not request.system):
             ask.prompts = [request.prompt]
@@ -117,7 +117,7 @@ class Ollama:
         """Pass on how long the model is to stay loaded. Raises RequestError, Forbidden."""
         if keep_alive is not None:
             self._router.access.require_model(route.status.name, base_of(route))
-            self._router.demand.keep(route, stay_s(keep_alive))
+            self._router.demand.report_keep_alive(route, stay_s(keep_alive))
 
     def _without_a_question(self, request: Common, route: ModelQueue, form: OllamaEncoder) -> bytes:
         """Start to load a model, or with `keep_alive` 0 to unload it, without waiting."""
@@ -126,10 +126,10 @@ class Ollama:
         if stays_s == 0:
             return form.loaded(goes=True)
         route.check_available()
-        self._router.demand.keep(route, stays_s, loads=True)
+        self._router.demand.report_keep_alive(route, stays_s, loads=True)
         return form.loaded()
 
-    def _ask(self, request: Common, route: ModelQueue, key: str) -> GenerationRequest:
+    def _make_request(self, request: Common, route: ModelQueue, key: str) -> GenerationRequest:
         status = route.status
         return GenerationRequest(
             model=status.name,

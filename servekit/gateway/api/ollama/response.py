@@ -77,16 +77,18 @@ class OllamaEncoder(ResponseEncoder):
         said = b'"message":{"role":"assistant","content":%b}' if chat else b'"response":%b'
         self._template = b'{"model":%b,"created_at":"%%b",%b,"done":false}\n' % (name, said)
 
-    def late_error(self, error: ServekitError) -> bytes:
+    def encode_late_error(self, error: ServekitError) -> bytes:
         return _encode(error_object(error)) + b"\n"
 
     # ---- whole
 
-    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
+    def encode_response(self, generation: Generation, choices: list[Choice]) -> bytes:
         choice = choices[0]
         thoughts = choice.reasoning if self._thoughts else ""
-        head = self._said(choice.text, thoughts, [_called(call) for call in choice.calls])
-        return _encode(head | self._told(choice.logprobs) | self._end(generation, choice.finish))
+        head = self._encode_message(choice.text, thoughts, [_called(call) for call in choice.calls])
+        return _encode(
+            head | self._encode_logprobs(choice.logprobs) | self._end(generation, choice.finish)
+        )
 
     # ---- streamed
 
@@ -104,17 +106,21 @@ class OllamaEncoder(ResponseEncoder):
                 if type(event) is Text and self._call is None and not logprobs:
                     encoded.append(self.text(generation, event.text))
                     continue
-                for line in self._tell(event):
-                    encoded.append(self._line(line | self._told(logprobs) if logprobs else line))
+                for line in self._encode_event(event):
+                    encoded.append(
+                        self._line(line | self._encode_logprobs(logprobs) if logprobs else line)
+                    )
                     logprobs = []  # log probabilities go with the first line of their tokens
             if logprobs:
-                encoded.append(self._line(self._said("") | self._told(logprobs)))
+                encoded.append(
+                    self._line(self._encode_message("") | self._encode_logprobs(logprobs))
+                )
         return b"".join(encoded)
 
     def _line(self, fields: dict[str, Any]) -> bytes:
         return _encode(fields | {"done": False}) + b"\n"
 
-    def _tell(self, event: Event) -> Iterator[dict[str, Any]]:
+    def _encode_event(self, event: Event) -> Iterator[dict[str, Any]]:
         """Return the lines for one event; a tool call is written once it is complete."""
         match event:
             case CallArguments(_, text) if self._call is not None:
@@ -126,23 +132,23 @@ class OllamaEncoder(ResponseEncoder):
                 self._call = ToolCall(id, name, "")
             case Text(text):
                 yield from self._whole_call()
-                yield self._said(text)
+                yield self._encode_message(text)
             case Reasoning(text) if self._thoughts:
-                yield self._said("", text)
+                yield self._encode_message("", text)
 
     def _whole_call(self) -> Iterator[dict[str, Any]]:
         call, self._call = self._call, None
         if call is not None:
-            yield self._said("", "", [_called(call)])
+            yield self._encode_message("", "", [_called(call)])
 
     def closing(self, generation: Generation) -> bytes:
         lines = [self._line(line) for line in self._whole_call()]
-        end = self._said("") | self._end(generation, self._finish)
+        end = self._encode_message("") | self._end(generation, self._finish)
         return b"".join([*lines, _encode(end), b"\n"])
 
     # ---- parts
 
-    def _said(
+    def _encode_message(
         self, text: str, thoughts: str = "", calls: list[dict[str, Any]] | None = None
     ) -> dict[str, Any]:
         more = {"thinking": thoughts} if thoughts else {}
@@ -152,7 +158,7 @@ class OllamaEncoder(ResponseEncoder):
         called = {"tool_calls": calls} if calls else {}
         return head | {"message": {"role": "assistant", "content": text} | more | called}
 
-    def _told(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+    def _encode_logprobs(self, logprobs: list[TokenLogprob]) -> dict[str, Any]:
         return {"logprobs": [logprob_of(one) for one in logprobs]} if self._logprobs else {}
 
     def _end(self, generation: Generation, finish: str | None) -> dict[str, Any]:
@@ -166,7 +172,7 @@ class OllamaEncoder(ResponseEncoder):
     def loaded(self, *, goes: bool = False) -> bytes:
         """Return the answer to a request that only loads the model, or with `goes` unloads it."""
         reason = "unload" if goes else "load"
-        return _encode(self._said("") | {"done": True, "done_reason": reason})
+        return _encode(self._encode_message("") | {"done": True, "done_reason": reason})
 
 
 def _durations(call: InflightRequest) -> dict[str, int]:

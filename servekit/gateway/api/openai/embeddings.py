@@ -81,7 +81,7 @@ class DetokenizeRequest(msgspec.Struct):
     model: ModelName = ""
 
 
-class Asked:
+class EmbeddingCalls:
     """The calls of one HTTP request, which succeed or fail together."""
 
     def __init__(
@@ -123,7 +123,9 @@ class Vectors:
 
     # ---- parsing each request
 
-    def _embed(self, body: bytes, key: str) -> tuple[Asked, Callable[[list[Delta]], bytes]]:
+    def _embed(
+        self, body: bytes, key: str
+    ) -> tuple[EmbeddingCalls, Callable[[list[Delta]], bytes]]:
         request = decode(EmbeddingRequest, body)
         route = self._router.find(request.model)
         info, size = route.status.info, request.dimensions
@@ -133,10 +135,12 @@ class Vectors:
                 param="dimensions",
             )
         calls = embedding_calls(request.model, key, _inputs(request.input))
-        asked = Asked(self._router, calls, request.timeout_s)
+        asked = EmbeddingCalls(self._router, calls, request.timeout_s)
         return asked, lambda answers: _vectors(request, route.status.name, answers)
 
-    def _tokenize(self, body: bytes, key: str) -> tuple[Asked, Callable[[list[Delta]], bytes]]:
+    def _tokenize(
+        self, body: bytes, key: str
+    ) -> tuple[EmbeddingCalls, Callable[[list[Delta]], bytes]]:
         request = decode(TokenizeRequest, body)
         info = self._router.find(request.model).status.info
         call = _call(request.model, key, task="tokenize")
@@ -144,8 +148,8 @@ class Vectors:
             raise RequestError("give either prompt or messages", param="prompt")
         if request.add_special_tokens is False or request.add_generation_prompt is False:
             raise Unsupported(
-                "add_special_tokens and add_generation_prompt: tokens are told as a request has"
-                " them, with both",
+                "add_special_tokens and add_generation_prompt: tokens are returned as a"
+                " request has them, with both",
                 param="add_special_tokens",
             )
         call.prompt = request.prompt
@@ -161,13 +165,15 @@ class Vectors:
             most = None if info is None else info.max_context
             return _encode(Tokens(len(ids), most, ids))
 
-        return Asked(self._router, [call], None), write
+        return EmbeddingCalls(self._router, [call], None), write
 
-    def _detokenize(self, body: bytes, key: str) -> tuple[Asked, Callable[[list[Delta]], bytes]]:
+    def _detokenize(
+        self, body: bytes, key: str
+    ) -> tuple[EmbeddingCalls, Callable[[list[Delta]], bytes]]:
         request = decode(DetokenizeRequest, body)
         call = _call(request.model, key, task="detokenize")
         call.prompt = request.tokens
-        asked = Asked(self._router, [call], None)
+        asked = EmbeddingCalls(self._router, [call], None)
         return asked, lambda answers: _encode(Detokenized(answers[0].text))
 
 

@@ -236,7 +236,7 @@ def _bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     for token in bias:
         if not token.isascii() or not token.isdecimal() or int(token) > 2**31 - 1:
             raise RequestError(
-                f"logit_bias: {token[:40]!r} is no token id; /tokenize tells them",
+                f"logit_bias: {token[:40]!r} is not a token id; /tokenize returns them",
                 param="logit_bias",
             )
     return tuple(sorted((int(token), value) for token, value in bias.items()))
@@ -265,8 +265,8 @@ def completion_prompts(request: CompletionRequest) -> list[Prompt]:
     n = request.n or 1
     if request.best_of is not None and request.best_of != n:
         raise Unsupported(
-            f"best_of is {request.best_of}, and n is {n}: more than are told are not generated;"
-            " ask for n choices and choose among them",
+            f"best_of is {request.best_of}, and n is {n}: only the choices that are returned are"
+            " generated; request n choices and choose among them",
             param="best_of",
         )
     if len(prompts) * n > MAX_CHOICES:

@@ -117,7 +117,7 @@ class ChatEncoder(ResponseEncoder):
 
     # ---- whole
 
-    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
+    def encode_response(self, generation: Generation, choices: list[Choice]) -> bytes:
         choice = choices[0]
         rich = self._logprobs or generation.request.params.stop_token_ids
         if generation.plain and not rich:
@@ -289,7 +289,7 @@ class CompletionEncoder(ResponseEncoder):
             "model": generation.model,
         }
 
-    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
+    def encode_response(self, generation: Generation, choices: list[Choice]) -> bytes:
         if self._is_plain(generation):
             return _WHOLE_COMPLETION % (
                 self._id.encode(),
@@ -388,10 +388,10 @@ class CompletionEncoder(ResponseEncoder):
         prompt: Prompt | None = None,
     ) -> dict[str, Any]:
         echoed = prompt.tokens if prompt is not None and self._echo else []
-        told = self._tell(index, logprobs, echoed) if self._logprobs else None
+        told = self._encode_text(index, logprobs, echoed) if self._logprobs else None
         return {"index": index, "text": text, "logprobs": told, "finish_reason": finish}
 
-    def _tell(
+    def _encode_text(
         self, index: int, logprobs: list[TokenLogprob], prompt: list[PromptToken]
     ) -> dict[str, Any]:
         """Return log probabilities in the completion format, an echoed prompt's first."""

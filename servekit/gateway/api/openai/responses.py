@@ -64,7 +64,7 @@ class ResponsesEncoder(ResponseEncoder):
 
     # ---- whole
 
-    def whole(self, generation: Generation, choices: list[Choice]) -> bytes:
+    def encode_response(self, generation: Generation, choices: list[Choice]) -> bytes:
         [choice] = choices
         if choice.reasoning:
             self._begin(_reasoning())
@@ -228,7 +228,7 @@ class ResponsesEncoder(ResponseEncoder):
         yield self._of_item(f"response.{kind}.done", content_index=0, text=part["text"], **more)
         yield self._of_item("response.content_part.done", content_index=0, part=part)
 
-    def late_error(self, error: ServekitError) -> bytes:
+    def encode_late_error(self, error: ServekitError) -> bytes:
         return self._event("error", code=error.code, message=error.message, param=None)
 
     @property

@@ -41,7 +41,7 @@ _HEADERS = {
 }
 
 
-class Manual:
+class DocsPages:
     """The rendered pages; one page is rendered at a time."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ async def _render_page(name: str) -> str:
 
 def add_manual(app: FastAPI) -> None:
     """Add GET /docs, GET /docs/NAME for each page, and the files that the pages need."""
-    manual = Manual()
+    manual = DocsPages()
     for name in (INDEX, *PAGES):
         _add_page(app, manual, name)
     for name, (path, media_type) in FILES.items():
@@ -88,7 +88,7 @@ def add_manual(app: FastAPI) -> None:
         return Response(await manual.page(SEARCH), media_type="text/javascript")
 
 
-def _add_page(app: FastAPI, manual: Manual, name: str) -> None:
+def _add_page(app: FastAPI, manual: DocsPages, name: str) -> None:
     address = "/docs" if name == INDEX else f"/docs/{name}"
 
     @app.get(address, include_in_schema=False, response_class=HTMLResponse)

@@ -111,8 +111,8 @@ def _make_why_action(frame: Frame) -> Callable[..., Awaitable[str]]:
     async def act(request: gr.Request, model: str) -> str:
         async def do() -> Why:
             frame.router.access.require_admin()
-            wish = GetWhy(model or "")
-            return await frame.supervisor.answer_to(wish, Why, ANSWER_S, NothingSuch)
+            options = GetWhy(model or "")
+            return await frame.supervisor.answer_to(options, Why, ANSWER_S, NothingSuch)
 
         return await _run_action(frame, request, do)
 
@@ -124,16 +124,16 @@ async def _add_adapter(frame: Frame, base: str, name: str, path: str) -> str:
     if not name or not path.isprintable() or not path:
         raise RequestError(frame.say("adapter.needs"))
     log.info("adapter_load_requested", adapter=name, path=path, via="page")
-    wish = AddAdapter(base or "", AdapterSpec(name, path))
-    await frame.supervisor.answer_to(wish, Accepted, CHANGE_S, AdapterRefused)
+    options = AddAdapter(base or "", AdapterSpec(name, path))
+    await frame.supervisor.answer_to(options, Accepted, CHANGE_S, AdapterRefused)
     return frame.say("adapter.added", name=name)
 
 
 async def _remove_adapter(frame: Frame, name: str) -> str:
     require_right(frame.router.access)
     log.info("adapter_unload_requested", adapter=name, via="page")
-    wish = RemoveAdapter(name)
-    await frame.supervisor.answer_to(wish, Accepted, CHANGE_S, NothingSuch)
+    options = RemoveAdapter(name)
+    await frame.supervisor.answer_to(options, Accepted, CHANGE_S, NothingSuch)
     return frame.say("adapter.removed", name=name)
 
 

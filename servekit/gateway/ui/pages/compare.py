@@ -21,7 +21,7 @@ from servekit.gateway.ui.widgets.request_runner import (
 SIDES = ("a", "b")
 
 
-def make_wish(frame: Frame, model: str, prompt: str, *settings: float | None) -> RequestOptions:
+def make_options(frame: Frame, model: str, prompt: str, *settings: float | None) -> RequestOptions:
     """Return one side's request: a chat, or a completion for a model without a chat template."""
     given = zip(("temperature", "max_tokens", "seed"), settings, strict=True)
     more = {name: value for name, value in given if value is not None}
@@ -61,7 +61,7 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
                     text = gr.HTML("", elem_classes="sk-answer", elem_id=f"sk-answer-{side}")
                     note = gr.HTML("", elem_id=f"sk-note-{side}")
                 panes.append((model, text, note))
-        frame.code(partial(make_wish, frame), [panes[0][0], prompt, *settings])
+        frame.code(partial(make_options, frame), [panes[0][0], prompt, *settings])
     inputs = [*(model for model, _, _ in panes), prompt, *settings]
     outputs = [part for _, text, note in panes for part in (text, note)]
     # one event for both: Gradio runs several events of one click one after the other
@@ -77,7 +77,7 @@ def _make_runner(frame: Frame) -> Callable[..., AsyncGenerator[Any]]:
     ) -> AsyncGenerator[Any]:
         shown = dict.fromkeys(SIDES, ("", ""))
         streams = {
-            side: frame.show(request, partial(make_wish, frame, model, prompt, *settings), side)
+            side: frame.show(request, partial(make_options, frame, model, prompt, *settings), side)
             for side, model in zip(SIDES, (a, b), strict=True)
         }
         async with aclosing(merge_streams(streams)) as told:

@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 
 from servekit.errors import RequestError
-from servekit.gateway.api.openai.embeddings import Asked, embedding_calls
+from servekit.gateway.api.openai.embeddings import EmbeddingCalls, embedding_calls
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.ui.pages.page_layout import MAX_CHARS, QUIET, Frame, get_visit
 from servekit.gateway.ui.status_html import error_note, render_note
@@ -29,7 +29,7 @@ def texts_of(given: str) -> list[str]:
     return texts
 
 
-def make_wish(model: str, given: str) -> RequestOptions:
+def make_options(model: str, given: str) -> RequestOptions:
     """Return the request that the page shows as code."""
     return RequestOptions("/v1/embeddings", {"model": model, "input": texts_of(given)})
 
@@ -51,7 +51,7 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
                 run = gr.Button(say("embeddings.run"), variant="primary", elem_id="sk-run")
         with gr.Column(elem_classes="sk-card sk-result"):
             result = gr.HTML("", elem_id="sk-vectors")
-        frame.code(make_wish, [model, texts])
+        frame.code(make_options, [model, texts])
 
     async def embed(request: gr.Request, name: str, given: str) -> Any:
         try:
@@ -69,7 +69,9 @@ async def _embed_texts(frame: Frame, request: gr.Request, model: str, texts: lis
     caller = await frame.router.access.visitor(who.authorization)
     before = ACTING.set(caller)
     try:
-        asked = Asked(frame.router, embedding_calls(model or "", who.client, [*texts]), None)
+        asked = EmbeddingCalls(
+            frame.router, embedding_calls(model or "", who.client, [*texts]), None
+        )
     finally:
         ACTING.reset(before)
     answers = await asked.answers()

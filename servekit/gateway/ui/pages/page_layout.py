@@ -151,11 +151,11 @@ class Frame:
         Progress is None if the request is wrong, as the note says; then nothing has run.
         """
         try:
-            wish = await asyncio.to_thread(make)  # it may have to check a schema
+            options = await asyncio.to_thread(make)  # it may have to check a schema
         except RequestError as error:
             yield None, error_note(error.message)
             return
-        async with aclosing(self.runs.follow(get_visit(request), wish, slot)) as told:
+        async with aclosing(self.runs.follow(get_visit(request), options, slot)) as told:
             async for shown in told:
                 note = progress_note(shown.progress, busy=shown.busy, say=self.say)
                 yield shown, error_note(shown.error) if shown.error else note
@@ -187,12 +187,12 @@ class Frame:
 
         async def tell(request: gr.Request, *values: Any) -> str:
             try:
-                wish = await asyncio.to_thread(make, *values)
+                options = await asyncio.to_thread(make, *values)
             except RequestError as error:
                 return error_note(error.message)
             origin = request.headers.get("origin") or ""
             return snippets.render_snippets(
-                origin, wish, self.say, closed=self.router.access.closed
+                origin, options, self.say, closed=self.router.access.closed
             )
 
         # a conversation is long, and changes with every word: read it only when unfolded

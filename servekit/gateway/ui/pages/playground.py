@@ -21,7 +21,7 @@ MOST_PROMPT_CHARS = 20_000
 NAMES = ("max_tokens", "logprobs", "temperature", "top_p", "seed")
 
 
-def make_wish(model: str, prompt: str, *settings: float | None) -> RequestOptions:
+def make_options(model: str, prompt: str, *settings: float | None) -> RequestOptions:
     """Return a completion request with log probabilities. Raises RequestError for a long one."""
     given = dict(zip(NAMES, settings, strict=True))
     given["top_p"] = given["top_p"] or None  # an empty field is 0 for a moment at first
@@ -53,10 +53,10 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
             text = gr.HTML("", elem_id="sk-tokens")
             note = gr.HTML("", elem_id="sk-token-note")
         inputs = [model, prompt, *settings]
-        frame.code(make_wish, inputs)
+        frame.code(make_options, inputs)
 
     async def complete(request: gr.Request, *values: Any) -> AsyncGenerator[Any]:
-        async for shown, note in frame.show(request, partial(make_wish, *values)):
+        async for shown, note in frame.show(request, partial(make_options, *values)):
             if shown is None:
                 yield gr.skip(), note
                 continue

@@ -42,19 +42,19 @@ _EMBED = "embeddings.create"
 _SHOW_EMBED = "print(len(answer.data[0].embedding))"
 
 
-def write_curl(origin: str, wish: RequestOptions, *, closed: bool) -> str:
+def write_curl(origin: str, options: RequestOptions, *, closed: bool) -> str:
     """Return a command line. `closed`: a key is needed."""
-    body = json.dumps(wish.body, ensure_ascii=False, indent=2)
-    lines = [f"curl {shlex.quote(origin + wish.path)}", "-H 'Content-Type: application/json'"]
+    body = json.dumps(options.body, ensure_ascii=False, indent=2)
+    lines = [f"curl {shlex.quote(origin + options.path)}", "-H 'Content-Type: application/json'"]
     if closed:
         lines.append(f'-H "Authorization: Bearer ${KEY}"')
     return " \\\n  ".join([*lines, f"-d {shlex.quote(body)}"])
 
 
-def write_python(origin: str, wish: RequestOptions, *, closed: bool) -> str:
+def write_python(origin: str, options: RequestOptions, *, closed: bool) -> str:
     """Return a program that uses OpenAI's client."""
-    named = {key: value for key, value in wish.body.items() if key in _OPENAI}
-    more = {key: value for key, value in wish.body.items() if key not in _OPENAI}
+    named = {key: value for key, value in options.body.items() if key in _OPENAI}
+    more = {key: value for key, value in options.body.items() if key not in _OPENAI}
     arguments = [f"    {key}={value!r}," for key, value in named.items()]
     arguments += [f"    extra_body={more!r},"] if more else []
     key = f'os.environ["{KEY}"]' if closed else '"none"'
@@ -65,19 +65,19 @@ def write_python(origin: str, wish: RequestOptions, *, closed: bool) -> str:
             "from openai import OpenAI",
             "",
             f"client = OpenAI(base_url={origin + '/v1'!r}, api_key={key})",
-            f"answer = client.{_CREATE.get(wish.path, _EMBED)}(",
+            f"answer = client.{_CREATE.get(options.path, _EMBED)}(",
             *arguments,
             ")",
-            _SHOW.get(wish.path, _SHOW_EMBED),
+            _SHOW.get(options.path, _SHOW_EMBED),
         ]
     )
 
 
-def render_snippets(origin: str, wish: RequestOptions, say: Say, *, closed: bool) -> str:
+def render_snippets(origin: str, options: RequestOptions, say: Say, *, closed: bool) -> str:
     """Return both as HTML, each with a button that copies it."""
     note = f'<p class="sk-quiet">{escape(say("code.key", name=KEY))}</p>' if closed else ""
-    shell = _render_block("curl", write_curl(origin, wish, closed=closed), say)
-    return note + shell + _render_block("Python", write_python(origin, wish, closed=closed), say)
+    shell = _render_block("curl", write_curl(origin, options, closed=closed), say)
+    return note + shell + _render_block("Python", write_python(origin, options, closed=closed), say)
 
 
 def _render_block(name: str, code: str, say: Say) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from servekit import log_events
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.widgets.answer_html import clean_text
-from servekit.log_files import Line, find_log_files, is_of, last_lines, timestamp_of
+from servekit.log_files import LogLine, find_log_files, is_of, last_lines, timestamp_of
 
 LINES = 150
 LINE_CHARS = 600
@@ -38,9 +38,9 @@ class Tail:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._kept: OrderedDict[str, tuple[float, list[Line]]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[float, list[LogLine]]] = OrderedDict()
 
-    async def lines(self, name: str) -> list[Line]:
+    async def lines(self, name: str) -> list[LogLine]:
         """Return the last lines of a process or a model, the newest last; "" for all."""
         now_s = time.monotonic()
         at_s, found = self._kept.get(name, (float("-inf"), []))
@@ -57,7 +57,7 @@ class Tail:
         return [] if self._folder is None else await asyncio.to_thread(_list_names, self._folder)
 
 
-def read_log(folder: Path, name: str) -> list[Line]:
+def read_log(folder: Path, name: str) -> list[LogLine]:
     """Return the last lines of the files in `folder`. Blocks on the disk."""
     found = [(one, path) for one, path in find_log_files(folder).items() if is_of(one, name)]
     found = sorted(found, key=lambda one: -_get_mtime(one[1]))[:FILES]
@@ -76,7 +76,7 @@ def _get_mtime(path: Path) -> float:
         return 0.0
 
 
-def render_log(lines: list[Line], say: Say) -> str:
+def render_log(lines: list[LogLine], say: Say) -> str:
     """Return a list, the newest line first; its style reverses it and keeps that in view."""
     if not lines:
         return f'<p class="sk-quiet">{escape(say("log.none"))}</p>'
@@ -87,7 +87,7 @@ def render_log(lines: list[Line], say: Say) -> str:
     )
 
 
-def _render_row(line: Line) -> str:
+def _render_row(line: LogLine) -> str:
     level, text = parse_line(line.text)
     mark = f' class="sk-{level}"' if level in _LEVELS else ""
     at = timestamp_of(line.text)[11:19]

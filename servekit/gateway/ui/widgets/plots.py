@@ -17,7 +17,7 @@ Point = tuple[float, float | None]  # seconds ago, value; None leaves a gap
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlotLine:
     """A curve; `style` is the index of its colour and dashes, below `STYLES`."""
 
     name: str
@@ -37,7 +37,7 @@ def round_up(most: float) -> float:
     return next(step * power for step in _STEPS if step * power >= most * 0.9999)
 
 
-def render_chart(title: str, unit: str, lines: Sequence[Line], span_s: float, say: Say) -> str:
+def render_chart(title: str, unit: str, lines: Sequence[PlotLine], span_s: float, say: Say) -> str:
     """Return a figure with its title, last values, and curves over `span_s` seconds."""
     values = [value for line in lines for _, value in line.points if value is not None]
     top = round_up(max(values, default=0.0))
@@ -69,18 +69,18 @@ def _render_grid() -> list[float]:
     return [0.5, HEIGHT / 2, HEIGHT - 0.5]
 
 
-def _get_last(line: Line) -> float | None:
+def _get_last(line: PlotLine) -> float | None:
     return next((value for _, value in reversed(line.points) if value is not None), None)
 
 
-def _render_key(line: Line, unit: str, *, single: bool) -> str:
+def _render_key(line: PlotLine, unit: str, *, single: bool) -> str:
     last = _get_last(line)
     told = "–" if last is None else f"{format_number(last)} {unit}"
     name = "" if single else f"{escape(line.name)} "
     return f'<span class="sk-key sk-line{line.style}">{name}<b>{escape(told)}</b></span>'
 
 
-def _describe_chart(title: str, unit: str, lines: Sequence[Line], say: Say) -> str:
+def _describe_chart(title: str, unit: str, lines: Sequence[PlotLine], say: Say) -> str:
     parts = []
     for line in lines:
         values = [value for _, value in line.points if value is not None]
@@ -93,7 +93,7 @@ def _describe_chart(title: str, unit: str, lines: Sequence[Line], say: Say) -> s
     return f"{title}. {'; '.join(parts) or say('plot.empty')}"
 
 
-def _render_curve(line: Line, span_s: float, top: float) -> str:
+def _render_curve(line: PlotLine, span_s: float, top: float) -> str:
     pieces: list[list[str]] = [[]]
     for ago_s, value in line.points:
         if value is None:

@@ -46,7 +46,7 @@ class RequestOptions:
     path: str
     body: Mapping[str, Any]
 
-    def ask(self, key: str) -> GenerationRequest:
+    def make_request(self, key: str) -> GenerationRequest:
         """Return the streamed generation request. Raises RequestError for a wrong body."""
         streamed = {"stream": True, "stream_options": {"queue_position": True}}
         body = msgspec.json.encode({**self.body, **streamed})
@@ -74,7 +74,7 @@ class Runs:
         self._runs: dict[tuple[str, str], Run] = {}
 
     async def follow(
-        self, visit: Visit, wish: RequestOptions, slot: str = ""
+        self, visit: Visit, options: RequestOptions, slot: str = ""
     ) -> AsyncGenerator[Shown, None]:
         """Run a request and yield snapshots; the last one is not `busy`.
 
@@ -85,9 +85,9 @@ class Runs:
         run = self._runs[visit.session, slot] = Run()
         try:
             yield run.shown()
-            turn = await self._opened(run, visit, wish)
+            turn = await self._opened(run, visit, options)
             async for pieces in turn:
-                run.take(turn, pieces)
+                run.add_chunks(turn, pieces)
                 if run.finished:
                     break
                 yield run.shown(turn.place)
@@ -120,9 +120,9 @@ class Runs:
                 run.stopped = run.dropped = True
                 run.cancel()
 
-    async def _opened(self, run: Run, visit: Visit, wish: RequestOptions) -> Generation:
+    async def _opened(self, run: Run, visit: Visit, options: RequestOptions) -> Generation:
         caller = await self._router.access.visitor(visit.authorization)
-        ask = wish.ask(visit.client)
+        ask = options.make_request(visit.client)
         before = ACTING.set(caller)
         try:
             run.opening = asyncio.ensure_future(open_generation(self._router, ask))
@@ -178,7 +178,7 @@ class Run:
         if self.turn is not None:
             self.turn.cancel()
 
-    def take(self, turn: Generation, pieces: list[GenerationChunk]) -> None:
+    def add_chunks(self, turn: Generation, pieces: list[GenerationChunk]) -> None:
         for piece in pieces:
             self.choice.add(piece)
             self.finished = self.finished or piece.finish is not None

@@ -60,11 +60,11 @@ def problem_of(schema: Mapping[str, Any], value: Any, *, trusted: bool = False) 
     try:
         error = best_match(judge.iter_errors(value))
     except TooMuch:
-        return f"it takes more than {MOST_STEPS:,} steps to find out"
+        return f"it takes more than {MOST_STEPS:,} steps to check"
     except RecursionError:
-        return "its references lead round in circles"
+        return "its references are circular"
     except Unresolvable as missing:
-        return f"the reference {str(missing.ref)[:80]!r} leads to nothing"
+        return f"the reference {str(missing.ref)[:80]!r} has no target"
     if error is None:
         return ""
     where = "".join(f"[{step!r}]" for step in error.absolute_path)

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.widgets.metrics_history import Sample, Which, compute_rates, median_s
-from servekit.gateway.ui.widgets.plots import STYLES, Line, Point, format_number, render_chart
+from servekit.gateway.ui.widgets.plots import STYLES, PlotLine, Point, format_number, render_chart
 from servekit.gateway.ui.widgets.status_poller import SPAN_S
 from servekit.protocol.messages import Status
 
@@ -19,17 +19,19 @@ def render_figures(samples: Sequence[Sample], status: Status | None, say: Say) -
     """Return numbers and plots as HTML. Current numbers are those of the last sample."""
     now, tokens = time.time(), compute_rates(samples)
 
-    def line(name: str, of: Callable[[Sample], float | None], style: int = 0) -> Line:
-        return Line(name, [(now - one.at, of(one)) for one in samples], style)
+    def line(name: str, of: Callable[[Sample], float | None], style: int = 0) -> PlotLine:
+        return PlotLine(name, [(now - one.at, of(one)) for one in samples], style)
 
     rate = [(now - one.at, value) for one, value in zip(samples, tokens, strict=True)]
     requests = [
         line(say("plot.running"), lambda one: one.running),
         line(say("plot.waiting"), lambda one: one.queued, 1),
     ]
-    firsts = [Line("", _list_firsts(samples, now))]
+    firsts = [PlotLine("", _list_firsts(samples, now))]
     plots = [
-        render_chart(say("plot.tokens"), say("plot.tokens_unit"), [Line("", rate)], SPAN_S, say),
+        render_chart(
+            say("plot.tokens"), say("plot.tokens_unit"), [PlotLine("", rate)], SPAN_S, say
+        ),
         render_chart(say("plot.requests"), "", requests, SPAN_S, say),
         render_chart(say("plot.ttft"), "ms", firsts, SPAN_S, say),
         *_plot_queues(samples, line, say),
@@ -42,7 +44,7 @@ def render_figures(samples: Sequence[Sample], status: Status | None, say: Say) -
     )
 
 
-MakeLine = Callable[[str, Callable[[Sample], float | None], int], Line]
+MakeLine = Callable[[str, Callable[[Sample], float | None], int], PlotLine]
 
 
 def _plot_queues(samples: Sequence[Sample], line: MakeLine, say: Say) -> Iterable[str]:

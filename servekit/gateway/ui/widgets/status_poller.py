@@ -61,17 +61,17 @@ class StatusPoller:
     _seen_s: float = float("-inf")  # the last tick of a dashboard
     _asking: asyncio.Task[None] | None = None
 
-    async def live(self) -> None:
+    async def poll(self) -> None:
         """Poll until cancelled."""
         while True:
-            self.look()
+            self.record_changes()
             now_s = time.monotonic()
             every_s = ASK_EVERY_S if now_s - self._seen_s < LOOKS_S else ASK_SELDOM_S
             if now_s - self._asked_s >= every_s:
                 await self._asked()
             await asyncio.sleep(EVERY_S)
 
-    def look(self) -> None:
+    def record_changes(self) -> None:
         """Record the events since the last call."""
         now = {name: route.status for name, route in self.router.routes.items()}
         self.happenings.extend(list_changes(self._before, now, time.time()))

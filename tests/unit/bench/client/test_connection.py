@@ -44,7 +44,7 @@ async def one(dialer: Dialer, target: Target, body: bytes = b"{}") -> Exchange:
     connection = dialer.resting() or await dialer.open()
     over = asyncio.get_running_loop().create_future()
     exchange = Exchange(time.monotonic(), over.set_result, keep_text=True)
-    connection.ask(request_head(target, "/x") + b"%d\r\n\r\n" % len(body) + body, exchange)
+    connection.send_request(request_head(target, "/x") + b"%d\r\n\r\n" % len(body) + body, exchange)
     async with asyncio.timeout(10):
         await over
     return exchange
@@ -57,7 +57,7 @@ async def record_of(*pieces: bytes) -> Record:
 async def test_a_stream() -> None:
     (exchange,) = await ask([chunked(EVENTS)])
     record = exchange.record
-    assert (record.fate, record.status, record.message) == ("ok", 200, "")
+    assert (record.outcome, record.status, record.message) == ("ok", 200, "")
     assert exchange.text == "abc"
     assert (record.chunks, record.prompt_tokens, record.output_tokens) == (3, 7, 3)
     assert record.first is not None and record.last is not None
@@ -74,7 +74,7 @@ def test_a_stream_cut_anywhere_is_the_same(data: st.DataObject) -> None:
     edges = [0, *at, len(stream)]
     pieces = [stream[a:b] for a, b in itertools.pairwise(edges)]
     (exchange,) = asyncio.run(ask(pieces))
-    assert exchange.record.fate == "ok", exchange.record
+    assert exchange.record.outcome == "ok", exchange.record
     assert exchange.text == "é€"
     assert exchange.record.chunks == 2
 
@@ -109,24 +109,24 @@ async def test_a_connection_is_kept_and_used_again() -> None:
 async def test_a_connection_that_the_server_closes_is_not_used_again() -> None:
     (first, second) = await ask([whole(completion(), "200 OK", "connection: close")], times=2)
     assert first.body[-1] == b"2"
-    assert second.record.fate == "ok"
+    assert second.record.outcome == "ok"
 
 
 @pytest.mark.parametrize("ending", ["", "HTTP/1.0"])
 async def test_the_end_of_the_connection_ends_what_has_no_length(ending: str) -> None:
     stream = stream_head() + b"".join(EVENTS)
     stream = stream.replace(b"HTTP/1.1", b"HTTP/1.0") if ending else stream
-    assert (await record_of(stream, CLOSE)).fate == "ok"
+    assert (await record_of(stream, CLOSE)).outcome == "ok"
 
 
 async def test_an_interim_answer_is_not_the_answer() -> None:
     record = await record_of(b"HTTP/1.1 103 Early Hints\r\n\r\n", whole(completion()))
-    assert (record.fate, record.status, record.output_tokens) == ("ok", 200, 2)
+    assert (record.outcome, record.status, record.output_tokens) == ("ok", 200, 2)
 
 
 async def test_a_whole_answer() -> None:
     (exchange,) = await ask([whole(completion("hello", 4))])
-    assert exchange.record.fate == "ok"
+    assert exchange.record.outcome == "ok"
     assert (exchange.text, exchange.record.output_tokens, exchange.record.first) == (
         "hello",
         4,
@@ -137,14 +137,14 @@ async def test_a_whole_answer() -> None:
 async def test_embeddings() -> None:
     body = {"data": [{"embedding": [0.1]}], "usage": {"prompt_tokens": 9, "total_tokens": 9}}
     record = await record_of(whole(body))
-    assert (record.fate, record.prompt_tokens, record.output_tokens) == ("ok", 9, None)
+    assert (record.outcome, record.prompt_tokens, record.output_tokens) == ("ok", 9, None)
 
 
 ERROR = b'data: {"error":{"message":"the worker died","code":503}}\n\n'
 
 
 @pytest.mark.parametrize(
-    ("pieces", "fate", "words"),
+    ("pieces", "outcome", "words"),
     [
         ([whole({"error": {"message": "slow down"}}, "429 Too Many")], "http", "slow down"),
         ([whole({"detail": "Not Found"}, "404 Not Found")], "http", "Not Found"),
@@ -163,21 +163,21 @@ ERROR = b'data: {"error":{"message":"the worker died","code":503}}\n\n'
         ([chunked([b'data: {"choices":3}\n\n'])], "protocol", "not an answer"),
     ],
 )
-async def test_what_goes_wrong_has_a_kind(pieces: list[bytes], fate: str, words: str) -> None:
+async def test_what_goes_wrong_has_a_kind(pieces: list[bytes], outcome: str, words: str) -> None:
     record = await record_of(*pieces)
-    assert record.fate == fate
+    assert record.outcome == outcome
     assert words in record.message
 
 
 async def test_a_finished_stream_needs_no_closing_event() -> None:
-    assert (await record_of(chunked([delta("a", "stop")]))).fate == "ok"
+    assert (await record_of(chunked([delta("a", "stop")]))).outcome == "ok"
 
 
 async def test_bytes_that_nobody_asked_for_end_the_connection() -> None:
     async with serving(lambda _: [whole(completion()) + whole(completion())]) as server:
         dialer = Dialer(server.target)
-        assert (await one(dialer, server.target)).record.fate == "ok"
-        assert (await one(dialer, server.target)).record.fate == "ok"
+        assert (await one(dialer, server.target)).record.outcome == "ok"
+        assert (await one(dialer, server.target)).record.outcome == "ok"
         dialer.close()
         assert server.connections == 2
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from servekit.cli.chat import stream as chat_stream
-from servekit.cli.chat.stream import Asked, Piece, stream_answer
+from servekit.cli.chat.stream import AnswerPart, ChatParameters, stream_answer
 from servekit.errors import ServekitError, StartError
 
 
@@ -59,10 +59,12 @@ def server() -> Iterator[Server]:
     made.http.server_close()
 
 
-def pieces(server: Server, **parameters: object) -> list[Piece]:
+def pieces(server: Server, **parameters: object) -> list[AnswerPart]:
     with httpx.Client(base_url=server.url, headers={"authorization": "Bearer k"}) as client:
         return list(
-            stream_answer(client, Asked("m", parameters), [{"role": "user", "content": "hi"}])
+            stream_answer(
+                client, ChatParameters("m", parameters), [{"role": "user", "content": "hi"}]
+            )
         )
 
 
@@ -74,7 +76,7 @@ def test_text_and_thoughts_come_as_pieces(server: Server) -> None:
     whole = b": queue position 1\n\n" + event(role="assistant") + event(reasoning_content="hm")
     whole += event(content="hé") + b'data: {"choices": []}\n\ndata: 7\n\ndata: [DONE]\n\n'
     server.pieces = [whole[i : i + 5] for i in range(0, len(whole), 5)]
-    assert pieces(server, temperature=0.5) == [Piece("hm", thought=True), Piece("hé")]
+    assert pieces(server, temperature=0.5) == [AnswerPart("hm", thought=True), AnswerPart("hé")]
     path, body, headers = server.asked
     assert path == "/v1/chat/completions" and headers["authorization"] == "Bearer k"
     assert body["temperature"] == 0.5 and body["stream"] is True and body["model"] == "m"
@@ -85,13 +87,13 @@ def test_what_goes_wrong_is_a_sentence(server: Server) -> None:
     with pytest.raises(ServekitError, match=r"refused \(404\): the model is not served"):
         pieces(server)
     server.pieces = [b"<html>" * 20_000]
-    with pytest.raises(ServekitError, match=r"refused \(404\): it says nothing more"):
+    with pytest.raises(ServekitError, match=r"refused \(404\): without a reason"):
         pieces(server)
     server.status, server.pieces = 200, [event(content="a"), b'data: {"error": {"message": "x"}}\n']
     with pytest.raises(ServekitError, match=r"^x$"):
         pieces(server)
     server.pieces = [b"data: {oops\n\n"]
-    with pytest.raises(ServekitError, match="no JSON"):
+    with pytest.raises(ServekitError, match="not JSON"):
         pieces(server)
 
 
@@ -107,7 +109,7 @@ def test_an_event_without_an_end_is_given_up(
 def test_to_stop_listening_is_to_hang_up(server: Server) -> None:
     server.pieces, server.endless = [event(content="a" * 1000)], True
     with httpx.Client(base_url=server.url) as client:
-        stream = stream_answer(client, Asked("m"), [])
+        stream = stream_answer(client, ChatParameters("m"), [])
         assert next(stream).text == "a" * 1000
         stream.close()  # type: ignore[attr-defined]  # a generator
         assert server.hung_up.wait(5)
@@ -115,4 +117,4 @@ def test_to_stop_listening_is_to_hang_up(server: Server) -> None:
 
 def test_nobody_there() -> None:
     with httpx.Client(base_url="http://127.0.0.1:1/v1") as client, pytest.raises(StartError):
-        list(stream_answer(client, Asked("m"), []))
+        list(stream_answer(client, ChatParameters("m"), []))

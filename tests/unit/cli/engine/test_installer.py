@@ -14,7 +14,12 @@ from pathlib import Path
 import pytest
 
 from servekit.cli.engine import installer
-from servekit.cli.engine.installer import Wish, find_kind, make_environment, remove_environment
+from servekit.cli.engine.installer import (
+    EnvironmentSpec,
+    find_kind,
+    make_environment,
+    remove_environment,
+)
 from servekit.cli.engine.listing import describe_environments
 from servekit.config.engines.environments import MANIFEST
 from servekit.config.engines.options import KINDS
@@ -40,14 +45,20 @@ def home(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("wish", "expected"),
     [
-        (Wish(("vllm latest",)), "'vllm latest' names no package: write vllm or vllm==0.33.0"),
-        (Wish(("vllm",), installer="conda"), "--with is uv or pip, not 'conda'"),
-        (Wish(("vllm",), name="../x"), "--name '../x': letters, digits"),
-        (Wish(("vllm",), python="python9.9"), "there is no Python interpreter python9.9"),
+        (
+            EnvironmentSpec(("vllm latest",)),
+            "'vllm latest' does not name a package: write vllm or vllm==0.33.0",
+        ),
+        (EnvironmentSpec(("vllm",), installer="conda"), "--with is uv or pip, not 'conda'"),
+        (EnvironmentSpec(("vllm",), name="../x"), "--name '../x': letters, digits"),
+        (
+            EnvironmentSpec(("vllm",), python="python9.9"),
+            "there is no Python interpreter python9.9",
+        ),
     ],
 )
 def test_a_wish_that_makes_no_sense_is_refused(
-    environ: dict[str, str], wish: Wish, expected: str
+    environ: dict[str, str], wish: EnvironmentSpec, expected: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         list(make_environment(wish, environ))
@@ -59,13 +70,15 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_made(
 ) -> None:
     monkeypatch.setitem(installer._NEEDS_BYTES, "vllm", 2**60)
     with pytest.raises(StartError, match=r"vllm needs about .* XDG_DATA_HOME at a larger"):
-        list(make_environment(Wish(("vllm",)), environ))
+        list(make_environment(EnvironmentSpec(("vllm",)), environ))
     assert describe_environments(environ) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(environ: dict[str, str]) -> None:
     with pytest.raises(StartError, match="/dev/null/servekit/engines cannot be written"):
-        list(make_environment(Wish(("vllm",)), {**environ, "XDG_DATA_HOME": "/dev/null"}))
+        list(
+            make_environment(EnvironmentSpec(("vllm",)), {**environ, "XDG_DATA_HOME": "/dev/null"})
+        )
 
 
 def test_nothing_is_left_of_an_installation_that_failed(
@@ -74,7 +87,7 @@ def test_nothing_is_left_of_an_installation_that_failed(
     (home / "x").mkdir()  # of one that was killed
     (home / "x" / "left").touch()
     with pytest.raises(StartError, match=r"failed \(exit code 1\), see"):
-        list(make_environment(Wish((NOWHERE,), name="x", installer="pip"), environ))
+        list(make_environment(EnvironmentSpec((NOWHERE,), name="x", installer="pip"), environ))
     assert list(home.glob("[!.]*")) == []
 
 
@@ -82,7 +95,7 @@ def test_two_at_once_do_not_meet(environ: dict[str, str], home: Path) -> None:
     with (home / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(StartError, match="another `servekit engine` works in"):
-            list(make_environment(Wish(("vllm",)), environ))
+            list(make_environment(EnvironmentSpec(("vllm",)), environ))
 
 
 def test_an_environment_that_is_in_use_is_not_removed(environ: dict[str, str], home: Path) -> None:

@@ -131,7 +131,7 @@ def test_another_supervisor_begins_anew_and_a_lost_one_is_told() -> None:
     assert view is not None and view.rates == {} and not view.trouble
     first, second = sampler.view((), "no servekit runs"), sampler.view((), "no servekit runs")
     assert first is not None and second is not None
-    assert first.trouble.startswith("no servekit runs; this is how it stood at ")
+    assert first.trouble.startswith("no servekit runs; showing the state of ")
     assert first.trouble == second.trouble, "the time is that of the first look in vain"
 
 

@@ -60,7 +60,7 @@ WRONG = [
     ),
     (
         "engine: llamacpp, path: m.gguf, options: {library: build, binding: xllamacpp}",
-        "models[0].options.library: `binding` says where llama.cpp is, too; leave one out.",
+        "models[0].options.library: `binding` also says where llama.cpp is; leave one out.",
     ),
     (
         "engine: llamacpp, path: m.gguf, options: {library: f}",

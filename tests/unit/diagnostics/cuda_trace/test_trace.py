@@ -238,8 +238,8 @@ def test_check_is_one_for_findings_and_text_goes_to_stderr(folder: Path) -> None
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ((), "what shall run?"),
-        (("--import", "os; bad"), "is no name of a module"),
+        ((), "no command to run"),
+        (("--import", "os; bad"), "is not the name of a module"),
         (("--import", "os", "--", "true"), "not both"),
     ],
 )

@@ -354,7 +354,7 @@ def test_a_grammar_goes_on_in_another_worker(
     prompt = other.engine.codec.encode(PROMPTS[1])
     for cut in range(len(whole)):
         assert other.tokens(other.submit(prompt, whole[:cut], **wanted)) == whole[cut:]
-    with pytest.raises(RequestError, match="does not keep to the grammar"):
+    with pytest.raises(RequestError, match="does not match the grammar"):
         other.submit(prompt, [200, 201], **wanted)
 
 

@@ -108,7 +108,7 @@ def test_json_is_asked_for_and_hashes_are_checked(tmp_path: Path) -> None:
         assert package_index.find_wheel("Tiny.Model==1", settings).size_bytes == len(CONTENT)
     with serving([entry(hashes={"md5": "0", "sha256": "0" * 64})]) as (settings, _):
         error = failed(settings, tmp_path)
-    assert "is not what its index tells: its sha256 is" in error.message and not error.permanent
+    assert "does not match its index: its sha256 is" in error.message and not error.permanent
 
 
 @pytest.mark.parametrize("digest", [SHA256, "0" * 64, ""])
@@ -125,7 +125,7 @@ def test_html_does_as_well(tmp_path: Path, digest: str) -> None:
     with http_server(answer) as (url, _):
         settings = Settings((f"{url}/simple/",))
         if digest.startswith("0"):
-            assert "is not what its index tells" in failed(settings, tmp_path).message
+            assert "does not match its index" in failed(settings, tmp_path).message
         else:
             assert fetched(settings, tmp_path) == CONTENT
 

@@ -93,7 +93,7 @@ async def test_what_it_does_not_take_in_any_manner_is_told_in_its_first_words() 
         (
             status(401, "bad key"),
             True,
-            "bad key; it does not take the key in the variable KIMI_KEY",
+            "bad key; it does not accept the key in the variable KIMI_KEY",
         ),
         (status(403, "not you"), True, "KIMI_KEY"),
         (status(404, "no such model"), True, "answered 404: no such model"),

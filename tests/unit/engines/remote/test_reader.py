@@ -68,7 +68,10 @@ async def test_text_is_told_as_it_comes() -> None:
     more = asyncio.Event()
     async with lying() as liar, reaching(liar.url) as endpoint:
         liar.answers += [stream(delta("one"), hold=more)]
-        answer, told = Answer(Generate(1, SamplingParams(), messages=[]), 1, 99), asyncio.Event()
+        answer, told = (
+            Answer(Generate(1, SamplingParams(), messages=[]), 1, 99),
+            asyncio.Event(),
+        )
         async with endpoint.ask(asking()) as reply:
             task = asyncio.ensure_future(read_reply(reply, answer, told.set))
             async with asyncio.timeout(60):

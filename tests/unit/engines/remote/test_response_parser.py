@@ -273,9 +273,9 @@ def test_calls_that_are_mixed_up() -> None:
     one = answer()
     one.take(chunk(called(0, "a", "f", "{")))
     one.take(chunk(called(1, "b", "g", "{")))
-    with pytest.raises(EndpointFailed, match="after the next has begun"):
+    with pytest.raises(EndpointFailed, match="after the next has started"):
         one.take(chunk(called(0, None, None, "}")))
-    with pytest.raises(EndpointFailed, match="after the next has begun"):
+    with pytest.raises(EndpointFailed, match="after the next has started"):
         one.take(chunk(called(0, "a", "f", "}")))
 
 

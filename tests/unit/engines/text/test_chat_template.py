@@ -114,7 +114,7 @@ def test_a_beginning_is_gone_on_with() -> None:
 
 @pytest.mark.parametrize("turns", [TURNS[:1], TURNS[:2], TURNS])
 def test_only_the_assistants_text_can_be_gone_on_with(turns: list[ChatMessage]) -> None:
-    with pytest.raises(RequestError, match="gone on with"):
+    with pytest.raises(RequestError, match="can be continued"):
         template(SHOW).render(turns, continues=True)
 
 

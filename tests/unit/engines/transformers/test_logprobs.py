@@ -81,7 +81,7 @@ def test_what_is_impossible_is_a_number_all_the_same() -> None:
     logits = torch.tensor([[0.0, -torch.inf, -torch.inf]])
     report = Report([row], logits)
     logits[0, 1] = torch.inf  # a bias, say, has it chosen
-    report.tell(logits)
+    report.record_logits(logits)
     assert row.scores is not None
     assert row.scores.chosen == LEAST
     assert row.scores.best[0] == (0, 0.0)

@@ -100,7 +100,7 @@ def test_the_longest_text_is_read_where_it_stands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "after", "reason"),
     [
-        ({}, (), "names no pooling"),
+        ({}, (), "does not name a pooling"),
         ({"pooling_mode": "attention"}, (), "attention"),
         ({"pooling_mode": "cls"}, ("LSTM",), "LSTM"),
         ({"pooling_mode": "cls"}, ("Dense",), r"model\.safetensors"),

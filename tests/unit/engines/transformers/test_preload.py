@@ -97,5 +97,5 @@ def test_a_process_whose_cuda_was_initialised_before_the_fork_is_no_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    with pytest.raises(LoadError, match="CUDA survives no fork"):
+    with pytest.raises(LoadError, match="CUDA cannot be used after a fork"):
         engines.reinitialize_libraries()

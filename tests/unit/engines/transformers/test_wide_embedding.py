@@ -60,7 +60,7 @@ def test_such_ids_in_a_prompt_are_read(wide: Harness, params: dict[str, Any]) ->
 def test_such_ids_are_neither_wished_for_nor_gone_on_from(wide: Harness) -> None:
     head, whole = sizes(wide)
     for token in (head, whole - 1):
-        with pytest.raises(RequestError, match="reads but cannot say") as caught:
+        with pytest.raises(RequestError, match="can read but not generate") as caught:
             wide.submit([5, 6], max_tokens=2, logit_bias=((token, 1.0),))
         assert (caught.value.status, caught.value.param) == (400, "logit_bias")
         with pytest.raises(RequestError, match="Token id"):

@@ -147,13 +147,13 @@ def test_requests_a_minute() -> None:
 
 def test_other_gateways_count_too() -> None:
     alice = caller(requests_per_minute=5, tokens_per_minute=50, max_concurrent=3)
-    alice.hear("gateway/1", KeyUse("alice", 4, 20, 2))
+    alice.add_usage("gateway/1", KeyUse("alice", 4, 20, 2))
     assert alice.charge() is None
     assert isinstance(alice.charge(), RateLimited)
-    alice.hear("gateway/1", KeyUse("alice", 0, 40, 3))
+    alice.add_usage("gateway/1", KeyUse("alice", 0, 40, 3))
     with pytest.raises(RateLimited):
         alice.admit(call(), "m")
-    alice.hear("gateway/1", KeyUse("alice", 0, 0, 0))
+    alice.add_usage("gateway/1", KeyUse("alice", 0, 0, 0))
     alice.admit(call(), "m")
 
 
@@ -161,7 +161,7 @@ def test_a_gateway_that_tells_no_more_is_forgotten(monkeypatch: pytest.MonkeyPat
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     alice = caller(max_concurrent=1)
-    alice.hear("gateway/1", KeyUse("alice", 0, 0, 1))
+    alice.add_usage("gateway/1", KeyUse("alice", 0, 0, 1))
     now_s += FORGET_S - 0.1
     with pytest.raises(RateLimited):
         alice.admit(call(), "m")

@@ -90,7 +90,7 @@ async def test_it_answers_under_its_name_and_its_base_as_ever(
     [
         ("failed", ModelUnavailable, "the adapter 'x' cannot serve: wrong rank"),
         ("loading", ModelUnavailable, "the adapter 'x' is being loaded"),
-        ("unloading", ModelNotFound, "served are: m"),
+        ("unloading", ModelNotFound, "the models are: m"),
     ],
 )
 async def test_one_that_does_not_serve(

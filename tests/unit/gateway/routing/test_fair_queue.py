@@ -74,7 +74,7 @@ def test_every_item_leaves_exactly_once_and_in_the_order_foretold(
             queue.push(number, key, value, now, size_bytes=number)
             plain.push(number, key, value, now)
         elif what == "back":
-            queue.give_back(number)
+            queue.requeue(number)
             plain.returned.append(number)
         elif what == "remove":
             assert queue.remove(value) == (value in plain.inside())
@@ -111,8 +111,8 @@ def test_priority_comes_before_fairness_and_the_returned_before_all() -> None:
     queue: FairQueue[str] = FairQueue(10)
     queue.push("later", "a", 1)
     queue.push("sooner", "a", 0)
-    queue.give_back("again")
-    queue.give_back("at once", first=True)
+    queue.requeue("again")
+    queue.requeue("at once", first=True)
     assert [queue.pop() for _ in range(4)] == ["at once", "again", "sooner", "later"]
 
 
@@ -141,7 +141,7 @@ def test_the_limit_is_for_new_items_only() -> None:
     queue: FairQueue[int] = FairQueue(1)
     queue.push(1)
     assert queue.full
-    queue.give_back(0)
+    queue.requeue(0)
     assert len(queue) == 2
 
 

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from servekit.gateway.routing.balancing_policy import (
     DECODE_WEIGHT,
     FULL,
-    Asked,
-    Facts,
+    ReplicaLoad,
+    RequestTraits,
     choose,
 )
 from servekit.gateway.routing.load_balancer import LOOK, Account, Balancer
@@ -163,9 +163,9 @@ def test_the_short_way_chooses_as_the_policy_does(
         one.account = account = Account(one.name, None)
         account.owed, account.kv_used, account.last = float(owed[at]), kv_used[at], last[at]
         account.told = balancer._words
-        facts.append(Facts(one.credits, account.owed, 0, kv_used[at], last[at]))
+        facts.append(ReplicaLoad(one.credits, account.owed, 0, kv_used[at], last[at]))
     chosen = balancer._least_loaded(replicas)
-    found = choose("auto", Asked(), facts)
+    found = choose("auto", RequestTraits(), facts)
     assert (chosen and chosen[0]) is (None if found is None else replicas[found])
 
 
@@ -231,7 +231,7 @@ def test_what_ends_unread_is_not_owed_for_either() -> None:
     balancer: Balancer[Seen] = Balancer()
     one = seen()
     for _ in range(2):
-        balancer.note(one, call := long_call(text(1)))
+        balancer.record_call(one, call := long_call(text(1)))
         one.take(Request(call, 10))
     assert one.account is not None
     one.end(1)
@@ -247,7 +247,7 @@ def test_what_is_held_is_not_owed_for() -> None:
     one = seen()
     for expected in (1024.0, 0.0):
         call = long_call(text(1))
-        balancer.note(one, call)
+        balancer.record_call(one, call)
         assert one.account is not None
         owed = one.account.owed
         one.take(Request(call, 10))

@@ -13,7 +13,7 @@ from servekit.gateway.routing.retry_policy import (
     PROOF_TOKENS,
     RetryDecision,
     deaths_in_a_row,
-    fate,
+    decide_retry,
 )
 
 
@@ -22,7 +22,7 @@ def fates(attempts: list[int]) -> list[RetryDecision]:
     found, in_a_row = [], 0
     for in_all, new_tokens in enumerate(attempts, 1):
         in_a_row = deaths_in_a_row(in_a_row, new_tokens)
-        found.append(fate(in_a_row, in_all))
+        found.append(decide_retry(in_a_row, in_all))
         if found[-1] is RetryDecision.QUARANTINE:
             break
     return found

@@ -338,7 +338,7 @@ async def test_what_a_client_sent_does_not_come_back_whole(service: Service) -> 
     await service.up()
     with pytest.raises(ModelNotFound) as error:
         service.router.find("x" * 100_000)
-    assert "served are: m" in error.value.message
+    assert "the models are: m" in error.value.message
     assert len(error.value.message) < 300
     assert len(RequestError("é" * 100_000).message) == LONGEST_MESSAGE
 
@@ -353,7 +353,7 @@ async def test_what_is_not_served_is_404_or_503(service: Service) -> None:
     service.tell(worker.status("failed", "no such file"))
     with pytest.raises(ModelUnavailable, match="no such file"):
         service.router.open(ask())
-    with pytest.raises(ModelNotFound, match="served are: m"):
+    with pytest.raises(ModelNotFound, match="the models are: m"):
         service.router.open(InflightRequest("other", SamplingParams(), prompt="x"))
 
 
@@ -480,7 +480,7 @@ async def test_what_cannot_be_resumed_ends_with_an_error_or_begins_anew(service:
     assert (await begun.next_delta()).text == "hel"
     await until(lambda: len(whole.emitted) == 3)
     worker.kill()
-    with pytest.raises(WorkerLost, match="cannot go on"):
+    with pytest.raises(WorkerLost, match="cannot continue it"):
         await answer(begun)
     await service.up()
     assert await answer(whole) == await answer(fresh) == "hello "
@@ -544,7 +544,7 @@ async def test_a_stalled_worker_gets_nothing_new_and_the_model_is_not_ready(
     worker.state = "stalled"
     service.tell(worker.status())
     route = service.router.routes["m"]
-    assert not route.ready and not route.hopeless
+    assert not route.ready and not route.is_permanently_down
     late = service.router.open(ask(tokens=6))
     assert (route.running, route.waiting) == (1, 1), "one waits for the end of the other's worker"
     worker.kill()
@@ -647,14 +647,14 @@ async def test_an_unknown_name_is_told_with_what_may_have_been_meant(service: Se
     await service.up()
     with pytest.raises(ModelNotFound) as error:
         service.router.find("aliass")
-    assert error.value.message.endswith("served are: m, alias; did you mean 'alias'?")
+    assert error.value.message.endswith("the models are: m, alias; did you mean 'alias'?")
 
 
 async def test_no_name_is_suggested_that_the_key_may_not_use(service: Service) -> None:
     await service.up()
     rule = KeyRule("none", keys.new_key("none")[1], models=("other",))
     service.router.access.apply(AccessRules((rule,)))
-    with pytest.raises(ModelNotFound, match=r"served are: none yet$"):
+    with pytest.raises(ModelNotFound, match=r"the models are: none yet$"):
         service.router.find("aliass")
 
 

@@ -31,7 +31,7 @@ async def test_each_call_expires_at_its_own_deadline_whatever_the_order() -> Non
 
     deadlines = Deadlines(calls, expire)
     for one in sorted(calls, key=lambda one: -one.limit_s):
-        deadlines.keep(one)
+        deadlines.watch(one)
     async with asyncio.timeout(10):
         await over.wait()
     assert list(late_s) == [0.05, 0.15, 0.3]
@@ -51,13 +51,13 @@ async def test_a_call_that_ends_in_time_does_not_expire_and_the_next_one_does() 
     in_time, late = call(0.02), call(0.1)
     for one in (in_time, late):
         calls.add(one)
-        deadlines.keep(one)
+        deadlines.watch(one)
     calls.remove(in_time)
     async with asyncio.timeout(10):
         assert await expired.get() is late
     again = call(0.02)  # nothing was open: the timer has to start anew
     calls.add(again)
-    deadlines.keep(again)
+    deadlines.watch(again)
     async with asyncio.timeout(10):
         assert await expired.get() is again
     assert expired.empty()

@@ -56,7 +56,7 @@ def begun(
 
 def told(counted: RequestMetrics) -> dict[tuple[str, tuple[str, ...]], list[float]]:
     """All that would be told the supervisor now, each with as many figures as its metric has."""
-    found = counted.take()
+    found = counted.pop_counts()
     series = () if found is None else found.series
     for one in series:
         metric = metrics.BY_NAME[one.metric]
@@ -265,4 +265,4 @@ def test_answers_are_told_by_path_and_status() -> None:
     found = told(counted)
     assert found["servekit_http_requests_total", ("/v1/completions", "200")] == [2]
     assert found["servekit_http_requests_total", ("/livez", "200")] == [1]
-    assert counted.take() is None
+    assert counted.pop_counts() is None

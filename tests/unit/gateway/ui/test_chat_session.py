@@ -14,7 +14,7 @@ from servekit.gateway.ui.chat_session import (
     THOUGHTS,
     Chats,
     Settings,
-    Turn,
+    StoredMessage,
     View,
     Visit,
     request_of,
@@ -25,8 +25,8 @@ from servekit.protocol.messages import Topology
 from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, Service, until
 
 
-def asked(text: str = "hello ") -> list[Turn]:
-    return [Turn(role="user", content=text)]
+def asked(text: str = "hello ") -> list[StoredMessage]:
+    return [StoredMessage(role="user", content=text)]
 
 
 async def views(chats: Chats, *, session: str = "s", tokens: int = 24) -> list[View]:
@@ -186,13 +186,13 @@ async def test_thoughts_are_shown_apart_and_not_sent_again(service: Service) -> 
     assert said[-1] == f"{THOUGHTS[0]}why{THOUGHTS[1]}so"
     assert any(content.startswith(THOUGHTS[0]) and THOUGHTS[1] not in content for content in said)
     turns = seen[-1].turns
-    again = request_of("m", [*turns, Turn(role="user", content="and?")], Settings())
+    again = request_of("m", [*turns, StoredMessage(role="user", content="and?")], Settings())
     assert [message.content for message in again.messages] == [text, "so", "and?"]
 
 
 def test_thoughts_have_a_place_of_their_own_in_the_page() -> None:
-    user = Turn(role="user", content="a")
-    thought = Turn(role="assistant", content=f"{THOUGHTS[0]}why{THOUGHTS[1]}so")
-    only = Turn(role="assistant", content=f"{THOUGHTS[0]}why")
+    user = StoredMessage(role="user", content="a")
+    thought = StoredMessage(role="assistant", content=f"{THOUGHTS[0]}why{THOUGHTS[1]}so")
+    only = StoredMessage(role="assistant", content=f"{THOUGHTS[0]}why")
     turns = [user, thought, user, only, user]
     assert [turn_at(turns, shown) for shown in range(8)] == [0, 1, 1, 2, 3, 4, 5, 5]

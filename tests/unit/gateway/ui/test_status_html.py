@@ -75,7 +75,7 @@ async def test_adapters_are_choices_of_their_own_and_what_fails_is_told() -> Non
 @pytest.mark.parametrize(
     ("progress", "busy", "sentence"),
     [
-        (Progress(waiting=0), True, "Yours is next"),
+        (Progress(waiting=0), True, "Your request is next"),
         (Progress(waiting=1), True, "1 request before yours"),
         (Progress(waiting=3), True, "3 requests before yours"),
         (Progress(), True, "Reading the prompt…"),

@@ -228,7 +228,7 @@ def refusal(credentials: Credentials, client: ssl.SSLContext) -> str:
 
 def test_a_certificate_that_is_not_shown_is_nobody() -> None:
     """OpenSSL tells of a peer without one as of one whose certificate is empty."""
-    with pytest.raises(NotTrusted, match="does not say who it is"):
+    with pytest.raises(NotTrusted, match="names no member"):
         peer_member(SimpleNamespace(get_extra_info={"peercert": {}}.get))
     assert peer_member(SimpleNamespace(get_extra_info={"peercert": None}.get)) is None
 

@@ -14,7 +14,7 @@ def tenant(turn: int = 0, pid: int = 1) -> NamespaceOwner:
 
 
 def job(number: int, namespace: str = "n", *, by: NamespaceOwner | None = None) -> Job:
-    note = (by or tenant(pid=number)).note.metadata
+    note = (by or tenant(pid=number)).job_config.metadata
     return Job(number, namespace, note)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.protocol.ray_messages import Want
+from servekit.protocol.ray_messages import NodeRequirements
 from servekit.ray.process import node_probe
 from servekit.ray.process.node_probe import _find_lacks
 
@@ -14,10 +14,10 @@ from servekit.ray.process.node_probe import _find_lacks
 def test_a_node_says_what_a_model_lacks_there(tmp_path: Path) -> None:
     gone = str(tmp_path / "gone")
     wants = [
-        Want("here", "echo", str(tmp_path)),
-        Want("fetched", "echo", ""),
-        Want("moved", "echo", gone),
-        Want("strange", "nobodys", ""),
+        NodeRequirements("here", "echo", str(tmp_path)),
+        NodeRequirements("fetched", "echo", ""),
+        NodeRequirements("moved", "echo", gone),
+        NodeRequirements("strange", "nobodys", ""),
     ]
     assert _find_lacks(wants) == {
         "moved": f"there is no {gone} there",
@@ -27,6 +27,6 @@ def test_a_node_says_what_a_model_lacks_there(tmp_path: Path) -> None:
 
 def test_a_node_says_which_package_an_engine_lacks_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_probe, "install_command", lambda kind: "pip install it")
-    assert _find_lacks([Want("a", "echo", "")]) == {
+    assert _find_lacks([NodeRequirements("a", "echo", "")]) == {
         "a": "the engine echo is not installed there; pip install it"
     }

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
-from servekit.supervisor.adapters.rollout import Adapters, Worker
+from servekit.supervisor.adapters.rollout import Adapters
 from servekit.supervisor.adapters.state import Later, Outcome, Refusal
+from servekit.supervisor.deployments.deployment import Deployment
+from servekit.supervisor.workers.worker_process import WorkerProcess
 
 DEADLINE_S = 60.0
 NAMES = ("x", "y", "z")
@@ -78,7 +80,7 @@ class Fake:
             answer.set_result(Refusal(f"{self.name} died", died=True))
 
 
-class Fleet:
+class FakeDeployment:
     """Some fake workers, and the adapters of their model."""
 
     drain_timeout_s = 1.0
@@ -86,10 +88,10 @@ class Fleet:
     def __init__(self, *file: AdapterSpec, is_away: bool = False) -> None:
         self.is_away = is_away  # if none of them serves
         self.fakes = [Fake(f"m/{index}") for index in range(WORKERS)]
-        self.adapters = Adapters("m", file, self)
+        self.adapters = Adapters("m", file, cast(Deployment, self))
         self.tasks: list[asyncio.Task[Any]] = []
 
-    def workers(self, adapters: Adapters) -> Sequence[Worker]:
+    def workers(self, adapters: Adapters) -> Sequence[Fake]:
         return self.fakes
 
     def changed(self) -> None:
@@ -112,7 +114,7 @@ class Fleet:
         def admit() -> None:
             worker.serves = worker.alive
 
-        if await self.adapters.join(worker, {}, admit):
+        if await self.adapters.join(cast(WorkerProcess, worker), {}, admit):
             worker.die()
 
     async def settle(self) -> None:
@@ -153,259 +155,267 @@ DEEDS = st.one_of(
 )
 
 
-def do(fleet: Fleet, deed: tuple[Any, ...]) -> None:
+def do(deployment: FakeDeployment, deed: tuple[Any, ...]) -> None:
     match deed:
         case ("add", name, in_place):
-            fleet.do(fleet.adapters.add(spec(name), in_place=in_place))
+            deployment.do(deployment.adapters.add(spec(name), in_place=in_place))
         case ("remove", name):
-            fleet.do(fleet.adapters.remove(name))
+            deployment.do(deployment.adapters.remove(name))
         case ("answer", index, well):
-            fleet.fakes[index].answer(well=well)
+            deployment.fakes[index].answer(well=well)
         case ("die", index):
-            fleet.fakes[index].die()
+            deployment.fakes[index].die()
         case ("start", index):
-            fleet.start(fleet.fakes[index])
+            deployment.start(deployment.fakes[index])
         case ("keep", names):
-            fleet.adapters.keep([spec(name) for name in sorted(names)])
+            deployment.adapters.keep([spec(name) for name in sorted(names)])
         case ("follow", names):
-            fleet.adapters.follow([spec(name, "/file") for name in sorted(names)], names)
+            deployment.adapters.follow([spec(name, "/file") for name in sorted(names)], names)
 
 
 @given(st.lists(DEEDS, max_size=40), st.sets(st.sampled_from(NAMES)))
 @settings(max_examples=150, deadline=None)
 def test_never_half_loaded_and_always_decided(deeds: list[tuple[Any, ...]], file: set[str]) -> None:
     async def play() -> None:
-        fleet = Fleet(*(spec(name, "/file") for name in sorted(file)))
-        for worker in fleet.fakes:
-            fleet.start(worker)
+        deployment = FakeDeployment(*(spec(name, "/file") for name in sorted(file)))
+        for worker in deployment.fakes:
+            deployment.start(worker)
         for deed in deeds:
-            do(fleet, deed)
-            await fleet.settle()
-        await fleet.finish()
-        fleet.tasks.append(asyncio.get_running_loop().create_task(fleet.adapters.remove("none")))
-        await fleet.finish()  # whatever the file asked for had its turn before
-        for worker in fleet.fakes:
-            fleet.start(worker)
-        await fleet.finish()
-        for worker in fleet.fakes:
+            do(deployment, deed)
+            await deployment.settle()
+        await deployment.finish()
+        deployment.tasks.append(
+            asyncio.get_running_loop().create_task(deployment.adapters.remove("none"))
+        )
+        await deployment.finish()  # whatever the file asked for had its turn before
+        for worker in deployment.fakes:
+            deployment.start(worker)
+        await deployment.finish()
+        for worker in deployment.fakes:
             if worker.serves:
-                assert set(worker.held) == fleet.serving(), worker.name
-        assert {entry.state for entry in fleet.adapters.book} <= {"serving", "failed", "loading"}
-        if any(worker.serves for worker in fleet.fakes):
-            assert {entry.state for entry in fleet.adapters.book} <= {"serving", "failed"}
+                assert set(worker.held) == deployment.serving(), worker.name
+        assert {entry.state for entry in deployment.adapters.book} <= {
+            "serving",
+            "failed",
+            "loading",
+        }
+        if any(worker.serves for worker in deployment.fakes):
+            assert {entry.state for entry in deployment.adapters.book} <= {"serving", "failed"}
 
     asyncio.run(play())
 
 
-async def up(*file: AdapterSpec) -> Fleet:
-    fleet = Fleet(*file)
-    for worker in fleet.fakes:
-        fleet.start(worker)
-    await fleet.finish()
-    return fleet
+async def up(*file: AdapterSpec) -> FakeDeployment:
+    deployment = FakeDeployment(*file)
+    for worker in deployment.fakes:
+        deployment.start(worker)
+    await deployment.finish()
+    return deployment
 
 
-def asked(fleet: Fleet) -> list[str]:
-    return [name for worker in fleet.fakes for name, _ in worker.orders]
+def asked(deployment: FakeDeployment) -> list[str]:
+    return [name for worker in deployment.fakes for name, _ in worker.orders]
 
 
 async def test_one_refuses_and_the_others_unload() -> None:
-    fleet = await up()
-    adding = fleet.do(fleet.adapters.add(spec("x")))
-    await fleet.settle()
-    first, second, third = fleet.fakes
+    deployment = await up()
+    adding = deployment.do(deployment.adapters.add(spec("x")))
+    await deployment.settle()
+    first, second, third = deployment.fakes
     for worker, well in ((first, True), (third, False)):
         worker.answer(well=well)
-    await fleet.settle()
+    await deployment.settle()
     assert not adding.done()  # the second has not said
     second.answer(well=True)
-    await fleet.settle()
-    assert asked(fleet) == ["", ""]  # unload
-    await fleet.finish()
+    await deployment.settle()
+    assert asked(deployment) == ["", ""]  # unload
+    await deployment.finish()
     assert adding.result() == Refusal("m/2 refuses x", invalid=True)
-    assert not any(worker.held for worker in fleet.fakes)
-    assert not list(fleet.adapters.book)
+    assert not any(worker.held for worker in deployment.fakes)
+    assert not list(deployment.adapters.book)
 
 
 async def test_what_is_loaded_already_is_refused_unless_in_place() -> None:
-    fleet = await up()
-    fleet.do(fleet.adapters.add(spec("x")))
-    again = fleet.do(fleet.adapters.add(spec("x")))
-    other = fleet.do(fleet.adapters.add(spec("x", "/b"), in_place=True))
-    await fleet.finish()
+    deployment = await up()
+    deployment.do(deployment.adapters.add(spec("x")))
+    again = deployment.do(deployment.adapters.add(spec("x")))
+    other = deployment.do(deployment.adapters.add(spec("x", "/b"), in_place=True))
+    await deployment.finish()
     assert isinstance(again.result(), Refusal)
     assert again.result().invalid
     assert "set 'load_inplace' to True" in again.result().message
     assert isinstance(other.result(), AdapterInfo)
-    assert fleet.adapters.expected() == (spec("x", "/b"),)
+    assert deployment.adapters.expected() == (spec("x", "/b"),)
 
 
 async def test_in_place_and_refused_is_back_to_what_was() -> None:
-    fleet = await up()
-    fleet.do(fleet.adapters.add(spec("x")))
-    await fleet.finish()
-    other = fleet.do(fleet.adapters.add(spec("x", "/b"), in_place=True))
-    await fleet.settle()
-    for worker in fleet.fakes:
+    deployment = await up()
+    deployment.do(deployment.adapters.add(spec("x")))
+    await deployment.finish()
+    other = deployment.do(deployment.adapters.add(spec("x", "/b"), in_place=True))
+    await deployment.settle()
+    for worker in deployment.fakes:
         worker.answer(well=True)  # unloads
-    await fleet.settle()
-    fleet.fakes[1].answer(well=False)
-    await fleet.finish()
+    await deployment.settle()
+    deployment.fakes[1].answer(well=False)
+    await deployment.finish()
     assert isinstance(other.result(), Refusal)
-    assert fleet.adapters.expected() == (spec("x"),)
-    assert all("x" in worker.held for worker in fleet.fakes)
+    assert deployment.adapters.expected() == (spec("x"),)
+    assert all("x" in worker.held for worker in deployment.fakes)
 
 
 async def test_the_files_is_changed_in_the_file_only() -> None:
-    fleet = await up(spec("x"))
-    other = fleet.do(fleet.adapters.add(spec("x", "/b"), in_place=True))
-    await fleet.finish()
+    deployment = await up(spec("x"))
+    other = deployment.do(deployment.adapters.add(spec("x", "/b"), in_place=True))
+    await deployment.finish()
     assert "change it there, and reload" in other.result().message
 
 
 async def test_a_worker_that_cannot_have_what_others_serve_does_not_serve() -> None:
-    fleet = await up(spec("x"))
-    last = fleet.fakes[2]
+    deployment = await up(spec("x"))
+    last = deployment.fakes[2]
     last.die()
-    fleet.start(last)
-    await fleet.settle()
+    deployment.start(last)
+    await deployment.settle()
     last.answer(well=False)
-    await fleet.settle()
+    await deployment.settle()
     assert not last.alive
-    assert fleet.serving() == {"x"}
+    assert deployment.serving() == {"x"}
 
 
 async def test_where_none_can_have_it_the_base_is_served_without() -> None:
-    fleet = await up(spec("x"), spec("y"))
-    for worker in fleet.fakes:
+    deployment = await up(spec("x"), spec("y"))
+    for worker in deployment.fakes:
         worker.die()
-    fleet.start(fleet.fakes[0])
-    await fleet.settle()
-    fleet.fakes[0].answer(well=False)
-    await fleet.finish()
-    assert fleet.fakes[0].serves
-    assert fleet.serving() == {"y"}
-    failed = fleet.adapters.book.get("x")
+    deployment.start(deployment.fakes[0])
+    await deployment.settle()
+    deployment.fakes[0].answer(well=False)
+    await deployment.finish()
+    assert deployment.fakes[0].serves
+    assert deployment.serving() == {"y"}
+    failed = deployment.adapters.book.get("x")
     assert failed is not None
     assert (failed.state, failed.reason) == ("failed", "m/0 refuses x")
 
 
 async def test_one_that_comes_up_meanwhile_waits_for_the_decision() -> None:
-    fleet = await up()
-    late = fleet.fakes[2]
+    deployment = await up()
+    late = deployment.fakes[2]
     late.die()
-    fleet.do(fleet.adapters.add(spec("x")))
-    await fleet.settle()
-    fleet.start(late)
-    await fleet.settle()
+    deployment.do(deployment.adapters.add(spec("x")))
+    await deployment.settle()
+    deployment.start(late)
+    await deployment.settle()
     assert not late.orders
-    for worker in fleet.fakes[:2]:
+    for worker in deployment.fakes[:2]:
         worker.answer(well=True)
-    await fleet.settle()
+    await deployment.settle()
     assert not late.serves
-    assert asked(fleet) == ["x"]  # it is brought up to date
+    assert asked(deployment) == ["x"]  # it is brought up to date
     late.answer(well=True)
-    await fleet.settle()
+    await deployment.settle()
     assert late.serves
 
 
 async def test_the_next_version_has_what_was_added_unless_the_file_claims_its_name() -> None:
-    fleet = await up(spec("x"))
+    deployment = await up(spec("x"))
     for name in ("y", "z"):
-        fleet.do(fleet.adapters.add(spec(name)))
-    await fleet.finish()
-    after = fleet.adapters.successor([spec("new")], {"new", "z"})
+        deployment.do(deployment.adapters.add(spec(name)))
+    await deployment.finish()
+    after = deployment.adapters.successor([spec("new")], {"new", "z"})
     assert after.expected() == (spec("new"), spec("y"))
 
 
 async def test_what_was_added_before_us_is_kept_and_had_by_all() -> None:
-    fleet = Fleet(spec("x"))
-    early, adopted, _ = fleet.fakes
-    fleet.start(early)
-    await fleet.finish()
+    deployment = FakeDeployment(spec("x"))
+    early, adopted, _ = deployment.fakes
+    deployment.start(early)
+    await deployment.finish()
     adopted.held = {name: info(name) for name in ("x", "y", "w")}
-    fleet.adapters.follow([spec("x")], {"x", "b"})
-    await fleet.settle()
-    fleet.adapters.keep([spec("x", "/other"), spec("y"), spec("b")])  # "b" is another model now
-    fleet.start(adopted)
-    await fleet.finish()
+    deployment.adapters.follow([spec("x")], {"x", "b"})
+    await deployment.settle()
+    deployment.adapters.keep(
+        [spec("x", "/other"), spec("y"), spec("b")]
+    )  # "b" is another model now
+    deployment.start(adopted)
+    await deployment.finish()
     assert set(early.held) == set(adopted.held) == {"x", "y"}
-    assert fleet.adapters.expected() == (spec("x"), spec("y"))
-    assert fleet.adapters.added == (spec("y"),)
+    assert deployment.adapters.expected() == (spec("x"), spec("y"))
+    assert deployment.adapters.added == (spec("y"),)
 
 
 @pytest.mark.parametrize("unused", [True, False])
 async def test_it_is_unloaded_once_gateways_have_no_request_for_it(
     unused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fleet = await up(spec("x"))
+    deployment = await up(spec("x"))
     is_unused: list[bool] = [unused]
     ask: Callable[[str], bool] = lambda name: is_unused[0]  # noqa: E731
-    monkeypatch.setattr(fleet, "is_unused", ask)
-    fleet.do(fleet.adapters.remove("x"))
-    await fleet.settle()
-    assert asked(fleet) == ([""] * WORKERS if unused else [])
+    monkeypatch.setattr(deployment, "is_unused", ask)
+    deployment.do(deployment.adapters.remove("x"))
+    await deployment.settle()
+    assert asked(deployment) == ([""] * WORKERS if unused else [])
     is_unused[0] = True
-    await fleet.finish()
-    assert not any(worker.held for worker in fleet.fakes)
+    await deployment.finish()
+    assert not any(worker.held for worker in deployment.fakes)
 
 
 async def test_what_is_added_to_a_model_that_is_away_comes_with_it() -> None:
-    fleet = Fleet(is_away=True)
-    adding = fleet.do(fleet.adapters.add(spec("x")))
-    again = fleet.do(fleet.adapters.add(spec("x")))
-    await fleet.finish()
+    deployment = FakeDeployment(is_away=True)
+    adding = deployment.do(deployment.adapters.add(spec("x")))
+    again = deployment.do(deployment.adapters.add(spec("x")))
+    await deployment.finish()
     assert adding.result() == Later()
     assert "already been loaded" in again.result().message
-    assert fleet.adapters.expected() == (spec("x"),)
-    fleet.start(fleet.fakes[0])
-    await fleet.settle()
-    assert asked(fleet) == ["x"]
-    await fleet.finish()
-    assert fleet.serving() == {"x"}
-    assert (fleet.fakes[0].serves, set(fleet.fakes[0].held)) == (True, {"x"})
+    assert deployment.adapters.expected() == (spec("x"),)
+    deployment.start(deployment.fakes[0])
+    await deployment.settle()
+    assert asked(deployment) == ["x"]
+    await deployment.finish()
+    assert deployment.serving() == {"x"}
+    assert (deployment.fakes[0].serves, set(deployment.fakes[0].held)) == (True, {"x"})
 
 
 async def test_what_is_added_to_a_model_that_is_away_and_then_refused_has_failed() -> None:
-    fleet = Fleet(is_away=True)
-    fleet.do(fleet.adapters.add(spec("x")))
-    await fleet.finish()
-    fleet.start(fleet.fakes[0])
-    await fleet.settle()
-    fleet.fakes[0].answer(well=False)
-    await fleet.finish()
-    (entry,) = fleet.adapters.book
+    deployment = FakeDeployment(is_away=True)
+    deployment.do(deployment.adapters.add(spec("x")))
+    await deployment.finish()
+    deployment.start(deployment.fakes[0])
+    await deployment.settle()
+    deployment.fakes[0].answer(well=False)
+    await deployment.finish()
+    (entry,) = deployment.adapters.book
     assert (entry.state, entry.reason) == ("failed", "m/0 refuses x")
-    assert fleet.fakes[0].serves
+    assert deployment.fakes[0].serves
 
 
 @pytest.mark.parametrize("removed", [True, False])
 async def test_one_that_wakes_has_no_other_than_is_meant_now(removed: bool) -> None:
-    fleet = await up(spec("y"))
-    fleet.is_away = True
-    fleet.do(fleet.adapters.add(spec("x")))
-    await fleet.finish()
-    for worker in fleet.fakes:
+    deployment = await up(spec("y"))
+    deployment.is_away = True
+    deployment.do(deployment.adapters.add(spec("x")))
+    await deployment.finish()
+    for worker in deployment.fakes:
         worker.serves = False  # they sleep, with all that they have
     if removed:
-        fleet.do(fleet.adapters.remove("x"))
-    fleet.do(fleet.adapters.add(spec("x", "/b"), in_place=True))
-    await fleet.finish()
-    assert fleet.adapters.expected() == (spec("y"), spec("x", "/b"))
-    for worker in fleet.fakes:
-        fleet.do(fleet._come_up(worker))
-    await fleet.settle()
-    assert asked(fleet) == [""], "the old one is unloaded first"
-    fleet.fakes[0].answer(well=True)
-    await fleet.settle()
-    assert asked(fleet) == ["x"]
-    await fleet.finish()
-    assert all(worker.serves for worker in fleet.fakes)
+        deployment.do(deployment.adapters.remove("x"))
+    deployment.do(deployment.adapters.add(spec("x", "/b"), in_place=True))
+    await deployment.finish()
+    assert deployment.adapters.expected() == (spec("y"), spec("x", "/b"))
+    for worker in deployment.fakes:
+        deployment.do(deployment._come_up(worker))
+    await deployment.settle()
+    assert asked(deployment) == [""], "the old one is unloaded first"
+    deployment.fakes[0].answer(well=True)
+    await deployment.settle()
+    assert asked(deployment) == ["x"]
+    await deployment.finish()
+    assert all(worker.serves for worker in deployment.fakes)
 
 
 async def test_the_next_version_has_what_was_added_to_one_that_was_away() -> None:
-    fleet = Fleet(is_away=True)
-    fleet.do(fleet.adapters.add(spec("x")))
-    await fleet.finish()
-    assert fleet.adapters.successor((), ()).expected() == (spec("x"),)
-    assert fleet.adapters.successor((), {"x"}).expected() == ()
+    deployment = FakeDeployment(is_away=True)
+    deployment.do(deployment.adapters.add(spec("x")))
+    await deployment.finish()
+    assert deployment.adapters.successor((), ()).expected() == (spec("x"),)
+    assert deployment.adapters.successor((), {"x"}).expected() == ()

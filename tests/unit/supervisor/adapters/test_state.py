@@ -43,7 +43,7 @@ def test_without_anybody_it_is_the_moment_that_is_wrong(outcomes: tuple[Outcome,
 
 def test_workers_begin_with_what_is_expected_and_not_with_what_is_being_decided() -> None:
     book = AdapterTable([X], 1.0)
-    book.ask(Y, 2.0, from_file=False)
+    book.add_requested(Y, 2.0, from_file=False)
     assert book.expected() == (X,)
     book.serve("y", INFO, 3.0)
     assert book.expected() == (X, Y)
@@ -68,6 +68,6 @@ def test_it_serves_where_all_workers_of_whichever_version_have_it() -> None:
     book.serve("x", INFO, 2.0)
     [told] = book.statuses([])  # all restart: requests wait
     assert told.state == "serving"
-    book.ask(X, 3.0, from_file=True)
+    book.add_requested(X, 3.0, from_file=True)
     [told] = book.statuses([{"x": INFO}])
     assert told.state == "loading"  # until it is decided

@@ -18,12 +18,12 @@ from servekit.protocol.adapters import (
     RemoveAdapter,
 )
 from servekit.protocol.messages import Accepted, Refused
-from servekit.supervisor.admin.adapter_service import AdapterDesk
+from servekit.supervisor.admin.adapter_service import AdapterService
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.deployments.worker_pool import WorkerPool
 
-Make = Callable[..., AdapterDesk]
+Make = Callable[..., AdapterService]
 
 
 def folder(path: Path) -> str:
@@ -33,10 +33,10 @@ def folder(path: Path) -> str:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Make:
+def service(tmp_path: Path) -> Make:
     """Fleets without workers: nothing can be loaded, and all that comes before can be seen."""
 
-    def make(*names: str) -> AdapterDesk:
+    def make(*names: str) -> AdapterService:
         filed = {"name": f"{names[0]}-filed", "path": folder(tmp_path / "filed")}
         models = tuple(
             ModelConfig.model_validate(
@@ -49,24 +49,24 @@ def desk(tmp_path: Path) -> Make:
         pool = cast(WorkerPool, SimpleNamespace(host=host, drain_timeout_s=1.0, gpus=(), run=None))
         plan = SimpleNamespace(config=Config(models=models))
         served = [Deployment(model, pool) for model in models]
-        for fleet in served:
-            fleet.wanted = True
-        return AdapterDesk(cast(DeploymentManager, SimpleNamespace(served=served, plan=plan)))
+        for deployment in served:
+            deployment.wanted = True
+        return AdapterService(cast(DeploymentManager, SimpleNamespace(served=served, plan=plan)))
 
     return make
 
 
-async def refused(desk: AdapterDesk, name: str, path: str, model: str = "") -> str:
-    answer = await desk.add(AddAdapter(model, AdapterSpec(name, path)))
+async def refused(service: AdapterService, name: str, path: str, model: str = "") -> str:
+    answer = await service.add(AddAdapter(model, AdapterSpec(name, path)))
     assert isinstance(answer, Refused)
     assert answer.invalid, answer
     return answer.message
 
 
 async def test_what_is_wrong_is_said_before_any_worker_hears_of_it(
-    desk: Make, tmp_path: Path
+    service: Make, tmp_path: Path
 ) -> None:
-    one, two = desk("a"), desk("a", "b")
+    one, two = service("a"), service("a", "b")
     here = folder(tmp_path / "x")
     (tmp_path / "empty").mkdir()
     assert "does not exist" in await refused(one, "x", str(tmp_path / "nowhere"))
@@ -78,20 +78,22 @@ async def test_what_is_wrong_is_said_before_any_worker_hears_of_it(
         assert f"the name '{taken}' is taken" in await refused(one, taken, here)
     assert "the name 'a-filed' is taken" in await refused(two, "a-filed", here, "b")
     assert "change it there" not in await refused(two, "b", here, "a")
-    assert "say which model the adapter is for; there are: a, b" in await refused(two, "x", here)
+    assert "name the model of the adapter; there are: a, b" in await refused(two, "x", here)
     assert "no model is called 'c'" in await refused(two, "x", here, "c")
 
 
-async def test_without_workers_it_is_the_moment_that_is_wrong(desk: Make, tmp_path: Path) -> None:
-    for desk_, model in ((desk("a"), ""), (desk("a", "b"), "b-alias")):
+async def test_without_workers_it_is_the_moment_that_is_wrong(
+    service: Make, tmp_path: Path
+) -> None:
+    for desk_, model in ((service("a"), ""), (service("a", "b"), "b-alias")):
         answer = await desk_.add(AddAdapter(model, AdapterSpec("x", folder(tmp_path / "x"))))
         assert isinstance(answer, Refused)
         assert (answer.invalid, answer.retry_after_s) == (False, 5.0)
 
 
-async def test_to_a_model_that_is_stopped_it_comes_with_that(desk: Make, tmp_path: Path) -> None:
-    made = desk("a")
-    made._fleet("a").wanted = False
+async def test_to_a_model_that_is_stopped_it_comes_with_that(service: Make, tmp_path: Path) -> None:
+    made = service("a")
+    made._deployment("a").wanted = False
     answer = await made.add(AddAdapter("", AdapterSpec("x", folder(tmp_path / "x"))))
     assert answer == Accepted("x is loaded with a, which is not there now")
     shown = made.show(GetAdapters("a"))
@@ -99,8 +101,8 @@ async def test_to_a_model_that_is_stopped_it_comes_with_that(desk: Make, tmp_pat
     assert [(one.name, one.state) for one in shown.adapters["a"]][-1] == ("x", "loading")
 
 
-async def test_they_are_shown_by_model(desk: Make) -> None:
-    two = desk("a", "b")
+async def test_they_are_shown_by_model(service: Make) -> None:
+    two = service("a", "b")
     shown = two.show(GetAdapters())
     assert isinstance(shown, Adapters)
     told = {model: [(o.name, o.state) for o in ones] for model, ones in shown.adapters.items()}
@@ -111,8 +113,10 @@ async def test_they_are_shown_by_model(desk: Make) -> None:
     assert isinstance(two.show(GetAdapters("c")), Refused)
 
 
-async def test_the_files_comes_back_with_a_reload_and_what_is_not_there_is_said(desk: Make) -> None:
-    one = desk("a")
+async def test_the_files_comes_back_with_a_reload_and_what_is_not_there_is_said(
+    service: Make,
+) -> None:
+    one = service("a")
     gone = await one.remove(RemoveAdapter("a-filed"))
     assert isinstance(gone, Accepted)
     assert "a reload loads it again" in gone.message

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,12 +29,12 @@ from servekit.protocol.messages import (
 from servekit.protocol.metrics_messages import Figures, GetMetrics, Series
 from servekit.protocol.remote_gateway import AdminRequest, AdminResponse
 from servekit.protocol.residency import SetResidency
-from servekit.supervisor.admin.control_socket import Operators, ask
+from servekit.supervisor.admin.control_socket import AdminApi, query_supervisor
 
 STATUS = Status("1", 2, "u", "c", 0.0, 3, (), (), False)
 
 
-class Desk:
+class Answers:
     """A supervisor's answers."""
 
     def __init__(self) -> None:
@@ -53,67 +54,74 @@ class Desk:
         return Accepted("a added")
 
 
-class AdapterDesk:
+class AdapterAnswers:
     """One adapter may be had."""
 
-    async def add(self, wish: AddAdapter) -> Accepted | Refused:
+    async def add(self, request: AddAdapter) -> Accepted | Refused:
         await asyncio.sleep(0)
-        if wish.adapter.name == "x":
+        if request.adapter.name == "x":
             return Accepted("x serves")
         return Refused("nobody is ready", retry_after_s=5.0)
 
-    async def remove(self, wish: RemoveAdapter) -> Accepted | Refused:
-        return Refused(f"there is no {wish.name}", True)
+    async def remove(self, request: RemoveAdapter) -> Accepted | Refused:
+        return Refused(f"there is no {request.name}", True)
 
-    def show(self, wish: GetAdapters) -> Adapters | Refused:
-        return Adapters({wish.model: ()})
+    def show(self, request: GetAdapters) -> Adapters | Refused:
+        return Adapters({request.model: ()})
 
 
-class ResidenceDesk:
+class SwapAnswers:
     """Loads one model."""
 
-    async def reside(self, wish: SetResidency) -> Accepted | Refused:
+    async def reside(self, request: SetResidency) -> Accepted | Refused:
         await asyncio.sleep(0)
-        if wish.model == "m":
-            return Accepted(f"m: {wish.want}, {'done' if wish.wait else 'begun'}")
-        return Refused(f"no model is called {wish.model!r}", True)
+        if request.model == "m":
+            return Accepted(f"m: {request.want}, {'done' if request.wait else 'begun'}")
+        return Refused(f"no model is called {request.model!r}", True)
 
 
-class MetricsDesk:
+class MetricAnswers:
     """Has counted one thing."""
 
-    def show(self, wish: GetMetrics) -> Figures:
+    def show(self, request: GetMetrics) -> Figures:
         return Figures((Series("servekit_queue_depth", ("m",), [3.0]),))
 
 
-class BrokenDesk(Desk):
+def make_api(supervisor: Any, adapters: Any = None) -> AdminApi:
+    """Return the API over answers that are made up."""
+    swap, metrics = SwapAnswers(), MetricAnswers()
+    made_up: tuple[Any, ...] = (supervisor, adapters or AdapterAnswers(), swap, metrics)
+    return AdminApi(*made_up)
+
+
+class BrokenAnswers(Answers):
     async def status_now(self) -> Status:
         raise RuntimeError("bug")
 
 
 async def test_operators_are_answered_and_heard(tmp_path: Path) -> None:
-    desk = Desk()
-    operators = Operators(desk, AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    supervisor = Answers()
+    operators = make_api(supervisor)
     path = tmp_path / "control.sock"
     await operators.listen(path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert await ask(path, GetStatus()) == STATUS
-    assert await ask(path, Shutdown(True)) == Accepted()
-    assert await ask(path, Shutdown()) == Accepted()
-    assert desk.heard == [True, False]
-    assert await ask(path, GetWhy("m")) == Why("m", "closed", ())
-    assert await ask(path, Reload()) == Accepted("a added")
+    assert await query_supervisor(path, GetStatus()) == STATUS
+    assert await query_supervisor(path, Shutdown(True)) == Accepted()
+    assert await query_supervisor(path, Shutdown()) == Accepted()
+    assert supervisor.heard == [True, False]
+    assert await query_supervisor(path, GetWhy("m")) == Why("m", "closed", ())
+    assert await query_supervisor(path, Reload()) == Accepted("a added")
     with pytest.raises(ConfigError, match="no such model"):
-        await ask(path, GetWhy("n"))
+        await query_supervisor(path, GetWhy("n"))
     operators.close()
 
 
 async def test_a_gateway_may_pass_on_what_is_asked_over_http_and_no_more() -> None:
-    desk, told = Desk(), asyncio.Queue[AdminResponse]()
-    operators = Operators(desk, AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    supervisor, told = Answers(), asyncio.Queue[AdminResponse]()
+    operators = make_api(supervisor)
     questions: list[ToSupervisor] = [GetStatus(), GetWhy("m"), Reload(), Shutdown(True)]
     for id, question in enumerate(questions):
-        operators.hear(AdminRequest(id, question), told.put_nowait)
+        operators.answer_remote(AdminRequest(id, question), told.put_nowait)
     answers = {}
     for _ in range(4):
         answered = await asyncio.wait_for(told.get(), 60)
@@ -122,42 +130,44 @@ async def test_a_gateway_may_pass_on_what_is_asked_over_http_and_no_more() -> No
         0: STATUS,
         1: Why("m", "closed", ()),
         2: Accepted("a added"),
-        3: Refused("that is not for a gateway to ask"),
+        3: Refused("a gateway may not request that"),
     }
-    assert not desk.heard
+    assert not supervisor.heard
 
 
 async def test_a_gateway_is_told_that_there_is_no_answer() -> None:
     told = asyncio.Queue[AdminResponse]()
-    operators = Operators(BrokenDesk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
-    operators.hear(AdminRequest(1, GetStatus()), told.put_nowait)
+    operators = make_api(BrokenAnswers())
+    operators.answer_remote(AdminRequest(1, GetStatus()), told.put_nowait)
     answered = await asyncio.wait_for(told.get(), 60)
     assert isinstance(answered.answer, Refused)
 
 
 async def test_operators_are_answered_about_adapters(tmp_path: Path) -> None:
-    operators = Operators(Desk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    operators = make_api(Answers())
     path = tmp_path / "control.sock"
     await operators.listen(path)
-    assert await ask(path, AddAdapter("m", AdapterSpec("x", "/x"))) == Accepted("x serves")
-    assert await ask(path, GetAdapters("m")) == Adapters({"m": ()})
+    assert await query_supervisor(path, AddAdapter("m", AdapterSpec("x", "/x"))) == Accepted(
+        "x serves"
+    )
+    assert await query_supervisor(path, GetAdapters("m")) == Adapters({"m": ()})
     with pytest.raises(ServekitError, match="nobody is ready"):
-        await ask(path, AddAdapter("m", AdapterSpec("y", "/y")))
+        await query_supervisor(path, AddAdapter("m", AdapterSpec("y", "/y")))
     with pytest.raises(ConfigError, match="there is no z"):
-        await ask(path, RemoveAdapter("z"))
+        await query_supervisor(path, RemoveAdapter("z"))
     operators.close()
 
 
 async def test_nobody_there_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="no servekit runs in"):
-        await ask(tmp_path / "control.sock", GetStatus())
+        await query_supervisor(tmp_path / "control.sock", GetStatus())
 
 
 async def test_a_stale_socket_is_nobody(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(tmp_path / "control.sock"))
     with pytest.raises(StartError, match="no servekit runs in"):
-        await ask(tmp_path / "control.sock", GetStatus())
+        await query_supervisor(tmp_path / "control.sock", GetStatus())
 
 
 async def test_a_supervisor_that_does_not_answer_is_a_sentence(tmp_path: Path) -> None:
@@ -165,31 +175,33 @@ async def test_a_supervisor_that_does_not_answer_is_a_sentence(tmp_path: Path) -
         sock.bind(str(tmp_path / "control.sock"))
         sock.listen()
         with pytest.raises(ServekitError, match=r"did not answer within 0\.1 s"):
-            await ask(tmp_path / "control.sock", GetStatus(), timeout_s=0.1)
+            await query_supervisor(tmp_path / "control.sock", GetStatus(), timeout_s=0.1)
 
 
 async def test_operators_are_answered_about_models(tmp_path: Path) -> None:
-    operators = Operators(Desk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    operators = make_api(Answers())
     path = tmp_path / "control.sock"
     await operators.listen(path)
-    assert await ask(path, SetResidency("m", "load")) == Accepted("m: load, done")
-    assert await ask(path, SetResidency("m", "sleep", wait=False)) == Accepted("m: sleep, begun")
+    assert await query_supervisor(path, SetResidency("m", "load")) == Accepted("m: load, done")
+    assert await query_supervisor(path, SetResidency("m", "sleep", wait=False)) == Accepted(
+        "m: sleep, begun"
+    )
     with pytest.raises(ConfigError, match="no model is called 'x'"):
-        await ask(path, SetResidency("x", "wake"))
+        await query_supervisor(path, SetResidency("x", "wake"))
     operators.close()
 
 
 async def test_gateways_are_told_the_figures(tmp_path: Path) -> None:
-    operators = Operators(Desk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    operators = make_api(Answers())
     path = tmp_path / "control.sock"
     await operators.listen(path)
-    assert await ask(path, GetMetrics()) == MetricsDesk().show(GetMetrics())
+    assert await query_supervisor(path, GetMetrics()) == MetricAnswers().show(GetMetrics())
     operators.close()
 
 
 async def test_one_that_breaks_off_is_a_sentence(tmp_path: Path) -> None:
-    operators = Operators(BrokenDesk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    operators = make_api(BrokenAnswers())
     await operators.listen(tmp_path / "control.sock")
-    with pytest.raises(ServekitError, match="hung up"):
-        await ask(tmp_path / "control.sock", GetStatus())
+    with pytest.raises(ServekitError, match="closed the connection"):
+        await query_supervisor(tmp_path / "control.sock", GetStatus())
     operators.close()

@@ -9,7 +9,7 @@ import pytest
 
 from servekit.supervisor.admin import status
 from servekit.supervisor.deployments.deployment import Deployment
-from tests.unit.supervisor.made_up_fleet import config
+from tests.unit.supervisor.made_up_deployment import config
 
 
 def fleet_of(**keys: Any) -> Deployment:
@@ -30,7 +30,7 @@ def fleet_of(**keys: Any) -> Deployment:
     ],
 )
 def test_a_reload_is_told_to_gateways(key: str, before: object, after: object) -> None:
-    fleet = fleet_of(**{key: before})
-    assert getattr(status.of_model(fleet, 1, None), key) == before
-    fleet.model = config(**{key: after})
-    assert getattr(status.of_model(fleet, 1, None), key) == after
+    deployment = fleet_of(**{key: before})
+    assert getattr(status.of_model(deployment, 1, None), key) == before
+    deployment.model = config(**{key: after})
+    assert getattr(status.of_model(deployment, 1, None), key) == after

@@ -161,17 +161,17 @@ def test_it_is_fed_while_a_gateway_answers(manager: tuple[dict[str, str], Heard]
     environ, heard = manager
     dead, alive = Gateway(0.0), Gateway(0.0)
     notifier = Notifier(environ, (dead, alive))
-    notifier.look()
+    notifier.feed_watchdog()
     assert heard() == []
     alive.answered_at = float("inf")
-    notifier.look()
+    notifier.feed_watchdog()
     assert heard() == ["WATCHDOG=1"]
     alive.answered_at = 0.0
-    notifier.look()
+    notifier.feed_watchdog()
     assert heard() == []
     notifier.stopping(1)
     heard()
-    notifier.look()
+    notifier.feed_watchdog()
     assert heard() == ["WATCHDOG=1"], "gateways end while it drains"
 
 
@@ -179,7 +179,7 @@ def test_nobody_who_listens_is_no_harm(tmp_path: Path) -> None:
     for environ in ({}, {"NOTIFY_SOCKET": str(tmp_path / "none")}):
         notifier = Notifier(environ, ())
         notifier.changed(status(A))
-        notifier.look()
+        notifier.feed_watchdog()
         notifier.stopping(1)
 
 

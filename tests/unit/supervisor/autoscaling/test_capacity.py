@@ -27,7 +27,9 @@ def model(name: str, **keys: Any) -> ModelConfig:
     )
 
 
-def fleet(model: ModelConfig, *slots: int, rss_bytes: int = 0, there: bool = True) -> Deployment:
+def deployment(
+    model: ModelConfig, *slots: int, rss_bytes: int = 0, there: bool = True
+) -> Deployment:
     """With a replica on each of these GPUs; none: one on the CPU."""
     planned: Slots = tuple((GPUS[index],) for index in slots) or ((),)
     living = [
@@ -38,7 +40,7 @@ def fleet(model: ModelConfig, *slots: int, rss_bytes: int = 0, there: bool = Tru
     return cast(Deployment, made)
 
 
-def one_more(*fleets: Deployment, dead: dict[str, dict[str, int]] | None = None) -> object:
+def one_more(*deployments: Deployment, dead: dict[str, dict[str, int]] | None = None) -> object:
     """For the first of them: the index of a GPU, () for the CPU, or why not."""
     ledger = GpuReservations(GPUS)
     for name, claim in (dead or {}).items():
@@ -48,7 +50,7 @@ def one_more(*fleets: Deployment, dead: dict[str, dict[str, int]] | None = None)
         return all(
             sum(
                 claim
-                for one in fleets
+                for one in deployments
                 for living in one.living
                 for on, claim in zip(
                     living.place.gpus, claims_of(one.model, living.place.gpus, None), strict=True
@@ -66,8 +68,8 @@ def one_more(*fleets: Deployment, dead: dict[str, dict[str, int]] | None = None)
             SimpleNamespace(
                 plan=SimpleNamespace(config=SimpleNamespace(gpus=SimpleNamespace(reserve=None))),
                 gpus=GPUS,
-                served=list(fleets),
-                everyone=lambda: list(fleets),
+                served=list(deployments),
+                everyone=lambda: list(deployments),
                 pool=SimpleNamespace(
                     has_room=has_room,
                     claims=lambda model, slot: claims_of(model, slot, None),
@@ -76,60 +78,60 @@ def one_more(*fleets: Deployment, dead: dict[str, dict[str, int]] | None = None)
             ),
         )
     )
-    found = here.one_more(fleets[0])
+    found = here.one_more(deployments[0])
     if isinstance(found, NoCapacity):
         return found.reason
     return found[0].index if found else ()
 
 
-NO_GPU = "no room: no GPU that it may use has what a replica claims"
+NO_GPU = "no room: no GPU that it may use has room for the claim of a replica"
 
 
 @pytest.mark.parametrize(
-    ("fleets", "expected"),
+    ("deployments", "expected"),
     [
-        ([fleet(model("a"), 0)], 1),
-        ([fleet(model("a", gpus=[0, 2]), 0)], 2),
-        ([fleet(model("a", gpus=[0]), 0)], NO_GPU),
-        ([fleet(model("a"), 0), fleet(model("b"), 1, 2)], NO_GPU),
-        ([fleet(model("a"), 0), fleet(model("b"), 1)], 2),
+        ([deployment(model("a"), 0)], 1),
+        ([deployment(model("a", gpus=[0, 2]), 0)], 2),
+        ([deployment(model("a", gpus=[0]), 0)], NO_GPU),
+        ([deployment(model("a"), 0), deployment(model("b"), 1, 2)], NO_GPU),
+        ([deployment(model("a"), 0), deployment(model("b"), 1)], 2),
         # by claims: beside another, and beside its own where all GPUs have one
-        ([fleet(model("a", memory="40%"), 0), fleet(model("b", memory="50%"), 1, 2)], 1),
-        ([fleet(model("a", memory="40%"), 0, 1, 2)], 0),
-        ([fleet(model("a", memory="60%"), 0, 1, 2)], NO_GPU),
-        ([fleet(model("a", memory="40%"), 0), fleet(model("b", memory="70%"), 1, 2)], 0),
+        ([deployment(model("a", memory="40%"), 0), deployment(model("b", memory="50%"), 1, 2)], 1),
+        ([deployment(model("a", memory="40%"), 0, 1, 2)], 0),
+        ([deployment(model("a", memory="60%"), 0, 1, 2)], NO_GPU),
+        ([deployment(model("a", memory="40%"), 0), deployment(model("b", memory="70%"), 1, 2)], 0),
         # one that is away keeps its place: else nobody would make room for it
         (
             [
-                fleet(model("a"), 0),
-                fleet(model("b", load="on_demand"), 1, there=False),
-                fleet(model("c"), 2),
+                deployment(model("a"), 0),
+                deployment(model("b", load="on_demand"), 1, there=False),
+                deployment(model("c"), 2),
             ],
             NO_GPU,
         ),
         # two that come and go may overlap, as long as only one of them is there
         (
             [
-                fleet(model("a", load="on_demand"), 0),
-                fleet(model("b", load="on_demand"), 1, 2, there=False),
+                deployment(model("a", load="on_demand"), 0),
+                deployment(model("b", load="on_demand"), 1, 2, there=False),
             ],
             1,
         ),
         (
             [
-                fleet(model("a", load="on_demand"), 0),
-                fleet(model("b", load="on_demand"), 1, 2),
+                deployment(model("a", load="on_demand"), 0),
+                deployment(model("b", load="on_demand"), 1, 2),
             ],
             NO_GPU,
         ),
     ],
 )
-def test_gpus(fleets: list[Deployment], expected: object) -> None:
-    assert one_more(*fleets) == expected
+def test_gpus(deployments: list[Deployment], expected: object) -> None:
+    assert one_more(*deployments) == expected
 
 
 def test_what_a_dead_worker_may_still_hold_is_nobodys_yet() -> None:
-    own = fleet(model("a", gpus=[0, 1]), 0)
+    own = deployment(model("a", gpus=[0, 1]), 0)
     assert one_more(own, dead={"a/1": {"GPU-1": 100 * GIB}}) == NO_GPU
 
 
@@ -147,5 +149,5 @@ def test_the_cpu(
 ) -> None:
     monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: there)
     monkeypatch.setattr(cgroup, "total_memory_bytes", lambda: 100 * GIB)
-    found = one_more(fleet(model("a", device="cpu", **keys), rss_bytes=4 * GIB))
+    found = one_more(deployment(model("a", device="cpu", **keys), rss_bytes=4 * GIB))
     assert found == expected if expected == () else str(expected) in str(found)

@@ -10,10 +10,10 @@ from servekit.config.schema import Config, GpusConfig, ModelConfig, ServerConfig
 from servekit.supervisor.deployments.config_diff import (
     Change,
     Slots,
+    describe_changes,
     diff,
     needs_restart,
     same_worker,
-    tell,
 )
 from servekit.supervisor.scheduling.placement import place
 from servekit.system.gpus import Gpu
@@ -91,16 +91,18 @@ def test_models_that_come_and_go() -> None:
         ("a", "unchanged", 1, 1),
         ("b", "removed", 2, 0),
     ]
-    assert tell(told) == "c added with 2 replicas, a unchanged, b removed"
+    assert describe_changes(told) == "c added with 2 replicas, a unchanged, b removed"
 
 
 def test_it_is_told_in_words() -> None:
     after = [model("a", path="q", replicas=3), model("b", replicas=2), model("c", max_queue=9)]
     told = changes([model("a", replicas=2), model("b"), model("c")], after)
-    assert tell(told) == "2 replicas of a replaced by 3, b scaled from 1 to 2, c updated"
-    assert tell(changes([model()], [model()])) == "nothing to change"
+    assert (
+        describe_changes(told) == "2 replicas of a replaced by 3, b scaled from 1 to 2, c updated"
+    )
+    assert describe_changes(changes([model()], [model()])) == "nothing to change"
     adapted = model(adapters=[{"name": "x", "path": "/x"}])
-    assert tell(changes([model()], [adapted])) == "adapters of a changed"
+    assert describe_changes(changes([model()], [adapted])) == "adapters of a changed"
 
 
 @pytest.mark.parametrize(
@@ -179,5 +181,5 @@ def test_fewer_replicas_stay_where_they_are() -> None:
 
 def test_adapters_that_are_tried_again_are_told_of() -> None:
     same = Change("a", "unchanged", 1, 1)
-    assert tell([same]) == "nothing to change"
-    assert tell([same], ["a"]) == "adapters of a loaded again"
+    assert describe_changes([same]) == "nothing to change"
+    assert describe_changes([same], ["a"]) == "adapters of a loaded again"

@@ -21,25 +21,27 @@ from servekit.supervisor.lifecycle.managed_process import MemoryFreed
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system.gpus import Gpu, Slot
 from tests.unit.supervisor.lifecycle.test_managed_process import Host
-from tests.unit.supervisor.made_up_fleet import config
+from tests.unit.supervisor.made_up_deployment import config
 
 GPU = Gpu(0, "GPU-0", "H200", 100, 100)
 
 
 async def test_new_limits_count_for_the_replicas_that_there_are() -> None:
-    fleet = Deployment(config(max_queue=5), cast(WorkerPool, SimpleNamespace(host=None, run=None)))
+    deployment = Deployment(
+        config(max_queue=5), cast(WorkerPool, SimpleNamespace(host=None, run=None))
+    )
     retried: list[bool] = []
     old: Any = SimpleNamespace(
-        model=fleet.model, state="ready", ending=False, retry=lambda: retried.append(True)
+        model=deployment.model, state="ready", ending=False, retry=lambda: retried.append(True)
     )
-    fleet.replicas.append(cast(WorkerProcess, old))
+    deployment.replicas.append(cast(WorkerProcess, old))
     new = config(max_queue=7, timeout_s=7.0, stall_timeout_s=9.0)
-    fleet.become(new, fleet.planned, None)
-    assert fleet.model is new and old.model is new
+    deployment.become(new, deployment.planned, None)
+    assert deployment.model is new and old.model is new
     assert retried == [True]
     other = config(path="another")
-    fleet.become(other, fleet.planned, None)
-    assert fleet.model is other
+    deployment.become(other, deployment.planned, None)
+    assert deployment.model is other
     assert old.model is new, "it has loaded the one before"
 
 
@@ -67,22 +69,22 @@ async def settle() -> None:
 
 async def update(pool: WorkerPool, slot: Slot = ()) -> tuple[Deployment, WorkerProcess]:
     """Return a deployment with a ready worker of the old version, told to become the new one."""
-    fleet = Deployment(VERSIONS[0], pool)
-    fleet.become(VERSIONS[0], (slot,), 1)
+    deployment = Deployment(VERSIONS[0], pool)
+    deployment.become(VERSIONS[0], (slot,), 1)
     await settle()
-    (old,) = fleet.replicas
+    (old,) = deployment.replicas
     old.change_state("serve")
     await settle()
-    fleet.become(VERSIONS[1], (slot,), 1)
+    deployment.become(VERSIONS[1], (slot,), 1)
     await settle()
-    return fleet, old
+    return deployment, old
 
 
 async def test_the_old_version_drains_at_the_event_that_the_new_one_is_ready(
     pool: WorkerPool,
 ) -> None:
-    fleet, old = await update(pool)
-    _, new = fleet.replicas
+    deployment, old = await update(pool)
+    _, new = deployment.replicas
     new.change_state("load")
     await settle()
     assert not old.ending
@@ -94,27 +96,27 @@ async def test_the_old_version_drains_at_the_event_that_the_new_one_is_ready(
 async def test_it_is_rolled_back_at_the_event_that_the_new_version_has_failed(
     pool: WorkerPool,
 ) -> None:
-    fleet, old = await update(pool)
-    _, new = fleet.replicas
+    deployment, old = await update(pool)
+    _, new = deployment.replicas
     new.change_state("fail", "no such file")
     await settle()
     assert (old.ending, new.ending) == (False, True)
-    assert fleet.model is old.model is VERSIONS[0]
+    assert deployment.model is old.model is VERSIONS[0]
     assert "serves on" in old.reason and "no such file" in old.reason
 
 
 async def test_the_new_version_starts_at_the_event_that_the_old_one_has_left_its_gpu(
     pool: WorkerPool,
 ) -> None:
-    fleet, old = await update(pool, (GPU,))
+    deployment, old = await update(pool, (GPU,))
     assert old.ending, "there is no room for both"
     old.change_state("drain")
     await settle()
-    assert fleet.replicas == [old]
+    assert deployment.replicas == [old]
     old.change_state("stop")
-    fleet.remove(old)
+    deployment.remove(old)
     await settle()
-    (new,) = fleet.replicas
+    (new,) = deployment.replicas
     assert new.model is VERSIONS[1]
 
 
@@ -135,10 +137,10 @@ async def test_another_models_event_may_make_room(
     (holder,) = other.replicas
     holder.change_state("serve")
     model = ModelConfig.model_validate({"name": "b", "path": "p", "engine": "echo"})
-    fleet = Deployment(model, pool)
-    fleet.become(model, ((GPU,),), 1)
+    deployment = Deployment(model, pool)
+    deployment.become(model, ((GPU,),), 1)
     await settle()
-    assert not fleet.replicas
+    assert not deployment.replicas
     event(holder)
     await settle()
-    assert [one.name for one in fleet.replicas] == ["b/0"]
+    assert [one.name for one in deployment.replicas] == ["b/0"]

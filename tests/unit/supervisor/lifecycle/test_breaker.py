@@ -6,31 +6,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from servekit.supervisor.lifecycle.restart_policy import Breaker, BreakerLimits, Hold
+from servekit.supervisor.lifecycle.restart_policy import BreakerLimits, BreakerPolicy, StartDelay
 
 LIMITS = BreakerLimits(lives=3, first_s=10.0, longest_s=40.0)
 
 
-def opened(at: float = 100.0) -> Breaker:
-    one = Breaker(LIMITS)
+def opened(at: float = 100.0) -> BreakerPolicy:
+    one = BreakerPolicy(LIMITS)
     for _ in range(3):
         one.fruitless_end("a", at)
     return one
 
 
 def test_it_opens_after_so_many_fruitless_lives_in_a_row() -> None:
-    one = Breaker(LIMITS)
+    one = BreakerPolicy(LIMITS)
     for _ in range(2):
         one.fruitless_end("a", 1.0)
         assert one.hold(1.0) is None
     one.fruitless_end("b", 5.0)
     assert (one.state, one.since) == ("open", 5.0)
-    assert one.hold(14.9) == Hold(15.0)
+    assert one.hold(14.9) == StartDelay(15.0)
     assert one.hold(15.0) is None
 
 
 def test_a_fruitful_life_starts_the_count_over() -> None:
-    one = Breaker(LIMITS)
+    one = BreakerPolicy(LIMITS)
     for _ in range(10):
         one.fruitless_end("a", 1.0)
         one.fruitless_end("a", 1.0)
@@ -42,7 +42,7 @@ def test_one_replica_is_the_probe_and_the_others_wait() -> None:
     one = opened()
     one.started("b")
     assert (one.state, one.probe) == ("half-open", "b")
-    assert one.hold(1e9) == Hold(None)
+    assert one.hold(1e9) == StartDelay(None)
     one.fruitless_end("c", 120.0)  # one that had been running all the time
     assert one.state == "half-open"
     one.fruitful()
@@ -84,7 +84,7 @@ def test_a_year_of_failures_overflows_nothing() -> None:
 
 @given(st.integers(1, 8))
 def test_the_number_of_lives_is_the_limit(lives: int) -> None:
-    one = Breaker(BreakerLimits(lives=lives))
+    one = BreakerPolicy(BreakerLimits(lives=lives))
     ended = 0
     while one.hold(0.0) is None:
         one.fruitless_end("a", 0.0)
@@ -98,7 +98,7 @@ class Lives(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.breaker = Breaker(LIMITS)
+        self.breaker = BreakerPolicy(LIMITS)
         self.running: set[str] = set()
         self.probes: set[str] = set()
 

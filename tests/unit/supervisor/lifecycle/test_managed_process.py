@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -24,9 +25,9 @@ from servekit.protocol.messages import (
     WorkerToGateway,
 )
 from servekit.protocol.transport.connection import Connection, dial_address
-from servekit.supervisor.adapters.rollout import Adapters, Worker
+from servekit.supervisor.adapters.rollout import Adapters
 from servekit.supervisor.adapters.state import Refusal
-from servekit.supervisor.deployments.deployment import list_adapters
+from servekit.supervisor.deployments.deployment import Deployment, list_adapters
 from servekit.supervisor.lifecycle.restart_policy import (
     BreakerLimits,
     CircuitBreaker,
@@ -49,7 +50,7 @@ class Host:
     launcher = None
 
     def __init__(self, path: Path) -> None:
-        self.run_dir = RunDir.take(path)
+        self.run_dir = RunDir.claim(path)
         self.mark = "of-a-unit-test"
         self.environ: Mapping[str, str] = {"PATH": os.environ["PATH"]}
         self.states: list[str] = []
@@ -79,7 +80,7 @@ class Host:
 
     drain_timeout_s, is_away = 1.0, False  # as a fleet has it
 
-    def workers(self, adapters: Adapters) -> Sequence[Worker]:
+    def workers(self, adapters: Adapters) -> Sequence[WorkerProcess]:
         assert self.replica is not None
         return [self.replica]
 
@@ -109,7 +110,7 @@ class Stage:
 def worker(host: Host, gpus: tuple[Gpu, ...] = (), **settings: object) -> WorkerProcess:
     model = ModelConfig.model_validate({"name": "m", "path": "p", "engine": "echo", **settings})
     circuit = CircuitBreaker("m", BreakerLimits(lives=3, first_s=600))
-    adapters = Adapters("m", list_adapters(model), host)
+    adapters = Adapters("m", list_adapters(model), cast(Deployment, host))
     host.replica = WorkerProcess(model, Assignment("m", 0, (), 1), gpus, host, circuit, adapters)
     return host.replica
 
@@ -205,7 +206,7 @@ async def test_boot_failures_in_a_row_are_given_up(play: Play) -> None:
     stage = play(exit_on_load=9)
     await stage.until("failed")
     assert stage.replica.restarts == 2
-    assert stage.replica.reason.startswith("crash loop: 3 lives in a row ended before")
+    assert stage.replica.reason.startswith("crash loop: 3 processes in a row died before")
     assert "(the last: exit code 9 before it was ready)" in stage.replica.reason
     story = stage.replica.story()
     assert [record.code for record in story.exits] == [9, 9, 9]

@@ -1,4 +1,4 @@
-"""How what is decided is carried out, and what operators are answered: with fleets made up."""
+"""How what is decided is carried out, and what operators are answered: with made-up deployments."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from servekit.supervisor.model_swap import manager
 from servekit.supervisor.model_swap.manager import SwapManager
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.system import cgroup
-from tests.unit.supervisor.made_up_fleet import GIB, MadeUp, config, info
+from tests.unit.supervisor.made_up_deployment import GIB, MadeUp, config, info
 
 
 class Stage:
     """Models on the CPU of a machine with 100 GiB; one gateway, that tells what is in use."""
 
-    def __init__(self, *fleets: MadeUp) -> None:
-        self.fleets = fleets
+    def __init__(self, *deployments: MadeUp) -> None:
+        self.deployments = deployments
         self.uses: dict[str, tuple[ModelDemand, float]] = {}
         self.gateway = SimpleNamespace(
             uses=self.uses, on_use=None, state="ready", awaited=lambda: {*self.uses}
@@ -32,13 +32,13 @@ class Stage:
         plan = SimpleNamespace(config=SimpleNamespace(gpus=SimpleNamespace(reserve=None)))
         made: Any = SimpleNamespace(
             plan=plan,
-            served=list(fleets),
-            everyone=lambda: list(fleets),
+            served=list(deployments),
+            everyone=lambda: list(deployments),
             pool=SimpleNamespace(gate=SimpleNamespace(ledger=GpuReservations(()))),
             gpus=(),
         )
         self.residents = SwapManager(cast(DeploymentManager, made), [cast(Gateway, self.gateway)])
-        self.residents.look()
+        self.residents.update()
 
     def ask_for(self, model: str, waiting: int = 1, running: int = 0) -> None:
         at = asyncio.get_running_loop().time()
@@ -48,23 +48,23 @@ class Stage:
     def keep(self, model: str, stay_s: float | None, *, loads: bool = False) -> None:
         self.gateway.on_use(KeepAlive(model, stay_s, loads))
 
-    def told(self, fleet: MadeUp) -> ResidencyStatus:
-        found = self.residents.residence(fleet.real)
+    def told(self, deployment: MadeUp) -> ResidencyStatus:
+        found = self.residents.residence(deployment.real)
         assert found is not None
         return found
 
-    async def until(self, fleet: MadeUp, tier: str) -> ResidencyStatus:
+    async def until(self, deployment: MadeUp, tier: str) -> ResidencyStatus:
         async with asyncio.timeout(10):
-            while self.told(fleet).tier != tier:
-                self.residents.look()
+            while self.told(deployment).tier != tier:
+                self.residents.update()
                 await asyncio.sleep(0.01)
-        return self.told(fleet)
+        return self.told(deployment)
 
     async def reside(self, model: str, want: Want, *, wait: bool = True) -> Accepted | Refused:
         async with asyncio.timeout(10):
             asking = asyncio.create_task(self.residents.reside(SetResidency(model, want, wait)))
             while not asking.done():
-                self.residents.look()
+                self.residents.update()
                 await asyncio.sleep(0.01)
             return await asking
 
@@ -79,7 +79,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: 100 * GIB)
 
 
-def fleet(name: str, *states: str, sleeps: bool = True, **keys: Any) -> MadeUp:
+def deployment(name: str, *states: str, sleeps: bool = True, **keys: Any) -> MadeUp:
     model = config(name=name, **{"memory": "60GiB", **keys})
     found = MadeUp(model, info=info(sleeps=sleeps))
     found.have(*states)
@@ -87,7 +87,7 @@ def fleet(name: str, *states: str, sleeps: bool = True, **keys: Any) -> MadeUp:
 
 
 async def test_a_request_has_its_model_loaded_and_another_evicted_for_it() -> None:
-    a, b = fleet("a", "ready"), fleet("b")
+    a, b = deployment("a", "ready"), deployment("b")
     stage = Stage(a, b)
     stage.ask_for("b")
     assert b.told == [], "there is no room yet"
@@ -100,18 +100,18 @@ async def test_a_request_has_its_model_loaded_and_another_evicted_for_it() -> No
 
 
 async def test_what_gateways_told_before_a_model_went_does_not_bring_it_back() -> None:
-    a = fleet("a", "ready")
+    a = deployment("a", "ready")
     stage = Stage(a)
     stage.ask_for("a", waiting=1)
     a.have()
-    stage.residents.look()
+    stage.residents.update()
     assert (stage.told(a).tier, a.told) == ("stopped", [])
     stage.ask_for("a")
     assert a.told == ["load"]
 
 
 async def test_it_sleeps_where_it_can_and_is_woken_by_a_request() -> None:
-    a = fleet("a", "ready", "ready", idle_sleep_s=600.0, memory="10GiB")
+    a = deployment("a", "ready", "ready", idle_sleep_s=600.0, memory="10GiB")
     stage = Stage(a)
     assert await stage.reside("a", "sleep") == Accepted("a is asleep")
     assert [replica.state for replica in a.replicas] == ["asleep", "asleep"]
@@ -123,7 +123,7 @@ async def test_it_sleeps_where_it_can_and_is_woken_by_a_request() -> None:
 
 
 async def test_where_one_worker_cannot_sleep_its_model_is_stopped() -> None:
-    a = fleet("a", "ready", "ready", idle_sleep_s=600.0, memory="10GiB")
+    a = deployment("a", "ready", "ready", idle_sleep_s=600.0, memory="10GiB")
     a.replicas[1].refuses = "it is not tired"
     stage = Stage(a)
     answer = await stage.reside("a", "sleep")
@@ -133,7 +133,7 @@ async def test_where_one_worker_cannot_sleep_its_model_is_stopped() -> None:
 
 
 async def test_where_none_can_sleep_it_serves_on() -> None:
-    a = fleet("a", "ready", idle_sleep_s=600.0, memory="10GiB")
+    a = deployment("a", "ready", idle_sleep_s=600.0, memory="10GiB")
     a.replicas[0].refuses = "it is not tired"
     stage = Stage(a)
     assert await stage.reside("a", "sleep") == Refused("a cannot be asleep: it is not tired")
@@ -141,7 +141,7 @@ async def test_where_none_can_sleep_it_serves_on() -> None:
 
 
 async def test_one_that_cannot_be_woken_is_stopped_and_loaded_anew() -> None:
-    a = fleet("a", "ready", idle_sleep_s=600.0, memory="10GiB")
+    a = deployment("a", "ready", idle_sleep_s=600.0, memory="10GiB")
     stage = Stage(a)
     assert await stage.reside("a", "sleep") == Accepted("a is asleep")
     a.replicas[0].refuses = "it sleeps too well"
@@ -160,7 +160,7 @@ async def test_one_that_cannot_be_woken_is_stopped_and_loaded_anew() -> None:
     ],
 )
 async def test_all_of_a_model_sleep_or_none(reason: str, said: str) -> None:
-    a = fleet("a", "ready", "ready", idle_sleep_s=600.0, memory="10GiB")
+    a = deployment("a", "ready", "ready", idle_sleep_s=600.0, memory="10GiB")
     stage = Stage(a)
     assert await stage.reside("a", "sleep") == Accepted("a is asleep")
     a.replicas[0].state, a.replicas[0].reason = "ready", reason
@@ -168,7 +168,7 @@ async def test_all_of_a_model_sleep_or_none(reason: str, said: str) -> None:
 
 
 async def test_for_who_waits_the_others_are_woken_instead() -> None:
-    a = fleet("a", "ready", "ready", idle_sleep_s=600.0, memory="10GiB")
+    a = deployment("a", "ready", "ready", idle_sleep_s=600.0, memory="10GiB")
     stage = Stage(a)
     assert await stage.reside("a", "sleep") == Accepted("a is asleep")
     a.replicas[0].state = "ready"
@@ -183,19 +183,19 @@ async def test_for_who_waits_the_others_are_woken_instead() -> None:
 
 
 async def test_what_cannot_be_is_refused_with_the_reason_and_does_not_come_later() -> None:
-    a, b = fleet("a", "ready", load="on_start"), fleet("b")
+    a, b = deployment("a", "ready", load="on_start"), deployment("b")
     stage = Stage(a, b)
     for wait in (True, False):
         answer = await stage.reside("b", "load", wait=wait)
         said = "b cannot be loaded: 60.0 GiB needed, 40.0 GiB free, and the others stay"
         assert answer == Refused(said)
     a.have()
-    stage.residents.look()
+    stage.residents.update()
     assert b.told == ["try again", "try again"]
 
 
 async def test_a_load_that_fails_is_told_with_its_reason() -> None:
-    a = fleet("a")
+    a = deployment("a")
     stage = Stage(a)
     loading = asyncio.create_task(stage.reside("a", "load"))
     await stage.until(a, "coming")
@@ -204,7 +204,7 @@ async def test_a_load_that_fails_is_told_with_its_reason() -> None:
 
 
 async def test_a_sleep_that_comes_to_nothing_is_told() -> None:
-    a = fleet("a", "ready", idle_sleep_s=600.0)
+    a = deployment("a", "ready", idle_sleep_s=600.0)
     stage = Stage(a)
     sleeping = asyncio.create_task(stage.reside("a", "sleep"))
     await asyncio.sleep(0)
@@ -215,7 +215,7 @@ async def test_a_sleep_that_comes_to_nothing_is_told() -> None:
 
 
 async def test_without_waiting_it_is_told_what_has_begun() -> None:
-    a = fleet("a")
+    a = deployment("a")
     stage = Stage(a)
     assert await stage.reside("a", "load", wait=False) == Accepted("a is stopped")
     assert a.told == ["try again", "load"]
@@ -225,7 +225,7 @@ async def test_without_waiting_it_is_told_what_has_begun() -> None:
 
 
 async def test_at_the_end_nothing_is_begun() -> None:
-    a = fleet("a")
+    a = deployment("a")
     stage = Stage(a)
     stage.residents.halt()
     stage.ask_for("a")
@@ -235,7 +235,7 @@ async def test_at_the_end_nothing_is_begun() -> None:
 
 
 async def test_clients_move_only_what_comes_by_need() -> None:
-    a, b = fleet("a", memory="10GiB"), fleet("b", memory="10GiB", load="manual")
+    a, b = deployment("a", memory="10GiB"), deployment("b", memory="10GiB", load="manual")
     stage = Stage(a, b)
     for name in "ab":
         stage.keep(name, 5.0, loads=True)
@@ -244,12 +244,12 @@ async def test_clients_move_only_what_comes_by_need() -> None:
 
 
 async def test_of_what_is_there_from_start_to_end_nothing_is_told() -> None:
-    a = fleet("a", "ready", load="on_start")
+    a = deployment("a", "ready", load="on_start")
     assert Stage(a).residents.residence(a.real) is None
 
 
 async def test_what_is_so_already_is_told_so() -> None:
-    a = fleet("a", "ready")
+    a = deployment("a", "ready")
     stage = Stage(a)
     assert await stage.reside("a", "load") == Accepted("a is already loaded")
     assert await stage.reside("a", "wake") == Accepted("a is already awake")

@@ -9,7 +9,7 @@ from servekit.supervisor.model_swap.memory_accounting import CPU, RAM
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.system import cgroup
 from servekit.system.gpus import Gpu
-from tests.unit.supervisor.made_up_fleet import GIB, MadeUp, config, info
+from tests.unit.supervisor.made_up_deployment import GIB, MadeUp, config, info
 
 GPUS = tuple(Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(2))
 
@@ -36,35 +36,35 @@ def test_a_claim_is_what_the_file_says_or_all_of_it() -> None:
 
 def test_asleep_its_weights_are_in_the_hosts_memory() -> None:
     claim = {"GPU-0": 40 * GIB}
-    fleet = MadeUp(config(), planned=(GPUS[:1],))
-    fleet.info = info(parameters=7 * 2**30, dtype="bfloat16")
+    deployment = MadeUp(config(), planned=(GPUS[:1],))
+    deployment.info = info(parameters=7 * 2**30, dtype="bfloat16")
     kept = {"GPU-0": GIB}
-    assert memory_accounting.asleep(fleet.real, claim, kept) == {"GPU-0": GIB, RAM: 14 * GIB}
-    fleet.planned *= 2
-    assert memory_accounting.asleep(fleet.real, claim, {})[RAM] == 28 * GIB
-    fleet.info = info(parameters=2**30, dtype="float32")
-    assert memory_accounting.asleep(fleet.real, claim, {})[RAM] == 8 * GIB
-    fleet.info = None  # it was never here: what it would take at most
-    assert memory_accounting.asleep(fleet.real, claim, {})[RAM] == 40 * GIB
+    assert memory_accounting.asleep(deployment.real, claim, kept) == {"GPU-0": GIB, RAM: 14 * GIB}
+    deployment.planned *= 2
+    assert memory_accounting.asleep(deployment.real, claim, {})[RAM] == 28 * GIB
+    deployment.info = info(parameters=2**30, dtype="float32")
+    assert memory_accounting.asleep(deployment.real, claim, {})[RAM] == 8 * GIB
+    deployment.info = None  # it was never here: what it would take at most
+    assert memory_accounting.asleep(deployment.real, claim, {})[RAM] == 40 * GIB
 
 
 def test_asleep_on_the_cpu_it_holds_what_is_resident() -> None:
-    fleet = MadeUp(config())
-    fleet.have("asleep", "asleep")
-    for replica in fleet.replicas:
+    deployment = MadeUp(config())
+    deployment.have("asleep", "asleep")
+    for replica in deployment.replicas:
         replica.rss_bytes = GIB
-    assert memory_accounting.asleep(fleet.real, {CPU: 10 * GIB}, {}) == {CPU: 2 * GIB}
-    assert memory_accounting.asleep(fleet.real, {CPU: GIB}, {}) == {CPU: GIB}
-    assert memory_accounting.asleep(fleet.real, {}, {}) == {}
+    assert memory_accounting.asleep(deployment.real, {CPU: 10 * GIB}, {}) == {CPU: 2 * GIB}
+    assert memory_accounting.asleep(deployment.real, {CPU: GIB}, {}) == {CPU: GIB}
+    assert memory_accounting.asleep(deployment.real, {}, {}) == {}
 
 
 def test_what_its_workers_keep_is_what_the_ledger_has() -> None:
-    ledger, fleet = GpuReservations(GPUS), MadeUp(config())
-    fleet.have("asleep", "asleep")
+    ledger, deployment = GpuReservations(GPUS), MadeUp(config())
+    deployment.have("asleep", "asleep")
     ledger.claim("a/0", {"GPU-0": GIB, "GPU-1": GIB})
     ledger.claim("a/1", {"GPU-0": 2 * GIB})
     ledger.claim("b/0", {"GPU-0": 5 * GIB})
-    assert memory_accounting.kept(fleet.real, ledger) == {"GPU-0": 3 * GIB, "GPU-1": GIB}
+    assert memory_accounting.kept(deployment.real, ledger) == {"GPU-0": 3 * GIB, "GPU-1": GIB}
 
 
 def test_free_is_what_nobody_holds_and_nobody_was_promised() -> None:
@@ -79,9 +79,9 @@ def test_free_is_what_nobody_holds_and_nobody_was_promised() -> None:
 
 
 def test_what_workers_that_wait_do_not_find() -> None:
-    fleet = MadeUp(config())
-    fleet.have("starting", "starting", "ready")
-    assert memory_accounting.lacks(fleet.real) == {}
-    for replica in fleet.replicas[:2]:
+    deployment = MadeUp(config())
+    deployment.have("starting", "starting", "ready")
+    assert memory_accounting.lacks(deployment.real) == {}
+    for replica in deployment.replicas[:2]:
         replica.gpu.lacking = {"GPU-0": GIB}
-    assert memory_accounting.lacks(fleet.real) == {"GPU-0": 2 * GIB}
+    assert memory_accounting.lacks(deployment.real) == {"GPU-0": 2 * GIB}

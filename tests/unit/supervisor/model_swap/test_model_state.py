@@ -9,15 +9,15 @@ import pytest
 
 from servekit.protocol.residency import Residency, ResidencyStatus, Want
 from servekit.supervisor.model_swap.model_state import ModelState
-from tests.unit.supervisor.made_up_fleet import GIB, MadeUp, config, info
+from tests.unit.supervisor.made_up_deployment import GIB, MadeUp, config, info
 
 
 def made(*states: str, **keys: object) -> tuple[ModelState, MadeUp]:
-    fleet = MadeUp(config(**keys), info=info())
-    fleet.have(*states)
-    one = ModelState(fleet.real, 0.0)
+    deployment = MadeUp(config(**keys), info=info())
+    deployment.have(*states)
+    one = ModelState(deployment.real, 0.0)
     one.observe((), 0.0)
-    return one, fleet
+    return one, deployment
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,11 @@ def test_its_tier_is_read_off_its_workers(states: tuple[str, ...], tier: Residen
 
 
 def test_one_that_is_to_have_workers_and_has_none_yet_is_coming() -> None:
-    one, fleet = made()
-    fleet.wanted = True
+    one, deployment = made()
+    deployment.wanted = True
     one.observe((), 1.0)
     assert one.tier == "coming"
-    fleet.wanted, fleet.replicas = False, made("draining")[1].replicas
+    deployment.wanted, deployment.replicas = False, made("draining")[1].replicas
     one.observe((), 2.0)
     assert (one.tier, one.since) == ("leaving", 2.0)
 
@@ -79,17 +79,17 @@ def test_what_all_gateways_tell_counts() -> None:
 
 
 def test_it_learns_what_it_takes_to_have_it() -> None:
-    one, fleet = made()
+    one, deployment = made()
     one.begin(10.0)
-    fleet.have("loading")
+    deployment.have("loading")
     one.observe((), 11.0)
-    fleet.have("ready")
+    deployment.have("ready")
     one.observe((), 50.0)
     assert (one.facts({}, {}).load_s, one.facts({}, {}).wake_s) == (40.0, 10.0)
-    fleet.have("asleep")
+    deployment.have("asleep")
     one.observe((), 60.0)
     one.begin(70.0)
-    fleet.have("ready")
+    deployment.have("ready")
     one.observe((), 73.0)
     assert (one.facts({}, {}).load_s, one.facts({}, {}).wake_s) == (40.0, 3.0)
 
@@ -98,67 +98,71 @@ def test_it_learns_what_it_takes_to_have_it() -> None:
     ("states", "want", "why"),
     [
         ((), "sleep", "a is stopped; only a model that is loaded can be put to sleep"),
-        (("starting",), "sleep", "a is coming; only a model that is loaded"),
-        (("starting",), "wake", "a is coming, not asleep; `servekit load` loads it"),
+        (("starting",), "sleep", "a is loading; only a model that is loaded"),
+        (("starting",), "wake", "a is loading, not asleep; `servekit load` loads it"),
         (("asleep",), "wake", ""),
         (("ready",), "sleep", ""),
         ((), "load", ""),
     ],
 )
 def test_what_operators_may_ask_for(states: tuple[str, ...], want: Want, why: str) -> None:
-    assert made(*states)[0].ask(want, 1.0).startswith(why)
-    assert bool(made(*states)[0].ask(want, 1.0)) == bool(why)
+    assert made(*states)[0].accept_request(want, 1.0).startswith(why)
+    assert bool(made(*states)[0].accept_request(want, 1.0)) == bool(why)
 
 
 def test_why_one_can_never_sleep() -> None:
-    one, fleet = made("ready")
-    fleet.info = info(sleeps=False)
-    assert one.ask("sleep", 1.0).endswith(
+    one, deployment = made("ready")
+    deployment.info = info(sleeps=False)
+    assert one.accept_request("sleep", 1.0).endswith(
         "was not loaded so that it can sleep; give it `idle_sleep_s`"
     )
     remote, _ = made("ready", engine="openai", path="http://127.0.0.1:1/v1")
-    assert "the engine openai cannot sleep" in remote.ask("sleep", 1.0)
+    assert "the engine openai cannot sleep" in remote.accept_request("sleep", 1.0)
 
 
 def test_a_wish_is_forgotten_once_it_has_come_true() -> None:
-    one, fleet = made()
-    assert one.ask("load", 5.0) == ""
-    assert (one.wish, fleet.told, one.facts({}, {}).waiting_since) == ("load", ["try again"], 5.0)
-    fleet.have("ready")
+    one, deployment = made()
+    assert one.accept_request("load", 5.0) == ""
+    assert (one.requested, deployment.told, one.facts({}, {}).waiting_since) == (
+        "load",
+        ["try again"],
+        5.0,
+    )
+    deployment.have("ready")
     one.observe((), 6.0)
-    assert (one.wish, one.facts({}, {}).waiting_since) == ("", None)
-    assert one.ask("load", 7.0) == ""
-    assert one.wish == ""
+    assert (one.requested, one.facts({}, {}).waiting_since) == ("", None)
+    assert one.accept_request("load", 7.0) == ""
+    assert one.requested == ""
 
 
 def test_what_was_refused_is_not_wished_for_any_more() -> None:
     one, _ = made()
-    one.ask("load", 5.0)
+    one.accept_request("load", 5.0)
     one.refuse()
-    assert (one.wish, one.facts({}, {}).waiting_since) == ("", None)
+    assert (one.requested, one.facts({}, {}).waiting_since) == ("", None)
 
 
 def test_to_unload_what_is_coming_stops_it_at_once() -> None:
-    one, fleet = made("starting")
-    one.ask("unload", 1.0)
-    assert fleet.told == ["unload"]
+    one, deployment = made("starting")
+    one.accept_request("unload", 1.0)
+    assert deployment.told == ["unload"]
     assert one.reason == "stopped by an operator"
 
 
 def test_requests_load_nothing_that_an_operator_has_stopped_or_keeps_for_himself() -> None:
-    held, fleet = made("ready", load="on_start")
+    held, deployment = made("ready", load="on_start")
     assert not held.comes_and_goes
-    held.ask("unload", 1.0)
-    fleet.have()
+    held.accept_request("unload", 1.0)
+    deployment.have()
     manual = made(load="manual")[0]
     for one in (held, manual):
         one.observe([(1, 0, 2.0)], 2.0)
         assert one.facts({}, {}).waiting_since is None
         assert one.residence("", halted=False).load == "manual"
         told = one.residence("", halted=False, for_operators=True)
-        assert told.load == one.fleet.model.load, "as the file says"
+        assert told.load == one.deployment.model.load, "as the file says"
         assert one.comes_and_goes
-        one.ask("load", 3.0)
+        one.accept_request("load", 3.0)
         assert one.facts({}, {}).waiting_since is not None
 
 
@@ -171,40 +175,40 @@ def test_who_could_not_be_put_to_sleep_is_left_alone_for_a_while() -> None:
     one.observe((), 71.0)
     assert one.facts({}, {}).can_sleep
     one.sleepless(80.0, "it is not tired")
-    one.ask("sleep", 81.0)
+    one.accept_request("sleep", 81.0)
     one.observe((), 81.0)
     assert one.facts({}, {}).can_sleep, "an operator may try at any time"
 
 
 def test_a_client_may_have_it_loaded_and_say_how_long_it_stays() -> None:
-    one, fleet = made(idle_unload_s=60.0)
-    one.keep(math.inf, 5.0, loads=True)
+    one, deployment = made(idle_unload_s=60.0)
+    one.keep_loaded(math.inf, 5.0, loads=True)
     facts = one.facts({}, {})
     assert (facts.stay_s, facts.told_at, facts.waiting_since) == (math.inf, 5.0, 5.0)
-    fleet.have("ready")
+    deployment.have("ready")
     one.observe((), 6.0)
-    one.keep(None, 7.0, loads=True)
+    one.keep_loaded(None, 7.0, loads=True)
     assert one.facts({}, {}).waiting_since is None, "it is there"
     assert one.residence("", halted=False).stays_s == 60.0
 
 
 def test_at_the_end_only_what_will_serve_is_waited_for() -> None:
-    one, fleet = made()
+    one, deployment = made()
     ended = ResidencyStatus("on_demand", "failed", "servekit is shutting down")
     for states in ((), ("asleep",), ("failed",)):
-        fleet.have(*states)
+        deployment.have(*states)
         one.observe((), 1.0)
         assert one.residence("", halted=True) == ended
         told = one.residence("", halted=True, for_operators=True).tier
         assert told == ("leaving" if "asleep" in states else "stopped")
-    fleet.wanted, fleet.replicas = True, []
+    deployment.wanted, deployment.replicas = True, []
     one.observe((), 1.0)
     assert one.residence("", halted=True) == ended, "its load was given up before it had begun"
-    fleet.have("starting")
+    deployment.have("starting")
     one.observe((), 1.0)
     assert one.residence("", halted=True).tier == "coming"
-    fleet.replicas[0].gpu.lacking = {"GPU-0": GIB}
+    deployment.replicas[0].gpu.lacking = {"GPU-0": GIB}
     assert one.residence("", halted=True) == ended, "nobody goes for it any more"
-    fleet.have("ready", "failed")
+    deployment.have("ready", "failed")
     one.observe((), 1.0)
     assert one.residence("", halted=True).tier == "resident"

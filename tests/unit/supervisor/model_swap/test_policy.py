@@ -206,19 +206,19 @@ def test_several_sleepers_share_what_the_host_has() -> None:
 
 def test_who_is_just_falling_asleep_has_its_memory_already() -> None:
     going = model("going", 5, "leaving", asleep={"ram": 8 * GIB}, falls_asleep=True)
-    one = model("a", tier="resident", can_sleep=True, asleep={"ram": 8 * GIB}, wish="sleep")
+    one = model("a", tier="resident", can_sleep=True, asleep={"ram": 8 * GIB}, requested="sleep")
     assert kinds(decide([going, one], {PLACE: 0, "ram": 16 * GIB}, 9.0)) == [("sleep", "a")]
     assert decide([going, one], {PLACE: 0, "ram": 15 * GIB}, 9.0).steps == ()
 
 
 def test_an_operator_is_told_what_a_sleeper_would_need() -> None:
-    one = model("a", tier="resident", can_sleep=True, wish="sleep")
+    one = model("a", tier="resident", can_sleep=True, requested="sleep")
     one = replace(one, asleep={PLACE: 1 * GIB, "ram": 30 * GIB})
     decision = decide([one], {PLACE: 0, "ram": 12 * GIB}, 1.0)
     assert decision.steps == ()
     said = "asleep it takes 30.0 GiB of the host's memory, where 12.0 GiB can be had"
     assert decision.waits == {"a": said}
-    assert decide([replace(one, wish="")], {"ram": 12 * GIB}, 1.0).waits == {}
+    assert decide([replace(one, requested="")], {"ram": 12 * GIB}, 1.0).waits == {}
 
 
 def test_what_one_holds_asleep_is_freed_by_stopping_it() -> None:
@@ -252,8 +252,8 @@ def test_a_clients_word_goes_before_the_files() -> None:
 
 def test_operators_are_obeyed() -> None:
     one = model("a", tier="resident", busy=True, load="on_start", can_sleep=True)
-    assert kinds(decide([replace(one, wish="unload")], FREE, 1.0)) == [("stop", "a")]
-    assert kinds(decide([replace(one, wish="sleep")], FREE, 1.0)) == [("sleep", "a")]
+    assert kinds(decide([replace(one, requested="unload")], FREE, 1.0)) == [("stop", "a")]
+    assert kinds(decide([replace(one, requested="sleep")], FREE, 1.0)) == [("sleep", "a")]
 
 
 # ---------------------------------------------------------------- simulation

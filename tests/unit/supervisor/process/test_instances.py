@@ -22,7 +22,7 @@ def record(pid: int = 1) -> Record:
 
 
 def taken(path: Path) -> RunDir:
-    made = RunDir.take(path)
+    made = RunDir.claim(path)
     made.record(record(os.getpid()))
     return made
 
@@ -108,7 +108,7 @@ def _find_last_in(tmp_path: Path) -> None:
     }
     with pytest.raises(NobodyRuns, match=f"no servekit runs in {tmp_path}/state"):
         find(None, environ)
-    older = RunDir.take(tmp_path / "runtime/servekit/default")
+    older = RunDir.claim(tmp_path / "runtime/servekit/default")
     older.log_path("a/0").touch()
     older.record(record())
     older.release()

@@ -60,32 +60,32 @@ def started(process: subprocess.Popen[bytes]) -> int:
 
 def test_it_is_private_and_leaves_only_the_lock_and_what_was_logged(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
-    taken = RunDir.take(path)
+    taken = RunDir.claim(path)
     assert path.stat().st_mode & 0o777 == 0o700
     taken.record(Record(1, 2.0, "u", "c", "m"))
     taken.record_children([Started("w", 1, 2)])
     assert read_record(path) == Record(1, 2.0, "u", "c", "m")
     taken.release()
     assert [p.name for p in path.iterdir()] == ["lock"]
-    taken = RunDir.take(path)
+    taken = RunDir.claim(path)
     taken.log_path("a/0").write_text("said")
     taken.release()
     assert sorted(p.name for p in path.iterdir()) == ["lock", "logs"]
 
 
 def test_a_second_instance_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
-    taken = RunDir.take(tmp_path / "r")
+    taken = RunDir.claim(tmp_path / "r")
     with pytest.raises(StartError, match=rf"in use by pid {os.getpid()};"):
-        RunDir.take(tmp_path / "r")
+        RunDir.claim(tmp_path / "r")
     taken.release()
-    RunDir.take(tmp_path / "r").release()
+    RunDir.claim(tmp_path / "r").release()
 
 
 def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(StartError, match="symbolic link"):
-        RunDir.take(tmp_path / "link")
+        RunDir.claim(tmp_path / "link")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
@@ -93,14 +93,14 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     os.chown(tmp_path / "r", 12345, 12345)
     with pytest.raises(StartError, match="belongs to another user"):
-        RunDir.take(tmp_path / "r")
+        RunDir.claim(tmp_path / "r")
 
 
 def test_a_directory_with_other_files_is_refused_and_untouched(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     mode = tmp_path.stat().st_mode
     with pytest.raises(StartError, match="holds other files"):
-        RunDir.take(tmp_path)
+        RunDir.claim(tmp_path)
     assert tmp_path.stat().st_mode == mode
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -108,20 +108,20 @@ def test_a_directory_with_other_files_is_refused_and_untouched(tmp_path: Path) -
 def test_a_path_too_long_for_a_socket_is_refused_before_it_is_made(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 100)
     with pytest.raises(StartError, match="choose a shorter one"):
-        RunDir.take(path)
+        RunDir.claim(path)
     assert not path.exists()
 
 
 def test_the_longest_path_allowed_holds_a_socket(tmp_path: Path) -> None:
     room = 107 - len("/control.sock") - len(os.fsencode(tmp_path)) - 1
-    taken = RunDir.take(tmp_path / ("x" * room))
+    taken = RunDir.claim(tmp_path / ("x" * room))
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(taken.control))
     taken.release()
 
 
 def test_sockets_and_logs_have_names_of_their_own(tmp_path: Path) -> None:
-    taken = RunDir.take(tmp_path / "r")
+    taken = RunDir.claim(tmp_path / "r")
     assert taken.new_socket() != taken.new_socket()
     assert taken.log_path("a/b/0") != taken.log_path("a.b/0")
     assert taken.log_path("a/b/0").parent == taken.logs
@@ -132,12 +132,12 @@ def test_a_new_start_sweeps_what_a_dead_one_left(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     path = tmp_path / "r"
-    RunDir.take(path).release()
+    RunDir.claim(path).release()
     (path / "w7.sock").touch()
     (path / "children.json").write_text(
         json.dumps([{"name": "w", "pid": sleeper.pid, "started": started(sleeper)}])
     )
-    taken = RunDir.take(path)
+    taken = RunDir.claim(path)
     assert sleeper.wait(timeout=5) == -signal.SIGKILL
     assert sorted(p.name for p in path.iterdir()) == ["lock", "logs"]
     taken.release()
@@ -147,11 +147,11 @@ def test_the_sweep_finds_by_mark_who_left_the_group(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     path = tmp_path / "r"
-    RunDir.take(path).release()
+    RunDir.claim(path).release()
     (path / "supervisor.json").write_text(
         json.dumps({"pid": 1, "started_at": 0.0, "url": "", "config": "", "mark": DEAD})
     )
-    RunDir.take(path).release()
+    RunDir.claim(path).release()
     assert sleeper.wait(timeout=5) == -signal.SIGKILL
 
 
@@ -164,11 +164,11 @@ def test_a_pid_that_belongs_to_another_program_now_is_left_alone(
 
 def test_records_of_nonsense_are_no_obstacle(tmp_path: Path) -> None:
     path = tmp_path / "r"
-    RunDir.take(path).release()
+    RunDir.claim(path).release()
     for name in ("supervisor.json", "children.json"):
         (path / name).write_text('{"half')
     assert read_record(path) is None
-    RunDir.take(path).release()
+    RunDir.claim(path).release()
 
 
 def test_the_default_survives_a_logout_and_has_fallbacks(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_where_the_state_directory_cannot_be_used_another_is(short: Path) -> Non
     assert taken.path == short / "runtime/servekit/default"
     assert "socket paths" in taken.instead_of
     with pytest.raises(StartError, match="socket paths"):  # one that was asked for is not another
-        RunDir.take(short / ("x" * 100))
+        RunDir.claim(short / ("x" * 100))
     taken.release()
 
 
@@ -238,7 +238,7 @@ def test_a_default_that_is_in_use_is_told_unless_another_machine_has_it(tmp_path
 
 
 def test_what_was_removed_is_made_anew_with_its_lock_and_record(tmp_path: Path) -> None:
-    taken = RunDir.take(tmp_path / "a" / "r")
+    taken = RunDir.claim(tmp_path / "a" / "r")
     taken.record(Record(1, 2.0, "u", "c", "m"))
     assert not taken.restore()
     shutil.rmtree(tmp_path / "a")
@@ -246,13 +246,13 @@ def test_what_was_removed_is_made_anew_with_its_lock_and_record(tmp_path: Path) 
     assert taken.path.stat().st_mode & 0o777 == 0o700 and taken.logs.is_dir()
     assert read_record(taken.path) == Record(1, 2.0, "u", "c", "m")
     with pytest.raises(StartError, match=f"in use by pid {os.getpid()}"):
-        RunDir.take(taken.path)
+        RunDir.claim(taken.path)
     (taken.path / "lock").unlink()
     assert taken.restore()
     with pytest.raises(StartError, match="in use"):
-        RunDir.take(taken.path)
+        RunDir.claim(taken.path)
     shutil.rmtree(tmp_path / "a")
-    other = RunDir.take(taken.path)
+    other = RunDir.claim(taken.path)
     with pytest.raises(StartError, match="in use"):
         taken.restore()
     other.release()
@@ -265,13 +265,13 @@ def test_what_another_boot_has_left_is_not_ended(
     """Its PIDs and birthmarks are those of other processes by now."""
     path = tmp_path / "r"
     for boot, ended in (("another boot", False), (boot_id(), True)):
-        RunDir.take(path).release()
+        RunDir.claim(path).release()
         record = {"pid": 1, "started_at": 0.0, "url": "", "config": "", "mark": "", "boot": boot}
         (path / "supervisor.json").write_text(json.dumps(record))
         (path / "children.json").write_text(
             json.dumps([{"name": "w", "pid": sleeper.pid, "started": started(sleeper)}])
         )
-        RunDir.take(path).release()
+        RunDir.claim(path).release()
         if ended:
             assert sleeper.wait(timeout=5) == -signal.SIGKILL
         else:
@@ -298,9 +298,9 @@ def no_room(size_bytes: int = 0) -> Iterator[None]:
 def test_without_room_there_is_no_instance_and_nothing_is_left(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     with no_room(), pytest.raises(StartError, match=r"too large; choose another with --run-dir"):
-        RunDir.take(path)
+        RunDir.claim(path)
     assert list(tmp_path.iterdir()) == []
-    taken = RunDir.take(path)
+    taken = RunDir.claim(path)
     with no_room(16), pytest.raises(StartError, match="choose another"):  # the lock's PID fits
         taken.record(Record(1, 2.0, "u", "c", "m"))
     taken.release()
@@ -308,7 +308,7 @@ def test_without_room_there_is_no_instance_and_nothing_is_left(tmp_path: Path) -
 
 
 def test_a_record_that_finds_no_room_leaves_the_old_one(tmp_path: Path) -> None:
-    taken = RunDir.take(tmp_path / "r")
+    taken = RunDir.claim(tmp_path / "r")
     taken.record_children([Started("w", 1, 2)])
     with no_room(16), pytest.raises(OSError, match="too large"):
         taken.record_children([Started("w", 3, 4)])
@@ -324,9 +324,9 @@ def test_the_lock_of_a_start_in_vain_is_not_taken_for_ours(tmp_path: Path) -> No
     in_vain = os.open(path / "lock", os.O_CREAT | os.O_RDWR)
     (path / "lock").unlink()
     assert not _is_still_there(in_vain, path / "lock")
-    taken = RunDir.take(path)
+    taken = RunDir.claim(path)
     assert not _is_still_there(in_vain, path / "lock")
     with pytest.raises(StartError, match="in use"):
-        RunDir.take(path)
+        RunDir.claim(path)
     taken.release()
     os.close(in_vain)

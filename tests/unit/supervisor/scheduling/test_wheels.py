@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from servekit.supervisor.deployments.plan import Source
-from servekit.supervisor.scheduling.wheels import Told, look_up
+from servekit.supervisor.scheduling.wheels import WheelFinding, look_up
 from tests.integration.instance import write_config
 from tests.unit.engines.origins import Handler, http_server
 
@@ -51,7 +51,7 @@ def index(size_bytes: int = SIZE_BYTES, status: int = 200) -> Iterator[tuple[str
         yield f"{url.replace('//', '//me:secret@')}/simple", asked
 
 
-def told(folder: Path, *paths: str, patience_s: float = 60.0) -> list[Told]:
+def told(folder: Path, *paths: str, patience_s: float = 60.0) -> list[WheelFinding]:
     models = [
         {"name": f"m{at}", "engine": "llamacpp", "path": path, "memory": "1GiB"}
         for at, path in enumerate(paths)
@@ -70,7 +70,7 @@ def test_versions_that_are_there_and_that_are_not(
             tmp_path, "pypi:tiny_model==1.0", "pypi:tiny-model==2.0/a.gguf", "pypi:nobody==1/m"
         )
     assert (there.level, there.place) == ("ok", "models[0].path: m0")
-    assert there.said == "tiny-model==1.0 is to be fetched: 3 MiB; the disk has room."
+    assert there.said == "tiny-model==1.0 will be fetched: 3 MiB; the disk has room."
     assert other.level == none.level == "error"
     assert "has no tiny-model==2.0: it has 1.0" in other.said
     assert "it has no wheel of nobody" in none.said

@@ -27,7 +27,7 @@ class Host:
     launcher = None
 
     def __init__(self, path: Path) -> None:
-        self.run_dir = RunDir.take(path)
+        self.run_dir = RunDir.claim(path)
         self.mark = "of-a-unit-test"
         self.environ: Mapping[str, str] = {"PATH": os.environ["PATH"]}
 

@@ -61,7 +61,7 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 WRONG: dict[str, tuple[Change, str]] = {
     "no configuration": (lambda folder: (folder / CONFIG).unlink(), "no adapter_config.json"),
     "broken configuration": (lambda folder: _write(folder, "{"), "cannot be read"),
-    "a list": (lambda folder: _write(folder, "[]"), "no JSON object"),
+    "a list": (lambda folder: _write(folder, "[]"), "not a JSON object"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), f"no {WEIGHTS}"),
     "a pickle": (as_pickle, "adapter_model.bin, a pickle"),
     "cut short": (cut, "damaged"),
@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[Change, str]] = {
         config(init_lora_weights="corda", corda_config={"cache_file": "/tmp/x"}),
         "corda_config",
     ),
-    "quantised to begin with": (config(init_lora_weights="loftq"), "begun with loftq"),
+    "quantised to begin with": (config(init_lora_weights="loftq"), "initialised with loftq"),
     "covariances": (config(lora_ga_config={"cache_file": "/tmp/x"}), "lora_ga_config"),
     "prefix tuning": (config(peft_type="PREFIX_TUNING"), "PREFIX_TUNING adapters are not served"),
     "another task": (config(task_type="SEQ_CLS"), "SEQ_CLS"),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from servekit.engines.transformers.lora import batched_lora
 from servekit.engines.transformers.lora.adapter import Adapter, Factors
-from servekit.engines.transformers.lora.batched_lora import BatchedLora, Part, Step
+from servekit.engines.transformers.lora.batched_lora import BatchedLora, BatchLayout, Part
 
 SIZES = {1: 4, 2: 2, 3: 8}
 COUNTS = [(None, 3), (1, 2), (1, 5), (2, 1), (None, 1), (3, 4), (1, 1)]
@@ -106,7 +106,7 @@ def test_a_step_without_adapters_is_the_layers_own() -> None:
 
 def test_runs_of_one_adapter_are_one() -> None:
     one, two = adapter(1, 2), adapter(2, 2)
-    step = Step.of([Part(None, 7, 1), Part(one, 3, 2), Part(one, 0, 4), Part(two, 9, 1)])
+    step = BatchLayout.of([Part(None, 7, 1), Part(one, 3, 2), Part(one, 0, 4), Part(two, 9, 1)])
     assert step is not None
     assert (step.tokens, step.runs) == (8, [(1, 1, 7), (2, 7, 8)])
 

@@ -87,7 +87,7 @@ def test_one_that_has_not_been_trained_changes_nothing(
 ) -> None:
     fresh = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type=making.TASK)
     folder = making.write(tiny_model, tmp_path / "fresh", fresh)
-    refused(engine, folder, f"changes nothing: each of its 2 layers, such as {LAYER}")
+    refused(engine, folder, f"has no effect: each of its 2 layers, such as {LAYER}")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -135,7 +135,7 @@ def test_one_that_is_wrong_in_a_batch_only(
         "_embed_tokens": lambda self, plain, *args: plain(*args),
     }
     monkeypatch.setattr(owner, what, nothing[what])
-    refused(engine, adapters[name], "something else in a batch with others than alone")
+    refused(engine, adapters[name], "differs in a batch with others")
 
 
 def test_one_that_disturbs_the_base(
@@ -144,8 +144,8 @@ def test_one_that_disturbs_the_base(
     def everyone(self: Any, part: Any, adapter: Any) -> None:
         self.runs = [(adapter.uid, 0, 10**6)]
 
-    monkeypatch.setattr(batched_lora.Step, "_take_part", everyone)
-    refused(engine, adapters["lora"], "Beside the adapter the base model says something else")
+    monkeypatch.setattr(batched_lora.BatchLayout, "_take_part", everyone)
+    refused(engine, adapters["lora"], "With the adapter loaded, the base model has other logits")
 
 
 def test_a_merge_that_goes_wrong(
@@ -191,12 +191,16 @@ def test_the_probes_prompt_is_in_the_vocabulary() -> None:
 def test_a_neighbour_is_compared_as_far_as_it_goes_on_alike() -> None:
     allowed = verify.tolerance_of(torch.device("cpu"), torch.bfloat16)
     logits = torch.eye(3)
-    before = verify.Said((4, 5, 6), logits)
-    parted = verify.Said((4, 7, 8), logits[[0, 1, 0]])  # after a near-tie at the second token
+    before = verify.PromptOutput((4, 5, 6), logits)
+    parted = verify.PromptOutput(
+        (4, 7, 8), logits[[0, 1, 0]]
+    )  # after a near-tie at the second token
     assert verify.verify_undisturbed(parted, before, allowed, "adapter a") == 0
     for wrong in (
-        verify.Said((4, 7, 8), logits[[0, 2, 0]]),
-        verify.Said((4, 5, 6), logits[[0, 1, 0]]),
+        verify.PromptOutput((4, 7, 8), logits[[0, 2, 0]]),
+        verify.PromptOutput((4, 5, 6), logits[[0, 1, 0]]),
     ):
-        with pytest.raises(RequestError, match="Beside the adapter adapter a says something else"):
+        with pytest.raises(
+            RequestError, match="With the adapter loaded, adapter a has other logits"
+        ):
             verify.verify_undisturbed(wrong, before, allowed, "adapter a")

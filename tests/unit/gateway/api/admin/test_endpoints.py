@@ -26,12 +26,7 @@ from servekit.protocol.messages import (
     Why,
 )
 from servekit.protocol.transport.connection import Connection, listen_at
-from servekit.supervisor.admin.control_socket import Operators
-from tests.unit.supervisor.admin.test_control_socket import (
-    AdapterDesk,
-    MetricsDesk,
-    ResidenceDesk,
-)
+from tests.unit.supervisor.admin.test_control_socket import make_api
 
 SALT = b"s" * 32
 STATUS = Status("1", 2, "u", "c", 0.0, 3, (), (), False)
@@ -47,7 +42,7 @@ ENDPOINTS = [("GET", "/admin/status"), ("GET", "/admin/why/m"), ("POST", "/admin
 ]
 
 
-class Desk:
+class SupervisorAnswers:
     """A supervisor's answers."""
 
     def __init__(self, reloaded: Accepted | Refused) -> None:
@@ -86,19 +81,21 @@ async def client(
 
 
 @asynccontextmanager
-async def desk_at(path: Path, reloaded: Accepted | Refused) -> AsyncIterator[Desk]:
-    desk = Desk(reloaded)
-    operators = Operators(desk, AdapterDesk(), ResidenceDesk(), MetricsDesk())
+async def supervisor_at(
+    path: Path, reloaded: Accepted | Refused
+) -> AsyncIterator[SupervisorAnswers]:
+    supervisor = SupervisorAnswers(reloaded)
+    operators = make_api(supervisor)
     await operators.listen(path)
     try:
-        yield desk
+        yield supervisor
     finally:
         operators.close()
 
 
 async def test_what_the_supervisor_says(tmp_path: Path) -> None:
     path = tmp_path / "control.sock"
-    async with desk_at(path, Accepted("a added")) as desk, client(path) as http:
+    async with supervisor_at(path, Accepted("a added")) as supervisor, client(path) as http:
         status = (await http.get("/admin/status")).json()
         assert (status["pid"], status["models"], status["draining"]) == (2, [], False)
         for name in ("m", "m/0", "m%2F0"):
@@ -109,12 +106,12 @@ async def test_what_the_supervisor_says(tmp_path: Path) -> None:
         assert (await http.head("/admin/status")).status_code == 200
         assert (await http.get("/admin/reload")).status_code == 405
         assert (await http.post("/admin/shutdown")).status_code == 404
-        assert desk.asked == 6
+        assert supervisor.asked == 6
 
 
 async def test_models_are_loaded_from_afar(tmp_path: Path) -> None:
     path = tmp_path / "control.sock"
-    async with desk_at(path, Accepted()), client(path) as http:
+    async with supervisor_at(path, Accepted()), client(path) as http:
         for want in ("load", "unload", "sleep", "wake"):
             done = await http.post(f"/admin/{want}/m")
             assert done.json() == {"message": f"m: {want}, done"}
@@ -130,7 +127,7 @@ async def test_models_are_loaded_from_afar(tmp_path: Path) -> None:
 async def test_who_may_not(tmp_path: Path, method: str, path: str) -> None:
     socket = tmp_path / "control.sock"
     open_to_all = AccessRules(cors=("*",))
-    async with desk_at(socket, Accepted()) as desk:
+    async with supervisor_at(socket, Accepted()) as supervisor:
         for rules, key, status, words in (
             (RULES, "user", 403, "'user' may not administer"),
             (AccessRules(), "root", 403, "on this machine use"),
@@ -142,15 +139,15 @@ async def test_who_may_not(tmp_path: Path, method: str, path: str) -> None:
                 refused = await asyncio.create_task(http.request(method, path))
             assert refused.status_code == status
             assert words in refused.json()["error"]["message"]
-        assert desk.asked == 0
+        assert supervisor.asked == 0
 
 
 async def test_refusals_look_as_described(tmp_path: Path) -> None:
     socket, long = tmp_path / "control.sock", "x" * (LONGEST_MESSAGE + 1)
-    async with desk_at(socket, Refused(long, True)) as desk, client(socket) as http:
+    async with supervisor_at(socket, Refused(long, True)) as supervisor, client(socket) as http:
         invalid = await http.post("/admin/reload")
         assert error(invalid) == (400, "config_error", long)  # all that is wrong with the file
-        desk.reloaded = Refused("servekit is shutting down")
+        supervisor.reloaded = Refused("servekit is shutting down")
         assert error(await http.post("/admin/reload")) == (
             (409, "conflict", "servekit is shutting down")
         )

@@ -15,11 +15,9 @@ from servekit.gateway.routing.router import Router
 from servekit.protocol.adapters import Adapters as Told
 from servekit.protocol.adapters import AdapterSpec, AddAdapter, GetAdapters, RemoveAdapter
 from servekit.protocol.messages import Accepted, AccessRules, KeyRule, Refused
-from servekit.supervisor.admin.control_socket import Operators
 from tests.unit.supervisor.admin.test_control_socket import (
-    Desk,
-    MetricsDesk,
-    ResidenceDesk,
+    Answers,
+    make_api,
 )
 
 SALT = b"s" * 32
@@ -34,7 +32,7 @@ OPEN = AccessRules(runtime_adapters=True)
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
-class AdapterDesk:
+class AdapterAnswers:
     """Does, or refuses, what it is asked."""
 
     def __init__(self, answer: Accepted | Refused) -> None:
@@ -56,9 +54,9 @@ class AdapterDesk:
 @asynccontextmanager
 async def served(
     folder: Path, answer: Accepted | Refused, rules: AccessRules = OPEN, key: str = ""
-) -> AsyncIterator[tuple[httpx.AsyncClient, AdapterDesk]]:
-    desk = AdapterDesk(answer)
-    operators = Operators(Desk(), desk, ResidenceDesk(), MetricsDesk())
+) -> AsyncIterator[tuple[httpx.AsyncClient, AdapterAnswers]]:
+    adapters = AdapterAnswers(answer)
+    operators = make_api(Answers(), adapters)
     await operators.listen(folder / "s")
     router = Router("test")
     app = Application(router, 10**6, ui=False, operators=folder / "s")
@@ -69,14 +67,14 @@ async def served(
         async with httpx.AsyncClient(
             transport=transport, base_url="http://servekit", headers=headers
         ) as http:
-            yield http, desk
+            yield http, adapters
     finally:
         operators.close()
 
 
 @pytest.mark.parametrize(("rules", "key"), [(OPEN, ""), (KEYED, "root")])
 async def test_what_is_asked_and_answered(tmp_path: Path, rules: AccessRules, key: str) -> None:
-    async with served(tmp_path, Accepted("done"), rules, key) as (http, desk):
+    async with served(tmp_path, Accepted("done"), rules, key) as (http, adapters):
         asked = {"lora_name": "x", "lora_path": "/x", "load_inplace": True, "base_model_name": "m"}
         loaded = await http.post(LOAD, json=asked)
         assert (loaded.status_code, loaded.text) == (
@@ -88,7 +86,7 @@ async def test_what_is_asked_and_answered(tmp_path: Path, rules: AccessRules, ke
         plain = await http.post(LOAD, json={"lora_name": "x", "lora_path": "/x"})
         assert plain.headers["content-type"] == "text/plain; charset=utf-8"
         spec = AdapterSpec("x", "/x")
-        assert desk.heard == [
+        assert adapters.heard == [
             AddAdapter("m", spec, True),
             RemoveAdapter("x"),
             AddAdapter("", spec),
@@ -105,14 +103,14 @@ async def test_what_is_asked_and_answered(tmp_path: Path, rules: AccessRules, ke
     ],
 )
 async def test_who_may_not(tmp_path: Path, rules: AccessRules, key: str, status: int) -> None:
-    async with served(tmp_path, Accepted("done"), rules, key) as (http, desk):
+    async with served(tmp_path, Accepted("done"), rules, key) as (http, adapters):
         for path in (LOAD, UNLOAD):
             refused = await http.post(path, json={"lora_name": "x", "lora_path": "/x"})
             assert refused.status_code == status
             if status == 403:
                 assert "admin: true" in refused.json()["error"]["message"]
                 assert "runtime_adapters" in refused.json()["error"]["message"]
-        assert not desk.heard
+        assert not adapters.heard
 
 
 @pytest.mark.parametrize(
@@ -127,13 +125,13 @@ async def test_who_may_not(tmp_path: Path, rules: AccessRules, key: str, status:
 async def test_what_is_wrong_is_said(
     tmp_path: Path, path: str, body: dict[str, object], words: str
 ) -> None:
-    async with served(tmp_path, Accepted("done")) as (http, desk):
+    async with served(tmp_path, Accepted("done")) as (http, adapters):
         refused = await http.post(path, json=body)
         assert refused.status_code == 400
         assert words in refused.json()["error"]["message"]
         form = await http.post(path, content=b"{}", headers={"content-type": "text/plain"})
         assert (form.status_code, "application/json" in form.text) == (400, True)
-        assert not desk.heard
+        assert not adapters.heard
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,9 @@ from servekit.gateway.routing.router import Router
 from servekit.metrics import METRICS
 from servekit.protocol.messages import AccessRules, KeyRule, Topology
 from servekit.protocol.metrics_messages import Series
-from servekit.supervisor.admin.control_socket import Operators
 from tests.unit.supervisor.admin.test_control_socket import (
-    AdapterDesk,
-    Desk,
-    MetricsDesk,
-    ResidenceDesk,
+    Answers,
+    make_api,
 )
 
 HISTOGRAM = "servekit_queue_wait_seconds"
@@ -68,7 +65,7 @@ async def test_every_metric_is_there_with_its_help_before_anything_happens() -> 
 
 @asynccontextmanager
 async def served(folder: Path, rules: AccessRules) -> AsyncIterator[httpx.AsyncClient]:
-    operators = Operators(Desk(), AdapterDesk(), ResidenceDesk(), MetricsDesk())
+    operators = make_api(Answers())
     await operators.listen(folder / "s")
     router = Router("test")
     app = Application(router, 10**6, ui=False, operators=folder / "s")

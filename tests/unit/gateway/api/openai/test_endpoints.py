@@ -38,7 +38,7 @@ async def test_an_answer_that_cannot_be_written_is_an_error_and_not_silence(
     def broken(*_: object) -> bytes:
         raise KeyError("unforeseen")
 
-    monkeypatch.setattr(ChatEncoder, "whole", broken)
+    monkeypatch.setattr(ChatEncoder, "encode_response", broken)
     heard = Heard({"model": "m", "messages": [{"role": "user", "content": "a"}], "n": 2})
     OpenAI(service.router).handlers["/v1/chat/completions"](heard)  # type: ignore[arg-type]
     await until(lambda: heard.failures)
@@ -52,7 +52,7 @@ async def test_a_request_for_an_unknown_model_is_counted(service: Service, path:
     heard = Heard({"model": "none", "messages": [{"role": "user", "content": "a"}], "prompt": "a"})
     with pytest.raises(ModelNotFound):
         OpenAI(service.router).handlers[path](heard)  # type: ignore[arg-type]
-    counted = service.router.measures.take()
+    counted = service.router.measures.pop_counts()
     assert counted is not None
     assert [(one.metric, one.labels[-1]) for one in counted.series] == [
         ("servekit_requests_total", "model_not_found")

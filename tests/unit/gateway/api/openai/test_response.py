@@ -38,7 +38,7 @@ def ask(text: str, **fields: Any) -> GenerationRequest:
 async def whole(service: Service, asked: GenerationRequest) -> tuple[Generation, list[Choice]]:
     turn = Generation(service.router, asked)
     async with asyncio.timeout(DEADLINE_S):
-        return turn, await turn.whole()
+        return turn, await turn.collect_choices()
 
 
 async def speaking(
@@ -152,7 +152,7 @@ async def test_a_turn_that_is_cancelled_frees_all_its_calls(service: Service) ->
     turn.cancel()
     assert service.router.in_flight == 0
     with pytest.raises(ClientClosed):
-        await turn.whole()
+        await turn.collect_choices()
     await until(lambda: worker.running == 0)
 
 
@@ -172,14 +172,14 @@ async def test_a_failure_of_one_choice_is_one_of_the_turn(service: Service) -> N
     worker.kill()
     with pytest.raises(WorkerLost):
         async with asyncio.timeout(DEADLINE_S):
-            await turn.whole()
+            await turn.collect_choices()
 
 
 async def test_a_chat_as_openai_writes_it(service: Service) -> None:
     await speaking(service)
     form = ChatEncoder(usage=True, logprobs=False)
     turn, choices = await whole(service, ask(f"<think>t</think>a{CALL}", tools=[TOOL], n=2))
-    body = json.loads(form.whole(turn, choices))
+    body = json.loads(form.encode_response(turn, choices))
     assert body["object"] == "chat.completion"
     assert [one["index"] for one in body["choices"]] == [0, 1]
     message = body["choices"][1]["message"]
@@ -192,9 +192,11 @@ async def test_content_is_null_beside_calls_only(service: Service) -> None:
     await speaking(service)
     form = ChatEncoder(usage=False, logprobs=False)
     turn, choices = await whole(service, ask(CALL, tools=[TOOL]))
-    assert json.loads(form.whole(turn, choices))["choices"][0]["message"]["content"] is None
+    assert (
+        json.loads(form.encode_response(turn, choices))["choices"][0]["message"]["content"] is None
+    )
     turn, choices = await whole(service, ask("<think>t</think>"))
-    assert json.loads(form.whole(turn, choices))["choices"][0]["message"]["content"] == ""
+    assert json.loads(form.encode_response(turn, choices))["choices"][0]["message"]["content"] == ""
 
 
 async def test_a_stream_says_the_same_as_the_whole(service: Service) -> None:
@@ -273,7 +275,7 @@ async def test_log_probabilities_go_on_with_the_text_on_another_worker(
     await until(lambda: any(len(worker.steps) >= tokens for worker in workers))
     next(worker for worker in workers if worker.steps).kill()
     async with asyncio.timeout(DEADLINE_S):
-        [choice] = await turn.whole()
+        [choice] = await turn.collect_choices()
     assert choice.text == text
     assert b"".join(one.token for one in choice.logprobs).decode() == text
     assert len(choice.logprobs) == turn.completion_tokens == len(text)
@@ -283,17 +285,19 @@ async def test_log_probabilities_go_on_with_the_text_on_another_worker(
 async def test_log_probabilities_in_both_forms(service: Service) -> None:
     await service.up()
     turn = Generation(service.router, ask("x"))
-    await turn.whole()
+    await turn.collect_choices()
     half = TokenLogprob("ä".encode()[:1], -0.5, (("ä".encode()[:1], -0.5), (b"b", float("-inf"))))
     choice = Choice()
     choice.add(GenerationChunk(0, [], [half], "stop"))
-    chat = json.loads(ChatEncoder(usage=False, logprobs=True).whole(turn, [choice]))
+    chat = json.loads(ChatEncoder(usage=False, logprobs=True).encode_response(turn, [choice]))
     [told] = chat["choices"][0]["logprobs"]["content"]
     assert told["bytes"] == [0xC3]
     assert told["logprob"] == -0.5
     assert told["top_logprobs"][1] == {"token": "b", "logprob": -9999.0, "bytes": [98]}
     turn.request.prompts = ["x"]
-    plain = CompletionEncoder(usage=False, logprobs=True, echo=False).whole(turn, [choice])
+    plain = CompletionEncoder(usage=False, logprobs=True, echo=False).encode_response(
+        turn, [choice]
+    )
     told = json.loads(plain)["choices"][0]["logprobs"]
     assert told["token_logprobs"] == [-0.5]
     assert told["text_offset"] == [0]

@@ -141,8 +141,8 @@ def test_message_parts_and_roles() -> None:
         ({"model": "m", "prompt": "a", "n": 0}, "n", ">= 1"),
         ({"model": "m", "prompt": "a", "n": True}, "n", "expected `int"),
         ({"model": "m", "prompt": "a", "logprobs": 21}, "logprobs", "<= 20"),
-        ({"model": "m", "prompt": "a", "best_of": 2}, "best_of", "ask for n choices"),
-        ({"model": "m", "prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "no token id"),
+        ({"model": "m", "prompt": "a", "best_of": 2}, "best_of", "request n choices"),
+        ({"model": "m", "prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "not a token id"),
         ({"model": "m", "prompt": "a", "logit_bias": {"1": 101}}, "logit_bias", "<= 100"),
     ],
 )

@@ -23,20 +23,20 @@ WISHES = [
 ]
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=lambda wish: str(wish.path))
-def test_a_shell_hands_curl_the_very_body(wish: RequestOptions) -> None:
-    line = write_curl("http://127.0.0.1:1", wish, closed=True)
+@pytest.mark.parametrize("options", WISHES, ids=lambda options: str(options.path))
+def test_a_shell_hands_curl_the_very_body(options: RequestOptions) -> None:
+    line = write_curl("http://127.0.0.1:1", options, closed=True)
     show = 'curl() { printf "%s\\0" "$@"; }\n' + line
     env = {**os.environ, "SERVEKIT_API_KEY": "sk-test"}
     run = subprocess.run(["bash", "-c", show], capture_output=True, text=True, check=True, env=env)
     arguments = run.stdout.split("\0")
-    assert arguments[0] == "http://127.0.0.1:1" + wish.path
+    assert arguments[0] == "http://127.0.0.1:1" + options.path
     assert "Authorization: Bearer sk-test" in arguments
-    assert json.loads(arguments[arguments.index("-d") + 1]) == wish.body
+    assert json.loads(arguments[arguments.index("-d") + 1]) == options.body
 
 
-@pytest.mark.parametrize("wish", WISHES, ids=lambda wish: str(wish.path))
-def test_python_asks_for_the_same(wish: RequestOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", WISHES, ids=lambda options: str(options.path))
+def test_python_asks_for_the_same(options: RequestOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     class Client:
@@ -53,9 +53,9 @@ def test_python_asks_for_the_same(wish: RequestOptions, monkeypatch: pytest.Monk
     monkeypatch.setenv("SERVEKIT_API_KEY", "sk-test")
     monkeypatch.setattr("openai.OpenAI", Client)
     with pytest.raises(StopIteration):
-        exec(write_python("http://h", wish, closed=True), {})
+        exec(write_python("http://h", options, closed=True), {})
     asked[0].pop("extra_body", None)
-    assert asked[0] == wish.body
+    assert asked[0] == options.body
 
 
 def test_without_keys_none_is_asked_for_and_html_is_escaped() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from servekit.gateway.ui.pages.language import SAY_ENGLISH
 from servekit.gateway.ui.widgets import log_tail
-from servekit.log_files import Line
+from servekit.log_files import LogLine
 
 
 def ours(second: int, event: str, **fields: object) -> str:
@@ -71,7 +71,7 @@ async def test_many_who_look_have_the_files_read_once_a_second(
     write(folder, "m~0", ours(1, "one"))
     reader, real, read = log_tail.Tail(folder), log_tail.read_log, list[str]()
 
-    def counted(at: Path, name: str) -> list[Line]:
+    def counted(at: Path, name: str) -> list[LogLine]:
         read.append(name)
         return real(at, name)
 
@@ -87,6 +87,4 @@ async def test_many_who_look_have_the_files_read_once_a_second(
 async def test_without_a_folder_there_is_nothing(tmp_path: Path) -> None:
     for reader in (log_tail.Tail(None), log_tail.Tail(tmp_path)):
         assert await reader.names() == []
-        assert "Nothing has been written" in log_tail.render_log(
-            await reader.lines(""), SAY_ENGLISH
-        )
+        assert "No log lines yet" in log_tail.render_log(await reader.lines(""), SAY_ENGLISH)

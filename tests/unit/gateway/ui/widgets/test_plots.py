@@ -10,7 +10,7 @@ from servekit.gateway.ui.pages.language import SAY_ENGLISH
 from servekit.gateway.ui.widgets.plots import (
     HEIGHT,
     WIDTH,
-    Line,
+    PlotLine,
     format_number,
     render_chart,
     round_up,
@@ -34,7 +34,7 @@ def test_numbers_are_short(value: float, text: str) -> None:
 
 def test_a_curve_lies_within_and_breaks_where_nothing_is_known() -> None:
     points = [(300.0, 0.0), (200.0, 5.0), (100.0, None), (50.0, 10.0), (0.0, 7.0)]
-    made = render_chart("T", "ms", [Line("", points)], 300.0, SAY_ENGLISH)
+    made = render_chart("T", "ms", [PlotLine("", points)], 300.0, SAY_ENGLISH)
     path = re.findall(r' d="([^"]*)"', made)[0]
     assert path.count("M") == 2
     for x, y in re.findall(r"([\d.]+) ([\d.]+)", path):
@@ -44,9 +44,11 @@ def test_a_curve_lies_within_and_breaks_where_nothing_is_known() -> None:
 
 
 def test_what_is_older_than_the_span_is_left_out_and_nothing_is_said_of_nothing() -> None:
-    old = render_chart("T", "", [Line("", [(400.0, 1.0)])], 300.0, SAY_ENGLISH)
+    old = render_chart("T", "", [PlotLine("", [(400.0, 1.0)])], 300.0, SAY_ENGLISH)
     assert ' d=""' in old
-    assert "nothing yet" in render_chart("T", "", [Line("", [])], 300.0, SAY_ENGLISH)
-    lone = render_chart("T", "", [Line("a<b", [(1.0, 1.0)]), Line("c", [], 1)], 300.0, SAY_ENGLISH)
+    assert "nothing yet" in render_chart("T", "", [PlotLine("", [])], 300.0, SAY_ENGLISH)
+    lone = render_chart(
+        "T", "", [PlotLine("a<b", [(1.0, 1.0)]), PlotLine("c", [], 1)], 300.0, SAY_ENGLISH
+    )
     assert "h0.01" in lone  # a dot
     assert "a<b" not in lone

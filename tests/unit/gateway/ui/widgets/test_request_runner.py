@@ -32,9 +32,9 @@ def chat(text: str = "hello ", tokens: int = 24, **more: Any) -> RequestOptions:
     return RequestOptions(CHAT, {"model": "m", "messages": messages, "max_tokens": tokens, **more})
 
 
-async def told(runs: Runs, wish: RequestOptions, slot: str = "") -> list[Shown]:
+async def told(runs: Runs, options: RequestOptions, slot: str = "") -> list[Shown]:
     async with asyncio.timeout(DEADLINE_S):
-        return [shown async for shown in runs.follow(VISIT, wish, slot)]
+        return [shown async for shown in runs.follow(VISIT, options, slot)]
 
 
 async def test_a_chat_and_a_completion_with_its_probabilities(service: Service) -> None:
@@ -122,7 +122,7 @@ async def test_errors_are_sentences(service: Service) -> None:
     assert "temperature" in last.error
     assert not last.busy
     with pytest.raises(RequestError):
-        RequestOptions(CHAT, {"messages": []}).ask("k")
+        RequestOptions(CHAT, {"messages": []}).make_request("k")
 
 
 # ---------------------------------------------------------------- as HTML

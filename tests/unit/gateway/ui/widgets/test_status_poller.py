@@ -137,7 +137,7 @@ async def test_a_day_of_looking_keeps_five_minutes(service: Service) -> None:
         restarted = replica(restarts=at)
         watch._before = model(restarted)
         watch.happenings.extend(list_changes(model(replica()), model(restarted), float(at)))
-        watch.look()
+        watch.record_changes()
         watch.samples.append(make_sample(time.time(), instance(at), [histogram(0.1)]))
     assert len(watch.samples) == SPAN_S / ASK_EVERY_S
     assert len(watch.happenings) == HAPPENINGS
@@ -162,7 +162,7 @@ async def test_without_a_supervisor_the_page_goes_on(tmp_path: Path) -> None:
     router = Router("gateway/test")
     watch = watch_of(router, tmp_path / "nobody.sock")
     assert await watch.status() is None
-    watch.look()
+    watch.record_changes()
     assert "Tokens" in render_figures(list(watch.samples), None, SAY_ENGLISH)
 
 

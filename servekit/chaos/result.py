@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from servekit.chaos.baseline_answers import Known, Tally
+from servekit.chaos.baseline_answers import BaselineAnswer, Tally
 from servekit.chaos.load import Load
 from servekit.chaos.target import Target
 
@@ -21,7 +21,7 @@ _BUSY = 1.2
 Verdict = Literal["kept", "broken", "skipped"]
 
 
-class Finding(msgspec.Struct, frozen=True):
+class ExperimentResult(msgspec.Struct, frozen=True):
     """A row of the table.
 
     `notice_s` and `whole_s` are the times from the fault until it was noticed, and until the whole
@@ -41,14 +41,14 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class ExperimentContext:
     """The inputs of an experiment: the instance, questions with their baseline answers, the
     duration of
     the load after the fault, and the number of clients.
     """
 
     target: Target
-    known: Sequence[Known]
+    known: Sequence[BaselineAnswer]
     seconds: float = 5.0
     streams: int = 8
     wholes: int = 4
@@ -86,7 +86,7 @@ class Judge:
     def clean(self, tally: Tally) -> None:
         """Promise that every request was answered, with its baseline answer."""
         self.promise(tally.clean, tally.complaints())
-        self.promise(tally.answered > 0, "nothing was answered at all")
+        self.promise(tally.answered > 0, "no request was answered")
 
     def soon(self, what: str, took_s: float | None, limit_s: float) -> None:
         took = "never" if took_s is None else f"{took_s:.2f} s"
@@ -96,17 +96,17 @@ class Judge:
         busy = f" on a machine {self.slowness:.1f} times as slow" if self.slowness > _BUSY else ""
         self.promise(kept, f"{what}: {took}, promised within {limit_s:g} s{busy}")
 
-    def skip(self, why: str) -> Finding:
-        return Finding(self.experiment, self.deed, "skipped", detail=why)
+    def skip(self, why: str) -> ExperimentResult:
+        return ExperimentResult(self.experiment, self.deed, "skipped", detail=why)
 
     def finding(
         self,
         tally: Tally | None = None,
         notice_s: float | None = None,
         whole_s: float | None = None,
-    ) -> Finding:
+    ) -> ExperimentResult:
         counted = tally or Tally()
-        return Finding(
+        return ExperimentResult(
             experiment=self.experiment,
             deed=self.deed,
             verdict="broken" if self.broken else "kept",
