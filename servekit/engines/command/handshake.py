@@ -36,13 +36,19 @@ class Met:
     continues_chats: bool  # from the text so far
 
 
-async def meet_server(endpoint: Endpoint, traits: EndpointTraits, *, embeds: bool) -> Met:
-    """Run the handshake. Raises Refused, or RequestError for an answer that is wrong."""
+async def meet_server(endpoint: Endpoint, traits: EndpointTraits, task: str) -> Met:
+    """Run the handshake. Raises Refused, or RequestError for an answer that is wrong.
+
+    A server whose `task` is to answer forwarded requests only is not sent a greeting.
+    """
+    embeds = task == "embed"
     listed = [one for one in await list_models(endpoint) or [] if isinstance(one, dict)]
     names = [one["id"] for one in listed if isinstance(one.get("id"), str)]
     if names and traits.model not in names:
         traits = replace(traits, model=names[0])
     context = find_context(listed, traits.model)
+    if task == "forward":
+        return Met(Greeted(traits, False, context, 0), chats=False, continues_chats=False)
     try:
         traits, size = await try_traits(endpoint, traits, embeds=embeds)
     except Refused as refusal:

@@ -47,6 +47,7 @@ class Errand:
     path: str
     body: bytes
     request: Generate
+    at_root: bool = False  # `path` is not below the base of the API
 
     @property
     def headers(self) -> dict[str, str]:
@@ -58,6 +59,10 @@ class Errand:
     def tokens(self) -> int:
         """Estimated number of prompt tokens."""
         return len(self.body) // BYTES_PER_TOKEN + 1
+
+    def accepts(self, status: int) -> bool:
+        """Return whether a response with this HTTP status is an answer."""
+        return status == 200
 
 
 def build_errand(request: Generate, traits: EndpointTraits) -> Errand:
