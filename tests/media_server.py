@@ -10,7 +10,7 @@ misbehaves when the `prompt` of a request says so:
     STATUS=N   it answers with this status
     GARBAGE    it answers with what is no HTTP
     BYTES=N    its answer has so many bytes, and no length before
-    SLOW       it takes a second
+    SLOW       it takes a second              SLEEP=N   it takes N seconds
     ECHO       it answers with what it was sent: headers, query, fields and the size of each file
 """
 
@@ -22,13 +22,12 @@ import hashlib
 import os
 import re
 import signal
-import sys
 from typing import Any
 
-from aiohttp import web
+from aiohttp import BodyPartReader, web
 
 NAME = "the-servers-own-name"
-_NUMBER = re.compile(r"(BREAK|DIE|STATUS|BYTES)=(\d+)")
+_NUMBER = re.compile(r"(BREAK|DIE|STATUS|BYTES|SLEEP)=(\d+)")
 _PIECE = b"0123456789abcdef" * 1024
 
 
@@ -79,9 +78,10 @@ class Media:
             return await request.json() if body[:1] == b"{" else {"body": len(body)}
         fields: dict[str, Any] = {}
         async for part in await request.multipart():
+            assert isinstance(part, BodyPartReader)
             digest, size = hashlib.sha256(), 0
             text = b""
-            while piece := await part.read_chunk(2**16):  # type: ignore[union-attr]
+            while piece := await part.read_chunk(2**16):
                 digest.update(piece)
                 size += len(piece)
                 self.read_bytes += len(piece)
@@ -105,7 +105,7 @@ class Media:
                 self.closed = True
                 request.transport.abort()
             case "GARBAGE":
-                request.transport.write(b"\x16\x03\x01 what is this?\r\n\r\n")  # type: ignore[attr-defined]
+                request.transport.write(b"\x16\x03\x01 what is this?\r\n\r\n")
                 request.transport.close()
             case "SLOW":
                 await asyncio.sleep(1)
@@ -114,6 +114,7 @@ class Media:
                 told = {"headers": headers, "query": request.query_string, "path": request.path}
                 return web.json_response({**told, "fields": fields, "pid": os.getpid()})
         numbers = {name: int(number) for name, number in _NUMBER.findall(prompt)}
+        await asyncio.sleep(numbers.get("SLEEP", 0))
         if "STATUS" in numbers:
             told = {"error": {"message": "told to"}, "secret": "kept"}
             return web.json_response(told, status=numbers["STATUS"], headers={"set-cookie": "a=b"})
@@ -146,7 +147,9 @@ class Media:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for number in range(20):
-            await response.write(b'data: {"type":"transcript.text.delta","delta":" %d"}\n\n' % number)
+            await response.write(
+                b'data: {"type":"transcript.text.delta","delta":" %d"}\n\n' % number
+            )
             await self.trouble(request, numbers, number + 1)
             await asyncio.sleep(0.01)
         await response.write(b'data: {"type":"transcript.text.done","text":"all"}\n\n')
@@ -172,8 +175,9 @@ def main() -> None:
         args.key_variable = "MEDIA_KEY"
         os.environ["MEDIA_KEY"] = args.key
     print("media server", flush=True)
-    web.run_app(Media(args).application(), host="127.0.0.1", port=args.port, print=None)
+    app = Media(args).application()
+    web.run_app(app, host="127.0.0.1", port=args.port, print=None, handler_cancellation=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,7 +19,7 @@ from servekit.gateway.api.admin.endpoints import Supervisor, add_administration
 from servekit.gateway.api.admin.lora import Lora
 from servekit.gateway.api.admin.metrics import add_metrics
 from servekit.gateway.api.anthropic.endpoints import Anthropic
-from servekit.gateway.api.forwarding import Forwarding
+from servekit.gateway.api.forwarding import FORWARDED_FIRST, Forwarding
 from servekit.gateway.api.health_types import (
     Health,
     Live,
@@ -35,7 +35,10 @@ from servekit.gateway.api.openai.endpoints import OpenAI
 from servekit.gateway.api.openai.response_types import Model, ModelList
 from servekit.gateway.api.openai.responses import Responses
 from servekit.gateway.api.openapi import docs_pages
-from servekit.gateway.api.openapi.document import describe_hot_routes
+from servekit.gateway.api.openapi.document import (
+    describe_forwarded_routes,
+    describe_hot_routes,
+)
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.auth.middleware import AuthMiddleware
 from servekit.gateway.http.asgi import (
@@ -104,7 +107,10 @@ class Application:
         self.supervisor = Supervisor(operators, router.access)
         self.hot |= Lora(self.supervisor, router.access, max_body_bytes).routes
         self.forwarding = Forwarding(router, max_body_bytes)
+        for path in FORWARDED_FIRST:
+            self.hot[path] = self.forwarding.before(self.hot[path])
         self.rest = build_rest(router, self.supervisor, ui=ui, hot=self.hot)
+        describe_forwarded_routes(self.rest, self.forwarding.known)
         self._paths = {*self.hot, *(str(getattr(one, "path", "")) for one in self.rest.routes)}
 
     def _envelope(self, path: str) -> Envelope:

@@ -23,7 +23,12 @@ from servekit.engines.api.base import Emit, Load, Report
 from servekit.engines.api.text_engine import TextEngine, TextJob, TextOutput
 from servekit.engines.remote.client import Address, Endpoint, Reply
 from servekit.engines.remote.errors import Refused, response_refusal
-from servekit.engines.remote.forwarding import Window, build_forward_errand, read_parts
+from servekit.engines.remote.forwarding import (
+    UsageReader,
+    Window,
+    build_forward_errand,
+    read_parts,
+)
 from servekit.engines.remote.handshake import Greeted, greet_endpoint, make_greeting
 from servekit.engines.remote.health import LOOK_EVERY_S, HealthWatcher
 from servekit.engines.remote.rate_limiter import RateLimiter
@@ -286,12 +291,17 @@ class OpenAIEngine(TextEngine):
 
     async def _forward_response(self, job_id: int, reply: Reply) -> None:
         self._windows[job_id] = window = Window()
+        usage = UsageReader(reply.kind)
         try:
             async for part in read_parts(reply, window):
+                usage.read(part.data)
                 self._queue_output(TextOutput(job_id, [], http=part))
         finally:
             del self._windows[job_id]
-        self._queue_output(TextOutput(job_id, [], "stop"))
+        prompt, completion = usage.count_tokens()
+        self._pace.settle(reply.sent, prompt + completion)
+        last = TextOutput(job_id, [], "stop", prompt_tokens=prompt, completion_tokens=completion)
+        self._queue_output(last)
 
     def _queue_output(self, output: TextOutput) -> None:
         """Emit an output together with the others of this tick of the event loop."""

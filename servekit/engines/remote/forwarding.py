@@ -10,6 +10,7 @@ import msgspec
 
 from servekit.engines.remote.client import Reply
 from servekit.engines.remote.request_builder import Errand
+from servekit.engines.remote.schemas import valid_count
 from servekit.errors import RequestError
 from servekit.protocol.forwarding import WINDOW_BYTES, HttpPart, HttpRequest
 from servekit.protocol.messages import Generate
@@ -21,6 +22,8 @@ BASE = "/v1"
 _HEADERS = {"content-type", "content-length", "content-encoding", "content-language"} | {
     *("content-disposition", "cache-control", "retry-after"),
 }
+#: Longest response whose tokens are counted.
+_MOST_READ_BYTES = 2**20
 #: Client errors that are about servekit's own key, or pass: see `errors`.
 _NOT_FORWARDED = {401, 402, 403, 407, 408, 409, 425, 429}
 
@@ -95,6 +98,48 @@ async def read_parts(reply: Reply, window: Window) -> AsyncIterator[HttpPart]:
         part = HttpPart(await reply.next())
         if part.data:
             yield part
+
+
+class UsageReader:
+    """Reads the tokens from a JSON response of moderate size; other responses count none."""
+
+    def __init__(self, kind: str) -> None:
+        self._body = bytearray()
+        self._reads = kind == "application/json"
+
+    def read(self, data: bytes) -> None:
+        self._reads = self._reads and len(self._body) + len(data) <= _MOST_READ_BYTES
+        if self._reads:
+            self._body += data
+
+    def count_tokens(self) -> tuple[int, int]:
+        """Return the tokens of prompt and completion; some servers state their sum alone."""
+        try:
+            usage = msgspec.json.decode(self._body, type=_Counted).usage if self._reads else None
+        except (msgspec.DecodeError, RecursionError):
+            return 0, 0
+        if usage is None:
+            return 0, 0
+        prompt, completion = (
+            valid_count(first) or valid_count(second) or 0
+            for first, second in (
+                (usage.prompt_tokens, usage.input_tokens),
+                (usage.completion_tokens, usage.output_tokens),
+            )
+        )
+        return prompt or max(0, (valid_count(usage.total_tokens) or 0) - completion), completion
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: object = None
+    completion_tokens: object = None
+    input_tokens: object = None
+    output_tokens: object = None
+    total_tokens: object = None
+
+
+class _Counted(msgspec.Struct):
+    usage: _Usage | None = None
 
 
 def _is_kept(name: bytes) -> bool:

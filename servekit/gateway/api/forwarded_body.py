@@ -120,7 +120,7 @@ class _Form:
         self._data = (begin or start, end)
 
     def _end(self) -> None:
-        if self._name.lower() == _PARAM.encode():
+        if self._name.lower() == _PARAM.encode() and self._data[1]:  # not empty
             self.found.append(self._data)
 
     def _finish(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import structlog
@@ -28,7 +28,7 @@ from servekit.gateway.http.asgi import (
     send_error,
     session_of,
 )
-from servekit.gateway.http.response import DisconnectWatcher
+from servekit.gateway.http.response import DisconnectWatcher, Endpoint
 from servekit.gateway.routing.adapter_route import base_of
 from servekit.gateway.routing.forwarded_request import ForwardedRequest
 from servekit.gateway.routing.router import ModelQueue, Router
@@ -54,6 +54,8 @@ KNOWN = {
     "/classify": "The classes of texts",
     "/pooling": "The hidden states of texts",
 }
+#: Endpoints of servekit that a model may list nevertheless, as servers have other formats for them.
+FORWARDED_FIRST = ("/tokenize", "/detokenize")
 #: Paths that mean the same to each server: without escapes, and without segments that lead up.
 _PLAIN = re.compile(r"(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+")
 #: Request headers that are about the body. Others are about the connection, or hold keys.
@@ -75,6 +77,10 @@ class Forwarding:
         routes = self._router.routes.values()
         return bool(_PLAIN.fullmatch(path)) and any(_pattern_of(route, path) for route in routes)
 
+    def known(self) -> dict[str, str]:
+        """Return the well-known endpoints that some model has, each with a summary."""
+        return {path: summary for path, summary in KNOWN.items() if self.covers(path)}
+
     def label(self, path: str) -> str:
         """Return the label for metrics: clients could create any number of paths."""
         if path in KNOWN:
@@ -95,6 +101,36 @@ class Forwarding:
         finally:
             watch.end()
             call.cancel()
+
+    def before(self, endpoint: Endpoint) -> Endpoint:
+        """Return an endpoint that forwards the requests for models that list it, and no others."""
+
+        async def chosen(scope: Scope, receive: Receive, send: Send) -> None:
+            if not self.covers(scope["path"]):
+                await endpoint(scope, receive, send)
+                return
+            body: bytes | None = None
+
+            async def read_again() -> MutableMapping[str, Any]:
+                nonlocal body
+                if body is None:
+                    return await receive()
+                whole, body = body, None
+                return {"type": "http.request", "body": whole, "more_body": False}
+
+            try:
+                body = await read_body(scope, receive, self._max_body_bytes)
+                kind = dict(scope["headers"]).get(b"content-type", b"")
+                route = self._router.find(find_model(kind, body).model)
+            except ClientGone:
+                return
+            except ServekitError as error:
+                await send_error(send, error)
+                return
+            forwards = scope["path"] in route.status.endpoints
+            await (self if forwards else endpoint)(scope, read_again, send)
+
+        return chosen
 
     async def _open(self, scope: Scope, receive: Receive) -> ForwardedRequest:
         headers = dict(scope["headers"])

@@ -66,7 +66,8 @@ class ForwardedRequest(InflightRequest):
         if delta.finish is not None:
             if delta.times_ns:
                 self.meter.worked(delta.times_ns)
-            self._end(delta.finish, 0, delta)
+            self.prompt_tokens = delta.prompt_tokens
+            self._end(delta.finish, delta.completion_tokens, delta)
         self.wake()
 
     def rewind(self) -> bool:
