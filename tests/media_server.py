@@ -1,6 +1,6 @@
 """`python -m tests.media_server --port N`: a server of recordings, images and scores.
 
-It speaks no chats and no completions. It answers in forms, server-sent events and bytes, and
+It has one answer to all chats. It answers in forms, server-sent events and bytes, and
 misbehaves when the `prompt` of a request says so:
 
     DIE        it kills itself once it has the whole request
@@ -118,6 +118,10 @@ class Media:
         if "STATUS" in numbers:
             told = {"error": {"message": "told to"}, "secret": "kept"}
             return web.json_response(told, status=numbers["STATUS"], headers={"set-cookie": "a=b"})
+        if request.path.endswith("/chat/completions"):
+            message = {"role": "assistant", "content": "hello"}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            return web.json_response({"choices": [choice]})
         if request.path.endswith("/speech"):
             return await self.stream(request, numbers)
         if fields.get("stream"):

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,8 +23,9 @@ import pytest
 
 from servekit.config import keys
 from servekit.system import procfs
-from tests.integration.instance import Instance, bearer, echo
+from tests.integration.instance import Instance, bearer, echo, write_config
 from tests.integration.test_command import odd, server_of
+from tests.integration.test_remote import free_port
 from tests.media_server import NAME
 
 pytestmark = pytest.mark.timeout(120)
@@ -175,7 +177,7 @@ def test_it_is_loaded_on_demand(instance: Instance) -> None:
 # ---------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize(("status", "seen"), [(201, 201), (404, 404), (422, 422)])
+@pytest.mark.parametrize(("status", "seen"), [(201, 201), (404, 404), (422, 422), (501, 501)])
 def test_statuses_are_the_servers(instance: Instance, status: int, seen: int) -> None:
     answer = post(instance, prompt=f"STATUS={status}")
     assert (answer.status_code, answer.json()["secret"]) == (seen, "kept")
@@ -283,8 +285,8 @@ def test_a_response_that_breaks_off(instance: Instance, trouble: str) -> None:
     with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
         post(instance, prompt=f"{trouble}=50000 BYTES=3000000")
     instance.until_settled()
-    fields = {"stream": "true", "prompt": f"{trouble}=4"}
-    *_, last, _ = transcribe(instance, **fields).text.split("\n\n")
+    broken = transcribe(instance, stream="true", prompt=f"{trouble}=4")
+    *_, last, _ = broken.text.split("\n\n")
     error = json.loads(last.removeprefix("data: "))["error"]
     assert error["code"] in ("endpoint_error", "worker_lost"), error
 
@@ -320,11 +322,20 @@ def test_a_client_that_does_not_read(instance: Instance) -> None:
     body = json.dumps({"model": "two", "prompt": "BYTES=400000000"}).encode()
     host = httpx.URL(instance.url)
     with socket.create_connection((host.host, host.port or 80)) as client:
-        head = f"POST /v1/audio/speech HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n\r\n"
-        client.sendall(head.encode() + body)
+        head = f"POST /v1/audio/speech HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}"
+        client.sendall(f"{head}\r\n\r\n".encode() + body)
         assert client.recv(12) == b"HTTP/1.1 200"
-        time.sleep(5)  # well beyond `stall_timeout_s`
-        now = sum(figures(instance, name)["sent_bytes"] for name in ("two/0", "two/1"))
+        now, since_s = before, time.monotonic()
+
+        def stands_still() -> bool:
+            """Whether nothing has been sent for longer than `stall_timeout_s` and a restart."""
+            nonlocal now, since_s
+            sent = sum(figures(instance, name)["sent_bytes"] for name in ("two/0", "two/1"))
+            if sent != now:
+                now, since_s = sent, time.monotonic()
+            return time.monotonic() - since_s > 5
+
+        instance.until("its server waits", stands_still)
         assert 0 < now - before < 40_000_000
         assert psutil.Process(instance.gateway().pid).memory_info().rss - memory < 40_000_000
         assert [one.restarts for one in instance.model("two").replicas] == restarts
@@ -357,6 +368,44 @@ def test_metrics_and_the_document(instance: Instance) -> None:
     paths = httpx.get(f"{instance.url}/openapi.json").json()["paths"]
     assert "multipart/form-data" in paths["/v1/audio/speech"]["post"]["requestBody"]["content"]
     assert "/v1/chat/completions" in paths
+
+
+def test_a_remote_endpoint_forwards_too(tmp_path: Path) -> None:
+    port = free_port()
+    options = {"url": f"http://127.0.0.1:{port}/v1", "key_environment": "REMOTE_KEY", "retries": 1}
+    remote = {"name": "remote", "engine": "openai", "path": NAME, "options": options}
+    options["endpoints"] = ["/v1/audio/*"]
+    command = [*SERVER[:-1], str(port), "--key-variable", "REMOTE_KEY"]
+    env = {"REMOTE_KEY": "the-remote-key"}
+    server = subprocess.Popen(command, env={**os.environ, **env})
+    try:
+        with Instance.up(tmp_path, [remote], env=env) as instance:
+            instance.until_settled()
+            assert transcribe(instance, b"abc", model="remote").json()["text"] == "hello"
+            unknown = post(instance, "/v1/score", model="remote")
+            assert unknown.json()["error"]["code"] == "not_found"
+            server.kill()
+            lost = transcribe(instance, model="remote")
+            assert (lost.status_code, "the-remote-key" in lost.text) == (503, False)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_two_gateways_and_a_worker_that_is_drained(tmp_path: Path) -> None:
+    """Uploads and responses go on while the model is reloaded."""
+    models = [media("two", replicas=2)]
+    with Instance.up(tmp_path, models, server={"gateways": 2}) as instance:
+        instance.until_settled()
+        recording = bytes(5 * 2**20)
+        with ThreadPoolExecutor(8) as pool:
+            asked = [
+                pool.submit(transcribe, instance, recording, prompt="SLEEP=1") for _ in range(8)
+            ]
+            again = [media("two", replicas=2, options={"slots": 7})]
+            write_config(tmp_path, again, {"gateways": 2})
+            instance.reload()
+            assert [one.result().json()["file"][0] for one in asked] == 8 * [len(recording)]
 
 
 def test_keys(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ _HEADERS = {"content-type", "content-length", "content-encoding", "content-langu
 _MOST_READ_BYTES = 2**20
 #: Client errors that are about servekit's own key, or pass: see `errors`.
 _NOT_FORWARDED = {401, 402, 403, 407, 408, 409, 425, 429}
+#: llama-server says so of endpoints that its model cannot serve.
+_NOT_IMPLEMENTED = 501
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class ForwardErrand(Errand):
 
     def accepts(self, status: int) -> bool:
         """Return whether a response of this status is the client's, whatever it says."""
-        return 200 <= status < 300 or (400 <= status < 500 and status not in _NOT_FORWARDED)
+        refused = 400 <= status < 500 and status not in _NOT_FORWARDED
+        return 200 <= status < 300 or refused or status == _NOT_IMPLEMENTED
 
 
 def build_forward_errand(request: Generate, model: str) -> ForwardErrand:
