@@ -24,9 +24,10 @@ import pytest
 from servekit.config import keys
 from servekit.system import procfs
 from tests.integration.instance import Instance, bearer, echo, write_config
-from tests.integration.test_command import odd, server_of
+from tests.integration.test_command import LLAMA_SERVER, odd, server_of
 from tests.integration.test_remote import free_port
 from tests.media_server import NAME
+from tests.unit.engines.origins import SMOLLM2
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -428,3 +429,24 @@ def test_keys(tmp_path: Path) -> None:
             for _ in range(4)
         ]
         assert statuses == [200, 200, 200, 429]
+
+
+@pytest.mark.model
+@pytest.mark.lane("models")
+def test_endpoints_of_llama_cpps_own_server(tmp_path: Path) -> None:
+    options = {"command": [*LLAMA_SERVER, "{port}"], "slots": 4}
+    options["endpoints"] = ["/v1/*", "/tokenize", "/completion"]
+    model = {"name": "smol", "engine": "command", "path": SMOLLM2, "options": options}
+    with Instance.up(tmp_path, [model]) as instance:
+        instance.until_settled(within_s=180)
+        tokens = httpx.post(f"{instance.url}/tokenize", json={"content": "Hello world"})
+        assert tokens.json() == {"tokens": [19556, 905]}  # its own form, not servekit's
+        asked = {"prompt": "Once upon a", "n_predict": 8, "temperature": 0, "stream": True}
+        streamed = httpx.post(f"{instance.url}/completion", json=asked, timeout=60)
+        events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line]
+        text = "".join(event["content"] for event in events)
+        body = {"model": "smol", "prompt": "Once upon a", "max_tokens": 8, "temperature": 0}
+        known = httpx.post(f"{instance.url}/v1/completions", json=body, timeout=60)
+        assert (len(events), text) == (9, known.json()["choices"][0]["text"])
+        ranked = post(instance, "/v1/rerank", model="smol", query="a", documents=["b"])
+        assert (ranked.status_code, "--reranking" in message_of(ranked)) == (501, True)

@@ -12,8 +12,7 @@ import hashlib
 import re
 from collections.abc import Mapping, MutableMapping
 from typing import Any
-
-import structlog
+from urllib.parse import unquote_plus
 
 from servekit.errors import ClientClosed, RequestError, ServekitError, Unsupported
 from servekit.gateway.api.forwarded_body import FoundModel, find_model
@@ -34,8 +33,6 @@ from servekit.gateway.routing.forwarded_request import ForwardedRequest
 from servekit.gateway.routing.router import ModelQueue, Router
 from servekit.protocol.forwarding import find_pattern
 from servekit.protocol.messages import HttpPart, HttpRequest
-
-log: Any = structlog.get_logger("servekit.gateway")
 
 #: Well-known endpoints, for the OpenAPI document and as labels of metrics.
 KNOWN = {
@@ -163,16 +160,13 @@ class Forwarding:
     def _find(self, path: str, model: str) -> ModelQueue:
         """Return the model of a request. Raises ModelNotFound, Forbidden and Unsupported."""
         able = [route for route in self._router.models() if _pattern_of(route, path)]
-        if model:
-            route = self._router.find(model)
-            self._router.access.require_model(route.status.name, base_of(route))
-            if _pattern_of(route, path):
-                return route
-        else:
-            route = self._router.find("")
-            if able:
-                listed = [one for one in able if path in one.status.endpoints]
-                return next((one for one in (listed or able) if one is route), (listed or able)[0])
+        route = self._router.find(model)
+        if able and not model:
+            best = [one for one in able if path in one.status.endpoints] or able
+            return route if route in best else best[0]
+        self._router.access.require_model(route.status.name, base_of(route))
+        if _pattern_of(route, path):
+            return route
         names = ", ".join(repr(one.status.name) for one in able) or "none that you may use"
         has = f"the model {route.status.name!r} has no {path}; models that may have it: {names}"
         raise Unsupported(has, param="model")
@@ -195,8 +189,6 @@ def _name_model(found: FoundModel, query: bytes, headers: Mapping[bytes, bytes])
 
 
 def _in_query(pairs: list[str]) -> str:
-    from urllib.parse import unquote_plus
-
     named = (value for name, _, value in (pair.partition("=") for pair in pairs) if name == "model")
     return unquote_plus(next(named, ""))
 
