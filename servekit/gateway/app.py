@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from servekit import __version__
 from servekit.errors import ModelNotFound, ServekitError
@@ -18,6 +19,7 @@ from servekit.gateway.api.admin.endpoints import Supervisor, add_administration
 from servekit.gateway.api.admin.lora import Lora
 from servekit.gateway.api.admin.metrics import add_metrics
 from servekit.gateway.api.anthropic.endpoints import Anthropic
+from servekit.gateway.api.forwarding import FORWARDED_FIRST, Forwarding
 from servekit.gateway.api.health_types import (
     Health,
     Live,
@@ -33,7 +35,10 @@ from servekit.gateway.api.openai.endpoints import OpenAI
 from servekit.gateway.api.openai.response_types import Model, ModelList
 from servekit.gateway.api.openai.responses import Responses
 from servekit.gateway.api.openapi import docs_pages
-from servekit.gateway.api.openapi.document import describe_hot_routes
+from servekit.gateway.api.openapi.document import (
+    describe_forwarded_routes,
+    describe_hot_routes,
+)
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.auth.middleware import AuthMiddleware
 from servekit.gateway.http.asgi import (
@@ -101,7 +106,11 @@ class Application:
         self.ui_state = "the UI is starting; reload in a moment" if ui else ""
         self.supervisor = Supervisor(operators, router.access)
         self.hot |= Lora(self.supervisor, router.access, max_body_bytes).routes
+        self.forwarding = Forwarding(router, max_body_bytes)
+        for path in FORWARDED_FIRST:
+            self.hot[path] = self.forwarding.before(self.hot[path])
         self.rest = build_rest(router, self.supervisor, ui=ui, hot=self.hot)
+        describe_forwarded_routes(self.rest, self.forwarding.known)
         self._paths = {*self.hot, *(str(getattr(one, "path", "")) for one in self.rest.routes)}
 
     def _envelope(self, path: str) -> Envelope:
@@ -116,7 +125,7 @@ class Application:
         if (route := scope.get("route")) is not None:
             path = route.path
         elif path not in self._paths:
-            path = "/ui" if path.startswith("/ui/") else OTHER
+            path = "/ui" if path.startswith("/ui/") else scope.get("forwarded", OTHER)
         self.router.measures.answers[path, status] += 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,10 +152,21 @@ class Application:
             await self.login(scope, receive, send)
         elif self.ui_state and (path == "/ui" or path.startswith("/ui/")):
             await self._ui(scope, receive, send)
+        elif scope["method"] == "POST" and self._forwards(scope):
+            await self.forwarding(scope, receive, send)
         elif scope["method"] == "HEAD":  # uvicorn omits the body
             await self.rest({**scope, "method": "GET"}, receive, send)
         else:
             await self.rest(scope, receive, send)
+
+    def _forwards(self, scope: Scope) -> bool:
+        """Return whether some model has this endpoint, and servekit itself has none."""
+        if not self.forwarding.covers(scope["path"]):
+            return False
+        if any(route.matches(scope)[0] is Match.FULL for route in self.rest.routes):
+            return False
+        scope["forwarded"] = self.forwarding.label(scope["path"])
+        return True
 
     async def _ui(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.ui is not None:

@@ -12,16 +12,17 @@ facts. Fields are only ever added at the end with a default; `PROTOCOL` is raise
     supervisor → gateway   Topology · Drain · Stop · KeyUsage (of other gateways) · Ping · Renew
     gateway → supervisor   Serving · Traffic · Quarantined · KeyUsage · AdapterUnused
                            TopologyApplied · ModelDemand · KeepAlive · Counted
-    gateway → worker       Hello · Generate · Cancel · Borrow
+    gateway → worker       Hello · Generate · Cancel · Borrow · Body · WindowUpdate
     worker → gateway       Hello · TokenBatch · DeltaBatch · Failed · Cancelled · Lent
                            IsolationStarted · IsolationEnded
     operator → supervisor  GetStatus · Shutdown · GetWhy · Reload
                            AddAdapter · RemoveAdapter · GetAdapters · SetResidency · GetMetrics
     supervisor → operator  Status · Accepted · Refused · Why · Adapters · Figures
 
-Modules beside this one hold the messages of adapters, residency, operators (`admin_messages`),
-start-up (`startup_messages`) and metrics (`metrics_messages`); `transport.credentials` holds those
-of certificates, `transport.resumable_channel` those that open a channel to another machine.
+Modules beside this one hold the messages of adapters, residency, forwarding, operators
+(`admin_messages`), start-up (`startup_messages`) and metrics (`metrics_messages`);
+`transport.credentials` holds those of certificates, `transport.resumable_channel` those that open a
+channel to another machine.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from servekit.protocol.admin_messages import (
     Why,
 )
 from servekit.protocol.base import Message
+from servekit.protocol.forwarding import Body, HttpPart, HttpRequest, WindowUpdate
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.types import (
     Capability,
@@ -76,6 +78,7 @@ __all__ = [
     "UNKNOWN_TOKEN",
     "Accepted",
     "AccessRules",
+    "Body",
     "BootFailed",
     "Borrow",
     "Cancel",
@@ -100,6 +103,8 @@ __all__ = [
     "GpuStatus",
     "Grammar",
     "Hello",
+    "HttpPart",
+    "HttpRequest",
     "IsolationEnded",
     "IsolationStarted",
     "KeyRule",
@@ -136,6 +141,7 @@ __all__ = [
     "Topology",
     "Traffic",
     "Why",
+    "WindowUpdate",
     "WorkerSpec",
     "WorkerState",
     "WorkerToGateway",
@@ -267,7 +273,7 @@ class Hello(Message, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    """Run one request. Exactly one of `prompt` and `messages` is set, except for "embed".
+    """Run one request. Exactly one of `prompt` and `messages` is set to generate text.
 
     To continue a request of another worker, `emitted` has the token ids which that worker reported,
     `sent_chars` the number of characters of their text that the client has. A worker of another
@@ -288,7 +294,7 @@ class Generate(Message, frozen=True):
     emitted: list[int] = []
     sent_chars: int = 0
     answered: str = ""  # the text so far, of a continuation `by_text`
-    task: Task = "generate"  # "embed" takes `inputs`, "detokenize" a `prompt` of token ids
+    task: Task = "generate"  # "embed" takes `inputs`, "detokenize" ids, "forward" `http`
     inputs: list[str | list[int]] = []
     tools: list[dict[str, Any]] = []  # OpenAI's definitions, as the chat template gets them
     template: dict[str, Any] = {}  # extra arguments of the chat template
@@ -301,6 +307,8 @@ class Generate(Message, frozen=True):
     trace: str = ""  # W3C traceparent of the request's span; "": not traced
     continuation: Continuation | None = None  # from the first worker, whose generation must match
     cache_salt: str = ""  # only requests with equal salts share the prefix cache
+    http: HttpRequest | None = None
+    body: bytes = b""  # of `http`; if it is shorter than stated there, Body messages follow
 
 
 class Cancel(Message, frozen=True):
@@ -380,7 +388,7 @@ FromGateway = (
     | _Use
     | c.Counted
 )
-GatewayToWorker = Hello | Generate | Cancel | Borrow
+GatewayToWorker = Hello | Generate | Cancel | Borrow | Body | WindowUpdate
 WorkerToGateway = (
     Hello | TokenBatch | DeltaBatch | Failed | IsolationStarted | IsolationEnded | Cancelled | Lent
 )

@@ -11,6 +11,7 @@ import msgspec
 
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec, AdapterStatus
 from servekit.protocol.base import Message, Value
+from servekit.protocol.forwarding import HttpPart
 from servekit.protocol.residency import ResidencyStatus
 from servekit.protocol.startup_messages import Start
 
@@ -28,13 +29,14 @@ WorkerState = Literal[
 ]
 
 #: Tasks of a request.
-Task = Literal["generate", "embed", "tokenize", "detokenize"]
+Task = Literal["generate", "embed", "tokenize", "detokenize", "forward"]
 #: Tasks, and parameters that not every engine supports.
 Capability = Literal[
     "generate",
     "embed",
     "tokenize",
     "detokenize",
+    "forward",  # requests to endpoints that servekit does not know
     "logprobs",
     "logit_bias",
     "penalties",
@@ -258,6 +260,7 @@ class ModelStatus(Value, frozen=True):
     routing: Literal["auto", "least_loaded", "round_robin"] = "auto"  # as the file says
     scale: ScaleStatus | None = None  # None: its number of replicas is fixed
     changing: bool = False  # its replicas are being replaced: one will come, even if none is there
+    endpoints: tuple[str, ...] = ()  # patterns of the endpoints that are forwarded to its server
 
 
 class TokenLogprob(Value, frozen=True):
@@ -328,6 +331,7 @@ class Delta(Value, frozen=True):
     # engine, its first token, and its end
     times_ns: tuple[int, ...] = ()
     stop_token: int = -1  # the one of `stop_token_ids` that ended the text, if any
+    http: HttpPart | None = None  # "forward": the next part of the response
     continuation: Continuation | None = None  # on the first with tokens, if more follow
     prompt: Prompt | None = None  # with the first one, if requested
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from msgspec.structs import replace
 
 from servekit.errors import RequestError, WireError
 from servekit.protocol.messages import (
     PROTOCOL,
+    Body,
     Borrow,
     Cancel,
     Delta,
@@ -18,6 +20,7 @@ from servekit.protocol.messages import (
     Generate,
     Hello,
     TokenBatch,
+    WindowUpdate,
 )
 from servekit.protocol.transport.connection import Connection
 
@@ -42,6 +45,7 @@ class GatewayConnection:
         self._deltas: list[Delta] = []
         self._told: set[int] = set()  # ids of the requests in `_deltas`
         self._plain = TokenBatch([], [], [])
+        self._incomplete: dict[int, tuple[Generate, bytearray]] = {}  # their bodies are arriving
         self.greeted = False
 
     def add(self, delta: Delta) -> None:
@@ -100,8 +104,16 @@ class GatewayConnection:
 
     def _on_message(self, message: GatewayToWorker) -> None:
         if isinstance(message, Generate) and self.greeted:
-            self.runner.accept(self, message)
+            if message.http is not None and len(message.body) < message.http.size_bytes:
+                self._incomplete[message.id] = message, bytearray(message.body)
+            else:
+                self.runner.accept(self, message)
+        elif isinstance(message, Body):
+            self._add_to_body(message)
+        elif isinstance(message, WindowUpdate):
+            self.runner.extend_window(self, message.id, message.size_bytes)
         elif isinstance(message, Cancel):
+            self._incomplete.pop(message.id, None)
             self.runner.cancel(self, message.id, tells=message.tells)
         elif isinstance(message, Borrow):
             self.runner.lending.borrow(self, message.share)
@@ -109,6 +121,17 @@ class GatewayConnection:
             self.meet(message)
         else:
             raise WireError(f"expected Hello for protocol {PROTOCOL}, got {message!r:.200}")
+
+    def _add_to_body(self, message: Body) -> None:
+        """Add a piece to a body, and accept the request once the body is complete."""
+        if message.id not in self._incomplete:
+            return  # cancelled
+        request, body = self._incomplete[message.id]
+        body += message.data
+        assert request.http is not None
+        if len(body) >= request.http.size_bytes:
+            del self._incomplete[message.id]
+            self.runner.accept(self, replace(request, body=bytes(body)))
 
     def meet(self, hello: Hello) -> None:
         """Answer the peer's Hello and accept its requests, or hang up if the engine has died."""

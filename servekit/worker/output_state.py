@@ -153,8 +153,9 @@ class TextTask(OutputState):
         counts = (output.prompt_tokens, output.completion_tokens)
         lists = (output.logprobs or [], output.vectors or [])
         return Delta(
-            self.id, output.text, output.token_ids, output.finish, *counts, *lists, output.stop
-        )
+            self.id, output.text, output.token_ids, output.finish, *counts, *lists, output.stop,
+            http=output.http,
+        )  # fmt: skip
 
     def continuation(self, generation: Callable[[str], str]) -> Continuation:
         return replace(super().continuation(generation), by_text=True)

@@ -12,6 +12,7 @@ _TASKS: dict[Capability, str] = {
     "embed": "make embeddings",
     "tokenize": "tokenise",
     "detokenize": "detokenise",
+    "forward": "forward requests",
 }
 
 
@@ -70,6 +71,8 @@ def check_text(request: Generate, spec: WorkerSpec) -> None:
 def _task_hint(request: Generate, info: ModelInfo) -> str:
     if request.task == "generate" and "embed" in info.serves:
         return "; it is an embedding model, for /v1/embeddings"
+    if info.serves == ("forward",):
+        return "; it serves its own endpoints only"
     if request.task == "embed" and "generate" in info.serves:
         return "; it is a language model without a pooling of its own"
     return ""

@@ -411,6 +411,12 @@ class Runner:
                     peer.connection.send(Cancelled(request_id))
         self._watching = None
 
+    def extend_window(self, peer: GatewayConnection, request_id: int, size_bytes: int) -> None:
+        """Allow a forwarded request to send more of its response."""
+        job_id = peer.jobs.get(request_id)
+        if job_id is not None and self._speaks is not None:
+            self._speaks.extend_window(job_id, size_bytes)
+
     def forget(self, peer: GatewayConnection) -> None:
         """Cancel all requests of a gateway that has disconnected."""
         for request_id in list(peer.jobs):
@@ -488,7 +494,7 @@ class Runner:
             self._end_request(output.id, task)
             if output.finish is None:
                 self._cancel_job(output.id, task)  # ended by a stop string, not by the engine
-        if delta.text or delta.token_ids or delta.finish or delta.prompt:
+        if delta.text or delta.token_ids or delta.finish or delta.prompt or delta.http:
             if task.begins is not None and delta.token_ids and delta.finish is None:
                 delta = replace(delta, continuation=task.continuation(self.generation))
             task.peer.add(delta)

@@ -40,6 +40,7 @@ from servekit.protocol.messages import (
     Failed,
     Generate,
     Hello,
+    HttpRequest,
     Load,
     Loading,
     ModelInfo,
@@ -395,11 +396,13 @@ async def warm_up(
 
 
 def _probe_request(info: ModelInfo) -> Generate:
-    """Return a request for two tokens, or for an embedding if the model does not generate."""
+    """Return a request for two tokens, for an embedding, or for the health page of a server."""
     if "generate" in info.serves and info.dialect.tools == FRAMED and info.chat:
         # not every server has plain completions
         messages = [ChatMessage("user", "Hello")]
         return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), messages=messages)
     if "generate" in info.serves:
         return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), prompt="Hello")
-    return Generate(1, SamplingParams(), task="embed", inputs=["Hello"])
+    if "embed" in info.serves:
+        return Generate(1, SamplingParams(), task="embed", inputs=["Hello"])
+    return Generate(1, SamplingParams(), task="forward", http=HttpRequest(path=""))

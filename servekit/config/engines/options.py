@@ -192,6 +192,9 @@ def _header(name: str) -> str:
 _OWN_HEADERS = {"host", "connection", "content-length", "content-type", "content-encoding"} | {
     *("transfer-encoding", "accept", "accept-encoding", "user-agent", "upgrade", "expect", "te"),
 }
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+#: A path whose segments begin with no dot, so that none leads up; perhaps all below it.
+EndpointPattern = Annotated[str, Field(pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+(/\*)?$")]
 HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$"), AfterValidator(_header)]
 HeaderValue = Annotated[str, Field(pattern=r"^[\x20-\x7e]*$")]
 
@@ -201,11 +204,14 @@ class OpenAIOptions(Section):
 
     url: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+(/[^\s@?#]*)?$")]
     """The endpoint's base URL, as OpenAI clients take it: https://api.example.com/v1."""
-    key_environment: Annotated[str | None, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] = None
+    key_environment: VariableName | None = None
     """The environment variable of `servekit up` that holds the key to the endpoint, for this
     model's worker alone; by default no key is sent."""
     task: Literal["generate", "embed"] = "generate"
     """The task of the model at the endpoint."""
+    endpoints: tuple[Annotated[EndpointPattern, Field(pattern="^/v1/")], ...] = ()
+    """Further endpoints, such as /v1/audio/transcriptions: POST requests to them are forwarded
+    there. `/v1/*` means all that servekit does not know."""
     slots: Annotated[int, Field(ge=1, le=4096)] = 32
     """Requests that are sent to the endpoint at the same time."""
     requests_per_minute: Annotated[int | None, Field(ge=1, le=10**6)] = None
@@ -229,7 +235,7 @@ class OpenAIOptions(Section):
 
 
 #: Placeholders of a command, each replaced by the worker.
-_PLACEHOLDERS = ("path", "port", "host", "name", "gpus", "python")
+_PLACEHOLDERS = ("path", "port", "host", "name", "gpus", "python", "key")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]+)\}")  # not the braces of JSON
 
 
@@ -259,13 +265,22 @@ class CommandOptions(Section):
     command: Command
     """The command that starts the server, as text or as a list of words; no shell runs it. {path}
     is the model's `path`, {port} a free port, {host} 127.0.0.1, {name} the model's name, {gpus}
-    the number of its GPUs, {python} the interpreter that the model's `python` names."""
+    the number of its GPUs, {python} the interpreter that the model's `python` names, {key} a key
+    that servekit makes for each start and sends with each request."""
+    key_environment: VariableName | None = None
+    """The environment variable of the server that gets such a key. Other users of the machine can
+    read a command, but no environment."""
     base: ServerPath = "/v1"
     """Where the server has OpenAI's API."""
     health: ServerPath = "/health"
     """The page that answers without an error once the model is loaded; 404 counts as an answer."""
-    task: Literal["generate", "embed"] = "generate"
-    """The task of the model."""
+    task: Literal["generate", "embed", "forward"] = "generate"
+    """The task of the model: text, embeddings, or nothing but its `endpoints`."""
+    endpoints: tuple[EndpointPattern, ...] = (
+        *("/v1/*", "/v2/*", "/rerank", "/score", "/classify", "/pooling"),
+    )
+    """Endpoints that servekit does not know: POST requests to them are forwarded to the server.
+    `/v1/*` means all below /v1/."""
     slots: Annotated[int, Field(ge=1, le=4096)] = 32
     """Requests that are sent to the server at the same time."""
     sleep: ServerPath | None = None
@@ -427,14 +442,16 @@ _OURS = {
         env={"GGML_NO_BACKTRACE": "1"},  # else a debugger is attached to a worker that aborts
         neutral=frozenset({"slots", "threads", "batch_tokens"}),
     ),
-    "openai": EngineKind(OpenAIOptions, frozenset({"remote"}), gpu="never"),
+    "openai": EngineKind(
+        OpenAIOptions, frozenset({"remote"}), gpu="never", neutral=frozenset({"endpoints"})
+    ),
     "command": EngineKind(
         CommandOptions,
         frozenset({"folder", "gguf", "nothing"}),
         parallel=("tensor", "device_map", "split"),  # the command says how
         pin="index",  # vLLM reads each entry as a number
         sleeps=True,
-        neutral=frozenset({"slots", "health", "sleep", "wake"}),
+        neutral=frozenset({"slots", "health", "sleep", "wake", "endpoints", "key_environment"}),
     ),
     "echo": EngineKind(
         EchoOptions,

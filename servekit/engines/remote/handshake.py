@@ -21,7 +21,7 @@ from servekit.engines.remote.request_builder import (
     EndpointCall,
     EndpointTraits,
     Limit,
-    build_errand,
+    build_call,
 )
 from servekit.engines.remote.response_parser import Answer
 from servekit.engines.remote.schemas import parse_vectors
@@ -72,10 +72,10 @@ async def greet_endpoint(
 def make_greeting(traits: EndpointTraits, *, embeds: bool) -> EndpointCall:
     """Return a request that costs next to nothing."""
     if embeds:
-        return build_errand(Generate(0, SamplingParams(), task="embed", inputs=["hello"]), traits)
+        return build_call(Generate(0, SamplingParams(), task="embed", inputs=["hello"]), traits)
     params = SamplingParams(max_tokens=_TOKENS)
     neutral = replace(traits, defaults={})
-    return build_errand(Generate(0, params, messages=[ChatMessage("user", _HELLO)]), neutral)
+    return build_call(Generate(0, params, messages=[ChatMessage("user", _HELLO)]), neutral)
 
 
 async def list_models(endpoint: Endpoint) -> list[Any] | None:

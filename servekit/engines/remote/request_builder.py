@@ -47,6 +47,7 @@ class EndpointCall:
     path: str
     body: bytes
     request: Generate
+    at_root: bool = False  # `path` is not below the base of the API
 
     @property
     def headers(self) -> dict[str, str]:
@@ -59,8 +60,12 @@ class EndpointCall:
         """Estimated number of prompt tokens."""
         return len(self.body) // BYTES_PER_TOKEN + 1
 
+    def accepts(self, status: int) -> bool:
+        """Return whether a response with this HTTP status is an answer."""
+        return status == 200
 
-def build_errand(request: Generate, traits: EndpointTraits) -> EndpointCall:
+
+def build_call(request: Generate, traits: EndpointTraits) -> EndpointCall:
     """Build the request. Raises Unsupported for parameters that OpenAI's API cannot express."""
     body: dict[str, Any] = {"model": traits.model}
     if request.task == "embed":

@@ -40,7 +40,7 @@ def check_call(call: InflightRequest, limits: RequestLimits) -> None:
 
 def held_bytes(call: InflightRequest) -> int:
     """Return the approximate memory of a waiting request, in bytes."""
-    size = _CALL_BYTES + _size(call.prompt) + _size(call.more)
+    size = _CALL_BYTES + _size(call.prompt) + _size(call.more) + len(call.body)
     for message in call.messages or ():
         size += _size(message.content) + _size(message.reasoning)
         size += sum(_size(called.arguments) for called in message.tool_calls)

@@ -57,6 +57,8 @@ class InflightRequest:
     worker dies, another one continues from the very next token, and the consumer does not notice.
     """
 
+    body = b""  # of a `ForwardedRequest`
+
     __slots__ = (
         "_deltas",
         "_error",
@@ -167,12 +169,16 @@ class InflightRequest:
         this again after either.
         """
         while (delta := self.collect()) is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._wait()
         return delta
+
+    async def _wait(self) -> None:
+        """Wait for `wake`."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     @property
     def has_only_text(self) -> bool:

@@ -22,8 +22,10 @@ from servekit.errors import (
 )
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.step_delivery import feed_step
+from servekit.protocol.forwarding import PIECE_BYTES
 from servekit.protocol.messages import (
     PROTOCOL,
+    Body,
     Borrow,
     Cancel,
     Cancelled,
@@ -37,6 +39,7 @@ from servekit.protocol.messages import (
     ModelInfo,
     ReplicaStatus,
     TokenBatch,
+    WindowUpdate,
     WorkerToGateway,
 )
 from servekit.protocol.transport.address import is_tcp
@@ -107,6 +110,7 @@ class WorkerConnection:
         self._connection: Connection[WorkerToGateway] | None = None
         self._redial_s = REDIAL_S
         self._unreached = ""  # the last logged error of an attempt to connect
+        self._bodies: set[asyncio.Task[None]] = set()  # being sent
         self._dialling = asyncio.get_running_loop().create_task(self._dial())
 
     # ---- routing
@@ -218,12 +222,34 @@ class WorkerConnection:
             self._renew()
         try:
             self._connection.send(call.request(self.last_id))
+            if len(call.body) > PIECE_BYTES:
+                self._start_body(call)
         except (OverflowError, RecursionError, ValueError, WireError) as error:
             said = f"the request holds a value that cannot be passed on: {error}"
             failed = Failed(self.last_id, RequestError.code, said)
             asyncio.get_running_loop().call_soon(self._on_failed, failed)
         if self._connection.crowded:
             self._renew()
+
+    def _start_body(self, call: InflightRequest) -> None:
+        task = asyncio.get_running_loop().create_task(self._send_body(call, self.last_id))
+        self._bodies.add(task)
+        task.add_done_callback(self._bodies.discard)
+
+    async def _send_body(self, call: InflightRequest, wire_id: int) -> None:
+        """Send the rest of a body in pieces, each once the worker has read the one before."""
+        body, connection = memoryview(call.body), self._connection
+        for at in range(PIECE_BYTES, len(body), PIECE_BYTES):
+            if connection is None or not await connection.drained():
+                return
+            if self.calls.get(wire_id) is not call:
+                return
+            connection.send(Body(wire_id, bytes(body[at : at + PIECE_BYTES])))
+
+    def extend_window(self, call: InflightRequest, size_bytes: int) -> None:
+        """Allow the worker to send more of a forwarded response, whose client has read so much."""
+        if self._connection is not None:
+            self._connection.send(WindowUpdate(call.wire_id, size_bytes))
 
     def drop(self, call: InflightRequest) -> None:
         """Cancel a call that runs here; its slot is free at once."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from servekit.config.engines.options import CommandOptions, OpenAIOptions
+from servekit.config.schema import ModelConfig
 from servekit.errors import did_you_mean
 from servekit.protocol.admin_messages import ModelTraffic
 from servekit.protocol.messages import GpuStatus, ModelStatus, Refused, ReplicaHistory, Why
@@ -37,7 +39,13 @@ def of_model(
         routing=model.routing,
         scale=deployment.scale,
         changing=deployment.changing,
+        endpoints=_list_endpoints(model),
     )
+
+
+def _list_endpoints(model: ModelConfig) -> tuple[str, ...]:
+    options = model.engine_options() if model.engine in ("command", "openai") else None
+    return options.endpoints if isinstance(options, CommandOptions | OpenAIOptions) else ()
 
 
 def traffic(served: Sequence[Deployment], gateways: Sequence[Gateway]) -> tuple[ModelTraffic, ...]:

@@ -55,6 +55,10 @@ def command(words: str | list[str], **more: Any) -> dict[str, Any]:
     return {"engine": "command", "options": {"command": words, **more}}
 
 
+def remote(**more: Any) -> dict[str, Any]:
+    return {"engine": "openai", "options": {"url": "http://a/v1", **more}}
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
@@ -67,6 +71,12 @@ def command(words: str | list[str], **more: Any) -> dict[str, Any]:
         (command("./none {port}"), "that can be run"),
         (command("sh {port}", prot=1), "unknown key"),
         ({"engine": "command"}, "models[0].options"),
+        (command("sh {port}", endpoints=["/v1/../sleep"]), "endpoints"),
+        (command("sh {port}", endpoints=["/v1/*/b"]), "endpoints"),
+        (command("sh {port}", endpoints=["v1/score"]), "endpoints"),
+        (command("sh {port}", endpoints=["/*"]), "endpoints"),
+        (command("sh {port}", key_environment="A-B"), "key_environment"),
+        (remote(endpoints=["/rerank"]), "endpoints"),
         (COMMAND | {"dtype": "float16"}, "set this in its command"),
         (COMMAND | {"idle_sleep_s": 5}, "it needs `sleep` and `wake` in `options`"),
         (COMMAND | {"adapters": [{"name": "x", "path": "x"}]}, "has no adapters"),

@@ -10,6 +10,7 @@ from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import (
     PROOF_TOKENS,
     PROTOCOL,
+    Body,
     Borrow,
     Cancel,
     Delta,
@@ -22,6 +23,7 @@ from servekit.protocol.messages import (
     IsolationStarted,
     ModelInfo,
     ReplicaStatus,
+    WindowUpdate,
     WorkerState,
 )
 from servekit.protocol.transport.connection import Connection, listen_at
@@ -95,8 +97,8 @@ class ScriptedWorker:
             self.jobs.pop(message.id, None)
             self.line = [request for request in self.line if request.id != message.id]
             self._advance()
-        elif isinstance(message, Borrow):
-            pass  # nobody has left anything to lend
+        elif isinstance(message, Borrow | Body | WindowUpdate):
+            pass  # nobody has left anything to lend, and nothing is forwarded
         elif self.draining:
             peer.send(Failed(message.id, "worker_lost", "the worker is draining"))
         else:

@@ -6,7 +6,7 @@ its first request.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -78,6 +78,41 @@ def describe_hot_routes(app: FastAPI, served: Collection[str]) -> None:
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def describe_forwarded_routes(app: FastAPI, known: Callable[[], Mapping[str, str]]) -> None:
+    """Add the forwarded endpoints to the document of `app.openapi()`: those of the models now.
+
+    `known` returns them, each with its summary.
+    """
+    original = app.openapi
+
+    def openapi() -> Json:
+        document = original()
+        paths = {path: {"post": _describe_forwarded(path, text)} for path, text in known().items()}
+        return {**document, "paths": {**document["paths"], **paths}}
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _describe_forwarded(path: str, summary: str) -> Json:
+    fields: Json = {"type": "object", "properties": {"model": {"type": "string"}}}
+    any_body: Json = {"type": "string", "format": "binary"}
+    return {
+        "tags": ["forwarded"],
+        "summary": f"{summary}, by the model's own server",
+        "operationId": "post" + path.replace("/", "_"),
+        "requestBody": {
+            "required": True,
+            "content": {
+                kind: {"schema": fields} for kind in ("application/json", "multipart/form-data")
+            },
+        },
+        "responses": {
+            "200": {"description": "The server's answer", "content": {"*/*": {"schema": any_body}}}
+        }
+        | {code: {"description": text} for code, text in _ERRORS.items()},
+    }
 
 
 def _extend_document(document: Json, served: Collection[str]) -> None:

@@ -14,7 +14,7 @@ from servekit.engines.remote import client as module
 from servekit.engines.remote.client import Address, Endpoint
 from servekit.engines.remote.errors import Refused
 from servekit.engines.remote.rate_limiter import RateLimiter
-from servekit.engines.remote.request_builder import EndpointCall, EndpointTraits, build_errand
+from servekit.engines.remote.request_builder import EndpointCall, EndpointTraits, build_call
 from servekit.errors import EndpointFailed
 from servekit.protocol.messages import ChatMessage, Generate, SamplingParams
 from tests.unit.engines.remote.liar import (
@@ -36,7 +36,7 @@ KEY = "sk-very-secret-0123456789"
 
 def asking() -> EndpointCall:
     request = Generate(1, SamplingParams(), messages=[ChatMessage("user", "Hi")])
-    return build_errand(request, EndpointTraits("kimi", {}))
+    return build_call(request, EndpointTraits("kimi", {}))
 
 
 def address(url: str, **fields: Any) -> Address:

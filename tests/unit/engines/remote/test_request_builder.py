@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.remote.request_builder import EndpointTraits, build_errand
+from servekit.engines.remote.request_builder import EndpointTraits, build_call
 from servekit.errors import Unsupported
 from servekit.protocol.messages import (
     UNKNOWN_TOKEN,
@@ -31,7 +31,7 @@ def body(
 ) -> dict[str, Any]:
     fields.setdefault("messages", USER)
     found: dict[str, Any] = json.loads(
-        build_errand(Generate(1, params or SamplingParams(), **fields), manner).body
+        build_call(Generate(1, params or SamplingParams(), **fields), manner).body
     )
     return found
 
@@ -48,8 +48,8 @@ def test_a_plain_chat_says_nothing_that_was_not_said() -> None:
 def test_the_trace_that_a_request_is_of_goes_on() -> None:
     parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     request = Generate(1, SamplingParams(), messages=USER, trace=parent)
-    assert build_errand(request, MANNER).headers["traceparent"] == parent
-    untraced = build_errand(Generate(1, SamplingParams(), messages=USER), MANNER)
+    assert build_call(request, MANNER).headers["traceparent"] == parent
+    untraced = build_call(Generate(1, SamplingParams(), messages=USER), MANNER)
     assert "traceparent" not in untraced.headers
 
 
@@ -110,7 +110,7 @@ def test_as_openai_s_newer_models_want_it_and_without_counts() -> None:
 
 
 def test_a_plain_completion() -> None:
-    task = build_errand(Generate(1, SamplingParams(logprobs=2), prompt="Once"), MANNER)
+    task = build_call(Generate(1, SamplingParams(logprobs=2), prompt="Once"), MANNER)
     told = json.loads(task.body)
     assert task.path == "/completions"
     assert (told["prompt"], told["logprobs"]) == ("Once", 2)
@@ -119,7 +119,7 @@ def test_a_plain_completion() -> None:
 
 def test_embeddings() -> None:
     request = Generate(1, SamplingParams(), task="embed", inputs=["a", "b"])
-    task = build_errand(request, MANNER)
+    task = build_call(request, MANNER)
     assert task.path == "/embeddings"
     assert json.loads(task.body) == {
         "model": "kimi",
