@@ -58,7 +58,8 @@ class OpenAIEngine(TextEngine):
         self._options = options
         self._embeds = options.get("task", "generate") == "embed"
         self._traits = EndpointTraits(
-            spec.path, spec.sampling, template_arguments=options.get("chat_template_kwargs", False)
+            *(spec.path or spec.model, spec.sampling),
+            template_arguments=options.get("chat_template_kwargs", False),
         )
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._outputs: list[TextOutput] = []
