@@ -86,7 +86,7 @@ def name_models(models: Iterable[BroughtModel]) -> None:
     taken: set[str] = set()
     for model in models:
         model.keys["name"] = _free_name(valid_name(model.name), taken)
-        if model.keys["name"] != model.name:
+        if model.keys["name"] != model.name and "engine" in model.keys:
             model.notes.append(
                 f"its name cannot be one here; requests ask for {model.keys['name']}"
             )

@@ -170,7 +170,8 @@ def _make_path(text: str, output: Path) -> str:
     if text.startswith("pypi:"):
         return text
     try:
-        return paths.check_model_path(text, Path.cwd()).text
+        path = paths.check_model_path(text, Path.cwd())
+        return text if path.revision else path.text  # the file keeps an address with its revision
     except ValueError as error:
         raise ConfigError(f"{error}; or say demo") from None
 

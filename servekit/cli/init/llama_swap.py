@@ -33,6 +33,7 @@ from servekit.system.gpus import Gpu
 
 #: llama-swap's port.
 _PORT = 8080
+_MOST_SLOTS, _LEAST_CONTEXT = 4096, 16
 _LOCAL = {"localhost", "127.0.0.1", "0.0.0.0", "::1", ""}
 _CONTAINERS = {"docker", "podman"}
 #: Servers for speech and images.
@@ -121,22 +122,22 @@ def _bring_model(
     file: SwapFile, name: str, told: Mapping[str, Any], gpus: tuple[Gpu, ...]
 ) -> BroughtModel:
     model = BroughtModel(name, {"aliases": _texts(told.get("aliases"))})
-    described = ": ".join(str(told[key]) for key in ("name", "description") if told.get(key))
+    described = ": ".join(told[key] for key in ("name", "description") if told.get(key))
     if described:
         model.comments.append(described)
     try:
         words = split_command(told["cmd"])
-        command = _place_port(words, str(told.get("proxy") or ""), model)
+        command = _place_port(words, told.get("proxy", "").strip(), model)
     except ValueError as error:
         model.notes.append(f"the model, because {error}: {' '.join(told['cmd'].split())}")
         return model
     parsed = parse_server([word.replace(PORT, "0") for word in words])
     model.keys |= {"engine": "command"}
     if used := told.get("useModelName"):
-        model.keys["path"] = str(used)  # the name that requests to the server have
+        model.keys["path"] = used  # the name that requests to the server have
     _bring_env(model, told, gpus, words, parsed)
     _bring_lifetime(model, file, told)
-    if context := _integer(told.get("capabilities", {}), "context"):
+    if (context := _integer(told.get("capabilities", {}), "context")) >= _LEAST_CONTEXT:
         model.keys["max_context"] = context
     _bring_filters(model, told.get("filters"))
     model.keys["options"] = {"command": Command(command)} | _options_of(told, words, parsed)
@@ -202,16 +203,16 @@ def _options_of(
 ) -> dict[str, Any]:
     """Return the options of `engine: command`, besides the command itself."""
     options: dict[str, Any] = {}
-    base = urlsplit(str(told.get("proxy") or "").replace(PORT, "1")).path.rstrip("/")
+    base = urlsplit(told.get("proxy", "").replace(PORT, "1")).path.rstrip("/")
     if base:
         options["base"] = base if base.endswith("/v1") else f"{base}/v1"
-    page = "/" + str(told.get("checkEndpoint") or "health").lstrip("/")
+    page = "/" + (told.get("checkEndpoint") or "health").strip().lstrip("/")
     health = base.removesuffix("/v1") + ("/health" if page == "/none" else page)
     if health != "/health":
         options["health"] = health
     slots = parsed.keys.get("options.slots") if parsed is not None else None
-    if limit := _integer(told, "concurrencyLimit") or slots:
-        options["slots"] = limit
+    if limit := max(0, _integer(told, "concurrencyLimit")) or slots:
+        options["slots"] = min(limit, _MOST_SLOTS)
     if {"--embedding", "--embeddings"} & set(words):
         options["task"] = "embed"
     return options
@@ -227,7 +228,7 @@ def _makes_no_text(told: Mapping[str, Any], words: list[str]) -> bool:
         or bool({"--reranking", "--rerank"} & set(words))
         or bool(capabilities.get("reranker"))
         or bool(makes and "text" not in makes)
-        or bool(re.search(r"/(audio|images)/", str(told.get("checkEndpoint") or "")))
+        or bool(re.search(r"/(audio|images)/", told.get("checkEndpoint", "")))
     )
 
 

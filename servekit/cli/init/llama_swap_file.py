@@ -22,6 +22,12 @@ from servekit.errors import ConfigError
 PORT = "${PORT}"
 _ENV = re.compile(r"\$\{env\.([A-Za-z_][A-Za-z0-9_]*)\}")
 _MACRO = re.compile(r"\$\{([A-Za-z0-9_-]+)\}")
+_TEXT, _LIST, _NUMBER = (str, "text"), (list, "a list"), (int, "a whole number")
+_TYPES: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("proxy", "checkEndpoint", "useModelName", "name", "description"), _TEXT),
+    **dict.fromkeys(("aliases", "env"), _LIST),
+    **dict.fromkeys(("ttl", "concurrencyLimit", "healthCheckTimeout"), _NUMBER),
+}
 #: Macros that have no value before a start.
 _LATE = {"PORT", "PID"}
 
@@ -57,7 +63,13 @@ class SwapFile:
         expanded = self._expand(own, macros)
         assert isinstance(expanded, dict)
         self._refuse_unknown(expanded, f"models.{name}")
+        self._check_types(expanded, f"models.{name}")
         return expanded
+
+    def _check_types(self, told: Mapping[str, Any], place: str) -> None:
+        for key, (kind, what) in _TYPES.items():
+            if key in told and not isinstance(told[key], kind):
+                raise ConfigError(f"{self.path}: {place}.{key} has to be {what}")
 
     def expand(self, value: Any) -> Any:
         """Replace the file's macros in a value that belongs to no model; variables stay."""

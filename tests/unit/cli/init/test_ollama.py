@@ -62,7 +62,11 @@ def store(tmp_path: Path, weights: bytes) -> Store:
     store = Store(tmp_path / "ollama" / "models")
     library = "registry.ollama.ai/library"
     params = json.dumps(PARAMS | {"stop": ["<end>"], "mirostat": 1}).encode()
-    more = {"template": b"{{ .Prompt }}", "license": b"MIT", "system": b"You are tiny."}
+    more: dict[str, Any] = {
+        "template": b"{{ .Prompt }}",
+        "license": b"MIT",
+        "system": b"You are tiny.",
+    }
     store.add(f"{library}/tiny/0.1b", model=weights, params=params, **more)
     store.add(f"{library}/tiny/latest", model=weights)
     store.add(f"{library}/twin/latest", model=weights, blob_name="sha256:{}")
