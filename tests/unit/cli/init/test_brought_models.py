@@ -50,7 +50,8 @@ def test_a_command_is_for_people_to_edit(tmp_path: Path) -> None:
 
 def test_names_are_valid_and_differ() -> None:
     names = ["a b", "a-b", "Qwen3 (8B)", "é", "org/name:Q4"]
-    models = [BroughtModel(name, {"aliases": ["x", "a-b", "bad name"]}) for name in names]
+    aliases = ["x", "a-b", "bad name"]
+    models = [BroughtModel(name, {"engine": "echo", "aliases": aliases}) for name in names]
     name_models(models)
     assert [m.keys["name"] for m in models] == ["a-b", "a-b-2", "Qwen3-8B", "model", "org/name:Q4"]
     assert models[0].keys["aliases"] == ["x"] and "aliases" not in models[1].keys
