@@ -106,20 +106,21 @@ def check(
     """Check a file and show what would run where; start nothing."""
     with _one_sentence():
         from servekit.cli.tables import plan_tables, print_tables
+        from servekit.config.load import error_at
+        from servekit.supervisor.scheduling.fetch_checks import look_up
         from servekit.supervisor.scheduling.model_files import problems
-        from servekit.supervisor.scheduling.wheels import look_up
 
         plan = _make_plan(_make_source(file))
         print_tables(*plan_tables(plan))
-        found = list(problems(plan))
+        found = [f"{file}: {problem}" for problem in problems(plan)]
         for told in look_up(plan):
             if told.level == "error":
-                found.append(f"{told.place}: {told.said}")
+                found.append(error_at(file, ("models", told.index, "path"), told.said).message)
             else:
                 mark = "warning: " if told.level == "warning" else ""
                 print(f"{mark}{told.place}: {told.said}", file=sys.stderr)
         if found:
-            raise ConfigError("\n".join(f"{file}: {problem}" for problem in found))
+            raise ConfigError("\n".join(found))
 
 
 @app.command()

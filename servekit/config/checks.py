@@ -7,18 +7,19 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from servekit.config import keys as api_keys
 from servekit.config import paths
 from servekit.config.access import KeyConfig
 from servekit.config.chat_template import read_template
-from servekit.config.engines import environments, requirements, vllm_checks
+from servekit.config.engines import environments, plugins, requirements, vllm_checks
 from servekit.config.engines.installed import Machine, find_module, install_command
 from servekit.config.engines.options import KINDS, EngineKind
-from servekit.config.error_reporting import Problem, dotted_path, shorten_text
+from servekit.config.error_reporting import Problem, dotted_path, missing_key, shorten_text
 from servekit.config.scale import ReplicaRange
 from servekit.config.schema import AdapterConfig, Config, ModelConfig, names_of
-from servekit.config.yaml.nodes import Node, find_node
+from servekit.config.yaml.nodes import Node, find_node, plain_value
 
 Place = tuple[str | int, ...]
 
@@ -53,6 +54,28 @@ def _names_of_models(root: Node) -> Iterator[tuple[Place, str]]:
                 yield ("models", i, "adapters", j, "name"), name.value
 
 
+def check_paths(root: Node) -> Iterator[Problem]:
+    """Find models without the `path` that their engine needs, in a file that may have other errors.
+
+    A server's command needs one if it has a {path}.
+    """
+    for i, model in enumerate(_list_items(find_node(root, ("models",)).node)):
+        keys = model.value if isinstance(model.value, dict) else {"path": model}
+        path = keys.get("path")
+        if (path is None or path.value is None) and _needs_path(plain_value(model)):
+            yield missing_key(("models", i, "path"), is_written=path is not None)
+
+
+def _needs_path(model: Any) -> bool:
+    options = model.get("options")
+    options = options if isinstance(options, dict) else {}
+    engine = model.get("engine", "transformers")
+    if engine == "command" or (engine == "auto" and "command" in options):
+        return "{path}" in str(options.get("command"))
+    known = isinstance(engine, str) and plugins.options_of(engine) is not None
+    return not known or "nothing" not in KINDS[engine].formats
+
+
 def _list_items(node: Node | None) -> list[Node]:
     return node.value if node and isinstance(node.value, list) else []
 
@@ -62,7 +85,7 @@ def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Proble
     kind = kind_of(config)
     if config.python is not None and config.engine in KINDS:
         kind = environments.kind_of(config)
-    if kind.needs_files:
+    if kind.needs_files and config.path:
         yield from _check_source(paths.check_model_path, config, at, folder)
     if "remote" in kind.formats:
         yield from _check_remote(config, at)
@@ -270,6 +293,9 @@ def _check_source(
     if config.revision is not None and path.kind != "hub":
         message = "only a hub id has revisions, and `path` is not one."
         yield Problem((*at, "revision"), message, at_key=True)
+    elif config.revision is not None and path.revision not in ("", config.revision):
+        message = f"the address in `path` names another revision: {path.revision}."
+        yield Problem((*at, "revision"), message)
 
 
 def _check_library(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:

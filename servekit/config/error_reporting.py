@@ -119,7 +119,7 @@ def _problem(loc: tuple[str | int, ...], errors: list[ErrorDetails], root: Node)
     first = errors[0]
     if first["type"] == "missing":
         is_written = find_node(root, loc).depth == len(loc)
-        return Problem(loc, f"{'has no value' if is_written else 'missing'}; {_purpose(loc)}")
+        return missing_key(loc, is_written=is_written)
     if first["type"] == "extra_forbidden":
         return Problem(loc, _unknown_key(loc, root), at_key=True)
     node = find_node(root, loc).node
@@ -130,6 +130,11 @@ def _problem(loc: tuple[str | int, ...], errors: list[ErrorDetails], root: Node)
     wanted = [text.replace("'", "") for text in dict.fromkeys(wanted)]
     message = f"must be {' or '.join(wanted)}, but is {describe_value(node)}."
     return Problem(loc, message + _hint(node, wanted, first))
+
+
+def missing_key(loc: tuple[str | int, ...], *, is_written: bool = False) -> Problem:
+    """Return the problem of a key that is not there, or that `is_written` without a value."""
+    return Problem(loc, f"{'has no value' if is_written else 'missing'}; {_purpose(loc)}")
 
 
 def _wanted(error: ErrorDetails) -> str:

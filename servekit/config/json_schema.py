@@ -23,7 +23,7 @@ def json_schema() -> Schema:
         _options_title(engine): KINDS[engine].options.model_json_schema() for engine in engines
     }
     model = definitions["ModelConfig"]
-    model["allOf"] = [_options_of(engine) for engine in engines]
+    model["allOf"] = [*(_options_of(engine) for engine in engines), _PATH_OF_AUTO]
     model["properties"]["engine"]["enum"] = ["auto", *engines]
     model["properties"]["options"].pop("additionalProperties", None)
     return {
@@ -33,13 +33,31 @@ def json_schema() -> Schema:
     }
 
 
+#: A path may be missing beside a command that does not use it, which is checked when it is loaded.
+_PATH_OF_AUTO: Schema = {
+    "if": {"properties": {"engine": {"const": "auto"}}, "required": ["engine"]},
+    "then": {
+        "anyOf": [
+            {"required": ["path"]},
+            {"properties": {"options": {"required": ["command"]}}, "required": ["options"]},
+        ]
+    },
+}
+
+
 def _options_of(engine: str) -> Schema:
-    """Return the rule that binds `options` to this engine; the default engine may be omitted."""
+    """Return the rule that binds `options` to this engine, and requires `path` where it does.
+
+    The default engine may be omitted.
+    """
     says: Schema = {"properties": {"engine": {"const": engine}}}
     if engine != ModelConfig.model_fields["engine"].default:
         says["required"] = ["engine"]
     target = {"$ref": f"#/$defs/{_options_title(engine)}"}
-    return {"if": says, "then": {"properties": {"options": target}}}
+    then: Schema = {"properties": {"options": target}}
+    if "nothing" not in KINDS[engine].formats:
+        then["required"] = ["path"]
+    return {"if": says, "then": then}
 
 
 def _options_title(engine: str) -> str:

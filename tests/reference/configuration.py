@@ -27,7 +27,8 @@ def make_tables() -> str:
 
 
 def _engines(sections: Any) -> list[tuple[str, str]]:
-    return [_engine(rule) for rule in sections["ModelConfig"]["allOf"]]
+    rules = sections["ModelConfig"]["allOf"]
+    return [_engine(rule) for rule in rules if "properties" in rule["then"]]
 
 
 def _section(prefix: str, section: Any) -> str:

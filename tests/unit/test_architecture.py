@@ -66,7 +66,7 @@ MAY_IMPORT = {
     "diagnostics": {"errors", "units", "system", "config", "supervisor"},
     "cli": _BASE
     | {"config", "supervisor", "ray", "chaos", "bench", "diagnostics", "docs", "logging_config"}
-    | {"metrics", "event_store", "log_events", "log_files", "sanitize"},
+    | {"metrics", "event_store", "log_events", "log_files", "sanitize", "model_metadata"},
     "docs": {"errors"},
 }
 #: The modules of engines that the worker may import; the registry names each engine itself.

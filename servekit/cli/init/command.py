@@ -13,6 +13,7 @@ import typer
 from servekit.errors import ConfigError, ServekitError
 
 if TYPE_CHECKING:
+    from servekit.cli.init.brought_models import Carried
     from servekit.cli.init.config_template import TemplateOptions
     from servekit.system.gpus import Gpu
 
@@ -20,9 +21,17 @@ T = TypeVar("T")
 
 _EVERYONE = "0.0.0.0"
 _LOCAL = "127.0.0.1"
+_PROGRAMS = "llama-swap, ollama, vllm or huixiangdou"
 
 
 def init(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            help="With --from: llama-swap's file; Ollama's folder, or a file or - with the output"
+            " of `ollama list`; a `vllm serve` command line in quotes; HuixiangDou's config.ini."
+        ),
+    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
     ] = Path("servekit.yaml"),
@@ -42,6 +51,14 @@ def init(
         typer.Option("--keys/--no-keys", help="Make an API key, and listen for other machines."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; use the defaults.")] = False,
+    from_program: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="PROGRAM",
+            help="Bring the models of llama-swap, ollama, vllm or huixiangdou.",
+        ),
+    ] = None,
     from_huixiangdou: Annotated[
         Path | None,
         typer.Option(
@@ -54,13 +71,17 @@ def init(
 ) -> None:
     """Write a first configuration file; on a terminal, ask for what the options do not say.
 
-    With --from-huixiangdou, convert HuixiangDou's config.ini.
+    With --from, convert the models of another program, and tell what cannot be converted.
     """
     if output.exists() and not force:  # before the first question
         raise ConfigError(f"{output} is there already; --force writes over it, -o FILE elsewhere")
     if from_huixiangdou is not None:
-        _carry_over(from_huixiangdou, output, force=force)
+        from_program, source = "huixiangdou", str(from_huixiangdou)
+    if from_program is not None:
+        _carry_over(from_program, source, output, force=force)
         return
+    if source is not None:
+        raise ConfigError(f"say what {source!r} is: --from {_PROGRAMS}; a model is --model")
     asks = not yes and sys.stdin.isatty() and sys.stdout.isatty()
     found = _find_gpus()
     if asks:
@@ -74,15 +95,35 @@ def init(
         _tell_key(key)
 
 
-def _carry_over(path: Path, output: Path, *, force: bool) -> None:
-    from servekit.cli.init import config_template as first
-    from servekit.cli.init import huixiangdou
+def _carry_over(program: str, source: str | None, output: Path, *, force: bool) -> None:
+    """Write the file of another program's models. Raises ConfigError if it cannot be served."""
+    from servekit.cli.init import config_template
 
-    carried = huixiangdou.convert_config(path)
-    first.write_config(output, carried.text, force=force)
-    sys.stdout.write(_next_steps(output))
+    gpus = _find_gpus()
+    carried = _convert(program, source, gpus)
+    config_template.write_config(output, carried.text, force=force)
     for line in carried.left_out:
         sys.stderr.write(f"not carried over: {line}\n")
+    if program != "huixiangdou":
+        _check_written(output, gpus)
+    sys.stdout.write(_next_steps(output))
+
+
+def _convert(program: str, source: str | None, gpus: "tuple[Gpu, ...]") -> "Carried":
+    from servekit.cli.init import huixiangdou, llama_swap, ollama, vllm
+
+    if program == "ollama":
+        return ollama.convert_models(source, os.environ)
+    if program not in ("llama-swap", "vllm", "huixiangdou"):
+        raise ConfigError(f"--from knows {_PROGRAMS}, not {program!r}")
+    if source is None:
+        what = "'vllm serve ORG/NAME …'" if program == "vllm" else "FILE"
+        raise ConfigError(f"what is to be converted is missing: --from {program} {what}")
+    if program == "vllm":
+        return vllm.convert_command(source, gpus)
+    if program == "llama-swap":
+        return llama_swap.convert_file(Path(source), os.environ, gpus)
+    return huixiangdou.convert_config(Path(source))
 
 
 def _next_steps(output: Path) -> str:
@@ -129,7 +170,8 @@ def _make_path(text: str, output: Path) -> str:
     if text.startswith("pypi:"):
         return text
     try:
-        return paths.check_model_path(text, Path.cwd()).text
+        path = paths.check_model_path(text, Path.cwd())
+        return text if path.revision else path.text  # the file keeps an address with its revision
     except ValueError as error:
         raise ConfigError(f"{error}; or say demo") from None
 
@@ -222,16 +264,21 @@ def _write_config(
     from dataclasses import replace
 
     from servekit.cli.init.config_template import compose_config, write_config
-    from servekit.supervisor.deployments.plan import Source
 
     write_config(
         output, compose_config(replace(wish, machine=_describe_machine(gpus))), force=force
     )
+    _check_written(output, gpus)
+    sys.stdout.write(_next_steps(output))
+
+
+def _check_written(output: Path, gpus: "tuple[Gpu, ...]") -> None:
+    from servekit.supervisor.deployments.plan import Source
+
     try:
         Source(output.absolute(), {}, False).plan(gpus)
     except ServekitError as error:
         raise ConfigError(f"wrote {output}, but it cannot be served so: {error.message}") from None
-    sys.stdout.write(_next_steps(output))
 
 
 def _tell_key(key: str) -> None:

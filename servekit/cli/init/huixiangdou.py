@@ -15,11 +15,11 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from servekit.cli.init.brought_models import Carried
 from servekit.config import paths
 from servekit.errors import ConfigError
 
@@ -40,14 +40,6 @@ _WHY_NOT = {
 
 
 _CARRIED = {"local_llm_path", "local_llm_max_text_length", "local_llm_bind_port"}
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """The text of a configuration file, and a line for each setting that was left out."""
-
-    text: str
-    left_out: tuple[str, ...]
 
 
 def convert_config(path: Path) -> Carried:

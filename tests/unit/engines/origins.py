@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import gguf
 import numpy as np
@@ -309,17 +309,19 @@ def _answer_file(handler: Handler, path: str, commits: dict[str, dict[str, bytes
 #: A worker's part that matters here: resolve argv[1] (revision argv[2]), saying how far it is.
 _RESOLVE = """
 import json, logging, sys
-from servekit.engines.model_files.source import resolve_adapter, resolve_folder
+from servekit.engines.model_files.source import resolve_adapter, resolve_file, resolve_folder
 from servekit.errors import LoadError
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-path, revision, stop_at, adapter = sys.argv[1:5]
+path, revision, stop_at, kind = sys.argv[1:5]
 def report(progress):
     print(json.dumps([progress.phase, progress.done, progress.total, progress.unit]), flush=True)
     if progress.phase == stop_at and progress.done:
         sys.stdin.readline()
 try:
-    if adapter:
+    if kind == "adapter":
         found = resolve_adapter(path, revision or None)
+    elif kind == "file":
+        found = resolve_file(path, revision or None, report)
     else:
         found = resolve_folder(path, revision or None, report)
     print(json.dumps({"path": str(found)}))
@@ -334,7 +336,7 @@ def start_resolving(
     *,
     revision: str = "",
     stop_at: str = "",
-    adapter: bool = False,
+    kind: Literal["folder", "file", "adapter"] = "folder",
     environment: dict[str, str] | None = None,
     limit_bytes: int | None = None,
     python: str = sys.executable,
@@ -344,7 +346,7 @@ def start_resolving(
     return subprocess.Popen(
         [
             *(python, "-c", (limit if limit_bytes else "") + _RESOLVE),
-            *(str(path), revision, stop_at, "yes" if adapter else ""),
+            *(str(path), revision, stop_at, kind),
         ],
         env={**os.environ, "XDG_CACHE_HOME": str(cache_home), **(environment or {})},
         stdin=subprocess.PIPE,

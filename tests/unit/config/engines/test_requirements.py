@@ -67,7 +67,10 @@ WRONG = [
         "there is no libllama.so in {here}/f.",
     ),
     ("engine: llamacpp, path: m.gguf, options: {library: [f]}", "must be text, but is a list."),
-    ("engine: llamacpp, path: org/name", "one file of a hub's model is org/name/FILE.gguf."),
+    (
+        "engine: llamacpp, path: org/name",
+        "a GGUF file of the hub is org/name:Q4_K_M, or org/name/FILE.gguf.",
+    ),
     (
         "engine: llamacpp, path: m.gguf, adapters: [{name: x, path: ./LORA}]",
         "models[0].adapters: the engine llamacpp has no adapters.",

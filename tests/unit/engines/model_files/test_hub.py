@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> Resolve:
         url: str,
         revision: str = "",
         limit_bytes: int | None = None,
-        adapter: bool = False,
+        kind: Literal["folder", "file", "adapter"] = "folder",
         **more: str,
     ) -> Any:
         home = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": url, "HF_TOKEN": "secret"}
@@ -55,7 +55,7 @@ def run(tmp_path: Path) -> Resolve:
                 revision=revision,
                 environment=environment,
                 limit_bytes=limit_bytes,
-                adapter=adapter,
+                kind=kind,
             )
         )
 
@@ -187,6 +187,53 @@ def test_a_gguf_file_of_the_hub_is_converted(files: dict[str, bytes], run: Resol
     assert "test/tiny has no other.gguf; its GGUF files: tiny.gguf" in missing["error"]
 
 
+GGUFS = ("tiny-UD-Q8_0.gguf", "mmproj-Q8_0.gguf", "README.md")
+
+
+def test_a_quantisation_of_the_hub_is_its_file(
+    files: dict[str, bytes], run: Resolve, tmp_path: Path
+) -> None:
+    repo = dict.fromkeys(GGUFS, files["tiny.gguf"])
+    with hub_server({OLD: repo}, {"main": OLD}) as (url, asked):
+        found, _ = run("test/tiny:q8_0", url, kind="file")
+        missing, _ = run("test/tiny:Q4_K_M", url)
+        untold, _ = run("test/tiny", url)
+        converted, _ = run("test/tiny:Q8_0", url)
+        same, _ = run(f"test/tiny/{GGUFS[0]}", url)
+    assert Path(found["path"]).name == GGUFS[0]
+    assert not [a for a in asked if "mmproj" in a]
+    assert missing["error"] == "test/tiny has no Q4_K_M; its quantisations: UD-Q8_0."
+    assert "such as test/tiny:UD-Q8_0; there are: UD-Q8_0." in untold["error"]
+    assert missing["permanent"] and untold["permanent"]
+    assert converted == same and (Path(same["path"]) / "model.safetensors").is_file()
+
+
+def test_a_quantisation_is_found_in_the_cache(
+    files: dict[str, bytes], run: Resolve, tmp_path: Path
+) -> None:
+    repo = dict.fromkeys(GGUFS, files["tiny.gguf"])
+    with hub_server({OLD: repo}, {"main": OLD}) as (url, asked):
+        first, _ = run("test/tiny:Q8_0", url, kind="file")
+        asked.clear()
+        assert run("test/tiny:Q8_0", url, kind="file")[0] == first and asked == []
+    for pin in (tmp_path / "servekit" / "models" / ".pins").iterdir():
+        pin.unlink()  # as if another program had filled the hub's cache
+    second, logged = run("test/tiny:UD-Q8_0", NOWHERE, kind="file")
+    assert first == second and "hub_unreachable" in logged
+    missing, _ = run("test/tiny:Q4_0", NOWHERE, kind="file")
+    assert "Its cached quantisations: UD-Q8_0." in missing["error"] and not missing["permanent"]
+
+
+@pytest.mark.parametrize("path", ["test/tiny:Q4_0", "test/tiny/Q4_0/x-00002-of-00002.gguf"])
+def test_all_parts_of_a_gguf_model_are_fetched(run: Resolve, path: str) -> None:
+    parts = [f"Q4_0/x-0000{n}-of-00002.gguf" for n in (1, 2)]
+    with hub_server({OLD: dict.fromkeys([*parts, "Q8_0/x.gguf"], b"x")}, {"main": OLD}) as (url, _):
+        found = Path(run(path, url, kind="file")[0]["path"])
+    assert found.name == "x-00001-of-00002.gguf"
+    assert sorted(p.name for p in found.parent.iterdir()) == [part[5:] for part in parts]
+    assert not (found.parent.parent / "Q8_0").exists()
+
+
 def test_weights_in_shards_are_all_fetched(files: dict[str, bytes], run: Resolve) -> None:
     shards = {f"model-0000{n}-of-00002.safetensors": files["model.safetensors"] for n in (1, 2)}
     index = {"weight_map": dict.fromkeys("ab", "model-00001-of-00002.safetensors")}
@@ -240,14 +287,14 @@ def test_an_adapter_of_the_hub_is_pinned_and_served_without_it(run: Resolve) -> 
     files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x", "README.md": b"x"}
     refs = {"main": OLD}
     with hub_server({OLD: files, NEW: files}, refs) as (url, _):
-        found, _ = run("test/tiny", url, adapter=True)
+        found, _ = run("test/tiny", url, kind="adapter")
         refs["main"] = NEW
-        again, _ = run("test/tiny", url, adapter=True)
-        other, _ = run("test/tiny", url, revision=NEW, adapter=True)
+        again, _ = run("test/tiny", url, kind="adapter")
+        other, _ = run("test/tiny", url, revision=NEW, kind="adapter")
     assert Path(found["path"]).name == OLD and again == found
     assert Path(other["path"]).name == NEW
     assert {p.name for p in Path(found["path"]).iterdir()} == files.keys() - {"README.md"}
-    assert run("test/tiny", NOWHERE, adapter=True)[0] == found
+    assert run("test/tiny", NOWHERE, kind="adapter")[0] == found
 
 
 @pytest.mark.parametrize(
@@ -259,5 +306,5 @@ def test_an_adapter_of_the_hub_is_pinned_and_served_without_it(run: Resolve) -> 
 )
 def test_what_is_no_adapter_is_not_fetched(run: Resolve, names: list[str], message: str) -> None:
     with hub_server({OLD: dict.fromkeys(names, b"{}")}, {"main": OLD}) as (url, _):
-        found, _ = run("test/tiny", url, adapter=True)
+        found, _ = run("test/tiny", url, kind="adapter")
     assert message in found["error"] and found["permanent"]

@@ -54,6 +54,26 @@ def test_the_commit_that_workers_agreed_upon_goes_first(
     assert find("org/name", None, environ) == repo / "snapshots/old"
 
 
+def test_a_quantisation_is_looked_up_among_the_files(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    repo = snapshot(tmp_path, "abc")
+    (repo / "refs/main").write_text("abc")
+    assert find("org/name:Q4_0", None, environ) is None
+    for name in ("x-Q4_0.gguf", "mmproj-Q8_0.gguf", "Q5_0/x-00001-of-00002.gguf"):
+        (repo / "snapshots/abc" / name).parent.mkdir(exist_ok=True)
+        (repo / "snapshots/abc" / name).touch()
+    assert find("org/name:Q4_0", None, environ) == repo / "snapshots/abc/x-Q4_0.gguf"
+    assert find("org/name:Q8_0", None, environ) is None
+    assert find("org/name:Q5_0", None, environ) is None  # a part is missing
+    pins = tmp_path / "cache/servekit/models/.pins"
+    pins.mkdir(parents=True)
+    (snapshot(tmp_path, "old") / "snapshots/old/x-Q4_0.gguf").touch()
+    pin = {"repo": "org/name", "revision": "main", "commit": "old", "files": ["x-Q4_0.gguf"]}
+    (pins / "x.json").write_text(json.dumps(pin))
+    assert find("org/name:Q4_0", None, environ) == repo / "snapshots/old/x-Q4_0.gguf"
+
+
 def test_the_hub_s_own_variables_count(tmp_path: Path, environ: dict[str, str]) -> None:
     repo = snapshot(tmp_path, "abc")
     (repo / "refs/main").write_text("abc")

