@@ -116,7 +116,7 @@ def test_events_are_followed(instance: Instance) -> None:
 
 def test_what_goes_wrong_is_a_sentence_with_the_next_step(instance: Instance) -> None:
     for args, words in (
-        (("logs", "--worker", "nobody"), "others have: gateway/0"),
+        (("logs", "--worker", "nobody"), "there are logs of: gateway/0"),
         (("top", "--run-dir", "/tmp"), "no servekit runs in /tmp"),
         (("logs", "--follow", "--worker", "badd"), "did you mean 'bad'?"),
         (("why", "badd"), "did you mean 'bad'?"),
