@@ -40,11 +40,15 @@ ENGINES = {
 #: Slow imports of each engine, in import order; each one is reported as a phase of its own.
 LIBRARIES = {
     "transformers": ("torch", "transformers"),
-    "vllm": ("torch", "transformers", "vllm"),
+    "vllm": ("torch", "transformers", "vllm", "vllm.v1.engine.core_client"),
 }
 
 #: Engines whose files `source` fetches, and whether they load a converted GGUF file.
 FETCHES = {"transformers": True, "vllm": True, "llamacpp": False}
+
+#: Engines with a process below the worker's that imports the same libraries, as module:
+#: `start_host` starts it beside the worker's imports, `fork_host` forks it in a forked worker.
+HOSTS = {"vllm": "servekit.engines.vllm.core_host"}
 
 #: Entry point group of engines of other packages, with values "module:class" as above.
 GROUP = "servekit.engines"
@@ -52,6 +56,8 @@ GROUP = "servekit.engines"
 
 def create_engine(spec: WorkerSpec) -> Engine:
     """Create the engine named `spec.engine`. Raises LoadError if there is none of that name."""
+    if spec.engine in HOSTS:
+        import_module(HOSTS[spec.engine]).start_host()
     return _import_engine(spec.engine)(spec)
 
 
@@ -69,6 +75,13 @@ def prepare_engine(spec: WorkerSpec) -> None:
     Raises LoadError.
     """
     _import_engine(spec.engine).prepare(spec)
+
+
+def take_over_fork(engine: str) -> None:
+    """Make a fork of a prepared process a worker's. Raises LoadError, OSError."""
+    reinitialize_libraries()
+    if engine in HOSTS:
+        import_module(HOSTS[engine]).fork_host()
 
 
 def reinitialize_libraries() -> None:

@@ -64,10 +64,12 @@ def run_fork_server(control: socket.socket, orders: socket.socket, supervisor: i
     gc.freeze()  # garbage collection would write to every shared page
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     fork_server.send_message(control, Prepared())
-    return _serve_orders(control, orders, supervisor)
+    return _serve_orders(control, orders, supervisor, message.spec.engine)
 
 
-def _serve_orders(control: socket.socket, orders: socket.socket, supervisor: int) -> int:
+def _serve_orders(
+    control: socket.socket, orders: socket.socket, supervisor: int, engine: str
+) -> int:
     while True:
         readable, _, _ = select.select([control, orders], [], [])
         if control in readable:
@@ -77,13 +79,17 @@ def _serve_orders(control: socket.socket, orders: socket.socket, supervisor: int
         data, fds, _, _ = socket.recv_fds(orders, fork_server.MAX_ORDER_BYTES, 2)
         if not data:
             return 0
-        _fork_worker(fork_server.decode_order(data), fds, (control, orders), supervisor)
+        _fork_worker(fork_server.decode_order(data), fds, (control, orders), supervisor, engine)
         for fd in fds:
             os.close(fd)
 
 
 def _fork_worker(
-    order: Fork, fds: list[int], ours: tuple[socket.socket, ...], supervisor: int
+    order: Fork,
+    fds: list[int],
+    ours: tuple[socket.socket, ...],
+    supervisor: int,
+    engine: str,
 ) -> None:
     """Fork twice, so that the worker becomes a child of the supervisor.
 
@@ -98,7 +104,7 @@ def _fork_worker(
         os._exit(0)
     control, orders = ours
     try:
-        born = _become_worker(order, fds, between, supervisor)
+        born = _become_worker(order, fds, between, supervisor, engine)
     except Exception as error:  # on any failure the supervisor starts a fresh interpreter
         orders.send(fork_server.encode(NotForked(str(error)[:1000])))
         os._exit(1)
@@ -108,7 +114,9 @@ def _fork_worker(
     raise born
 
 
-def _become_worker(order: Fork, fds: list[int], between: int, supervisor: int) -> ForkedChild:
+def _become_worker(
+    order: Fork, fds: list[int], between: int, supervisor: int, engine: str
+) -> ForkedChild:
     """Turn the forked process into an equivalent of a fresh worker. Raises OSError, LoadError."""
     os.setsid()
     _await_adoption(between, supervisor)
@@ -119,7 +127,7 @@ def _become_worker(order: Fork, fds: list[int], between: int, supervisor: int) -
     os.dup2(output_fd, 2)
     os.close(output_fd)
     logging_config.configure(order.name, json=True)
-    engines.reinitialize_libraries()
+    engines.take_over_fork(engine)
     _rename_process(order.name)
     return ForkedChild(order.name, socket.socket(fileno=control_fd))
 

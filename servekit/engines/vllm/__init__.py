@@ -8,6 +8,7 @@ list per step, for all requests.
     library              the parts of vLLM that are used, and the tested releases
     engine_args          a WorkerSpec as vLLM's arguments
     core_client          the client of the core, and the detection of its death
+    core_host            the process that becomes the core, with its imports done before
     causes               the cause of a core's death, reported by its process
     requests             jobs as requests of the core, and its outputs as outputs of the engine
     request_table        the requests in flight

@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from servekit.engines.vllm import causes, library
+from servekit.engines.vllm import causes, core_host, library
 from servekit.engines.vllm.causes import Causes, first_line
 from servekit.errors import EngineFailed, LoadError
 
@@ -166,10 +166,13 @@ def _start_core(asked: dict[str, Any], model: str) -> tuple[Any, Causes]:
     ahead = config.scheduler_config.async_scheduling
     kind = "Ahead" if ahead else "InStep"
     config.scheduler_config.scheduler_cls = f"servekit.engines.vllm.scheduler.{kind}"
+    # The runner is chosen by now. `vllm serve` states none, which is a key of its compile cache.
+    config.model_config.runner = "auto"
     config.parallel_config.worker_cls = "servekit.engines.vllm.worker_extension.Rank"
     told = Causes(config)
     try:
-        return SyncMPClient(config, Executor.get_class(config), log_stats=True), told
+        with core_host.core_in_host():
+            return SyncMPClient(config, Executor.get_class(config), log_stats=True), told
     except Exception as error:
         told.close()
         raise LoadError(

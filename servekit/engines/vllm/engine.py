@@ -31,7 +31,7 @@ from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.text.tool_format_detection import tool_capabilities
 from servekit.engines.transformers import pooling, weights
-from servekit.engines.vllm import engine_args, generation_defaults, library, requests
+from servekit.engines.vllm import core_host, engine_args, generation_defaults, library, requests
 from servekit.engines.vllm.adapters import Adapters
 from servekit.engines.vllm.causes import first_line
 from servekit.engines.vllm.core_client import Core
@@ -84,6 +84,13 @@ class VllmEngine(Engine):
 
     # ---------------------------------------------------------------- loading
 
+    @classmethod
+    def prepare(cls, spec: WorkerSpec) -> None:
+        library.check_library()
+        core_host.import_core()
+        folder = Path(resolve_source(spec.path, spec.revision, lambda progress: None))
+        engine_args.inspect_model(spec, folder)
+
     def load(self, report: Report) -> ModelInfo:
         with phase("files"):
             folder = Path(resolve_source(self.spec.path, self.spec.revision, report))
@@ -134,6 +141,8 @@ class VllmEngine(Engine):
                 "in an environment without it."
             )
         if on_cpu:
+            # Else all workers share cores. On a GPU it would change the key of the compile cache.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             free = cgroup.available_memory_bytes()
             return free, free
         return engine_args.memory_of(os.environ.get("CUDA_VISIBLE_DEVICES", ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,14 @@ def engine_arguments(
     }
     made |= {name: value for name, value in given.items() if value is not None}
     return made | lora_arguments(spec, embeds=embeds)
+
+
+def inspect_model(spec: WorkerSpec, folder: Path) -> None:
+    """Let vLLM inspect the model's class, in an interpreter of its own, and remember the result."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    with contextlib.suppress(Exception):  # the load says what is wrong
+        EngineArgs(**_common_arguments(spec, folder, embeds=False)).create_model_config()
 
 
 def _common_arguments(spec: WorkerSpec, folder: Path, *, embeds: bool) -> dict[str, Any]:
