@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from servekit.engines.api.base import StepOutput
+from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.decode import decode_loop
 from servekit.engines.transformers.decode.batch_slots import TOKEN
 from servekit.engines.transformers.decode.graphs import Graphs
@@ -171,10 +172,10 @@ def test_all_that_a_crowd_needs_is_recorded_ahead(
         keys.append(key)
         run(self, key, *args)
 
-    def crowd() -> Crowd:
-        return Crowd.of(2, 12, UNWATCHED + WATCHED, 40)
+    def say(engine: ContinuousRunner) -> list[Any]:
+        return [texts(Crowd.of(2, 12, hows, 40).run(engine)) for hows in (UNWATCHED, WATCHED)]
 
-    expected = texts(crowd().run(runner(tiny_model, wish(ahead=True))))
+    expected = say(runner(tiny_model, wish(ahead=True)))
     monkeypatch.setattr(Graphs, "run", noting)
     engine = runner(tiny_model, wish(ahead=True))
     assert engine._decoder is not None
@@ -183,7 +184,7 @@ def test_all_that_a_crowd_needs_is_recorded_ahead(
     recorded = list(keys)
     keys.clear()
     assert [size for size, _ in recorded] == [16] * 5 + [8] * 5 + [4] * 5 + [2] * 5 + [1] * 5
-    assert texts(crowd().run(engine)) == expected
+    assert say(engine) == expected
     assert len(set(keys)) > 5
     assert set(keys) <= set(recorded)
 
