@@ -283,7 +283,7 @@ async def test_ready_is_said_after_a_warm_up_token(start: Start) -> None:
 
 
 async def waits_for_its_turn(start: Start) -> Scene:
-    scene = await start()
+    scene: Scene = await start()
     scene.control.send(LoadModel(scene.spec, waits=True))
     await until(lambda: any(one.progress.phase == GATE for one in scene.of(Loading)))
     return scene
