@@ -288,7 +288,7 @@ class ModelConfig(Section):
     standby: bool | Literal["auto"] = "auto"
     """Keep a process that has imported everything that a worker needs, and fork replacements of
     workers from it: they start in a third of the time. auto: for engines that take seconds to
-    import, if there is memory for it (about 300 MB, shared with the workers that it forks)."""
+    import, if there is memory for it (300 to 700 MB, shared with the workers that it forks)."""
     env: dict[EnvName, str] = Field(default_factory=dict)
     """Environment variables for this model's workers."""
     python: Annotated[str | None, Field(min_length=1)] = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +43,15 @@ CHOICES = {"vllm": "servekit.engines.vllm.library:choose_class"}
 #: Slow imports of each engine, in import order; each one is reported as a phase of its own.
 LIBRARIES = {
     "transformers": ("torch", "transformers"),
-    "vllm": ("torch", "transformers", "vllm"),
+    "vllm": ("torch", "transformers", "vllm", "vllm.v1.engine.core_client"),
 }
 
 #: Engines whose files `source` fetches, and whether they load a converted GGUF file.
 FETCHES = {"transformers": True, "vllm": True, "llamacpp": False}
+
+#: Engine classes with a process below the worker's that imports the same libraries, as module:
+#: `start_host` starts it beside the worker's imports, `fork_host` forks it in a forked worker.
+HOSTS = {"servekit.engines.vllm.engine:VllmEngine": "servekit.engines.vllm.core_host"}
 
 #: Entry point group of engines of other packages, with values "module:class" as above.
 GROUP = "servekit.engines"
@@ -55,7 +59,10 @@ GROUP = "servekit.engines"
 
 def create_engine(spec: WorkerSpec) -> Engine:
     """Create the engine named `spec.engine`. Raises LoadError if there is none of that name."""
-    return _import_engine(spec)(spec)
+    target, libraries = _choose_class(spec)
+    if target in HOSTS:
+        import_module(HOSTS[target]).start_host()
+    return _import_class(spec, target, libraries)(spec)
 
 
 def fetch_ahead(spec: WorkerSpec, report: Report) -> None:
@@ -71,7 +78,15 @@ def prepare_engine(spec: WorkerSpec) -> None:
 
     Raises LoadError.
     """
-    _import_engine(spec).prepare(spec)
+    _import_class(spec, *_choose_class(spec)).prepare(spec)
+
+
+def take_over_fork() -> None:
+    """Make a fork of a prepared process a worker's. Raises LoadError, OSError."""
+    reinitialize_libraries()
+    for host in HOSTS.values():
+        if (prepared := sys.modules.get(host)) is not None:
+            prepared.fork_host()
 
 
 def reinitialize_libraries() -> None:
@@ -88,13 +103,20 @@ def reinitialize_libraries() -> None:
         numpy.random.seed()
 
 
-def _import_engine(spec: WorkerSpec) -> type[Engine]:
-    target = ENGINES.get(spec.engine)
-    if target is None:
-        return _load_plugin(spec.engine)
-    libraries = LIBRARIES.get(spec.engine, ())
+def _choose_class(spec: WorkerSpec) -> tuple[str, Sequence[str]]:
+    """Return an engine's class as "module:class", "" for another package's, and its slow imports.
+
+    Raises LoadError.
+    """
     if (choice := CHOICES.get(spec.engine)) is not None:
-        target, libraries = _import_object(choice)(spec)
+        found: tuple[str, Sequence[str]] = _import_object(choice)(spec)
+        return found
+    return ENGINES.get(spec.engine, ""), LIBRARIES.get(spec.engine, ())
+
+
+def _import_class(spec: WorkerSpec, target: str, libraries: Sequence[str]) -> type[Engine]:
+    if not target:
+        return _load_plugin(spec.engine)
     with _no_collections():
         for library in libraries:
             with phase(library):

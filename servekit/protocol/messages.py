@@ -4,8 +4,8 @@ Each is a tagged `msgspec.Struct`, sent as msgpack in a length-prefixed frame
 (`servekit.protocol.transport.connection`). Commands to children are imperatives; their reports are
 facts. Fields are only ever added at the end with a default; `PROTOCOL` is raised for other changes.
 
-    supervisor → worker    Load · Ping · Drain · Stop · LoadAdapter · UnloadAdapter · Sleep · Wake
-                           SetAdapters · Renew
+    supervisor → worker    Load · Proceed · Ping · Drain · Stop · Sleep · Wake · Renew
+                           LoadAdapter · UnloadAdapter · SetAdapters
     worker → supervisor    Loading · Ready · BootFailed · EngineDied · Pong
                            Asleep · Awake · SleepFailed · PhaseReport · GatewayConnected
                            AdapterLoaded · AdapterUnloaded · AdapterRefused
@@ -118,6 +118,7 @@ __all__ = [
     "ModelStatus",
     "Ping",
     "Pong",
+    "Proceed",
     "Progress",
     "Prompt",
     "PromptToken",
@@ -158,7 +159,14 @@ UNKNOWN_TOKEN = -1
 
 
 class Load(Message, frozen=True):
+    """Load a model. With `waits`, only import the engine, and wait for `Proceed`."""
+
     spec: WorkerSpec
+    waits: bool = False
+
+
+class Proceed(Message, frozen=True):
+    """Use the GPUs: their memory is free, and no other worker loads there."""
 
 
 class Ping(Message, frozen=True):
@@ -371,7 +379,7 @@ class IsolationEnded(Message, frozen=True):
 
 
 _OfAdapters = a.LoadAdapter | a.UnloadAdapter | a.SetAdapters
-ToWorker = Load | Ping | Drain | Stop | Renew | _OfAdapters | r.Sleep | r.Wake
+ToWorker = Load | Proceed | Ping | Drain | Stop | Renew | _OfAdapters | r.Sleep | r.Wake
 _OnAdapters = a.AdapterLoaded | a.AdapterUnloaded | a.AdapterRefused
 _OnResidency = r.Asleep | r.Awake | r.SleepFailed
 _OnLife = Loading | Ready | BootFailed | EngineDied | Pong | s.PhaseReport | s.GatewayConnected

@@ -16,6 +16,9 @@ from servekit.protocol.base import Message, Value
 #: after an exit, start of a fork server ("standby"), or one more replica because of the load.
 Cause = Literal["up", "reload", "request", "operator", "restart", "standby", "scale"]
 
+#: The phase in which a worker has imported its engine, and waits for its GPUs' turn and memory.
+GATE = "gate"
+
 
 class Phase(Value, frozen=True):
     """A part of a start. Phases may overlap, and one may be `within` another."""

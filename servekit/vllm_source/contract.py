@@ -54,6 +54,7 @@ REQUIRED = (
     ),
     Required("vllm.config:SchedulerConfig", ("async_scheduling", "scheduler_cls", "max_num_seqs")),
     Required("vllm.config:ParallelConfig", ("worker_cls",)),
+    Required("vllm.config:ModelConfig", ("runner",)),
     Required("vllm.usage.usage_lib:UsageContext", ("OPENAI_API_SERVER",)),
     Required("vllm.v1.executor:Executor", ("get_class",)),
     Required(

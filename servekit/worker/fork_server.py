@@ -16,8 +16,10 @@ import gc
 import os
 import select
 import socket
+import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from servekit import engines, logging_config
@@ -30,6 +32,8 @@ from servekit.system.parent_death import CHILD_MARK, die_with, end_group
 EXIT_NOT_PREPARED = 3
 #: How long the supervisor may take to become the parent of a forked process.
 _ADOPTED_S = 5.0
+#: The preparation's priority, as `nice` counts it: a tenth of a busy core's time.
+_PREPARATION_NICE = 10
 #: Makes torch ask NVML for the number of GPUs; asking CUDA would initialise it.
 _ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -54,7 +58,8 @@ def run_fork_server(control: socket.socket, orders: socket.socket, supervisor: i
     own_way = _ASK_NVML not in os.environ
     os.environ.setdefault(_ASK_NVML, "1")
     try:
-        engines.prepare_engine(message.spec)
+        with ThreadPoolExecutor(1, initializer=_yield_cores) as thread:  # it ends before any fork
+            thread.submit(engines.prepare_engine, message.spec).result()
     except LoadError as error:
         fork_server.send_message(control, BootFailed(error.message, error.permanent))
         return EXIT_NOT_PREPARED
@@ -65,6 +70,14 @@ def run_fork_server(control: socket.socket, orders: socket.socket, supervisor: i
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     fork_server.send_message(control, Prepared())
     return _serve_orders(control, orders, supervisor)
+
+
+def _yield_cores() -> None:
+    """Let requests go before the preparation: on Linux, a thread has a priority of its own.
+
+    Forked workers have that of the main thread, since a priority cannot be raised again.
+    """
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PREPARATION_NICE)
 
 
 def _serve_orders(control: socket.socket, orders: socket.socket, supervisor: int) -> int:
@@ -83,7 +96,10 @@ def _serve_orders(control: socket.socket, orders: socket.socket, supervisor: int
 
 
 def _fork_worker(
-    order: Fork, fds: list[int], ours: tuple[socket.socket, ...], supervisor: int
+    order: Fork,
+    fds: list[int],
+    ours: tuple[socket.socket, ...],
+    supervisor: int,
 ) -> None:
     """Fork twice, so that the worker becomes a child of the supervisor.
 
@@ -119,7 +135,7 @@ def _become_worker(order: Fork, fds: list[int], between: int, supervisor: int) -
     os.dup2(output_fd, 2)
     os.close(output_fd)
     logging_config.configure(order.name, json=True)
-    engines.reinitialize_libraries()
+    engines.take_over_fork()
     _rename_process(order.name)
     return ForkedChild(order.name, socket.socket(fileno=control_fd))
 

@@ -5,6 +5,8 @@ starting ── Load ──▶ loading ── warm-up token returned ──▶ r
                                        Sleep ▼ │ Wake, and a token
                                             asleep
 
+A load that shares its GPUs with other workers imports the engine, and waits there for Proceed.
+
 When the control connection ends, the process group is killed. A worker on another machine than its
 supervisor does so only if no supervisor has reconnected for a while: see `worker.remote`.
 """
@@ -46,6 +48,7 @@ from servekit.protocol.messages import (
     ModelInfo,
     Ping,
     Pong,
+    Proceed,
     Progress,
     Ready,
     SamplingParams,
@@ -55,7 +58,7 @@ from servekit.protocol.messages import (
     WorkerToGateway,
 )
 from servekit.protocol.residency import Sleep, Wake
-from servekit.protocol.startup_messages import GatewayConnected, Phase, PhaseReport
+from servekit.protocol.startup_messages import GATE, GatewayConnected, Phase, PhaseReport
 from servekit.protocol.tool_formats import FRAMED
 from servekit.protocol.transport.connection import Connection, Factory
 from servekit.system.parent_death import CHAOS, FAIL_STEP, end_group
@@ -120,6 +123,8 @@ class Worker:
         self._timings_s: dict[str, float] = {}
         self._reported = ("", 0.0)  # phase and time of the last progress report
         self._progress_at = time.monotonic()
+        self._admitted = asyncio.Event()  # it may use its GPUs
+        self._waits = False  # for that
         self._dying: asyncio.Task[None] | None = None  # set once the engine has died
         self._finished = 0  # requests the engine has completed, probes included
         self._tokens = 0
@@ -153,8 +158,12 @@ class Worker:
 
     def _on_message(self, message: ToWorker) -> None:
         match message:
-            case Load(spec):
+            case Load(spec, waits):
+                if not waits:
+                    self._admitted.set()
                 self._boot_task = self._loop.create_task(self._boot_engine(spec))
+            case Proceed():
+                self._admitted.set()
             case Ping(seq):
                 self._channel.send(self._make_pong(seq))
             case Drain():
@@ -175,7 +184,8 @@ class Worker:
 
     def _make_pong(self, seq: int) -> Pong:
         if self._runner is None or self._engine is None:
-            return Pong(seq, time.monotonic() - self._progress_at, 0, 0, 0.0)
+            age_s = 0.0 if self._waits else time.monotonic() - self._progress_at
+            return Pong(seq, age_s, 0, 0, 0.0)
         if self._engine.fatal is not None:
             self._on_death()
         now = self._engine.load_now()
@@ -297,8 +307,18 @@ class Worker:
             self._report_progress(Progress("import"))
             self._engine = engine = await asyncio.to_thread(self._create_engine, spec)
             engine.on_death = self._hear_death_from_any_thread
+        if not self._admitted.is_set():
+            await self._await_admission()
         with phase("load"):
             return await asyncio.to_thread(self._load_in_thread, engine)
+
+    async def _await_admission(self) -> None:
+        """Wait for the GPUs' turn and memory; the time limit of the load does not run."""
+        with phase(GATE):
+            self._report_progress(Progress(GATE))
+            self._waits = True
+            await self._admitted.wait()
+            self._waits, self._progress_at = False, time.monotonic()
 
     def _load_in_thread(self, engine: Engine) -> ModelInfo:
         info = engine.load(self._report_from_thread)

@@ -10,9 +10,10 @@ A way is `eager` (options.decode: eager), `graph` (whatever kernel `auto` finds)
 The runner is stepped here, without the engine's thread, so that what is told is the runner's own:
 tokens/s over the whole run, prompts included; the median step that brought a token of every
 request; the time until all have their first; what the device was idle of a stretch of such steps,
-by the profiler's kernels; and how many requests say what the first way said, with the share of
-their tokens before the first that differs (in bfloat16 near-ties part them; in float32,
-`--dtype float32`, nothing should).
+by the profiler's kernels; the rate of the first run after the load, as a share of the measured
+one's (what it lacks is what the load did not prepare); and how many requests say what the first way
+said, with the share of their tokens before the first that differs (in bfloat16 near-ties part them;
+in float32, `--dtype float32`, nothing should).
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Run:
     first_s: float
     step_s: float
     idle: float | None
+    first_run: float
     texts: list[list[int]]
 
 
@@ -61,8 +63,8 @@ def main() -> None:
     asked = _arguments()
     with tempfile.TemporaryDirectory() as scratch:
         folder = asked.model or _made(Path(scratch) / "model", asked.made)
-        heads = ("way", "requests", "tok/s", "first s", "step ms", "idle", "same")
-        print("{:10} {:>8} {:>8} {:>8} {:>8} {:>6}  {}".format(*heads))
+        heads = ("way", "requests", "tok/s", "first s", "step ms", "idle", "1st run", "same")
+        print("{:10} {:>8} {:>8} {:>8} {:>8} {:>6} {:>7}  {}".format(*heads))
         for requests in asked.requests:
             expected: list[list[int]] = []
             for way in asked.ways:
@@ -140,7 +142,7 @@ def _run(way: str, folder: Path, requests: int, asked: argparse.Namespace) -> Ru
         lambda progress: None,
     )
     try:
-        _finish(loaded.runner, _rows("warm", requests, asked, 12))  # graphs are recorded here
+        fresh_s, _, _ = _finish(loaded.runner, _rows("fresh", requests, asked, asked.output))
         idle = _idle(loaded.runner, _rows("profiled", requests, asked, 3 * PROFILED), device)
         rows = _rows("measured", requests, asked, asked.output)
         took_s, first_s, steps = _finish(loaded.runner, rows)
@@ -152,6 +154,7 @@ def _run(way: str, folder: Path, requests: int, asked: argparse.Namespace) -> Ru
             first_s,
             statistics.median(steps) if steps else float("nan"),
             idle,
+            took_s / fresh_s,
             [row.completion for row in rows],
         )
     finally:
@@ -237,7 +240,7 @@ def _tell(run: Run, expected: list[list[int]]) -> None:
     idle = "" if run.idle is None else f"{run.idle:.0%}"
     print(
         f"{run.way:10} {run.requests:8} {run.tokens_per_s:8.0f} {run.first_s:8.2f} "
-        f"{1000 * run.step_s:8.2f} {idle:>6}  {same}/{len(expected)} "
+        f"{1000 * run.step_s:8.2f} {idle:>6} {run.first_run:>7.0%}  {same}/{len(expected)} "
         f"({statistics.mean(shares):.0%} of their tokens)  detail: {run.detail}"
     )
 

@@ -1,7 +1,7 @@
 """GPUs on a machine that has none: NVML is made up, the processes and all that they do are not.
 
-A worker holds as much of its GPUs as its variable MADE_UP_GIB says, from its first moment to its
-last. Others may be said to hold something, by PID: `hold`.
+A worker holds as much of its GPUs as its variable MADE_UP_GIB says, from the beginning of its load
+to its last moment. Others may be said to hold something, by PID: `hold`.
 """
 
 from __future__ import annotations
@@ -47,19 +47,26 @@ def nvmlDeviceGetPersistenceMode(handle): return 1
 def nvmlDeviceGetMigMode(handle): raise NVMLError("Not Supported")
 def worker(entry, uuid):
     try:
-        if b"servekit.worker" not in (entry / "cmdline").read_bytes(): return 0
+        if not (FOLDER / f"loads-{entry.name}").exists(): return 0
         pairs = (entry / "environ").read_bytes().decode().split("\\0")
     except OSError: return 0
     env = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
     here = env.get("MADE_UP_GPUS") == str(FOLDER)
     return float(env.get("MADE_UP_GIB", 0)) if here and uuid in env["CUDA_VISIBLE_DEVICES"] else 0
 """
-#: Only whether a driver is there is asked of the file system.
+#: Only whether a driver is there is asked of the file system. A worker leaves a file when it loads.
 SITECUSTOMIZE = """
-import pathlib
+import os, pathlib
 _exists = pathlib.Path.exists
 def exists(self, **keywords): return str(self) == "/dev/nvidiactl" or _exists(self, **keywords)
 pathlib.Path.exists = exists
+if b"servekit.worker" in pathlib.Path("/proc/self/cmdline").read_bytes().split(b"\\0"):
+    from servekit.worker.worker import Worker
+    _load = Worker._load_in_thread
+    def load(self, engine):
+        (pathlib.Path(os.environ["MADE_UP_GPUS"]) / f"loads-{os.getpid()}").touch()
+        return _load(self, engine)
+    Worker._load_in_thread = load
 """
 
 

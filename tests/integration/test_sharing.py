@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from servekit.protocol.messages import ReplicaStatus
+from servekit.protocol.startup_messages import GATE, Start
+from servekit.system import procfs
 from tests.integration.instance import PROGRAM, Instance, write_config
 from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu
-from tests.integration.test_faults_supervisor import cli, complete
+from tests.integration.test_faults_supervisor import cli, complete, rewrite
+from tests.integration.test_timings import starts
 from tests.unit.engines.harness import write_tiny_llama
 
 pytestmark = pytest.mark.timeout(120)
@@ -58,6 +64,13 @@ def test_check_says_of_what_a_model_takes_its_share(
     assert re.split(r"  +", head.strip())[-3:] == [f"LEAST{each}", f"CLAIM{each}", "NOTE"]
 
 
+def ended(start: Start, name: str) -> float:
+    """When a phase ended, in seconds since the epoch."""
+    [phase] = [one for one in start.phases if one.name == name]
+    assert phase.ended_s is not None
+    return start.at + phase.ended_s
+
+
 def progress(instance: Instance, name: str) -> str:
     told = instance.replica(name).progress
     return "" if told is None else told.phase
@@ -85,14 +98,93 @@ def test_they_load_one_after_the_other_and_the_second_says_whom_it_waits_for(
     with Instance.up(tmp_path, models, env=gpus.env) as instance:
         url = instance.url
         instance.until("both are up", settled, 60)
-        first, second = sorted(("a/0", "b/0"), key=functools.partial(at, "started"))
-        assert at("ready", first) < at("started", second)
+        first, second = sorted(("a/0", "b/0"), key=functools.partial(at, "worker_ready"))
+        assert at("started", second) < at("ready", first)
+        (loaded,), (waited,) = starts(instance, first), starts(instance, second)
+        assert ended(waited, "import") < ended(loaded, "load") < ended(waited, GATE)
+        assert GATE not in [one.name for one in loaded.phases]
         said = f"waits for {first} on GPU 0 (made up)"
         assert {said, f"readyz: {said}"} <= waits
         assert all(complete(url, name).status_code == 200 for name in "ab")
         assert instance.replica("a/0").claim_bytes == 60 * GIB
         assert instance.replica("a/0").gpu_bytes == 55 * GIB
         assert "55.0 GiB of 60.0 GiB" in cli(instance, "ps").stdout
+
+
+def waiting(instance: Instance, name: str, other: str) -> ReplicaStatus:
+    """A worker that has imported its engine and waits for `other`."""
+    said = f"waits for {other} on GPU 0 (made up)"
+
+    def probe() -> bool:
+        phases = [one.name for start in starts(instance, name)[-1:] for one in start.phases]
+        return GATE in phases and progress(instance, name) == said
+
+    instance.until(f"{name} waits for {other}", probe, 60)
+    return instance.replica(name)
+
+
+def sharing(load_s: float) -> list[dict[str, Any]]:
+    """A model that loads for so long, and one that shares its GPU."""
+    return [on_gpu("a", "60%", 50, load_s=load_s), on_gpu("b", "40GiB", 35)]
+
+
+@contextlib.contextmanager
+def with_one_that_waits(
+    folder: Path, gpus: MadeUpGpus, load_s: float, **of_it: Any
+) -> Iterator[tuple[Instance, ReplicaStatus]]:
+    """An instance whose b/0 waits for the load of a/0."""
+    models = sharing(load_s)
+    with Instance.up(folder, models[:1], env=gpus.env) as instance:
+        instance.until("the first loads", lambda: progress(instance, "a/0") == "load")
+        models[1] |= of_it
+        rewrite(instance, models)
+        assert cli(instance, "reload").returncode == 0
+        yield instance, waiting(instance, "b/0", "a/0")
+
+
+def test_one_that_waits_dies_alone_and_waits_again(tmp_path: Path, gpus: MadeUpGpus) -> None:
+    with with_one_that_waits(tmp_path, gpus, 15) as (instance, waits):
+        assert "waits for a/0 on GPU 0" in cli(instance, "ps").stdout
+        assert "waits for a/0 on GPU 0" in cli(instance, "why", "b").stdout
+        os.kill(waits.pid, signal.SIGKILL)
+        instance.until("it is replaced", lambda: instance.replica("b/0").pid not in (0, waits.pid))
+        waiting(instance, "b/0", "a/0")
+        instance.until_settled()
+        assert (instance.replica("a/0").restarts, instance.replica("b/0").restarts) == (0, 1)
+        assert "died in gate after" in cli(instance, "why", "b").stdout
+        assert all(complete(instance.url, name).status_code == 200 for name in "ab")
+
+
+def test_one_that_waits_is_let_in_by_the_death_of_the_other(
+    tmp_path: Path, gpus: MadeUpGpus
+) -> None:
+    with with_one_that_waits(tmp_path, gpus, 600) as (instance, waits):
+        os.kill(instance.replica("a/0").pid, signal.SIGKILL)
+        instance.until("it serves", lambda: instance.replica("b/0").state == "ready")
+        assert instance.replica("b/0").pid == waits.pid
+        assert complete(instance.url, "b").status_code == 200
+
+
+def test_the_time_limit_of_a_load_does_not_run_while_it_waits(
+    tmp_path: Path, gpus: MadeUpGpus
+) -> None:
+    with with_one_that_waits(tmp_path, gpus, 12, load_timeout_s=2) as (instance, waits):
+        instance.until_settled()
+        assert instance.replica("b/0").pid == waits.pid
+
+
+def test_one_that_waits_ends_with_its_model_and_with_the_instance(
+    tmp_path: Path, gpus: MadeUpGpus
+) -> None:
+    with with_one_that_waits(tmp_path, gpus, 600) as (instance, waits):
+        rewrite(instance, sharing(600)[:1])
+        assert cli(instance, "reload").returncode == 0
+        instance.until("it is gone", lambda: procfs.read_process(waits.pid) is None)
+        rewrite(instance, sharing(600))
+        assert cli(instance, "reload").returncode == 0
+        waiting(instance, "b/0", "a/0")
+        instance.signal(signal.SIGTERM)
+        assert instance.wait() == 0
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_the_arithmetic(
@@ -133,10 +225,15 @@ def test_one_that_died_comes_back_when_its_memory_is_gone(tmp_path: Path, gpus: 
 def test_a_strangers_memory_is_waited_for_and_named(tmp_path: Path, gpus: MadeUpGpus) -> None:
     gpus.hold({os.getpid(): 50})
     with Instance.up(tmp_path, [on_gpu("a", "60%", 50)], env=gpus.env) as instance:
-        told = instance.until("it says so", lambda: progress(instance, "a/0"), 60)
+
+        def says() -> str:
+            told = progress(instance, "a/0")
+            return told if "needed" in told else ""
+
+        told = instance.until("it says so", says)
         assert "GPU 0 (made up) has 50.0 GiB free, where 60.0 GiB are needed: 10.0 GiB" in told
         assert f"pid {os.getpid()} (" in told
-        assert instance.replica("a/0").pid == 0
+        assert instance.replica("a/0").gpu_bytes == 0
         gpus.hold({os.getpid(): 40})
         instance.until("it is up", lambda: instance.replica("a/0").state == "ready", 60)
 

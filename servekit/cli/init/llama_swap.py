@@ -27,7 +27,6 @@ from servekit.cli.init import brought_models, gpu_pins
 from servekit.cli.init.brought_models import BroughtModel, Carried, Command
 from servekit.cli.init.llama_swap_file import PORT, SwapFile, read_file, split_command, variable_of
 from servekit.cli.init.server_commands import ServerCommand, parse_server
-from servekit.config.engines.options import KINDS
 from servekit.config.keys import is_name
 from servekit.system.gpus import Gpu
 
@@ -38,8 +37,6 @@ _LOCAL = {"localhost", "127.0.0.1", "0.0.0.0", "::1", ""}
 _CONTAINERS = {"docker", "podman"}
 #: Servers for speech and images.
 _OTHER_SERVERS = {"whisper-server", "sd-server", "audiocpp_server", "kokoro"}
-#: Whether a command's server may be one without text.
-_FORWARDS = "forward" in str(KINDS["command"].options.model_fields["task"].annotation)
 _BRACES = re.compile(r"(?<!\$)\{[A-Za-z_]+\}")
 _SAMPLING = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens")},
@@ -233,10 +230,7 @@ def _makes_no_text(told: Mapping[str, Any], words: list[str]) -> bool:
 
 
 def _bring_other_task(model: BroughtModel) -> None:
-    if _FORWARDS:
-        model.keys["options"]["task"] = "forward"
-    else:
-        model.notes.append("its task: a server without chats or completions never gets ready here")
+    model.keys["options"]["task"] = "forward"
 
 
 def _bring_env(

@@ -415,6 +415,7 @@ _OURS = {
         adapters=True,
         adapter_types=frozenset({"LORA"}),
         adapters_spread=True,
+        standby=True,
         parallel=("tensor",),
         env={
             "DO_NOT_TRACK": "1",
@@ -422,7 +423,6 @@ _OURS = {
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": "1",  # else graphs exceed the claim
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all workers share cores
         },
         pin="index",  # vLLM reads each entry as a number
         sleeps=True,

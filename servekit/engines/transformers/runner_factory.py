@@ -173,6 +173,8 @@ def _make_continuous(
     try:
         with phase("proof"):
             self_check.check_model(model, runner, attention)
+        with phase("graphs"):
+            runner.record_graphs()
     except BaseException:
         runner.close()
         raise

@@ -9,6 +9,7 @@ list per step, for all requests.
     engine_args          a WorkerSpec as vLLM's arguments
     argument_parser      the option `engine_args`, by vLLM's own parser and as flags
     core_client          the client of the core, and the detection of its death
+    core_host            the process that becomes the core, with its imports done before
     causes               the cause of a core's death, reported by its process
     requests             jobs as requests of the core, and its outputs as outputs of the engine
     request_table        the requests in flight

@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from servekit.engines.vllm import causes
+from servekit.engines.vllm import causes, core_host
 from servekit.engines.vllm.causes import Causes, first_line
 from servekit.errors import EngineFailed, LoadError
 
@@ -152,23 +152,34 @@ class Core:
         self._causes.close()
 
 
-def _start_core(asked: dict[str, Any], model: str) -> tuple[Any, Causes]:
+def make_config(asked: dict[str, Any], model: str) -> Any:
+    """Return vLLM's `VllmConfig`, with our scheduler and worker. Raises LoadError.
+
+    For equal settings, its key of the compile cache is that of `vllm serve`.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.core_client import SyncMPClient
-    from vllm.v1.executor import Executor
 
     try:
         config = EngineArgs(**asked).create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:  # vLLM raises many types for unsupported settings
         raise LoadError(f"vLLM refuses {model}: {explain_refusal(error)}") from error
-    ahead = config.scheduler_config.async_scheduling
-    kind = "Ahead" if ahead else "InStep"
+    kind = "Ahead" if config.scheduler_config.async_scheduling else "InStep"
     config.scheduler_config.scheduler_cls = f"servekit.engines.vllm.scheduler.{kind}"
     config.parallel_config.worker_cls = "servekit.engines.vllm.worker_extension.Rank"
+    config.model_config.runner = "auto"  # it is chosen by now; `vllm serve` states none
+    return config
+
+
+def _start_core(asked: dict[str, Any], model: str) -> tuple[Any, Causes]:
+    from vllm.v1.engine.core_client import SyncMPClient
+    from vllm.v1.executor import Executor
+
+    config = make_config(asked, model)
     told = Causes(config)
     try:
-        return SyncMPClient(config, Executor.get_class(config), log_stats=True), told
+        with core_host.core_in_host():
+            return SyncMPClient(config, Executor.get_class(config), log_stats=True), told
     except Exception as error:
         told.close()
         raise LoadError(

@@ -30,7 +30,7 @@ from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.text.tool_format_detection import tool_capabilities
 from servekit.engines.transformers import pooling, weights
-from servekit.engines.vllm import engine_args, generation_defaults, library, requests
+from servekit.engines.vllm import core_host, engine_args, generation_defaults, library, requests
 from servekit.engines.vllm.adapters import Adapters
 from servekit.engines.vllm.argument_parser import parse_arguments
 from servekit.engines.vllm.causes import first_line
@@ -85,6 +85,12 @@ class VllmEngine(Engine):
 
     # ---------------------------------------------------------------- loading
 
+    @classmethod
+    def prepare(cls, spec: WorkerSpec) -> None:
+        core_host.import_core()
+        folder = Path(resolve_source(spec.path, spec.revision, lambda progress: None))
+        engine_args.inspect_model(spec, folder)
+
     def load(self, report: Report) -> ModelInfo:
         with phase("files"):
             folder = Path(resolve_source(self.spec.path, self.spec.revision, report))
@@ -134,6 +140,9 @@ class VllmEngine(Engine):
                 "This vLLM is built for CPUs; write device: cpu, or pip install 'servekit[vllm]' "
                 "in an environment without it."
             )
+        if on_cpu:
+            # Else all workers share cores. On a GPU it would change the key of the compile cache.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         return engine_args.device_memory(self.spec)
 
     def identify(self, *, portable: bool = False) -> str:

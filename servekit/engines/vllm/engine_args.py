@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -70,6 +71,14 @@ def _count_stages(spec: WorkerSpec) -> int:
             f"(gpus_per_replica: {spec.gpus})."
         )
     return stages
+
+
+def inspect_model(spec: WorkerSpec, folder: Path) -> None:
+    """Let vLLM inspect the model's class, in an interpreter of its own, and remember the result."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    with contextlib.suppress(Exception):  # the load says what is wrong
+        EngineArgs(**_common_arguments(spec, folder, embeds=False)).create_model_config()
 
 
 def _common_arguments(spec: WorkerSpec, folder: Path, *, embeds: bool) -> dict[str, Any]:

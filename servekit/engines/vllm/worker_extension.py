@@ -44,11 +44,14 @@ class BadWords(list[list[int]]):
         self.before = list(before)
 
 
-def _ban_words(logits: torch.Tensor, words: list[list[int]], past: list[int]) -> None:
-    """Ban the last token of each bad word whose other tokens `past` ends with.
+def _ban_words(
+    logits: torch.Tensor, bad_words_token_ids: list[list[int]], past_tokens_ids: list[int]
+) -> None:
+    """Ban the last token of each bad word whose other tokens `past_tokens_ids` ends with.
 
-    In the first model runner `past` has only the tokens that it generated itself.
+    In the first model runner these are only the tokens that it generated itself.
     """
+    words, past = bad_words_token_ids, past_tokens_ids
     before = words.before if isinstance(words, BadWords) else []
     _ban_in_a_row(logits, words, before + past if before else past)
 

@@ -1,10 +1,10 @@
 """Admission of workers to GPUs: one load at a time per GPU, once its memory is free.
 
-A worker is admitted before its process is started, with its claim in the ledger, and lets the next
-one in when it is ready or dead. It is admitted when NVML reports as much free memory as it needs,
-beyond what other workers claim and have not allocated yet. A waiting worker reports what it waits
-for. It waits without limit for another worker's load, but only PATIENCE_S for memory; then the
-error names the holders, since only an operator can help.
+A worker imports its engine while it waits; once admitted, it may use its GPUs. Its claim is in the
+ledger from its start on, and it lets the next one in when it is ready or dead. It is admitted when
+NVML reports as much free memory as it needs, beyond what other workers claim and have not allocated
+yet. A waiting worker reports what it waits for. It waits without limit for another worker's load,
+but only PATIENCE_S for memory; then the error names the holders, since only an operator can help.
 
 A claim stands until the dead worker's memory is really free: a driver takes seconds for that.
 """

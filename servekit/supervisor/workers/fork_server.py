@@ -1,9 +1,9 @@
 """Fork servers, which start workers in a third of the time.
 
-A fresh interpreter takes seconds of a core to import torch and transformers, while a model lacks a
-worker. A fork server of the same environment, GPU pin included, has done so already, and its forks
-are our own children in every respect; see `worker.fork_server`. If it is not ready or cannot fork,
-a fresh interpreter is started instead: nothing depends on it.
+A fresh interpreter takes seconds of a core to import torch and its engine's library, while a model
+lacks a worker. A fork server of the same environment, GPU pin included, has done so already, and
+its forks are our own children in every respect; see `worker.fork_server`. If it is not ready or
+cannot fork, a fresh interpreter is started instead: nothing depends on it.
 
 There is one for each environment of a model's workers: one on the CPU, and one for each GPU or set
 of GPUs that a replica has. They start when all workers have come up: they take nothing from those,

@@ -122,8 +122,8 @@ class GpuMemory:
             await self._entry.gate.fell_asleep(self)
 
     def loads(self, phase: str) -> None:
-        """Pass on the phase of its load; see `protocol.types.Progress`."""
-        if self._entry is not None:
+        """Pass on the phase of its load, once admitted; see `protocol.types.Progress`."""
+        if self._entry is not None and self.pid:
             from_files = phase not in ("fetch", "convert")
             self._entry.gate.loads(self.name, from_files=from_files)
 
@@ -136,7 +136,7 @@ class GpuMemory:
     # ---- measurements
 
     def begin(self, pid: int) -> None:
-        """Record the PID of its process."""
+        """Record the PID of its process, which may use its GPUs from now on."""
         self.pid = pid
         self._pids.add(pid)
 

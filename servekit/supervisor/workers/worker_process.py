@@ -31,13 +31,14 @@ from servekit.protocol.messages import (
     ModelInfo,
     Ping,
     Pong,
+    Proceed,
     Progress,
     Ready,
     ReplicaHistory,
     ReplicaStatus,
 )
 from servekit.protocol.residency import Asleep, Awake, Sleep, SleepFailed, Wake
-from servekit.protocol.startup_messages import GatewayConnected, PhaseReport
+from servekit.protocol.startup_messages import GATE, GatewayConnected, PhaseReport
 from servekit.supervisor.adapters.rollout import Adapters
 from servekit.supervisor.adapters.state import Outcome, Refusal
 from servekit.supervisor.event_log import journal
@@ -94,27 +95,27 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self._edition = digest_settings(model)
         self._fork = fork
         self._socket: Path | None = None  # of a worker on this machine
-        self.progress: Progress | None = None
+        self._waits_for = ""  # for the launcher's place, or for the GPUs' turn and memory
+        self._loads: Progress | None = None  # as its process reports
         self.timings_s: dict[str, float] = {}
         self.liveness = Liveness(time.monotonic())
         self._pings = 0
         self._killing: asyncio.Task[None] | None = None
         self._coming_up: asyncio.Task[None] | None = None
+        self._admission: asyncio.Task[None] | None = None
         self._held: dict[str, AdapterInfo] = {}
         self.admin = PendingRequests()
-        #: Held during admission: if the worker dies while it wakes, its next life waits.
+        #: Held during admission: if the worker dies while it waits, its next life waits.
         self._entering = asyncio.Lock()
         self._wary = False  # died before ready: the next starts without adapters
         self._launcher = host.launcher
         self.gpu = GpuMemory(place, gpus, entry, self.show_wait)
 
     async def enter(self) -> str:
-        async with self._entering:
-            refusal = await self.gpu.enter()
-        if not refusal and self._launcher is not None:
-            refusal = await self._launcher.enter(self)
-        if self.place.gpus or self._launcher is not None:
-            self.starting.spent("gate", self._began_at, time.monotonic())
+        if self._launcher is None:
+            return ""
+        refusal = await self._launcher.enter(self)
+        self.starting.spent(GATE, self._began_at, time.monotonic())
         return refusal
 
     def leave(self) -> None:
@@ -127,8 +128,15 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     def show_wait(self, what: str) -> None:
         """Show what it waits for before it is admitted."""
-        self.progress = Progress(what) if what else None
+        self._waits_for = what
         self.host.changed()
+
+    @property
+    def progress(self) -> Progress | None:
+        """The progress of its load, or what it waits for."""
+        if self._waits_for and (self._loads is None or self._loads.phase == GATE):
+            return Progress(self._waits_for)
+        return self._loads
 
     async def spawn(self) -> AnyChild[FromWorker]:
         if self._launcher is None:
@@ -156,14 +164,42 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     def greet(self) -> None:
         assert self.child is not None
         self.liveness = Liveness(time.monotonic())
-        self.gpu.begin(self.child.pid)
         if isinstance(self.child, RemoteChild):
             self.adapters.keep(self.child.added)
             self.remember_adapters()
             if self.child.state != "empty":
+                self.gpu.begin(self.child.pid)
                 return  # it existed before us, and reports what it serves
         adapters = () if self._wary else self.adapters.expected()
-        self.child.send(Load(make_worker_spec(self.model, self.place, str(self._socket), adapters)))
+        spec = make_worker_spec(self.model, self.place, str(self._socket), adapters)
+        self.child.send(Load(spec, waits=bool(self.place.gpus)))
+        if self.place.gpus:
+            self._admission = self._loop.create_task(self._admit(self.child))
+        else:
+            self.gpu.begin(self.child.pid)
+
+    async def _admit(self, child: AnyChild[FromWorker]) -> None:
+        """Let it load when its GPUs are its own, while it imports its engine; end it if not."""
+        refusal = await self._enter_gate(child)
+        if refusal is None or self.ending:
+            return
+        if refusal:
+            self.fail(refusal, permanent=False)
+            child.kill(refusal)
+            return
+        self.gpu.begin(child.pid)
+        if self._loads is not None:
+            self.gpu.loads(self._loads.phase)
+        child.send(Proceed())
+
+    async def _enter_gate(self, child: AnyChild[FromWorker]) -> str | None:
+        """Wait until it may load; return why it may not, or None if it died meanwhile."""
+        async with self._entering:
+            refusal = await run_unless(child.exited, self.gpu.enter())
+            if self.child is not child:
+                self.gpu.leave()  # it may have been admitted after its death
+                return None
+        return refusal
 
     def receive(self, message: FromWorker) -> None:
         match message:
@@ -188,7 +224,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     def forget_child(self) -> None:
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
-        self._socket, self.progress = None, None
+        self._socket, self._loads = None, None
         self.liveness = Liveness(time.monotonic())
         self.gpu.forget()
         self._wary = self._ready_at is None
@@ -203,7 +239,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             self.host.noticed()
         elif not self.change_state("load", self.reason):
             return  # too late
-        self.progress = progress
+        self._loads = progress
         self.gpu.loads(progress.phase)
 
     def _on_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
@@ -230,7 +266,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     ) -> None:
         if self.child is not child or child is None or self.ending or not self.accepts("serve"):
             return  # too late
-        self.info, self.timings_s, self.progress = info, timings_s, None
+        self.info, self.timings_s, self._loads = info, timings_s, None
         took_s = round(time.monotonic() - self._began_at, 2)
         log.info("worker_ready", child=self.name, device=self.device, after_s=took_s)
         self.liveness = Liveness(time.monotonic())  # forgets the figures of the load
@@ -256,7 +292,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             return
         log.error("process_stalled", child=self.name, pid=self.pid, reason=cause)
         journal.tell("stalled", cause, worker=self.name, pid=self.pid)
-        self.progress = None
+        self._loads = None
         self.stalls += 1
         self._killing = self._loop.create_task(self.child.dump_and_kill(cause))
 
@@ -368,10 +404,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         child = self.child
         if child is None:
             return f"worker {self.name} is {self.state}"
-        async with self._entering:
-            reason = await run_unless(child.exited, self.gpu.enter())
-            if self.child is not child:
-                self.gpu.leave()  # it may have been admitted after its death
+        reason = await self._enter_gate(child)
         if reason is None or self.child is not child:
             return _DIED
         if reason:
@@ -413,10 +446,9 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         return self.liveness.last.trouble if self.serves else ""
 
     def story(self) -> ReplicaHistory:
-        """Return its history, with its present trouble or what it waits for without a process."""
+        """Return its history, with its present trouble or what it waits for."""
         story = super().story()
-        waits = self.progress.phase if self.child is None and self.progress is not None else ""
-        reason = self.trouble or "; ".join(filter(None, (story.reason, waits)))
+        reason = self.trouble or "; ".join(filter(None, (story.reason, self._waits_for)))
         return replace(story, reason=reason)
 
     def load(self) -> tuple[int, int]:

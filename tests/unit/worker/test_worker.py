@@ -37,6 +37,7 @@ from servekit.protocol.messages import (
     ModelInfo,
     Ping,
     Pong,
+    Proceed,
     Progress,
     Ready,
     SamplingParams,
@@ -47,6 +48,7 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.messages import Load as LoadModel
 from servekit.protocol.residency import Asleep, Awake, Sleep, Wake
+from servekit.protocol.startup_messages import GATE
 from servekit.protocol.transport.connection import Connection, adopt_socket, dial_address
 from servekit.worker import worker as module
 from servekit.worker.runner import Runner
@@ -74,8 +76,10 @@ class Puppet(Engine):
         self.submitted: list[str] = []
         self.closed = False
         self.asleep = False
+        self.loaded = False
 
     def load(self, report: Report) -> ModelInfo:
+        self.loaded = True
         for progress in self.progress:
             report(progress)
         if self.load_error is not None:
@@ -276,6 +280,39 @@ async def test_ready_is_said_after_a_warm_up_token(start: Start) -> None:
     await until(lambda: scene.of(Ready))
     [ready] = scene.of(Ready)
     assert {"import", "load", "warm-up"} <= ready.timings_s.keys()
+
+
+async def waits_for_its_turn(start: Start) -> Scene:
+    scene: Scene = await start()
+    scene.control.send(LoadModel(scene.spec, waits=True))
+    await until(lambda: any(one.progress.phase == GATE for one in scene.of(Loading)))
+    return scene
+
+
+async def test_it_waits_for_its_turn_with_its_engine_imported(start: Start) -> None:
+    scene = await waits_for_its_turn(start)
+    scene.worker._progress_at -= 3600.0  # it has waited for an hour
+    assert (await scene.ping()).progress_age_s == 0.0
+    assert not scene.engine.loaded
+    scene.control.send(Proceed())
+    await until(lambda: scene.of(Ready))
+    [ready] = scene.of(Ready)
+    assert list(ready.timings_s)[:3] == ["import", GATE, "load"]
+
+
+async def test_with_its_turn_come_already_it_waits_for_nothing(start: Start) -> None:
+    scene = await start()
+    scene.control.send(LoadModel(scene.spec, waits=True))
+    scene.control.send(Proceed())
+    await until(lambda: scene.of(Ready))
+    assert GATE not in scene.of(Ready)[0].timings_s
+
+
+async def test_a_worker_that_waits_exits_at_drain(start: Start) -> None:
+    scene = await waits_for_its_turn(start)
+    scene.control.send(Drain())
+    assert await scene.code() == 0
+    assert not scene.engine.loaded
 
 
 async def test_a_warm_up_that_fails_is_a_failed_boot(start: Start) -> None:

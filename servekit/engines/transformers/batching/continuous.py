@@ -96,7 +96,7 @@ class ContinuousRunner(CausalRunner):
         self._reading = False  # the last step was the library's
         self._full = False  # the library cannot begin a request until one ends
         self._processor: Any = None
-        self.make_pages()
+        self._create_pages()
         self.capacity = batch_processor.request_capacity(self._pages, plan)
 
     @property
@@ -235,6 +235,10 @@ class ContinuousRunner(CausalRunner):
         return {key: torch.stack(logits) for key, logits in seen.items()}
 
     def make_pages(self) -> None:
+        self._create_pages()
+        self.record_graphs()
+
+    def _create_pages(self) -> None:
         ranks = self._ranks
         with ranks.paging(self.plan, self.attention) if ranks else contextlib.nullcontext():
             made = batch_processor.create_processor(self._manager)
@@ -246,6 +250,12 @@ class ContinuousRunner(CausalRunner):
             self._decoder = DecodeLoop(self._model, made, self._rows, slots, self._step_options)
             made.scheduler.elsewhere = self._decoder.seated
             made.scheduler.ample = self._decoder.pages.is_ample
+
+    @torch.no_grad()
+    def record_graphs(self) -> None:
+        """Record the CUDA graphs of our decode steps, so that no request waits for that."""
+        if self._decoder is not None and self._decoder.uses_graphs:
+            self._decoder.record_graphs()
 
     def drop_pages(self) -> None:
         self._mixing.step = None

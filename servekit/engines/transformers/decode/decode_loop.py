@@ -100,6 +100,25 @@ class DecodeLoop:
         failure = f" ({self._graphs.failure})" if self._graphs.failure else ""
         return f"{graphs}{failure}, {self._options.kernel.name} attention"
 
+    def record_graphs(self) -> None:
+        """Record all graphs that requests may need, with empty slots; the largest one first.
+
+        Later ones reuse its memory. Where one cannot be recorded, the others are not tried.
+        """
+        for size in batch_sizes(self._slots.count):
+            for mode in device_sampling.MODES:
+                if self._graphs.failure:
+                    return
+                self._run_graph(size, mode)
+
+    def _run_graph(self, size: int, mode: SamplingMode) -> None:
+        work = partial(self._compute_step, size, mode)
+        self._graphs.run((size, mode), work, self._slots.ints)
+
+    @property
+    def uses_graphs(self) -> bool:
+        return self._graphs.on
+
     def admit_rows(self) -> None:
         """Give slots to all decoding rows; a row with an adapter stays with the library."""
         for key, state in self._scheduler.active_requests.items():
@@ -253,8 +272,7 @@ class DecodeLoop:
         """Start a step of all slots, and return these."""
         self._slots.upload()
         size = bucket_size(self._slots.reach, self._slots.count)
-        work = partial(self._compute_step, size, mode)
-        self._graphs.run((size, mode), work, self._slots.ints)
+        self._run_graph(size, mode)
         running = list(self.seated.values())
         for slot in running:
             slot.started += 1
@@ -297,6 +315,11 @@ class DecodeLoop:
 def bucket_size(seated: int, most: int) -> int:
     """Return the batch size for a number of slots: there are few sizes, each with its own graph."""
     return min(most, 1 << (seated - 1).bit_length())
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Return all batch sizes, the largest first."""
+    return sorted({bucket_size(seated, most) for seated in range(1, most + 1)}, reverse=True)
 
 
 def _advance_slots(ints: Tensor) -> None:

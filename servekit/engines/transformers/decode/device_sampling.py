@@ -30,6 +30,14 @@ class SamplingMode(NamedTuple):
 
 
 FREE = SamplingMode(free=True)
+#: All modes of a step.
+MODES = (
+    SamplingMode(),
+    SamplingMode(plain=True),
+    SamplingMode(ranked=True),
+    SamplingMode(plain=True, ranked=True),
+    FREE,
+)
 
 
 def needs_host(row: Row, vocab_size: int) -> bool:

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps, recorded at first use and replayed afterwards.
+"""CUDA graphs of steps, recorded before the first request or at first use, and then replayed.
 
 A step of a small model is a thousand kernels of a few microseconds each; starting them one by one
 from Python takes many times as long. A graph starts all of them in one call. A step that cannot be

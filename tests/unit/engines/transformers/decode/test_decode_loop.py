@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from servekit.engines.api.base import StepOutput
+from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.decode import decode_loop
 from servekit.engines.transformers.decode.batch_slots import TOKEN
+from servekit.engines.transformers.decode.graphs import Graphs
 from tests.unit.engines.transformers.decode.crowds import (
     UNWATCHED,
     WATCHED,
@@ -157,6 +159,34 @@ def test_sizes_of_batches_are_few() -> None:
     assert [decode_loop.bucket_size(seated, 48) for seated in (1, 2, 3, 5, 32, 33, 48)] == [
         *(1, 2, 4, 8, 32, 48, 48)
     ]
+
+
+def test_all_that_a_crowd_needs_is_recorded_ahead(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU nothing is recorded, but the steps run: with empty slots, they change no text."""
+    keys: list[Any] = []
+    run = Graphs.run
+
+    def noting(self: Graphs, key: Any, *args: Any) -> None:
+        keys.append(key)
+        run(self, key, *args)
+
+    def say(engine: ContinuousRunner) -> list[Any]:
+        return [texts(Crowd.of(2, 12, hows, 40).run(engine)) for hows in (UNWATCHED, WATCHED)]
+
+    expected = say(runner(tiny_model, wish(ahead=True)))
+    monkeypatch.setattr(Graphs, "run", noting)
+    engine = runner(tiny_model, wish(ahead=True))
+    assert engine._decoder is not None
+    with torch.no_grad():
+        engine._decoder.record_graphs()
+    recorded = list(keys)
+    keys.clear()
+    assert [size for size, _ in recorded] == [16] * 5 + [8] * 5 + [4] * 5 + [2] * 5 + [1] * 5
+    assert say(engine) == expected
+    assert len(set(keys)) > 5
+    assert set(keys) <= set(recorded)
 
 
 def test_pages_can_be_dropped_and_made_again(tiny_model: Path) -> None:
