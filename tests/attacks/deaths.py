@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
+import string
+import time
 from collections.abc import Awaitable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -114,6 +118,38 @@ async def send_different_poisons(scene: Scene) -> None:
     await scene.expect_deaths(20, "one client's 25 requests")
 
 
+async def send_random_poisons(scene: Scene) -> None:
+    """25 poisons that share no text but a word, from the address of the bystanders."""
+    async with scene.bystanders(8, scene.ask_fragile):
+        for _ in range(25):
+            await send_random_poison(scene)
+    await scene.until_serving(2)
+    await scene.expect_deaths(20, "one client's 25 requests")
+
+
+async def send_poison_for_a_minute(scene: Scene) -> None:
+    """One client sends poison after poison; all others have another address."""
+    others = replace(scene.client, address="127.0.0.2")
+    until_s = time.monotonic() + 60.0
+    refused = 0
+    async with scene.bystanders(8, lambda n: scene.ask_fragile(n, client=others)):
+        while time.monotonic() < until_s:
+            answer = await send_random_poison(scene)
+            refused += answer.error == "source_quarantined"
+            await asyncio.sleep(0.1 if answer.status == 429 else 0.0)
+    await scene.until_serving(2)
+    scene.account.expect(refused > 0, "the address of one client that kills was never refused")
+    await scene.expect_deaths(20, "one client at an address of its own")
+
+
+async def send_random_poison(scene: Scene) -> Answer:
+    letters = "".join(random.choices(string.ascii_lowercase, k=12))
+    answer = await scene.client.complete("m", f"{POISON} {letters}", 50, stream=False)
+    scene.account.check_form(answer)
+    scene.account.expect(answer.failed, "poison was answered")
+    return answer
+
+
 async def reload_another_model(scene: Scene) -> None:
     """The file names another model under the same name while streams run that outlast the drain.
 
@@ -202,6 +238,27 @@ ATTACKS = [
         "25 poisons that differ, 2 gateways",
         two_replicas,
         send_different_poisons,
+        server={"gateways": 2},
+    ),
+    Attack("random-poison", "25 poisons of random letters", two_replicas, send_random_poisons),
+    Attack(
+        "random-poison-2",
+        "25 poisons of random letters, 2 gateways",
+        two_replicas,
+        send_random_poisons,
+        server={"gateways": 2},
+    ),
+    Attack(
+        "lone-poisoner",
+        "a minute of poison from an address of its own",
+        two_replicas,
+        send_poison_for_a_minute,
+    ),
+    Attack(
+        "lone-poisoner-2",
+        "a minute of poison from an address of its own, 2 gateways",
+        two_replicas,
+        send_poison_for_a_minute,
         server={"gateways": 2},
     ),
     Attack(
