@@ -153,14 +153,17 @@ class Death:
         parts = (self.charged, *(one.charged for one in self.elsewhere.values()))
         return {mark for charged in parts for mark, count in charged.items() if count}
 
-    def share(self, mark: str) -> float:
-        """Return the share of this death that is charged to a source or a fingerprint, 0 to 1."""
+    def share(self, mark: str, fade: float = _FADE) -> float:
+        """Return the share of this death that is charged to a source or a fingerprint, 0 to 1.
+
+        `fade`: its factor for each request that came through alone since.
+        """
         others = self.elsewhere.values()
         charged = self.charged[mark] + sum(one.charged.get(mark, 0) for one in others)
         if not charged:
             return 0.0
         suspects = self.open + sum(one.open for one in others)
-        return charged / suspects * _FADE ** self.passed.get(mark, 0)
+        return charged / suspects * fade ** self.passed.get(mark, 0)
 
     def report(self, now_s: float) -> DeathReport:
         """Return this gateway's part."""
@@ -222,8 +225,7 @@ class Sources:
         if not suspects:
             return
         self._forget(now_s)
-        worker = worker or f"unnamed {next(self._numbers)}"
-        death = self._remember(worker, now_s, sure)
+        death = self._remember(self._name(worker), now_s, sure)
         death.charged.update(dict.fromkeys((m for one in suspects for m in one.marks), 0))
         death.open += len(suspects)
         for suspect in suspects:
@@ -266,7 +268,7 @@ class Sources:
         """Return the verdict on a source or fingerprint; `times` is the weight of each death."""
         if mark not in self._charged_marks():
             return Verdict.FREE
-        deaths, sure, vain = self._weigh(mark, now_s, times)
+        deaths, sure, vain = (times * weight for weight in self._weigh(mark, now_s))
         return verdict(deaths, sure, vain if is_shared(mark) else None)
 
     def pause_s(self, mark: str, now_s: float) -> float:
@@ -275,14 +277,18 @@ class Sources:
         return max(0.0, last_s + self.whole_pause_s(mark, now_s) - now_s)
 
     def whole_pause_s(self, mark: str, now_s: float) -> float:
-        """Return the pause after a death of a source with the verdict WAITS."""
-        return min(MOST_PAUSE_S, PAUSE_S * max(1.0, self._weigh(mark, now_s).sure))
+        """Return the pause after a death of a source with the verdict WAITS.
 
-    def _weigh(self, mark: str, now_s: float, times: float = 1.0) -> Charges:
+        Requests that came through do not shorten it: they are those of innocent neighbours.
+        """
+        sure = self._weigh(mark, now_s, fade=1.0).sure
+        return min(MOST_PAUSE_S, PAUSE_S * max(1.0, sure))
+
+    def _weigh(self, mark: str, now_s: float, fade: float = _FADE) -> Charges:
         deaths = sure = vain = 0.0
         for death in self._deaths.values():
-            if share := death.share(mark):
-                share *= times * 0.5 ** ((now_s - death.at_s) / HALF_LIFE_S)
+            if share := death.share(mark, fade):
+                share *= 0.5 ** ((now_s - death.at_s) / HALF_LIFE_S)
                 deaths += share
                 sure += share if death.sure else 0.0
                 vain += share if death.sure and mark not in death.passed else 0.0
@@ -343,6 +349,12 @@ class Sources:
         if self._charged is None:
             self._charged = {mark for one in self._deaths.values() for mark in one.marks()}
         return self._charged
+
+    def _name(self, worker: str) -> str:
+        """Return a name for a death: the worker's, unless its connection was lost before."""
+        known = self._deaths.get(worker)
+        is_ours = known is not None and bool(known.charged)
+        return f"{worker} {next(self._numbers)}" if is_ours or not worker else worker
 
     def _remember(self, worker: str, at_s: float, sure: bool) -> Death:
         """Return the death of a worker, which another gateway may have reported already."""

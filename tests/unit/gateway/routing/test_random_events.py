@@ -21,6 +21,7 @@ from servekit.protocol.messages import (
     ModelStatus,
     Quarantined,
     SamplingParams,
+    SourceReport,
     Topology,
     WorkerState,
 )
@@ -58,8 +59,12 @@ class Service(RuleBasedStateMachine):
             self.open_one(prompt, 8, True, "x", 0, None)
 
     def _make_router(self) -> None:
-        self.router = Router("gateway/test", self.quarantined.append)
+        self.router = Router("gateway/test", self._quarantine)
         self.tell()
+
+    def _quarantine(self, report: Quarantined | SourceReport) -> None:
+        assert isinstance(report, Quarantined), "the only gateway has no others to tell"
+        self.quarantined.append(report)
 
     def do(self, act: Callable[[], object]) -> None:
         """Act on the loop, and let all that follows from it happen."""
