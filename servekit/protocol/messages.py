@@ -278,6 +278,11 @@ class SourceReport(Message, frozen=True):
     passed: dict[str, int] = {}  # by source: completed requests that ran alone; 0: any completed
     refused: tuple[str, ...] = ()  # sources, once for each refusal
 
+    def charged_sources(self) -> set[str]:
+        """Return the sources that are charged with a death, without fingerprints."""
+        charged = (item for death in self.deaths for item in death.charged.items())
+        return {mark for mark, count in charged if count and ":" in mark}
+
 
 # ---------------------------------------------------------------- gateway ↔ worker
 

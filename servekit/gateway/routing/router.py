@@ -558,7 +558,7 @@ class Router:
         """Add another gateway's news of suspect sources, and isolate their waiting calls."""
         now_s = time.monotonic()
         self.sources.hear(news, now_s)
-        for source in {mark for death in news.deaths for mark, n in death.charged.items() if n}:
+        for source in news.charged_sources():
             self._note_running(source)
             judged = min(self.sources.judge(source, now_s), Verdict.WAITS)
             for route in self.routes.values() if judged is not Verdict.FREE else ():

@@ -153,9 +153,9 @@ class TwoGateways(RuleBasedStateMachine):
 
     def _forward(self, news: Quarantined | SourceReport) -> None:
         """Forward what a gateway knows of sources to the others, as the supervisor does."""
-        for router in self.routers if isinstance(news, SourceReport) else ():
-            if router.name != news.gateway:
-                self.loop.call_soon(router.hear_sources, news)
+        if isinstance(news, SourceReport):
+            [other] = [router for router in self.routers if router.name != news.gateway]
+            self.loop.call_soon(lambda: other.hear_sources(news))
 
     def do(self, act: Callable[[], object]) -> None:
         """Act on the loop, and let all that follows from it happen."""

@@ -255,6 +255,9 @@ class Service(RuleBasedStateMachine):
         route = self.router.routes["m"]
         assert not (len(route.queue) and route.has_room), "a free slot and a queue"
         free = [r for r in route.replicas.values() if r.routable and not r.calls]
+        serving = [r for r in route.replicas.values() if r.routable and not r.held]
+        if len(serving) == 1 and route._recovering:
+            free = []  # the last one is not put at risk while another is on its way
         trial = any(c.alone_until and not c.proven for r in self.replicas for c in r.calls.values())
         assert not (route.suspects and free and not trial), "an empty replica and a suspect"
         assert all(r.calls for r in self.replicas if r.routable and r.held), (
