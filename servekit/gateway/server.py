@@ -41,6 +41,7 @@ from servekit.protocol.messages import (
     KeyUsage,
     Ping,
     Serving,
+    SourceReport,
     Stop,
     ToGateway,
     Topology,
@@ -186,6 +187,8 @@ class Gateway:
                 self._channel.send(TopologyApplied(self._serial))
             case KeyUsage():
                 self._router.access.add_usage(message)
+            case SourceReport():
+                self._router.add_source_report(message)
             case Renew(credentials):
                 assert self._settings.reach.identity is not None  # else none is sent
                 self._settings.reach.identity.renew(credentials)

@@ -8,6 +8,7 @@ processes; the requests in flight continue in other workers.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
