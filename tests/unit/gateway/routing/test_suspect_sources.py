@@ -168,8 +168,8 @@ class Gateways:
     def tell(self) -> None:
         """Forward the news of both."""
         news = [one.take_report(f"gateway/{n}", self.now_s) for n, one in enumerate(self.both)]
-        self.both[0].hear(decode(encode(news[1])), self.now_s)
-        self.both[1].hear(decode(encode(news[0])), self.now_s)
+        self.both[0].add_report(decode(encode(news[1])), self.now_s)
+        self.both[1].add_report(decode(encode(news[0])), self.now_s)
 
     def kill(self, at: int, mark: str = "address:a", worker: str = "", sure: bool = True) -> None:
         """Charge a death to a mark at one gateway."""
