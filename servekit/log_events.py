@@ -164,6 +164,7 @@ EVENTS = {
     "vllm_version_untested": "vLLM {version} was not tested with servekit, only {tested}",
     "structured_output_unavailable": "Structured output is not available: {reason}",
     "request_preempted": "The KV cache is full, and the request {request} is computed again later",
+    "logits_not_a_number": "A request among {requests} computes values that are not numbers (NaN)",
     "library_load_failed": "The library {path} cannot be loaded: {reason}",
     "model_files_unidentified": "The files of {path} cannot be identified: {reason}",
     "model_files_awaited": "Another worker prepares the same model, {entry}, and is awaited",

@@ -2,11 +2,14 @@
 
 xllamacpp does not expose the structs to Python. It has llama.cpp's own `common_params` as an
 object, stored directly behind the object's head, and llama.cpp converts that into both structs: no
-layout is written down here. The start of the object is checked before its address is used.
+layout is written down here. The start of the object is checked before its address is used. If a
+version has no such object or conversion, its library's structs are recognised by their defaults.
 
 llama-cpp-python declares both structs in ctypes, version by version.
 
 Without a package, a folder with llama.cpp's own libraries can be used (`library_folder.py`).
+
+Whatever the way, a created context is asked for its settings before it is used.
 """
 
 from __future__ import annotations
@@ -14,15 +17,20 @@ from __future__ import annotations
 import ctypes
 import importlib
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from ctypes import c_char_p, c_void_p
+from ctypes import Structure, c_char_p, c_void_p
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from servekit.engines.llamacpp.capi import Library
-from servekit.engines.llamacpp.struct_layouts import fill_fields
+from servekit.engines.llamacpp.struct_layouts import (
+    fill_copy,
+    recognise_defaults,
+    unknown_layout,
+)
 from servekit.errors import LoadError
 
 #: Value of the `binding` option to the module's name; "auto" prefers the first.
@@ -42,6 +50,28 @@ _FLASH = {"auto": -1, "off": 0, "on": 1}
 _SPLITS = {"layer": 1, "row": 2}
 #: Size of either struct, with a reserve: a callee accesses only its own struct's size.
 _STRUCT_WORDS = 256
+#: llama.cpp's functions from `common_params` to the structs of a model and of a context.
+_CONVERTERS = (
+    "_Z28common_model_params_to_llamaR13common_params",
+    "_Z30common_context_params_to_llamaRK13common_params",
+)
+#: Names in `common_params` of the structs' fields, where they differ.
+_COMMON_NAMES = {
+    "n_seq_max": "n_parallel",
+    "type_k": "cache_type_k",
+    "type_v": "cache_type_v",
+    "embeddings": "embedding",
+}
+#: Fields that some versions lack, or have elsewhere, and do well without.
+_OPTIONAL = {"n_outputs_max", "flash_attn", "n_threads", "n_threads_batch", "no_perf"}
+#: xllamacpp's enums of some fields.
+_ENUMS = {
+    "split_mode": "llama_split_mode",
+    "flash_attn_type": "llama_flash_attn_type",
+    "type_k": "ggml_type",
+    "type_v": "ggml_type",
+    "pooling_type": "llama_pooling_type",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +95,47 @@ class Settings:
         return self.sequences + PROMPT_OUTPUTS
 
 
-class Binding:
+class Binding(ABC):
     """A binding to llama.cpp's library, which creates models and contexts."""
 
-    library: Library
+    def __init__(self, library: Library, model: type[Structure], context: type[Structure]) -> None:
+        """Store the library; `model` and `context` are the types of its structs of parameters."""
+        self.library = library
+        self._load = library.creating("llama_model_load_from_file", model, c_char_p)
+        self._init = library.creating("llama_init_from_model", context, c_void_p)
 
     def load_model(self, settings: Settings) -> int | None:
         """Load a model and return its address; None if it fails (see `library.complaints`)."""
-        raise NotImplementedError
+        made: int | None = self._load(settings.path.encode(), self._model_params(settings))
+        return made
 
     def new_context(self, model: int, settings: Settings) -> int | None:
-        raise NotImplementedError
+        """Create a context and return its address; None if it fails.
+
+        Raises LoadError if the context reports other settings: the parameters were misunderstood.
+        """
+        made: int | None = self._init(model, self._context_params(settings))
+        if made and self._differs(made, settings):
+            self.library.call("llama_free", made)
+            raise unknown_layout(self.library.binding)
+        return made
+
+    def _differs(self, context: int, settings: Settings) -> bool:
+        asked = {
+            "llama_n_ctx_seq": settings.context,
+            "llama_n_seq_max": settings.sequences,
+            "llama_n_threads": settings.threads,
+            "llama_n_threads_batch": settings.threads,
+        }
+        least = min(settings.batch, settings.context)  # a batch is made no larger than the context
+        small = any(self.library.call(f"llama_n_{n}", context) < least for n in ("batch", "ubatch"))
+        return small or any(self.library.call(name, context) != asked[name] for name in asked)
+
+    @abstractmethod
+    def _model_params(self, settings: Settings) -> Structure: ...
+
+    @abstractmethod
+    def _context_params(self, settings: Settings) -> Structure: ...
 
     @property
     def without_gpu(self) -> str:
@@ -83,8 +143,23 @@ class Binding:
         return f"{self.library.binding} is built without CUDA. Install its CUDA wheel."
 
 
-class _Struct(ctypes.Structure):
-    """Opaque memory for either struct, passed on the stack, or by address if it is large."""
+class StructBinding(Binding):
+    """A binding whose structs have known fields, which are set in a copy of the defaults."""
+
+    def __init__(self, library: Library, model: Structure, context: Structure) -> None:
+        """Store llama.cpp's default parameters of a model and of a context."""
+        super().__init__(library, type(model), type(context))
+        self._model, self._context = model, context
+
+    def _model_params(self, settings: Settings) -> Structure:
+        return fill_copy(self._model, model_fields(settings))
+
+    def _context_params(self, settings: Settings) -> Structure:
+        return fill_copy(self._context, context_fields(settings))
+
+
+class _Opaque(Structure):
+    """Memory for either struct, passed on the stack, or by address if it is large."""
 
     _fields_ = (("words", ctypes.c_uint64 * _STRUCT_WORDS),)
 
@@ -92,105 +167,59 @@ class _Struct(ctypes.Structure):
 class XLlamaCpp(Binding):
     """The binding for xllamacpp; see the module's docstring."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, library: Library) -> None:
+        """Store xllamacpp's module. Raises LoadError if its `common_params` is not known."""
+        super().__init__(library, _Opaque, _Opaque)
         self._module = module
-        path = module.xllamacpp.__file__
-        self.library = Library(path, f"xllamacpp {metadata.version('xllamacpp')}")
-        functions = ctypes.CDLL(path)
-        self._model_params = _find_converter(
-            functions, "_Z28common_model_params_to_llamaR13common_params"
-        )
-        self._context_params = _find_converter(
-            functions, "_Z30common_context_params_to_llamaRK13common_params"
-        )
-        self._load = self.library.creating("llama_model_load_from_file", _Struct, c_char_p)
-        self._init = self.library.creating("llama_init_from_model", _Struct, c_void_p)
+        functions = ctypes.CDLL(module.xllamacpp.__file__)
+        self._to_model, self._to_context = (_find_converter(functions, n) for n in _CONVERTERS)
+        self._check_layout(params := module.CommonParams(), _address_of(params))
+        self._params = params  # the structs point into it
 
-    def load_model(self, settings: Settings) -> int | None:
-        params, address = self._fill_params(settings)
-        made: int | None = self._load(settings.path.encode(), self._model_params(address))
-        del params  # the struct points into it
-        return made
+    def _model_params(self, settings: Settings) -> Structure:
+        return self._to_model(self._fill_params(settings))
 
-    def new_context(self, model: int, settings: Settings) -> int | None:
-        params, address = self._fill_params(settings)
-        made: int | None = self._init(model, self._context_params(address))
-        del params
-        return made
+    def _context_params(self, settings: Settings) -> Structure:
+        return self._to_context(self._fill_params(settings))
 
-    def _fill_params(self, settings: Settings) -> tuple[Any, int]:
-        params = self._module.CommonParams()
-        address = id(params) + object.__basicsize__
-        self._check_layout(params, address)
-        enums = self._module
-        params.n_gpu_layers = settings.gpu_layers
-        params.split_mode = enums.llama_split_mode(_SPLITS[settings.split])
-        params.n_ctx = settings.context
-        params.n_batch = params.n_ubatch = settings.batch
-        params.n_parallel = settings.sequences
-        params.kv_unified = True
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings.threads
-        params.flash_attn_type = enums.llama_flash_attn_type(_FLASH[settings.flash_attention])
-        kind = enums.ggml_type(CACHE_TYPES[settings.cache_type][0])
-        params.cache_type_k = params.cache_type_v = kind
-        params.no_perf = True
-        params.swa_full = True  # without it, sequences with a sliding window could not be cut
-        if settings.pooling is None:
-            params.n_outputs_max = settings.outputs
-        else:
-            params.embedding = True
-            params.pooling_type = enums.llama_pooling_type(settings.pooling)
-        return params, address
+    def _fill_params(self, settings: Settings) -> int:
+        """Fill in a new `common_params` and return its address. Raises LoadError."""
+        self._params = params = self._module.CommonParams()
+        try:
+            for one in (params.cpuparams, params.cpuparams_batch):
+                one.n_threads = settings.threads
+            for name, value in (model_fields(settings) | context_fields(settings)).items():
+                self._set_field(params, name, value)
+        except AttributeError as error:
+            raise unknown_layout(self.library.binding) from error
+        return _address_of(params)
+
+    def _set_field(self, params: Any, name: str, value: Any) -> None:
+        own, enum = _COMMON_NAMES.get(name, name), _ENUMS.get(name)
+        if hasattr(params, own) or name not in _OPTIONAL:
+            setattr(params, own, getattr(self._module, enum)(value) if enum else value)
 
     def _check_layout(self, params: Any, address: int) -> None:
         """Raise LoadError unless the first fields of `common_params` are at `address`."""
         marks = (1_234_567, 3_456_789, 5_678_901, 7_890_123)
-        names = ("n_predict", "n_ctx", "n_batch", "n_ubatch")
-        before = [getattr(params, name) for name in names]
-        for name, mark in zip(names, marks, strict=True):
+        for name, mark in zip(("n_predict", "n_ctx", "n_batch", "n_ubatch"), marks, strict=True):
             setattr(params, name, mark)
-        seen = struct.unpack("=4i", ctypes.string_at(address, 16))
-        for name, value in zip(names, before, strict=True):
-            setattr(params, name, value)
-        if seen != marks:
-            raise _unknown_layout(self.library.binding)
+        if struct.unpack("=4i", ctypes.string_at(address, 16)) != marks:
+            raise unknown_layout(self.library.binding)
 
 
-def _find_converter(functions: ctypes.CDLL, name: str) -> Callable[[int], _Struct]:
+def _address_of(params: Any) -> int:
+    return id(params) + object.__basicsize__
+
+
+def _find_converter(functions: ctypes.CDLL, name: str) -> Callable[[int], Structure]:
     try:
         function = functions[name]
     except AttributeError:
-        raise _unknown_layout("This version of xllamacpp") from None
-    function.restype, function.argtypes = _Struct, (c_void_p,)
-    made: Callable[[int], _Struct] = function
+        raise unknown_layout("This version of xllamacpp") from None
+    function.restype, function.argtypes = _Opaque, (c_void_p,)
+    made: Callable[[int], Structure] = function
     return made
-
-
-class LlamaCppPython(Binding):
-    """The binding for llama-cpp-python; only its declarations and its library are used."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = low = importlib.import_module("llama_cpp.llama_cpp")
-        version = metadata.version("llama-cpp-python")
-        self.library = Library(low._lib._name, f"llama-cpp-python {version}")
-        self._load = self.library.creating(
-            "llama_model_load_from_file", low.llama_model_params, c_char_p
-        )
-        self._init = self.library.creating(
-            "llama_init_from_model", low.llama_context_params, c_void_p
-        )
-
-    def load_model(self, settings: Settings) -> int | None:
-        params = self._module.llama_model_default_params()
-        fill_fields(params, model_fields(settings))
-        made: int | None = self._load(settings.path.encode(), params)
-        return made
-
-    def new_context(self, model: int, settings: Settings) -> int | None:
-        params = self._module.llama_context_default_params()
-        fill_fields(params, context_fields(settings))
-        made: int | None = self._init(model, params)
-        return made
 
 
 def model_fields(settings: Settings) -> dict[str, Any]:
@@ -221,9 +250,25 @@ def context_fields(settings: Settings) -> dict[str, Any]:
     return fields | {"embeddings": True, "pooling_type": settings.pooling}
 
 
+def _open_xllamacpp(module: Any) -> Binding:
+    library = Library(module.xllamacpp.__file__, f"xllamacpp {metadata.version('xllamacpp')}")
+    try:
+        return XLlamaCpp(module, library)
+    except (LoadError, AttributeError):  # a version with another `common_params`
+        return StructBinding(library, *recognise_defaults(library))
+
+
+def _open_llama_cpp_python(module: Any) -> Binding:
+    low = importlib.import_module("llama_cpp.llama_cpp")
+    version = metadata.version("llama-cpp-python")
+    library = Library(low._lib._name, f"llama-cpp-python {version}")
+    defaults = low.llama_model_default_params(), low.llama_context_default_params()
+    return StructBinding(library, *defaults)
+
+
 _KINDS: dict[str, Callable[[Any], Binding]] = {
-    "xllamacpp": XLlamaCpp,
-    "llama-cpp-python": LlamaCppPython,
+    "xllamacpp": _open_xllamacpp,
+    "llama-cpp-python": _open_llama_cpp_python,
 }
 #: A library is opened once: llama.cpp's log and its backends are global to the process.
 _opened: dict[str, Binding] = {}
@@ -258,10 +303,3 @@ def _open_build(path: str) -> Binding:
     if path not in _opened:
         _opened[path] = Build(Path(path))
     return _opened[path]
-
-
-def _unknown_layout(what: str) -> LoadError:
-    return LoadError(
-        f"{what} is laid out in a way that servekit does not know. Install the version that it "
-        "was tested with: pip install 'servekit[llamacpp]'."
-    )

@@ -30,6 +30,9 @@ class LlamaEmbedder(EmbedRunner):
         context.run()
         vectors = [_normalise_vector(context.embedding(sequence)) for sequence in range(len(texts))]
         context.forget()
+        if len(texts) > 1 and any(np.isnan(vector).any() for vector in vectors):
+            # it may be another text's NaN; see `generation`
+            return [vector for text in texts for vector in self.embed([text])]
         return [vector.astype("<f4").tobytes() for vector in vectors]
 
     def _take_batch(self) -> list[tuple[EmbedRow, int]]:

@@ -1,9 +1,8 @@
 """The llama.cpp engine: batched generation and embeddings from unmodified GGUF files.
 
-It uses llama.cpp's low-level interface in the library that a Python binding brings. The bindings'
-own servers batch too, but cannot continue after tokens of another worker, and have neither noise
-keyed by seed and position nor llguidance's grammars, which make answers the same as those of the
-transformers engine.
+It uses llama.cpp's low-level interface in the library that a Python binding brings. llama.cpp's own
+server cannot keep what is promised of continuation, grammars and log probabilities; the page
+internals/llamacpp of the documentation says where, and `tests.bench.llama_server_ways` shows it.
 
 Imports neither torch nor transformers.
 """

@@ -7,6 +7,10 @@ An ended sequence stays in the cache until its place or memory is needed: a requ
 the same beginning continues from there. Beginnings of running sequences are shared too, without a
 copy. When the cache is full, ended sequences are evicted first, least recently used first; then the
 youngest request loses its place and is recomputed later.
+
+A sequence whose values are NaN spoils all others: attention multiplies masked values by 0, and
+0 × NaN is NaN. Then the cache is zeroed and each request is tried alone: if its logits still have
+NaN, it fails; else it continues with the others.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Any
 import structlog
 
 from servekit.engines.api.base import StepOutput
+from servekit.engines.api.job_state import NOT_A_NUMBER
 from servekit.engines.llamacpp.bindings import PROMPT_OUTPUTS
 from servekit.engines.llamacpp.model import Context, InsufficientMemory
 from servekit.engines.llamacpp.request_row import LlamaRow
@@ -58,6 +63,8 @@ class GenerationRunner:
         self._step_tokens = step_tokens
         self._rewinds = rewinds
         self._waiting: deque[LlamaRow] = deque()
+        self._suspects: deque[LlamaRow] = deque()  # to be tried alone, because there was a NaN
+        self._trial: LlamaRow | None = None  # runs alone
         self._places = [Place(index) for index in range(context.sequences)]
         self._clock = count(1)
         self._now = 0
@@ -68,7 +75,7 @@ class GenerationRunner:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._suspects)
 
     @property
     def kv_used(self) -> float:
@@ -80,12 +87,16 @@ class GenerationRunner:
 
     def cancel(self, row: LlamaRow) -> None:
         self._waiting = deque(other for other in self._waiting if other is not row)
+        self._suspects = deque(other for other in self._suspects if other is not row)
+        if self._trial is row:
+            self._trial = None
         for place in self._places:
             if place.row is row:
                 self._free_place(place)
 
     def close(self) -> None:
         self._waiting.clear()
+        self._suspects.clear()
         self._context.close()
 
     # ---------------------------------------------------------------- a step
@@ -101,12 +112,22 @@ class GenerationRunner:
                 break
             except InsufficientMemory:
                 self._make_room()
-        for place, tokens, at in read:
+        numbers = [
             score_prompt(_row_of(place), len(place.cached), len(tokens), at, self._context.logits)
+            for place, tokens, at in read
+        ]
         for place, tokens in plan:
             place.cached += tokens
             place.used = self._now
-        return [output for place, at in wanted for output in self._choose_token(place, at)]
+        chosen = [
+            (place, choose_token(_row_of(place), self._context.logits(at))) for place, at in wanted
+        ]
+        outputs = [self._push_token(*one) for one in chosen if one[1] != NOT_A_NUMBER]
+        if len(outputs) < len(chosen) or not all(numbers):
+            return outputs + self._suspect_rows()
+        if chosen:
+            self._end_trial()
+        return outputs
 
     def _run_pass(self, plan: list[tuple[Place, list[int]]]) -> tuple[list[_At], list[_Read]]:
         """Compute a pass; return the places to sample, with their positions in the batch.
@@ -127,15 +148,15 @@ class GenerationRunner:
         self._context.run()
         return wanted, read
 
-    def _choose_token(self, place: Place, at: int) -> list[tuple[LlamaRow, StepOutput]]:
+    def _push_token(self, place: Place, token: int) -> tuple[LlamaRow, StepOutput]:
         row = _row_of(place)
-        output = row.push(choose_token(row, self._context.logits(at)))
+        output = row.push(token)
         output.cached_tokens = row.cached_tokens or 0
         if row.prompt_scores:
             row.tell_prompt(output)
         if output.finish is not None or output.error is not None:
             self._free_place(place)
-        return [(row, output)]
+        return row, output
 
     def _plan_pass(self) -> list[tuple[Place, list[int]]]:
         """Choose the tokens of each sequence for this pass: generation first, then prompts."""
@@ -160,6 +181,12 @@ class GenerationRunner:
     # ---------------------------------------------------------------- coming and going
 
     def _admit_waiting(self) -> None:
+        if self._suspects and self._trial is None:
+            self._zero_cache()
+            self._trial = self._suspects.popleft()
+            self._enter_place(self._trial, self._places)
+        if self._trial is not None:
+            return
         while self._waiting and (free := [p for p in self._places if p.row is None]):
             row = self._waiting[0]
             busy = sum(_row_of(p).length for p in self._places if p.row is not None)
@@ -210,6 +237,35 @@ class GenerationRunner:
         if len(place.cached) > start:
             self._context.cut(place.id, start)
             del place.cached[start:]
+
+    # ---------------------------------------------------------------- values that are not numbers
+
+    def _suspect_rows(self) -> list[tuple[LlamaRow, StepOutput]]:
+        """Handle a pass with NaN: fail the row that ran alone, or have each row tried alone."""
+        active = sorted((p for p in self._places if p.row is not None), key=lambda p: p.born)
+        rows = [_row_of(place) for place in active]
+        alone, self._trial = self._trial is not None, None
+        self._zero_cache()
+        if alone:
+            return [(row, row.push(NOT_A_NUMBER)) for row in rows]
+        log.warning("logits_not_a_number", requests=[row.job.id for row in rows])
+        self._suspects.extend(rows)
+        return []
+
+    def _end_trial(self) -> None:
+        """Let the row that ran alone continue with the others."""
+        for place in self._places:
+            if self._trial is not None and place.row is self._trial:
+                place.row = None
+                self._waiting.appendleft(self._trial)
+        self._trial = None
+
+    def _zero_cache(self) -> None:
+        """Empty the cache and its memory: values of removed tokens would still be multiplied."""
+        for place in self._places:
+            place.row = None
+            place.cached.clear()
+        self._context.forget()
 
     # ---------------------------------------------------------------- room
 

@@ -10,29 +10,16 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from ctypes import c_char_p, c_int32, c_size_t, c_uint32, c_void_p
+from collections.abc import Iterator
+from ctypes import c_char_p, c_size_t
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from servekit.engines.llamacpp.bindings import (
-    Binding,
-    Settings,
-    context_fields,
-    model_fields,
-)
+from servekit.engines.llamacpp.bindings import StructBinding
 from servekit.engines.llamacpp.capi import Library
-from servekit.engines.llamacpp.struct_layouts import (
-    CONTEXT_LAYOUTS,
-    MODEL_LAYOUTS,
-    ROOM,
-    VERSIONS,
-    Layout,
-    fill_fields,
-    recognise_layout,
-)
+from servekit.engines.llamacpp.struct_layouts import recognise_defaults
 from servekit.errors import LoadError
 
 log: Any = structlog.get_logger(__name__)
@@ -48,24 +35,7 @@ _TOOLKIT = (
 )
 
 
-class _Raw(ctypes.Structure):
-    """A struct of either kind, before its layout is recognised."""
-
-    _fields_ = (("bytes", ctypes.c_uint8 * ROOM),)
-
-
-_PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "ggml_backend_reg_count": (c_size_t, ()),
-    "ggml_backend_load_all_from_path": (None, (c_char_p,)),
-    "llama_model_default_params": (_Raw, ()),
-    "llama_context_default_params": (_Raw, ()),
-    "llama_n_ctx_seq": (c_uint32, (c_void_p,)),
-    "llama_n_seq_max": (c_uint32, (c_void_p,)),
-    "llama_n_threads": (c_int32, (c_void_p,)),
-}
-
-
-class Build(Binding):
+class Build(StructBinding):
     """The binding for a folder with llama.cpp's libraries; see the module's docstring."""
 
     def __init__(self, path: Path) -> None:
@@ -74,35 +44,14 @@ class Build(Binding):
         self._folder = file.parent
         self._obstacle = _open_cuda(self._folder / _CUDA)
         try:
-            self.library = Library(str(file), f"llama.cpp {_read_version(file)}")
+            library = Library(str(file), f"llama.cpp {_read_version(file)}")
         except OSError as error:
             raise LoadError(self._obstacle or f"{file} cannot be loaded: {error}.") from error
-        for name, (result, arguments) in _PROTOTYPES.items():
-            self.library.declare(name, result, arguments)
-        if not self.library.call("ggml_backend_reg_count"):  # no backend is linked into it
-            self.library.call("ggml_backend_load_all_from_path", str(self._folder).encode())
-        self._model_params = self._default_params("llama_model_default_params", MODEL_LAYOUTS)
-        self._context_params = self._default_params("llama_context_default_params", CONTEXT_LAYOUTS)
-        self._load = self.library.creating(
-            "llama_model_load_from_file", type(self._model_params), c_char_p
-        )
-        self._init = self.library.creating(
-            "llama_init_from_model", type(self._context_params), c_void_p
-        )
-
-    def load_model(self, settings: Settings) -> int | None:
-        params = type(self._model_params).from_buffer_copy(self._model_params)
-        fill_fields(params, model_fields(settings))
-        made: int | None = self._load(settings.path.encode(), params)
-        return made
-
-    def new_context(self, model: int, settings: Settings) -> int | None:
-        params = type(self._context_params).from_buffer_copy(self._context_params)
-        fill_fields(params, context_fields(settings))
-        made: int | None = self._init(model, params)
-        if made:
-            self._confirm_settings(made, settings)
-        return made
+        library.declare("ggml_backend_reg_count", c_size_t, ())
+        library.declare("ggml_backend_load_all_from_path", None, (c_char_p,))
+        if not library.call("ggml_backend_reg_count"):  # no backend is linked into it
+            library.call("ggml_backend_load_all_from_path", str(self._folder).encode())
+        super().__init__(library, *recognise_defaults(library))
 
     @property
     def without_gpu(self) -> str:
@@ -111,30 +60,6 @@ class Build(Binding):
         if not (self._folder / _CUDA).exists():
             return f"{self._folder} has no {_CUDA}, llama.cpp's backend for GPUs."
         return f"{self.library.binding} in {self._folder} finds no GPU."
-
-    def _default_params(self, name: str, layouts: Sequence[Layout]) -> ctypes.Structure:
-        """Return llama.cpp's default parameters in the library's layout. Raises LoadError."""
-        defaults = bytes(self.library.call(name))
-        struct = recognise_layout(defaults, layouts)
-        if struct is None:
-            raise self._unknown_layout()
-        return struct.from_buffer_copy(defaults)
-
-    def _confirm_settings(self, context: int, settings: Settings) -> None:
-        """Raise LoadError unless a context reports the requested settings."""
-        asked = {
-            "llama_n_ctx_seq": settings.context,
-            "llama_n_seq_max": settings.sequences,
-            "llama_n_threads": settings.threads,
-        }
-        if any(self.library.call(name, context) != value for name, value in asked.items()):
-            raise self._unknown_layout()
-
-    def _unknown_layout(self) -> LoadError:
-        return LoadError(
-            f"{self.library.binding} in {self._folder} lays its parameters out in a way that "
-            f"servekit does not know. It knows those of {VERSIONS}."
-        )
 
 
 def _find_library(path: Path) -> Path:

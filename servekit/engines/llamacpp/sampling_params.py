@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from servekit.engines.api.job_state import Scores
+from servekit.engines.api.job_state import NOT_A_NUMBER, Scores
 from servekit.engines.llamacpp.request_row import LlamaRow
 from servekit.engines.text.sampling_params import CANDIDATES, LEAST, Sampling, noise_keys
 from servekit.engines.text.structured_output import Constraint, mask_words
@@ -31,10 +31,14 @@ _BELOW = (np.float32(4), np.float32(8), np.float32(16))
 def choose_token(row: LlamaRow, logits: Logits) -> int:
     """Return the row's next token, and set its `scores` if requested.
 
-    `logits` [vocabulary] are llama.cpp's memory and are not changed.
+    Returns NOT_A_NUMBER if there is a NaN in `logits` [vocabulary], which are llama.cpp's memory
+    and are not changed.
     """
+    best = int(logits.argmax())  # of the first NaN, if there is one
+    if math.isnan(logits[best]):
+        return NOT_A_NUMBER
     if row.plain:
-        return int(logits.argmax())
+        return best
     steered = _steer_logits(row, logits)
     sampling = row.sampling
     token = (
@@ -95,19 +99,23 @@ def _score_token(logits: Logits, token: int, count: int) -> Scores:
 
 def score_prompt(
     row: LlamaRow, start: int, count: int, last: int, logits: Callable[[int], Logits]
-) -> None:
+) -> bool:
     """Collect log probabilities of prompt tokens after a pass over `count` tokens from `start` on.
 
     `last` is the place of the last token in the batch; `logits` returns the logits of a place.
+    Returns False at the first NaN.
     """
     ids, width = row.job.prompt_ids, row.job.params.prompt_logprobs or 0
     for position in range(max(start, len(row.prompt_scores) - 1), start + count):
         if position + 1 >= len(ids):
-            return
+            break
         found, token = logits(last - (start + count - 1 - position)), ids[position + 1]
+        if math.isnan(found.max()):
+            return False
         scores = _score_token(found, token, width)
         rank = int((found > found[token]).sum()) + 1
         row.note_prompt(token, scores.chosen, rank, scores.best)
+    return True
 
 
 def _log_sum(logits: Logits) -> float:

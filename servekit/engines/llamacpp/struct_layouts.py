@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from ctypes import c_bool, c_float, c_int32, c_size_t, c_uint32, c_void_p
 from typing import Any
 
+from servekit.engines.llamacpp.capi import Library
+from servekit.errors import LoadError
+
 #: Name, type, and llama.cpp's default of each field, in order.
 Layout = tuple[tuple[str, Any, Any], ...]
 
@@ -72,6 +75,12 @@ CONTEXT_LAYOUTS = (
 ROOM = 2048
 
 
+class _Raw(ctypes.Structure):
+    """A struct of either kind, before its layout is recognised."""
+
+    _fields_ = (("bytes", ctypes.c_uint8 * ROOM),)
+
+
 def struct_of(layout: Layout) -> type[ctypes.Structure]:
     """Return the ctypes struct, with room for fields that a version adds at its end."""
     fields = [(name, kind) for name, kind, _ in layout]
@@ -90,7 +99,36 @@ def _matches_defaults(defaults: bytes, layout: Layout) -> bool:
     return all(getattr(found, name) == default for name, _, default in layout)
 
 
-def fill_fields(params: ctypes.Structure, values: Mapping[str, Any]) -> None:
-    """Set those fields that the struct has."""
-    for name in {name for name, *_ in params._fields_} & values.keys():
+def recognise_defaults(library: Library) -> tuple[ctypes.Structure, ctypes.Structure]:
+    """Return a library's default parameters of a model and of a context.
+
+    Raises LoadError if a layout is not known.
+    """
+    return (
+        _recognise_default(library, "llama_model_default_params", MODEL_LAYOUTS),
+        _recognise_default(library, "llama_context_default_params", CONTEXT_LAYOUTS),
+    )
+
+
+def _recognise_default(library: Library, name: str, layouts: Sequence[Layout]) -> ctypes.Structure:
+    library.declare(name, _Raw, ())
+    defaults = bytes(library.call(name))
+    struct = recognise_layout(defaults, layouts)
+    if struct is None:
+        raise unknown_layout(library.binding)
+    return struct.from_buffer_copy(defaults)
+
+
+def fill_copy(defaults: ctypes.Structure, values: Mapping[str, Any]) -> ctypes.Structure:
+    """Copy a struct and set those fields that it has."""
+    params = type(defaults).from_buffer_copy(defaults)
+    for name in {name for name, *_ in defaults._fields_} & values.keys():
         setattr(params, name, values[name])
+    return params
+
+
+def unknown_layout(library: str) -> LoadError:
+    return LoadError(
+        f"{library} lays its parameters out in a way that servekit does not know. Known are "
+        f"{VERSIONS}, and the package of pip install 'servekit[llamacpp]'."
+    )

@@ -155,7 +155,7 @@ class TwoGateways(RuleBasedStateMachine):
         """Forward what a gateway knows of sources to the others, as the supervisor does."""
         if isinstance(news, SourceReport):
             [other] = [router for router in self.routers if router.name != news.gateway]
-            self.loop.call_soon(lambda: other.hear_sources(news))
+            self.loop.call_soon(lambda: other.add_source_report(news))
 
     def do(self, act: Callable[[], object]) -> None:
         """Act on the loop, and let all that follows from it happen."""

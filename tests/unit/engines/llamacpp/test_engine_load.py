@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from servekit.engines.llamacpp.engine import LlamaCppEngine
 from servekit.errors import LoadError
 from servekit.protocol.messages import Progress
 from servekit.system import cgroup
+from tests.unit.engines.conftest import llamacpp
 from tests.unit.engines.harness import Harness, make_spec
 from tests.unit.engines.origins import write_tiny_gguf
 
@@ -150,13 +152,52 @@ def test_a_missing_package_names_the_command(
     )
 
 
+# ---------------------------------------------------------------- versions of xllamacpp
+
+
 def test_a_layout_that_is_not_known_is_refused() -> None:
     known = bindings.open_binding("xllamacpp")
     assert isinstance(known, bindings.XLlamaCpp)
     params = known._module.CommonParams()
-    known._check_layout(params, id(params) + object.__basicsize__)
     with pytest.raises(LoadError, match="does not know"):
-        known._check_layout(params, id(params) + object.__basicsize__ + 4)
+        known._check_layout(params, bindings._address_of(params) + 4)
+
+
+def test_a_version_without_the_conversion_is_read_by_its_structs(
+    llama_build: Path, gguf_file: Path, gguf_engine: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bindings, "_CONVERTERS", ("_Z3to_model", "_Z5to_context"))
+    file = llama_build / "libllama.so"  # a copy of its library, which has a log of its own
+    module = SimpleNamespace(xllamacpp=SimpleNamespace(__file__=str(file)))
+    opened = bindings._open_xllamacpp(module)
+    assert isinstance(opened, bindings.StructBinding)
+    monkeypatch.setitem(bindings._opened, "xllamacpp", opened)
+    other = llamacpp(gguf_file, {"binding": "xllamacpp"})
+    try:
+        said = other.generate("The quick brown fox", max_tokens=20, ignore_eos=True)
+        expected = gguf_engine.generate("The quick brown fox", max_tokens=20, ignore_eos=True)
+        assert said == expected
+        assert other.info.kv_cache_bytes == gguf_engine.info.kv_cache_bytes
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("field", ["n_seq_max", "kv_unified", "type_k"])
+def test_a_field_of_another_name_is_noticed(
+    gguf_file: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    names = bindings._COMMON_NAMES | {field: "of_another_version"}
+    monkeypatch.setattr(bindings, "_COMMON_NAMES", names)
+    error = refusal(gguf_file, options={"binding": "xllamacpp"})
+    assert error.permanent and "in a way that servekit does not know" in str(error)
+
+
+def test_a_field_that_changes_nothing_may_be_missing(
+    gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = bindings._COMMON_NAMES | {"no_perf": "of_another_version"}
+    monkeypatch.setattr(bindings, "_COMMON_NAMES", names)
+    llamacpp(gguf_file, {"binding": "xllamacpp"}).close()
 
 
 def test_neither_torch_nor_transformers_is_imported(gguf_file: Path) -> None:

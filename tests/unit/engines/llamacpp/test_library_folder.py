@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.engines.llamacpp import library_folder
+from servekit.engines.llamacpp import bindings, library_folder, struct_layouts
 from servekit.engines.llamacpp.bindings import context_fields, open_binding
 from servekit.engines.llamacpp.library_folder import Build
 from servekit.engines.llamacpp.struct_layouts import CONTEXT_LAYOUTS, Layout
@@ -92,19 +92,21 @@ def test_a_layout_that_is_not_known_is_refused(
     llama_build: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other: Layout = tuple(field for field in CONTEXT_LAYOUTS[-1] if field[0] != "n_ubatch")
-    monkeypatch.setattr(library_folder, "CONTEXT_LAYOUTS", (other,))
+    monkeypatch.setattr(struct_layouts, "CONTEXT_LAYOUTS", (other,))
     said = refusal(llama_build)
     assert "in a way that servekit does not know" in said
     assert "llama.cpp 0.5 and 0.6" in said
 
 
-@pytest.mark.parametrize("moved", [{"kv_unified": False}, {"n_threads": 3}, {"n_seq_max": 2}])
+@pytest.mark.parametrize(
+    "moved", [{"kv_unified": False}, {"n_threads": 3}, {"n_seq_max": 2}, {"n_batch": 32}]
+)
 def test_a_context_that_is_not_what_was_asked_for_is_refused(
     llama_build: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch, moved: dict[str, int]
 ) -> None:
     """As where a field of the same default has moved, which the defaults do not show."""
     monkeypatch.setattr(
-        library_folder, "context_fields", lambda settings: context_fields(settings) | moved
+        bindings, "context_fields", lambda settings: context_fields(settings) | moved
     )
     with pytest.raises(LoadError, match="in a way that servekit does not know"):
         llamacpp(gguf_file, {"library": str(llama_build)})

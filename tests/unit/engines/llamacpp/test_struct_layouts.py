@@ -13,7 +13,7 @@ from servekit.engines.llamacpp.struct_layouts import (
     MODEL_LAYOUTS,
     ROOM,
     Layout,
-    fill_fields,
+    fill_copy,
     recognise_layout,
     struct_of,
 )
@@ -38,8 +38,8 @@ SET = {"n_gpu_layers", "split_mode"} | {
 
 def defaults_of(layout: Layout, rest: bytes = b"") -> bytes:
     """What a library with that layout says; `rest` follows its last field."""
-    params = struct_of(layout)()
-    fill_fields(params, {name: default for name, _, default in layout if default is not None})
+    stated = {name: default for name, _, default in layout if default is not None}
+    params: Any = fill_copy(struct_of(layout)(), stated)
     ctypes.memmove(params.spare, rest, len(rest))
     return bytes(params)
 
@@ -77,7 +77,8 @@ def test_whatever_is_set_has_its_place_or_the_layout_is_refused(layout: Layout) 
 
 
 def test_only_fields_that_are_there_are_set() -> None:
-    params: Any = struct_of(MODEL_LAYOUTS[0])()
-    fill_fields(params, {"n_gpu_layers": 7, "of_another_version": 1})
+    params: Any = fill_copy(
+        struct_of(MODEL_LAYOUTS[0])(), {"n_gpu_layers": 7, "of_another_version": 1}
+    )
     assert params.n_gpu_layers == 7
     assert not hasattr(params, "of_another_version")

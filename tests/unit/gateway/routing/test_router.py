@@ -647,7 +647,7 @@ async def test_deaths_at_another_gateway_isolate_what_waits_and_what_comes(
 ) -> None:
     await service.up(step_s=0.002, slots=1)
     running, waiting = (service.router.open(ask_from_address()) for _ in range(2))
-    service.router.hear_sources(news_of_another(service, 2))
+    service.router.add_source_report(news_of_another(service, 2))
     assert waiting.alone_until
     new, stranger = service.router.open(ask_from_address()), service.router.open(ask())
     assert new.alone_until and not stranger.alone_until
@@ -677,7 +677,7 @@ async def test_an_answer_under_way_speaks_for_its_address(service: Service) -> N
     await until(lambda: long.proven)
     news = news_of_another(service, 3)
     sure = tuple(replace(death, sure=True) for death in news.deaths)
-    service.router.hear_sources(replace(news, deaths=sure))
+    service.router.add_source_report(replace(news, deaths=sure))
     await until(lambda: service.news)
     assert service.news[0].passed == {f"address:{ADDRESS}": 0}
     call = service.router.open(ask_from_address())
