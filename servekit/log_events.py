@@ -160,6 +160,7 @@ EVENTS = {
     # engines
     "engine_loop_failed": "The engine's loop has failed",
     "engine_core_died": "vLLM's engine core has died",
+    "core_host_failed": "vLLM's engine core starts anew, as its prepared process failed: {reason}",
     "vllm_served_by_its_server": "{reason}; its own server serves instead",
     "vllm_version_untested": "vLLM {version} was not tested with servekit, only {tested}",
     "structured_output_unavailable": "Structured output is not available: {reason}",
