@@ -5,8 +5,9 @@
 Two ways of using the server are tried beside the engine: `stream` is one of its requests for each
 answer, in process, with token ids among the log probabilities; `token` is one request for each
 token, by its HTTP API on a Unix socket, with a seed for each position. The first table says which
-promises each way keeps, the second the CPU time per token, prompts included, by turns: SmolLM2 in
-Q4_1, one thread, greedy, 42 prompt tokens, which begin unlike each other.
+promises each way keeps (the engine all of them), the second the CPU time per token, prompts
+included, by turns: SmolLM2 in Q4_1, one thread, greedy, 42 prompt tokens, which begin unlike each
+other.
 """
 
 from __future__ import annotations
