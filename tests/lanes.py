@@ -17,6 +17,7 @@ LANES = {
     "attacks": "the attacks of `python -m tests.attacks`",
     "bench": "the scripts of tests/bench, and `servekit bench` under odd conditions",
     "chaos": "the experiments of `servekit chaos`, floods of poison, full disks, partitions",
+    "clients": "the clients of `python -m tests.clients`, installed by pip and npm",
     "fuzz": "schemathesis over the OpenAPI document, and `python -m tests.fuzz`",
     "models": "SmolLM2 behind every engine, client and page; races for one conversion",
     "packages": "whether pip can resolve each extra, by the package index",
