@@ -105,7 +105,7 @@ PIP = 'PyPI = PackageIndex(\n    "https://pypi.invalid/", file_storage_domain="f
 def forget_pip(monkeypatch: pytest.MonkeyPatch, shared: Path, base: Path) -> None:
     """Let this be an environment of uv's over a Python without pip."""
     monkeypatch.setattr(package_index, "find_spec", lambda name: None)
-    monkeypatch.setattr(package_index.sysconfig, "get_config_var", lambda name: f"{shared}/")
+    monkeypatch.setattr("sysconfig.get_config_var", lambda name: f"{shared}/")
     monkeypatch.setattr(package_index, "_BASE_PACKAGES", (base,))
 
 
