@@ -17,6 +17,7 @@ LANES = {
     "attacks": "the attacks of `python -m tests.attacks`",
     "bench": "the scripts of tests/bench, and `servekit bench` under odd conditions",
     "chaos": "the experiments of `servekit chaos`, floods of poison, full disks, partitions",
+    "clients": "the clients of `python -m tests.clients`, installed by pip and npm",
     "fuzz": "schemathesis over the OpenAPI document, and `python -m tests.fuzz`",
     "models": "SmolLM2 behind every engine, client and page; races for one conversion",
     "mutants": "each edit of `python -m tests.mutants` makes its tests fail",
@@ -33,7 +34,7 @@ LANES = {
 ORDINARY = "ordinary"
 #: A run of all ordinary tests, or of all lanes, that has fewer tests than this has lost some.
 #: Raise it when tests are added; lower it in the commit that removes them.
-TESTS_AT_LEAST = {ORDINARY: 6500, "all": 350}
+TESTS_AT_LEAST = {ORDINARY: 6550, "all": 369}
 #: Tests of the ordinary run that may be skipped, with all that `.ci/run` installs in place.
 SKIPS_AT_MOST = 70
 

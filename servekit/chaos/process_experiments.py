@@ -48,7 +48,10 @@ async def step_raises(scene: ExperimentContext) -> ExperimentResult:
     judge = Judge("step raises", "an exception in the next step of the busiest worker's engine")
     for replica in await scene.target.ready_replicas():
         if not takes_fail_step(replica.pid):
-            return judge.skip(f"it was not started with {CHAOS}=1 in its environment")
+            return judge.skip(
+                f"its workers take no such order; start it with `{CHAOS}=1 servekit up …` (a unit: "
+                f"Environment={CHAOS}=1, a container: -e {CHAOS}=1), and run the experiment again"
+            )
     return await _kill_worker(scene, judge, lambda pid: os.kill(pid, FAIL_STEP))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -14,11 +15,12 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from servekit import __version__
-from servekit.errors import ModelNotFound, ServekitError
+from servekit.errors import ModelNotFound, RequestError, ServekitError
 from servekit.gateway.api.admin.endpoints import Supervisor, add_administration
 from servekit.gateway.api.admin.lora import Lora
 from servekit.gateway.api.admin.metrics import add_metrics
 from servekit.gateway.api.anthropic.endpoints import Anthropic
+from servekit.gateway.api.anthropic.response import error_body
 from servekit.gateway.api.forwarding import FORWARDED_FIRST, Forwarding
 from servekit.gateway.api.health_types import (
     Health,
@@ -62,6 +64,17 @@ from servekit.gateway.telemetry.metrics import OTHER
 from servekit.gateway.ui import login
 from servekit.protocol.transport.rpc import Way
 from servekit.protocol.types import Progress
+
+#: The most models of a page, as Anthropic's API has it.
+_MOST_MODELS = 1000
+_PAGE_PARAMETERS = [
+    {"name": name, "in": "query", "description": description, "schema": schema}
+    for name, description, schema in (
+        ("limit", "The most models", {"type": "integer", "minimum": 1, "maximum": _MOST_MODELS}),
+        ("after_id", "Only models after this one", {"type": "string"}),
+        ("before_id", "Only models before this one", {"type": "string"}),
+    )
+]
 
 
 class Application:
@@ -312,12 +325,14 @@ def model_state(route: ModelQueue) -> str:
 
 
 def _add_models(app: FastAPI, router: Router) -> None:
-    @app.get("/v1/models", tags=["OpenAI"], summary="The models served")
-    async def models() -> Response:
-        listed = [_model(route) for route in router.models()]
-        ends = [one.id for one in (*listed[:1], *listed[-1:])]  # Anthropic clients read these
-        first, last = ends or (None, None)
-        return _encode(ModelList("list", listed, has_more=False, first_id=first, last_id=last))
+    @app.get(
+        "/v1/models",
+        tags=["OpenAI"],
+        summary="The models served",
+        openapi_extra={"parameters": _PAGE_PARAMETERS},
+    )
+    async def models(request: Request) -> Response:
+        return _encode(_page([_model(route) for route in router.models()], request.query_params))
 
     @app.get("/v1/models/{model:path}", tags=["OpenAI"], summary="One model")
     async def model(model: str) -> Response:
@@ -326,6 +341,33 @@ def _add_models(app: FastAPI, router: Router) -> None:
         route = router.find(model)
         router.access.require_model(route.status.name, base_of(route))
         return _encode(_model(route))
+
+
+def _page(models: list[Model], query: Mapping[str, str]) -> ModelList:
+    """Return the models that Anthropic's `limit`, `after_id` and `before_id` ask for; else all."""
+    limit = _read_limit(query["limit"]) if "limit" in query else len(models)
+    start = _position(models, query, "after_id", -1) + 1
+    end = _position(models, query, "before_id", len(models))
+    among = models[start:end]
+    backwards = "before_id" in query and "after_id" not in query
+    page = among[max(0, len(among) - limit) :] if backwards else among[:limit]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return ModelList("list", page, has_more=len(page) < len(among), first_id=first, last_id=last)
+
+
+def _read_limit(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= _MOST_MODELS:
+        raise RequestError(f"limit: expected a number of 1 to {_MOST_MODELS}", param="limit")
+    return int(text)
+
+
+def _position(models: list[Model], query: Mapping[str, str], name: str, default: int) -> int:
+    if name not in query:
+        return default
+    for at, model in enumerate(models):
+        if model.id == query[name]:
+            return at
+    raise RequestError(f"{name}: the list has no model {query[name][:100]!r}", param=name)
 
 
 def _model(route: ModelQueue) -> Model:
@@ -360,7 +402,8 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ServekitError)
     async def ours(request: Request, error: ServekitError) -> Response:
         headers = {k.decode(): v.decode() for k, v in error_headers(error)}
-        return JSONResponse(_in_envelope(request, error_object(error)), error.status, headers)
+        body = _in_envelope(request, error_object(error), error.status)
+        return JSONResponse(body, error.status, headers)
 
     @app.exception_handler(HTTPException)
     async def theirs(request: Request, error: HTTPException) -> Response:
@@ -378,14 +421,17 @@ def _add_errors(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         if headers.get("Allow") == "GET":
             headers["Allow"] = "GET, HEAD"  # `Application` serves HEAD
-        return JSONResponse(_in_envelope(request, body), error.status_code, headers)
+        return JSONResponse(
+            _in_envelope(request, body, error.status_code), error.status_code, headers
+        )
 
 
-def _in_envelope(request: Request, error: dict[str, Any]) -> dict[str, Any]:
+def _in_envelope(request: Request, error: dict[str, Any], status: int) -> dict[str, Any]:
+    """Return the body of an error, in Anthropic's format for its paths and its clients."""
     path = request.url.path
-    if path.startswith("/v1/messages/"):
-        kept = {"type": error["type"], "message": error["message"]}
-        return {"type": "error", "error": kept}
+    theirs = path.startswith("/v1/models") and "anthropic-version" in request.headers
+    if theirs or path.startswith("/v1/messages/"):
+        return error_body(status, error["message"])
     return {"error": error["message"] if path.startswith("/api/") else error}
 
 

@@ -30,20 +30,38 @@ _SPECIAL = (
     *(("bos_token", "bos"), ("eos_token", "eos")),
     *(("unk_token", "unknown"), ("pad_token", "padding")),
 )
-#: Texts of tokens that end a generation if the vocabulary has them as special tokens, whatever the
-#: file's end of sequence is. Source: llama.cpp, src/llama-vocab.cpp, `special_eog_ids`.
+#: Texts of tokens that end a generation, of whatever type, and whatever the file's end of sequence
+#: is. Source, also of the next two: llama.cpp, src/llama-vocab.cpp, `special_eog_ids`.
 END_TOKENS = frozenset(
     {
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
         *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>"),
         *("[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>"),
-        "<|tool_response>",
+        *("<|tool_response>", "<｜end▁of▁sentence｜>"),
     }
 )
-#: Ends of a generation by key: `tokenizer.ggml.eos_token_id`, and so on. Same source.
-_END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-_TOKENS, _KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-_CONTROL, _USER_DEFINED = 3, 4  # token types that ordinary text does not produce
+#: Ends of a generation by key, `tokenizer.ggml.eos_token_id` and so on, with the texts of tokens
+#: that are taken where the file has no such key. Of several of them llama.cpp takes only one, by
+#: the order of a hash table.
+END_KEYS: dict[str, tuple[str, ...]] = {
+    "eos": (),
+    "eot": (),
+    "eom": (),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>", "<|plamo:file_separator|>"),
+}
+#: Texts that end no generation in a vocabulary that has a set of others: in the dialects of harmony
+#: and Solar Open `<|end|>` ends a message, not the turn; Gemma 4's turns end otherwise.
+NO_ENDS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("<|end|>", frozenset({"<|return|>", "<|call|>"})),
+    ("<|end|>", frozenset({"<|return|>", "<|calls|>"})),
+    ("<|end|>", frozenset({"<|flush|>", "<|call|>"})),
+    ("<|end|>", frozenset({"<|flush|>", "<|calls|>"})),
+    ("</s>", frozenset({"<|tool_response>"})),
+)
+_KNOWN_ENDS = END_TOKENS.union(*END_KEYS.values())
+_TOKENS = "tokenizer.ggml.tokens"
 #: general.file_type (llama.cpp's llama_ftype) to the usual name of the quantisation.
 _FILE_TYPES: dict[int, str] = {
     int(number): name
@@ -209,8 +227,8 @@ class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._at = 0
-        self._ends: dict[str, int] = {}  # the END_TOKENS in the vocabulary
-        self._kinds: tuple[int, ...] = ()  # of all tokens
+        self._tokens = 0  # of the vocabulary
+        self._ends: dict[str, int] = {}  # tokens of the vocabulary that may be ends, by their text
 
     def read(self) -> _Content:
         magic, version, tensors, fields = self._unpack("4sIQQ")
@@ -229,31 +247,32 @@ class _Reader:
     def _read_field(self) -> tuple[str, Any]:
         name = self._read_string()
         (kind,) = self._unpack("I")
-        if name in (_TOKENS, _KINDS) and kind == _ARRAY:
-            self._read_vocabulary(name)
+        if name == _TOKENS and kind == _ARRAY:
+            self._read_vocabulary()
             return name, None
         return name, self._read_value(kind)
 
-    def _read_vocabulary(self, name: str) -> None:
-        """Read one of the two long arrays that determine the end tokens."""
-        kind, count = self._unpack("IQ")
-        if name == _KINDS:
-            self._kinds = self._unpack(f"{count}{_scalar(kind)}")
-            return
-        for token in range(count):
+    def _read_vocabulary(self) -> None:
+        """Read the texts of all tokens, which determine the end tokens."""
+        kind, self._tokens = self._unpack("IQ")
+        for token in range(self._tokens):
             text = self._read_value(kind)
-            if text in END_TOKENS:
+            if text in _KNOWN_ENDS:
                 self._ends[text] = token
 
     def _end_ids(self, metadata: dict[str, Any]) -> tuple[int, ...]:
         """Return all ids that end a generation: those with a key, and those known by their text."""
-        stated = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS]
-        kinds = dict(enumerate(self._kinds))
-        own = (_CONTROL, _USER_DEFINED)
-        named = {text: id for text, id in self._ends.items() if kinds.get(id, _CONTROL) in own}
-        if "<|return|>" in named and "<|call|>" in named:
-            named.pop("<|end|>", None)  # in the harmony dialect it ends a message, not the turn
-        return tuple(sorted({int(id) for id in stated if id is not None} | set(named.values())))
+        found = {id for text, id in self._ends.items() if text in END_TOKENS}
+        for key, texts in END_KEYS.items():
+            stated = metadata.get(f"tokenizer.ggml.{key}_token_id")
+            if stated is None or not 0 <= int(stated) < self._tokens:
+                found |= {self._ends[text] for text in texts if text in self._ends}
+            else:
+                found.add(int(stated))
+        for text, others in NO_ENDS:
+            if others <= self._ends.keys():
+                found.discard(self._ends.get(text, -1))
+        return tuple(sorted(found))
 
     def _read_tensor(self) -> _Tensor:
         name = self._read_string()

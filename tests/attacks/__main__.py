@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from servekit.errors import ServekitError
-from tests.attacks import deaths, harm, instance
+from tests.attacks import deaths, harm, instance, neighbours
 from tests.attacks.scene import GLIBC, Account, Attack, Scene, segments
 from tests.integration.instance import Instance
 from tests.plugin_site import install_plugin, path_with
 
-ATTACKS: list[Attack] = [*deaths.ATTACKS, *harm.ATTACKS, *instance.ATTACKS]
+ATTACKS: list[Attack] = [*deaths.ATTACKS, *harm.ATTACKS, *neighbours.ATTACKS, *instance.ATTACKS]
 PLUGIN = Path(__file__).parent / "fragile"
 
 

@@ -198,16 +198,38 @@ async def reload_another_model(scene: Scene) -> None:
     scene.account.complain("the new model does not answer after the reload")
 
 
+async def reload_after_quarantine(scene: Scene) -> None:
+    """A reload of the same file lifts no quarantine; one with another model does."""
+    for _ in range(2):
+        expect_quarantine(scene, await scene.client.complete("m", POISON, 50, stream=False))
+    await scene.until_serving(2)
+    deaths = await scene.restarts()
+    scene.instance.signal(signal.SIGHUP)
+    for _ in range(20):
+        await asyncio.sleep(0.1)
+        expect_quarantine(scene, await scene.client.complete("m", POISON, 50, stream=False))
+    await scene.expect_deaths(deaths, "a request in quarantine")
+    write_voice(scene, "lower", options={"raise_on": "nothing of that"})
+    scene.instance.signal(signal.SIGHUP)
+
+    async def is_answered() -> bool:
+        answer = await scene.client.complete("m", POISON, 20, stream=False)
+        scene.account.check_form(answer)
+        return answer.text == due_text("lower", POISON, 20)
+
+    await scene.until("another model answers the quarantined request", is_answered, 20.0)
+
+
 def seam(text: str) -> int:
     """Return where the text of the second model begins."""
     return next((at for at, (a, b) in enumerate(pairwise(text)) if a.isupper() != b.isupper()), -1)
 
 
-def write_voice(scene: Scene, voice: str) -> None:
+def write_voice(scene: Scene, voice: str, **changes: Any) -> None:
     """Have the configuration name a model of another voice."""
     path = scene.folder / "servekit.yaml"
     settings = yaml.safe_load(path.read_text())
-    settings["models"][0] |= fragile(scene.folder, voice=voice)
+    settings["models"][0] |= fragile(scene.folder, voice=voice, **changes)
     path.write_text(yaml.safe_dump(settings))
 
 
@@ -274,5 +296,11 @@ ATTACKS = [
         two_replicas,
         reload_another_model,
         server={"drain_timeout_s": 2},
+    ),
+    Attack(
+        "reload-and-quarantine",
+        "reloads while a request is in quarantine",
+        two_replicas,
+        reload_after_quarantine,
     ),
 ]

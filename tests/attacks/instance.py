@@ -12,7 +12,9 @@ from typing import Any
 
 from servekit.system import procfs
 from tests.attacks.scene import Attack, Scene, fragile, segments
-from tests.integration.instance import PROGRAM, echo
+from tests.integration.instance import PROGRAM, Instance, echo
+
+ROOT = Path(__file__).parents[2]
 
 
 def two_replicas(folder: Path) -> list[dict[str, Any]]:
@@ -177,6 +179,37 @@ async def break_gateway(scene: Scene) -> None:
     scene.account.expect("no uvicorn for you" in said, f"`up` does not say why: {said[-200:]}")
 
 
+async def look_without_environment(scene: Scene) -> None:
+    """An instance in its default run directory is found by a shell without any variable."""
+    await asyncio.to_thread(find_without_environment, scene)
+
+
+def find_without_environment(scene: Scene) -> None:
+    """Start a second instance as a user would, remove its runtime directory, and look for it."""
+    folder = scene.folder / "d"
+    runtime = folder / "runtime"
+    runtime.mkdir(parents=True)
+    env = {"XDG_STATE_HOME": str(folder / "state"), "XDG_RUNTIME_DIR": str(runtime)}
+    with Instance.begun(folder, [echo("m")], env=env, run_dir=None) as second:
+        second.run_dir = folder / "state" / "servekit" / "default"
+        second.until("it runs", second.running)
+        url = second.until_settled().url
+        shutil.rmtree(runtime)
+        for given in ({}, {"HOME": "/"}, {"XDG_STATE_HOME": str(folder / "elsewhere")}):
+            told = subprocess.run(
+                [*PROGRAM, "ps", "--json"],
+                env=given,
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+            scene.account.requests += 1
+            found = url in told.stdout + told.stderr  # others may run on this machine, too
+            scene.account.expect(found, f"ps with {given} says: {told.stderr.strip()[:100]}")
+
+
 def plain(folder: Path) -> list[dict[str, Any]]:
     return [echo("m")]
 
@@ -199,4 +232,10 @@ ATTACKS = [
         kill_while_starting,
     ),
     Attack("broken-gateway", "a gateway that cannot be imported", plain, break_gateway),
+    Attack(
+        "no-environment",
+        "ps without environment variables",
+        plain,
+        look_without_environment,
+    ),
 ]

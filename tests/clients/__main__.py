@@ -117,19 +117,24 @@ def use(client: Client, wish: argparse.Namespace, told: dict[str, str]) -> list[
     return [Check(client.name, version, *one) for one in result]
 
 
+def describe(wish: argparse.Namespace, url: str, legacy: str) -> dict[str, str]:
+    """Return the environment variables that tell a script about the instance."""
+    key = {"Authorization": f"Bearer {wish.key}"}
+    listed = httpx.get(f"{url}/v1/models", headers=key, timeout=60).raise_for_status().json()
+    return {
+        "SERVED_URL": url,
+        "SERVED_LEGACY_URL": legacy,
+        "SERVED_MODEL": wish.model or listed["data"][0]["id"],
+        "SERVED_KEY": wish.key,
+        "SERVED_TOKENIZER": wish.tokenizer or _tokenizer(),
+    }
+
+
 def main(argv: Sequence[str]) -> int:
     wish = parse(argv)
     checks: list[Check] = []
     with instance(wish) as (url, legacy):
-        key = {"Authorization": f"Bearer {wish.key}"}
-        listed = httpx.get(f"{url}/v1/models", headers=key, timeout=60).raise_for_status().json()
-        told = {
-            "SERVED_URL": url,
-            "SERVED_LEGACY_URL": legacy,
-            "SERVED_MODEL": wish.model or listed["data"][0]["id"],
-            "SERVED_KEY": wish.key,
-            "SERVED_TOKENIZER": wish.tokenizer or _tokenizer(),
-        }
+        told = describe(wish, url, legacy)
         for client in (one for one in CLIENTS if one.name in wish.only):
             found = use(client, wish, told)
             for check in found:

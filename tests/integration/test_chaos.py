@@ -98,7 +98,7 @@ def test_no_step_is_made_to_raise_in_who_was_not_started_for_it(tmp_path: Path) 
 
         found = asyncio.run(find())
         assert [finding.verdict for finding in found] == ["skipped"] * 2
-        assert "SERVEKIT_CHAOS=1" in found[0].detail
+        assert "start it with `SERVEKIT_CHAOS=1 servekit up" in found[0].detail
         assert instance.replica("one/0").pid == pid
 
 

@@ -25,7 +25,7 @@ from servekit.model_metadata.gguf import Header, read_header
 from servekit.protocol.messages import Progress
 
 #: Incremented when the conversion's result changes; part of the keys of cached conversions.
-CONVERTER = "gguf-2"
+CONVERTER = "gguf-3"
 FLOAT32_BELOW = 1_000_000_000
 _TEXT_BYTES = 64 * 2**20  # generous size of tokenizer and configuration
 

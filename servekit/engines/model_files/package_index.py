@@ -17,8 +17,9 @@ import os
 import re
 import ssl
 import sys
+import sysconfig
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from importlib.util import find_spec
@@ -44,24 +45,43 @@ _READ_TIMEOUT_S = 30.0
 #: Strongest first; an index may provide several.
 _HASHES = ("sha512", "sha384", "sha256", "sha224", "sha1", "md5")
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+#: Packages of the interpreter that a virtual environment was made from.
+_BASE_PACKAGES = tuple(
+    Path(sysconfig.get_path("purelib", scheme, vars={"base": sys.base_prefix}))
+    for scheme in ("posix_prefix", "posix_local", "deb_system")
+    if scheme in sysconfig.get_scheme_names()
+)
 #: Callback for progress: bytes done, and bytes in total (0: unknown).
 Report = Callable[[int, int], None]
 
 
 def default_index() -> str:
-    """Return pip's default index; "" if pip is not available.
+    """Return pip's default index; "" if there is no pip on this machine.
 
-    Source: models/index.py of the installed pip, or of its wheel in ensurepip.
+    Source: models/index.py of the installed pip, of the base interpreter's, or of a wheel that
+    `ensurepip` would install.
     """
-    module, text = "_internal/models/index.py", ""
-    with contextlib.suppress(OSError, KeyError, zipfile.BadZipFile):
-        if (pip := find_spec("pip")) is not None and pip.origin is not None:
-            text = (Path(pip.origin).parent / module).read_text()
-        elif (bundle := find_spec("ensurepip")) is not None and bundle.origin is not None:
-            for wheel in (Path(bundle.origin).parent / "_bundled").glob("pip-*.whl"):
-                text = zipfile.ZipFile(wheel).read(f"pip/{module}").decode()
-    found = re.search(r'^PyPI = PackageIndex\(\s*"(https://[^"]+)"', text, re.MULTILINE)
-    return f"{found[1].rstrip('/')}/simple" if found else ""
+    for text in _read_pip_sources():
+        if found := re.search(r'^PyPI = PackageIndex\(\s*"(https://[^"]+)"', text, re.MULTILINE):
+            return f"{found[1].rstrip('/')}/simple"
+    return ""
+
+
+def _read_pip_sources() -> Iterator[str]:
+    """Yield the text of each pip's module about its default index."""
+    module = "pip/_internal/models/index.py"
+    pip, bundle = find_spec("pip"), find_spec("ensurepip")
+    installed = [Path(pip.origin).parents[1]] if pip and pip.origin else []
+    for folder in (*installed, *_BASE_PACKAGES):
+        with contextlib.suppress(OSError):
+            yield (folder / module).read_text()
+    bundled = [Path(bundle.origin).parent / "_bundled"] if bundle and bundle.origin else []
+    # distributions without bundled wheels have them in a folder of their own
+    shared = sysconfig.get_config_var("WHEEL_PKG_DIR")
+    for folder in (*bundled, *([Path(shared)] if shared else [])):
+        for wheel in sorted(folder.glob("pip-*.whl")):
+            with contextlib.suppress(OSError, KeyError, zipfile.BadZipFile):
+                yield zipfile.ZipFile(wheel).read(module).decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +89,7 @@ class Settings:
     """The package indexes and the network settings for them."""
 
     indexes: tuple[str, ...]
+    no_index: bool = False  # the user wants none
     find_links: tuple[str, ...] = ()
     trusted: frozenset[str] = frozenset()  # HOST or HOST:PORT
     cert: str | None = None
@@ -99,6 +120,7 @@ class Settings:
         bundle = environ.get("REQUESTS_CA_BUNDLE") or environ.get("CURL_CA_BUNDLE")
         return cls(
             indexes=() if offline else tuple(dict.fromkeys(named)),
+            no_index=offline,
             find_links=links,
             trusted=frozenset(hosts),
             cert=told.get("cert") or bundle or None,
@@ -372,8 +394,14 @@ def _explain_missing(
     asked = ", ".join(without_credentials(url) for url in (*settings.indexes, *settings.find_links))
     if refused:
         return f"{requirement} cannot be fetched: {'; '.join(refused)}"
-    if not asked:
+    if not asked and settings.no_index:
         return f"{requirement} cannot be fetched: PIP_NO_INDEX is set, and PIP_FIND_LINKS is not."
+    if not asked:
+        return (
+            f"{requirement} cannot be fetched: no package index is known, as there is no pip here "
+            "whose default could be taken. Set PIP_INDEX_URL or UV_DEFAULT_INDEX to the simple API "
+            "of your index (its URL usually ends in /simple), or install pip: `uv pip install pip`."
+        )
     if any(str(version) == wanted for version in versions):
         return (
             f"{requirement} has no wheel for Python {_python_version()} on this machine at {asked}."

@@ -3,14 +3,19 @@
 Clients send parameters of other servers. Silently dropping one may break a client that relies on
 it, and refusing one breaks clients that do not need it. Therefore the answer names the parameter in
 a header, and the log names it at most every LOG_EVERY_S. The policy is `server.unknown_parameters`.
+
+Objects of options within a body (`stream_options`) are checked as the body itself is. Items of
+lists are not: clients return messages and tools with fields of any server they have met.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection
-from typing import Any, Literal
+from collections.abc import Iterator
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 import structlog
@@ -38,12 +43,17 @@ class UnknownParameters:
         self.policy: Policy = "warn"
         self._logged_s: dict[str, float] = {}
 
-    def meet(self, body: bytes, known: Collection[str]) -> None:
-        """Report the parameters of `body` that are not `known`. Raises RequestError by policy."""
+    def meet(self, body: bytes, kind: type[msgspec.Struct]) -> None:
+        """Report the parameters of `body` that `kind` has not. Raises RequestError by policy.
+
+        The body has been decoded as `kind`.
+        """
         if self.policy == "ignore":
             return
-        found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        names = sorted(_UNFIT.sub("?", name[:MOST_CHARS]) for name in found if name not in known)
+        unknown = _find_unknown(msgspec.Raw(body), kind)
+        names = sorted(_UNFIT.sub("?", name[:MOST_CHARS]) for name in unknown)
+        if not names:  # options that come twice: the last ones count
+            return
         more = len(names) - MOST_NAMES
         told = ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
         said = f"unknown parameter{'s' if len(names) > 1 else ''}: {told}"
@@ -65,6 +75,65 @@ class UnknownParameters:
             return
         self._logged_s |= dict.fromkeys(new[:MOST_NAMES], now_s)
         log.warning("unknown_parameters_ignored", names=new[:MOST_NAMES])
+
+
+def refusing(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """Return a subclass of `kind` whose decoder refuses unknown fields, within options, too.
+
+    Options that a body may leave out are null by default.
+    """
+    options = [
+        (field.name, _refusing_type(field, inner), _default(field))
+        for field in msgspec.structs.fields(kind)
+        if (inner := _options_of(field.type))
+    ]
+    return msgspec.defstruct(
+        kind.__name__, options, bases=(kind,), forbid_unknown_fields=True, kw_only=True
+    )
+
+
+def _refusing_type(field: msgspec.structs.FieldInfo, options: type[msgspec.Struct]) -> Any:
+    refuses = refusing(options)
+    return refuses if field.required else refuses | None
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    name = field.encode_name
+    return msgspec.field(name=name) if field.required else msgspec.field(name=name, default=None)
+
+
+def _find_unknown(body: msgspec.Raw, kind: type[msgspec.Struct], within: str = "") -> Iterator[str]:
+    """Yield the names of all unknown fields, with a dot after the name of their object."""
+    known = _fields(kind)
+    for name, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
+        if name not in known:
+            yield f"{within}{name}"
+        elif (options := known[name]) and bytes(value) != b"null":
+            yield from _find_unknown(value, options, f"{within}{name}.")
+
+
+@cache
+def _fields(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct] | None]:
+    """Return the fields of a body by name, each with the type of its options, if it has any."""
+    return {f.encode_name: _options_of(f.type) for f in msgspec.structs.fields(kind)}
+
+
+def _options_of(annotation: Any) -> type[msgspec.Struct] | None:
+    """Return the struct that a field holds, itself or null."""
+    if _is_struct(annotation):
+        found: type[msgspec.Struct] = annotation
+        return found
+    inner = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        return _options_of(inner[0])
+    if get_origin(annotation) in (Union, UnionType):
+        kinds = [kind for kind in inner if kind is not NoneType]
+        return _options_of(kinds[0]) if len(kinds) == 1 else None
+    return None
+
+
+def _is_struct(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
 
 
 #: One for the process, which is one gateway.

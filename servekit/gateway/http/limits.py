@@ -56,7 +56,8 @@ _RESET = struct.pack("ii", 1, 0)
 #: Paths that are served whatever the number of connections: health checks decide on restarts.
 VITAL = (b"/livez", b"/readyz", b"/health", b"/v1/health", b"/ping")
 _TELL_EVERY_S = 10.0
-#: Pages that only browsers request, which always close both sides.
+#: Pages whose streams (the heartbeat of each tab) may be silent for long. Once a response has begun
+#: no interim response can tell whether its client is there, so EOF counts as leaving.
 _PAGES = (b"/ui/", b"/ui?")
 
 
@@ -495,7 +496,7 @@ class LimitedProtocol(HttpToolsProtocol):
             or cycle is None
             or cycle.response_complete
             or self.scheme == "https"  # TLS cannot be half-closed
-            or self.url.startswith(_PAGES)
+            or (cycle.response_started and self.url.startswith(_PAGES))
         ):
             self.transport.close()  # our transport flushes first
             return False

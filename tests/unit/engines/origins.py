@@ -58,6 +58,7 @@ def write_tiny_gguf(
     context: int = 256,
     template: str = TEMPLATE,
     sentencepiece: tuple[list[str], list[float], list[int]] | None = None,
+    added: tuple[list[str], int] = ([], 1),
     **metadata: Any,
 ) -> Path:
     """A llama, or another architecture, of 2 layers in Q8_0, or in float32.
@@ -65,9 +66,11 @@ def write_tiny_gguf(
     `skip` leaves out the tensors whose name has it.
     `metadata` is more of it, with __ for the dots in its keys. `sentencepiece` is another
     vocabulary: pieces, scores, kinds.
+    `added` are further tokens of a byte-level vocabulary, and their kind.
     """
     writer = gguf.GGUFWriter(path, architecture)
-    tokens = [*SPECIAL, *_byte_characters(), "Ġt", "he"] if not sentencepiece else sentencepiece[0]
+    byte_level = [*SPECIAL, *_byte_characters(), "Ġt", "he", *added[0]]
+    tokens = sentencepiece[0] if sentencepiece else byte_level
     _add_metadata(writer, len(tokens), context)
     if sentencepiece:
         writer.add_tokenizer_model("llama")
@@ -75,7 +78,7 @@ def write_tiny_gguf(
         writer.add_token_scores(sentencepiece[1])
         writer.add_token_types(sentencepiece[2])
     else:
-        _add_byte_level(writer, tokens)
+        _add_byte_level(writer, tokens, added)
     if template:
         writer.add_chat_template(template)
     if split:
@@ -123,11 +126,13 @@ def _add_metadata(writer: Any, vocabulary: int, context: int) -> None:
     writer.add_eos_token_id(2)
 
 
-def _add_byte_level(writer: Any, tokens: list[str]) -> None:
+def _add_byte_level(writer: Any, tokens: list[str], added: tuple[list[str], int]) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
+    plain = len(tokens) - len(SPECIAL) - len(added[0])
+    kinds = [3] * len(SPECIAL) + [1] * plain + [added[1]] * len(added[0])
+    writer.add_token_types(kinds)
     writer.add_token_merges(["Ġ t", "h e"])
 
 

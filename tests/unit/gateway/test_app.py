@@ -6,11 +6,13 @@ import asyncio
 import gc
 import json
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 from typing import Any
 
+import anthropic
+import httpx2
 import pytest
 from msgspec.structs import replace
 
@@ -159,3 +161,56 @@ async def settled() -> None:
         return not any("respond" in name or "Protocol" in name for name in busy)
 
     await until(over)
+
+
+@asynccontextmanager
+async def anthropic_client(service: Service) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    """Anthropic's own client of a service with the models a to e."""
+    [worker] = await service.up()
+    status = replace(service.router.routes["m"].status, info=worker.runner.info)
+    service.router.apply(Topology(tuple(replace(status, name=name) for name in "abcde")))
+    transport = httpx2.ASGITransport(app=Application(service.router, 2**20, ui=False))
+    async with httpx2.AsyncClient(transport=transport) as http:
+        yield anthropic.AsyncAnthropic(
+            api_key="x", base_url="http://servekit", http_client=http, max_retries=0
+        )
+
+
+async def test_anthropics_client_reads_the_models_page_by_page(service: Service) -> None:
+    async with anthropic_client(service) as client:
+        first = await client.models.list(limit=2)
+        assert [model.id for model in first.data] == ["a", "b"] and first.has_more
+        assert [model.id async for model in client.models.list(limit=2)] == list("abcde")
+        before = await client.models.list(limit=2, before_id="e")
+        assert [model.id for model in before.data] == ["c", "d"] and before.has_more
+        rest = await client.models.list(after_id="c", limit=1000)
+        assert [model.id for model in rest.data] == ["d", "e"] and not rest.has_more
+        assert not (await client.models.list(after_id="e")).data
+        assert len((await client.models.list()).data) == 5
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        *(({"limit": limit}, "limit") for limit in ("0", "1001", "-1", "x", "9" * 5000, "")),
+        ({"after_id": "none"}, "after_id"),
+        ({"before_id": ""}, "before_id"),
+    ],
+)
+async def test_a_wrong_page_is_refused_by_name(
+    service: Service, query: dict[str, str], said: str
+) -> None:
+    async with anthropic_client(service) as client:
+        with pytest.raises(anthropic.BadRequestError, match=said):
+            await client.models.list(extra_query=query)
+
+
+async def test_anthropics_client_gets_errors_of_models_in_its_format(service: Service) -> None:
+    async with anthropic_client(service) as client:
+        with pytest.raises(anthropic.NotFoundError) as error:
+            await client.models.retrieve("none")
+        assert error.value.type == "not_found_error"
+        body = error.value.body
+        assert isinstance(body, dict) and body["type"] == "error" and "none" in str(body["error"])
+        plain = await client._client.get("http://servekit/v1/models/none")
+        assert plain.json()["error"]["code"] == "model_not_found"

@@ -39,10 +39,14 @@ _TYPES = {
 
 def error_object(error: ServekitError) -> dict[str, Any]:
     """Return `{"type": "error", "error": {"type", "message"}}`."""
-    status = error.status
-    kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     # the worker uses OpenAI's name of the parameter
     message = error.message.replace("response_format", "output_config.format")
+    return error_body(error.status, message)
+
+
+def error_body(status: int, message: str) -> dict[str, Any]:
+    """Return an error in Anthropic's format, whose type is that of the status."""
+    kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 

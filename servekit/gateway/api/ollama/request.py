@@ -80,6 +80,24 @@ class Options(msgspec.Struct, kw_only=True):
     mirostat: Annotated[Whole | None, doc("Not supported, except 0")] = None
     tfs_z: Annotated[float | None, doc("Not supported, except 0 and 1")] = None
     typical_p: Annotated[float | None, doc("Not supported, except 0 and 1")] = None
+    # of loading, of mirostat, and of older versions:
+    numa: Ignored = None
+    num_ctx: Ignored = None
+    num_batch: Ignored = None
+    num_gpu: Ignored = None
+    main_gpu: Ignored = None
+    low_vram: Ignored = None
+    f16_kv: Ignored = None
+    logits_all: Ignored = None
+    vocab_only: Ignored = None
+    use_mmap: Ignored = None
+    use_mlock: Ignored = None
+    embedding_only: Ignored = None
+    num_thread: Ignored = None
+    num_keep: Ignored = None
+    mirostat_tau: Ignored = None
+    mirostat_eta: Ignored = None
+    penalize_newline: Ignored = None
 
 
 class Common(msgspec.Struct, kw_only=True):

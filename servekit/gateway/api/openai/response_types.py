@@ -312,7 +312,7 @@ class ModelList(Struct):
 
     object: Literal["list"]
     data: Annotated[list[Model], doc("The models, in the order of the configuration file")]
-    has_more: Literal[False]
+    has_more: Annotated[bool, doc("Whether `limit` has left models out", False)]
     first_id: Annotated[str | None, doc("The name of the first model", MODEL)]
     last_id: Annotated[str | None, doc("The name of the last model", MODEL)]
 

@@ -101,6 +101,7 @@ class ReasoningOptions(msgspec.Struct):
 
     effort: Effort | None = None
     summary: Annotated[str, doc("Has no effect")] | None = None
+    generate_summary: Ignored = None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):

@@ -29,7 +29,7 @@ from servekit.gateway.api.fields import (
     doc,
     unserved,
 )
-from servekit.gateway.api.unknown_parameters import UNKNOWN
+from servekit.gateway.api.unknown_parameters import UNKNOWN, refusing
 
 INT64 = 2**63
 MAX_STOPS = 32
@@ -112,6 +112,7 @@ class StreamOptions(msgspec.Struct):
     """Send a last chunk, without choices, with the token counts."""
     queue_position: bool | None = None
     """servekit's own: send a comment for each new position in the queue."""
+    include_obfuscation: Ignored = None
 
 
 class ContentPart(msgspec.Struct):
@@ -324,7 +325,6 @@ class _Kind(NamedTuple):
 
     strict: _Decoder  # raises for an unknown field
     lenient: _Decoder
-    fields: frozenset[str]
     unserved: dict[str, Mark]  # declared, but not served
     asks: Callable[[Any], tuple[Any, ...]]  # returns the values of the unserved parameters
     none: tuple[None, ...]  # their values in nearly all bodies
@@ -333,15 +333,12 @@ class _Kind(NamedTuple):
 @cache
 def _decoders(kind: Hashable) -> _Kind:
     lenient = cast(type[msgspec.Struct], kind)
-    strict = msgspec.defstruct(lenient.__name__, [], bases=(lenient,), forbid_unknown_fields=True)
-    fields = [field.encode_name for field in msgspec.structs.fields(lenient)]
     unserved = unserved_fields(lenient)
     # attrgetter returns a tuple only for several names
     asks = attrgetter(*unserved) if len(unserved) > 1 else _getter(unserved)
     return _Kind(
-        msgspec.json.Decoder(strict),
+        msgspec.json.Decoder(refusing(lenient)),
         msgspec.json.Decoder(lenient),
-        frozenset(fields),
         unserved,
         asks,
         (None,) * len(unserved),
@@ -368,7 +365,7 @@ _PATH = re.compile(r" - at `\$\.?(.*)`$")
 
 def decode(kind: type[Request], body: bytes) -> Request:
     """Decode and check a body. Raises RequestError that names the field."""
-    strict, lenient, fields, unserved, asks, none = _decoders(cast(Hashable, kind))
+    strict, lenient, unserved, asks, none = _decoders(cast(Hashable, kind))
     try:
         try:
             request: Request = strict.decode(body)
@@ -376,7 +373,7 @@ def decode(kind: type[Request], body: bytes) -> Request:
             if _UNKNOWN_FIELD not in str(error):
                 raise
             request = lenient.decode(body)
-            UNKNOWN.meet(body, fields)
+            UNKNOWN.meet(body, cast(type[msgspec.Struct], kind))
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,20 @@ import pytest
 
 from servekit.engines.model_files import gguf_convert
 from servekit.errors import LoadError
-from servekit.model_metadata.gguf import read_header
+from servekit.model_metadata.gguf import END_KEYS, END_TOKENS, read_header
 from servekit.protocol.messages import Progress
 from tests.unit.engines.conftest import llamacpp
 from tests.unit.engines.harness import Harness, make_spec, write_tiny_llama
-from tests.unit.engines.origins import HIDDEN, SMOLLM2, TEMPLATE, shared_cache, write_tiny_gguf
+from tests.unit.engines.origins import (
+    HIDDEN,
+    SMOLLM2,
+    SPECIAL,
+    TEMPLATE,
+    shared_cache,
+    write_tiny_gguf,
+)
+
+HARMONY = ["<|return|>", "<|call|>", "<|calls|>", "<|flush|>"]
 
 
 def ignore(_: Progress) -> None:
@@ -81,11 +91,65 @@ def test_the_ends_of_a_generation_are_those_that_llama_cpp_takes(tmp_path: Path)
     llama.close()
 
 
-def test_a_name_of_an_end_that_is_plain_text_does_not_end_anything(tmp_path: Path) -> None:
-    pieces = ["<unk>", "<s>", "</s>", "<eos>", "<end_of_turn>", "a", "b"]
-    kinds = [2, 3, 3, 1, 4, 1, 1]  # unknown, control, control, plain, added by users, plain
-    path = write_tiny_gguf(tmp_path / "tiny.gguf", sentencepiece=(pieces, [0.0] * 7, kinds))
-    assert read_header(path).end_ids == (2, 4)
+def ends_of_llama_cpp(path: Path) -> set[int]:
+    """The ends of a generation by the library itself, which reads the vocabulary alone."""
+    from servekit.engines.llamacpp.bindings import Settings, open_binding
+    from servekit.engines.llamacpp.vocabulary import Vocabulary
+
+    binding = open_binding("auto")
+    settings = Settings(str(path), 0, "layer", 64, 32, 1, 1, "off", "f32", None)
+    model = binding.load_model(settings)
+    assert model is not None
+    try:
+        return set(Vocabulary(binding.library, model).eos)
+    finally:
+        binding.library.call("llama_model_free", model)
+
+
+TEXTS = sorted(END_TOKENS.union(*END_KEYS.values()) - set(SPECIAL))
+#: Texts that look as if they ended something.
+OTHERS = ["<|eos|>", "<|eot|>", "<|end_of_turn|>", "<im_end>", "<|turn_end|>", "<|fim_middle|>"]
+PLAIN, CONTROL, ADDED = 1, 3, 4
+
+
+@pytest.mark.parametrize("kind", [PLAIN, CONTROL, ADDED])
+@pytest.mark.parametrize("byte_level", [True, False], ids=["byte-level", "sentencepiece"])
+def test_each_token_that_llama_cpp_takes_for_an_end_is_one(
+    tmp_path: Path, kind: int, byte_level: bool
+) -> None:
+    pytest.importorskip("xllamacpp")
+    for at, text in enumerate([*TEXTS, *OTHERS]):
+        path = tmp_path / f"{at}.gguf"
+        if byte_level:
+            write_tiny_gguf(path, added=([text], kind))
+        else:
+            pieces = ["<unk>", "<s>", "end", text, "a", "b"]
+            write_tiny_gguf(path, sentencepiece=(pieces, [0.0] * 6, [2, 3, 3, kind, 1, 1]))
+        ours = set(read_header(path).end_ids)
+        assert ours == ends_of_llama_cpp(path), text
+        assert len(ours) == (2 if byte_level else 1) + (text in TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("texts", "keys"),
+    [
+        *((["<|end|>", *rest], {}) for rest in combinations(HARMONY, 2)),
+        (["<|end|>", *HARMONY], {}),
+        (["</s>", "<|tool_response>"], {}),
+        *((["</s>", "<|tool_response>"], {key: 261}) for key in END_KEYS),
+        *((["<PAD>", "<REPO>", "<|file_sep|>"], {key: 1}) for key in END_KEYS),
+        *((["<PAD>", "<REPO>", "<|file_sep|>"], {key: 99999}) for key in END_KEYS if key != "eos"),
+    ],
+)
+def test_what_llama_cpp_makes_of_several_ends_and_of_keys(
+    tmp_path: Path, texts: list[str], keys: dict[str, int]
+) -> None:
+    pytest.importorskip("xllamacpp")
+    stated: dict[str, Any] = {
+        f"tokenizer__ggml__{key}_token_id": token for key, token in keys.items()
+    }
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", added=(texts, CONTROL), **stated)
+    assert set(read_header(path).end_ids) == ends_of_llama_cpp(path)
 
 
 def test_an_end_of_turn_that_is_not_the_end_of_sequence_ends_the_answer(tmp_path: Path) -> None:

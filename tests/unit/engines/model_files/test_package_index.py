@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -98,6 +99,45 @@ def test_without_settings_it_is_pypi_and_uvs_are_known() -> None:
     assert (offline.indexes, offline.find_links) == ((), ("/wheels", "https://h/"))
 
 
+PIP = 'PyPI = PackageIndex(\n    "https://pypi.invalid/", file_storage_domain="files.invalid"\n)\n'
+
+
+def forget_pip(monkeypatch: pytest.MonkeyPatch, shared: Path, base: Path) -> None:
+    """Let this be an environment of uv's over a Python without pip."""
+    monkeypatch.setattr(package_index, "find_spec", lambda name: None)
+    monkeypatch.setattr("sysconfig.get_config_var", lambda name: f"{shared}/")
+    monkeypatch.setattr(package_index, "_BASE_PACKAGES", (base,))
+
+
+def test_the_default_index_is_that_of_a_pip_anywhere_on_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, base = tmp_path / "wheels", tmp_path / "base"
+    forget_pip(monkeypatch, shared, base)
+    assert default_index() == ""
+    shared.mkdir()
+    (shared / "pip-0-py3-none-any.whl").write_bytes(b"no wheel")
+    with zipfile.ZipFile(shared / "pip-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("pip/_internal/models/index.py", PIP)
+    assert default_index() == "https://pypi.invalid/simple"
+    module = base / "pip/_internal/models/index.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(PIP.replace("pypi.invalid", "base.invalid"))
+    assert default_index() == "https://base.invalid/simple"
+
+
+def test_without_any_pip_the_error_asks_for_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_pip(monkeypatch, tmp_path / "wheels", tmp_path / "base")
+    error = failed(Settings.of({"PIP_CONFIG_FILE": os.devnull}), tmp_path)
+    assert "no package index is known" in error.message
+    assert "PIP_INDEX_URL or UV_DEFAULT_INDEX" in error.message
+    assert "PIP_NO_INDEX" not in error.message and error.permanent
+    told = failed(Settings.of({"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}), tmp_path)
+    assert "PIP_NO_INDEX is set" in told.message
+
+
 # ---- pages
 
 
@@ -152,12 +192,12 @@ def test_the_wheel_for_this_interpreter_is_taken(tmp_path: Path) -> None:
 
 def test_folders_and_other_indexes_are_looked_into(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(CONTENT)
-    assert fetched(Settings((), (str(tmp_path),)), tmp_path) == CONTENT
-    assert fetched(Settings((), (tmp_path.as_uri(),)), tmp_path) == CONTENT
+    assert fetched(Settings((), find_links=(str(tmp_path),)), tmp_path) == CONTENT
+    assert fetched(Settings((), find_links=(tmp_path.as_uri(),)), tmp_path) == CONTENT
     (tmp_path / "simple/tiny-model").mkdir(parents=True)
     (tmp_path / "simple/tiny-model/index.html").write_text(f'<a href="../../{NAME}">x</a>')
     assert fetched(Settings(((tmp_path / "simple").as_uri(),)), tmp_path) == CONTENT
-    error = failed(Settings(()), tmp_path)
+    error = failed(Settings((), no_index=True), tmp_path)
     assert "PIP_NO_INDEX is set, and PIP_FIND_LINKS is not" in error.message
     # one that cannot be reached is no obstacle where another has it
     nobody = "http://127.0.0.1:1/simple"

@@ -7,10 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from ollama import Options as OllamaOptions
 
 from servekit.errors import RequestError
 from servekit.gateway.api import unknown_parameters
-from servekit.gateway.api.openai.schema import ChatRequest, CompletionRequest, decode
+from servekit.gateway.api.anthropic.request import MessagesRequest
+from servekit.gateway.api.ollama.request import ChatRequest as OllamaChat
+from servekit.gateway.api.openai.responses_schema import ResponsesRequest
+from servekit.gateway.api.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    StreamOptions,
+    decode,
+)
 from servekit.gateway.api.unknown_parameters import UNKNOWN
 from servekit.gateway.auth.authorization import Access
 from servekit.gateway.http.request_context import ORIGIN, RequestContext
@@ -43,6 +52,71 @@ def test_what_is_known_needs_no_word(origin: RequestContext) -> None:
     read(**harmless, logprobs=1)
     decode(ChatRequest, b'{"messages": [{"role": "user", "content": "a", "odd": 1}]}')
     assert origin.warning == b"" and origin.headers == [origin.header]
+
+
+TALK: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+NEEDED = {ResponsesRequest: {"input": "a"}, MessagesRequest: TALK | {"max_tokens": 1}}
+NESTED: list[tuple[Any, dict[str, Any], str]] = [
+    (ChatRequest, {"stream_options": {"include_usage": True, "frob": 1}}, "stream_options.frob"),
+    (ChatRequest, {"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+    (
+        ChatRequest,
+        {"response_format": {"type": "json_schema", "json_schema": {"shema": {}}, "x": 1}},
+        "response_format.json_schema.shema, response_format.x",
+    ),
+    (OllamaChat, {"options": {"num_ctx": 10, "frob": 1}}, "options.frob"),
+    (MessagesRequest, {"thinking": {"type": "disabled", "frob": 1}}, "thinking.frob"),
+    (
+        MessagesRequest,
+        {"output_config": {"format": {"schema": {}, "frob": {"a": 1}}}},
+        "output_config.format.frob",
+    ),
+    (ResponsesRequest, {"text": {"frob": 1}}, "text.frob"),
+    (ResponsesRequest, {"text": {"format": {"schma": {}}}}, "text.format.schma"),
+    (ResponsesRequest, {"reasoning": {"efort": "low"}}, "reasoning.efort"),
+]
+
+
+@pytest.mark.parametrize(("kind", "more", "unknown"), NESTED, ids=[row[2] for row in NESTED])
+def test_options_are_checked_as_the_body_is(
+    origin: RequestContext, kind: Any, more: dict[str, Any], unknown: str
+) -> None:
+    body = json.dumps(NEEDED.get(kind, TALK) | more).encode()
+    decode(kind, body)
+    assert origin.warning.decode().partition(": ")[2] == unknown
+    UNKNOWN.policy = "refuse"
+    with pytest.raises(RequestError, match=f"unknown parameters?: {unknown};") as error:
+        decode(kind, body)
+    assert error.value.param == unknown.partition(",")[0]
+
+
+def test_known_options_and_anything_in_a_list_need_no_word(origin: RequestContext) -> None:
+    UNKNOWN.policy = "refuse"
+    options: dict[str, Any] = {
+        "stream_options": {"include_usage": True, "include_obfuscation": False},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"x-own": 1}}},
+        "structured_outputs": None,
+        "tools": [{"type": "function", "function": {"name": "f"}, "frob": 1}],
+    }
+    message = {"role": "assistant", "content": [{"type": "text", "text": "a", "frob": 1}], "x": 1}
+    request = {"messages": [message], **options}
+    decoded = decode(ChatRequest, json.dumps(request).encode())
+    assert isinstance(decoded.stream_options, StreamOptions) and not origin.warning
+    every = dict.fromkeys(OllamaOptions.model_fields)
+    body = {"messages": [{"role": "user", "content": "a", "x": 1}], "options": every}
+    decode(OllamaChat, json.dumps(body).encode())
+
+
+def test_options_that_come_twice_are_the_last(origin: RequestContext) -> None:
+    UNKNOWN.policy = "refuse"
+    body = b'{"prompt": "a", "stream_options": {"frob": 1}, "stream_options": null}'
+    assert decode(CompletionRequest, body).stream_options is None
+
+
+def test_what_is_wrong_in_options_is_told_with_its_place(origin: RequestContext) -> None:
+    with pytest.raises(RequestError, match=r"stream_options\.include_usage: expected") as error:
+        read(stream_options={"frob": 1, "include_usage": 3})
+    assert error.value.param == "stream_options.include_usage"
 
 
 def test_a_hostile_name_harms_no_header(origin: RequestContext) -> None:
@@ -82,8 +156,8 @@ def test_the_log_names_each_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(unknown_parameters, "log", Log())
     meet = unknown_parameters.UnknownParameters().meet
     for _ in range(3):
-        meet(b'{"foo": 1}', ())
+        meet(b'{"foo": 1}', CompletionRequest)
     assert lines == [["foo"]]
     for at in range(5000):
-        meet(b'{"made-up-%d": 1}' % at, ())
+        meet(b'{"made-up-%d": 1}' % at, CompletionRequest)
     assert len(lines) <= unknown_parameters.MOST_REMEMBERED + 2

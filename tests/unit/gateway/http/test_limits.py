@@ -77,6 +77,14 @@ async def stream(receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body"})
 
 
+async def quiet(receive: Receive, send: Send) -> None:
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"alive", "more_body": True})
+    await watch(receive)
+    Seen.gone.set()
+
+
 async def huge(receive: Receive, send: Send) -> None:
     await receive()
     await send_json(send, b"x" * HUGE_BYTES)
@@ -108,7 +116,15 @@ async def watch(receive: Receive) -> None:
         pass
 
 
-ODD = {"/slow": slow, "/stream": stream, "/long": long, "/huge": huge, "/huge_stream": huge_stream}
+ODD = {
+    "/ui/slow": slow,
+    "/ui/quiet": quiet,
+    "/slow": slow,
+    "/stream": stream,
+    "/long": long,
+    "/huge": huge,
+    "/huge_stream": huge_stream,
+}
 
 
 def count_hot(exchange: FastResponse) -> None:
@@ -435,7 +451,7 @@ async def test_http_1_0_is_answered_without_chunks(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-@pytest.mark.parametrize("path", [b"/hot", b"/asgi", b"/slow", b"/slow_hot"])
+@pytest.mark.parametrize("path", [b"/hot", b"/asgi", b"/slow", b"/slow_hot", b"/ui/slow"])
 async def test_a_client_that_only_sends_no_more_is_answered(
     connect: Connect, path: bytes, version: bytes
 ) -> None:
@@ -478,7 +494,17 @@ async def test_pipelined_requests_are_answered_after_the_end(connect: Connect) -
     assert got.count(b"\r\n\r\n2") == 3
 
 
-@pytest.mark.parametrize("path", [b"/slow", b"/slow_hot"])
+async def test_a_browser_that_has_left_a_silent_stream_is_noticed_at_once(
+    connect: Connect,
+) -> None:
+    reader, writer = await connect()
+    writer.write(HEAD % b"/ui/quiet" + b"content-length: 2\r\n\r\nab")
+    await asyncio.wait_for(reader.readuntil(b"alive"), WITHIN_S)
+    writer.write_eof()
+    await asyncio.wait_for(Seen.gone.wait(), WITHIN_S)
+
+
+@pytest.mark.parametrize("path", [b"/slow", b"/slow_hot", b"/ui/slow"])
 async def test_a_client_that_has_left_is_noticed(connect: Connect, path: bytes) -> None:
     """On the wire it is as one that only sends no more."""
     _, writer = await connect()
