@@ -46,6 +46,7 @@ class Client:
     host: str
     port: int
     key: str = ""
+    address: str = ""  # of the client, if it is not to be the system's choice
 
     async def complete(
         self, model: str, prompt: str, tokens: int, *, stream: bool, **fields: Any
@@ -86,7 +87,10 @@ class Client:
         answer, began_s = Answer(), time.monotonic()
         try:
             async with asyncio.timeout(DEADLINE_S):
-                reader, writer = await asyncio.open_connection(self.host, self.port)
+                local = (self.address, 0) if self.address else None
+                reader, writer = await asyncio.open_connection(
+                    self.host, self.port, local_addr=local
+                )
                 try:
                     writer.write(request)
                     await read_answer(reader, answer, stream=stream)

@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
+import string
+import time
 from collections.abc import Awaitable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -114,6 +118,40 @@ async def send_different_poisons(scene: Scene) -> None:
     await scene.expect_deaths(20, "one client's 25 requests")
 
 
+async def send_poison_for_a_minute(scene: Scene, bystanders: str) -> int:
+    """Send poison after poison, of random letters; return how often its source was refused."""
+    others = replace(scene.client, address=bystanders)
+    until_s, refused = time.monotonic() + 60.0, 0
+    async with scene.bystanders(8, lambda n: scene.ask_fragile(n, client=others)):
+        while time.monotonic() < until_s:
+            answer = await send_random_poison(scene)
+            refused += answer.error == "source_quarantined"
+            await asyncio.sleep(0.1 if answer.status == 429 else 0.0)
+    await scene.until_serving(2)
+    await scene.expect_deaths(20, "one client in a minute")
+    return refused
+
+
+async def share_an_address_with_poison(scene: Scene) -> None:
+    """A minute of poison from the address of all clients, who are served."""
+    refused = await send_poison_for_a_minute(scene, "127.0.0.1")
+    scene.account.expect(refused == 0, "the address of clients that are served was refused")
+
+
+async def send_poison_from_own_address(scene: Scene) -> None:
+    """A minute of poison; all other clients have another address."""
+    refused = await send_poison_for_a_minute(scene, "127.0.0.2")
+    scene.account.expect(refused > 0, "the address of one client that kills was never refused")
+
+
+async def send_random_poison(scene: Scene) -> Answer:
+    letters = "".join(random.choices(string.ascii_lowercase, k=12))
+    answer = await scene.client.complete("m", f"{POISON} {letters}", 50, stream=False)
+    scene.account.check_form(answer)
+    scene.account.expect(answer.failed, "poison was answered")
+    return answer
+
+
 async def reload_another_model(scene: Scene) -> None:
     """The file names another model under the same name while streams run that outlast the drain.
 
@@ -202,6 +240,32 @@ ATTACKS = [
         "25 poisons that differ, 2 gateways",
         two_replicas,
         send_different_poisons,
+        server={"gateways": 2},
+    ),
+    Attack(
+        "random-poison",
+        "a minute of poison of random letters",
+        two_replicas,
+        share_an_address_with_poison,
+    ),
+    Attack(
+        "random-poison-2",
+        "a minute of poison of random letters, 2 gateways",
+        two_replicas,
+        share_an_address_with_poison,
+        server={"gateways": 2},
+    ),
+    Attack(
+        "lone-poisoner",
+        "the same from an address of its own",
+        two_replicas,
+        send_poison_from_own_address,
+    ),
+    Attack(
+        "lone-poisoner-2",
+        "the same from an address of its own, 2 gateways",
+        two_replicas,
+        send_poison_from_own_address,
         server={"gateways": 2},
     ),
     Attack(

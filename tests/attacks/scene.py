@@ -170,12 +170,17 @@ class Scene:
                 over.set()
 
     async def ask_fragile(
-        self, number: int, tokens: int = 40, model: str = "m", voice: str = "upper"
+        self,
+        number: int,
+        tokens: int = 40,
+        model: str = "m",
+        voice: str = "upper",
+        client: Client | None = None,
     ) -> tuple[Answer, str]:
         """Ask the fragile engine, every other time for a stream."""
         prompt = f"question {number}"
         stream = number % 2 == 0
-        answer = await self.client.complete(model, prompt, tokens, stream=stream)
+        answer = await (client or self.client).complete(model, prompt, tokens, stream=stream)
         return answer, due_text(voice, prompt, tokens)
 
     async def ask_all(self, asked: Sequence[Awaitable[tuple[Answer, str | None]]]) -> list[Answer]:
