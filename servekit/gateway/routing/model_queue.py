@@ -6,6 +6,8 @@ its replica and time:
 
 - On an empty replica. While a worker is being replaced, the suspect waits for the successor, which
   keeps it away from running streams. Without a coming successor it gets the least busy replica.
+- Never on the last replica that takes ordinary calls, as long as another is being started or runs
+  another gateway's suspect. A source of suspects thus does not take the model out of service.
 - One suspect at a time, in turns by key as in the queue. The next one follows as soon as the
   previous one is proven or done, so that a suspect delays the others only until its first tokens.
 - The replica gets no other calls, from any gateway, until its worker accepts calls again. Calls
@@ -302,7 +304,14 @@ class ModelQueue:
         every = self._apt(call) if call.is_choosy else self.replicas.values()
         able = [replica for replica in every if replica.has_room]
         best = min(able, key=lambda replica: (load(replica), replica.held), default=None)
-        return None if best is None or (load(best) and self._recovering) else best
+        if best is None or (self._recovering and load(best)) or self._is_last(best):
+            return None
+        return best
+
+    def _is_last(self, replica: WorkerConnection) -> bool:
+        """Return whether no other replica takes ordinary calls, but one will soon."""
+        others = [one for one in self.replicas.values() if one is not replica and one.routable]
+        return all(one.held for one in others) and (bool(others) or self._recovering)
 
     @property
     def _recovering(self) -> bool:

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.request import InflightRequest
-from servekit.protocol.messages import Generate, IsolationStarted, SamplingParams
+from servekit.protocol.messages import Generate, IsolationEnded, IsolationStarted, SamplingParams
 from tests.unit.gateway.conftest import Service, until
 from tests.unit.gateway.routing.test_router import answer, ask, scripted
 from tests.unit.gateway.scripted import ScriptedWorker
@@ -114,3 +114,28 @@ async def test_a_suspect_goes_where_it_does_the_least_harm(service: Service) -> 
     service.tell(replace(first.status(), running=2), replace(coming, state="failed"))
     suspect(service)
     await until(lambda: first.jobs)
+
+
+async def test_a_suspect_spares_the_last_worker_while_another_is_on_its_way(
+    service: Service,
+) -> None:
+    [worker] = await scripted(service)
+    coming = replace(worker.status(), name="m/1", socket="coming.sock", state="loading")
+    service.tell(worker.status(), coming)
+    call = suspect(service)
+    assert call.replica is None, "all others would lose their only worker with it"
+    service.tell(worker.status(), replace(coming, state="failed"))
+    assert call.replica is not None
+    call.cancel()
+
+
+async def test_suspects_of_two_gateways_do_not_run_on_all_workers(service: Service) -> None:
+    first, second = await scripted(service, 2)
+    first.peers[-1].send(IsolationStarted())
+    await until(lambda: any(one.held for one in route(service).replicas.values()))
+    call = suspect(service)
+    assert call.replica is None
+    first.peers[-1].send(IsolationEnded())
+    await until(lambda: call.replica is not None)
+    call.cancel()
+    assert second.peers
