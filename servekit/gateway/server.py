@@ -41,6 +41,7 @@ from servekit.protocol.messages import (
     KeyUsage,
     Ping,
     Serving,
+    SourceReport,
     Stop,
     ToGateway,
     Topology,
@@ -186,6 +187,8 @@ class Gateway:
                 self._line.send(TopologyApplied(self._serial))
             case KeyUsage():
                 self._router.access.hear(message)
+            case SourceReport():
+                self._router.hear_sources(message)
             case Renew(credentials):
                 assert self._settings.reach.identity is not None  # else none is sent
                 self._settings.reach.identity.renew(credentials)

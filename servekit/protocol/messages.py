@@ -9,9 +9,10 @@ facts. Fields are only ever added at the end with a default; `PROTOCOL` is raise
     worker → supervisor    Loading · Ready · BootFailed · EngineDied · Pong
                            Asleep · Awake · SleepFailed · PhaseReport · GatewayConnected
                            AdapterLoaded · AdapterUnloaded · AdapterRefused
-    supervisor → gateway   Topology · Drain · Stop · KeyUsage (of other gateways) · Ping · Renew
+    supervisor → gateway   Topology · Drain · Stop · Ping · Renew
+                           KeyUsage · SourceReport (of other gateways)
     gateway → supervisor   Serving · Traffic · Quarantined · KeyUsage · AdapterUnused
-                           TopologyApplied · ModelDemand · KeepAlive · Counted
+                           TopologyApplied · ModelDemand · KeepAlive · Counted · SourceReport
     gateway → worker       Hello · Generate · Cancel · Borrow
     worker → gateway       Hello · TokenBatch · DeltaBatch · Failed · Cancelled · Lent
                            IsolationStarted · IsolationEnded
@@ -43,7 +44,7 @@ from servekit.protocol.admin_messages import (
     Status,
     Why,
 )
-from servekit.protocol.base import Message
+from servekit.protocol.base import Message, Value
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.types import (
     Capability,
@@ -83,6 +84,7 @@ __all__ = [
     "Capability",
     "ChatMessage",
     "Continuation",
+    "DeathReport",
     "Delta",
     "DeltaBatch",
     "Dialect",
@@ -125,6 +127,7 @@ __all__ = [
     "SamplingParams",
     "Serving",
     "Shutdown",
+    "SourceReport",
     "Status",
     "Stop",
     "ToGateway",
@@ -254,6 +257,33 @@ class KeyUsage(Message, frozen=True):
     uses: tuple[KeyUse, ...]
 
 
+class DeathReport(Value, frozen=True):
+    """One gateway's part in a worker's death; a later report replaces an earlier one."""
+
+    worker: str  # its socket: the same for all gateways, another one for its successor
+    sure: bool  # the worker had announced that one request ran alone
+    age_s: float
+    open: int  # requests that may have caused it
+    charged: dict[str, int]  # of these, requests that ended without an answer, by mark
+
+
+class SourceReport(Message, frozen=True):
+    """News of the sources of requests that may have killed workers, for the other gateways.
+
+    Sent only after deaths. A mark is a source ("key:…", "address:…") or a fingerprint.
+    """
+
+    gateway: str
+    deaths: tuple[DeathReport, ...] = ()
+    passed: dict[str, int] = {}  # by source: completed requests that ran alone; 0: any completed
+    refused: tuple[str, ...] = ()  # sources, once for each refusal
+
+    def charged_sources(self) -> set[str]:
+        """Return the sources that are charged with a death, without fingerprints."""
+        charged = (item for death in self.deaths for item in death.charged.items())
+        return {mark for mark, count in charged if count and ":" in mark}
+
+
 # ---------------------------------------------------------------- gateway ↔ worker
 
 
@@ -368,13 +398,14 @@ _OnAdapters = a.AdapterLoaded | a.AdapterUnloaded | a.AdapterRefused
 _OnResidency = r.Asleep | r.Awake | r.SleepFailed
 _OnLife = Loading | Ready | BootFailed | EngineDied | Pong | s.PhaseReport | s.GatewayConnected
 FromWorker = _OnLife | _OnAdapters | _OnResidency
-ToGateway = Topology | Drain | Stop | KeyUsage | Ping | Renew
+ToGateway = Topology | Drain | Stop | KeyUsage | SourceReport | Ping | Renew
 _Use = r.ModelDemand | r.KeepAlive
 FromGateway = (
     Serving
     | Traffic
     | Quarantined
     | KeyUsage
+    | SourceReport
     | a.AdapterUnused
     | a.TopologyApplied
     | _Use

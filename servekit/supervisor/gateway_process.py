@@ -21,6 +21,7 @@ from servekit.protocol.messages import (
     Ping,
     Quarantined,
     Serving,
+    SourceReport,
     Topology,
     Traffic,
 )
@@ -60,7 +61,7 @@ class Gateway(ManagedProcess[FromGateway]):
         listen_fds: tuple[int, ...],
         server: ServerConfig,
         host: SupervisorContext,
-        tell_others: Callable[[KeyUsage], None],
+        tell_others: Callable[[KeyUsage | SourceReport], None],
     ) -> None:
         super().__init__(f"gateway/{which}", host)
         self.starting.occasion = StartReason.up()
@@ -175,10 +176,10 @@ class Gateway(ManagedProcess[FromGateway]):
         """Return whether the gateway has no request left for a withdrawn adapter."""
         return self.state != "ready" or adapter in self._unused
 
-    def hear(self, spent: KeyUsage) -> None:
-        """Forward the key usage that another gateway has reported."""
-        if spent.gateway != self.name and self.child is not None:
-            self.child.send(spent)
+    def hear(self, news: KeyUsage | SourceReport) -> None:
+        """Forward the news of another gateway: its key usage, or its suspect sources."""
+        if news.gateway != self.name and self.child is not None:
+            self.child.send(news)
 
     def receive(self, message: FromGateway) -> None:
         self.answered_at = time.monotonic()
@@ -198,7 +199,7 @@ class Gateway(ManagedProcess[FromGateway]):
                 self._told = serial
             case AdapterUnused(adapter):
                 self._unused.add(adapter)
-            case KeyUsage():
+            case KeyUsage() | SourceReport():
                 self._tell_others(message)
             case ModelDemand(model):
                 self.uses[model] = message, time.monotonic()
@@ -271,12 +272,12 @@ class Gateway(ManagedProcess[FromGateway]):
 def gateways_of(
     server: ServerConfig, listen_fds: tuple[int, ...], host: SupervisorContext
 ) -> list[Gateway]:
-    """Return an instance's gateways, each of which forwards its key usage to the others."""
+    """Return an instance's gateways, each of which forwards its news to the others."""
     gateways: list[Gateway] = []
 
-    def tell_others(spent: KeyUsage) -> None:
+    def tell_others(news: KeyUsage | SourceReport) -> None:
         for gateway in gateways:
-            gateway.hear(spent)
+            gateway.hear(news)
 
     for index in range(server.gateways):
         gateways.append(Gateway(index, listen_fds, server, host, tell_others))

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+import string
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -43,21 +44,27 @@ def hang_up(url: str, prompt: str, key: str = "") -> None:
         time.sleep(0.02)  # long enough to be read, not to be answered
 
 
-def complete(url: str, prompt: str, tokens: int, key: str = "") -> httpx.Response:
+def complete(
+    url: str, prompt: str, tokens: int, key: str = "", address: str | None = None
+) -> httpx.Response:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     body = {"model": "m", "prompt": prompt, "max_tokens": tokens}
-    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=90)
+    transport = httpx.HTTPTransport(local_address=address)
+    with httpx.Client(transport=transport, headers=headers, timeout=90) as client:
+        return client.post(f"{url}/v1/completions", json=body)
 
 
 def restarts(instance: Instance) -> int:
     return sum(one.restarts for one in instance.model("m").replicas)
 
 
-def keep_asking(url: str, over: threading.Event, key: str = "") -> tuple[int, list[str]]:
+def keep_asking(
+    url: str, over: threading.Event, key: str = "", address: str | None = None
+) -> tuple[int, list[str]]:
     """How many answers were right, and all that was not."""
     right, wrong = 0, []
     while not over.is_set():
-        answer = complete(url, TEXT, 40, key)
+        answer = complete(url, TEXT, 40, key, address)
         if answer.status_code == 200 and answer.json()["choices"][0]["text"] == TEXT * 2:
             right += 1
         else:
@@ -93,6 +100,30 @@ def test_poison_whose_client_hangs_up_at_once_takes_few_workers(
         assert failed == []
         assert min(right for right, _ in done) > 0
         assert taken <= 9 * gateways
+
+
+def test_an_address_is_refused_whichever_gateway_it_reaches(tmp_path: Path) -> None:
+    """No two of its requests look alike; the other clients have another address."""
+    models = [echo("m", replicas=2, step_s=0.02, crash_on="poison", slots=16)]
+    with (
+        ThreadPoolExecutor(3) as pool,
+        Instance.up(tmp_path, models, server={"gateways": 2}) as instance,
+    ):
+        url = instance.until_settled().url
+        over = threading.Event()
+        others = [pool.submit(keep_asking, url, over, address="127.0.0.2") for _ in range(3)]
+        codes = []
+        while len(codes) < 12 and "source_quarantined" not in codes:
+            words = "".join(random.choices(string.ascii_letters, k=12))
+            codes.append(complete(url, f"poison {words}", 5).json()["error"]["code"])
+        for _ in range(10):  # each on a connection of its own: both gateways are met
+            assert complete(url, "harmless", 5).status_code == 429
+        assert complete(url, TEXT, 40, address="127.0.0.2").status_code == 200
+        over.set()
+        done = [one.result(90) for one in others]
+        assert all(wrong == [] for _, wrong in done), done
+        assert min(right for right, _ in done) > 0
+        assert restarts(instance) <= 12, codes
 
 
 def test_the_holder_of_a_key_is_refused_and_the_others_are_not(tmp_path: Path) -> None:

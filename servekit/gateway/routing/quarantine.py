@@ -96,17 +96,23 @@ class Quarantine:
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def add(self, entries: Iterable[Quarantined], now_s: float) -> None:
-        """Add entries and drop expired ones; of two for the same request the longer one counts."""
+    def add(self, entries: Iterable[Quarantined], now_s: float) -> list[Quarantined]:
+        """Add entries and drop expired ones; return those that are new.
+
+        Of two entries for the same request the longer one counts.
+        """
+        new = []
         for entry in entries:
             at = entry.model, entry.fingerprint
             known, until_s = self._held.get(at), now_s + entry.for_s
             changed = known is not None and known.entry.generation != entry.generation
             if known is None or changed or known.until_s < until_s:
                 self._held[at] = Held(entry, until_s, known.like if known else "")
+                new += [entry] if known is None else []
         self._held = {at: held for at, held in self._held.items() if held.until_s > now_s}
         if not self._held:
             self._harmless.clear()
+        return new
 
     def commit(self, status: ModelStatus, call: InflightRequest, now_s: float) -> Quarantined:
         """Quarantine a call of this model for the model's `quarantine_s`."""

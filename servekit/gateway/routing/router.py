@@ -21,6 +21,7 @@ from servekit.errors import (
     QueueFull,
     RequestError,
     RequestQuarantined,
+    SourceQuarantined,
     WorkerLost,
 )
 from servekit.gateway.auth.authorization import Access
@@ -34,7 +35,7 @@ from servekit.gateway.routing.adapter_route import (
 )
 from servekit.gateway.routing.fair_queue import FairQueue
 from servekit.gateway.routing.model_queue import ModelQueue, describe, unknown
-from servekit.gateway.routing.quarantine import Quarantine, fingerprint, refusal
+from servekit.gateway.routing.quarantine import Quarantine, fingerprint, is_source, refusal
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.retry_policy import ALONE_AT, CHANGED, NOT_RESUMED, RetryDecision
 from servekit.gateway.routing.step_delivery import EndOfTick
@@ -48,7 +49,7 @@ from servekit.gateway.routing.suspect_sources import (
 from servekit.gateway.routing.timeouts import GRAIN_S, Deadlines
 from servekit.gateway.routing.worker_connection import NEARBY, WorkerConnection
 from servekit.gateway.telemetry.metrics import RequestMetrics
-from servekit.protocol.messages import ModelStatus, Quarantined, Topology
+from servekit.protocol.messages import ModelStatus, Quarantined, SourceReport, Topology
 from servekit.protocol.residency import KeepAlive, ModelDemand
 
 __all__ = ["ModelQueue", "Router", "describe"]
@@ -59,14 +60,15 @@ log: Any = structlog.get_logger("servekit.gateway")
 class Router:
     """The models of the service, as this gateway knows them.
 
-    `report` is called with each request that this gateway quarantines, `unused` with each adapter
-    that has left service, once its last call is done, `use` with the demand for swappable models.
+    `report` is called with each request that this gateway quarantines and with its news of suspect
+    sources, `unused` with each adapter that has left service, once its last call is done, `use`
+    with the demand for swappable models.
     """
 
     def __init__(
         self,
         name: str,
-        report: Callable[[Quarantined], None] = lambda _: None,
+        report: Callable[[Quarantined | SourceReport], None] = lambda _: None,
         unused: Callable[[str], None] = lambda _: None,
         use: Callable[[ModelDemand | KeepAlive], None] = lambda _: None,
     ) -> None:
@@ -78,7 +80,7 @@ class Router:
         self.chooses = False  # some model has several replicas, so that sessions matter
         self.has_unknown = False  # some model's properties are not known before its first load
         self.quarantine = Quarantine()
-        self.sources = Sources()
+        self.sources = Sources(lambda: self._loop.call_soon(self._tell_others))
         self.access = Access()
         self.measures = RequestMetrics()
         self._report = report
@@ -253,8 +255,8 @@ class Router:
         """Apply the supervisor's topology: models, replicas, access rules, quarantine."""
         if topology.draining:
             self.drain()
-        self.quarantine.add(topology.quarantined, time.monotonic())
-        self.sources.sees_all = topology.gateways <= 1
+        refused = self.quarantine.add(topology.quarantined, time.monotonic())
+        self.sources.has_peers = topology.gateways > 1
         self.access.apply(topology.access)
         for status in topology.models:
             route = self.routes.pop(status.name, None) or ModelQueue(status)
@@ -274,6 +276,8 @@ class Router:
         self.has_unknown = any(
             status.info is None and status.residence is not None for status in topology.models
         )
+        if any(map(is_source, refused)):
+            self._refuse_waiting()
         self._farewells.apply(topology.models)
         self.demand.apply(self.routes.values())
 
@@ -328,9 +332,12 @@ class Router:
             if decided is RetryDecision.QUARANTINE:
                 self._quarantine(call.route, call)
             else:
+                if ran and call.alone_until:
+                    self._pause(call.route, call)
                 call.route.take_back(call, first=not ran)
         if (route := self.routes.get(replica.model)) is not None:
             for source in sources:
+                self._note_running(source)
                 self._judge_source(route, source)
         self._reroute(replica)
 
@@ -443,7 +450,7 @@ class Router:
                     call.suspect = Suspect(tuple(filter(None, marks)))
                 suspects.append(call.suspect)
                 sources.add(source_of(call))
-        self.sources.add(suspects, sure, time.monotonic())
+        self.sources.add(suspects, sure, time.monotonic(), replica.socket)
         for call in cancelled:
             self._charge(call)
         return sources - {""}
@@ -490,42 +497,82 @@ class Router:
         if judged is Verdict.WAITS:
             call.not_before_s = now_s + self.sources.pause_s(source, now_s)
 
-    def _line_up(self, route: ModelQueue, call: InflightRequest, size_bytes: int) -> None:
-        route.suspects.push(call, call.key, call.priority, call.created_s, size_bytes)
+    def _pause(self, route: ModelQueue, call: InflightRequest) -> None:
+        """Let a call that is to run once more wait as the next request of its source does."""
+        source, now_s = source_of(call), time.monotonic()
+        if self.sources.judge(source, now_s) >= Verdict.WAITS:
+            call.not_before_s = now_s + self.sources.whole_pause_s(source, now_s)
+            self._dispatch_later(route, call)
+
+    def _dispatch_later(self, route: ModelQueue, call: InflightRequest) -> None:
         wait_s = call.not_before_s - time.monotonic()
         if wait_s > 0:
             # uvloop's timers have a resolution of 1 ms, and may fire that much too early
             self._loop.call_later(wait_s + GRAIN_S, route.dispatch_all)
+
+    def _line_up(self, route: ModelQueue, call: InflightRequest, size_bytes: int) -> None:
+        route.suspects.push(call, call.key, call.priority, call.created_s, size_bytes)
+        self._dispatch_later(route, call)
         route.dispatch_all()
         if call.replica is None and route.on_wait is not None:
             route.on_wait(route)
 
     def _judge_source(self, route: ModelQueue, source: str) -> None:
         """Judge a source after a death, and treat its waiting calls as if they came now."""
-        now_s = time.monotonic()
-        judged = self.sources.judge(source, now_s)
+        judged = self.sources.judge(source, time.monotonic())
         if judged is Verdict.FREE:
             return
-        own = [c for c in route.order() if source_of(c) == source and not c.emitted]
-        if judged is Verdict.REFUSED:
-            entry = self._refuse_source(route, source)
-            for call in own:
-                route.withdraw(call)
-                self._fail(call, refusal(entry, entry.for_s))
+        if judged is not Verdict.REFUSED:
+            self._isolate_waiting(route, source, judged)
             return
-        for call in own:
+        entry = self._refuse_source(route, source)
+        for call in waiting_of(route, source):
+            route.withdraw(call)
+            self._fail(call, refusal(entry, entry.for_s))
+
+    def _note_running(self, source: str) -> None:
+        """Count a proven request of an address as one that comes through: its end may be far."""
+        if is_shared(source) and any(c.proven and source_of(c) == source for c in self._open):
+            self.sources.pass_through(source, alone=False)
+
+    def _isolate_waiting(self, route: ModelQueue, source: str, judged: Verdict) -> None:
+        """Treat the waiting calls of a source as if they came now."""
+        for call in waiting_of(route, source):
             if not call.alone_until:
                 route.withdraw(call)
-                self._isolate(call, judged, now_s)
+                self._isolate(call, judged, time.monotonic())
                 self._line_up(route, call, held_bytes(call))
 
     def _refuse_source(self, route: ModelQueue, source: str) -> Quarantined:
         for_s = self.sources.refuse_for_s(source, route.status.quarantine_s)
         now_s = time.monotonic()
         entry = self.quarantine.commit_source(route.status, source, for_s, now_s)
-        if for_s > 0 and not is_shared(source):
+        if for_s > 0:
             self._report(entry)
         return entry
+
+    def _tell_others(self) -> None:
+        self._report(self.sources.take_report(self.name, time.monotonic()))
+
+    def hear_sources(self, news: SourceReport) -> None:
+        """Add another gateway's news of suspect sources, and isolate their waiting calls."""
+        now_s = time.monotonic()
+        self.sources.hear(news, now_s)
+        for source in news.charged_sources():
+            self._note_running(source)
+            judged = min(self.sources.judge(source, now_s), Verdict.WAITS)
+            for route in self.routes.values() if judged is not Verdict.FREE else ():
+                self._isolate_waiting(route, source, judged)
+
+    def _refuse_waiting(self) -> None:
+        """Fail the waiting calls of the sources that another gateway has refused."""
+        now_s = time.monotonic()
+        for route in self.routes.values():
+            for call in route.order():
+                error = None if call.emitted else self.quarantine.error(route.status, call, now_s)
+                if isinstance(error, SourceQuarantined):
+                    route.withdraw(call)
+                    self._fail(call, error)
 
     # ---- ends
 
@@ -578,3 +625,8 @@ class Router:
             call.route.left(call)
         if self.draining and not self._open:
             self.idle.set()
+
+
+def waiting_of(route: ModelQueue, source: str) -> list[InflightRequest]:
+    """Return the waiting calls of a source whose answers have not begun."""
+    return [call for call in route.order() if not call.emitted and source_of(call) == source]

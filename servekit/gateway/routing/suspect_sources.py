@@ -18,16 +18,33 @@ again after a dozen requests, however many deaths it was charged with by chance.
 A source is the key, if keys are needed, else the client's address. Its requests run alone before
 they are ever refused. Many clients may share an address with a malicious one. An address is
 therefore refused only if none of its requests has come through since three deaths in isolation, and
-it is tried again after each refusal. One of several gateways never refuses an address, because the
-requests that come through at the others are unknown to it.
+it is tried again after each refusal. A malicious client whose neighbours come through is slowed
+down, not refused: the pause grows with the deaths.
+
+All gateways judge by the same facts, whichever of them served a source. A gateway reports news, and
+the supervisor forwards them (`SourceReport`); a refusal is a quarantine entry of all gateways:
+
+    at a gateway                                              to the other gateways
+    a worker dies, unproven calls were running                its part in the death
+    such a call is cleared or charged                         its part, once more
+    a request of one of their sources comes through alone     one more alone
+    the first comes through since a death in isolation        that some came through
+    a source is refused                                       that it is, so that it counts for all
+    anything else                                             nothing
+
+The parts of one death add up, because each gateway knows only its own calls. A gateway that starts
+later knows of later news only, and of the refusals in force.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable
+import itertools
+from collections import Counter
+from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from servekit.protocol.messages import DeathReport, SourceReport
 
 if TYPE_CHECKING:
     from servekit.gateway.routing.request import InflightRequest
@@ -48,8 +65,10 @@ _SURE_AT = 1.2
 _VAIN_AT = 2.2
 #: Factor on a charge for each request of the source that came through alone.
 _FADE = 0.97
-#: Pause after a death, before the next request of a source with the verdict WAITS.
+#: Pause before the next request of a source with the verdict WAITS, for each of its sure deaths, at
+#: least one; and its limit.
 PAUSE_S = 2.0
+MOST_PAUSE_S = 30.0
 #: Duration of a source's first refusal; it doubles with each further one.
 REFUSED_S = 30.0
 
@@ -59,7 +78,7 @@ class Verdict(IntEnum):
 
     FREE = 0
     ALONE = 1  # runs without other unproven calls, until it is proven
-    WAITS = 2  # the same, after a pause; a key's call is quarantined if it dies then
+    WAITS = 2  # the same, after a pause, also in a second attempt; a key's call has only one
     REFUSED = 3
 
 
@@ -109,22 +128,46 @@ def in_words(source: str) -> str:
 
 
 class Death:
-    """A worker's death and its possible causes. `at_s` is monotonic."""
+    """A worker's death and its possible causes. `at_s` is monotonic.
 
-    __slots__ = ("at_s", "charged", "open", "passed", "sure")
+    `open` and `charged` are of this gateway's calls, `elsewhere` has those of the others.
+    """
 
-    def __init__(self, at_s: float, sure: bool, marks: Iterable[str]) -> None:
+    __slots__ = ("at_s", "charged", "elsewhere", "open", "passed", "sure", "worker")
+
+    def __init__(self, worker: str, at_s: float, sure: bool) -> None:
+        self.worker = worker
         self.at_s = at_s
         self.sure = sure  # only one call can have caused it
         self.open = 0  # suspects that are not cleared
-        self.charged = Counter(dict.fromkeys(marks, 0))  # charged suspects, by mark
+        self.charged: Counter[str] = Counter()  # charged suspects, by mark; 0 for the others
+        self.elsewhere: dict[str, DeathReport] = {}  # by gateway
         self.passed: dict[str, int] = {}  # requests that came through alone since, by mark
 
-    def share(self, mark: str) -> float:
-        """Return the share of this death that is charged to a source or a fingerprint, 0 to 1."""
-        if not self.charged[mark]:
+    def __contains__(self, mark: str) -> bool:
+        """Return whether a suspect has this mark."""
+        return mark in self.charged or any(mark in one.charged for one in self.elsewhere.values())
+
+    def marks(self) -> set[str]:
+        """Return the marks that are charged."""
+        parts = (self.charged, *(one.charged for one in self.elsewhere.values()))
+        return {mark for charged in parts for mark, count in charged.items() if count}
+
+    def share(self, mark: str, fade: float = _FADE) -> float:
+        """Return the share of this death that is charged to a source or a fingerprint, 0 to 1.
+
+        `fade`: its factor for each request that came through alone since.
+        """
+        others = self.elsewhere.values()
+        charged = self.charged[mark] + sum(one.charged.get(mark, 0) for one in others)
+        if not charged:
             return 0.0
-        return self.charged[mark] / self.open * _FADE ** self.passed.get(mark, 0)
+        suspects = self.open + sum(one.open for one in others)
+        return charged / suspects * fade ** self.passed.get(mark, 0)
+
+    def report(self, now_s: float) -> DeathReport:
+        """Return this gateway's part."""
+        return DeathReport(self.worker, self.sure, now_s - self.at_s, self.open, dict(self.charged))
 
 
 class Suspect:
@@ -137,16 +180,31 @@ class Suspect:
         self.deaths: list[Death] = []
 
 
-class Sources:
-    """The charges of this gateway against sources and fingerprints. Times are monotonic, in s.
+class Charges(NamedTuple):
+    """The charges against a mark, as `verdict` takes them."""
 
-    `sees_all`: this gateway is the only one, so that every request passes through it.
+    deaths: float = 0.0
+    sure: float = 0.0
+    vain: float = 0.0
+
+
+class Sources:
+    """The charges of all gateways against sources and fingerprints. Times are monotonic, in s.
+
+    `on_news` is called when there is something to report to the other gateways, if there are any.
     """
 
-    def __init__(self) -> None:
-        self.sees_all = True
-        self._deaths: deque[Death] = deque(maxlen=_MOST_DEATHS)
+    def __init__(self, on_news: Callable[[], object] = lambda: None) -> None:
+        self.has_peers = False  # there are other gateways
+        self._on_news = on_news
+        self._numbers = itertools.count()
+        self._deaths: dict[str, Death] = {}  # by worker, the oldest first
         self._refused: Counter[str] = Counter()  # how often
+        self._charged: set[str] | None = None  # charged marks; None: not known
+        self._changed: dict[str, Death] = {}  # by worker; this and the following are news
+        self._passed: Counter[str] = Counter()
+        self._refusals: list[str] = []
+        self._announced = False
 
     def __bool__(self) -> bool:
         """Return whether any death is remembered."""
@@ -157,69 +215,163 @@ class Sources:
         if not self._deaths:
             return False
         self._forget(now_s)
-        return any(any(death.charged.values()) for death in self._deaths)
+        return bool(self._charged_marks())
 
-    def add(self, suspects: list[Suspect], sure: bool, now_s: float) -> None:
+    def add(self, suspects: list[Suspect], sure: bool, now_s: float, worker: str = "") -> None:
         """Record a worker's death with the unproven calls that were running.
 
-        `sure`: the worker had announced that one suspect ran alone.
+        `sure`: the worker had announced that one suspect ran alone. `worker` is its socket.
         """
         if not suspects:
             return
         self._forget(now_s)
-        death = Death(now_s, sure, (mark for suspect in suspects for mark in suspect.marks))
-        death.open = len(suspects)
+        death = self._remember(self._name(worker), now_s, sure)
+        death.charged.update(dict.fromkeys((m for one in suspects for m in one.marks), 0))
+        death.open += len(suspects)
         for suspect in suspects:
             suspect.deaths.append(death)
-        self._deaths.append(death)
+        self._report(death)
 
     def clear(self, suspect: Suspect) -> None:
         """Clear a suspect that has brought tokens or an answer."""
         for death in suspect.deaths:
             death.open -= 1
+            self._report(death)
         suspect.deaths = []
 
     def charge(self, suspect: Suspect) -> None:
         """Charge a suspect that has ended without showing that it is harmless."""
         for death in suspect.deaths:
             death.charged.update(suspect.marks)
+            self._report(death)
         suspect.deaths = []
+        self._charged = None
 
     def pass_through(self, mark: str, *, alone: bool) -> None:
         """Count a request of a source that has come through; `alone`: run in isolation."""
-        for death in self._deaths:
-            if mark in death.charged:
+        if self._count_passed(mark, int(alone)) and self.has_peers:
+            self._passed[mark] += alone
+            self._announce()
+
+    def _count_passed(self, mark: str, alone: int) -> bool:
+        """Count requests of a source that have come through; return whether it matters."""
+        matters = False
+        for death in self._deaths.values():
+            if mark in death:
+                matters = matters or alone > 0 or (death.sure and mark not in death.passed)
                 death.passed[mark] = death.passed.get(mark, 0) + alone
+        return matters
+
+    # ---- verdicts
 
     def judge(self, mark: str, now_s: float, times: float = 1.0) -> Verdict:
         """Return the verdict on a source or fingerprint; `times` is the weight of each death."""
-        deaths = sure = vain = 0.0
-        for death in self._deaths:
-            if share := death.share(mark):
-                share *= times * 0.5 ** ((now_s - death.at_s) / HALF_LIFE_S)
-                deaths += share
-                sure += share if death.sure else 0.0
-                in_vain = self.sees_all and death.sure and mark not in death.passed
-                vain += share if in_vain else 0.0
+        if mark not in self._charged_marks():
+            return Verdict.FREE
+        deaths, sure, vain = (times * weight for weight in self._weigh(mark, now_s))
         return verdict(deaths, sure, vain if is_shared(mark) else None)
 
     def pause_s(self, mark: str, now_s: float) -> float:
         """Return the remaining pause of a source with the verdict WAITS."""
-        last_s = max((one.at_s for one in self._deaths if one.charged[mark]), default=0.0)
-        return max(0.0, last_s + PAUSE_S - now_s)
+        last_s = max((one.at_s for one in self._deaths.values() if one.share(mark)), default=0.0)
+        return max(0.0, last_s + self.whole_pause_s(mark, now_s) - now_s)
+
+    def whole_pause_s(self, mark: str, now_s: float) -> float:
+        """Return the pause after a death of a source with the verdict WAITS.
+
+        Requests that came through do not shorten it: they are those of innocent neighbours.
+        """
+        sure = self._weigh(mark, now_s, fade=1.0).sure
+        return min(MOST_PAUSE_S, PAUSE_S * max(1.0, sure))
+
+    def _weigh(self, mark: str, now_s: float, fade: float = _FADE) -> Charges:
+        deaths = sure = vain = 0.0
+        for death in self._deaths.values():
+            if share := death.share(mark, fade):
+                share *= 0.5 ** ((now_s - death.at_s) / HALF_LIFE_S)
+                deaths += share
+                sure += share if death.sure else 0.0
+                vain += share if death.sure and mark not in death.passed else 0.0
+        return Charges(deaths, sure, vain)
 
     def refuse_for_s(self, source: str, most_s: float) -> float:
-        """Count a refusal of a source, and return its duration, at most `most_s`.
+        """Count a refusal of a source, and return its duration, at most `most_s`."""
+        self._count_refusal(source)
+        if self.has_peers:
+            self._refusals.append(source)
+            self._announce()
+        return min(most_s, REFUSED_S * 2.0 ** (self._refused[source] - 1))
+
+    def _count_refusal(self, source: str) -> None:
+        """Count a refusal of a source.
 
         The deaths of an address stop counting as `vain`, so that it is tried again afterwards.
         """
         self._refused[source] += 1
         if is_shared(source):
-            self.pass_through(source, alone=False)
-        return min(most_s, REFUSED_S * 2.0 ** (self._refused[source] - 1))
+            self._count_passed(source, 0)
+
+    # ---- the other gateways
+
+    def take_report(self, gateway: str, now_s: float) -> SourceReport:
+        """Return the news of this gateway for the others."""
+        deaths = tuple(death.report(now_s) for death in self._changed.values())
+        news = SourceReport(gateway, deaths, dict(self._passed), tuple(self._refusals))
+        self._changed, self._passed, self._refusals = {}, Counter(), []
+        self._announced = False
+        return news
+
+    def hear(self, news: SourceReport, now_s: float) -> None:
+        """Add the news of another gateway."""
+        self._forget(now_s)
+        for one in news.deaths:
+            death = self._remember(one.worker, now_s - one.age_s, one.sure)
+            death.elsewhere[news.gateway] = one
+        for source, alone in news.passed.items():
+            self._count_passed(source, alone)
+        for source in news.refused:
+            self._count_refusal(source)
+        self._charged = None
+
+    def _report(self, death: Death) -> None:
+        if self.has_peers and self._deaths.get(death.worker) is death:
+            self._changed[death.worker] = death
+            self._announce()
+
+    def _announce(self) -> None:
+        if not self._announced:
+            self._announced = True
+            self._on_news()
+
+    # ---- memory
+
+    def _charged_marks(self) -> set[str]:
+        if self._charged is None:
+            self._charged = {mark for one in self._deaths.values() for mark in one.marks()}
+        return self._charged
+
+    def _name(self, worker: str) -> str:
+        """Return a name for a death: the worker's, unless its connection was lost before."""
+        known = self._deaths.get(worker)
+        is_ours = known is not None and bool(known.charged)
+        return f"{worker} {next(self._numbers)}" if is_ours or not worker else worker
+
+    def _remember(self, worker: str, at_s: float, sure: bool) -> Death:
+        """Return the death of a worker, which another gateway may have reported already."""
+        death = self._deaths.get(worker)
+        if death is None:
+            if len(self._deaths) >= _MOST_DEATHS:
+                self._drop_oldest()
+            death = self._deaths[worker] = Death(worker, at_s, sure)
+        death.sure = death.sure or sure
+        return death
 
     def _forget(self, now_s: float) -> None:
-        while self._deaths and now_s - self._deaths[0].at_s > _FORGET_S:
-            self._deaths.popleft()
+        while self._deaths and now_s - next(iter(self._deaths.values())).at_s > _FORGET_S:
+            self._drop_oldest()
         if not self._deaths:
             self._refused.clear()
+
+    def _drop_oldest(self) -> None:
+        del self._deaths[next(iter(self._deaths))]
+        self._charged = None

@@ -16,6 +16,7 @@ from servekit.protocol.messages import (
     ModelStatus,
     Quarantined,
     ReplicaStatus,
+    SourceReport,
     Topology,
     WorkerSpec,
     WorkerState,
@@ -78,11 +79,18 @@ class Service:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.reports: list[Quarantined] = []
-        self.router = Router("gateway/test", self.reports.append)
+        self.news: list[SourceReport] = []
+        self.router = Router("gateway/test", self._keep)
         self.workers: list[EchoWorker] = []
         self.scripted = 0  # how many scripted ones there have been
         self.max_queue = 100
         self.timeout_s = 3600.0  # longer than any test: nothing is ended by it unasked
+
+    def _keep(self, report: Quarantined | SourceReport) -> None:
+        if isinstance(report, Quarantined):
+            self.reports.append(report)
+        else:
+            self.news.append(report)
 
     async def worker(self, **options: Any) -> EchoWorker:
         worker = EchoWorker(self.folder / f"w{len(self.workers)}.sock", **options)

@@ -24,8 +24,10 @@ from servekit.protocol.messages import (
     PROOF_TOKENS,
     ModelInfo,
     ModelStatus,
+    Quarantined,
     ReplicaStatus,
     SamplingParams,
+    SourceReport,
     Topology,
     WorkerSpec,
     WorkerState,
@@ -147,7 +149,13 @@ class TwoGateways(RuleBasedStateMachine):
             self.open(gateway % 2, prompt, 8, 1)
 
     def _make_routers(self) -> None:
-        self.routers = [Router(f"gateway/{n}") for n in range(2)]
+        self.routers = [Router(f"gateway/{n}", self._forward) for n in range(2)]
+
+    def _forward(self, news: Quarantined | SourceReport) -> None:
+        """Forward what a gateway knows of sources to the others, as the supervisor does."""
+        if isinstance(news, SourceReport):
+            [other] = [router for router in self.routers if router.name != news.gateway]
+            self.loop.call_soon(lambda: other.hear_sources(news))
 
     def do(self, act: Callable[[], object]) -> None:
         """Act on the loop, and let all that follows from it happen."""

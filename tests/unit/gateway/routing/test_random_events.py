@@ -21,6 +21,7 @@ from servekit.protocol.messages import (
     ModelStatus,
     Quarantined,
     SamplingParams,
+    SourceReport,
     Topology,
     WorkerState,
 )
@@ -58,8 +59,12 @@ class Service(RuleBasedStateMachine):
             self.open_one(prompt, 8, True, "x", 0, None)
 
     def _make_router(self) -> None:
-        self.router = Router("gateway/test", self.quarantined.append)
+        self.router = Router("gateway/test", self._quarantine)
         self.tell()
+
+    def _quarantine(self, report: Quarantined | SourceReport) -> None:
+        assert isinstance(report, Quarantined), "the only gateway has no others to tell"
+        self.quarantined.append(report)
 
     def do(self, act: Callable[[], object]) -> None:
         """Act on the loop, and let all that follows from it happen."""
@@ -250,6 +255,9 @@ class Service(RuleBasedStateMachine):
         route = self.router.routes["m"]
         assert not (len(route.queue) and route.has_room), "a free slot and a queue"
         free = [r for r in route.replicas.values() if r.routable and not r.calls]
+        serving = [r for r in route.replicas.values() if r.routable and not r.held]
+        if len(serving) == 1 and route._recovering:
+            free = []  # the last one is not put at risk while another is on its way
         trial = any(c.alone_until and not c.proven for r in self.replicas for c in r.calls.values())
         assert not (route.suspects and free and not trial), "an empty replica and a suspect"
         assert all(r.calls for r in self.replicas if r.routable and r.held), (

@@ -20,6 +20,7 @@ from servekit.errors import (
     QueueFull,
     RequestError,
     RequestQuarantined,
+    SourceQuarantined,
     WorkerLost,
 )
 from servekit.gateway.auth.authorization import ACTING
@@ -29,11 +30,14 @@ from servekit.gateway.routing.suspect_sources import Suspect
 from servekit.protocol.messages import (
     AccessRules,
     ChatMessage,
+    DeathReport,
     Delta,
     KeyRule,
     ModelInfo,
     ModelStatus,
+    Quarantined,
     SamplingParams,
+    SourceReport,
     Topology,
 )
 from tests.unit.gateway.conftest import (
@@ -264,13 +268,6 @@ async def test_requests_wait_while_a_reload_leaves_no_worker_for_a_time(service:
     service.tell()
     with pytest.raises(ModelUnavailable, match="stopped"):
         service.router.open(ask())
-
-
-async def test_one_of_several_gateways_never_refuses_an_address(service: Service) -> None:
-    [worker] = await service.up()
-    for gateways in (2, 1):
-        service.tell(worker.status(), gateways=gateways)
-        assert service.router.sources.sees_all == (gateways == 1)
 
 
 async def test_deadlines_count_waiting_and_running(service: Service) -> None:
@@ -625,6 +622,68 @@ def charge_address(service: Service, deaths: int = 2, *, sure: bool = False) -> 
         killer = Suspect((f"address:{ADDRESS}",))
         service.router.sources.add([killer], sure=sure, now_s=time.monotonic())
         service.router.sources.charge(killer)
+
+
+async def test_only_one_of_several_gateways_reports_deaths_to_others(service: Service) -> None:
+    [worker] = await service.up()
+    charge_address(service)
+    assert service.news == []
+    service.tell(worker.status(), gateways=2)
+    charge_address(service, 3)
+    await until(lambda: service.news)
+    [news] = service.news
+    assert [death.charged for death in news.deaths] == [{f"address:{ADDRESS}": 1}] * 3
+
+
+def news_of_another(service: Service, deaths: int) -> SourceReport:
+    """Return another gateway's report of deaths that are charged to the address."""
+    charged = {f"address:{ADDRESS}": 1}
+    parts = [DeathReport(f"w{n}.sock", False, 0.0, 1, charged) for n in range(deaths)]
+    return SourceReport("gateway/other", tuple(parts))
+
+
+async def test_deaths_at_another_gateway_isolate_what_waits_and_what_comes(
+    service: Service,
+) -> None:
+    await service.up(step_s=0.002, slots=1)
+    running, waiting = (service.router.open(ask_from_address()) for _ in range(2))
+    service.router.hear_sources(news_of_another(service, 2))
+    assert waiting.alone_until
+    new, stranger = service.router.open(ask_from_address()), service.router.open(ask())
+    assert new.alone_until and not stranger.alone_until
+    for call in (running, waiting, new, stranger):
+        assert await answer(call) == echo("hello ", 24)
+
+
+async def test_what_waits_is_refused_with_its_source_by_another_gateway(service: Service) -> None:
+    [worker] = await service.up(step_s=0.002, slots=1)
+    running, waiting = (service.router.open(ask_from_address()) for _ in range(2))
+    stranger = service.router.open(ask())
+    entry = Quarantined(f"address:{ADDRESS}", "m", 0.0, 60.0)
+    status = service.router.routes["m"].status
+    service.router.apply(Topology((status,), gateways=2, quarantined=(entry,)))
+    with pytest.raises(SourceQuarantined):
+        await answer(waiting)
+    with pytest.raises(SourceQuarantined):
+        service.router.open(ask_from_address())
+    assert await answer(running) == await answer(stranger) == echo("hello ", 24)
+    assert worker.running == 0
+
+
+async def test_an_answer_under_way_speaks_for_its_address(service: Service) -> None:
+    [worker] = await service.up(step_s=0.002)
+    service.tell(worker.status(), gateways=2)
+    long = service.router.open(ask_from_address(tokens=5000))
+    await until(lambda: long.proven)
+    news = news_of_another(service, 3)
+    sure = tuple(replace(death, sure=True) for death in news.deaths)
+    service.router.hear_sources(replace(news, deaths=sure))
+    await until(lambda: service.news)
+    assert service.news[0].passed == {f"address:{ADDRESS}": 0}
+    call = service.router.open(ask_from_address())
+    assert call.alone_until and call.not_before_s > time.monotonic(), "it waits, it is not refused"
+    for one in (call, long):
+        one.cancel()
 
 
 async def test_a_crowd_of_a_suspected_address_keeps_out_only_itself(service: Service) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from servekit.gateway.routing.suspect_sources import (
     HALF_LIFE_S,
+    MOST_PAUSE_S,
+    PAUSE_S,
     Sources,
     Suspect,
     Verdict,
     in_words,
     verdict,
 )
+from servekit.protocol.messages import SourceReport
 
 
 @pytest.mark.parametrize(
@@ -83,7 +87,7 @@ def test_it_is_refused_for_longer_each_time_and_forgotten_at_last() -> None:
         sources.charge(one)
     assert sources.judge("key:k", 3.0) is Verdict.REFUSED
     assert [sources.refuse_for_s("key:k", 100.0) for _ in range(3)] == [30.0, 60.0, 100.0]
-    assert sources.pause_s("key:k", 3.5) == 0.5
+    assert sources.pause_s("key:k", 3.5) == pytest.approx(4.3, abs=0.1)
     assert not sources.holds(10_000.0)
     assert in_words("key:k") == "the key 'k'"
 
@@ -133,12 +137,146 @@ def test_an_address_is_not_refused_where_another_client_of_it_is_served() -> Non
         assert sources.judge("address:a", float(at)) <= Verdict.WAITS
 
 
-def test_one_of_several_gateways_does_not_refuse_an_address() -> None:
-    """It does not know of the address's requests that another gateway has served."""
+def test_the_pause_grows_with_the_deaths_whoever_is_served_and_passes_with_time() -> None:
     sources = Sources()
-    sources.sees_all = False
-    for at in range(20):
+    pauses = []
+    for at in range(40):
         charge(sources, "address:a", float(at), sure=True)
-        charge(sources, "key:a", float(at), sure=True)
-    assert sources.judge("address:a", 20.0) is Verdict.WAITS
-    assert sources.judge("key:a", 20.0) is Verdict.REFUSED
+        sources.pass_through("address:a", alone=True)
+        pauses.append(sources.whole_pause_s("address:a", float(at)))
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (PAUSE_S, MOST_PAUSE_S)
+    assert sources.whole_pause_s("address:a", 40.0 + 10 * HALF_LIFE_S) == PAUSE_S
+
+
+# ---------------------------------------------------------------- several gateways
+
+
+class Gateways:
+    """The sources of two gateways, whose news are forwarded at once."""
+
+    def __init__(self) -> None:
+        self.messages = 0
+        self.both = Sources(self._forward), Sources(self._forward)
+        for sources in self.both:
+            sources.has_peers = True
+        self.now_s = 0.0
+
+    def _forward(self) -> None:
+        self.messages += 1
+
+    def tell(self) -> None:
+        """Forward the news of both."""
+        news = [one.take_report(f"gateway/{n}", self.now_s) for n, one in enumerate(self.both)]
+        self.both[0].hear(decode(encode(news[1])), self.now_s)
+        self.both[1].hear(decode(encode(news[0])), self.now_s)
+
+    def kill(self, at: int, mark: str = "address:a", worker: str = "", sure: bool = True) -> None:
+        """Charge a death to a mark at one gateway."""
+        one = Suspect((mark,))
+        self.both[at].add([one], sure=sure, now_s=self.now_s, worker=worker)
+        self.both[at].charge(one)
+        self.tell()
+
+    def judge(self, mark: str = "address:a") -> list[Verdict]:
+        return [one.judge(mark, self.now_s) for one in self.both]
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(SourceReport).decode
+
+
+def test_an_address_is_refused_for_the_deaths_at_all_gateways() -> None:
+    gateways = Gateways()
+    for at in range(3):
+        assert max(gateways.judge()) <= Verdict.WAITS
+        gateways.kill(at % 2, worker=f"w{at}.sock")
+    assert gateways.judge() == [Verdict.REFUSED] * 2
+    assert gateways.both[0].refuse_for_s("address:a", 100.0) == 30.0
+    gateways.tell()
+    assert gateways.judge() == [Verdict.WAITS] * 2
+    assert gateways.both[1].refuse_for_s("address:a", 100.0) == 60.0
+
+
+def test_a_request_that_another_gateway_has_served_keeps_its_address_from_refusal() -> None:
+    gateways = Gateways()
+    for at in range(20):
+        gateways.kill(0, worker=f"w{at}.sock")
+        if at % 2:
+            gateways.both[1].pass_through("address:a", alone=at % 4 > 1)
+            gateways.tell()
+        assert max(gateways.judge()) <= Verdict.WAITS
+
+
+def test_requests_that_came_through_alone_at_any_gateway_free_a_source() -> None:
+    gateways = Gateways()
+    for at in range(2):
+        gateways.kill(at, worker=f"w{at}.sock")
+    assert min(gateways.judge()) >= Verdict.ALONE
+    for at in range(12):
+        gateways.both[at % 2].pass_through("address:a", alone=True)
+        gateways.tell()
+    assert gateways.judge() == [Verdict.FREE] * 2
+
+
+def test_one_death_that_two_gateways_have_seen_is_one() -> None:
+    gateways = Gateways()
+    for at in range(2):
+        gateways.kill(at, worker="w1.sock", sure=False)
+    assert gateways.judge() == [Verdict.FREE] * 2
+    for at in range(2):
+        gateways.kill(at, worker="w2.sock", sure=False)
+    assert gateways.judge() == [Verdict.ALONE] * 2
+
+
+def test_the_innocent_at_another_gateway_share_a_death_until_they_are_cleared() -> None:
+    gateways = Gateways()
+    innocents = []
+    for at in range(2):
+        crowd = [Suspect((f"address:{n}",)) for n in range(9)]
+        gateways.both[1].add(crowd, sure=False, now_s=0.0, worker=f"w{at}.sock")
+        gateways.kill(0, worker=f"w{at}.sock", sure=False)
+        innocents += crowd
+    assert gateways.judge() == [Verdict.FREE] * 2
+    for suspect in innocents:
+        gateways.both[1].clear(suspect)
+    gateways.tell()
+    assert gateways.judge() == [Verdict.ALONE] * 2
+
+
+def test_a_connection_that_breaks_twice_is_two_deaths() -> None:
+    gateways = Gateways()
+    for _ in range(2):
+        gateways.kill(0, worker="w1.sock", sure=False)
+    assert gateways.judge() == [Verdict.ALONE] * 2
+
+
+def test_nothing_is_sent_for_requests_of_sources_without_deaths() -> None:
+    gateways = Gateways()
+    gateways.both[0].pass_through("address:a", alone=False)
+    gateways.kill(0, worker="w1.sock")
+    sent = gateways.messages
+    for _ in range(100):
+        gateways.both[1].pass_through("address:b", alone=False)
+    assert gateways.messages == sent
+    for _ in range(100):
+        gateways.both[1].pass_through("address:a", alone=False)
+        gateways.tell()
+    assert gateways.messages == sent + 1, "that some came through is news once"
+
+
+def test_the_only_gateway_keeps_no_news() -> None:
+    sources = Sources(lambda: pytest.fail("there is no other gateway"))
+    charge(sources, "address:a", 0.0, sure=True)
+    sources.pass_through("address:a", alone=True)
+    sources.refuse_for_s("address:a", 100.0)
+    assert sources.take_report("gateway/0", 0.0) == SourceReport("gateway/0")
+
+
+def test_what_is_remembered_is_bounded_however_much_is_reported() -> None:
+    gateways = Gateways()
+    for at in range(1000):
+        gateways.kill(at % 2, mark=f"address:{at}", worker=f"w{at}.sock")
+    assert all(len(one._deaths) == 64 for one in gateways.both)
+    assert gateways.judge("address:0") == [Verdict.FREE] * 2
+    assert not any(one.holds(10_000.0) for one in gateways.both)
