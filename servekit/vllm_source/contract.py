@@ -126,7 +126,7 @@ REQUIRED = (
     Required(
         "vllm.v1.worker.gpu_worker:Worker",
         (
-            *("load_model", "execute_model", "sample_tokens", "use_v2_model_runner"),
+            *("init_device", "load_model", "execute_model", "sample_tokens", "use_v2_model_runner"),
             *("model_runner", "model_config", "vllm_config", "device"),
         ),
     ),

@@ -16,12 +16,16 @@ import socket
 import time
 from typing import Any
 
+from servekit.errors import LoadError
+
 _MOST_BYTES = 4096
 _EXIT_CODE = re.compile(r"exit code: (-?\d+|None)")
 #: Time in which the exit code of a process that has just ended becomes available.
 _ENDED_S = 0.5
 #: Parts of the lines that vLLM logs when a core dies; other errors concern single requests.
-_OF_DEATH = ("encountered a fatal error", "died unexpectedly")
+_OF_DEATH = ("encountered a fatal error", "died unexpectedly", "failed to start")
+#: Errors of an environment, which another start would meet again.
+_OF_ENVIRONMENT = ("ModuleNotFoundError", "ImportError")
 
 
 class Causes:
@@ -70,8 +74,10 @@ class Teller(logging.Handler):
 
 
 def report_errors(config: Any) -> None:
-    """Make this process, a core's, report its errors."""
-    logging.getLogger("vllm").addHandler(Teller(config))
+    """Make this process, a core's or a rank's, report its errors."""
+    log = logging.getLogger("vllm")
+    if not any(isinstance(handler, Teller) for handler in log.handlers):
+        log.addHandler(Teller(config))
 
 
 def _code_of_a_child() -> int | None:
@@ -111,6 +117,15 @@ def of_exit(code: int | None) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
+
+
+def explain_start(told: str, error: BaseException) -> LoadError:
+    """Return the error for a core that did not start, by its reported error, if there is one."""
+    if not told:
+        sentence = "vLLM's engine did not start; the lines before this say why"
+        return LoadError(f"{sentence} ({first_line(error)}).", permanent=False)
+    lasting = told.startswith(_OF_ENVIRONMENT)
+    return LoadError(f"vLLM's engine did not start: {told}", permanent=lasting)
 
 
 def describe_death(told: str, code: int | None) -> str:

@@ -181,11 +181,9 @@ def _start_core(asked: dict[str, Any], model: str) -> tuple[Any, Causes]:
         with core_host.core_in_host():
             return SyncMPClient(config, Executor.get_class(config), log_stats=True), told
     except Exception as error:
+        explained = causes.explain_start(told.first(_CAUSE_S), error)
         told.close()
-        raise LoadError(
-            f"vLLM's engine did not start; the lines before this say why ({first_line(error)}).",
-            permanent=False,
-        ) from error
+        raise explained from error
 
 
 def explain_refusal(error: Exception) -> str:

@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops import bad_words, topk_topp_sampler
 
 from servekit.engines.api.base import TOLD_TO_FAIL
+from servekit.engines.vllm import causes
 from servekit.engines.vllm.requests import BEFORE, DONE
 
 if current_platform.is_cpu():
@@ -128,6 +129,10 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
     def sample_tokens(self, grammar_output: Any) -> Any:
         with self._unread_draw_nothing():
             return super().sample_tokens(grammar_output)
+
+    def init_device(self) -> None:
+        causes.report_errors(self.vllm_config)
+        super().init_device()
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         if self.use_v2_model_runner:

@@ -212,3 +212,18 @@ def test_a_process_below_the_core_that_is_killed_is_told_so() -> None:
         == "vLLM's engine core ended with exit code 1; its log says why."
     )
     assert causes.describe_death("", None) == "vLLM's engine core has died; its log says why."
+
+
+def test_a_start_that_fails_gives_the_reported_cause() -> None:
+    error = RuntimeError("Engine core initialization failed. See root cause above.\nmore")
+    told = causes.explain_start("ValueError: no weights", error)
+    assert (told.message, told.permanent) == (
+        "vLLM's engine did not start: ValueError: no weights",
+        False,
+    )
+    assert causes.explain_start(
+        "ModuleNotFoundError: No module named 'flashinfer'", error
+    ).permanent
+    untold = causes.explain_start("", error)
+    assert "the lines before this say why (Engine core init" in untold.message
+    assert not untold.permanent
