@@ -112,7 +112,7 @@ def test_an_address_is_refused_whichever_gateway_it_reaches(tmp_path: Path) -> N
         url = instance.until_settled().url
         over = threading.Event()
         others = [pool.submit(keep_asking, url, over, address="127.0.0.2") for _ in range(3)]
-        codes = []
+        codes: list[str] = []
         while len(codes) < 12 and "source_quarantined" not in codes:
             words = "".join(random.choices(string.ascii_letters, k=12))
             codes.append(complete(url, f"poison {words}", 5).json()["error"]["code"])
