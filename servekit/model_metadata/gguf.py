@@ -111,11 +111,17 @@ def read(path: Path) -> Gguf:
         try:
             content = _read_content(part)
         except _MALFORMED as error:
-            raise ValueError(f"{part} is not a readable GGUF file: {error}") from error
+            reason = _explain(error)
+            raise ValueError(f"{part} is not a readable GGUF file: {reason}") from error
         metadata = content.metadata if not at else metadata
         elements += sum(tensor.elements for tensor in content.tensors)
         size += max(0, content.size - content.start)
     return Gguf(metadata, elements, size)
+
+
+def _explain(error: Exception) -> str:
+    """Return a reader's error in words; those of `struct` speak of buffers."""
+    return "it ends early" if isinstance(error, struct.error) else str(error)
 
 
 def begins_as_gguf(path: Path) -> bool:
@@ -143,7 +149,8 @@ def read_header(path: Path, *, part: bool = False) -> Header:
     try:
         return _check_content(path, _read_content(path), part)
     except (*_MALFORMED, ValueError) as error:
-        raise LoadError(f"{path} is not a whole GGUF file: {error}. Fetch it again.") from error
+        reason = _explain(error)
+        raise LoadError(f"{path} is not a whole GGUF file: {reason}. Fetch it again.") from error
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error.strerror or error}.") from error
 

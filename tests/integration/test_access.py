@@ -417,7 +417,7 @@ def test_key_new(tmp_path: Path) -> None:
     made = run("key", "new", "--name", "dora")
     key, _, lines = made.stdout.partition("\n")
     assert key.startswith("sk-dora-")
-    assert key not in lines and "nothing can show it again" in made.stderr
+    assert key not in lines and "it cannot be shown again" in made.stderr
     config = tmp_path / "a.yaml"
     config.write_text(f"{lines}\nmodels: {json.dumps([echo('a')])}\n")
     assert run("check", str(config)).returncode == 0

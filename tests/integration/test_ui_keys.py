@@ -129,7 +129,7 @@ def test_a_visitor_signs_in_chats_within_its_limits_and_signs_out(
     assert serious(page) == []
     page.get_by_label("API key").fill("sk-alice-wrong")
     page.keyboard.press("Enter")
-    expect(page.get_by_role("alert")).to_contain_text("not known here")
+    expect(page.get_by_role("alert")).to_contain_text("This key is unknown")
     assert serious(page) == []
     page.screenshot(path=tmp_path / "wrong.png")
     sign_in(page, KEY, f"{url}/ui/compare")

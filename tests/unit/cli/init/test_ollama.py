@@ -100,7 +100,9 @@ def test_models_are_served_from_their_blobs(tmp_path: Path, store: Store) -> Non
     assert "tiny:0.1b: stop ('<end>'): " in said and "tiny:0.1b: mirostat: 1" in said
     assert "tiny:0.1b: its system prompt" in said and "num_predict" not in said
     assert "name-GGUF:Q8_0: its projector" in said
-    assert "me/mine:v1: the model: " in said and "is no GGUF file that can be read" in said
+    assert (
+        "me/mine:v1: the model: " in said and "is not a readable GGUF file: it ends early" in said
+    )
     assert "gpt-oss:120b-cloud: the model: it runs in Ollama's cloud" in said
 
 
