@@ -30,6 +30,7 @@ from transformers import AutoTokenizer
 from tests.bench.cpu import cpu_s
 from tests.bench.crowd import Round
 from tests.bench.figures import conditions
+from tests.bench.load import Unexpected
 from tests.bench.vllm import (
     PATHS,
     START_S,
@@ -119,15 +120,20 @@ class Measured:
 
     rounds: list[Round] = field(default_factory=list)
     cpu_us: list[float] = field(default_factory=list)  # for each token
+    failed: str = ""  # why the last round that broke off did
 
     def middle(self, of: Callable[[Round], float]) -> float:
         return statistics.median(map(of, self.rounds))
 
     @property
     def rate(self) -> float:
-        return self.middle(lambda one: one.tokens_per_s)
+        """Median of the rounds; 0 if each broke off."""
+        return self.middle(lambda one: one.tokens_per_s) if self.rounds else 0.0
 
     def cells(self, best: float) -> Iterator[str]:
+        if not self.rounds:
+            yield from (self.failed or "not asked", *[""] * 4)
+            return
         yield f"{self.rate:,.0f}"
         yield f"{self.rate / best:.2f}"
         first = [self.middle(lambda one, at=at: one.first_s(at)) * 1e3 for at in (0.5, 0.99)]  # type: ignore[misc]
@@ -158,7 +164,12 @@ def measure(
             if number and time.monotonic() > until_s:
                 return results
             before_s = found[name].front_cpu_s()
-            one = turns[kind, name](streams, number)
+            try:
+                one = turns[kind, name](streams, number)
+            except Unexpected as error:  # the others are to be seen all the same
+                result.failed = str(error).strip().rpartition("\n")[2]
+                _say(f"{number}: {streams} {kind} {name}: {result.failed}")
+                continue
             result.rounds.append(one)
             result.cpu_us.append((found[name].front_cpu_s() - before_s) / one.tokens * 1e6)
             _say(f"{number}: {streams} {kind} {name}: {one.tokens_per_s:,.0f} tok/s")
