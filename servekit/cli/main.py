@@ -353,7 +353,7 @@ def _run_supervisor(plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json:
     import asyncio
 
     from servekit import logging_config as logs
-    from servekit.cli.startup_display import Words, watch
+    from servekit.cli.startup_display import BannerFacts, watch
     from servekit.supervisor.startup_resources import StartupResources
 
     server = plan.config.server
@@ -365,7 +365,7 @@ def _run_supervisor(plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json:
 
     logs.configure("supervisor", json=as_json, level="warning" if quiet else "info")
 
-    words = Words(server.ui, _down_command(resources.run_dir.path))
+    words = BannerFacts(server.ui, _down_command(resources.run_dir.path))
 
     async def live() -> int:
         with watch(words, quiet=quiet, as_json=as_json) as display:

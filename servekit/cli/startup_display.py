@@ -45,7 +45,7 @@ _OURS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class BannerFacts:
     """Facts for the banner that are not in the status."""
 
     ui: bool  # the UI is served
@@ -53,7 +53,7 @@ class Words:
 
 
 @contextlib.contextmanager
-def watch(words: Words, *, quiet: bool, as_json: bool = False) -> Iterator[Display]:
+def watch(words: BannerFacts, *, quiet: bool, as_json: bool = False) -> Iterator[Display]:
     """Provide a display while an instance lives; with JSON it only logs."""
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     picture = _Picture(console) if console.is_terminal and not (quiet or as_json) else None
@@ -71,7 +71,7 @@ class Display:
         self,
         console: Console,
         picture: _Picture | None,
-        words: Words,
+        words: BannerFacts,
         *,
         quiet: bool,
         as_json: bool = False,
@@ -208,7 +208,7 @@ def _bar(replica: ReplicaStatus) -> RenderableType:
     return ProgressBar(total=progress.total, completed=progress.done, width=24)
 
 
-def banner(status: Status, words: Words, *, boxed: bool) -> RenderableType:
+def banner(status: Status, words: BannerFacts, *, boxed: bool) -> RenderableType:
     """Return the banner: the addresses, the models, and how to stop the instance."""
     lines = Text()
     for label, value in _addresses(status.url, ui=words.ui):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,11 @@ def two_replicas(folder: Path) -> list[dict[str, Any]]:
     return [fragile(folder, replicas=2)]
 
 
-async def send_poison_by_key(scene: Scene) -> None:
-    """One key sends 25 different poisons: it is refused, and the holder of the other is served."""
+async def send_poison_by_key(scene: Scene, *, at_once: int = 1) -> None:
+    """One key sends 25 different poisons: it is refused, and the holder of the other is served.
+
+    So many of them are under way `at_once`; those may take workers before the key is known.
+    """
     good, bad = holder(scene, GOOD), holder(scene, BAD)
 
     async def ask(number: int) -> tuple[Answer, str]:
@@ -43,12 +47,16 @@ async def send_poison_by_key(scene: Scene) -> None:
         answer = await good.complete("m", prompt, 40, stream=number % 2 == 0)
         return answer, due_text("upper", prompt, 40)
 
-    async with scene.bystanders(4, ask):
-        for number in range(25):
+    async def poison(number: int) -> None:
+        async with turns:
             answer = await bad.complete("m", f"boom {number}", 50, stream=False)
-            scene.account.check_form(answer)
-            ended = answer.error in ("request_quarantined", "source_quarantined")
-            scene.account.expect(ended, f"poison was answered {answer.status} {answer.error!r}")
+        scene.account.check_form(answer)
+        ended = answer.error in ("request_quarantined", "source_quarantined")
+        scene.account.expect(ended, f"poison was answered {answer.status} {answer.error!r}")
+
+    turns = asyncio.Semaphore(at_once)
+    async with scene.bystanders(4, ask):
+        await asyncio.gather(*map(poison, range(25)))
         refused = await bad.complete("m", "harmless", 5, stream=False)
         scene.account.check_form(refused)
         scene.account.expect(
@@ -156,6 +164,14 @@ ATTACKS = [
         "25 poisons of one key beside another key",
         two_replicas,
         send_poison_by_key,
+        sections={"keys": KEYS},
+        env=ENV,
+    ),
+    Attack(
+        "poisons-by-key",
+        "the same, all 25 at once",
+        two_replicas,
+        partial(send_poison_by_key, at_once=25),
         sections={"keys": KEYS},
         env=ENV,
     ),

@@ -33,7 +33,7 @@ from tests.bench.cpu import cpu_s, memory_bytes
 from tests.integration.instance import Instance, echo
 from tests.polling import poll
 
-#: Words of about 4 characters, all unlike; a prompt of 4000 characters.
+#: BannerFacts of about 4 characters, all unlike; a prompt of 4000 characters.
 _TEXT = " ".join(f"{number:04}" for number in range(800))
 
 

@@ -41,7 +41,7 @@ PROGRAM = (sys.executable, "-m", "servekit")
 
 
 def echo(name: str, *, replicas: int = 1, **options: object) -> dict[str, Any]:
-    """A model of the echo engine; its options are `servekit.config.schema.EchoOptions`."""
+    """A model of the echo engine; its options are `servekit.config.engines.options.EchoOptions`."""
     return {
         "name": name,
         "engine": "echo",

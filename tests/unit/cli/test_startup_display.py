@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 
 from servekit import logging_config
 from servekit.cli.startup_display import (
+    BannerFacts,
     Display,
-    Words,
     banner,
     is_start_over,
     picture,
@@ -34,7 +34,7 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.types import as_builtins
 
-WORDS = Words(ui=True, stop="servekit down")
+WORDS = BannerFacts(ui=True, stop="servekit down")
 
 
 def replica(name: str, state: WorkerState, **fields: object) -> ReplicaStatus:
@@ -155,7 +155,7 @@ def test_banner_names_what_serves_and_what_does_not() -> None:
     assert "m  2 × cpu" in text
     assert "failed: no [weights] :here:" in text
     assert "http://h:1/ui" in text
-    assert "/ui" not in shown(banner(status(), Words(False, "x"), boxed=False))
+    assert "/ui" not in shown(banner(status(), BannerFacts(False, "x"), boxed=False))
 
 
 @pytest.mark.parametrize("state", ["loading", "starting", "backoff", "draining"])

@@ -1,4 +1,4 @@
-"""The table of reload.py, as a pure function of two files."""
+"""What a reload changes, as a pure function of two files."""
 
 from __future__ import annotations
 
