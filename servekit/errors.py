@@ -179,8 +179,8 @@ class BodyTooLarge(RequestError):
 
 
 class ClientClosed(RequestError):
-    """The client has disconnected, so the request was cancelled. Nobody receives this; it stands in
-    metrics and traces.
+    """The request was cancelled: its client has disconnected or stopped it, or another choice of
+    the same request has failed. No client receives this; metrics and traces show it.
     """
 
     status = 499
