@@ -75,9 +75,9 @@ class Teller(logging.Handler):
 
 def report_errors(config: Any) -> None:
     """Make this process, a core's or a rank's, report its errors."""
-    vllm_log = logging.getLogger("vllm")
-    if not any(isinstance(handler, Teller) for handler in vllm_log.handlers):
-        vllm_log.addHandler(Teller(config))
+    theirs = logging.getLogger("vllm")
+    if not any(isinstance(handler, Teller) for handler in theirs.handlers):
+        theirs.addHandler(Teller(config))
 
 
 def _code_of_a_child() -> int | None:
