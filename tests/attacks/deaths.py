@@ -183,7 +183,7 @@ async def reload_another_model(scene: Scene) -> None:
     ]
     await asyncio.sleep(1.0)
     write_voice(scene, "lower")
-    scene.instance.signal(signal.SIGHUP)
+    await asyncio.to_thread(scene.instance.reload)  # nohup would have it ignore SIGHUP
     await asyncio.gather(*running)
 
     async def is_new() -> bool:
@@ -204,13 +204,13 @@ async def reload_after_quarantine(scene: Scene) -> None:
         expect_quarantine(scene, await scene.client.complete("m", POISON, 50, stream=False))
     await scene.until_serving(2)
     deaths = await scene.restarts()
-    scene.instance.signal(signal.SIGHUP)
+    await asyncio.to_thread(scene.instance.reload)  # nohup would have it ignore SIGHUP
     for _ in range(20):
         await asyncio.sleep(0.1)
         expect_quarantine(scene, await scene.client.complete("m", POISON, 50, stream=False))
     await scene.expect_deaths(deaths, "a request in quarantine")
     write_voice(scene, "lower", options={"raise_on": "nothing of that"})
-    scene.instance.signal(signal.SIGHUP)
+    await asyncio.to_thread(scene.instance.reload)  # nohup would have it ignore SIGHUP
 
     async def is_answered() -> bool:
         answer = await scene.client.complete("m", POISON, 20, stream=False)
