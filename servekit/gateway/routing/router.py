@@ -628,5 +628,12 @@ class Router:
 
 
 def waiting_of(route: ModelQueue, source: str) -> list[InflightRequest]:
-    """Return the waiting calls of a source whose answers have not begun."""
-    return [call for call in route.order() if not call.emitted and source_of(call) == source]
+    """Return the waiting calls of a source whose clients have nothing of an answer.
+
+    A whole answer is sent at its end, however many tokens earlier attempts have brought.
+    """
+    return [
+        call
+        for call in route.order()
+        if source_of(call) == source and not (call.stream and call.emitted)
+    ]
