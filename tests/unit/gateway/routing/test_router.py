@@ -26,6 +26,7 @@ from servekit.errors import (
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.http.request_context import RequestContext
 from servekit.gateway.routing.request import InflightRequest
+from servekit.gateway.routing.router import waiting_of
 from servekit.gateway.routing.suspect_sources import Suspect
 from servekit.protocol.messages import (
     AccessRules,
@@ -668,6 +669,23 @@ async def test_what_waits_is_refused_with_its_source_by_another_gateway(service:
         service.router.open(ask_from_address())
     assert await answer(running) == await answer(stranger) == echo("hello ", 24)
     assert worker.running == 0
+
+
+async def test_a_whole_answer_that_waits_again_is_refused_with_its_source(
+    service: Service,
+) -> None:
+    """Its client has nothing of it, whatever a worker has computed before it died."""
+    await service.up(step_s=0.002, slots=1)
+    running = service.router.open(ask())
+    whole, stream = (ask_from_address() for _ in range(2))
+    whole.stream, stream.stream = False, True
+    for call in (whole, stream):
+        service.router.open(call)
+        call.emitted = [ord("h")]
+    found = waiting_of(service.router.routes["m"], f"address:{ADDRESS}")
+    assert found == [whole]
+    for call in (running, whole, stream):
+        call.cancel()
 
 
 async def test_an_answer_under_way_speaks_for_its_address(service: Service) -> None:
