@@ -538,7 +538,7 @@ class Router:
     def _isolate_waiting(self, route: ModelQueue, source: str, judged: Verdict) -> None:
         """Treat the waiting calls of a source as if they came now."""
         for call in waiting_of(route, source):
-            if not call.alone_until:
+            if not (call.alone_until or call.emitted):
                 route.withdraw(call)
                 self._isolate(call, judged, time.monotonic())
                 self._line_up(route, call, held_bytes(call))
