@@ -1,13 +1,16 @@
 """servekit's gateways beside vLLM's front ends in Python and in Rust: one GPU, by turns.
 
     python -m tests.bench.front_ends --tokenizer FOLDER [--streams 1 32 128 512 1024]
+    python -m tests.bench.front_ends --tokenizer FOLDER --servers python transformers --streams 128
 
-Each has an engine core of its own on the GPU, of the same vLLM, model, share of memory and KV
-cache, and only one has work at a time. Prompts are random token ids (of a chat: random letters).
-`--tokenizer` is a folder with a real tokenizer, whose vocabulary the random model gets; the model
-has the shape of a 0.6B. CPU is that of all processes of a server but its engine core.
+`python` and `rust` are `vllm serve` with either front end, `one` and `two` servekit's vLLM engine
+behind so many gateways, `transformers` servekit's transformers engine behind one. Each has an
+engine of its own on the GPU, with the same model, share of memory and KV cache (and vLLM), and only
+one has work at a time. Prompts are random token ids (of a chat: random letters). `--tokenizer` is a
+folder with a real tokenizer, whose vocabulary the random model gets; the model has the shape of a
+0.6B. CPU is that of all processes of a server but vLLM's engine core.
 
---engine echo  try the script itself, without a GPU: servekit with one and two gateways
+--echo  try the script itself, without a GPU: servekit with one and two gateways
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -44,9 +48,18 @@ from tests.bench.vllm import (
 from tests.gpu.adapters import write_middle
 from tests.integration.instance import Instance
 
-#: Of the GPU, for each of the four.
+#: Of the GPU, for each of four.
 SHARE = 0.22
-RUST = {"VLLM_USE_RUST_FRONTEND": "1"}
+#: Environment of `vllm serve`, and engine and gateways of servekit, by name of the server.
+THEIRS: dict[str, dict[str, str]] = {"python": {}, "rust": {"VLLM_USE_RUST_FRONTEND": "1"}}
+OURS = {"one": ("vllm", 1), "two": ("vllm", 2), "transformers": ("transformers", 1)}
+SERVERS = {
+    "python": "vllm serve",
+    "rust": "vllm serve, Rust",
+    "one": "servekit, 1 gateway",
+    "two": "servekit, 2 gateways",
+    "transformers": "servekit, transformers",
+}
 HEAD = (
     "streams",
     "API",
@@ -84,30 +97,53 @@ def _front_pids(process: psutil.Process) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def servers(engine: str, model: Path) -> Iterator[dict[str, Server]]:
-    """All of them, ready, by name; the first to load fills vLLM's cache of compiled kernels."""
+def servers(names: Sequence[str], echo: bool, model: Path) -> Iterator[dict[str, Server]]:
+    """Start all of them; when the first is ready, whose kernels vLLM keeps, the others at once."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="servekit-bench-")))
+        starting: list[tuple[str, Callable[[], Server]]] = []
         found: dict[str, Server] = {}
-        if engine == "vllm":
-            for name, env in (("vllm serve", {}), ("vllm serve, Rust", RUST)):
-                log = folder / f"{len(found)}.log"
-                port, pid = stack.enter_context(api_server(model, log, SHARE, env))
-                _say(f"starting {name}")
-                await_health(port, log)
-                found[name] = Server(port, pid)
-        for gateways in (1, 2):
-            home = folder / f"gateways-{gateways}"
+        for name in names:
+            _say(f"starting {SERVERS[name]}")
+            home = folder / name
             home.mkdir()
-            _say(f"starting servekit with {gateways}")
-            entry, server = model_entry(engine, model, SHARE), {"gateways": gateways}
-            instance = stack.enter_context(Instance.up(home, [entry], server=server))
-            status = instance.until_settled(within_s=START_S)
-            states = [(one.state, one.reason) for one in status.models[0].replicas]
-            assert all(state == "ready" for state, _ in states), states
-            port = urlsplit(status.url).port or 0
-            found[f"servekit, {gateways} gateway(s)"] = Server(port, instance.process.pid)
+            if name in THEIRS:
+                awaits = _start_theirs(stack, model, home / "log", THEIRS[name])
+            else:
+                engine, gateways = OURS[name]
+                entry = model_entry("echo" if echo else engine, model, SHARE)
+                awaits = _start_ours(stack, home, entry, gateways)
+            if not starting:
+                found[SERVERS[name]] = awaits()
+            starting.append((SERVERS[name], awaits))
+        found |= {name: awaits() for name, awaits in starting[1:]}
         yield found
+
+
+def _start_theirs(
+    stack: contextlib.ExitStack, model: Path, log: Path, env: dict[str, str]
+) -> Callable[[], Server]:
+    port, pid = stack.enter_context(api_server(model, log, SHARE, env))
+
+    def until_ready() -> Server:
+        await_health(port, log)
+        return Server(port, pid)
+
+    return until_ready
+
+
+def _start_ours(
+    stack: contextlib.ExitStack, home: Path, entry: dict[str, Any], gateways: int
+) -> Callable[[], Server]:
+    instance = stack.enter_context(Instance.up(home, [entry], server={"gateways": gateways}))
+
+    def until_ready() -> Server:
+        status = instance.until_settled(within_s=START_S)
+        states = [(one.state, one.reason) for one in status.models[0].replicas]
+        assert all(state == "ready" for state, _ in states), states
+        return Server(urlsplit(status.url).port or 0, instance.process.pid)
+
+    return until_ready
 
 
 def _say(text: str) -> None:
@@ -187,7 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began_s = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m tests.bench.front_ends", description=__doc__)
     parser.add_argument("--tokenizer", type=Path, help="a folder; by default one of bytes")
-    parser.add_argument("--engine", choices=("vllm", "echo"), default="vllm")
+    parser.add_argument("--servers", choices=SERVERS, nargs="+", default=list(SERVERS)[:4])
+    parser.add_argument("--echo", action="store_true", help="try this script without a GPU")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 128, 512, 1024])
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--output", type=int, default=256, help="tokens of each answer")
@@ -195,15 +232,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=4, help="processes that ask")
     parser.add_argument("--within", type=float, default=480.0, help="seconds; at least one round")
     options = parser.parse_args(arguments)
+    names = [name for name in options.servers if not (options.echo and name in THEIRS)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended, too
     with contextlib.ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "m"
-        if options.engine == "vllm":
+        if not options.echo:
             tokenizer = options.tokenizer and AutoTokenizer.from_pretrained(options.tokenizer)
             write_middle(model, tokenizer)
-        vocab = vocabulary(model if options.engine == "vllm" else None)
+        vocab = vocabulary(None if options.echo else model)
         load = Load(options.prompt, options.output, 1, vocab, options.clients)
-        found = stack.enter_context(servers(options.engine, model))
+        found = stack.enter_context(servers(names, options.echo, model))
         _say(f"ready after {time.monotonic() - began_s:.0f} s")
         results = measure(found, load, options, began_s + options.within)
     rounds = [len(one.rounds) for one in results.values()]

@@ -182,7 +182,7 @@ def model_entry(engine: str, model: Path, share: float = SHARE) -> dict[str, Any
         return {"name": "m", "engine": "echo", "path": "m", "options": options}
     options = {"slots": SLOTS, "max_batch_tokens": STEP_TOKENS, "kv_cache_bytes": KV_BYTES}
     place = {"device": "cuda", "gpus": [0], "memory": f"{share:.0%}"}
-    return {"name": "m", "engine": "vllm", "path": str(model), "options": options} | place
+    return {"name": "m", "engine": engine, "path": str(model), "options": options} | place
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.transformers import (
     embedding,
+    fused_layers,
     packed_linear,
     pooling,
     preload,
@@ -137,7 +138,11 @@ def _load_model(
     folder: Path, spec: WorkerSpec, report: Report, *, for_embeddings: bool
 ) -> PreTrainedModel:
     attention = spec.options.get("attention")
-    return weights.load_model(folder, spec, attention, report, for_embeddings=for_embeddings)
+    model = weights.load_model(folder, spec, attention, report, for_embeddings=for_embeddings)
+    if spec.gpus == 1 and spec.options.get("decode") != "eager":
+        with phase("kernels"):
+            fused_layers.fuse_layers(model)
+    return model
 
 
 def _pack_weights(model: PreTrainedModel, spec: WorkerSpec, *, embeds: bool) -> str:

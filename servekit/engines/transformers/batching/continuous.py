@@ -33,7 +33,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.transformers import prompt_scores
-from servekit.engines.transformers.batching import batch_processor, paged_attention
+from servekit.engines.transformers.batching import batch_processor, kv_cache, paged_attention
 from servekit.engines.transformers.batching import scheduler as groups
 from servekit.engines.transformers.batching.kv_cache import Plan
 from servekit.engines.transformers.decode.decode_loop import DecodeLoop, StepOptions
@@ -86,6 +86,7 @@ class ContinuousRunner(CausalRunner):
         if by_request:
             model.set_attn_implementation(paged_attention.NAME)
         self.by_request = by_request
+        self._packed = by_request and ranks is None and _has_packed_kernel(model)
         self.attention = str(model.config._attn_implementation)
         self._epochs = groups.Epochs()
         self._rows: dict[str, Row] = {}
@@ -305,8 +306,9 @@ class ContinuousRunner(CausalRunner):
         queries = [future.query_length for future in batch]
         pasts = [future.state.position_offset - future.query_length for future in batch]
         if self.by_request:
-            layout = paged_attention.Layout.of(pasts, queries, self._model.device)
-            self._pages.layout = layout
+            self._pages.layout = paged_attention.Layout.of(
+                pasts, queries, self._model.device, packed=self._packed
+            )
         adapters = [self._rows[future.state.request_id].adapter for future in batch]
         parts = zip(adapters, pasts, queries, strict=True)
         self._mixing.lay_out([Part(*part) for part in parts])
@@ -340,6 +342,12 @@ class ContinuousRunner(CausalRunner):
             self.cancel(row)
         else:
             raise RuntimeError("the library and the engine disagree on where a request ends")
+
+
+def _has_packed_kernel(model: PreTrainedModel) -> bool:
+    shape = kv_cache.shape_of(model.config.get_text_config(), model.dtype.itemsize)
+    like = torch.empty(0, dtype=model.dtype, device=model.device)
+    return paged_attention.has_packed_kernel(shape.heads, shape.kv_heads, shape.head_dim, like)
 
 
 def _promised_to(row: Row) -> int:

@@ -2,9 +2,11 @@
 
 The library packs all requests of a batch into one sequence and, with sdpa, masks the keys of other
 requests: each token is multiplied with all keys of the batch, and work grows with the square of the
-batch size. Here decoding requests are arranged side by side, [requests, heads, longest], in groups
-whose lengths differ by at most a factor of two, and attention for each prompt chunk is computed
-separately. The cache, its pages and the order of the packed tokens remain the library's.
+batch size. On a GPU, FlashAttention's kernel for packed sequences attends for all requests at once
+(`Packed`). Where it cannot, decoding requests are arranged side by side, [requests, heads,
+longest], in groups whose lengths differ by at most a factor of two, and attention for each prompt
+chunk is computed separately. The cache, its pages and the order of the packed tokens remain the
+library's.
 
 The layout of a step is known on the host before the forward pass (`Layout.of`) and set on the cache
 object, where every layer finds it.
@@ -16,8 +18,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -25,6 +29,9 @@ from transformers import AttentionInterface
 from transformers.integrations.eager_paged import eager_paged_attention_forward
 
 from servekit.engines.transformers.decode.page_table import DecodeStep
+from servekit.errors import describe_error
+
+log: Any = structlog.get_logger(__name__)
 
 #: The name under which the library finds this attention.
 NAME = "paged_by_request"
@@ -34,6 +41,8 @@ _SHORT = 128
 _ALIGN = 32
 #: Features of other attentions that are unsupported here; to ignore them would give wrong text.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sinks", "indices", "block_indices")
+#: Relative error of rounding to 16 bits; a wrong mask exceeds it by far.
+_TOLERANCE = 2e-2
 #: The name of the library's eager attention over its paged cache.
 _EAGER = "paged|eager"
 
@@ -80,8 +89,34 @@ class Chunk:
 
 
 @dataclass(slots=True)
+class Packed:
+    """All requests for a kernel of packed sequences, in the batch's own order."""
+
+    query_ends: Tensor  # [requests + 1] int32, offsets into the packed queries
+    key_ends: Tensor  # likewise, into the gathered keys
+    most_queries: int
+    most_keys: int
+
+    @classmethod
+    def of(cls, pasts: Sequence[int], queries: Sequence[int], device: torch.device) -> Packed:
+        keys = [past + count for past, count in zip(pasts, queries, strict=True)]
+        ends = [[0, *accumulate(queries)], [0, *accumulate(keys)]]
+        query_ends, key_ends = torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
+        return cls(query_ends, key_ends, max(queries), max(keys))
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
+        """Attend causally, with each request's queries at its end: [tokens, heads, width]."""
+        out: Tensor = torch.ops.aten._flash_attention_forward(
+            *(query, keys, values, self.query_ends, self.key_ends),
+            *(self.most_queries, self.most_keys, 0.0, True, False),
+            scale=scaling,
+        )[0]
+        return out
+
+
+@dataclass(slots=True)
 class Layout:
-    """The arrangement of requests in one step's packed batch.
+    """The arrangement of requests in one step's packed batch: `packed`, or groups and chunks.
 
     `gather` selects the entries of the library's read index in the order of the groups and chunks;
     it is None if nothing is cached yet and keys are the batch's own. `pasts` and `queries` are the
@@ -93,11 +128,21 @@ class Layout:
     groups: list[Group] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     gather: Tensor | None = None
+    packed: Packed | None = None
     _read: Tensor | None = None
 
     @classmethod
-    def of(cls, pasts: Sequence[int], queries: Sequence[int], device: torch.device) -> Layout:
+    def of(
+        cls,
+        pasts: Sequence[int],
+        queries: Sequence[int],
+        device: torch.device,
+        *,
+        packed: bool = False,
+    ) -> Layout:
         """Lay out requests, in batch order, by the number of tokens cached and new."""
+        if packed:
+            return cls(pasts, queries, packed=Packed.of(pasts, queries, device))
         if not any(pasts):
             spans = _make_spans([0] * len(queries), queries)
             return cls(pasts, queries, chunks=[Chunk(span, None) for span in spans])
@@ -170,6 +215,35 @@ def _causal_mask(span: Span, device: torch.device) -> Tensor | None:
     return torch.arange(span.keys, device=device) <= last.unsqueeze(1)
 
 
+@torch.no_grad()
+def has_packed_kernel(heads: int, kv_heads: int, width: int, like: Tensor) -> bool:
+    """Return whether the kernel for packed sequences agrees with the other way on this device.
+
+    `like` has the device and the dtype of the states.
+    """
+    if like.device.type != "cuda" or like.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    pasts, queries = [0, 70, 33, 5], [40, 1, 65, 9]
+    made = torch.Generator(like.device).manual_seed(7)
+
+    def draw(tokens: int, count: int) -> Tensor:
+        size = (tokens, count, width)
+        return torch.randn(size, generator=made, device=like.device, dtype=like.dtype)
+
+    query, tokens = draw(sum(queries), heads), sum(pasts) + sum(queries)
+    keys, values = draw(tokens, kv_heads), draw(tokens, kv_heads)
+    try:
+        found = Packed.of(pasts, queries, like.device).attend(query, keys, values, None)
+    except (RuntimeError, TypeError, AttributeError) as error:  # not built in, other arguments
+        log.info("packed_attention_unavailable", reason=describe_error(error))
+        return False
+    layout = Layout.of(pasts, queries, like.device)
+    gather = slice(None) if layout.gather is None else layout.gather
+    expected = _attend_apart(layout, query, keys[gather], values[gather], None)
+    error_share = float((found - expected).float().norm() / expected.float().norm())
+    return error_share <= _TOLERANCE
+
+
 # ---------------------------------------------------------------- in every layer
 
 
@@ -195,17 +269,25 @@ def attend(
     layout: Layout = cache.layout
     keys, values = _exchange_states(cache, key, value, module.layer_idx, layout, kwargs)
     packed = query[0].transpose(0, 1)
+    if layout.packed is not None:
+        return layout.packed.attend(packed, keys, values, scaling).unsqueeze(0), None
+    return _attend_apart(layout, packed, keys, values, scaling).unsqueeze(0), None
+
+
+def _attend_apart(
+    layout: Layout, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
+) -> Tensor:
+    """Attend group by group and chunk by chunk: [tokens, heads, width]."""
     if len(layout.groups) == 1 and not layout.chunks:  # the whole batch, in its order
-        out = _attend_decoding(layout.groups[0], packed, keys, values, scaling)
-        return out.unsqueeze(0), None
-    out = packed.new_empty(*packed.shape[:2], values.shape[-1])
+        return _attend_decoding(layout.groups[0], query, keys, values, scaling)
+    out = query.new_empty(*query.shape[:2], values.shape[-1])
     for group in layout.groups:
-        out[group.rows] = _attend_decoding(group, packed[group.rows], keys, values, scaling)
+        out[group.rows] = _attend_decoding(group, query[group.rows], keys, values, scaling)
     for chunk in layout.chunks:
         span = chunk.span
         where = slice(span.query, span.query + span.queries)
-        out[where] = _attend_chunk(chunk, packed[where], keys, values, scaling)
-    return out.unsqueeze(0), None
+        out[where] = _attend_chunk(chunk, query[where], keys, values, scaling)
+    return out
 
 
 def _attend_decoding(

@@ -48,6 +48,29 @@ def test_a_request_alone_has_all_its_keys_and_nothing_masked() -> None:
     assert layout.gather.tolist() == list(range(508))
 
 
+def test_packed_requests_are_told_by_where_they_end() -> None:
+    layout = Layout.of([10, 0, 90], [1, 7, 3], CPU, packed=True)
+    assert layout.packed is not None
+    assert (layout.gather, layout.groups, layout.chunks) == (None, [], [])
+    assert layout.packed.query_ends.tolist() == [0, 1, 8, 11]
+    assert layout.packed.key_ends.tolist() == [0, 11, 18, 111]
+    assert (layout.packed.most_queries, layout.packed.most_keys) == (7, 93)
+    assert layout.packed.query_ends.dtype == layout.packed.key_ends.dtype == torch.int32
+
+
+def test_no_packed_kernel_on_a_cpu_or_in_32_bits() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        assert not paged_attention.has_packed_kernel(4, 2, 64, torch.empty(0, dtype=dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_the_packed_kernel_agrees_on_a_gpu() -> None:
+    like = torch.empty(0, dtype=torch.bfloat16, device="cuda")
+    assert paged_attention.has_packed_kernel(4, 2, 64, like)
+    assert not paged_attention.has_packed_kernel(4, 2, 64, like.float())
+
+
 def test_a_mask_is_made_into_what_is_added_once_for_all_layers() -> None:
     (group,) = Layout.of([1, 2], [1, 1], CPU).groups
     bias = group.bias(torch.zeros(1, dtype=torch.bfloat16))
