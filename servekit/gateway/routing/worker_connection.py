@@ -178,8 +178,11 @@ class WorkerConnection:
             self._tell_share(self._own_slots(self.info))
 
     def ease(self) -> None:
-        """Return lent slots once half of our share is free; called when no call waits."""
-        if self.info is None or 2 * len(self.calls) <= self._own_slots(self.info):
+        """Return lent slots once a slot of our share is free; called when no call waits.
+
+        A gateway that borrows does not lend, and others may wait for what it does not use.
+        """
+        if self.info is None or len(self.calls) < self._own_slots(self.info):
             self._return_lent_slots()
 
     def _return_lent_slots(self) -> None:

@@ -36,7 +36,7 @@ from servekit.protocol.transport.connection import Connection, listen_at
 from servekit.worker.runner import Runner
 from tests.unit.gateway.scripted import CountedCall, WarpLoop, expected
 
-SLOTS = 4
+SLOTS = 8
 WORKERS = 2
 #: More turns of the loop than any message needs to have all its consequences.
 TURNS = 40

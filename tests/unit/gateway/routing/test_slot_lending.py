@@ -91,6 +91,21 @@ async def test_the_half_comes_back_when_the_other_is_done(tmp_path: Path) -> Non
     )
 
 
+async def test_no_slot_is_idle_while_a_call_waits(tmp_path: Path) -> None:
+    """Also where both borrow, and one needs most of its half but not all of it."""
+    worker, one, two = await service(tmp_path)
+    theirs = ask(two, SLOTS + 1)
+    await until(lambda: running(two) == SLOTS)
+    ask(one, 3 * SLOTS)
+    await until(lambda: running(one) == SHARE)
+    for call in theirs[SHARE - 1 :]:
+        call.cancel()
+    await until(lambda: running(two) == SHARE - 1)
+    await until(lambda: running(one) == SLOTS - (SHARE - 1))
+    await settle()
+    assert jobs(worker) == SLOTS
+
+
 async def test_a_gateway_that_dies_leaves_its_slots(tmp_path: Path) -> None:
     _, one, two = await service(tmp_path)
     ask(two, SLOTS)
