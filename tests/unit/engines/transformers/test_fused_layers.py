@@ -110,4 +110,4 @@ def test_a_model_on_a_gpu_computes_the_same_logits_in_fewer_kernels(tiny_model: 
         fused_layers.fuse_layers(model)
         found = model(ids).logits
     assert any(type(one) is fused_layers.fused_norm(LlamaRMSNorm) for one in model.modules())
-    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+    assert float((found - expected).norm() / expected.norm()) < 0.1
