@@ -665,7 +665,9 @@ async def test_with_too_many_connected_only_what_is_vital_is_answered(connect: C
 
 
 @pytest.mark.parametrize(
-    "connect", [replace(LIMITS, most_connections=1, most_spares=2)], indirect=True
+    "connect",
+    [replace(LIMITS, most_connections=1, most_spares=2, header_s=WITHIN_S)],
+    indirect=True,
 )
 async def test_the_oldest_connection_too_many_makes_room_for_the_next(connect: Connect) -> None:
     _, busy = await connect()
