@@ -73,7 +73,8 @@ def pins(name: str = "constraints.txt") -> dict[str, str]:
 def test_every_dependency_is_pinned_within_its_range() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pinned = pins()
-    for text in [*project["dependencies"], *project["optional-dependencies"]["test"]]:
+    extras = project["optional-dependencies"]
+    for text in [*project["dependencies"], *extras["test"], *extras["lanes"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), text
 
@@ -82,7 +83,7 @@ def test_with_vllm_every_dependency_is_pinned_within_its_range() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     pinned = pins("constraints-vllm.txt")
-    wanted = [text for name in extras if name != "test" for text in extras[name]]
+    wanted = [text for name in extras if name not in ("test", "lanes") for text in extras[name]]
     for text in [*project["dependencies"], *wanted]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), text

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
     [
         ["ruff", "check", "."],
         ["ruff", "format", "--check", "."],
-        pytest.param(["mypy"], marks=pytest.mark.slow),
+        pytest.param(["mypy"], marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
     ids=" ".join,
 )

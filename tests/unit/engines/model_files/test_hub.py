@@ -178,6 +178,7 @@ def test_what_follows_an_embedding_models_transformer_comes_along(
     assert not any((folder / name).exists() for name in others)
 
 
+@pytest.mark.lane("models")
 def test_a_gguf_file_of_the_hub_is_converted(files: dict[str, bytes], run: Resolve) -> None:
     with hub_server({OLD: files}, {"main": OLD}) as (url, asked):
         found, _ = run("test/tiny/tiny.gguf", url)

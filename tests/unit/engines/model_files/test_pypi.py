@@ -162,6 +162,7 @@ def test_what_a_killed_worker_leaves_is_cleaned_up(wheel: Path, tmp_path: Path) 
     assert not [e for e in entries(tmp_path) if e.startswith(".partial")]
 
 
+@pytest.mark.lane("models")
 def test_of_two_that_want_it_at_once_one_fetches_it(wheel: Path, tmp_path: Path) -> None:
     reached, let_go = threading.Event(), threading.Event()
 

@@ -233,6 +233,7 @@ class TestProcesses:
         assert first == second and Path(first["path"]).is_dir()
         assert "model_files_awaited" in logged and "conversion_started" not in logged
 
+    @pytest.mark.lane("models")
     def test_of_many_that_start_at_once_one_converts(self, tmp_path: Path) -> None:
         path = write_tiny_gguf(tmp_path / "tiny.gguf")
         ended = [outcome(p) for p in [start_resolving(path, tmp_path) for _ in range(3)]]

@@ -29,9 +29,9 @@ from servekit.gateway.http.protocol import Http
 from servekit.gateway.http.response import FastResponse
 from servekit.gateway.server import serving
 from tests.integration.certificates import make as make_certificate
+from tests.polling import WITHIN_S
 from tests.unit.gateway.conftest import until
 
-WITHIN_S = 5.0
 LIMITS = Limits(header_s=0.2, body_s=0.3, linger_s=0.5, unread_bytes=4 * 2**20, sweep_every_s=0.02)
 MAX_BODY_BYTES = 1_000_000
 HUGE_BYTES = 32 * 2**20
@@ -665,7 +665,9 @@ async def test_with_too_many_connected_only_what_is_vital_is_answered(connect: C
 
 
 @pytest.mark.parametrize(
-    "connect", [replace(LIMITS, most_connections=1, most_spares=2)], indirect=True
+    "connect",
+    [replace(LIMITS, most_connections=1, most_spares=2, header_s=WITHIN_S)],
+    indirect=True,
 )
 async def test_the_oldest_connection_too_many_makes_room_for_the_next(connect: Connect) -> None:
     _, busy = await connect()
