@@ -83,7 +83,8 @@ def run_tests(venv: Path, *, torch: bool = True, leave_out: Sequence[str] = STYL
     left_out = [*leave_out, *(() if torch else OF_TORCH)]
     parts = [("tests/unit", *(f"--ignore={path}" for path in left_out))]
     parts += [DEMO] if torch else []
-    return all([_run_pytest(venv, part) for part in parts])  # the second one in any case
+    passed = [_run_pytest(venv, part) for part in parts]
+    return all(passed)
 
 
 def _run_pytest(venv: Path, part: Sequence[str]) -> bool:
