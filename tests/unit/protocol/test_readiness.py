@@ -41,7 +41,7 @@ def test_a_model_that_stays_serves_by_a_ready_worker_without_trouble(
     replicas: Sequence[tuple[WorkerState, str]], able: bool, troubled: bool
 ) -> None:
     for load in (None, "on_demand"):
-        assert is_able(model(*replicas, load=load)) is able  # type: ignore[arg-type]
+        assert is_able(model(*replicas, load=load)) is able
     assert in_trouble(model(*replicas)) is troubled
 
 

@@ -202,11 +202,11 @@ async def test_a_call_takes_a_slot_until_its_last_token(scene: Scene) -> None:
     await scene.run(call, other)
     assert (call.wire_id, other.wire_id) == (1, 2)
     assert (worker.credits, call.replica) == (SLOTS - 2, worker)
-    scene.say(DeltaBatch((Delta(1, "a", (97,)), Delta(7, "of a cancelled one", (1,)))))
+    scene.say(DeltaBatch([Delta(1, "a", [97]), Delta(7, "of a cancelled one", [1])]))
     await until(lambda: call.emitted == [97], "a token has come")
     assert scene.told("ended") == [] and worker.credits == SLOTS - 2
     scene.owner.told.clear()
-    scene.say(DeltaBatch((Delta(1, "b", (98,), finish="stop"),)))
+    scene.say(DeltaBatch([Delta(1, "b", [98], finish="stop")]))
     await until(lambda: call.done, "it has ended")
     assert scene.owner.told == [("ended", call), ("free", SLOTS - 1)]
     assert (worker.credits, call.replica) == (SLOTS - 1, None)
@@ -292,7 +292,7 @@ async def test_a_cancelled_call_frees_its_slot_and_is_remembered_until_confirmed
     await until(lambda: scene.heard[-1] == Cancel(2, True), "the worker knows")
     assert scene.heard[-2] == Cancel(1, True)
     scene.say(Cancelled(1))
-    scene.say(DeltaBatch((Delta(2, "late", (1,)),)))
+    scene.say(DeltaBatch([Delta(2, "late", [1])]))
     await until(lambda: len(worker._cancelled) == 1, "one is confirmed")
     assert worker.take_cancelled() == [other], "it may kill the worker still"
     assert worker.take_cancelled() == []
@@ -302,7 +302,7 @@ async def test_a_proven_call_is_forgotten_as_it_is_cancelled(scene: Scene) -> No
     worker = await scene.connect()
     call = ask()
     await scene.run(call)
-    scene.say(DeltaBatch((Delta(1, "a", (1,) * PROOF_TOKENS),)))
+    scene.say(DeltaBatch([Delta(1, "a", [1] * PROOF_TOKENS)]))
     await until(lambda: call.proven, "its tokens have come")
     worker.drop(call)
     await until(lambda: scene.heard[-1] == Cancel(1, False), "the worker knows")
@@ -430,10 +430,10 @@ async def test_a_retired_worker_finishes_its_calls_and_takes_continuations(scene
     await scene.run(*(ask(continuation=begun()) for _ in range(SLOTS - 2)))
     assert not worker.takes(ask(continuation=begun())), "all its slots are in use"
     for wire_id in range(1, SLOTS):
-        scene.say(DeltaBatch((Delta(wire_id, "", (), finish="stop"),)))
+        scene.say(DeltaBatch([Delta(wire_id, "", [], finish="stop")]))
     await until(lambda: len(worker.calls) == 1, "but one have ended")
     assert scene.closed == 0
-    scene.say(DeltaBatch((Delta(SLOTS, "", (), finish="stop"),)))
+    scene.say(DeltaBatch([Delta(SLOTS, "", [], finish="stop")]))
     await until(lambda: scene.closed == 1, "it is left with its last call")
 
 
