@@ -12,13 +12,15 @@ from collections.abc import Mapping
 
 import pytest
 
+from tests.properties import is_property
+
 LANES = {
     "adapters": "every PEFT tuner, and adapters of SmolLM2; the ordinary run has one tuner a mode",
     "attacks": "the attacks of `python -m tests.attacks`",
     "bench": "the scripts of tests/bench, and `servekit bench` under odd conditions",
     "chaos": "the experiments of `servekit chaos`, floods of poison, full disks, partitions",
     "clients": "the clients of `python -m tests.clients`, installed by pip and npm",
-    "fuzz": "schemathesis over the OpenAPI document, and `python -m tests.fuzz`",
+    "fuzz": "property tests with new examples; schemathesis; some of `python -m tests.fuzz`",
     "models": "SmolLM2 behind every engine, client and page; races for one conversion",
     "mutants": "each edit of `python -m tests.mutants` makes its tests fail",
     "packages": "whether pip can resolve each extra, by the package index",
@@ -49,17 +51,22 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the lanes that are asked for, or those of no lane."""
-    wanted = _wanted(config)
+    """Keep the tests of the lanes that are asked for, or those of no lane.
+
+    Property tests belong to the lane `fuzz`, too.
+    """
+    wanted = wanted_lanes(config)
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     for item in items:
-        (kept if _lane(item) in wanted else left).append(item)
+        by_chance = "fuzz" in wanted and is_property(item)
+        (kept if by_chance or _lane(item) in wanted else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
 
 
-def _wanted(config: pytest.Config) -> set[str]:
+def wanted_lanes(config: pytest.Config) -> set[str]:
+    """Return the lanes that are asked for, `ordinary` among them. Raises pytest.UsageError."""
     names = config.getoption("--lanes")
     wanted = set(LANES if names == "all" else names.split(","))
     if unknown := wanted - LANES.keys() - {ORDINARY}:
