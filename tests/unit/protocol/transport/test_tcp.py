@@ -61,7 +61,7 @@ async def test_a_member_may_describe_its_model_at_length() -> None:
             while server.connection.peer is None:  # noqa: ASYNC110 - the handshake has no event
                 await asyncio.sleep(0.002)
         hello = Hello(1, "worker", "m/0", info)
-        server.connection.send(hello)  # type: ignore[arg-type]
+        server.connection.send(hello)
         assert await client.next() == hello
         client.connection.close()
 

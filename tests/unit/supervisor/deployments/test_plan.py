@@ -69,7 +69,7 @@ def test_scaled_up_replicas_are_kept_and_given_up_where_they_do_not_fit(
     def check(models: Any, places: Any, total_bytes: int) -> None:
         checked.append(len(places))
         if len(places) > 1:
-            raise Misplaced(("models",), "too many")
+            raise Misplaced("too many", "models")
 
     monkeypatch.setattr(module, "check_host_memory", check)
     assert len(source.plan((), counts={"a": 3}).places) == 1
@@ -94,12 +94,12 @@ def test_a_file_at_rest_is_read_at_once(
 ) -> None:
     path = write(tmp_path)
     age(path, by_s)
-    monkeypatch.setattr(module.time, "sleep", lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
     Source(path).await_rest()
 
 
 def test_a_missing_file_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.time, "sleep", lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
     Source(tmp_path / "gone.yaml").await_rest()
 
 
@@ -113,7 +113,7 @@ def test_a_file_that_was_just_written_is_left_alone_for_a_moment(
         slept.append(for_s)
         age(path, 0.2 * len(slept))
 
-    monkeypatch.setattr(module.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     Source(path).await_rest()
     assert len(slept) == 3 and all(0 < for_s <= 0.05 for for_s in slept)
 
@@ -123,6 +123,6 @@ def test_a_file_that_is_always_being_written_is_refused(
 ) -> None:
     path = write(tmp_path)
     monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(module.time, "sleep", lambda _: path.touch())
+    monkeypatch.setattr(time, "sleep", lambda _: path.touch())
     with pytest.raises(ConfigError, match="is still being written"):
         Source(path).await_rest()
