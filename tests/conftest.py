@@ -76,6 +76,13 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return properties.describe_run(config)
 
 
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for line in properties.describe_run(config):
+        terminalreporter.write_line(line)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put mypy's file first, and then those of real processes mixed with those of engines.
 
