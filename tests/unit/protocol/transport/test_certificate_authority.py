@@ -88,6 +88,8 @@ def test_an_expired_certificate_makes_no_context() -> None:
     holder = CertificateHolder(OURS.issue("worker", "m/0", life_s=-1.0))
     with pytest.raises(StartError, match="has expired"):
         holder.context("client")
+    with pytest.raises(StartError, match="has expired"):
+        holder.context("server")
 
 
 def test_a_server_keeps_its_context_over_renewals_and_a_client_gets_new_ones() -> None:
