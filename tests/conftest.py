@@ -14,9 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import settings
 
-from tests import lanes
+from tests import lanes, properties
 
 # Under nohup, or in the background of some shells, hangups or Ctrl-C are ignored, and so they would
 # be by every process that the tests start: servekit heeds them, but not where they are off.
@@ -54,10 +53,6 @@ def _create_ssl_context(
 # Each `httpx.get` would read the certificates of all authorities anew: 20 ms, for a request of one.
 httpx._transports.default.create_ssl_context = _create_ssl_context  # type: ignore[attr-defined]
 
-# The same examples in every run and on every machine, kept nowhere, and no deadline for one of them
-# on a busy machine. `--hypothesis-profile default` looks for others.
-settings.load_profile("ci")
-
 # The imports of all files of tests make no garbage that matters: not before they are done.
 gc.disable()
 
@@ -72,8 +67,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    properties.load_profile(config, by_chance="fuzz" in lanes.wanted_lanes(config))
     if not hasattr(config, "workerinput"):  # of xdist, which tells its reports to the one above
         config.pluginmanager.register(lanes.WholeRun())
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return properties.describe_run(config)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for line in properties.describe_run(config):
+        terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -83,6 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     one worker of xdist waits while another computes.
     """
     lanes.choose(config, items)
+    properties.seed_tests(config, items)
     files: dict[Path, dict[Path, None]] = {STYLE: {}, INTEGRATION: {}, ENGINES: {}, TESTS: {}}
     for item in items:
         next(found for at, found in files.items() if item.path.is_relative_to(at))[item.path] = None

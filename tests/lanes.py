@@ -7,10 +7,12 @@ other projects' servers. `pytest --lanes NAME,NAME` runs lanes and nothing else,
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 import pytest
+
+from tests.properties import is_property
 
 LANES = {
     "adapters": "every PEFT tuner, and adapters of SmolLM2; the ordinary run has one tuner a mode",
@@ -18,7 +20,7 @@ LANES = {
     "bench": "the scripts of tests/bench, and `servekit bench` under odd conditions",
     "chaos": "the experiments of `servekit chaos`, floods of poison, full disks, partitions",
     "clients": "the clients of `python -m tests.clients`, installed by pip and npm",
-    "fuzz": "schemathesis over the OpenAPI document, `python -m tests.fuzz`, more random crowds",
+    "fuzz": "property tests with new examples; schemathesis; some of `python -m tests.fuzz`; crowds",
     "models": "SmolLM2 behind every engine, client and page; races for one model",
     "mutants": "each edit of `python -m tests.mutants` makes its tests fail",
     "packages": "whether pip can resolve each extra, by the package index",
@@ -32,9 +34,11 @@ LANES = {
 }
 
 ORDINARY = "ordinary"
+#: The property of a test that pytest-xdist hands on to the process that adds up the times.
+LANE = "lane"
 #: A run of all ordinary tests, or of all lanes, that has fewer tests than this has lost some.
 #: Raise it when tests are added; lower it in the commit that removes them.
-TESTS_AT_LEAST = {ORDINARY: 7500, "all": 450}
+TESTS_AT_LEAST = {ORDINARY: 6850, "all": 454}
 #: Tests of the ordinary run that may be skipped, with all that `.ci/run` installs in place.
 SKIPS_AT_MOST = 70
 
@@ -49,17 +53,24 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the lanes that are asked for, or those of no lane."""
-    wanted = _wanted(config)
+    """Keep the tests of the lanes that are asked for, or those of no lane.
+
+    Property tests belong to the lane `fuzz`, too.
+    """
+    wanted = wanted_lanes(config)
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     for item in items:
-        (kept if _lane(item) in wanted else left).append(item)
+        by_chance = "fuzz" in wanted and is_property(item)
+        lane = "fuzz" if by_chance else _lane(item)
+        item.user_properties.append((LANE, lane))
+        (kept if lane in wanted else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
 
 
-def _wanted(config: pytest.Config) -> set[str]:
+def wanted_lanes(config: pytest.Config) -> set[str]:
+    """Return the lanes that are asked for, `ordinary` among them. Raises pytest.UsageError."""
     names = config.getoption("--lanes")
     wanted = set(LANES if names == "all" else names.split(","))
     if unknown := wanted - LANES.keys() - {ORDINARY}:
@@ -95,16 +106,28 @@ def complaints(seen: int, skipped: Mapping[str, int], at_least: int, skips: int)
     return found
 
 
+def describe_times(took_s: Mapping[str, float]) -> str:
+    """Return the time that the tests of each lane took, the longest first."""
+    longest_first = sorted(took_s.items(), key=lambda lane: -lane[1])
+    told = ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in longest_first)
+    return f"minutes of tests by lane: {told}"
+
+
 class WholeRun:
-    """Fails a run of everything that has too few tests, or skips too many; a plugin of pytest."""
+    """Fails a run of everything that has too few tests, or skips too many; a plugin of pytest.
+
+    After a run of lanes it tells how long each took.
+    """
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self._skipped: Counter[str] = Counter()
         self._complaints: list[str] = []
+        self._took_s: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seen.add(report.nodeid)
+        self._took_s[str(dict(report.user_properties).get(LANE, ORDINARY))] += report.duration
         if report.skipped and not hasattr(report, "wasxfail"):
             why = report.longrepr[2] if isinstance(report.longrepr, tuple) else "no reason"
             self._skipped[why.removeprefix("Skipped: ")] += 1
@@ -121,6 +144,8 @@ class WholeRun:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._took_s.keys() - {ORDINARY}:
+            terminalreporter.write_line(describe_times(self._took_s))
         for complaint in self._complaints:
             terminalreporter.write_line(f"FAILED: {complaint}", red=True)
 

@@ -172,7 +172,7 @@ def test_to_load_is_a_fresh_try_also_where_the_breaker_is_open(tmp_path: Path) -
 
         assert complete(instance.url, "a").status_code == 503
         refused = run(instance, "load", "a")
-        assert (refused.returncode, "crash loop: 5 lives" in refused.stderr) == (1, True)
+        assert (refused.returncode, "crash loop: 5 processes" in refused.stderr) == (1, True)
         assert opened() == 2, "it was tried again, and the last of it told"
         assert run(instance, "unload", "a").returncode == 0
         cursed.lift()

@@ -87,7 +87,9 @@ def write_tiny_gguf(
         sort = gguf.GGUFValueType.get_type(value)
         if sort is gguf.GGUFValueType.INT32:
             sort = gguf.GGUFValueType.UINT32  # as llama.cpp wants its numbers
-        writer.add_key_value(key.replace("__", "."), value, sort)
+        name = key.replace("__", ".")
+        writer.kv_data[0].pop(name, None)  # gguf 0.17 refuses a second value
+        writer.add_key_value(name, value, sort)
     random = np.random.default_rng(7)
     shapes = _shapes(len(tokens), architecture) | (
         {} if tied else {"output.weight": (len(tokens), HIDDEN)}
