@@ -1,4 +1,7 @@
-"""`python -m tests.llama_server MODEL PORT`: llama.cpp's own server, which xllamacpp has inside."""
+"""`python -m tests.llama_server MODEL PORT`: llama.cpp's own server, which xllamacpp has inside.
+
+With `f32` as a third word its KV cache is in float32.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ import threading
 import xllamacpp
 
 
-def main(model: str, port: str) -> None:
+def main(model: str, port: str, cache: str = "f16") -> None:
     params = xllamacpp.CommonParams()
     params.model.path = model
     params.hostnames = ["127.0.0.1"]
     params.port = int(port)
     params.n_parallel = 4
     params.n_ctx = 8192
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type[f"GGML_TYPE_{cache.upper()}"]
     params.cpuparams.n_threads = 1
     params.use_jinja = True
     server = xllamacpp.Server(params)  # serves for as long as it is referred to

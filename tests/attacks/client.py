@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-#: No answer takes longer than this, whatever happens to the service.
+#: No answer takes longer than this, whatever happens to the service, unless the client says so.
 DEADLINE_S = 90.0
 
 
@@ -47,6 +47,7 @@ class Client:
     port: int
     key: str = ""
     address: str = ""  # of the client, if it is not to be the system's choice
+    deadline_s: float = DEADLINE_S
 
     async def complete(
         self, model: str, prompt: str, tokens: int, *, stream: bool, **fields: Any
@@ -86,7 +87,7 @@ class Client:
         """Send bytes and read an answer up to the end of its connection."""
         answer, began_s = Answer(), time.monotonic()
         try:
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(self.deadline_s):
                 local = (self.address, 0) if self.address else None
                 reader, writer = await asyncio.open_connection(
                     self.host, self.port, local_addr=local
@@ -97,7 +98,7 @@ class Client:
                 finally:
                     writer.close()
         except TimeoutError:
-            answer.error = f"no end within {DEADLINE_S:g} s"
+            answer.error = f"no end within {self.deadline_s:g} s"
         except (OSError, Broken, asyncio.IncompleteReadError) as error:
             answer.error = f"{type(error).__name__}: {error}"
         answer.took_s = time.monotonic() - began_s

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from servekit.protocol.messages import GetStatus, Status
 from servekit.supervisor.admin.control_socket import query_supervisor
-from tests.attacks.client import Answer, Client
+from tests.attacks.client import DEADLINE_S, Answer, Client
 from tests.integration.instance import Instance
 
 MIB = 2**20
@@ -73,13 +73,20 @@ class Account:
 class Scene:
     """One instance, a client of it, and the account of the attack on it."""
 
-    def __init__(self, instance: Instance, url: str, folder: Path, account: Account) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        url: str,
+        folder: Path,
+        account: Account,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
         self.instance = instance
         self.folder = folder
         self.account = account
         parts = urlsplit(url)
         assert parts.hostname and parts.port
-        self.client = Client(parts.hostname, parts.port)
+        self.client = Client(parts.hostname, parts.port, deadline_s=deadline_s)
 
     # ---- processes
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from servekit.config.engines.environments import read_environment
 from servekit.engines.model_files.source import resolve_folder
+from servekit.system import procfs
 from tests.integration.instance import Instance, run, write_config
 from tests.unit.engines.conftest import SMOLLM2
 
@@ -77,6 +79,15 @@ def test_both_interfaces_give_the_same_text(instance: Instance) -> None:
     """In float32 the arithmetic repeats; speculation changes no greedy text."""
     first, second = (chat(instance, name)["message"]["content"] for name in OPTIONS)
     assert first == second and len(first) > 10
+
+
+def test_the_server_answers_nobody_but_its_worker(instance: Instance) -> None:
+    below = procfs.find_descendants(instance.replica("server/0").pid)
+    lines = " ".join(procfs.command_line(process.pid, 4096) for process in below)
+    port = re.search(r"--port[= ](\d+)", lines)
+    assert port is not None
+    url = f"http://127.0.0.1:{port[1]}/v1/models"
+    assert httpx.get(url, timeout=30).status_code == 401
 
 
 @pytest.mark.parametrize("model", OPTIONS)

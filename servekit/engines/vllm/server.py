@@ -97,6 +97,7 @@ def _command_options(options: dict[str, Any], *, embeds: bool) -> dict[str, Any]
     words += ["serve"] if _has_command() else []
     return {
         "command": [*words, *_ADDRESS],
+        "key_environment": "VLLM_API_KEY",
         "base": "/v1",
         "health": "/health",
         "task": "embed" if embeds else "generate",

@@ -2,8 +2,8 @@
 
 Our choice of tokens replaces the library's, and its output queue is not used.
 
-Written for transformers 5.17 and 5.23, whose differences are handled here, in `paged_attention` and
-in `decode.page_table`.
+Written for transformers 5.17, 5.23 and 5.24, whose differences are handled here, in
+`paged_attention` and in `decode.page_table`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,10 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
+from servekit.engines.transformers.batching import paged_attention
 from servekit.engines.transformers.batching import scheduler as groups
 from servekit.engines.transformers.batching.kv_cache import Plan
+from servekit.engines.transformers.decode.page_table import hand_over
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.sampling import Sampler, best_tokens
 
@@ -75,7 +78,11 @@ def create_processor(made: Any) -> Any:
     with LazyZeros():
         processor = made._create_batch_processor()
     processor.model_runner._sample = take_best
-    processor.cache.layout = None  # of a step; read by `paged_attention`
+    cache = processor.cache
+    cache.layout = None  # of a step; read by `paged_attention`
+    own = made.model.config._attn_implementation == paged_attention.NAME
+    if own and hasattr(cache, "layer_to_allocator"):  # older ones are written by their `update`
+        cache.update = partial(hand_over, cache)
     return processor
 
 

@@ -369,7 +369,9 @@ def attend_eagerly(
             module, query, key, value, attention_mask, scaling, cache=cache, **kwargs
         )
     layer: Any = module.layer_idx
-    if hasattr(cache, "layer_to_allocator"):  # from 5.2x on
+    if cache is None:  # from 5.24 on the layer itself has called its cache
+        keys, values = key, value
+    elif hasattr(cache, "layer_to_allocator"):  # from 5.2x on
         keys, values = cache.update(key, value, layer, kwargs)
     else:
         read = cache.update(key, value, layer, kwargs["read_index"], kwargs["write_index"])

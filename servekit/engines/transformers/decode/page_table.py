@@ -111,3 +111,19 @@ class Holder:
     """The object that the model receives as its cache."""
 
     layout: DecodeStep | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        return hand_over(self, key_states, value_states, layer_idx, kwargs)
+
+
+def hand_over(
+    cache: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Stand in for a cache's `update`: leave the cache, and what to write to it, to the attention.
+
+    From transformers 5.24 on a layer calls its cache, and gives its attention `kwargs` alone.
+    """
+    kwargs["cache"] = cache
+    return key_states, value_states

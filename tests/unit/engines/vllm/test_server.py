@@ -79,3 +79,12 @@ def test_adapters_are_refused() -> None:
 def test_arguments_of_servekit_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LoadError, match="servekit sets max_num_seqs itself: write `slots`"):
         flags(folder, monkeypatch, options={"engine_args": {"max_num_seqs": 1}})
+
+
+def test_a_key_for_each_start_guards_the_server_and_goes_with_each_request(folder: Path) -> None:
+    engine = server.VllmServerEngine(make_spec(folder, engine="vllm", device="cpu"))
+    engine._options, engine._flags = server._command_options({}, embeds=False), []
+    words, engine._origin = engine._fill_command(lambda progress: None)
+    key = engine._make_environment()["VLLM_API_KEY"]
+    assert len(key) > 20 and not any(key in word for word in words)  # others can read a command
+    assert engine._make_address().key == key

@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from servekit.engines.transformers.batching import paged_attention, self_check
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.batching.paged_attention import Layout
+from servekit.engines.transformers.decode.page_table import Holder
 from servekit.engines.transformers.sequential import StaticRunner
 from servekit.errors import LoadError
 from tests.unit.engines.harness import Harness, byte_level_tokenizer, reference
@@ -225,3 +226,13 @@ def test_a_model_that_fails_the_probe_runs_one_request_at_a_time(
     assert [one.generate("The quick", max_tokens=12, ignore_eos=True)] == expected
     with pytest.raises(LoadError, match="its logits are off"):
         harness(options={"batching": "continuous"})
+
+
+def test_a_layer_that_calls_its_cache_leaves_it_to_the_attention(harness: Make) -> None:
+    """From transformers 5.24 on a layer passes its states through its cache, and `kwargs` on."""
+    runner: Any = harness().engine._runner
+    cache, states = runner._processor.cache, (torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
+    for one in (cache, Holder()):
+        told: dict[str, Any] = {"read_index": None}
+        assert one.update(*states, 0, kwargs=told) == states
+        assert told["cache"] is one
