@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from servekit.errors import Forbidden, RateLimited, RequestError
+from servekit.gateway.telemetry.observer import RequestObserver
 from servekit.protocol.messages import Delta, KeyRule, KeyUse
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Bucket:
         self.limit, self._level = limit, limit - used
 
 
-class ApiKey:
+class ApiKey(RequestObserver):
     """The rule of one key and its use.
 
     A request is charged when it arrives, its tokens when it ends.
@@ -155,12 +156,12 @@ class ApiKey:
         call.caller, call.key = self, rule.name
         call.priority = max(call.priority, rule.priority) if call.priority else rule.priority
 
-    def begin(self) -> None:
-        """Count an admitted call as active, until `settle`."""
+    def on_started(self, call: InflightRequest) -> None:
+        """Count an admitted call as active, until `on_ended`."""
         self.active += 1
 
-    def settle(self, call: InflightRequest, last: Delta | None) -> None:
-        """Charge the tokens of a call that has ended; `last` is None if it has no last delta."""
+    def on_ended(self, call: InflightRequest, outcome: str, last: Delta | None) -> None:
+        """Charge the tokens of a call that has ended."""
         self.active -= 1
         if self.tokens is not None:
             used = _tokens(call, last)

@@ -326,7 +326,8 @@ class ModelQueue:
 
         Among the returned suspects it becomes the first, or the last if it has had its turn.
         """
-        call.meter.lost(call)
+        for observer in call.observers:
+            observer.on_requeued(call)
         if not call.alone_until:
             if call.is_choosy:
                 self.choosy.append(call)

@@ -152,7 +152,7 @@ class Router:
                 check_fits(call, route.status.info)
                 self._make_room_in_memory(route, call, size_bytes := held_bytes(call))
         except RequestError as error:
-            self.measures.refused(self, call, error)
+            self.measures.count_refusal(self, call, error)
             raise
         self._begin(route, call)
         limit_s = route.status.timeout_s
@@ -604,9 +604,9 @@ class Router:
         self._open.add(call)
         call.route = route
         call.on_cancel = self._cancel
-        call.meter = self.measures.meter(route, call)
-        if call.caller is not None:
-            call.caller.begin()
+        self.measures.observe(route, call)
+        for observer in call.observers:
+            observer.on_started(call)
         if not route.in_flight:
             route.pace.resume(self._loop.time())
         route.in_flight += 1
