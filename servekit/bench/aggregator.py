@@ -57,7 +57,7 @@ class Tally:
         for record in report.records:
             self._record(record)
 
-    def ended(self, ended: Ended) -> None:
+    def add_end(self, ended: Ended) -> None:
         self._ends.append(ended)
 
     def _record(self, record: Record) -> None:
@@ -83,7 +83,7 @@ class Tally:
 
     def _measure(self, record: Record) -> bool:
         """Add the record's times and counts; return whether it met the SLO."""
-        timing = Timing.of(record)
+        timing = Timing.from_record(record)
         self.e2e.add(timing.e2e_s)
         if timing.ttft_s is not None:
             self.ttft.add(timing.ttft_s)

@@ -62,7 +62,7 @@ class Display:
         else:
             self._console.print(self._line(self._tally), soft_wrap=True)
 
-    def ended(self, run: Run) -> None:
+    def finish(self, run: Run) -> None:
         self.close()
         self._console.print(
             f"{load_text(run)}: {run.completed} requests in {format_latency(run.duration_s)}, "

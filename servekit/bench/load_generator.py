@@ -100,7 +100,7 @@ class Driver:
         chunks = self._chunks + under_way
         return Report(records, gaps, self._sent, len(self._under_way), chunks)
 
-    def ended(self) -> Ended:
+    def sum_up(self) -> Ended:
         lags, late = self._lags.counts, self._late.counts
         return Ended(self._ended_at, self._cpu_cores, lags, late, self._resent)
 

@@ -136,7 +136,7 @@ class _Course:
                 self._options.target.host in _HERE,
             ),
         )
-        self._shown.ended(found)
+        self._shown.finish(found)
         return found
 
     async def _look(self) -> None:

@@ -68,13 +68,13 @@ async def flood(scene: ExperimentContext) -> ExperimentResult:
     )
     known = scene.known[0]
     light = scene.target.client.with_key("light")
-    alone = await light.ask(known.question, stream=True)
+    alone = await light.await_answer(known.question, stream=True)
     heavy, until = _Flood(scene.target.client.with_key("heavy")), time.monotonic() + scene.seconds
     crowd = [asyncio.create_task(heavy.run(known.question, until)) for _ in range(count)]
     tally = Tally()
     await asyncio.sleep(min(1.0, scene.seconds / 4))
     while not tally.sent or time.monotonic() < until:  # connecting the crowd may take all the time
-        answer = await light.ask(known.question, stream=True)
+        answer = await light.await_answer(known.question, stream=True)
         tally.add(known, answer)
         await asyncio.sleep(0.2 if answer.failure else 0.0)
     await asyncio.gather(*crowd)
@@ -99,7 +99,7 @@ class _Flood:
 
     async def run(self, question: Question, until: float) -> None:
         while time.monotonic() < until:
-            answer = await self._client.ask(question, stream=False)
+            answer = await self._client.await_answer(question, stream=False)
             self._count(answer)
             if answer.status != 200:
                 await asyncio.sleep(0.5)  # sooner than Retry-After says
@@ -126,7 +126,7 @@ async def vanishing(scene: ExperimentContext) -> ExperimentResult:
     count = _within_limits(slots // len(status.gateways))
     judge = Judge("vanishing", f"{count} clients on {slots} slots vanish mid-stream")
     long = await _long_question(scene)
-    exchanges = [await scene.target.client.begin(long, stream=True) for _ in range(count)]
+    exchanges = [await scene.target.client.send_request(long, stream=True) for _ in range(count)]
     filled = await _count_started(exchanges, within_s=10.0)
     judge.promise(filled == count, f"only {filled} streams started")
     for exchange in exchanges:

@@ -161,7 +161,7 @@ async def engine_stalled(scene: ExperimentContext) -> ExperimentResult:
 async def _hang_engine(scene: ExperimentContext, mark: str) -> ChatAnswer:
     # A new text each time: the last one may be quarantined.
     question = Question(scene.target.name, f"please hang {time.time_ns()}: {mark}", 8)
-    return await scene.target.client.ask(question, stream=False)
+    return await scene.target.client.await_answer(question, stream=False)
 
 
 async def gateway_killed(scene: ExperimentContext) -> ExperimentResult:
@@ -174,7 +174,7 @@ async def gateway_killed(scene: ExperimentContext) -> ExperimentResult:
         load.excused = lambda answer: answer.port in broken
         at = time.monotonic()
         next_, whole_s = await asyncio.gather(
-            scene.target.client.ask(scene.known[0].question, stream=True),
+            scene.target.client.await_answer(scene.known[0].question, stream=True),
             scene.target.until_whole(WHOLE_WITHIN_S, without=victim.pid),
         )
         await asyncio.sleep(scene.seconds)

@@ -101,7 +101,7 @@ class RayLauncher:
         self.keep(plan.config.models)
         if self._takeover is not None:
             drain_s = plan.config.server.drain_timeout_s
-            settling = self._takeover.settle(self._host.status, drain_s)
+            settling = self._takeover.drain_previous(self._host.status, drain_s)
             self._settling = asyncio.get_running_loop().create_task(settling)
 
     async def refusal(self, models: Sequence[ModelConfig]) -> str:
@@ -139,8 +139,8 @@ class RayLauncher:
         """Leave the cluster after all workers have ended; return the processes that remain."""
         if self._takeover is not None and self._settling is not None:
             self._settling.cancel()
-            self._takeover.end()
-        self.cluster.end(Stop(), VACATE_S)
+            self._takeover.kill_previous()
+        self.cluster.end_child(Stop(), VACATE_S)
         bootstrap.forget_authority(self._host.run_dir.path)
         return await wait_for_tasks(
             {tasks[self.cluster]} if self.cluster in tasks else set(), VACATE_S

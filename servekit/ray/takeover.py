@@ -37,7 +37,7 @@ class Takeover:
     mark: str
 
     @classmethod
-    def of(cls, run_dir: Path, port: int) -> Takeover | None:
+    def take_over(cls, run_dir: Path, port: int) -> Takeover | None:
         """Take over what serves on that port (0: any); None if nothing does."""
         record = read_record(run_dir)
         found = inherit_sockets(run_dir.glob("heir-*.sock"))
@@ -66,7 +66,7 @@ class Takeover:
             with contextlib.suppress(OSError):
                 previous.send(DRAIN)
 
-    async def settle(self, status: Callable[[], Status], drain_s: float) -> None:
+    async def drain_previous(self, status: Callable[[], Status], drain_s: float) -> None:
         """Drain the old gateways once ours serve, and end whatever is left."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
@@ -78,9 +78,9 @@ class Takeover:
             [asyncio.ensure_future(_await_end(one)) for one in self.previous_gateways],
             timeout=drain_s,
         )
-        self.end()
+        self.kill_previous()
 
-    def end(self) -> None:
+    def kill_previous(self) -> None:
         """Kill the previous instance's processes and close their sockets immediately."""
         end_leftovers(self.children, self.mark)
         for previous in self.previous_gateways:

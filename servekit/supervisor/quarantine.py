@@ -31,7 +31,7 @@ class Quarantine:
                 " again"
             )
             shown = request.fingerprint if colon else request.fingerprint[:12]
-            journal.tell("quarantine", said, model=request.model, fingerprint=shown)
+            journal.record_event("quarantine", said, model=request.model, fingerprint=shown)
         until_s = self._clock() + request.for_s
         known_s, _ = self._held.pop(at, (0.0, request))
         self._held[at] = max(known_s, until_s), request
@@ -54,7 +54,9 @@ class Quarantine:
                 one.generation,
             ):
                 del self._held[at]
-                journal.tell("quarantine", "lifted: another model is served", model=one.model)
+                journal.record_event(
+                    "quarantine", "lifted: another model is served", model=one.model
+                )
 
     def holding(self) -> tuple[Quarantined, ...]:
         """Return the entries in force, as every Topology repeats them."""

@@ -141,11 +141,11 @@ class GatewayConnection:
         self.greeted = True
         own = Hello(PROTOCOL, "worker", self.runner.engine.spec.name, self.runner.info)
         self.connection.send(own)
-        self.runner.ward.greet(self)
+        self.runner.ward.send_state(self)
         if hello.role == "gateway":
             self.runner.on_greeting(hello.name)
 
     def _on_close(self, error: Exception | None) -> None:
         if isinstance(error, WireError):
             log.warning("gateway_connection_broken", error=str(error))
-        self.runner.forget(self)
+        self.runner.cancel_peer(self)

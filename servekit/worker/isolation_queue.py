@@ -76,7 +76,7 @@ class IsolationQueue:
         """Signal that a request was proven or has ended."""
         self._changed.set()
 
-    def greet(self, peer: GatewayConnection) -> None:
+    def send_state(self, peer: GatewayConnection) -> None:
         """Inform a gateway that has just connected of the request that runs alone."""
         if self._alone is not None:
             peer.connection.send(self._isolation_message(peer))

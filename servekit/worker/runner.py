@@ -258,7 +258,7 @@ class Runner:
             log.exception("request_refused", request=request.request or request.id)
             error = EngineFailed("the engine failed to take this request")
         self._tasks.pop(job_id, None)
-        self._stopwatch.forget(job_id)
+        self._stopwatch.drop_times(job_id)
         if peer.jobs.get(request.id) == job_id:
             peer.fail(request.id, error)
             self._check_idle()
@@ -382,7 +382,7 @@ class Runner:
                 self._watching = self.loop.create_task(self._watch_going())
         job_id = peer.jobs.pop(request_id, None)
         if job_id is not None:
-            self._stopwatch.forget(job_id)
+            self._stopwatch.drop_times(job_id)
             self._cancel_job(job_id, self._tasks.pop(job_id, None))
             self.ward.withdraw(job_id)
             self._check_idle()
@@ -417,12 +417,12 @@ class Runner:
         if job_id is not None and self._speaks is not None:
             self._speaks.extend_window(job_id, size_bytes)
 
-    def forget(self, peer: GatewayConnection) -> None:
+    def cancel_peer(self, peer: GatewayConnection) -> None:
         """Cancel all requests of a gateway that has disconnected."""
         for request_id in list(peer.jobs):
             self.cancel(peer, request_id)
         self.peers.discard(peer)
-        self.lending.forget(peer)
+        self.lending.remove_peer(peer)
 
     # ---- from the engine
 
@@ -508,7 +508,7 @@ class Runner:
 
     def _end_request(self, job_id: int, task: OutputState) -> None:
         del self._tasks[job_id]
-        self._stopwatch.forget(job_id)
+        self._stopwatch.drop_times(job_id)
         task.peer.jobs.pop(task.id, None)
         self._check_idle()
 

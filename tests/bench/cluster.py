@@ -97,7 +97,7 @@ class Seen:
         del self.calls[id], self.streams[id]
         stream.call.emitted = _ANSWER
         if self.account is not None:
-            self.account.end(id, stream.call)
+            self.account.remove_call(id, stream.call)
 
 
 @dataclass

@@ -84,7 +84,7 @@ class Clients:
             if isinstance(message, Report):
                 tally.report(index, message)
             elif isinstance(message, Ended):
-                tally.ended(message)
+                tally.add_end(message)
                 return
 
     def stop(self) -> None:

@@ -82,7 +82,7 @@ class Recorder:
         finally:
             self._busy.on = False
 
-    def begin(self, forked: bool) -> None:
+    def record_start(self, forked: bool) -> None:
         self._write(
             "start",
             argv=_argv(),
@@ -97,11 +97,11 @@ class Recorder:
         self._busy.on = True
         try:
             self._seen &= {"device"}  # the parent's open files are open here, too
-            self.begin(forked=True)
+            self.record_start(forked=True)
         finally:
             self._busy.on = False
 
-    def end(self) -> None:
+    def record_end(self) -> None:
         """Record the end of the process, or an os._exit or exec."""
         was, self._busy.on = getattr(self._busy, "on", False), True
         try:
@@ -156,7 +156,7 @@ class Recorder:
     def _on_exec(self, args: Any) -> None:
         self._blind([os.fsdecode(word) for word in args[1]], args[2])
         was = self._seen
-        self.end()
+        self.record_end()
         self._seen = was - {"end"}  # exec may fail, and the process continue
 
     def _on_popen(self, args: Any) -> None:
@@ -310,13 +310,13 @@ def _mapped() -> Any:
 def start(directory: str, chain: Any, devices: str = "/dev") -> Optional[Recorder]:
     """Record this process, and its forks, into files of `directory`."""
     recorder = Recorder(directory, chain, devices)
-    recorder.begin(forked=False)
+    recorder.record_start(forked=False)
     os.register_at_fork(after_in_child=recorder.after_fork)
-    atexit.register(recorder.end)
+    atexit.register(recorder.record_end)
     leave = os._exit
 
     def _exit(status: int) -> Any:
-        recorder.end()
+        recorder.record_end()
         leave(status)
 
     os._exit = _exit

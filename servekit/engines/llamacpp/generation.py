@@ -136,7 +136,7 @@ class GenerationRunner:
         """
         wanted: list[_At] = []
         read: list[_Read] = []
-        self._context.begin()
+        self._context.clear_batch()
         for place, tokens in plan:
             last = len(place.cached) + len(tokens) == _row_of(place).length
             every = _row_of(place).unscored
@@ -145,7 +145,7 @@ class GenerationRunner:
                 wanted.append((place, at))
             if every:
                 read.append((place, tokens, at))
-        self._context.run()
+        self._context.decode_batch()
         return wanted, read
 
     def _push_token(self, place: Place, token: int) -> tuple[LlamaRow, StepOutput]:
@@ -235,7 +235,7 @@ class GenerationRunner:
 
     def _cut_cache(self, place: Place, start: int) -> None:
         if len(place.cached) > start:
-            self._context.cut(place.id, start)
+            self._context.cut_sequence(place.id, start)
             del place.cached[start:]
 
     # ---------------------------------------------------------------- values that are not numbers
@@ -265,7 +265,7 @@ class GenerationRunner:
         for place in self._places:
             place.row = None
             place.cached.clear()
-        self._context.forget()
+        self._context.clear_cache()
 
     # ---------------------------------------------------------------- room
 

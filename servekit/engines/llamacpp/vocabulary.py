@@ -130,7 +130,7 @@ class Vocabulary:
 
     def stated(self, key: str) -> str:
         """Return a value of the file's metadata as text; "" if it is missing."""
-        return self._library.text("llama_model_meta_val_str", self._model, key.encode())
+        return self._library.call_for_text("llama_model_meta_val_str", self._model, key.encode())
 
     # ---------------------------------------------------------------- for llguidance
 

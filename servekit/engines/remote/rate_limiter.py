@@ -99,7 +99,7 @@ class RateLimiter:
         finally:
             self.waiting -= 1
 
-    def settle(self, sent: Sent, tokens: int) -> None:
+    def correct_estimate(self, sent: Sent, tokens: int) -> None:
         """Replace a request's estimate by the count that the endpoint reported."""
         sent.tokens = tokens
         self._changed.set()

@@ -135,7 +135,7 @@ class TransformersEngine(LoopedEngine):
         sampling = resolve_sampling(job.params, self._defaults, self._head_size)
         limit = job.params.max_tokens or 1
         ends = ends_of(job, self._eos)
-        row = Row(self._key(job.id), job, sampling, ends, limit, self._pieces.of)
+        row = Row(self._key(job.id), job, sampling, ends, limit, self._pieces.token_bytes)
         row.constraint = cast(Constraint | None, job.constraint)
         row.adapter = adapter
         self._take(row)

@@ -145,7 +145,7 @@ class EndpointFactory:
             except RequestError as error:
                 await send_error(send, error, self._encode)
             finally:
-                watch.end()
+                watch.stop_watching()
                 asked.cancel()
 
         return endpoint

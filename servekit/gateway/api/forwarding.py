@@ -96,7 +96,7 @@ class Forwarding:
         try:
             await _answer(call, send)
         finally:
-            watch.end()
+            watch.stop_watching()
             call.cancel()
 
     def before(self, endpoint: Endpoint) -> Endpoint:

@@ -40,7 +40,7 @@ class Bucket:
         self._at_s = now_s
         return self._level
 
-    def take(self, count: int, now_s: float) -> None:
+    def withdraw(self, count: int, now_s: float) -> None:
         """Take `count` tokens out, even if that overdraws the bucket."""
         self._level = self.level(now_s) - count
 
@@ -111,7 +111,7 @@ class ApiKey(RequestObserver):
         if tokens is not None and tokens.level(now_s) <= 0.0:
             return self._too_many("tokens", tokens.limit, tokens.wait_s(1.0, now_s))
         if requests is not None:
-            requests.take(1, now_s)
+            requests.withdraw(1, now_s)
             self._untold[0] += 1
         return None
 
@@ -122,7 +122,7 @@ class ApiKey(RequestObserver):
             retry_after_s=math.ceil(wait_s),
         )
 
-    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+    def rate_limit_headers(self) -> tuple[tuple[bytes, bytes], ...]:
         """Return OpenAI's rate limit headers: the limits, the remainders and the reset times."""
         now_s = time.monotonic()
         parts: list[tuple[bytes, bytes]] = []
@@ -165,7 +165,7 @@ class ApiKey(RequestObserver):
         self.active -= 1
         if self.tokens is not None:
             used = _tokens(call, last)
-            self.tokens.take(used, time.monotonic())
+            self.tokens.withdraw(used, time.monotonic())
             self._untold[1] += used
 
     # ---- the other gateways
@@ -183,9 +183,9 @@ class ApiKey(RequestObserver):
         """Count the key's use at another gateway."""
         now_s = time.monotonic()
         if self.requests is not None:
-            self.requests.take(use.requests, now_s)
+            self.requests.withdraw(use.requests, now_s)
         if self.tokens is not None:
-            self.tokens.take(use.tokens, now_s)
+            self.tokens.withdraw(use.tokens, now_s)
         self._elsewhere[gateway] = (use.active, now_s)
 
     def _active_elsewhere(self) -> int:

@@ -34,7 +34,7 @@ class CsrfCheck:
         self._origins = origins
         self._known: set[bytes] = set()
 
-    def refuse(self, headers: Mapping[bytes, bytes]) -> None:
+    def check_request(self, headers: Mapping[bytes, bytes]) -> None:
         """Raise Forbidden for a request of a foreign page. On the hot path of every request."""
         host, origin = headers.get(b"host", b""), headers.get(b"origin", b"")
         if host not in self._known:

@@ -99,7 +99,7 @@ class AuthMiddleware:
             origin = exchange.origin
             origin.address = self._forwarded.find(origin.address, exchange.protocol.headers)
         if self._strangers is not None:
-            self._strangers.refuse(exchange.headers)
+            self._strangers.check_request(exchange.headers)
         if not self._access.closed:
             handler(exchange)
             return
@@ -132,7 +132,7 @@ class AuthMiddleware:
     def _act(self, handler: FastHandler, exchange: FastResponse, caller: ApiKey) -> None:
         refused = caller.charge()
         if caller.limited:
-            exchange.extra += caller.headers()
+            exchange.extra += caller.rate_limit_headers()
         if refused is not None:
             raise refused
         before = ACTING.set(caller)
@@ -153,7 +153,7 @@ class AuthMiddleware:
             return
         try:
             if self._strangers is not None and path not in OPEN:
-                self._strangers.refuse(headers)
+                self._strangers.check_request(headers)
             if self._access.closed and path == READY:
                 with contextlib.suppress(RequestError):
                     ACTING.set(await self._caller(scope))
@@ -162,7 +162,7 @@ class AuthMiddleware:
                 ACTING.set(caller)  # visible in this request's task only
                 if scope["method"] == "POST" and not _is_page(path):
                     refused = caller.charge()
-                    extra += caller.headers()
+                    extra += caller.rate_limit_headers()
                     if refused is not None:
                         raise refused
         except RequestError as error:

@@ -559,7 +559,7 @@ def _without_chunks(cycle: Any, app: ASGIApp) -> ASGIApp:
 
 
 class Sweep:
-    """The timer that sweeps all connections of a server until `end` is called."""
+    """The timer that sweeps all connections of a server until `stop_timer` is called."""
 
     def __init__(self, connections: Iterable[Any], limits: Limits) -> None:
         self._connections = connections
@@ -582,5 +582,5 @@ class Sweep:
             if crowded:
                 connection.close_idle(now_s)
 
-    def end(self) -> None:
+    def stop_timer(self) -> None:
         self._timer.cancel()

@@ -34,7 +34,7 @@ class Head(NamedTuple):
     after: bytes  # including the empty line
 
     @classmethod
-    def of(cls, data: bytes) -> Head | None:
+    def parse(cls, data: bytes) -> Head | None:
         """Return the head of `data` if that is exactly one complete request, else None."""
         end = data.find(_END) + len(_END)
         found = _length.findall(data, 0, end)
@@ -112,7 +112,7 @@ class Http(LimitedProtocol):
         before, at_start = self._exchange, not self._within
         super().data_received(data)
         if at_start and self._exchange is not before and not self._within:
-            self._head = Head.of(data)
+            self._head = Head.parse(data)
 
     def _takes(self, body: bytes) -> bool:
         """Start a complete request with the previous head; return False if that is not allowed."""

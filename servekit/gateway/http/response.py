@@ -379,7 +379,7 @@ class AsgiResponse:
                 if self.on_writable is not None:
                     self.on_writable()
         finally:
-            watch.end()
+            watch.stop_watching()
             if not self._complete:
                 self.cancel()
 
@@ -425,7 +425,7 @@ class DisconnectWatcher:
             pass
         self._request.cancel()
 
-    def end(self) -> None:
+    def stop_watching(self) -> None:
         self._timer.cancel()
         task, self._task = self._task, None  # which holds a reference to this watcher
         if task is not None:

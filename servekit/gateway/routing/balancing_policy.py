@@ -73,7 +73,9 @@ class RequestTraits(msgspec.Struct, frozen=True, gc=False):
     average: float = 0.0  # tokens that a request owes on average
 
 
-def choose(policy: Policy, asked: RequestTraits, replicas: Sequence[ReplicaLoad]) -> int | None:
+def choose_replica(
+    policy: Policy, asked: RequestTraits, replicas: Sequence[ReplicaLoad]
+) -> int | None:
     """Return the index of the replica that gets the request; None if none has room."""
     if policy == "round_robin":
         return in_turn(asked.turn, len(replicas), lambda at: replicas[at].room)

@@ -76,7 +76,7 @@ class ModelQueue:
         self.in_flight -= 1
         self._tokens_done += len(call.emitted)
 
-    def tokens(self) -> int:
+    def generated_tokens(self) -> int:
         """Return the tokens generated so far; computed on demand, at no cost per token."""
         running = (call for one in self.replicas.values() for call in one.calls.values())
         now = self._tokens_done + sum(len(call.emitted) for call in running)
@@ -351,7 +351,7 @@ class ModelQueue:
         """Return how many calls are ahead of this one; None once it runs."""
         return next((at for at, other in enumerate(self.order()) if other is call), None)
 
-    def follow(self, call: InflightRequest) -> None:
+    def follow_position(self, call: InflightRequest) -> None:
         """Tell a call its position now and, on change, once a second; see `place_after`."""
         if (place := self.position(call)) is None:
             return

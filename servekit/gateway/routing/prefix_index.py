@@ -86,7 +86,7 @@ class Prefixes:
             held.popitem(last=False)
 
 
-def read(call: InflightRequest, *, blocks: bool = True, head: bool = False) -> Prompt:
+def hash_prompt(call: InflightRequest, *, blocks: bool = True, head: bool = False) -> Prompt:
     """Return the hashes of a call's prompt, as far as `blocks` and `head` ask for them.
 
     Short prompts get no hashes.

@@ -233,7 +233,7 @@ class Router:
         if not self._open:
             self.idle.set()
 
-    def cut(self) -> None:
+    def fail_all(self) -> None:
         """Fail all calls in flight, because the time to drain is over."""
         said = "servekit shut down before this was done; send the request again when it is back"
         for call in list(self._open):
@@ -244,10 +244,10 @@ class Router:
         """Return how many calls are ahead of this one in its queue; None once it runs."""
         return None if call.route is None else call.route.position(call)
 
-    def follow(self, call: InflightRequest) -> None:
+    def follow_position(self, call: InflightRequest) -> None:
         """Tell a call its position now and, on change, once a second; see `place_after`."""
         if call.route is not None:
-            call.route.follow(call)
+            call.route.follow_position(call)
 
     # ---- from the supervisor
 
@@ -590,7 +590,7 @@ class Router:
         self._end(call)
         replica = call.replica
         if replica is not None:
-            replica.drop(call)
+            replica.cancel_call(call)
             self.on_free(replica)
         elif call.route is not None:
             call.route.withdraw(call)

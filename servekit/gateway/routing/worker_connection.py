@@ -251,7 +251,7 @@ class WorkerConnection:
         if self._connection is not None:
             self._connection.send(WindowUpdate(call.wire_id, size_bytes))
 
-    def drop(self, call: InflightRequest) -> None:
+    def cancel_call(self, call: InflightRequest) -> None:
         """Cancel a call that runs here; its slot is free at once."""
         if self._forget(call.wire_id) is not None and self._connection is not None:
             harmless = call.proven
@@ -273,7 +273,7 @@ class WorkerConnection:
         """Remove a call, for whatever reason, and return it; None if it is not here."""
         call = self.calls.pop(wire_id, None)
         if call is not None and self.account is not None:
-            self.account.end(wire_id, call)
+            self.account.remove_call(wire_id, call)
         return call
 
     def _waits_no_more(self, wire_id: int) -> None:

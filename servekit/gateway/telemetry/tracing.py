@@ -107,7 +107,7 @@ class Tracer:
         self._provider.force_flush(int(1000 * FLUSH_S))
 
 
-def follow(measures: RequestMetrics, rules: Tracing, gateway: str) -> None:
+def apply_rules(measures: RequestMetrics, rules: Tracing, gateway: str) -> None:
     """Adopt these tracing rules."""
     now = measures.tracer
     if rules == (Tracing() if now is None else now.rules):

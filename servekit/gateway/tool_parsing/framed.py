@@ -20,7 +20,7 @@ def read_framed(scanner: IncrementalScanner, dialect: Dialect, *, reasoning: boo
     calls = Calls(scanner)
     tell: Callable[[str], None] = scanner.say
     closing = ""
-    while mark := (yield from scanner.find(tuple(MARKS), tell, strip=False)):
+    while mark := (yield from scanner.read_until_marker(tuple(MARKS), tell, strip=False)):
         scanner.at += len(mark)
         scanner.say(closing)
         tell, closing = scanner.say, ""
@@ -39,6 +39,6 @@ def _read_start(scanner: IncrementalScanner, calls: Calls) -> Script[None]:
     try:
         id, _ = yield from scanner.until(NAME)
         name, _ = yield from scanner.until(ARGUMENTS)
-        calls.begin(name, id)
+        calls.start_call(name, id)
     except ParseError:  # the answer was cut off before the call's name and id were complete
         scanner.at = len(scanner.text)

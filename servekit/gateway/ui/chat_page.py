@@ -290,14 +290,14 @@ class Events:
         self._chats.stop(str(request.session_hash))
 
     async def leave(self, request: gr.Request) -> None:
-        self._chats.drop(str(request.session_hash))
+        self._chats.drop_answer(str(request.session_hash))
 
     async def clear(self, request: gr.Request) -> Update:
-        self._chats.drop(str(request.session_hash))
+        self._chats.drop_answer(str(request.session_hash))
         return self._shown_now([], "")
 
     async def undo(self, request: gr.Request, data: gr.UndoData, stored: Any) -> Update:
-        self._chats.drop(str(request.session_hash))
+        self._chats.drop_answer(str(request.session_hash))
         turns = turns_of(stored)
         return self._shown_now(turns[: _get_turn(turns, data.index)], str(data.value))
 

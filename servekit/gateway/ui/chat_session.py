@@ -100,7 +100,7 @@ class Chats:
         session, or closed because the browser has disconnected.
         """
         session = visit.session
-        self.drop(session)
+        self.drop_answer(session)
         answer = self._answers[session] = StreamedAnswer(list(turns), self._parser(model))
         try:
             caller = await self._router.access.visitor(visit.authorization)
@@ -124,7 +124,7 @@ class Chats:
             answer.stopped = True
             answer.cancel()
 
-    def drop(self, session: str) -> None:
+    def drop_answer(self, session: str) -> None:
         """End the session's answer, and show no more of it."""
         if answer := self._answers.pop(session, None):
             answer.dropped = True

@@ -94,14 +94,14 @@ class Adapters:
         self._following.add(task)
         task.add_done_callback(self._following.discard)
 
-    def halt(self) -> None:
+    def stop_changes(self) -> None:
         """Cancel the changes that follow the file."""
         for task in self._following:
             task.cancel()
 
     # ---- for operators
 
-    async def add(self, spec: AdapterSpec, *, in_place: bool = False) -> Outcome | Later:
+    async def add_adapter(self, spec: AdapterSpec, *, in_place: bool = False) -> Outcome | Later:
         """Load an adapter on all workers or on none; with its model, if that is unloaded."""
         async with self._turn:
             known = self.book.get(spec.name)
@@ -113,7 +113,7 @@ class Adapters:
                 return Later()
             return await self._exchange(known, spec, from_file=from_file)
 
-    async def remove(self, name: str) -> Refusal | None:
+    async def remove_adapter(self, name: str) -> Refusal | None:
         """Unload an adapter from all workers, once no request needs it."""
         async with self._turn:
             if self.book.get(name) is None:
@@ -130,7 +130,7 @@ class Adapters:
             entry is None or entry.state == "failed" or entry.spec != spec for spec, entry in known
         )
 
-    def follow(self, file: Sequence[AdapterSpec], claimed: Collection[str]) -> None:
+    def follow_file(self, file: Sequence[AdapterSpec], claimed: Collection[str]) -> None:
         """Load the adapters that the file names now, and unload those it no longer names.
 
         Adapters of operators stay, unless the file gives their name to something else: `claimed`.
@@ -262,7 +262,7 @@ class Adapters:
         return outcome
 
     async def _remove(self, name: str) -> None:
-        self.book.leave(name, time.time())
+        self.book.mark_leaving(name, time.time())
         self._owner.changed()
         await self._until_unused(name)
         await self._unload(name)
@@ -300,11 +300,11 @@ class Adapters:
     def _fail(self, name: str, refusal: Refusal) -> None:
         log.error("adapter_failed", model=self.model, adapter=name, reason=refusal.message)
         self._tell(name, f"failed: {refusal.message}")
-        self.book.fail(name, refusal.message, time.time())
+        self.book.mark_failed(name, refusal.message, time.time())
         self._owner.changed()
 
     def _tell(self, name: str, what: str) -> None:
-        journal.tell("adapter", f"{name} {what}", model=self.model, adapter=name)
+        journal.record_event("adapter", f"{name} {what}", model=self.model, adapter=name)
 
 
 def _refuse_again(known: Entry, spec: AdapterSpec, *, in_place: bool) -> Refusal | None:

@@ -110,10 +110,10 @@ class AdapterTable:
     def serve(self, name: str, info: AdapterInfo, now: float) -> None:
         self._become(name, "serving", now, info=info, expected=True)
 
-    def fail(self, name: str, reason: str, now: float) -> None:
+    def mark_failed(self, name: str, reason: str, now: float) -> None:
         self._become(name, "failed", now, reason=reason)
 
-    def leave(self, name: str, now: float) -> None:
+    def mark_leaving(self, name: str, now: float) -> None:
         """Mark an adapter that takes no new requests, and is to be unloaded."""
         self._become(name, "unloading", now)
 

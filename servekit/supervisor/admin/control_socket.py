@@ -117,13 +117,13 @@ class AdminApi:
             case Reload():
                 return self._supervisor.reload()
             case AddAdapter():
-                return self._adapters.add(message)
+                return self._adapters.load_adapter(message)
             case RemoveAdapter():
-                return self._adapters.remove(message)
+                return self._adapters.unload_adapter(message)
             case GetAdapters():
-                return self._adapters.show(message)
+                return self._adapters.list_adapters(message)
             case GetMetrics():
-                return self._metrics.show(message)
+                return self._metrics.answer_metrics(message)
             case SetResidency():
                 return self._swap_manager.reside(message)
 

@@ -108,7 +108,7 @@ class MetricsAggregator:
         """Count the events of the processes; call this often."""
         self._ledger.update([*self._gateways, *self._deployments.replicas()])
 
-    def show(self, request: GetMetrics) -> Figures:
+    def answer_metrics(self, request: GetMetrics) -> Figures:
         self.count_events()
         status = self._status()
         for model in status.models:
@@ -123,7 +123,7 @@ class MetricsAggregator:
         for model in reversed(status.models):  # draining models come last there
             yield from of_model(model)
         yield from self._of_queues(status.models)
-        yield from self._of_fleets()
+        yield from self._deployment_series()
         yield from of_service(status)
 
     def _of_queues(self, models: Sequence[ModelStatus]) -> Iterator[Series]:
@@ -136,7 +136,7 @@ class MetricsAggregator:
             yield Series("servekit_queue_limit", who, [limit])
             yield Series("servekit_quarantined_requests", who, [held.count(model.name)])
 
-    def _of_fleets(self) -> Iterator[Series]:
+    def _deployment_series(self) -> Iterator[Series]:
         for deployment in reversed(self._deployments.everyone()):
             name = deployment.model.name
             yield from _one_of("servekit_breaker_state", name, _BREAKER, deployment.circuit.state)

@@ -54,7 +54,7 @@ def traffic(served: Sequence[Deployment], gateways: Sequence[Gateway]) -> tuple[
         ModelTraffic(
             name,
             sum(gateway.traffic.queued.get(name, 0) for gateway in gateways),
-            sum(gateway.tokens(name) for gateway in gateways),
+            sum(gateway.generated_tokens(name) for gateway in gateways),
         )
         for name in (deployment.model.name for deployment in served)
     )

@@ -161,7 +161,7 @@ class Scaler:
         name, count = deployment.model.name, len(deployment.living)
         row.at, row.reason = time.time(), f"scaled {way} to {count}: {reason}"
         log.info("model_scaled", model=name, replicas=count, reason=reason)
-        journal.tell("scale", row.reason, model=name, replicas=count, **figures)
+        journal.record_event("scale", row.reason, model=name, replicas=count, **figures)
         deployment.changed()
 
     def _is_short(self, deployment: Deployment, row: Row, replicas: int) -> None:

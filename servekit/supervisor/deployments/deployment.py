@@ -74,7 +74,7 @@ class Deployment:
         self.wanted |= stays and (not self.planned or self.model.load != "on_start")
         self.planned = slots
         if same_worker(self.model, model):
-            self.adapters.follow(list_adapters(model), claimed)
+            self.adapters.follow_file(list_adapters(model), claimed)
         else:
             self.circuit = make_circuit_breaker(model)
             self.adapters = self.adapters.successor(list_adapters(model), claimed)
@@ -97,7 +97,7 @@ class Deployment:
     def _end_change(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             log.error("model_change_failed", model=task.get_name(), exc_info=task.exception())
-        self._pool.host.changed()  # gateways wait for a new replica while `changing`
+        self._pool.host.publish_change()  # gateways wait for a new replica while `changing`
 
     def load(self, occasion: StartReason) -> None:
         """Load the model on its planned GPUs, and retry replicas that have failed."""
@@ -146,19 +146,19 @@ class Deployment:
         # No request takes longer than its model's timeout, so none is cut off.
         grace_s = replica.model.timeout_s + self._pool.drain_timeout_s
         log.info("worker_draining", child=replica.name, at_most_s=grace_s)
-        replica.end(Drain(), grace_s)
+        replica.end_child(Drain(), grace_s)
 
-    def leave(self) -> None:
+    def drain_all(self) -> None:
         """Drain all replicas, and end the fork servers."""
-        self.halt()
+        self.stop_changes()
         self.fork_servers.close()
         for replica in self._living():
             self._drain(replica)
 
-    def halt(self) -> None:
+    def stop_changes(self) -> None:
         """Cancel the changes that are under way."""
         self._give_up_change()
-        self.adapters.halt()
+        self.adapters.stop_changes()
 
     def _give_up_change(self) -> None:
         if self._change is not None:
@@ -171,7 +171,7 @@ class Deployment:
 
     def retry(self, claimed: Collection[str] = ()) -> None:
         """Retry failed replicas, and load missing adapters."""
-        self.adapters.follow(list_adapters(self.model), claimed)
+        self.adapters.follow_file(list_adapters(self.model), claimed)
         self.try_again()
 
     def try_again(self) -> None:
@@ -191,10 +191,10 @@ class Deployment:
         away = not (self.wanted or self._returns)
         self.fork_servers.tend(self.model, self.replicas, away=away)
 
-    def remove(self, replica: WorkerProcess) -> None:
+    def remove_replica(self, replica: WorkerProcess) -> None:
         """Forget a replica that has ended."""
         self.replicas.remove(replica)
-        self._pool.remove(replica)
+        self._pool.remove_worker(replica)
         self._heard.set()
         self.tend_fork_servers()
 
@@ -234,7 +234,7 @@ class Deployment:
     def changed(self) -> None:
         for replica in self.replicas:
             replica.remember_adapters()
-        self._pool.host.changed()
+        self._pool.host.publish_change()
 
     def is_unused(self, adapter: str) -> bool:
         return self._pool.host.is_unused(adapter)
@@ -296,7 +296,7 @@ class Deployment:
             log.warning(
                 "rollout_cuts_requests", model=self.model.name, workers=names, at_most_s=at_most_s
             )
-            journal.tell("reload", said, model=self.model.name)
+            journal.record_event("reload", said, model=self.model.name)
         await self._pool.wait_for_room(self.model, slot)
         replica = self._add(self.model, slot)
         if not victims or proven:
@@ -324,7 +324,7 @@ class Deployment:
         log.error("model_reload_failed", model=self.model.name, reason=why)
         self.failed = tuple(replica.story() for replica in fresh)
         for replica in fresh:
-            replica.end(Stop(), STOP_GRACE_S)
+            replica.end_child(Stop(), STOP_GRACE_S)
         self.planned = (*(replica.place.gpus for replica in self._living()), *backs)
         at = time.strftime("%H:%M:%S")
         for replica in old:
@@ -360,12 +360,12 @@ class Deployment:
         replica.starting.occasion = self.occasion
         replica.listeners.append(self._on_event)
         self.replicas.append(replica)
-        self._pool.start(replica)
+        self._pool.start_worker(replica)
         return replica
 
     def _drain(self, replica: WorkerProcess) -> None:
         log.info("worker_draining", child=replica.name, at_most_s=self._pool.drain_timeout_s)
-        replica.end(Drain(), self._pool.drain_timeout_s)
+        replica.end_child(Drain(), self._pool.drain_timeout_s)
 
     def _hurry(self, slot: Slot) -> None:
         """Limit the time of replicas that already drain on these GPUs to `drain_timeout_s`."""
@@ -404,7 +404,7 @@ def keep_serving(old: Sequence[WorkerProcess]) -> list[WorkerProcess]:
     """Return the ready replicas of another version; end the others, which are of no more use."""
     for replica in old:
         if replica.state != "ready":
-            replica.end(Stop(), STOP_GRACE_S)
+            replica.end_child(Stop(), STOP_GRACE_S)
     return [replica for replica in old if replica.state == "ready"]
 
 

@@ -90,14 +90,14 @@ class DeploymentManager:
                 changes = await self._reload()
             except ServekitError as error:
                 log.error("reload_refused", reason=error.message)
-                journal.tell("reload", f"refused: {error.message}")
+                journal.record_event("reload", f"refused: {error.message}")
                 return Refused(error.message, isinstance(error, ConfigError))
             except Exception as error:  # a bug of ours must not end what is served
                 log.exception("reload_failed")
-                journal.tell("reload", f"broke off: {error!r}")
+                journal.record_event("reload", f"broke off: {error!r}")
                 return Refused(f"the reload broke off: {error!r}; the log has more")
         log.info("reload_completed", changes=changes)
-        journal.tell("reload", changes)
+        journal.record_event("reload", changes)
         return Accepted(changes)
 
     async def _reload(self) -> str:
@@ -159,7 +159,7 @@ class DeploymentManager:
         for deployment in before.values():
             if kinds[deployment.model.name] == "removed":
                 self._leaving.append(deployment)
-                deployment.leave()
+                deployment.drain_all()
         for deployment, model in zip(self.served, models, strict=True):
             if kinds[model.name] == "unchanged":
                 deployment.retry(claimed)
@@ -167,19 +167,19 @@ class DeploymentManager:
                 deployment.occasion = occasion
                 threads = next(p.threads for p in plan.places if p.model == model.name)
                 deployment.become(model, reload.slots(model.name, plan.places), threads, claimed)
-        self.host.changed()
+        self.host.publish_change()
         return reload.describe_changes(changes, lacking, access=new_access)
 
-    def ended(self, life: WorkerProcess | ForkServer) -> None:
+    def forget_process(self, life: WorkerProcess | ForkServer) -> None:
         """Forget a worker or fork server that has ended."""
         if isinstance(life, ForkServer):
             for deployment in self.everyone():
                 if life in deployment.fork_servers.standbys:
-                    deployment.fork_servers.ended(life)
+                    deployment.fork_servers.forget_fork_server(life)
         else:
             for deployment in self.everyone():
                 if life in deployment.replicas:
-                    deployment.remove(life)
+                    deployment.remove_replica(life)
         self._leaving = [f for f in self._leaving if f.replicas or f.fork_servers.standbys]
 
     def explained(self, model: str) -> None:
@@ -188,15 +188,15 @@ class DeploymentManager:
             if deployment.model.name == model:
                 deployment.circuit.reset()
 
-    def look(self) -> None:
+    def start_missing_fork_servers(self) -> None:
         """Start the fork servers for which there was no memory. Called at each tick."""
         for deployment in self.everyone():
             if deployment.fork_servers.lacks_memory:
                 deployment.tend_fork_servers()
 
-    def halt(self) -> None:
+    def stop_changes(self) -> None:
         """Cancel all changes, and start none any more: the instance is ending."""
         self.halted = True
         for deployment in self.everyone():
-            deployment.halt()
+            deployment.stop_changes()
             deployment.fork_servers.close()

@@ -40,13 +40,13 @@ class WorkerPool:
     def drain_timeout_s(self) -> float:
         return self.plan.config.server.drain_timeout_s
 
-    def start(self, worker: WorkerProcess) -> None:
+    def start_worker(self, worker: WorkerProcess) -> None:
         """Run a worker, whose claim counts from now on."""
         self._workers.append(worker)
         worker.listeners.append(self._on_event)
         self.run(worker)
 
-    def remove(self, worker: WorkerProcess) -> None:
+    def remove_worker(self, worker: WorkerProcess) -> None:
         """Forget a worker that has ended."""
         self._workers.remove(worker)
         self._heard.set()

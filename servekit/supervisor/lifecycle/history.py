@@ -92,7 +92,7 @@ def report_death(name: str, death: ExitRecord, after_s: float | None, *, crashed
     again_in_s = None if after_s is None else round(after_s, 2)
     event = "process_exited" if crashed else "process_start_failed"
     log.error(event, child=name, reason=death.what, again_in_s=again_in_s)
-    journal.tell(
+    journal.record_event(
         "exit",
         death.what,
         worker=name,
@@ -211,7 +211,7 @@ class StartupTiming:
         self._lives: deque[_StartRecord] = deque(maxlen=_LIVES)
         self._awaited = ""  # the phase that ends with the next report
 
-    def begin(self, now: float) -> None:
+    def start_record(self, now: float) -> None:
         """Begin the record of a start."""
         occasion = self.occasion or StartReason("restart", self._died_s(now))
         self.occasion, self._awaited = None, ""

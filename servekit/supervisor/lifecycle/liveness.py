@@ -65,7 +65,7 @@ class Liveness:
         if self._owed_since is not None:
             self._owed_since = now
 
-    def pardon(self, now: float) -> None:
+    def reset_deadline(self, now: float) -> None:
         """Restart the timers after work that we had ordered, which may stop progress."""
         self.slept(now)
         self._forgiven_until = now + PARDONED_S

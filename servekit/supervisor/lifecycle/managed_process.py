@@ -4,7 +4,7 @@ starting ──▶ loading ──▶ ready ◀──▶ asleep
     ▲           │ ╲       ╱ │
     │           │  stalled  │          draining ──▶ stopped
     └─ backoff ◀┴─────┴─────┘              ▲           ▲
-          └▶ failed                        └─ `end`, ──┘ from any state
+          └▶ failed                        └───────────┘ `end_child`, from any state
 
 `TRANSITIONS` is the whole table. `ManagedProcess.change_state` is the only writer of a state: it
 refuses an event that the table lacks in the present state, and emits `StateChanged`. When a child
@@ -140,7 +140,7 @@ class SupervisorContext(Protocol):
     def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
         """Return the variables for this model's workers only: the key to its endpoint."""
 
-    def changed(self) -> None:
+    def publish_change(self) -> None:
         """Publish a change that others can see."""
 
     def noticed(self) -> None:
@@ -149,7 +149,7 @@ class SupervisorContext(Protocol):
     def children_changed(self) -> None:
         """Record that a process was started or reaped."""
 
-    def line(self, name: str, text: str) -> None:
+    def on_line(self, name: str, text: str) -> None:
         """Pass on a line that a child wrote."""
 
     def quarantine(self, request: Quarantined) -> None:
@@ -220,7 +220,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         )
 
     @abstractmethod
-    def greet(self) -> None:
+    def send_greeting(self) -> None:
         """Send the first messages to a child that was just started."""
 
     @abstractmethod
@@ -238,17 +238,17 @@ class ManagedProcess(ABC, Generic[Incoming]):
     def forget_child(self) -> None:
         """Forget the state of a child that was reaped."""
 
-    async def enter(self) -> str:
+    async def acquire_resources(self) -> str:
         """Wait for the resources of a start; return why there are none, or ""."""
         return ""
 
-    def leave(self) -> None:
-        """Release the resources after each life, and after an `enter` that failed."""
+    def release_resources(self) -> None:
+        """Release the resources after each life, and after an `acquire_resources` that failed."""
 
     # ---- life cycle
 
     async def run(self) -> None:
-        """Run until `end` was called and the last child is reaped."""
+        """Run until `end_child` was called and the last child is reaped."""
         after_s: float | None = 0.0
         lives = 0
         while await self._wait_for_start(after_s):
@@ -256,11 +256,11 @@ class ManagedProcess(ABC, Generic[Incoming]):
             lives += 1
             after_s = await self._live_once()
         if self.circuit is not None:
-            self.circuit.leave(self.name)
-        journal.tell("stopped", worker=self.name)
+            self.circuit.unregister(self.name)
+        journal.record_event("stopped", worker=self.name)
         self.change_state("stop", self.reason)
 
-    def end(self, ask: msgspec.Struct, grace_s: float) -> None:
+    def end_child(self, ask: msgspec.Struct, grace_s: float) -> None:
         """Ask the child to end, and kill it if it has not ended within `grace_s`."""
         if not self._ending.done():
             self._ending.set_result(Shutdown(ask, grace_s))
@@ -270,7 +270,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
 
     def end_now(self) -> None:
         """End the child without waiting for its requests."""
-        self.end(Stop(), _NOW_S)
+        self.end_child(Stop(), _NOW_S)
         if self.child is not None:
             self.child.send(Stop())
             self._loop.call_later(_NOW_S, self.child.kill, "stopped at once, killed")
@@ -282,7 +282,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
     def retry(self) -> None:
         """Restart it now if it has failed or is in back-off, with the back-off reset."""
         if self.state in _WAITING:
-            self.policy.forget()
+            self.policy.reset_backoff()
             self.starting.occasion = StartReason.now("operator")
             self.change_state("retry", self.reason)
         self._due = time.monotonic()
@@ -307,7 +307,9 @@ class ManagedProcess(ABC, Generic[Incoming]):
             return
         self._ready_at = time.monotonic()
         self.starting.ready(self._ready_at)
-        journal.tell("ready", worker=self.name, after_s=round(self._ready_at - self._began_at, 2))
+        journal.record_event(
+            "ready", worker=self.name, after_s=round(self._ready_at - self._began_at, 2)
+        )
         self.note_segments()
 
     def change_state(self, event: Event, reason: str = "") -> bool:
@@ -320,7 +322,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         if after is None:
             return False
         self.state, self.reason = after, reason
-        self.host.changed()
+        self.host.publish_change()
         self.emit(StateChanged(self, before, after))
         return True
 
@@ -335,9 +337,9 @@ class ManagedProcess(ABC, Generic[Incoming]):
     def explain_state(self, reason: str) -> None:
         """Set the reason of the present state."""
         self.reason = reason
-        self.host.changed()
+        self.host.publish_change()
 
-    def look(self) -> None:
+    def check_health(self) -> None:
         """Let the breaker know once this life is fruitful. Called at each tick."""
         if not self._proved and self._is_fruitful():
             self._proved = True
@@ -391,10 +393,10 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self._boot_failed, self._ready_at, self._proved = None, None, False
         self._engine_died = ""
         self._began_at = time.monotonic()
-        self.starting.begin(self._began_at)
+        self.starting.start_record(self._began_at)
         self.change_state("start", self._died_of)
         try:
-            refusal = await run_unless(self._ending, self.enter())
+            refusal = await run_unless(self._ending, self.acquire_resources())
             if self.ending:
                 return None
             if refusal:
@@ -402,7 +404,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             return await self._incarnate()
         finally:
             self.starting.died(time.monotonic())
-            self.leave()
+            self.release_resources()
 
     async def _incarnate(self) -> float | None:
         self._began_at = time.monotonic()
@@ -415,9 +417,9 @@ class ManagedProcess(ABC, Generic[Incoming]):
         log.info("process_started", child=self.name, pid=child.pid)
         if was_upgraded():
             log.warning("servekit_upgraded", child=self.name)
-        journal.tell("started", worker=self.name, pid=child.pid)
+        journal.record_event("started", worker=self.name, pid=child.pid)
         self.host.children_changed()
-        self.greet()
+        self.send_greeting()
         try:
             exit_ = await self._until_exit(child)
             return None if self.ending else self._record_exit(exit_)
@@ -516,7 +518,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             self._woken.set_result(None)
 
     def _on_line(self, text: str) -> None:
-        self.host.line(self.name, text)
+        self.host.on_line(self.name, text)
 
 
 async def wait_for_tasks(tasks: Tasks, within_s: float) -> set[str]:

@@ -188,7 +188,7 @@ class RemoteChild(Generic[Incoming]):
             self.kill(f"did not stop within {grace_s:g} s, killed")
         return await asyncio.shield(self.exited)
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Disconnect; it serves on for its grace time, and another supervisor may adopt it."""
         self._conclude(Exit(None, None, (), cause="left to itself"))
 

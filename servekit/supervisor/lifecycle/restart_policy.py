@@ -85,7 +85,7 @@ class RestartPolicy:
         self._delays += 1
         return self._spread(min(delay_s, self.limits.longest_s))
 
-    def forget(self) -> None:
+    def reset_backoff(self) -> None:
         """Reset the back-off, as when an operator asks for another try."""
         self._delays = 0
 
@@ -179,7 +179,7 @@ class CircuitBreaker:
     def join(self, replica: str, wake: Callable[[], None]) -> None:
         self._wake[replica] = wake
 
-    def leave(self, replica: str) -> None:
+    def unregister(self, replica: str) -> None:
         """Unregister a replica that is ended on purpose."""
         self._wake.pop(replica, None)
         self.withdrawn(replica)
@@ -207,7 +207,7 @@ class CircuitBreaker:
         self._breaker.started(replica)
         if self._breaker.state != was:
             log.warning("breaker_half_opened", model=self._model, probe=replica)
-            journal.tell("breaker", f"half-open: {replica} is tried", model=self._model)
+            journal.record_event("breaker", f"half-open: {replica} is tried", model=self._model)
             self._wake_all()  # so that the others say which probe they wait for
 
     def died(self, replica: str, reason: str, *, fruitful: bool, permanent: bool) -> None:
@@ -224,7 +224,7 @@ class CircuitBreaker:
         self._breaker.fruitful()
         if was != "closed":
             log.info("breaker_closed", model=self._model)
-            journal.tell("breaker", "closed", model=self._model)
+            journal.record_event("breaker", "closed", model=self._model)
             self._wake_all()
 
     def fruitless(self, replica: str, reason: str) -> None:
@@ -232,7 +232,7 @@ class CircuitBreaker:
         self._breaker.fruitless_end(replica, time.monotonic())
         if self._breaker.state == "open" != was:
             log.error("breaker_opened", model=self._model, reason=self.explain())
-            journal.tell("breaker", f"open: {self.explain()}", model=self._model)
+            journal.record_event("breaker", f"open: {self.explain()}", model=self._model)
             self._wake_all()
 
     def explain(self) -> str:

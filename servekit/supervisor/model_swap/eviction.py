@@ -19,7 +19,7 @@ class CapacityView:
         self._freed = dict.fromkeys(free, 0)
         for one in models:
             if one.tier == "leaving":
-                self.leave(one, one.asleep if one.falls_asleep else {})
+                self.free_model(one, one.asleep if one.falls_asleep else {})
 
     def fits(self, need: Mapping[str, int]) -> bool:
         return not lacking(need, self.now) and not lacking(need, self.soon)
@@ -53,9 +53,9 @@ class CapacityView:
             if at in self.soon:
                 self.soon[at] -= size
 
-    def leave(self, one: PolicyInput, kept: Mapping[str, int]) -> None:
+    def free_model(self, one: PolicyInput, kept: Mapping[str, int]) -> None:
         """Free what the model holds, except `kept`; what it takes at other places is in use now."""
-        for at, size in one.held.items():
+        for at, size in one.held_memory.items():
             if at in self.soon:
                 self.soon[at] += size
                 self._freed[at] += size - kept.get(at, 0)
@@ -80,7 +80,7 @@ class CapacityView:
 
 def _more(one: PolicyInput, kept: Mapping[str, int]) -> dict[str, int]:
     """Return the part of `kept` that exceeds what the model holds now."""
-    held = one.held
+    held = one.held_memory
     return {at: more for at, size in kept.items() if (more := size - held.get(at, 0)) > 0}
 
 
@@ -138,7 +138,7 @@ def relieve(
 def _candidates(others: Iterable[PolicyInput], lacking: Mapping[str, int]) -> list[PolicyInput]:
     """Return eviction candidates that hold memory at a place that is short."""
     goers = [other for other in others if other.load == "on_demand"]
-    return [other for other in goers if any(other.held.get(at) for at in lacking)]
+    return [other for other in goers if any(other.held_memory.get(at) for at in lacking)]
 
 
 def _evictable(goers: Iterable[PolicyInput]) -> list[PolicyInput]:
@@ -184,7 +184,8 @@ def _covers(
     """Return whether the victims free enough; `sleepers` keep some of their memory."""
     goers, asleep = list(victims), list(sleepers)
     return all(
-        sum(one.held.get(at, 0) for one in goers) - sum(one.asleep.get(at, 0) for one in asleep)
+        sum(one.held_memory.get(at, 0) for one in goers)
+        - sum(one.asleep.get(at, 0) for one in asleep)
         >= size
         for at, size in lacking.items()
     )
@@ -197,7 +198,7 @@ def _victims(
 
     def score(one: PolicyInput) -> tuple[bool, float, float]:
         stays = one.stay_s is not None and math.isinf(one.stay_s)
-        freed = sum(min(one.held.get(at, 0), size) for at, size in lacking.items())
+        freed = sum(min(one.held_memory.get(at, 0), size) for at, size in lacking.items())
         return not stays, freed * one.quiet_s(now) / max(one.back_s, 0.1), -one.since
 
     chosen: list[PolicyInput] = []
@@ -227,7 +228,7 @@ def _sleepers(
 
 def gone(one: PolicyInput, room: CapacityView, reason: str, *, sleeps: bool) -> SwapAction:
     """Return the action that removes the model, and count its memory as free soon."""
-    room.leave(one, one.asleep if sleeps else {})
+    room.free_model(one, one.asleep if sleeps else {})
     return SwapAction("sleep" if sleeps else "stop", one.name, reason)
 
 

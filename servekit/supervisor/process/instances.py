@@ -40,7 +40,7 @@ class Running:
     uid: int
 
 
-def running() -> list[Running]:
+def list_instances() -> list[Running]:
     """Return this user's instances; for root without instances of its own, those of all users."""
     deadline = time.monotonic() + _RESTORED_S
     while True:
@@ -51,7 +51,9 @@ def running() -> list[Running]:
     return [one for one in found if one.uid == os.getuid()] or found
 
 
-def choose(given: Path | None, found: Sequence[Running], environ: Mapping[str, str]) -> Path | None:
+def choose_run_dir(
+    given: Path | None, found: Sequence[Running], environ: Mapping[str, str]
+) -> Path | None:
     """Return the run directory to use: the given one, the default, or the only running instance's.
 
     Returns None if no instance runs. Raises StartError if several run and none is the default.
@@ -67,14 +69,14 @@ def choose(given: Path | None, found: Sequence[Running], environ: Mapping[str, s
     return folders[0] if folders else None
 
 
-def find(given: Path | None, environ: Mapping[str, str]) -> Path:
+def find_run_dir(given: Path | None, environ: Mapping[str, str]) -> Path:
     """Return the run directory of the instance that a command addresses.
 
     Raises StartError if no instance runs, or several do.
     """
     if given is not None:
         return given
-    path = choose(given, running(), environ)
+    path = choose_run_dir(given, list_instances(), environ)
     if path is None:
         raise no_instance_error(default_paths(environ)[0])
     return path
@@ -83,10 +85,10 @@ def find(given: Path | None, environ: Mapping[str, str]) -> Path:
 def find_last(given: Path | None, environ: Mapping[str, str]) -> Path:
     """Return the run directory whose files a command reads.
 
-    As `find`, but if no instance runs, returns the default that was used last. Raises StartError if
-    several instances run, or there is no such directory.
+    As `find_run_dir`, but if no instance runs, returns the default that was used last. Raises
+    StartError if several instances run, or there is no such directory.
     """
-    path = given if given is not None else choose(given, running(), environ)
+    path = given if given is not None else choose_run_dir(given, list_instances(), environ)
     if path is None:
         there = [folder for folder in default_paths(environ) if (folder / "lock").is_file()]
         path = max(there, key=_last_used, default=default_paths(environ)[0])

@@ -85,7 +85,7 @@ def _make_query(model: ModelConfig, environ: Mapping[str, str]) -> _Query | None
     repo, tag = paths.split_tag(model.path)
     if not (requirement or tag or _GGUF_REPO.fullmatch(repo)):
         return None
-    if local_model_files.find(model.path, model.revision, environ) is not None:
+    if local_model_files.find_model_files(model.path, model.revision, environ) is not None:
         return None
     if requirement:
         return _Query("wheel", requirement, (requirement,), environ)

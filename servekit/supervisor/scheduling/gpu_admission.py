@@ -55,7 +55,7 @@ class LoadQueue:
         self._aside: dict[str, Sequence[Gpu]] = {}
         self._returning: dict[str, asyncio.Task[None]] = {}
 
-    async def take(
+    async def lock_gpus(
         self, name: str, gpus: Sequence[Gpu], tell: Callable[[str], None] = _silent
     ) -> None:
         """Wait for the locks of all `gpus`; `tell` receives what the worker waits for."""
@@ -85,7 +85,7 @@ class LoadQueue:
     def step_back(self, name: str) -> None:
         """Take the locks again in the background, if the worker had stepped aside."""
         if (gpus := self._aside.pop(name, None)) is not None:
-            returning = asyncio.get_running_loop().create_task(self.take(name, gpus))
+            returning = asyncio.get_running_loop().create_task(self.lock_gpus(name, gpus))
             self._returning[name] = returning
 
 
@@ -181,7 +181,7 @@ class NvmlReading:
     holdings: Holdings
 
 
-def read() -> NvmlReading:
+def read_gpus() -> NvmlReading:
     """Read NVML's figures (blocks)."""
     return NvmlReading(free_bytes(), gpu_memory_by_pid())
 
@@ -199,7 +199,7 @@ class GpuAdmission:
     def __init__(
         self,
         ledger: GpuReservations,
-        read: Callable[[], NvmlReading] = read,
+        read: Callable[[], NvmlReading] = read_gpus,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.ledger = ledger
@@ -211,7 +211,7 @@ class GpuAdmission:
         self._dead: dict[str, set[int]] = {}  # by name: PIDs that may still hold memory
         self._leaving: dict[str, asyncio.Task[None]] = {}
 
-    async def enter(self, visitor: AdmissionRequest) -> str:
+    async def await_admission(self, visitor: AdmissionRequest) -> str:
         """Wait until the worker may load; return "", or the reason why it may not.
 
         On success it has its claim; otherwise it keeps the claim that it had before. A sleeping
@@ -224,7 +224,7 @@ class GpuAdmission:
         passed, before = False, dict(self.ledger.claim_of(visitor.name))
         try:
             self._claim(visitor)
-            await self._turns.take(visitor.name, visitor.place.gpus, visitor.waits)
+            await self._turns.lock_gpus(visitor.name, visitor.place.gpus, visitor.waits)
             reason = await self._until_free(visitor)
             passed = not reason
         finally:
@@ -255,7 +255,7 @@ class GpuAdmission:
     async def fell_asleep(self, visitor: AdmissionRequest) -> None:
         """Reduce the claim of a sleeping worker to the memory that it still holds.
 
-        `enter` wakes it.
+        `await_admission` wakes it.
         """
         name, pid = visitor.name, visitor.pid
         if not visitor.place.gpus or name not in self._guests:
@@ -265,7 +265,7 @@ class GpuAdmission:
             return  # restarted meanwhile: the new process has its own claim
         seen = [reading.holdings[one] for one in groups[name] if one in reading.holdings]
         held = {gpu.uuid: sum(one.get(gpu.uuid, 0) for one in seen) for gpu in visitor.place.gpus}
-        if not seen and not any(self.ledger.held(name).values()):
+        if not seen and not any(self.ledger.held_bytes(name).values()):
             held = {gpu.uuid: self._unseen(visitor, gpu, reading) for gpu in visitor.place.gpus}
         self.ledger.claim(name, self._at_most(visitor, held))
 
@@ -292,7 +292,7 @@ class GpuAdmission:
             return
         self._dead.setdefault(name, set()).update(pids)
         if self._dead[name]:
-            seeing_off = asyncio.get_running_loop().create_task(self._see_off(name))
+            seeing_off = asyncio.get_running_loop().create_task(self._await_memory_release(name))
             self._leaving[name] = seeing_off
         else:
             self._forget(name)
@@ -370,7 +370,7 @@ class GpuAdmission:
         is_blind = name not in held or name in self._up
         return held.get(name) or (None if is_blind else 0)
 
-    async def _see_off(self, name: str) -> None:
+    async def _await_memory_release(self, name: str) -> None:
         deadline = time.monotonic() + self._patience_s
         while await asyncio.to_thread(self._holds, tuple(self._dead.get(name, ()))):
             if time.monotonic() > deadline:

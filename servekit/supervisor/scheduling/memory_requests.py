@@ -112,7 +112,7 @@ def with_fixed_replicas(
     return [
         one
         if not isinstance(one.replicas, ReplicaRange)
-        else one.model_copy(update={"replicas": one.replicas.held(counts.get(one.name, 0))})
+        else one.model_copy(update={"replicas": one.replicas.clamp(counts.get(one.name, 0))})
         for one in models
     ]
 

@@ -85,7 +85,7 @@ class ForkServer(ManagedProcess[FromStandby]):
             python=model.python or "",
         )
 
-    def greet(self) -> None:
+    def send_greeting(self) -> None:
         assert self.child is not None
         if self._theirs is not None:
             self._theirs.close()  # so that the connection ends with the fork server
@@ -145,7 +145,7 @@ class ForkServer(ManagedProcess[FromStandby]):
             case NotForked(message):
                 log.warning("fork_refused", reason=message)
                 self.explain_state(message)
-                self.end(Stop(), _STOP_GRACE_S)  # the next fork would fail the same way
+                self.end_child(Stop(), _STOP_GRACE_S)  # the next fork would fail the same way
                 return None
             case forked:
                 self.forks += 1
@@ -200,7 +200,7 @@ class ForkServerPool:
         for slot in list(self._at):
             self._end(slot)
 
-    def ended(self, standby: ForkServer) -> None:
+    def forget_fork_server(self, standby: ForkServer) -> None:
         """Forget a fork server that has ended."""
         self.standbys.remove(standby)
 
@@ -229,7 +229,7 @@ class ForkServerPool:
         self._run(standby)
 
     def _end(self, slot: Slot) -> None:
-        self._at.pop(slot).end(Stop(), _STOP_GRACE_S)
+        self._at.pop(slot).end_child(Stop(), _STOP_GRACE_S)
 
 
 def _wants_fork_server(model: ModelConfig) -> bool:

@@ -6,8 +6,8 @@ batch size. Here decoding requests are arranged side by side, [requests, heads, 
 whose lengths differ by at most a factor of two, and attention for each prompt chunk is computed
 separately. The cache, its pages and the order of the packed tokens remain the library's.
 
-The layout of a step is known on the host before the forward pass (`Layout.of`) and set on the cache
-object, where every layer finds it.
+The layout of a step is known on the host before the forward pass (`Layout.build`) and set on the
+cache object, where every layer finds it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Layout:
     _read: Tensor | None = None
 
     @classmethod
-    def of(cls, pasts: Sequence[int], queries: Sequence[int], device: torch.device) -> Layout:
+    def build(cls, pasts: Sequence[int], queries: Sequence[int], device: torch.device) -> Layout:
         """Lay out requests, in batch order, by the number of tokens cached and new."""
         if not any(pasts):
             spans = _make_spans([0] * len(queries), queries)

@@ -103,7 +103,7 @@ class Ollama:
         return ask, form
 
     def _begin(self, request: Common, *, chat: bool) -> tuple[ModelQueue, OllamaEncoder]:
-        route = models.find(self._router, request.model)
+        route = models.find_model(self._router, request.model)
         self._keep(route, request.keep_alive)
         form = OllamaEncoder(
             request.model or route.status.name,
@@ -144,7 +144,7 @@ class Ollama:
     def _embed(self, body: bytes, key: str) -> tuple[Embedding, Callable[[list[Delta]], bytes]]:
         request = decode(EmbedRequest, body)
         inputs = [request.input] if isinstance(request.input, str) else request.input
-        route = models.find(self._router, request.model)
+        route = models.find_model(self._router, request.model)
         self._keep(route, request.keep_alive)
         truncate = request.truncate is not False
         embedding = Embedding(self._router, route, key, inputs, truncate=truncate)
@@ -155,7 +155,7 @@ class Ollama:
         self, body: bytes, key: str
     ) -> tuple[Embedding, Callable[[list[Delta]], bytes]]:
         request = decode(EmbeddingsRequest, body)
-        route = models.find(self._router, request.model)
+        route = models.find_model(self._router, request.model)
         self._keep(route, request.keep_alive)
         inputs = [request.prompt] if request.prompt else []
         return Embedding(self._router, route, key, inputs, truncate=True), write_one
@@ -163,7 +163,7 @@ class Ollama:
     # ---- models
 
     def _show(self, body: bytes) -> bytes:
-        return _encode(models.show(self._named(body)))
+        return _encode(models.describe_model(self._named(body)))
 
     def _pull(self, body: bytes) -> bytes:
         """Answer success, as a served model needs no download; raise a failed adapter's error."""
@@ -174,7 +174,7 @@ class Ollama:
 
     def _named(self, body: bytes) -> ModelQueue:
         request = decode(NameRequest, body)
-        route = models.find(self._router, request.model or request.name)
+        route = models.find_model(self._router, request.model or request.name)
         self._router.access.require_model(route.status.name, base_of(route))
         return route
 
@@ -192,7 +192,7 @@ def add_reads(app: FastAPI, router: Router) -> None:
 
     @app.get("/api/ps", tags=["Ollama"], summary="The models that can serve now")
     async def ps() -> Response:
-        return Response(_encode(models.running(router)), media_type="application/json")
+        return Response(_encode(models.list_running(router)), media_type="application/json")
 
     @app.get("/api/version", tags=["Ollama"], summary="The version of Ollama's API spoken here")
     async def version() -> Response:

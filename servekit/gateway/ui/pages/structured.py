@@ -186,7 +186,9 @@ def _schema_side(frame: Frame, blocks: gr.Blocks) -> gr.Dropdown:
     frame.code(schema_wish, inputs)
 
     async def ask(request: gr.Request, *values: Any) -> AsyncGenerator[Any]:
-        async for shown, note in frame.show(request, partial(schema_wish, *values), "schema"):
+        async for shown, note in frame.run_request(
+            request, partial(schema_wish, *values), "schema"
+        ):
             if shown is None:
                 yield "", note
                 continue
@@ -213,7 +215,7 @@ def _tools_side(frame: Frame, blocks: gr.Blocks) -> gr.Dropdown:
     frame.code(tools_wish, inputs)
 
     async def ask(request: gr.Request, *values: Any) -> AsyncGenerator[Any]:
-        async for shown, note in frame.show(request, partial(tools_wish, *values), "tools"):
+        async for shown, note in frame.run_request(request, partial(tools_wish, *values), "tools"):
             if shown is None:
                 yield "", note
                 continue

@@ -68,7 +68,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def heard(endpoint: Endpoint, **how: Any) -> bytes:
-    async with endpoint.ask(asking(), **how) as reply:
+    async with endpoint.send_call(asking(), **how) as reply:
         return await reply.whole()
 
 

@@ -85,7 +85,7 @@ async def test_tokens_that_were_not_needed_are_free_at_once() -> None:
     sent = await gate.admit(100)
     waiting = asyncio.ensure_future(gate.admit(50))
     await asyncio.sleep(0)
-    gate.settle(sent, 10)
+    gate.correct_estimate(sent, 10)
     async with asyncio.timeout(60):
         await waiting
 

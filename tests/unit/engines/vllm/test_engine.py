@@ -93,7 +93,7 @@ def test_who_cancels_is_aborted_and_hears_no_more() -> None:
 
 def test_vectors_come_together_in_the_order_of_the_texts() -> None:
     bench = Bench(embeds=True)
-    bench.engine._held.begin(1, ["a", "b"], Embedding.of(["a", "b"]))
+    bench.engine._held.begin(1, ["a", "b"], Embedding.from_names(["a", "b"]))
     bench.step(output("b", [], 0, pooling_output=vector(2.0)))
     assert bench.outputs == []
     bench.step(output("a", [], 0, pooling_output=vector(1.0)))
@@ -103,7 +103,7 @@ def test_vectors_come_together_in_the_order_of_the_texts() -> None:
 
 def test_a_text_that_fails_takes_the_others_with_it() -> None:
     bench = Bench(embeds=True)
-    bench.engine._held.begin(1, ["a", "b"], Embedding.of(["a", "b"]))
+    bench.engine._held.begin(1, ["a", "b"], Embedding.from_names(["a", "b"]))
     bench.step(output("b", [], 3), output("a", [], 0, pooling_output=vector(1.0)))
     assert [one.error is not None for one in bench.outputs] == [True]
     assert bench.core.aborted == ["a", "b"] and len(bench.engine._held) == 0

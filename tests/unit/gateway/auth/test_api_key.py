@@ -137,12 +137,12 @@ def test_requests_a_minute() -> None:
         refused.message == "the key 'alice' has used up its 2 requests a minute; try again in 30 s"
     )
     assert refused.retry_after_s == 30
-    headers = dict(alice.headers())
+    headers = dict(alice.rate_limit_headers())
     assert headers[b"x-ratelimit-limit-requests"] == b"2"
     assert headers[b"x-ratelimit-remaining-requests"] == b"0"
     assert headers[b"x-ratelimit-reset-requests"] in (b"1m0s", b"60s")
     assert b"x-ratelimit-limit-tokens" not in headers
-    assert caller().headers() == ()
+    assert caller().rate_limit_headers() == ()
 
 
 def test_other_gateways_count_too() -> None:
@@ -181,7 +181,7 @@ def test_another_rule_keeps_what_was_used() -> None:
 
 def test_a_minutes_worth_at_once_and_then_at_its_rate() -> None:
     bucket = Bucket(60, 100.0)
-    bucket.take(60, 100.0)
+    bucket.withdraw(60, 100.0)
     assert bucket.level(100.0) == 0
     assert bucket.level(101.5) == pytest.approx(1.5)
     assert bucket.wait_s(3.0, 101.5) == pytest.approx(1.5)
@@ -190,7 +190,7 @@ def test_a_minutes_worth_at_once_and_then_at_its_rate() -> None:
 
 def test_debts_are_paid_first() -> None:
     bucket = Bucket(600, 0.0)
-    bucket.take(1800, 0.0)
+    bucket.withdraw(1800, 0.0)
     assert bucket.level(0.0) == -1200
     assert bucket.wait_s(1.0, 0.0) == pytest.approx(120.1)
     assert bucket.level(120.0) == pytest.approx(0.0)
@@ -198,7 +198,7 @@ def test_debts_are_paid_first() -> None:
 
 def test_another_limit_forgives_nothing_and_takes_nothing() -> None:
     bucket = Bucket(10, 0.0)
-    bucket.take(10, 0.0)
+    bucket.withdraw(10, 0.0)
     bucket.become(100, 0.0)
     assert (bucket.limit, bucket.level(0.0)) == (100, 90)
     bucket.become(5, 0.0)
@@ -215,6 +215,6 @@ def test_never_more_than_a_burst_and_the_rate(limit: int, steps: list[tuple[floa
         now_s += pause_s
         for _ in range(wanted):
             if bucket.level(now_s) >= 1:
-                bucket.take(1, now_s)
+                bucket.withdraw(1, now_s)
                 taken += 1
     assert taken <= limit + limit * now_s / 60 + 1e-6

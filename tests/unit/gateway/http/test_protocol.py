@@ -91,7 +91,7 @@ def ask(body: bytes, *lines: bytes, path: bytes = b"/hot") -> bytes:
 
 
 def test_a_head_is_that_of_one_whole_request() -> None:
-    head = Head.of(ask(b"{}"))
+    head = Head.parse(ask(b"{}"))
     assert head is not None
     assert head.body_of(ask(b"{}")) == b"{}"
     assert head.body_of(ask(b"x" * 1000)) == b"x" * 1000
@@ -118,7 +118,7 @@ def test_a_head_is_that_of_one_whole_request() -> None:
     ],
 )
 def test_another_head_or_another_length_is_left_to_the_parser(data: bytes) -> None:
-    head = Head.of(ask(b"{}"))
+    head = Head.parse(ask(b"{}"))
     assert head is not None and head.body_of(data) is None
 
 
@@ -135,7 +135,7 @@ def test_another_head_or_another_length_is_left_to_the_parser(data: bytes) -> No
     ],
 )
 def test_there_is_no_head_to_know_the_next_by(data: bytes) -> None:
-    assert Head.of(data) is None
+    assert Head.parse(data) is None
 
 
 Talk = Callable[[list[bytes]], Awaitable[bytes]]

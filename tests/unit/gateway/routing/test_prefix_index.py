@@ -17,7 +17,7 @@ from servekit.gateway.routing.prefix_index import (
     MOST_BLOCKS,
     Prefixes,
     Prompt,
-    read,
+    hash_prompt,
 )
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import ChatMessage, SamplingParams, ToolCall
@@ -30,7 +30,7 @@ def known(prompt: Any = None, messages: Any = None, **more: Any) -> Prompt:
     salt = more.pop("cache_salt", "")
     call = InflightRequest("m", SamplingParams(), prompt=prompt, messages=messages, more=more)
     call.cache_salt = salt
-    return read(call, head=True)
+    return hash_prompt(call, head=True)
 
 
 def shared(one: Prompt, other: Prompt) -> int:
@@ -118,11 +118,11 @@ def test_texts_to_embed_are_only_counted() -> None:
 def test_heads_are_the_same_in_every_process() -> None:
     code = (
         "from servekit.gateway.routing.request import InflightRequest\n"
-        "from servekit.gateway.routing.prefix_index import read\n"
+        "from servekit.gateway.routing.prefix_index import hash_prompt\n"
         "from servekit.protocol.messages import SamplingParams\n"
         "params, prompt = SamplingParams(), 'abcdefgh' * 500\n"
         "call = InflightRequest('m', params, prompt=prompt, more={'adapter': 'a'})\n"
-        "print(read(call, head=True).head)"
+        "print(hash_prompt(call, head=True).head)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(run.stdout) == known("abcdefgh" * 500, adapter="a").head

@@ -109,7 +109,7 @@ class Service(RuleBasedStateMachine):
             with contextlib.suppress(RequestError):  # refused at once: not a call at all
                 self.router.open(call, timeout_s)
                 self.calls.append((call, self.loop.create_task(self._consume(call))))
-                self.router.follow(call)
+                self.router.follow_position(call)
 
         self.do(opening)
 

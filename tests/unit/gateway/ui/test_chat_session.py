@@ -77,7 +77,7 @@ async def test_a_dropped_answer_says_no_more(service: Service) -> None:
     chats = Chats(service.router)
     task = asyncio.create_task(views(chats, tokens=ENDLESS_TOKENS))
     await until(lambda: len(worker.steps) > 20)
-    chats.drop("s")
+    chats.drop_answer("s")
     assert all(view.busy for view in await task)
     await until(lambda: worker.running == 0)
 

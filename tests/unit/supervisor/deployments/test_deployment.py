@@ -57,7 +57,7 @@ def pool(tmp_path: Path) -> WorkerPool:
     )
     plan: Any = SimpleNamespace(gpus=(GPU,), config=keys, estimates={})
     host = Host(tmp_path / "run")
-    host.changed = lambda: None  # type: ignore[method-assign]
+    host.publish_change = lambda: None  # type: ignore[method-assign]
     return WorkerPool(cast(Plan, plan), host, lambda worker: None)
 
 
@@ -114,7 +114,7 @@ async def test_the_new_version_starts_at_the_event_that_the_old_one_has_left_its
     await settle()
     assert deployment.replicas == [old]
     old.change_state("stop")
-    deployment.remove(old)
+    deployment.remove_replica(old)
     await settle()
     (new,) = deployment.replicas
     assert new.model is VERSIONS[1]

@@ -13,7 +13,7 @@ from servekit.supervisor.lifecycle.history import StartReason, StartupTiming
 def begun(cause: str = "up", at_s: float = 100.0, now: float = 101.0) -> StartupTiming:
     starting = StartupTiming()
     starting.occasion = StartReason(cause, at_s)  # type: ignore[arg-type]  # parametrised
-    starting.begin(now)
+    starting.start_record(now)
     return starting
 
 
@@ -68,7 +68,7 @@ def test_what_it_died_in_stays_open_and_its_end_is_the_next_one_s_beginning() ->
     start = last(starting)
     assert (start.state, start.total_s, start.first_token_s) == ("died", 3.0, None)
     assert spans(start)[-1] == ("load", 1.0, None)
-    starting.begin(104.0)
+    starting.start_record(104.0)
     first, second = starting.all("m/0").starts
     assert (first, second.cause) == (start, "restart")
     assert spans(second) == [("back-off", 0.0, 1.0)]
@@ -79,7 +79,7 @@ def test_the_life_now_and_the_one_before_are_kept() -> None:
     for died_s in (110.0, 120.0, 130.0):
         starting.ready(died_s - 5)
         starting.died(died_s)
-        starting.begin(died_s + 1)
+        starting.start_record(died_s + 1)
     assert [one.cause for one in starting.all("m/0").starts] == ["restart", "restart"]
     assert [one.state for one in starting.all("m/0").starts] == ["up", "starting"]
 
@@ -94,7 +94,7 @@ def test_what_was_before_the_process_has_a_name(cause: str, name: str) -> None:
 def test_an_occasion_holds_once() -> None:
     starting = begun("operator")
     starting.died(102.0)
-    starting.begin(103.0)
+    starting.start_record(103.0)
     assert last(starting).cause == "restart"
 
 

@@ -227,7 +227,7 @@ async def test_without_waiting_it_is_told_what_has_begun() -> None:
 async def test_at_the_end_nothing_is_begun() -> None:
     a = deployment("a")
     stage = Stage(a)
-    stage.residents.halt()
+    stage.residents.stop_changes()
     stage.ask_for("a")
     assert a.told == []
     assert await stage.reside("a", "load") == Refused("servekit is shutting down")

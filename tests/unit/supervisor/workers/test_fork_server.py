@@ -34,11 +34,11 @@ class Host:
     def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
         return {}
 
-    def changed(self) -> None: ...
+    def publish_change(self) -> None: ...
     def noticed(self) -> None: ...
 
     def children_changed(self) -> None: ...
-    def line(self, name: str, text: str) -> None: ...
+    def on_line(self, name: str, text: str) -> None: ...
     def is_unused(self, adapter: str) -> bool:
         return True
 
@@ -130,7 +130,7 @@ async def test_another_version_has_others(made: Made) -> None:
     brood.tend(new, [*workers(old, ()), *workers(new, ())])
     assert [standby.ending for standby in run] == [True, False]
     assert brood.standbys == run
-    brood.ended(run[0])
+    brood.forget_fork_server(run[0])
     assert brood.standbys == run[1:]
 
 
