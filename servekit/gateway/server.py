@@ -175,9 +175,9 @@ class Gateway:
         match message:
             case CertificateUpdate(stamp, certificate, key):
                 if self._tls is not None:
-                    self._tls.hand(stamp, certificate + b"\n" + key)
+                    self._tls.load_from_memory(stamp, certificate + b"\n" + key)
             case Topology():
-                self._router.apply(message)
+                self._router.apply_topology(message)
                 if self._tls is not None:
                     self._tls.renew(message.access.certificate)
                 self._serial = message.serial

@@ -179,7 +179,7 @@ class RayActors:
         place = self._places.get(name)
         return "" if place is None else place.host
 
-    def where(self, name: str) -> str:
+    def describe_place(self, name: str) -> str:
         """Return the node and device of a process in words; "" if it has no place."""
         place = self._places.get(name)
         if place is None or not place.host:

@@ -69,7 +69,7 @@ class Cluster(ManagedProcess[FromCluster]):
         watch: bool = False,
     ) -> None:
         super().__init__("ray", host)
-        self.starting.occasion = StartReason.up()
+        self.starting.occasion = StartReason.from_supervisor_start()
         self.joined: asyncio.Future[tuple[Node, ...]] = self._loop.create_future()
         self.joined.add_done_callback(_retrieve_error)
         self.there = asyncio.Event()  # set while joined

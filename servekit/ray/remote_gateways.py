@@ -102,7 +102,7 @@ class RemoteGateway(Gateway):
             )
         except Unable as error:
             raise Unable(f"on the node {self.node.host}: {error.message}") from None
-        child.on_again = self._again
+        child.on_again = self._republish
         return child
 
     async def run(self) -> None:
@@ -143,7 +143,7 @@ class RemoteGateway(Gateway):
         self._certified = ""
         super().send_greeting()
 
-    def _again(self) -> None:
+    def _republish(self) -> None:
         """Publish again after a reconnection, since messages may have been lost."""
         self._certified = ""
         self.publish(self._topology)
@@ -231,8 +231,8 @@ class RemoteGateways:
     def start_all(self) -> None:
         """Run one gateway on each node from now on."""
         if self._service is not None and self._service.launcher.gateways_everywhere:
-            self._service.launcher.cluster.on_nodes = self._look
-            self._look()
+            self._service.launcher.cluster.on_nodes = self._converge
+            self._converge()
 
     def stop_starting(self) -> None:
         """Start no more gateways."""
@@ -245,9 +245,9 @@ class RemoteGateways:
         del self._by_host[life.node.host]
         self._gateways.remove(life)
         self._gateways[0].succeed(life)
-        self._look()
+        self._converge()
 
-    def _look(self) -> None:
+    def _converge(self) -> None:
         """Compare the gateways with the nodes, and start or end the difference."""
         if self._halted or self._service is None:
             return

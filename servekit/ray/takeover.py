@@ -55,12 +55,12 @@ class Takeover:
         )
         if port in (0, listeners[0].getsockname()[1]):
             return made
-        made.dismiss()  # another port is configured
+        made.drain_gateways()  # another port is configured
         for sock in listeners:
             sock.close()
         return None
 
-    def dismiss(self) -> None:
+    def drain_gateways(self) -> None:
         """Drain the old gateways."""
         for previous in self.previous_gateways:
             with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ class Takeover:
                 while not _is_serving(status()):  # noqa: ASYNC110 - looked at from outside
                     await asyncio.sleep(_LOOK_EVERY_S)
         log.info("takeover_completed", gateways=len(self.previous_gateways))
-        self.dismiss()
+        self.drain_gateways()
         await asyncio.wait(
             [asyncio.ensure_future(_await_end(one)) for one in self.previous_gateways],
             timeout=drain_s,

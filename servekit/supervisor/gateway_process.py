@@ -64,7 +64,7 @@ class Gateway(ManagedProcess[FromGateway]):
         tell_others: Callable[[KeyUsage | SourceReport], None],
     ) -> None:
         super().__init__(f"gateway/{which}", host)
-        self.starting.occasion = StartReason.up()
+        self.starting.occasion = StartReason.from_supervisor_start()
         self.has_served = False  # in any of its lives
         self.traffic = Traffic(0, 0, {})
         self._past_tokens: Counter[str] = Counter()  # tokens of its earlier lives
@@ -208,7 +208,7 @@ class Gateway(ManagedProcess[FromGateway]):
                 self.on_use(message)
             case Traffic():
                 self.traffic = message
-                self.host.noticed()
+                self.host.publish_later()
 
     def check_health(self) -> None:
         """Ping the gateway, and replace it if it does not answer. The other gateways serve on."""
@@ -241,7 +241,7 @@ class Gateway(ManagedProcess[FromGateway]):
     def load(self) -> tuple[int, int]:
         return self.traffic.requests, self.traffic.in_flight
 
-    def awaited(self) -> set[str]:
+    def awaited_models(self) -> set[str]:
         """Return the models that requests wait for, by the gateway's last report."""
         queued = {name for name, count in self.traffic.queued.items() if count}
         return queued | {name for name, (wanted, _) in self.uses.items() if wanted.waiting}

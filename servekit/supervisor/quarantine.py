@@ -21,7 +21,7 @@ class Quarantine:
         self._clock = clock
         self._held: dict[tuple[str, str], tuple[float, Quarantined]] = {}  # with its end
 
-    def add(self, request: Quarantined) -> None:
+    def add_request(self, request: Quarantined) -> None:
         at = request.model, request.fingerprint
         if at not in self._held:
             kind, colon, name = request.fingerprint.partition(":")
@@ -70,7 +70,7 @@ def aged(held: tuple[Quarantined, ...], by_s: float) -> tuple[Quarantined, ...]:
     return tuple(replace(one, for_s=one.for_s - by_s) for one in held if one.for_s > by_s)
 
 
-def alike(one: tuple[Quarantined, ...], other: tuple[Quarantined, ...]) -> bool:
+def differ_in_time_only(one: tuple[Quarantined, ...], other: tuple[Quarantined, ...]) -> bool:
     """Return whether the two lists differ in the remaining time only."""
     return [replace(each, for_s=0.0) for each in one] == [
         replace(each, for_s=0.0) for each in other

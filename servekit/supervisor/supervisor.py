@@ -58,7 +58,7 @@ from servekit.supervisor.model_swap.manager import SwapManager
 from servekit.supervisor.process.orphan_guard import OrphanGuard
 from servekit.supervisor.process.run_dir import Record, boot_id
 from servekit.supervisor.process.signals import Signals
-from servekit.supervisor.quarantine import Quarantine, alike
+from servekit.supervisor.quarantine import Quarantine, differ_in_time_only
 from servekit.supervisor.startup_resources import StartupResources, has_terminal
 from servekit.supervisor.workers.fork_server import ForkServer
 from servekit.supervisor.workers.worker_process import WorkerProcess
@@ -150,7 +150,7 @@ class Supervisor:
     async def run(self) -> int:
         """Run until told to stop; return the exit code. No process it started outlives it."""
         with contextlib.ExitStack() as last:
-            last.callback(self._leave)
+            last.callback(self._shut_down)
             last.callback(self._signals.ignore)
             self._signals.catch()
             self._loop.set_exception_handler(handle_loop_error)
@@ -161,10 +161,10 @@ class Supervisor:
             mark_by_limit(self.mark)
             grace = 0.0 if self.launcher is None else self.launcher.grace_s
             self._guard = OrphanGuard(self.run_dir.path, self.mark, self.environ, grace)
-            last.callback(self._guard.dismiss)
+            last.callback(self._guard.stop_guard)
             last.callback(self._end_all)
             last.callback(
-                self._loop.create_task(ticking(self._look, self._measures.measure_due)).cancel
+                self._loop.create_task(ticking(self._tick_once, self._measures.measure_due)).cancel
             )
             await self._admin_api.listen(self.run_dir.control)
             if self.launcher is None or await complete_before(
@@ -173,7 +173,7 @@ class Supervisor:
                 for gateway in self._gateways:
                     self._run(gateway)
                 self._everywhere.start_all()
-                self._deployments.apply(self._deployments.plan)
+                self._deployments.apply_plan(self._deployments.plan)
                 await self._until_told()
             return await self._drain()
 
@@ -202,7 +202,7 @@ class Supervisor:
                 case "hangup" if not self._has_terminal or has_terminal():
                     self._spawn(self.reload())
                 case "now":
-                    self._hurry()
+                    self._force_shutdown()
                     return
                 case _:
                     return
@@ -248,9 +248,9 @@ class Supervisor:
         while (request := await self._requests.get()) in ("drain", "hangup"):
             if request == "hangup":
                 self._spawn(self.reload())  # is refused, and logs why
-        self._hurry()
+        self._force_shutdown()
 
-    def _hurry(self) -> None:
+    def _force_shutdown(self) -> None:
         log.warning("shutdown_forced")
         self._signals.ignore()  # all is ending, and handling a storm of signals takes time
         for life in self._lives():
@@ -263,7 +263,7 @@ class Supervisor:
         end_leftovers(self._started(), self.mark)
         subreaper.end_adopted()
 
-    def _leave(self) -> None:
+    def _shut_down(self) -> None:
         self._admin_api.close()
         sockets.close_listeners(self._listeners)
         self.run_dir.release()
@@ -276,7 +276,7 @@ class Supervisor:
     def why(self, name: str) -> Why | Refused:
         others = [life for life in self._lives() if not isinstance(life, WorkerProcess)]
         return snapshot.why(
-            name, self._deployments.everyone(), others, self._swap_manager.residence
+            name, self._deployments.all_deployments(), others, self._swap_manager.residence
         )
 
     async def reload(self) -> Accepted | Refused:
@@ -298,7 +298,7 @@ class Supervisor:
             self._publishing = True
             self._loop.call_soon(self._publish)
 
-    def noticed(self) -> None:
+    def publish_later(self) -> None:
         self._noticed = True  # next tick; at each pong it would be n² messages a second
 
     def children_changed(self) -> None:
@@ -314,8 +314,8 @@ class Supervisor:
             log.exception("display_failed", child=name)
 
     def quarantine(self, request: Quarantined) -> None:
-        self._quarantine.add(request)
-        self._deployments.explained(request.model)
+        self._quarantine.add_request(request)
+        self._deployments.reset_breaker(request.model)
         self.publish_change()
 
     def is_unused(self, adapter: str) -> bool:
@@ -334,7 +334,7 @@ class Supervisor:
             self._deployments.plan.access,
         )
         before = self._topology
-        held = alike(topology.quarantined, before.quarantined)
+        held = differ_in_time_only(topology.quarantined, before.quarantined)
         if not held or replace(topology, quarantined=before.quarantined) != before:
             self._topology = topology
             for gateway in self._gateways:
@@ -345,7 +345,7 @@ class Supervisor:
             self._observer.on_change(status := self.status())
             self._notifier.on_change(status)
 
-    def _look(self, slept: bool) -> None:
+    def _tick_once(self, slept: bool) -> None:
         self._restore_run_dir()
         for life in self._lives():
             if slept:
@@ -392,7 +392,7 @@ class Supervisor:
             config=self._deployments.plan.config_path,
             started_at=self._started_at,
             rss_bytes=procfs.rss_bytes(os.getpid()),
-            models=self._models(self._deployments.everyone(), True),
+            models=self._models(self._deployments.all_deployments(), True),
             gateways=tuple(gateway.status() for gateway in self._gateways),
             draining=self._draining,
             starts=tuple(life.starting.all(life.name) for life in self._lives()),

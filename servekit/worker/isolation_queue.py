@@ -59,7 +59,7 @@ class IsolationQueue:
         self._changed = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None  # the loop's reference is weak
 
-    def hold(self, held: QueuedRequest) -> None:
+    def enqueue(self, held: QueuedRequest) -> None:
         """Queue a request."""
         self._queue[held.job_id] = held
         if not self.closed:

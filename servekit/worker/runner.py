@@ -139,7 +139,7 @@ class Runner:
         if request.adapter:
             self._note_adapter(self._next_job, request.adapter)
         if self.ward.closed or request.alone_until:
-            self.ward.hold(QueuedRequest(peer, request, self._next_job))
+            self.ward.enqueue(QueuedRequest(peer, request, self._next_job))
         else:
             self.start(peer, request, self._next_job)
 
@@ -354,7 +354,7 @@ class Runner:
     ) -> None:
         """Answer a request that needs no engine."""
         ids = prepared.ids if request.task == "tokenize" else []
-        peer.add(Delta(request.id, prepared.text, ids, "stop", len(prepared.ids)))
+        peer.add_delta(Delta(request.id, prepared.text, ids, "stop", len(prepared.ids)))
         del peer.jobs[request.id]
         self._check_idle()
 
@@ -426,7 +426,7 @@ class Runner:
 
     # ---- from the engine
 
-    async def lose(self) -> None:
+    async def disconnect_all(self) -> None:
         """Send the dead engine's completed output, and disconnect all gateways.
 
         A gateway learns of a death from the end of its connection; requests that ran are then
@@ -497,7 +497,7 @@ class Runner:
         if delta.text or delta.token_ids or delta.finish or delta.prompt or delta.http:
             if task.begins is not None and delta.token_ids and delta.finish is None:
                 delta = replace(delta, continuation=task.continuation(self.generation))
-            task.peer.add(delta)
+            task.peer.add_delta(delta)
 
     def _fail_undecodable(self, job_id: int, task: OutputState) -> None:
         """Fail a request whose tokens cannot be decoded."""

@@ -56,7 +56,9 @@ async def meet_server(endpoint: Endpoint, traits: EndpointTraits, task: str) -> 
     except Refused as refusal:
         if embeds or refusal.status not in _NO_CHATS:
             raise
-        await _ask(endpoint, traits, Generate(0, SamplingParams(max_tokens=2), prompt=_TRIALS[0]))
+        await _send_request(
+            endpoint, traits, Generate(0, SamplingParams(max_tokens=2), prompt=_TRIALS[0])
+        )
         return ServerFacts(
             EndpointFacts(traits, False, context, 0), chats=False, continues_chats=False
         )
@@ -74,17 +76,17 @@ async def _continues_chat(endpoint: Endpoint, traits: EndpointTraits, prompt: st
     params = SamplingParams(max_tokens=_TRIAL_TOKENS, temperature=0.0)
     asked = Generate(0, params, messages=[ChatMessage("user", prompt)])
     try:
-        whole = await _ask(endpoint, traits, asked)
+        whole = await _send_request(endpoint, traits, asked)
         cut = whole.rfind(" ", 0, len(whole) // 2)  # where a token begins
         if not whole[: max(0, cut)].strip():
             return False
-        rest = await _ask(endpoint, traits, structs.replace(asked, answered=whole[:cut]))
+        rest = await _send_request(endpoint, traits, structs.replace(asked, answered=whole[:cut]))
     except (Refused, RequestError):
         return False
     return rest.startswith(whole[cut:])
 
 
-async def _ask(endpoint: Endpoint, traits: EndpointTraits, request: Generate) -> str:
+async def _send_request(endpoint: Endpoint, traits: EndpointTraits, request: Generate) -> str:
     """Return the answer to one request."""
     task = build_call(request, replace(traits, defaults={}))
     answer = ResponseParser(request, 0, _MOST_CHARS)

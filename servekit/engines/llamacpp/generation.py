@@ -202,7 +202,7 @@ class GenerationRunner:
         if place is not source:
             self._cut_cache(place, 0)
             if source is not None:
-                self._context.share(source.id, place.id, shared)
+                self._context.share_prefix(source.id, place.id, shared)
                 place.cached = source.cached[:shared]
         place.salt = row.job.cache_salt
         self._cut_cache(place, shared)
@@ -223,7 +223,7 @@ class GenerationRunner:
                 continue
             shared = _common_length(place.cached, tokens)
             longer = shared >= LEAST_SHARED and shared > best[1]
-            if longer and self._context.holds(place.id, shared):
+            if longer and self._context.can_continue(place.id, shared):
                 best = (place, shared)
         return best
 

@@ -126,11 +126,11 @@ class Context:
         if self._memory:
             self._library.call("llama_memory_seq_rm", self._memory, sequence, start or -1, -1)
 
-    def share(self, source: int, target: int, end: int) -> None:
+    def share_prefix(self, source: int, target: int, end: int) -> None:
         """Share the first `end` tokens of a sequence with an empty one, without a copy."""
         self._library.call("llama_memory_seq_cp", self._memory, source, target, 0, end)
 
-    def holds(self, sequence: int, end: int) -> bool:
+    def can_continue(self, sequence: int, end: int) -> bool:
         """Return whether a sequence can continue from position `end`.
 
         Layers with a sliding window may have dropped tokens that are out of reach of the sequence's

@@ -111,7 +111,7 @@ class Reply:
             broke = f"the endpoint's answer broke off: {reason_of(error)}"
             raise EndpointFailed(broke) from None
 
-    async def whole(self) -> bytes:
+    async def read_all(self) -> bytes:
         """Return the whole body. Raises EndpointFailed, also if it is too long."""
         body = bytearray()
         while piece := await self.read_next():
@@ -189,7 +189,7 @@ class Endpoint:
         """Return the pause before the next attempt. A time named with 429 holds up all requests."""
         if refused.after_s is not None:
             if refused.status == 429 and refused.after_s <= _LONGEST_WAIT_S:
-                self.pace.hold(refused.after_s)
+                self.pace.pause_for(refused.after_s)
             return refused.after_s
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)
         return pause_s * random.uniform(0.5, 1.0)

@@ -285,7 +285,7 @@ class OpenAIEngine(TextEngine):
         await drain_reply(reply)
 
     async def _embed_inputs(self, job_id: int, task: EndpointCall, reply: Reply) -> None:
-        found, used = parse_vectors(await reply.whole(), len(task.request.inputs))
+        found, used = parse_vectors(await reply.read_all(), len(task.request.inputs))
         tokens = task.tokens if used is None else used
         self._pace.correct_estimate(reply.sent, tokens)
         self._queue_output(TextOutput(job_id, [], "stop", vectors=found, prompt_tokens=tokens))

@@ -129,7 +129,7 @@ def _list_traits(traits: EndpointTraits, *, embeds: bool) -> Iterator[EndpointTr
 async def _hear_answer(endpoint: Endpoint, task: EndpointCall) -> int:
     async with endpoint.send_call(task, patient=False) as reply:
         if task.request.task == "embed":
-            found, _ = parse_vectors(await reply.whole(), 1)
+            found, _ = parse_vectors(await reply.read_all(), 1)
             return len(found[0]) // 4
         answer = ResponseParser(task.request, 0, _MOST_CHARS)
         await read_reply(reply, answer, lambda: None)

@@ -26,7 +26,7 @@ async def read_reply(reply: Reply, answer: ResponseParser, tell: Callable[[], No
     stream.
     """
     if reply.kind == "application/json":  # the endpoint does not stream, or this is an error
-        answer.add_chunk(await reply.whole())
+        answer.add_chunk(await reply.read_all())
         answer.close(done=True)
         return
     if reply.kind != "text/event-stream":

@@ -119,7 +119,7 @@ class Trials:
         """Process id of the trial process; None if it was not needed yet."""
         return None if self._process is None else self._process.pid
 
-    def judge(self, grammar: Grammar, *, patient: bool) -> Verdict:
+    def try_grammar(self, grammar: Grammar, *, patient: bool) -> Verdict:
         """Try a grammar and return the verdict; blocks.
 
         Raises ModelUnavailable if too many others are waiting, unless `patient`.

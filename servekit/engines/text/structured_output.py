@@ -193,7 +193,9 @@ class Grammars:
         self._set_up(read, size, eos)
 
     @classmethod
-    def over(cls, tokenizer: LLTokenizer, vocab_size: int, eos: frozenset[int]) -> Grammars:
+    def from_vocabulary(
+        cls, tokenizer: LLTokenizer, vocab_size: int, eos: frozenset[int]
+    ) -> Grammars:
         """Create an instance for a vocabulary that llguidance has already read."""
         made = cls.__new__(cls)
         made._set_up(tokenizer, vocab_size, eos)
@@ -278,7 +280,7 @@ class Grammars:
         """Compile a grammar in this process after a successful trial."""
         if len(grammar.text.encode()) > MAX_BYTES:
             raise _refuse_grammar(grammar, f"it is longer than {MAX_BYTES} bytes")
-        verdict = self.trials.judge(grammar, patient=patient)
+        verdict = self.trials.try_grammar(grammar, patient=patient)
         refusal = verdict.refusal
         if verdict.signal:
             refusal = _refusal_sentence(grammar, explain_verdict(verdict, grammar), _UNUSABLE)

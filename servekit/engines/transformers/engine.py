@@ -193,7 +193,9 @@ class TransformersEngine(LoopedEngine):
             self._ranks.close()
 
     def _die(self, error: BaseException) -> None:
-        if self._ranks is None or not self._ranks.dying:  # otherwise `_lose_rank` has the cause
+        if (
+            self._ranks is None or not self._ranks.has_dead_rank
+        ):  # otherwise `_lose_rank` has the cause
             super()._die(error)
 
     def _lose_rank(self, reason: str) -> None:

@@ -400,4 +400,4 @@ class VllmEngine(Engine):
         log.error("engine_core_died", exc_info=error)
         self._held.remove_all()
         self.fatal = error
-        self._probes.fail(error)
+        self._probes.fail_all(error)

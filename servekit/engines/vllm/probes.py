@@ -80,7 +80,7 @@ class Probes:
             if output.finished:
                 answer.set_result(None)
 
-    def fail(self, error: BaseException) -> None:
+    def fail_all(self, error: BaseException) -> None:
         """Fail all open probes, because the core is dead."""
         for answer, _ in list(self._open.values()):
             if not answer.done():

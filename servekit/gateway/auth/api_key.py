@@ -48,7 +48,7 @@ class Bucket:
         """Return the seconds until the bucket holds `wanted` tokens; 0 if it does already."""
         return max(0.0, (wanted - self.level(now_s)) * 60.0 / self.limit)
 
-    def become(self, limit: int, now_s: float) -> None:
+    def set_limit(self, limit: int, now_s: float) -> None:
         """Change the limit; tokens already used stay used."""
         used = self.limit - self.level(now_s)
         self.limit, self._level = limit, limit - used
@@ -78,9 +78,9 @@ class ApiKey(RequestObserver):
         self._elsewhere: dict[str, tuple[int, float]] = {}  # by gateway: active calls, time heard
         self._untold = [0, 0]  # requests and tokens not yet reported to the other gateways
         self._told_active = 0
-        self.become(rule, now_s)
+        self.set_rule(rule, now_s)
 
-    def become(self, rule: KeyRule, now_s: float) -> None:
+    def set_rule(self, rule: KeyRule, now_s: float) -> None:
         """Adopt another rule; earlier use still counts."""
         self.rule = rule
         self._models = None if rule.models is None else frozenset(rule.models)
@@ -102,7 +102,7 @@ class ApiKey(RequestObserver):
 
     # ---- a request
 
-    def charge(self) -> RequestError | None:
+    def charge_request(self) -> RequestError | None:
         """Count a new request; if it exceeds a limit, return the error and do not count it."""
         now_s = time.monotonic()
         requests, tokens = self.requests, self.tokens
@@ -200,7 +200,7 @@ def _bucket(old: Bucket | None, limit: int | None, now_s: float) -> Bucket | Non
     if old is None:
         return Bucket(limit, now_s)
     if old.limit != limit:
-        old.become(limit, now_s)
+        old.set_limit(limit, now_s)
     return old
 
 

@@ -238,9 +238,9 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._unread_bytes > self.limits.unread_bytes:
                 self.transport.abort()
         elif content_bytes and self._header_bytes < _REFUSED:
-            self._hold(content_bytes)
+            self._count_body_bytes(content_bytes)
 
-    def _hold(self, size_bytes: int) -> None:
+    def _count_body_bytes(self, size_bytes: int) -> None:
         """Count `size_bytes` of the unfinished body in `bodies`."""
         bodies = self.bodies
         if not self.held_bytes:

@@ -79,7 +79,7 @@ class Lengths:
     def __init__(self) -> None:
         self.average = _ANSWER_TOKENS
 
-    def learn(self, tokens: int) -> None:
+    def add_answer(self, tokens: int) -> None:
         """Count a finished answer, unless it has no tokens (such as an embedding)."""
         if tokens:
             self.average += _NEWS * (tokens - self.average)
@@ -150,7 +150,7 @@ class Account:
             answer += unread[2]
         # reset when the last call ends, so that rounding errors do not accumulate
         self.owed = self.owed - answer if self._answers else 0.0
-        self._lengths.learn(len(call.emitted))
+        self._lengths.add_answer(len(call.emitted))
 
     def before(self, other: Account) -> bool:
         """Return whether this replica wins a tie: less KV cache in use, or less recently used."""
@@ -294,18 +294,18 @@ class Balancer(Generic[T]):
         account.add_call(replica.last_id + 1, call, unread, answer)
         self._average += _NEWS * (unread + DECODE_WEIGHT * answer - self._average)
         if account.block and prompt.blocks:
-            account.prefixes.add(prompt.blocks)
+            account.prefixes.add_prompt(prompt.blocks)
 
     def _account(self, replica: T) -> Account:
         account = replica.account
         if account is None:
             account = replica.account = Account(replica.name, replica.info, self._lengths)
         if account.told != self._words:
-            self._tell(replica, account)
+            self._copy_report(replica, account)
         account.update_owed(replica)
         return account
 
-    def _tell(self, replica: T, account: Account) -> None:
+    def _copy_report(self, replica: T, account: Account) -> None:
         """Copy the supervisor's report on a replica into its account."""
         account.told, account.others, account.kv_used = self._words, 0.0, 0.0
         told = self._told.get(replica.socket)

@@ -217,16 +217,16 @@ class RequestMetrics:
 
     def observe(self, route: ModelQueue, call: InflightRequest) -> None:
         """Set the observers of a call that `route`, a base model's queue, has accepted."""
-        call.meter = meter = self._of(route, call)
+        call.meter = meter = self._find_meter(route, call)
         call.observers = (meter,) if call.caller is None else (meter, call.caller)
         if self.tracer is not None:
             call.observers += self.tracer.trace(call, meter.operation)
 
-    def _of(self, route: ModelQueue, call: InflightRequest) -> RequestMeter:
+    def _find_meter(self, route: ModelQueue, call: InflightRequest) -> RequestMeter:
         if not call.more:  # nearly all calls
             of = route.status.name, "", "text_completion" if call.messages is None else "chat"
             return self._meters.get(of) or self._make(*of)
-        return self._find(route.status.name, call.more.get("adapter", ""), call)
+        return self._find_labelled_meter(route.status.name, call.more.get("adapter", ""), call)
 
     def count_refusal(self, router: Router, call: InflightRequest, error: RequestError) -> None:
         """Record a call that was refused on arrival."""
@@ -238,9 +238,9 @@ class RequestMetrics:
             model = route.base.status.name
             adapter = "" if route.base is route else route.status.name
         key = "" if call.caller is None else call.caller.rule.name
-        self._find(model, adapter, call).count_refusal(key, error.code)
+        self._find_labelled_meter(model, adapter, call).count_refusal(key, error.code)
 
-    def _find(self, model: str, adapter: str, call: InflightRequest) -> RequestMeter:
+    def _find_labelled_meter(self, model: str, adapter: str, call: InflightRequest) -> RequestMeter:
         if call.messages is not None:
             operation = "chat"
         else:

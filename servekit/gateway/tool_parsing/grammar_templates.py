@@ -188,9 +188,8 @@ def _tagged_call(syntax: Syntax, tags: Tags, name: str, schema: Mapping[str, Any
         part = f"{line}? {_tagged_argument(lark, tags, key, _with_defs(value, schema), schema)}"
         arguments.append(part if key in required else f"({part})?")
     if "properties" not in schema:  # arguments of any name
-        value = (
-            f"{lark.until(tags.key[1])} {lark.literal(tags.value[0])} {lark.until(tags.value[1])}"
-        )
+        begin, end = lark.literal(tags.value[0]), lark.text_through_marker(tags.value[1])
+        value = f"{lark.text_through_marker(tags.key[1])} {begin} {end}"
         arguments.append(f"({line}? {lark.literal(tags.key[0])} {value})*")
     tail = f"{line}? {lark.literal(tags.end)}" if tags.end else ""
     return " ".join(part for part in (head, *arguments, tail) if part)
@@ -209,7 +208,7 @@ def _tagged_argument(lark: Lark, tags: Tags, key: str, schema: Any, root: Mappin
     if kind == {"text"} and "enum" in schema:
         written = one_of([json.dumps(value, ensure_ascii=False) for value in schema["enum"]])
     elif "text" in kind:
-        return f"{head} {lark.until(tags.value[1])}"
+        return f"{head} {lark.text_through_marker(tags.value[1])}"
     else:
         written = lark.json(schema)
     return f"{head} {line}? {written} {line}? {lark.literal(tags.value[1])}"

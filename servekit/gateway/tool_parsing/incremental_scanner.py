@@ -92,7 +92,7 @@ class IncrementalScanner:
         """Return the text read since the mark."""
         return "" if self._mark is None else self.text[self._mark : self.at]
 
-    def hold(self, more: int = 0) -> None:
+    def limit_held_text(self, more: int = 0) -> None:
         """Raise ParseError if too much text is held back since the mark."""
         if self._mark is not None and self.at + more - self._mark > MAX_HELD:
             raise ParseError
@@ -102,7 +102,7 @@ class IncrementalScanner:
     def emit(self, event: Event) -> None:
         self.events.append(event)
 
-    def say(self, text: str, kind: type[Text] | type[Reasoning] = Text) -> None:
+    def emit_text(self, text: str, kind: type[Text] | type[Reasoning] = Text) -> None:
         """Emit text, joined to the previous event if that has the same kind."""
         if not text:
             return
@@ -213,7 +213,7 @@ class IncrementalScanner:
         size = count_begun(self.text, start, markers)
         return 0 if self.cut and size < LEAST_OF_MARKER else size
 
-    def until(self, *markers: str) -> Script[tuple[str, str]]:
+    def read_through_marker(self, *markers: str) -> Script[tuple[str, str]]:
         """Consume all text before the first of `markers` and the marker; return both.
 
         Raises ParseError if no marker comes.
@@ -222,7 +222,7 @@ class IncrementalScanner:
 
         def tell(text: str) -> None:
             pieces.append(text)
-            self.hold(len(text))
+            self.limit_held_text(len(text))
 
         found = yield from self.read_until_marker(markers, tell, strip=False)
         if not found:

@@ -74,7 +74,7 @@ def _read_call(scanner: IncrementalScanner, calls: Calls, *, strict: bool) -> Sc
             yield from _read_arguments(scanner, calls, name)
         else:
             waiting = yield from _collect_value(scanner)
-        scanner.hold()
+        scanner.limit_held_text()
     if calls.count == known:
         if strict and not waiting:
             raise ParseError
@@ -140,7 +140,7 @@ def _collect_value(scanner: IncrementalScanner) -> Script[str]:
 
     def tell(text: str) -> None:
         pieces.append(text)
-        scanner.hold()
+        scanner.limit_held_text()
 
     yield from scanner.json(tell)
     return "".join(pieces)

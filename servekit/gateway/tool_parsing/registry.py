@@ -139,7 +139,7 @@ def read_thoughts(scanner: IncrementalScanner, begin: str, end: str, at_once: bo
         return
     scanner.release()
     yield from scanner.skip_space(MAX_SPACE)
-    tell = partial(scanner.say, kind=Reasoning)
+    tell = partial(scanner.emit_text, kind=Reasoning)
     if (yield from scanner.read_until_marker((end,), tell)):
         yield from scanner.skip_space(MAX_SPACE)
         yield from scanner.expect(end)

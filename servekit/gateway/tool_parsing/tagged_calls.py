@@ -156,7 +156,7 @@ def _read_call(
     calls.start_call(name)
     before = "{"
     while tag != calls_end:
-        key, _ = yield from scanner.until(tags.key[1])
+        key, _ = yield from scanner.read_through_marker(tags.key[1])
         calls.argue(f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: ")
         yield from _read_value(scanner, calls, tags, key.strip() in texts.get(name, ()))
         before = ", "
@@ -178,7 +178,7 @@ def _read_value(
     )  # a line break at either end inside the tags belongs to them
     ends = ("\n" + tags.value[1], tags.value[1])
     if not is_text:
-        written, _ = yield from scanner.until(*ends)
+        written, _ = yield from scanner.read_through_marker(*ends)
         calls.argue(_as_json(written))
         return
     calls.argue('"')

@@ -89,7 +89,7 @@ def calls_in_text(scanner: IncrementalScanner, family: Family) -> Script[None]:
     if family.bare:
         yield from _read_bare(scanner, calls, family)
     while family.openings:
-        opening = yield from scanner.read_until_marker(family.openings, scanner.say)
+        opening = yield from scanner.read_until_marker(family.openings, scanner.emit_text)
         if not opening:
             return
         scanner.mark()
@@ -101,7 +101,7 @@ def calls_in_text(scanner: IncrementalScanner, family: Family) -> Script[None]:
 def read_rest(scanner: IncrementalScanner) -> Script[None]:
     """Read plain text up to the end."""
     while True:
-        scanner.say(scanner.text[scanner.at :])
+        scanner.emit_text(scanner.text[scanner.at :])
         scanner.at = len(scanner.text)
         if scanner.ended:
             return
@@ -131,7 +131,7 @@ def _try_calls(scanner: IncrementalScanner, calls: Calls, body: Body, opening: s
             return
         scanner.rewind()
         if calls.count == known:  # the text after the opening may contain a call
-            scanner.say(opening)
+            scanner.emit_text(opening)
             scanner.at += len(opening)
     scanner.release()
     if calls.count > known:

@@ -118,4 +118,4 @@ def _in_text(lark: Lark, dialect: Dialect, opening: str, calls: str) -> str:
     if not opening:
         text = lark.rule(rf"/\s{{0,8}}[^\s\{_BARE[dialect.tools]}](?s:.*)/")
         return f"{one_of([calls, text])}?"
-    return one_of([lark.rule(_TEXT), f"{lark.until(opening)} {calls}"])
+    return one_of([lark.rule(_TEXT), f"{lark.text_through_marker(opening)} {calls}"])

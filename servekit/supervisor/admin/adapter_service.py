@@ -112,10 +112,10 @@ class AdapterService:
         # a configured adapter of this model may have been removed, and may be added again
         filed = name in {adapter.name for adapter in deployment.model.adapters}
         own = filed or deployment.adapters.book.get(name) is not None
-        if not own and name in self._taken():
+        if not own and name in self._names_in_use():
             raise ConfigError(f"the name {name!r} is taken; each model and adapter has its own")
 
-    def _taken(self) -> Iterator[str]:
+    def _names_in_use(self) -> Iterator[str]:
         yield from names_of(self._deployments.plan.config)
         for deployment in self._deployments.served:
             yield from (entry.spec.name for entry in deployment.adapters.book)

@@ -92,7 +92,7 @@ def why(
             return Why(name, explained, own)
     for life in others:
         if life.name == name:
-            return Why(name, "closed", (life.story(),))
+            return Why(name, "closed", (life.make_history(),))
     known = [deployment.model.name for deployment in deployments]
     known += [one.name for deployment in deployments for one in deployment.adapter_statuses()]
     known += [replica.name for deployment in deployments for replica in deployment.replicas]
@@ -102,4 +102,4 @@ def why(
 
 
 def _stories(deployment: Deployment) -> tuple[ReplicaHistory, ...]:
-    return (*deployment.failed, *(replica.story() for replica in deployment.replicas))
+    return (*deployment.failed, *(replica.make_history() for replica in deployment.replicas))

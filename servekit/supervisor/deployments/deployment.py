@@ -41,14 +41,16 @@ STOP_GRACE_S = 5.0
 
 
 class Deployment:
-    """The replicas of one model. Empty until `become`, which starts the first version too."""
+    """The replicas of one model. Empty until `roll_out`, which starts the first version too."""
 
     def __init__(self, model: ModelConfig, pool: WorkerPool) -> None:
         self.model = model
         self.replicas: list[WorkerProcess] = []
         self.wanted = False  # whether it is to have replicas; else it is stopped
         self._returns = False  # it is unloaded for another model, and will be wanted again
-        self.occasion = StartReason.now("operator")  # the start reason of replicas that are added
+        self.occasion = StartReason.from_now(
+            "operator"
+        )  # the start reason of replicas that are added
         self.circuit = make_circuit_breaker(model)
         self.failed: tuple[ReplicaHistory, ...] = ()  # of a version that did not come up
         self._pool = pool
@@ -62,7 +64,7 @@ class Deployment:
         self._change: asyncio.Task[None] | None = None
         self.adapters = Adapters(model.name, list_adapters(model), self)
 
-    def become(
+    def roll_out(
         self, model: ModelConfig, slots: Slots, threads: int | None, claimed: Collection[str] = ()
     ) -> None:
         """Change to these replicas of this version, and cancel a change under way.
@@ -77,7 +79,7 @@ class Deployment:
             self.adapters.follow_file(list_adapters(model), claimed)
         else:
             self.circuit = make_circuit_breaker(model)
-            self.adapters = self.adapters.successor(list_adapters(model), claimed)
+            self.adapters = self.adapters.make_successor(list_adapters(model), claimed)
             self._known = None
         self.model, self._threads, self.failed = model, threads, ()
         for replica in self._living():
@@ -167,7 +169,7 @@ class Deployment:
     @property
     def lacks_adapters(self) -> bool:
         """Return whether adapters of the file are missing, which a reload loads again."""
-        return self.adapters.lacks(list_adapters(self.model))
+        return self.adapters.needs_load(list_adapters(self.model))
 
     def retry(self, claimed: Collection[str] = ()) -> None:
         """Retry failed replicas, and load missing adapters."""
@@ -189,7 +191,7 @@ class Deployment:
 
     def tend_fork_servers(self) -> None:
         away = not (self.wanted or self._returns)
-        self.fork_servers.tend(self.model, self.replicas, away=away)
+        self.fork_servers.converge(self.model, self.replicas, away=away)
 
     def remove_replica(self, replica: WorkerProcess) -> None:
         """Forget a replica that has ended."""
@@ -215,7 +217,7 @@ class Deployment:
 
     def adapter_statuses(self) -> tuple[AdapterStatus, ...]:
         """Return the status of the adapters, on workers of all versions."""
-        return self.adapters.statuses([one.holds for one in self.replicas if one.serves])
+        return self.adapters.statuses([one.held_adapters for one in self.replicas if one.serves])
 
     def workers(self, adapters: Adapters) -> Sequence[WorkerProcess]:
         """Return the workers of the version that has these adapters."""
@@ -286,7 +288,7 @@ class Deployment:
         for victim in victims:
             old.remove(victim)
             self._drain(victim)
-        self._hurry(slot)
+        self._limit_drain(slot)
         if victims:
             names, at_most_s = ", ".join(one.name for one in victims), self._pool.drain_timeout_s
             said = (
@@ -322,7 +324,7 @@ class Deployment:
         """Roll back to the old version, which serves on, and has `backs` as planned GPUs again."""
         why = next((replica.reason for replica in fresh if replica.reason), "it did not start")
         log.error("model_reload_failed", model=self.model.name, reason=why)
-        self.failed = tuple(replica.story() for replica in fresh)
+        self.failed = tuple(replica.make_history() for replica in fresh)
         for replica in fresh:
             replica.end_child(Stop(), STOP_GRACE_S)
         self.planned = (*(replica.place.gpus for replica in self._living()), *backs)
@@ -355,7 +357,7 @@ class Deployment:
         place = Assignment(model.name, self._next_index, slot, threads, claims, elsewhere)
         self._next_index += 1
         fork = functools.partial(self.fork_servers.fork, model, place)
-        entry = Entry(self._pool.gate, self._pool.needs(model, slot))
+        entry = Entry(self._pool.gate, self._pool.needed_bytes(model, slot))
         replica = WorkerProcess(model, place, gpus, host, self.circuit, self.adapters, fork, entry)
         replica.starting.occasion = self.occasion
         replica.listeners.append(self._on_event)
@@ -367,7 +369,7 @@ class Deployment:
         log.info("worker_draining", child=replica.name, at_most_s=self._pool.drain_timeout_s)
         replica.end_child(Drain(), self._pool.drain_timeout_s)
 
-    def _hurry(self, slot: Slot) -> None:
+    def _limit_drain(self, slot: Slot) -> None:
         """Limit the time of replicas that already drain on these GPUs to `drain_timeout_s`."""
         for replica in self.replicas:
             if replica.ending and not set(slot).isdisjoint(replica.place.gpus):

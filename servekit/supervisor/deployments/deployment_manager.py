@@ -26,7 +26,7 @@ log: Any = structlog.get_logger("servekit.supervisor")
 
 
 class DeploymentManager:
-    """The deployments of an instance; empty until `apply`. `run` runs a replica's task."""
+    """The deployments of an instance; empty until `apply_plan`. `run` runs a replica's task."""
 
     def __init__(
         self, plan: Plan, host: SupervisorContext, run: Callable[[WorkerProcess | ForkServer], None]
@@ -50,17 +50,17 @@ class DeploymentManager:
     def gpus(self) -> tuple[Gpu, ...]:
         return self.plan.gpus
 
-    def everyone(self) -> list[Deployment]:
+    def all_deployments(self) -> list[Deployment]:
         """Return the deployments that are served, and those that drain."""
         return [*self.served, *self._leaving]
 
     def replicas(self) -> list[WorkerProcess]:
-        return [replica for deployment in self.everyone() for replica in deployment.replicas]
+        return [replica for deployment in self.all_deployments() for replica in deployment.replicas]
 
     def standbys(self) -> list[ForkServer]:
         return [
             standby
-            for deployment in self.everyone()
+            for deployment in self.all_deployments()
             for standby in deployment.fork_servers.standbys
         ]
 
@@ -104,7 +104,7 @@ class DeploymentManager:
         self._refuse_at_the_end()
         plan = await self._read()
         self._refuse_at_the_end()
-        return self.apply(plan)
+        return self.apply_plan(plan)
 
     def _refuse_at_the_end(self) -> None:
         if self.halted:
@@ -137,12 +137,16 @@ class DeploymentManager:
         if launcher is not None and (refusal := await launcher.refusal(fresh)):
             raise ConfigError(f"{plan.source.path}: {refusal}")
 
-    def apply(self, plan: Plan) -> str:
+    def apply_plan(self, plan: Plan) -> str:
         """Start the changes to this plan; return them in words."""
         for name, choice in plan.choices.items():
             log.info("engine_chosen", model=name, engine=choice.engine, why=choice.why)
         new_access = plan.access != self.plan.access
-        occasion = StartReason.up() if plan is self.plan else StartReason.now("reload")
+        occasion = (
+            StartReason.from_supervisor_start()
+            if plan is self.plan
+            else StartReason.from_now("reload")
+        )
         self.pool.plan = plan
         models, before = (
             plan.config.models,
@@ -166,23 +170,23 @@ class DeploymentManager:
             else:
                 deployment.occasion = occasion
                 threads = next(p.threads for p in plan.places if p.model == model.name)
-                deployment.become(model, reload.slots(model.name, plan.places), threads, claimed)
+                deployment.roll_out(model, reload.slots(model.name, plan.places), threads, claimed)
         self.host.publish_change()
         return reload.describe_changes(changes, lacking, access=new_access)
 
     def forget_process(self, life: WorkerProcess | ForkServer) -> None:
         """Forget a worker or fork server that has ended."""
         if isinstance(life, ForkServer):
-            for deployment in self.everyone():
+            for deployment in self.all_deployments():
                 if life in deployment.fork_servers.standbys:
                     deployment.fork_servers.forget_fork_server(life)
         else:
-            for deployment in self.everyone():
+            for deployment in self.all_deployments():
                 if life in deployment.replicas:
                     deployment.remove_replica(life)
         self._leaving = [f for f in self._leaving if f.replicas or f.fork_servers.standbys]
 
-    def explained(self, model: str) -> None:
+    def reset_breaker(self, model: str) -> None:
         """Reset the breaker of a model whose workers were killed by a request, now quarantined."""
         for deployment in self.served:
             if deployment.model.name == model:
@@ -190,13 +194,13 @@ class DeploymentManager:
 
     def start_missing_fork_servers(self) -> None:
         """Start the fork servers for which there was no memory. Called at each tick."""
-        for deployment in self.everyone():
+        for deployment in self.all_deployments():
             if deployment.fork_servers.lacks_memory:
                 deployment.tend_fork_servers()
 
     def stop_changes(self) -> None:
         """Cancel all changes, and start none any more: the instance is ending."""
         self.halted = True
-        for deployment in self.everyone():
+        for deployment in self.all_deployments():
             deployment.stop_changes()
             deployment.fork_servers.close()

@@ -143,7 +143,7 @@ class SupervisorContext(Protocol):
     def publish_change(self) -> None:
         """Publish a change that others can see."""
 
-    def noticed(self) -> None:
+    def publish_later(self) -> None:
         """Publish changed figures with the next tick; nobody waits for them."""
 
     def children_changed(self) -> None:
@@ -283,7 +283,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         """Restart it now if it has failed or is in back-off, with the back-off reset."""
         if self.state in _WAITING:
             self.policy.reset_backoff()
-            self.starting.occasion = StartReason.now("operator")
+            self.starting.occasion = StartReason.from_now("operator")
             self.change_state("retry", self.reason)
         self._due = time.monotonic()
         self._wake()
@@ -344,7 +344,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         if not self._proved and self._is_fruitful():
             self._proved = True
             if self.circuit is not None:
-                self.circuit.fruitful()
+                self.circuit.record_success()
 
     def forgive_suspension(self) -> None:
         """Allow for a suspension of the supervisor."""
@@ -375,7 +375,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         """A sentence on what is wrong while it runs; "" if nothing is."""
         return ""
 
-    def story(self) -> ReplicaHistory:
+    def make_history(self) -> ReplicaHistory:
         """Return its state, its restarts and its deaths so far."""
         next_s = None
         if self._next_at is not None:
@@ -413,7 +413,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         except OSError as error:
             reason = f"cannot be started: {error.strerror or error}"
             return self._record_exit(Exit(None, None, (), cause=reason))
-        self.starting.awaits("fork" if child.forked else self.begins_with, self._began_at)
+        self.starting.begin_phase("fork" if child.forked else self.begins_with, self._began_at)
         log.info("process_started", child=self.name, pid=child.pid)
         if was_upgraded():
             log.warning("servekit_upgraded", child=self.name)
@@ -451,7 +451,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             self._died_of = exit_.explain("" if crashed else " before it was ready")
         if not crashed and UPGRADED not in self._died_of and was_upgraded():
             self._died_of = f"{self._died_of.rstrip('.')}. {UPGRADED}"
-        death = self.history.add(exit_, self._describe_child(), self._died_of)
+        death = self.history.add_exit(exit_, self._describe_child(), self._died_of)
         after_s = None if permanent else self.policy.after_s(fruitful=fruitful)
         report_death(self.name, death, after_s, crashed=crashed)
         if self.circuit is not None:

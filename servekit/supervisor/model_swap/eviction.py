@@ -21,14 +21,14 @@ class CapacityView:
             if one.tier == "leaving":
                 self.free_model(one, one.asleep if one.falls_asleep else {})
 
-    def fits(self, need: Mapping[str, int]) -> bool:
+    def has_room(self, need: Mapping[str, int]) -> bool:
         return not lacking(need, self.now) and not lacking(need, self.soon)
 
-    def lacks(self, need: Mapping[str, int]) -> dict[str, int]:
+    def missing_bytes(self, need: Mapping[str, int]) -> dict[str, int]:
         """Return the bytes that are missing even after the leaving models have left."""
         return lacking(need, self.soon)
 
-    def wants(self, one: PolicyInput) -> dict[str, int]:
+    def missing_for_claimed(self, one: PolicyInput) -> dict[str, int]:
         """Return the bytes that are missing for a model that has its claim already.
 
         Leaving models count as gone. Claims may exceed the memory after a reload of the
@@ -107,7 +107,7 @@ def make_room(
 
     Memory that becomes free is reserved for it.
     """
-    lacking = room.lacks(one.need)
+    lacking = room.missing_bytes(one.needed_memory)
     goers = _candidates(others, lacking)
     able = _evictable(goers)
     short = _short(one, room)
@@ -117,7 +117,7 @@ def make_room(
             return [], f"{short}; it waits for {_names(goers)}"
         return [], f"{short}, {STAY}"
     steps = _evict(able, one, lacking, room, now, short)
-    room.reserve(one.need)
+    room.reserve(one.needed_memory)
     names = _names(able, steps) or "a model that is unloading"
     return steps, f"{short}; it waits for {names}"
 
@@ -126,7 +126,7 @@ def relieve(
     one: PolicyInput, others: Sequence[PolicyInput], room: CapacityView, now: float
 ) -> tuple[list[SwapAction], str]:
     """Do the same for a model that has its claim already; "" if it waits for no eviction."""
-    lacking = room.wants(one)
+    lacking = room.missing_for_claimed(one)
     able = _evictable(_candidates(others, lacking))
     if not lacking or not _covers(able, lacking):
         return [], ""
@@ -156,7 +156,7 @@ def _evict(
     victims = _victims([other for other in able if _may_go(other, one, now)], lacking, now)
     sleepers = _sleepers(victims, lacking, room)
     reason = f"evicted for {one.name}, {why}"
-    steps = (gone(each, room, reason, sleeps=each in sleepers) for each in victims)
+    steps = (remove_model(each, room, reason, sleeps=each in sleepers) for each in victims)
     return [replace(step, makes_room=True) for step in steps]
 
 
@@ -168,8 +168,12 @@ def _names(able: Iterable[PolicyInput], steps: Sequence[SwapAction] = ()) -> str
 
 def _short(one: PolicyInput, room: CapacityView) -> str:
     """Return such as "30.0 GiB needed, 12.0 GiB free", for the place that is shortest."""
-    at = max(one.need, key=lambda place: one.need[place] - room.now.get(place, math.inf))
-    return f"{format_bytes(one.need[at])} needed, {format_bytes(max(0, room.now.get(at, 0)))} free"
+    at = max(
+        one.needed_memory,
+        key=lambda place: one.needed_memory[place] - room.now.get(place, math.inf),
+    )
+    free_bytes = max(0, room.now.get(at, 0))
+    return f"{format_bytes(one.needed_memory[at])} needed, {format_bytes(free_bytes)} free"
 
 
 def _may_go(victim: PolicyInput, other: PolicyInput, now: float) -> bool:
@@ -226,7 +230,7 @@ def _sleepers(
     return able
 
 
-def gone(one: PolicyInput, room: CapacityView, reason: str, *, sleeps: bool) -> SwapAction:
+def remove_model(one: PolicyInput, room: CapacityView, reason: str, *, sleeps: bool) -> SwapAction:
     """Return the action that removes the model, and count its memory as free soon."""
     room.free_model(one, one.asleep if sleeps else {})
     return SwapAction("sleep" if sleeps else "stop", one.name, reason)

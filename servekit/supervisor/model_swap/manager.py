@@ -52,7 +52,7 @@ class SwapManager:
         """Begin the shutdown: start nothing any more."""
         self._halted, self._halted_at = True, time.monotonic()
         workers = (
-            one for deployment in self._deployments.everyone() for one in deployment.replicas
+            one for deployment in self._deployments.all_deployments() for one in deployment.replicas
         )
         self._unasked = [one for one in workers if one.state in _COMING]
         for row in self._rows.values():
@@ -66,7 +66,7 @@ class SwapManager:
         open_ = [gateway for gateway in self._gateways if gateway.state != "stopped"]
         if open_ and time.monotonic() - self._halted_at < _TOLD_S:
             return
-        awaited = {name for gateway in open_ for name in gateway.awaited()}
+        awaited = {name for gateway in open_ for name in gateway.awaited_models()}
         for replica in self._unasked:
             if replica.state in _COMING and replica.model.name not in awaited:
                 log.info("worker_load_cancelled", child=replica.name)
@@ -88,7 +88,7 @@ class SwapManager:
         }
         for row in self._rows.values():
             row.observe(self._used(row), now)
-            self._mend(row)
+            self._repair_sleep(row)
         if not any(row.comes_and_goes for row in self._rows.values()):
             return
         decision = policy.decide([*self._facts()], self._free(), now)
@@ -124,8 +124,8 @@ class SwapManager:
         for row in self._rows.values():
             claim = memory_accounting.claims(row.deployment.model, row.deployment.planned, reserve)
             asleep = memory_accounting.asleep(row.deployment, claim, row.kept)
-            yield row.facts(claim, asleep, memory_accounting.lacks(row.deployment))
-        for deployment in self._deployments.everyone():
+            yield row.facts(claim, asleep, memory_accounting.missing_for_loading(row.deployment))
+        for deployment in self._deployments.all_deployments():
             if deployment not in self._rows:  # removed from the configuration
                 slots = tuple(replica.place.gpus for replica in deployment.replicas)
                 claim = memory_accounting.claims(deployment.model, slots, reserve)
@@ -137,7 +137,7 @@ class SwapManager:
         reserve, ledger = deployments.plan.config.gpus.reserve, deployments.pool.gate.ledger
         return memory_accounting.free(deployments.gpus, reserve, held, ledger)
 
-    def _mend(self, row: ModelState) -> None:
+    def _repair_sleep(self, row: ModelState) -> None:
         """Wake or stop a model whose workers are no longer all asleep, as after a crash of one."""
         if (
             not row.slept
@@ -158,10 +158,10 @@ class SwapManager:
         match step.kind:
             case "load":
                 log.info("model_loading", model=step.model)
-                cause = row.occasion(now).cause
+                cause = row.load_reason(now).cause
                 journal.record_event("load", f"for {_FOR.get(cause, cause)}", model=step.model)
                 row.mark_started(now)
-                row.deployment.load(row.occasion(now))
+                row.deployment.load(row.load_reason(now))
             case "wake":
                 journal.record_event("wake", step.reason, model=step.model)
                 row.mark_started(now)

@@ -60,7 +60,7 @@ class ModelState:
     def observe(self, uses: Iterable[tuple[int, int, float]], now: float) -> None:
         """Update the state. `uses`: waiting and running requests, last use, per gateway."""
         self._now = now
-        self._become(self._tier(), now)
+        self._set_tier(self._tier(), now)
         waiting = running = 0
         for waits, runs, used_at in uses:
             waiting, running = waiting + waits, running + runs
@@ -87,7 +87,7 @@ class ModelState:
             return "asleep"
         return "coming" if states & _COMING or not states else "failed"
 
-    def _become(self, tier: Residency, now: float) -> None:
+    def _set_tier(self, tier: Residency, now: float) -> None:
         if tier == self.tier:
             return
         if tier == "resident":
@@ -185,7 +185,7 @@ class ModelState:
 
     # ---- queries
 
-    def occasion(self, now: float) -> StartReason:
+    def load_reason(self, now: float) -> StartReason:
         """Return who wants it loaded, and since when."""
         if self.waiting_since is not None and not self.requested:
             return StartReason("request", self.waiting_since)

@@ -52,7 +52,7 @@ class PolicyInput:
         return self.asleep if self.tier == "asleep" else {}
 
     @property
-    def need(self) -> Mapping[str, int]:
+    def needed_memory(self) -> Mapping[str, int]:
         """Memory that it needs beyond what it holds, to be resident."""
         held = self.held_memory
         return {at: more for at, size in self.claim.items() if (more := size - held.get(at, 0)) > 0}

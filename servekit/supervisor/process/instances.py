@@ -44,7 +44,7 @@ def list_instances() -> list[Running]:
     """Return this user's instances; for root without instances of its own, those of all users."""
     deadline = time.monotonic() + _RESTORED_S
     while True:
-        found, removed = _look()
+        found, removed = _scan_instances()
         if not removed or time.monotonic() > deadline:
             break
         time.sleep(_LOOK_EVERY_S)
@@ -110,7 +110,7 @@ def _last_used(folder: Path) -> float:
     return max((path.stat().st_mtime for path in folder.iterdir()), default=0.0)
 
 
-def _look() -> tuple[list[Running], bool]:
+def _scan_instances() -> tuple[list[Running], bool]:
     """Return the running instances, and whether the directory of one is missing at the moment."""
     found: dict[Path, Running] = {}
     removed = False

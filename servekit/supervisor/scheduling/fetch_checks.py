@@ -66,7 +66,7 @@ def look_up(plan: Plan, patience_s: float = PATIENCE_S) -> list[FetchFinding]:
     if not asked:
         return []
     with ThreadPoolExecutor(len(asked)) as pool:
-        answers = pool.map(lambda query: _ask(query, patience_s), asked.values())
+        answers = pool.map(lambda query: _run_probe(query, patience_s), asked.values())
         return [
             FetchFinding(
                 index, f"models[{index}].path: {plan.config.models[index].name}", source, *answer
@@ -92,7 +92,7 @@ def _make_query(model: ModelConfig, environ: Mapping[str, str]) -> _Query | None
     return _Query("hub", model.path, (repo, tag, model.revision or ""), environ)
 
 
-def _ask(query: _Query, patience_s: float) -> tuple[Level, str]:
+def _run_probe(query: _Query, patience_s: float) -> tuple[Level, str]:
     module, asked = _PROBES[query.source]
     command = [*python_command.module_command(module), *query.words]
     try:

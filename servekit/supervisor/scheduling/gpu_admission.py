@@ -67,7 +67,7 @@ class LoadQueue:
             await lock.acquire()
             self._whose[gpu.uuid] = name
 
-    def give(self, name: str) -> None:
+    def release_gpus(self, name: str) -> None:
         """Release the worker's locks, so that the next one may load."""
         self._aside.pop(name, None)
         if (returning := self._returning.pop(name, None)) is not None:
@@ -79,7 +79,7 @@ class LoadQueue:
 
     def step_aside(self, name: str, gpus: Sequence[Gpu]) -> None:
         if name not in self._aside:
-            self.give(name)
+            self.release_gpus(name)
             self._aside[name] = gpus
 
     def step_back(self, name: str) -> None:
@@ -235,17 +235,17 @@ class GpuAdmission:
 
     def _turn_back(self, visitor: AdmissionRequest, before: Mapping[str, int]) -> None:
         if visitor.pid:  # still asleep, with its smaller claim
-            self._turns.give(visitor.name)
+            self._turns.release_gpus(visitor.name)
             self.ledger.claim(visitor.name, before)
         else:
             self.left(visitor.name, ())
 
     def loaded(self, name: str) -> None:
         """Mark the worker as loaded: the next one may load."""
-        self._turns.give(name)
+        self._turns.release_gpus(name)
         self._up.add(name)
 
-    def loads(self, name: str, *, from_files: bool) -> None:
+    def track_load(self, name: str, *, from_files: bool) -> None:
         """Track the load; while the worker only fetches or converts its files, others may load."""
         if from_files:
             self._turns.step_back(name)
@@ -260,7 +260,7 @@ class GpuAdmission:
         name, pid = visitor.name, visitor.pid
         if not visitor.place.gpus or name not in self._guests:
             return
-        reading, groups = await asyncio.to_thread(self._look, {name: pid})
+        reading, groups = await asyncio.to_thread(self._read_scene, {name: pid})
         if name not in self._guests or visitor.pid != pid:
             return  # restarted meanwhile: the new process has its own claim
         seen = [reading.holdings[one] for one in groups[name] if one in reading.holdings]
@@ -286,7 +286,7 @@ class GpuAdmission:
 
     def left(self, name: str, pids: Collection[int]) -> None:
         """Release the claim of a worker whose processes are reaped, once their memory is free."""
-        self._turns.give(name)
+        self._turns.release_gpus(name)
         self._up.discard(name)
         if name not in self._guests or name in self._leaving:
             return
@@ -320,7 +320,7 @@ class GpuAdmission:
         return ""
 
     async def _obstacle(self, visitor: AdmissionRequest) -> BlockReason | None:
-        reading, groups = await asyncio.to_thread(self._look, self._pids())
+        reading, groups = await asyncio.to_thread(self._read_scene, self._pids())
         known = [gpu for gpu in visitor.place.gpus if gpu.uuid in reading.free]
         scenes = [self._scene(visitor, gpu, reading, groups) for gpu in known]
         reason = next(filter(None, map(obstacle, scenes)), "")
@@ -334,7 +334,7 @@ class GpuAdmission:
     def _pids(self) -> dict[str, int]:
         return {name: guest.pid for name, guest in self._guests.items() if guest.pid}
 
-    def _look(self, pids: Mapping[str, int]) -> tuple[NvmlReading, dict[str, frozenset[int]]]:
+    def _read_scene(self, pids: Mapping[str, int]) -> tuple[NvmlReading, dict[str, frozenset[int]]]:
         """Read NVML and each worker's process group. Blocks for milliseconds: run in a thread."""
         reading = self._read()  # first: its processes are found below, or gone
         with one_look():
@@ -372,7 +372,7 @@ class GpuAdmission:
 
     async def _await_memory_release(self, name: str) -> None:
         deadline = time.monotonic() + self._patience_s
-        while await asyncio.to_thread(self._holds, tuple(self._dead.get(name, ()))):
+        while await asyncio.to_thread(self._holds_memory, tuple(self._dead.get(name, ()))):
             if time.monotonic() > deadline:
                 log.warning("gpu_memory_not_released", child=name)
                 break
@@ -380,7 +380,7 @@ class GpuAdmission:
         self._leaving.pop(name, None)
         self._forget(name)
 
-    def _holds(self, pids: Collection[int]) -> bool:
+    def _holds_memory(self, pids: Collection[int]) -> bool:
         holdings = self._read().holdings
         return any(any(holdings.get(pid, {}).values()) for pid in pids)
 

@@ -163,7 +163,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _of_gguf(model: ModelConfig, place: Assignment, path: Path) -> Estimate:
-    file = gguf.read(path)
+    file = gguf.read_gguf(path)
     shape = kv_cache_shape.of_gguf(file)
     if model.engine == "llamacpp":
         number = _CACHE_BYTES[str(model.options.get("cache_type", "f16"))]

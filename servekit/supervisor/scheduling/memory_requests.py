@@ -97,7 +97,7 @@ def least(model: ModelConfig) -> int:
     return 1 if model.replicas == "auto" else model.replicas
 
 
-def most(model: ModelConfig) -> int:
+def max_replicas(model: ModelConfig) -> int:
     """Return the maximum number of replicas; `auto` on GPUs may get more."""
     return model.replicas.max if isinstance(model.replicas, ReplicaRange) else least(model)
 

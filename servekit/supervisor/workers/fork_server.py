@@ -56,7 +56,7 @@ class ForkServer(ManagedProcess[FromStandby]):
     def __init__(self, model: ModelConfig, place: Assignment, host: SupervisorContext) -> None:
         where = "-".join(["standby", *(str(gpu.index) for gpu in place.gpus)])
         super().__init__(f"{model.name}/{where}", host)
-        self.starting.occasion = StartReason.now("standby")
+        self.starting.occasion = StartReason.from_now("standby")
         self.model = model
         self.place = place
         self.forks = 0
@@ -123,7 +123,7 @@ class ForkServer(ManagedProcess[FromStandby]):
         order = fork_server.encode(Fork(name, mark))
         try:
             async with self._turn, asyncio.timeout(_FORK_S):
-                return self._taken(await self._ask(order, [control_fd, output_fd]))
+                return self._on_answer(await self._send_order(order, [control_fd, output_fd]))
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
             # A worker that is forked too late has no connection, and ends by itself.
             log.warning("fork_failed", child=name, reason=f"{type(error).__name__}: {error}")
@@ -131,7 +131,7 @@ class ForkServer(ManagedProcess[FromStandby]):
                 self.child.kill("did not fork when it was asked to")
             return None
 
-    async def _ask(self, order: bytes, fds: list[int]) -> bytes:
+    async def _send_order(self, order: bytes, fds: list[int]) -> bytes:
         if self._orders is None:
             raise ConnectionError("the standby is gone")
         socket.send_fds(self._orders, [order], fds)
@@ -140,7 +140,7 @@ class ForkServer(ManagedProcess[FromStandby]):
             raise ConnectionError("the standby is gone")
         return answer
 
-    def _taken(self, answer: bytes) -> Forked | None:
+    def _on_answer(self, answer: bytes) -> Forked | None:
         match fork_server.decode_answer(answer):
             case NotForked(message):
                 log.warning("fork_refused", reason=message)
@@ -166,7 +166,7 @@ class ForkServer(ManagedProcess[FromStandby]):
 
 
 class ForkServerPool:
-    """The fork servers of one model; empty until `tend`. `run` runs a fork server's task."""
+    """The fork servers of one model; empty until `converge`. `run` runs a fork server's task."""
 
     def __init__(self, host: SupervisorContext, run: Callable[[ForkServer], None]) -> None:
         self._host = host
@@ -176,7 +176,7 @@ class ForkServerPool:
         self._at: dict[Slot, ForkServer] = {}
         self.standbys: list[ForkServer] = []  # ending ones included
 
-    def tend(
+    def converge(
         self, model: ModelConfig, workers: Sequence[WorkerProcess], *, away: bool = False
     ) -> None:
         """Start the fork servers that are wanted, and end the others. Called often.

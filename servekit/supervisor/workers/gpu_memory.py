@@ -121,11 +121,11 @@ class GpuMemory:
         if self._entry is not None:
             await self._entry.gate.fell_asleep(self)
 
-    def loads(self, phase: str) -> None:
+    def track_load(self, phase: str) -> None:
         """Pass on the phase of its load, once admitted; see `protocol.types.Progress`."""
         if self._entry is not None and self.pid:
             from_files = phase not in ("fetch", "convert")
-            self._entry.gate.loads(self.name, from_files=from_files)
+            self._entry.gate.track_load(self.name, from_files=from_files)
 
     def end_admission(self) -> None:
         """Leave the gate: its process is reaped, or was never started."""
@@ -175,11 +175,11 @@ class GpuMemory:
         self.stray = stray_memory(group, self.claims.keys(), holdings, self.gpus)
         known, self.excess = bool(self.excess), self._excess()
         if self.excess and not known:
-            self.complain("gpu_memory_over_claim", self.excess)
+            self.report_stray("gpu_memory_over_claim", self.excess)
         if self._entry is not None and self.place.gpus:
             self._entry.gate.ledger.measured(self.name, self.by_gpu)
 
-    def complain(self, event: str, reason: str) -> None:
+    def report_stray(self, event: str, reason: str) -> None:
         """Log the reason, and record its event."""
         log.error(event, child=self.name, pid=self.pid, reason=reason)
         journal.record_event("stray", reason, worker=self.name, pid=self.pid)

@@ -165,7 +165,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         assert self.child is not None
         self.liveness = Liveness(time.monotonic())
         if isinstance(self.child, RemoteChild):
-            self.adapters.keep(self.child.added)
+            self.adapters.adopt_added(self.child.added)
             self.remember_adapters()
             if self.child.state != "empty":
                 self.gpu.set_pid(self.child.pid)
@@ -189,7 +189,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             return
         self.gpu.set_pid(child.pid)
         if self._loads is not None:
-            self.gpu.loads(self._loads.phase)
+            self.gpu.track_load(self._loads.phase)
         child.send(Proceed())
 
     async def _enter_gate(self, child: AnyChild[FromWorker]) -> str | None:
@@ -208,14 +208,14 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             case Ready(info, timings_s) if self.accepts("serve"):  # else it comes too late
                 self._on_ready(info, timings_s)
             case PhaseReport() | GatewayConnected():
-                self.starting.heard(message)
+                self.starting.add_report(message)
             case BootFailed(reason, permanent):
                 self.fail(reason, permanent=permanent)
             case EngineDied(cause):
                 self.mark_engine_dead(cause)
             case Pong():
                 self.liveness.answered(message)
-                self.host.noticed()
+                self.host.publish_later()
             case AdapterLoaded() | AdapterUnloaded() | AdapterRefused():
                 self.admin.take_answer(message)
             case Asleep() | Awake() | SleepFailed():
@@ -236,11 +236,11 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     def _on_progress(self, progress: Progress) -> None:
         if self.state == "loading":
-            self.host.noticed()
+            self.host.publish_later()
         elif not self.change_state("load", self.reason):
             return  # too late
         self._loads = progress
-        self.gpu.loads(progress.phase)
+        self.gpu.track_load(progress.phase)
 
     def _on_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         self._held = {adapter.name: adapter for adapter in info.adapters}
@@ -248,7 +248,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     async def _come_up(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         """Let it serve only with GPU memory where it is allowed, and with all its adapters."""
-        self.starting.awaits("admission", time.monotonic())
+        self.starting.begin_phase("admission", time.monotonic())
         child = self.child
         launcher = self._launcher
         strays = await (self.gpu.find_strays() if launcher is None else launcher.strays(self.name))
@@ -298,7 +298,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     def forgive_suspension(self) -> None:
         """Restart its timers: the supervisor was suspended and could read no answer."""
-        self.liveness.slept(time.monotonic())
+        self.liveness.restart_timers(time.monotonic())
 
     def reset_deadline(self) -> None:
         """Restart its timers after work that we had ordered."""
@@ -328,7 +328,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         return known or self._edition
 
     @property
-    def holds(self) -> Mapping[str, AdapterInfo]:
+    def held_adapters(self) -> Mapping[str, AdapterInfo]:
         """The adapters that it has, as it reports."""
         return self._held
 
@@ -445,9 +445,9 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         """The reason why it cannot serve although it is ready, as it reports; "" if it can."""
         return self.liveness.last.trouble if self.serves else ""
 
-    def story(self) -> ReplicaHistory:
+    def make_history(self) -> ReplicaHistory:
         """Return its history, with its present trouble or what it waits for."""
-        story = super().story()
+        story = super().make_history()
         reason = self.trouble or "; ".join(filter(None, (story.reason, self._waits_for)))
         return replace(story, reason=reason)
 
@@ -470,7 +470,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     def _on_stray(self, stray: str, known: bool) -> None:
         if not known:
-            self.gpu.complain("gpu_memory_stray", stray)
+            self.gpu.report_stray("gpu_memory_stray", stray)
         if self.model.stray_memory == "fail" and self.child is not None:
             self.child.kill(f"it {stray}")
 
@@ -484,7 +484,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     @property
     def device(self) -> str:
         """The node and device it runs on, in words."""
-        where = "" if self._launcher is None else self._launcher.where(self.name)
+        where = "" if self._launcher is None else self._launcher.describe_place(self.name)
         return where or self.place.device
 
     @property

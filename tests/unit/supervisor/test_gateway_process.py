@@ -40,7 +40,7 @@ async def test_one_that_is_silent_is_replaced(
             os.kill(first, signal.SIGSTOP)
             await host.until(lambda: gateway.stalls == 1, 60)
             await host.until(lambda: gateway.state == "ready" and gateway.pid != first, 60)
-            [exit_] = gateway.story().exits
+            [exit_] = gateway.make_history().exits
             assert exit_.what == "it did not answer for 1 s, killed"
         finally:
             look.cancel()

@@ -114,7 +114,7 @@ class BatchLayout:
             self._plans[stack.key] = found
         return found
 
-    def others(self, stack: Stack, device: torch.device) -> Tensor:
+    def other_ranks(self, stack: Stack, device: torch.device) -> Tensor:
         """Return where a token's adapter is not the rank's: bool [tokens, ranks]."""
         found = self._masks.get(stack.key)
         if found is None:
@@ -281,7 +281,7 @@ def _add_products(step: BatchLayout, stack: Stack, x: Tensor, out: Tensor) -> No
     plan = step.plan(stack)
     if len(plan.runs) > 1 and _stacked_is_quicker(plan, x, out):
         hidden = x @ stack.down.T
-        hidden.masked_fill_(step.others(stack, hidden.device), 0)
+        hidden.masked_fill_(step.other_ranks(stack, hidden.device), 0)
         out.addmm_(hidden, stack.up)
         return
     for first, last, start, stop in plan.runs:

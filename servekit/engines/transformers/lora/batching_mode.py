@@ -132,7 +132,7 @@ def _is_plain(layer: Any) -> bool:
 def _changes_the_base(inner: nn.Module, skeletons: ModuleClones) -> bool:
     marks = ("lora_", f".{NAME}")
     return any(
-        not skeletons.owns(tensor) and not any(mark in name for mark in marks)
+        not skeletons.shares_memory(tensor) and not any(mark in name for mark in marks)
         for name, tensor in inner.named_parameters()
     )
 

@@ -76,7 +76,7 @@ class Ranks:
         self._children.died = tell
 
     @property
-    def dying(self) -> bool:
+    def has_dead_rank(self) -> bool:
         """Return whether a rank has died, which makes rank 0's step fail with another error."""
         return self._children.dying.wait(_DYING_S)
 

@@ -44,7 +44,7 @@ class Anthropic:
         self._router = router
         door = EndpointFactory(max_body_bytes, encode_error)
         self.handlers: dict[str, Handler] = {
-            "/v1/messages": GenerationEndpoint(router, self._parse_message).answer
+            "/v1/messages": GenerationEndpoint(router, self._parse_message).start_answer
         }
         self.routes: dict[str, Endpoint] = {"/v1/messages/count_tokens": door.calls(self._count)}
         paths = (*self.handlers, *self.routes)

@@ -61,8 +61,8 @@ class Ollama:
         self._router = router
         door = EndpointFactory(max_body_bytes, encode_error)
         self.handlers: dict[str, Handler] = {
-            "/api/chat": GenerationEndpoint(router, self._parse_chat).answer,
-            "/api/generate": GenerationEndpoint(router, self._parse_generate).answer,
+            "/api/chat": GenerationEndpoint(router, self._parse_chat).start_answer,
+            "/api/generate": GenerationEndpoint(router, self._parse_generate).start_answer,
         }
         self.routes: dict[str, Endpoint] = {
             "/api/embed": door.calls(self._embed),
@@ -104,7 +104,7 @@ class Ollama:
 
     def _begin(self, request: Common, *, chat: bool) -> tuple[ModelQueue, OllamaEncoder]:
         route = models.find_model(self._router, request.model)
-        self._keep(route, request.keep_alive)
+        self._report_keep_alive(route, request.keep_alive)
         form = OllamaEncoder(
             request.model or route.status.name,
             chat=chat,
@@ -113,7 +113,7 @@ class Ollama:
         )
         return route, form
 
-    def _keep(self, route: ModelQueue, keep_alive: float | str | None) -> None:
+    def _report_keep_alive(self, route: ModelQueue, keep_alive: float | str | None) -> None:
         """Pass on how long the model is to stay loaded. Raises RequestError, Forbidden."""
         if keep_alive is not None:
             self._router.access.require_model(route.status.name, base_of(route))
@@ -145,7 +145,7 @@ class Ollama:
         request = decode(EmbedRequest, body)
         inputs = [request.input] if isinstance(request.input, str) else request.input
         route = models.find_model(self._router, request.model)
-        self._keep(route, request.keep_alive)
+        self._report_keep_alive(route, request.keep_alive)
         truncate = request.truncate is not False
         embedding = Embedding(self._router, route, key, inputs, truncate=truncate)
         name = request.model or route.status.name
@@ -156,7 +156,7 @@ class Ollama:
     ) -> tuple[Embedding, Callable[[list[Delta]], bytes]]:
         request = decode(EmbeddingsRequest, body)
         route = models.find_model(self._router, request.model)
-        self._keep(route, request.keep_alive)
+        self._report_keep_alive(route, request.keep_alive)
         inputs = [request.prompt] if request.prompt else []
         return Embedding(self._router, route, key, inputs, truncate=True), write_one
 

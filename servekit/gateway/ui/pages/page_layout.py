@@ -106,7 +106,7 @@ class Frame:
         value = found[0][1] if found else None
         return gr.Dropdown(found, value=value, label=label, allow_custom_value=True, **more)
 
-    def sees(self, caller: ApiKey | None, model: str) -> bool:
+    def may_see(self, caller: ApiKey | None, model: str) -> bool:
         """Return whether a visitor may see a model; see `caller`."""
         return may_see(self.router, caller, model)
 

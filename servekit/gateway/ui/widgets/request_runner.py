@@ -121,7 +121,7 @@ class Runs:
                 run.cancel()
 
     async def _opened(self, run: Run, visit: Visit, options: RequestOptions) -> Generation:
-        caller = await self._router.access.visitor(visit.authorization)
+        caller = await self._router.access.charge_page_visitor(visit.authorization)
         ask = options.make_request(visit.client)
         before = ACTING.set(caller)
         try:

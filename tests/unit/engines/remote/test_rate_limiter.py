@@ -94,7 +94,7 @@ async def test_all_wait_while_the_endpoint_wants_to_be_left_alone() -> None:
     gate = RateLimiter(None, None)
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    gate.hold(0.05)
+    gate.pause_for(0.05)
     await asyncio.gather(gate.admit(1), gate.admit(1))
     assert loop.time() - began_s >= 0.05
 

@@ -28,7 +28,7 @@ def call(tokens: int = 5, *, model: str = "m", priority: int = 0) -> InflightReq
 
 
 def let_in(service: Service, *rules: KeyRule) -> dict[str, ApiKey]:
-    service.router.access.apply(AccessRules(rules, salt=b"s" * 32))
+    service.router.access.apply_rules(AccessRules(rules, salt=b"s" * 32))
     return service.router.access.callers
 
 
@@ -129,9 +129,9 @@ def test_priority_is_the_default_and_the_floor(own: int, asked: int, found: int)
 
 def test_requests_a_minute() -> None:
     alice = caller(requests_per_minute=2)
-    assert alice.charge() is None
-    assert alice.charge() is None
-    refused = alice.charge()
+    assert alice.charge_request() is None
+    assert alice.charge_request() is None
+    refused = alice.charge_request()
     assert isinstance(refused, RateLimited)
     assert (
         refused.message == "the key 'alice' has used up its 2 requests a minute; try again in 30 s"
@@ -148,8 +148,8 @@ def test_requests_a_minute() -> None:
 def test_other_gateways_count_too() -> None:
     alice = caller(requests_per_minute=5, tokens_per_minute=50, max_concurrent=3)
     alice.add_usage("gateway/1", KeyUse("alice", 4, 20, 2))
-    assert alice.charge() is None
-    assert isinstance(alice.charge(), RateLimited)
+    assert alice.charge_request() is None
+    assert isinstance(alice.charge_request(), RateLimited)
     alice.add_usage("gateway/1", KeyUse("alice", 0, 40, 3))
     with pytest.raises(RateLimited):
         alice.admit(call(), "m")
@@ -171,11 +171,11 @@ def test_a_gateway_that_tells_no_more_is_forgotten(monkeypatch: pytest.MonkeyPat
 
 def test_another_rule_keeps_what_was_used() -> None:
     alice = caller(requests_per_minute=2)
-    alice.charge()
-    alice.become(KeyRule("alice", digest=DIGEST, requests_per_minute=1), time.monotonic())
-    assert isinstance(alice.charge(), RateLimited)
-    alice.become(KeyRule("alice", digest=DIGEST), time.monotonic())
-    assert alice.charge() is None
+    alice.charge_request()
+    alice.set_rule(KeyRule("alice", digest=DIGEST, requests_per_minute=1), time.monotonic())
+    assert isinstance(alice.charge_request(), RateLimited)
+    alice.set_rule(KeyRule("alice", digest=DIGEST), time.monotonic())
+    assert alice.charge_request() is None
     assert not alice.limited
 
 
@@ -199,9 +199,9 @@ def test_debts_are_paid_first() -> None:
 def test_another_limit_forgives_nothing_and_takes_nothing() -> None:
     bucket = Bucket(10, 0.0)
     bucket.withdraw(10, 0.0)
-    bucket.become(100, 0.0)
+    bucket.set_limit(100, 0.0)
     assert (bucket.limit, bucket.level(0.0)) == (100, 90)
-    bucket.become(5, 0.0)
+    bucket.set_limit(5, 0.0)
     assert bucket.level(0.0) == -5
 
 

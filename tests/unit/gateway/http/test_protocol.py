@@ -31,7 +31,7 @@ async def test_a_connection_that_ends_leaves_nothing_for_the_collector(reset: bo
 
     def answer(exchange: FastResponse) -> None:
         seen.append(weakref.ref(exchange.protocol))
-        exchange.answer(b"{}")
+        exchange.send_json(b"{}")
 
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -145,7 +145,7 @@ parsed: list[tuple[bytes, bytes, bytes]] = []
 def answer(exchange: FastResponse) -> None:
     seen = exchange.path, exchange.headers.get(b"authorization", b""), bytes(exchange.body)
     parsed.append(seen)
-    exchange.answer(msgspec.json.encode([part.decode() for part in seen]))
+    exchange.send_json(msgspec.json.encode([part.decode() for part in seen]))
 
 
 async def cold(scope: Scope, receive: Receive, send: Send) -> None:

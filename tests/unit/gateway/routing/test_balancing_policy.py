@@ -17,7 +17,7 @@ from servekit.gateway.routing.balancing_policy import (
     ReplicaLoad,
     RequestTraits,
     choose_replica,
-    home,
+    home_replica,
 )
 
 POLICIES: tuple[Policy, ...] = ("auto", "least_loaded", "round_robin")
@@ -104,7 +104,7 @@ def test_a_prefix_draws_no_farther_than_near() -> None:
 def test_a_session_stays_at_home_until_that_is_too_busy_or_gone() -> None:
     facts = replicas(0, 0, 0, 0)
     asked = RequestTraits(100, session=12345, average=100)
-    at = home(12345, facts)
+    at = home_replica(12345, facts)
     facts[at] = replace(facts[at], owed=SLACK * 100)
     assert choose_replica("auto", asked, facts) == at, "whatever else is less loaded"
     drawn = [replace(one, held=100) for one in facts]
@@ -120,12 +120,12 @@ def test_homes_are_even_and_only_those_of_the_dead_move() -> None:
     chance = random.Random(7)
     keys = [chance.getrandbits(64) for _ in range(4000)]
     facts = replicas(0, 0, 0, 0)
-    before = {key: facts[home(key, facts)].seed for key in keys}
+    before = {key: facts[home_replica(key, facts)].seed for key in keys}
     counts = Counter(before.values())
     assert set(counts) == {one.seed for one in facts}
     assert all(900 < count < 1100 for count in counts.values())
     dead = facts.pop(2).seed
-    after = {key: facts[home(key, facts)].seed for key in keys}
+    after = {key: facts[home_replica(key, facts)].seed for key in keys}
     assert {key for key in keys if before[key] != after[key]} == {
         key for key in keys if before[key] == dead
     }
@@ -136,10 +136,10 @@ def test_homes_are_even_and_only_those_of_the_dead_move() -> None:
 
 def test_with_other_gateways_an_unknown_conversation_has_a_home_too() -> None:
     facts = replicas(0, 0, 0, 0)
-    homes = {home(head, facts) for head in range(50)}
+    homes = {home_replica(head, facts) for head in range(50)}
     assert homes == {0, 1, 2, 3}
     for head in range(50):
-        at = home(head, facts)
+        at = home_replica(head, facts)
         assert choose_replica("auto", RequestTraits(1000, head=head, average=100), facts) == at
         # who holds less than half of it proves nothing: a system prompt, perhaps
         some = [replace(one, held=400 if index != at else 0) for index, one in enumerate(facts)]

@@ -298,7 +298,7 @@ def test_a_cache_of_larger_blocks_holds_whole_ones() -> None:
     assert info is not None
     account = Account("m/0", replace(info, prefix_block=3 * BLOCK_TOKENS))
     prompt = hash_prompt(long_call(text(2)))
-    account.prefixes.add(prompt.blocks[:8])
+    account.prefixes.add_prompt(prompt.blocks[:8])
     assert account.cached_tokens(prompt) == 6 * BLOCK_TOKENS
     assert Account("m/0", replace(info, prefix_block=0)).cached_tokens(prompt) == 0
     assert account.cached_tokens(Prompt(1000)) == 0
@@ -309,7 +309,7 @@ def test_no_more_is_remembered_than_the_cache_has() -> None:
     assert info is not None
     account = Account("m/0", replace(info, prefix_tokens=10 * BLOCK_TOKENS))
     prompt = hash_prompt(long_call(text(2)))
-    account.prefixes.add(prompt.blocks)
+    account.prefixes.add_prompt(prompt.blocks)
     assert account.cached_tokens(prompt) == 10 * BLOCK_TOKENS
 
 

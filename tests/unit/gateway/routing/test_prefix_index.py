@@ -132,7 +132,7 @@ def test_the_longest_prefix_is_found() -> None:
     chain = list(range(100, 200))
     for count in range(101):
         prefixes = Prefixes()
-        prefixes.add(chain[:count])
+        prefixes.add_prompt(chain[:count])
         assert prefixes.match(chain) == count
         assert prefixes.match(chain[:50]) == min(count, 50)
     assert Prefixes().match([]) == 0
@@ -144,7 +144,7 @@ def test_the_least_recently_used_goes_first_and_children_before_their_parents() 
     roots = [[hash((root, at)) for at in range(50)] for root in range(20)]
     for _ in range(3000):
         chain = [*chance.choice(roots)[: chance.randint(1, 50)], chance.getrandbits(60)]
-        prefixes.add(chain)
+        prefixes.add_prompt(chain)
         assert prefixes.match(chain) == len(chain), "what was used last is there"
         assert len(prefixes) <= 300
         for other in roots:  # closed: nothing is held whose beginning is not
@@ -154,5 +154,5 @@ def test_the_least_recently_used_goes_first_and_children_before_their_parents() 
 
 def test_a_prompt_longer_than_the_cache_keeps_its_beginning() -> None:
     prefixes = Prefixes(limit=10)
-    prefixes.add(list(range(30)))
+    prefixes.add_prompt(list(range(30)))
     assert prefixes.match(list(range(30))) == 10

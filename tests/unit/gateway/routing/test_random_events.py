@@ -227,7 +227,7 @@ class Service(RuleBasedStateMachine):
     def tell(self) -> None:
         replicas = tuple(worker.status() for worker in self.workers)
         status = ModelStatus("m", "echo", "-", 0, replicas, timeout_s=300.0, max_queue=6)
-        self.router.apply(Topology((status,), quarantined=tuple(self.quarantined)))
+        self.router.apply_topology(Topology((status,), quarantined=tuple(self.quarantined)))
 
     # ---- what always holds
 
@@ -315,7 +315,7 @@ class Service(RuleBasedStateMachine):
 
     def leave(self) -> None:
         def leaving() -> None:
-            self.router.apply(Topology(()))
+            self.router.apply_topology(Topology(()))
             for worker in self.alive:
                 worker.kill()
 

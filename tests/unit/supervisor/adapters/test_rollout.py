@@ -40,7 +40,7 @@ class Fake:
         self.orders: list[tuple[str, asyncio.Future[Any]]] = []  # what was told, unanswered
 
     @property
-    def holds(self) -> dict[str, AdapterInfo]:
+    def held_adapters(self) -> dict[str, AdapterInfo]:
         return self.held
 
     async def load_adapter(self, adapter: AdapterSpec) -> Outcome:
@@ -168,7 +168,7 @@ def do(deployment: FakeDeployment, deed: tuple[Any, ...]) -> None:
         case ("start", index):
             deployment.start(deployment.fakes[index])
         case ("keep", names):
-            deployment.adapters.keep([spec(name) for name in sorted(names)])
+            deployment.adapters.adopt_added([spec(name) for name in sorted(names)])
         case ("follow", names):
             deployment.adapters.follow_file([spec(name, "/file") for name in sorted(names)], names)
 
@@ -322,7 +322,7 @@ async def test_the_next_version_has_what_was_added_unless_the_file_claims_its_na
     for name in ("y", "z"):
         deployment.do(deployment.adapters.add_adapter(spec(name)))
     await deployment.finish()
-    after = deployment.adapters.successor([spec("new")], {"new", "z"})
+    after = deployment.adapters.make_successor([spec("new")], {"new", "z"})
     assert after.expected() == (spec("new"), spec("y"))
 
 
@@ -334,7 +334,7 @@ async def test_what_was_added_before_us_is_kept_and_had_by_all() -> None:
     adopted.held = {name: info(name) for name in ("x", "y", "w")}
     deployment.adapters.follow_file([spec("x")], {"x", "b"})
     await deployment.settle()
-    deployment.adapters.keep(
+    deployment.adapters.adopt_added(
         [spec("x", "/other"), spec("y"), spec("b")]
     )  # "b" is another model now
     deployment.start(adopted)
@@ -417,5 +417,5 @@ async def test_the_next_version_has_what_was_added_to_one_that_was_away() -> Non
     deployment = FakeDeployment(is_away=True)
     deployment.do(deployment.adapters.add_adapter(spec("x")))
     await deployment.finish()
-    assert deployment.adapters.successor((), ()).expected() == (spec("x"),)
-    assert deployment.adapters.successor((), {"x"}).expected() == ()
+    assert deployment.adapters.make_successor((), ()).expected() == (spec("x"),)
+    assert deployment.adapters.make_successor((), {"x"}).expected() == ()

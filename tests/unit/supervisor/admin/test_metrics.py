@@ -54,7 +54,7 @@ def test_sums_are_of_all_gateways_and_only_grow(told: list[tuple[str, int]]) -> 
     book = CounterTable()
     last: dict[Any, list[float]] = {}
     for model, count in told:
-        book.add(RETRIES, (model,), [count])
+        book.add_to(RETRIES, (model,), [count])
         now = sums(book)
         assert all(now[key] >= figures for key, figures in last.items())
         last = now
@@ -65,7 +65,7 @@ def test_sums_are_of_all_gateways_and_only_grow(told: list[tuple[str, int]]) -> 
 def test_histograms_are_added_figure_by_figure() -> None:
     book, width = CounterTable(), metrics.BY_NAME[WAIT].width
     for _ in range(2):
-        book.add(WAIT, ("m",), [1.0, *[0.0] * (width - 3), 2.0, 7.5])
+        book.add_to(WAIT, ("m",), [1.0, *[0.0] * (width - 3), 2.0, 7.5])
     assert sums(book)[WAIT, ("m",)] == [2.0, *[0.0] * (width - 3), 4.0, 15.0]
 
 
@@ -81,7 +81,7 @@ def test_what_another_version_counts_is_left_out(
     metric: str, labels: tuple[str, ...], figures: list[float]
 ) -> None:
     book = CounterTable()
-    book.add(metric, labels, figures)
+    book.add_to(metric, labels, figures)
     assert sums(book) == {}
 
 

@@ -66,7 +66,7 @@ class Host:
     def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
         return {}
 
-    def noticed(self) -> None:
+    def publish_later(self) -> None:
         self.publish_change()
 
     def children_changed(self) -> None:
@@ -175,7 +175,7 @@ async def test_an_engines_death_is_told_in_its_own_words(play: Play) -> None:
     await stage.host.until(lambda: stage.replica.restarts == 1)
     await stage.until("ready")
     assert "stalled" in stage.host.states, "from the word on it is sent nothing more"
-    (death,) = stage.replica.story().exits
+    (death,) = stage.replica.make_history().exits
     assert death.what == "RuntimeError: the prompt contains '(raise)'"
     assert (death.code, death.signal, death.phase) == (os.EX_SOFTWARE, None, "ready")
 
@@ -208,7 +208,7 @@ async def test_boot_failures_in_a_row_are_given_up(play: Play) -> None:
     assert stage.replica.restarts == 2
     assert stage.replica.reason.startswith("crash loop: 3 processes in a row died before")
     assert "(the last: exit code 9 before it was ready)" in stage.replica.reason
-    story = stage.replica.story()
+    story = stage.replica.make_history()
     assert [record.code for record in story.exits] == [9, 9, 9]
     assert story.next_attempt_s is not None
     assert 290 < story.next_attempt_s <= 300, "the longest cool-down"
@@ -308,13 +308,13 @@ async def test_it_loads_and_unloads_and_says_what_it_holds(play: Play, tmp_path:
     await stage.until("ready")
     replica = stage.replica
     assert replica.serves
-    assert await replica.load_adapter(adapter(tmp_path)) == replica.holds["x"]
+    assert await replica.load_adapter(adapter(tmp_path)) == replica.held_adapters["x"]
     refused = await replica.load_adapter(AdapterSpec("y", str(tmp_path / "nowhere")))
     assert isinstance(refused, Refusal)
     assert refused.invalid
     assert not refused.died
     assert await replica.unload_adapter("x")
-    assert not replica.holds
+    assert not replica.held_adapters
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ async def test_a_worker_that_hangs_is_dumped_killed_and_replaced(
     await request(stage, "poison")
     await watched(stage, "stalled")
     await watched(stage, "ready")
-    (record,) = stage.replica.story().exits
+    (record,) = stage.replica.make_history().exits
     begins = "silent: no answer to a ping for" if holding_gil else "stalled: no progress for"
     assert record.what.startswith(begins)
     assert record.phase == "ready"
@@ -403,7 +403,7 @@ async def test_a_stopped_worker_is_replaced_without_its_stacks(play: Play) -> No
             stage.replica.check_health()
             await asyncio.sleep(0.01)
     assert "stalled" in stage.host.states
-    (record,) = stage.replica.story().exits
+    (record,) = stage.replica.make_history().exits
     assert record.what.startswith("silent: no answer to a ping for 0.5")
     assert record.stacks == ()
     await watched(stage, "ready")
@@ -422,4 +422,4 @@ async def test_a_load_without_progress_is_ended(play: Play) -> None:
     await watched(stage, "stalled")
     assert "while loading" in stage.replica.reason
     await stage.host.until(lambda: stage.replica.restarts == 1)
-    assert stage.replica.story().exits[0].phase == "loading"
+    assert stage.replica.make_history().exits[0].phase == "loading"

@@ -20,7 +20,7 @@ def begun(cause: str = "up", at_s: float = 100.0, now: float = 101.0) -> Startup
 def told(
     starting: StartupTiming, name: str, began_s: float, ended_s: float | None, **more: str
 ) -> None:
-    starting.heard(PhaseReport(Phase(name, began_s, ended_s, **more)))  # type: ignore[arg-type]
+    starting.add_report(PhaseReport(Phase(name, began_s, ended_s, **more)))  # type: ignore[arg-type]
 
 
 def last(starting: StartupTiming) -> Start:
@@ -35,17 +35,17 @@ def spans(start: Start) -> list[tuple[str, float, float | None]]:
 
 def test_a_start_is_told_from_what_it_was_for_to_the_last_gateway() -> None:
     starting = begun()
-    starting.awaits("interpreter", 101.0)
+    starting.begin_phase("interpreter", 101.0)
     told(starting, "worker", 101.5, 102.0)
     told(starting, "load", 102.0, None)
     told(starting, "weights", 102.0, 103.0, within="load")
     told(starting, "load", 102.0, 103.5)
     told(starting, "warm-up", 103.5, 104.0)
-    starting.awaits("admission", 104.0)
+    starting.begin_phase("admission", 104.0)
     starting.ready(104.25)
-    starting.heard(GatewayConnected("gateway/0", 104.5))
-    starting.heard(GatewayConnected("gateway/1", 105.0))
-    starting.heard(GatewayConnected("gateway/0", 900.0))  # it was restarted
+    starting.add_report(GatewayConnected("gateway/0", 104.5))
+    starting.add_report(GatewayConnected("gateway/1", 105.0))
+    starting.add_report(GatewayConnected("gateway/0", 900.0))  # it was restarted
     start = last(starting)
     assert spans(start) == [
         ("supervisor", 0.0, 1.0),
@@ -116,7 +116,7 @@ def test_a_worker_gone_astray_fills_no_memory() -> None:
 
 def test_nothing_is_made_of_facts_before_a_start() -> None:
     starting = StartupTiming()
-    starting.heard(GatewayConnected("gateway/0", 1.0))
+    starting.add_report(GatewayConnected("gateway/0", 1.0))
     told(starting, "load", 1.0, 2.0)
     starting.ready(3.0)
     starting.died(4.0)
@@ -124,6 +124,6 @@ def test_nothing_is_made_of_facts_before_a_start() -> None:
 
 
 def test_this_process_is_younger_than_the_machine_and_older_than_its_test() -> None:
-    occasion = StartReason.up()
+    occasion = StartReason.from_supervisor_start()
     assert occasion.at_s < time.monotonic()
     assert time.monotonic() - occasion.at_s < 24 * 3600

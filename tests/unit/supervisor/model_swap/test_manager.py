@@ -27,13 +27,13 @@ class Stage:
         self.deployments = deployments
         self.uses: dict[str, tuple[ModelDemand, float]] = {}
         self.gateway = SimpleNamespace(
-            uses=self.uses, on_use=None, state="ready", awaited=lambda: {*self.uses}
+            uses=self.uses, on_use=None, state="ready", awaited_models=lambda: {*self.uses}
         )
         plan = SimpleNamespace(config=SimpleNamespace(gpus=SimpleNamespace(reserve=None)))
         made: Any = SimpleNamespace(
             plan=plan,
             served=list(deployments),
-            everyone=lambda: list(deployments),
+            all_deployments=lambda: list(deployments),
             pool=SimpleNamespace(gate=SimpleNamespace(ledger=GpuReservations(()))),
             gpus=(),
         )

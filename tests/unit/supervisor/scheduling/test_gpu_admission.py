@@ -103,19 +103,19 @@ async def test_one_that_fetches_lets_others_load_but_not_into_what_it_was_promis
     third = worker("c", GPUS[:1], 1)
     assert await gate.await_admission(first) == ""
     first.pid = process
-    gate.loads("a/0", from_files=False)
-    gate.loads("a/0", from_files=False)
+    gate.track_load("a/0", from_files=False)
+    gate.track_load("a/0", from_files=False)
     nvml.held[1] = {"GPU-0": 20}
     assert "80.0 GiB free, less 60.0 GiB that others were promised" in await gate.await_admission(
         second
     )
     nvml.held[1] = {}
     assert await gate.await_admission(second) == ""
-    gate.loads("a/0", from_files=True)
+    gate.track_load("a/0", from_files=True)
     gate.left("b/0", ())
     entering = asyncio.create_task(gate.await_admission(third))
     await poll_async("the gate says so", lambda: third.told == ["waits for a/0 on GPU 0 (H200)"])
-    gate.loads("a/0", from_files=True)
+    gate.track_load("a/0", from_files=True)
     gate.loaded("a/0")
     assert await entering == ""
 

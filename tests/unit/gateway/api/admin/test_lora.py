@@ -60,7 +60,7 @@ async def served(
     await operators.listen(folder / "s")
     router = Router("test")
     app = Application(router, 10**6, ui=False, operators=folder / "s")
-    router.access.apply(rules)
+    router.access.apply_rules(rules)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     transport = httpx.ASGITransport(app=app)
     try:
