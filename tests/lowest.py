@@ -41,7 +41,7 @@ def main() -> int:
 
 def resolve(folder: Path) -> Path:
     """Write the lowest versions into a file of requirements, with the user's package indexes."""
-    settings = Settings.of(os.environ)
+    settings = Settings.from_environ(os.environ)
     torch = folder / "torch.txt"
     torch.write_text(f"torch=={metadata.version('torch')}\n")
     found = folder / "lowest.txt"

@@ -57,7 +57,7 @@ class Tally:
         for record in report.records:
             self._record(record)
 
-    def ended(self, ended: Ended) -> None:
+    def add_end(self, ended: Ended) -> None:
         self._ends.append(ended)
 
     def _record(self, record: Record) -> None:
@@ -83,7 +83,7 @@ class Tally:
 
     def _measure(self, record: Record) -> bool:
         """Add the record's times and counts; return whether it met the SLO."""
-        timing = Timing.of(record)
+        timing = Timing.from_record(record)
         self.e2e.add(timing.e2e_s)
         if timing.ttft_s is not None:
             self.ttft.add(timing.ttft_s)
@@ -111,7 +111,7 @@ class Tally:
 
     # ---- after the load
 
-    def run(
+    def make_result(
         self,
         *,
         concurrency: int | None,
@@ -169,8 +169,8 @@ class Tally:
         for ended in self._ends:
             lags.merge(ended.lags)
             late.merge(ended.late)
-        lag_p99_s = lags.at(99) if lags else 0.0
-        late_p99_s = (late.at(99) if late else 0.0) if is_open else None
+        lag_p99_s = lags.percentile_value(99) if lags else 0.0
+        late_p99_s = (late.percentile_value(99) if late else 0.0) if is_open else None
         cpu_cores = tuple(ended.cpu_cores for ended in self._ends)
         found = Clients(
             cpu_cores,
@@ -193,5 +193,5 @@ class Tally:
 def compute_spread(values: Sample | Histogram) -> Spread | None:
     if not len(values):
         return None
-    at = [values.at(percent) for percent in range(101)]
+    at = [values.percentile_value(percent) for percent in range(101)]
     return Spread(len(values), values.mean, at[50], at[90], at[99], values.greatest, at)

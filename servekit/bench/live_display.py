@@ -43,7 +43,7 @@ class Display:
         self._shown_at = 0.0
         self._before = (0.0, 0, 0)  # at the last update: time, requests ended, chunks
 
-    def warming(self, load: Load) -> None:
+    def show_warmup(self, load: Load) -> None:
         self._load, self._tally = str(load), None
         if self._console.is_terminal:
             self._draw(Text(f"{self._load}: warming up"))
@@ -62,7 +62,7 @@ class Display:
         else:
             self._console.print(self._line(self._tally), soft_wrap=True)
 
-    def ended(self, run: Run) -> None:
+    def finish(self, run: Run) -> None:
         self.close()
         self._console.print(
             f"{load_text(run)}: {run.completed} requests in {format_latency(run.duration_s)}, "
@@ -85,8 +85,12 @@ class Display:
 
     def _line(self, tally: Tally) -> str:
         requests, chunks = self._rates(tally)
-        recent = tally.ttft.lately()
-        ttft = f", first token after {format_latency(recent.at(50))} (p50)" if recent else ""
+        recent = tally.ttft.last_values()
+        ttft = (
+            f", first token after {format_latency(recent.percentile_value(50))} (p50)"
+            if recent
+            else ""
+        )
         return (
             f"{self._load}: {self._progress(tally)[2]}, {tally.completed} done, {tally.failed} "
             f"failed, {tally.in_flight} under way, {format_number(requests)} requests/s, "
@@ -106,14 +110,16 @@ class Display:
         )
         latencies = Table.grid(padding=(0, 3))
         for name, all_of_it in (("first token", tally.ttft), ("end to end", tally.e2e)):
-            if found := all_of_it.lately():
+            if found := all_of_it.last_values():
                 values = (
-                    f"{p} {format_latency(found.at(at))}" for p, at in (("p50", 50), ("p99", 99))
+                    f"{p} {format_latency(found.percentile_value(at))}"
+                    for p, at in (("p50", 50), ("p99", 99))
                 )
                 latencies.add_row(name, *values)
         if tally.gaps.counts:
             gaps = (
-                f"{p} {format_latency(tally.gaps.at(at))}" for p, at in (("p50", 50), ("p99", 99))
+                f"{p} {format_latency(tally.gaps.percentile_value(at))}"
+                for p, at in (("p50", 50), ("p99", 99))
             )
             latencies.add_row("between chunks", *gaps)
         errors = [Text(f"{kind}: {n}", style="red") for kind, n in tally.failures.most_common(5)]

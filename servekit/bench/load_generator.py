@@ -74,7 +74,7 @@ class Driver:
         await asyncio.sleep(max(0.0, at - time.monotonic()))
         self._began_at, self._began_cpu_s = time.monotonic(), time.process_time()
         loop = asyncio.get_running_loop()
-        loop.call_later(_LOOK_EVERY_S, self._look, loop, time.monotonic() + _LOOK_EVERY_S)
+        loop.call_later(_LOOK_EVERY_S, self._measure_lag, loop, time.monotonic() + _LOOK_EVERY_S)
         if order.duration_s is not None:
             loop.call_later(at + order.duration_s - time.monotonic(), self._end_of_time)
         if order.users is not None:
@@ -100,7 +100,7 @@ class Driver:
         chunks = self._chunks + under_way
         return Report(records, gaps, self._sent, len(self._under_way), chunks)
 
-    def ended(self) -> Ended:
+    def sum_up(self) -> Ended:
         lags, late = self._lags.counts, self._late.counts
         return Ended(self._ended_at, self._cpu_cores, lags, late, self._resent)
 
@@ -116,7 +116,7 @@ class Driver:
         self._cpu_cores = (time.process_time() - self._began_cpu_s) / wall_s
         for exchange in self._under_way:
             exchange.record.chunks_in_time = exchange.record.chunks
-        self._settle()
+        self._finish_if_idle()
 
     # ---- loops
 
@@ -135,7 +135,7 @@ class Driver:
                 await self._sleep(wait_s)
             elif count % _IN_A_ROW == 0:
                 await asyncio.sleep(0)
-            if self._over or self._spent():
+            if self._over or self._limit_reached():
                 break
             now = time.monotonic()
             self._late.add(max(0.0, now - due))
@@ -151,29 +151,29 @@ class Driver:
 
     async def _until_quiet(self) -> None:
         self._quiet.clear()
-        self._settle()
+        self._finish_if_idle()
         sweep = asyncio.create_task(self._sweep())
         try:
             await self._quiet.wait()
         finally:
             sweep.cancel()
 
-    def _settle(self) -> None:
+    def _finish_if_idle(self) -> None:
         if not self._under_way and not (self._pausing and not self._over):
             self._quiet.set()
 
-    def _spent(self) -> bool:
+    def _limit_reached(self) -> bool:
         return self._limit is not None and self._sent >= self._limit
 
     def _begin(self, began: float) -> None:
         """Send the first request of the next conversation."""
-        if not self._over and not self._spent():
+        if not self._over and not self._limit_reached():
             number, self._next_number = self._next_number, self._next_number + self._order.clients
-            self._ask(self._prompts.conversation(number), "", began)
+            self._send_request(self._prompts.conversation(number), "", began)
 
     # ---- one request
 
-    def _ask(self, conversation: Conversation, answer: str, began: float) -> None:
+    def _send_request(self, conversation: Conversation, answer: str, began: float) -> None:
         def done(exchange: Exchange) -> None:
             if exchange.reused and not exchange.answered and exchange.record.outcome == "cut":
                 self._ask_again(exchange, request)
@@ -186,7 +186,7 @@ class Driver:
         self._send(request, Exchange(began, done, keep_text=self._keep_text))
 
     def _send(self, request: bytes, exchange: Exchange) -> None:
-        connection = self._dialer.resting()
+        connection = self._dialer.take_idle()
         self._under_way[exchange] = connection
         if connection is not None:
             connection.send_request(request, exchange)
@@ -225,22 +225,22 @@ class Driver:
         self._records.append(record)
         if conversation is not None and not self._over:
             self._go_on(exchange, conversation)
-        self._settle()
+        self._finish_if_idle()
 
     def _go_on(self, exchange: Exchange, conversation: Conversation) -> None:
         if exchange.record.outcome != "ok":
             if self._closed_loop:
                 self._pausing += 1
                 asyncio.get_running_loop().call_later(PAUSE_S, self._after_pause)
-        elif conversation.left and not self._spent():
-            self._ask(conversation, exchange.text, time.monotonic())
+        elif conversation.left and not self._limit_reached():
+            self._send_request(conversation, exchange.text, time.monotonic())
         elif self._closed_loop:
             self._begin(time.monotonic())
 
     def _after_pause(self) -> None:
         self._pausing -= 1
         self._begin(time.monotonic())
-        self._settle()
+        self._finish_if_idle()
 
     # ---- monitoring
 
@@ -254,12 +254,12 @@ class Driver:
                 if exchange.record.began < oldest and connection is not None:
                     connection.give_up("timeout", f"no whole answer within {limit_s:g} s")
 
-    def _look(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+    def _measure_lag(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
         """Measure the delay of the loop's timers."""
         if not self._over:
             now = time.monotonic()
             self._lags.add(max(0.0, now - due))
-            loop.call_later(_LOOK_EVERY_S, self._look, loop, now + _LOOK_EVERY_S)
+            loop.call_later(_LOOK_EVERY_S, self._measure_lag, loop, now + _LOOK_EVERY_S)
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

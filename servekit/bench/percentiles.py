@@ -45,11 +45,11 @@ class Sample:
     def greatest(self) -> float:
         return max(self.values)
 
-    def lately(self, count: int = 1000) -> Sample:
+    def last_values(self, count: int = 1000) -> Sample:
         """Return the last values."""
         return Sample(self.values[-count:])
 
-    def at(self, percent: float) -> float:
+    def percentile_value(self, percent: float) -> float:
         if len(self._ordered) != len(self.values):
             self._ordered = sorted(self.values)
         return percentile(self._ordered, percent)
@@ -84,7 +84,7 @@ class Histogram:
     def greatest(self) -> float:
         return value_of(max(self.counts))
 
-    def at(self, percent: float) -> float:
+    def percentile_value(self, percent: float) -> float:
         """Return the value that `percent` percent of the values do not exceed."""
         wanted = max(1, math.ceil(len(self) * percent / 100))
         for bucket in sorted(self.counts):

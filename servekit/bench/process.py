@@ -81,7 +81,7 @@ async def _measure_load(driver: Driver, at: float, out: asyncio.WriteTransport) 
     finally:
         reporting.cancel()
     _send_message(out, driver.report())
-    _send_message(out, driver.ended())
+    _send_message(out, driver.sum_up())
 
 
 async def _send_reports(driver: Driver, out: asyncio.WriteTransport) -> None:

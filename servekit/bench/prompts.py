@@ -87,7 +87,7 @@ class Prompts:
         line = None if self._lines is None else self._lines[number % len(self._lines)]
         return Conversation(self, number, source, line)
 
-    def text(self, tag: str, tokens: float, source: random.Random) -> str:
+    def make_text(self, tag: str, tokens: float, source: random.Random) -> str:
         """Return about `tokens` tokens of text. It starts with the tag, so that no two texts begin
         alike.
         """
@@ -101,14 +101,14 @@ class Prompts:
     def first(self, number: int, source: random.Random) -> str:
         """Return the first prompt of a conversation, after its shared prefix."""
         wanted = self.asking.prompt_tokens.draw(source) - self.asking.overhead_tokens
-        text = self.text(f"{number:x}", max(1.0, wanted), source)
+        text = self.make_text(f"{number:x}", max(1.0, wanted), source)
         prefix = self._prefixes[number % len(self._prefixes)]
         return f"{prefix} {text}" if prefix else text
 
     def _prefix(self, number: int) -> str:
         tokens = self.asking.shared_prefix_tokens
         source = random.Random(f"prefix {self._seed} {number}")
-        return self.text(f"p{number:x}", tokens, source) if tokens and self._corpus else ""
+        return self.make_text(f"p{number:x}", tokens, source) if tokens and self._corpus else ""
 
 
 class Conversation:
@@ -163,4 +163,4 @@ class Conversation:
         if not self._messages and not self._said:
             return self._prompts.first(self._number, self._source)
         tokens = self._prompts.asking.prompt_tokens.draw(self._source)
-        return self._prompts.text("and", tokens, self._source)
+        return self._prompts.make_text("and", tokens, self._source)

@@ -100,7 +100,7 @@ class _Course:
 
     async def _load(self, load: Load) -> Run | None:
         """Run one load; return None if it was interrupted before its start."""
-        self._shown.warming(load)
+        self._shown.show_warmup(load)
         async with Clients(self._program, self._environ) as clients:
             stopping = asyncio.create_task(self._stopped(clients))
             try:
@@ -117,16 +117,16 @@ class _Course:
 
     async def _measure(self, load: Load, clients: Clients) -> Run:
         busy = machine_cpu_s()
-        at = clients.go()
+        at = clients.start_load()
         limit_s = self._options.duration_s
         tally = Tally(at, self._options.slo, None if limit_s is None else at + limit_s)
         self._shown.began(load, tally)
-        looking = asyncio.create_task(self._look())
+        looking = asyncio.create_task(self._watch_clients())
         try:
             await clients.read_into(tally)
         finally:
             looking.cancel()
-        found = tally.run(
+        found = tally.make_result(
             concurrency=load.users,
             rate=load.rate,
             interrupted=self._stop.is_set(),
@@ -136,10 +136,10 @@ class _Course:
                 self._options.target.host in _HERE,
             ),
         )
-        self._shown.ended(found)
+        self._shown.finish(found)
         return found
 
-    async def _look(self) -> None:
+    async def _watch_clients(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             self._shown.looked()

@@ -17,7 +17,7 @@ class Timing:
     tpot_s: float | None  # mean time per token after the first
 
     @classmethod
-    def of(cls, record: Record) -> Timing:
+    def from_record(cls, record: Record) -> Timing:
         e2e_s = record.ended - record.began
         if record.first is None or record.last is None:
             return cls(e2e_s, None, None, None)

@@ -46,7 +46,7 @@ async def learn_answers(
 
     async def ask(question: Question, stream: bool) -> ChatAnswer:
         async with room:
-            answer = await client.ask(question, stream=stream)
+            answer = await client.await_answer(question, stream=stream)
         if answer.failure:
             raise ServekitError(f"it does not answer even without a fault: {answer.failure}")
         return answer

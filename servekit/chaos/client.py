@@ -239,15 +239,15 @@ class Client:
         )
         return head.encode() + body
 
-    async def begin(self, question: Question, *, stream: bool) -> ChatExchange:
+    async def send_request(self, question: Question, *, stream: bool) -> ChatExchange:
         """Send a request; the answer is `await exchange.over`."""
         return await self._send(self.request(question, stream=stream), stream=stream)
 
-    async def ask(
+    async def await_answer(
         self, question: Question, *, stream: bool, patience_s: float = PATIENCE_S
     ) -> ChatAnswer:
         """Send a request and wait for its answer, which also holds errors: none is raised."""
-        return await await_answer(await self.begin(question, stream=stream), patience_s)
+        return await await_answer(await self.send_request(question, stream=stream), patience_s)
 
     async def get(self, path: str, patience_s: float = 5.0) -> ChatAnswer:
         """Send a GET, of which only the status is read."""

@@ -42,9 +42,11 @@ async def slow_client(scene: ExperimentContext) -> ExperimentResult:
         for task in slow:
             task.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
-    alone_s, beside_s = (Sample(loaded.tally.took_s).at(99) for loaded in (before, load))
+    alone_s, beside_s = (
+        Sample(loaded.tally.took_s).percentile_value(99) for loaded in (before, load)
+    )
     judge.clean(load.tally)
-    judge.soon("p99 of the others", beside_s, 2 * alone_s + _JITTER_S)
+    judge.expect_within("p99 of the others", beside_s, 2 * alone_s + _JITTER_S)
     judge.notes.append(f"p99 of the others {alone_s:.2f} s before, {beside_s:.2f} s beside them")
     return judge.finding(load.tally)
 
@@ -68,13 +70,13 @@ async def flood(scene: ExperimentContext) -> ExperimentResult:
     )
     known = scene.known[0]
     light = scene.target.client.with_key("light")
-    alone = await light.ask(known.question, stream=True)
+    alone = await light.await_answer(known.question, stream=True)
     heavy, until = _Flood(scene.target.client.with_key("heavy")), time.monotonic() + scene.seconds
     crowd = [asyncio.create_task(heavy.run(known.question, until)) for _ in range(count)]
     tally = Tally()
     await asyncio.sleep(min(1.0, scene.seconds / 4))
     while not tally.sent or time.monotonic() < until:  # connecting the crowd may take all the time
-        answer = await light.ask(known.question, stream=True)
+        answer = await light.await_answer(known.question, stream=True)
         tally.add(known, answer)
         await asyncio.sleep(0.2 if answer.failure else 0.0)
     await asyncio.gather(*crowd)
@@ -83,7 +85,9 @@ async def flood(scene: ExperimentContext) -> ExperimentResult:
     judge.promise(heavy.answered > 0, "no request of the crowd was answered")
     judge.promise(not heavy.unsaid, f"{heavy.unsaid} × 429 without Retry-After")
     judge.clean(tally)
-    judge.soon("p99 of the light client", Sample(tally.took_s).at(99), limit_s)
+    judge.expect_within(
+        "p99 of the light client", Sample(tally.took_s).percentile_value(99), limit_s
+    )
     judge.notes.append(f"of the crowd {heavy.answered} × 200, {heavy.refused} × 429")
     judge.notes.append(f"light client: {alone.took_s:.2f} s alone")
     return judge.finding(tally)
@@ -99,7 +103,7 @@ class _Flood:
 
     async def run(self, question: Question, until: float) -> None:
         while time.monotonic() < until:
-            answer = await self._client.ask(question, stream=False)
+            answer = await self._client.await_answer(question, stream=False)
             self._count(answer)
             if answer.status != 200:
                 await asyncio.sleep(0.5)  # sooner than Retry-After says
@@ -114,7 +118,7 @@ class _Flood:
             self.answered += 1
 
 
-async def vanishing(scene: ExperimentContext) -> ExperimentResult:
+async def disconnect_clients(scene: ExperimentContext) -> ExperimentResult:
     """Fill every slot with clients that disconnect mid-stream: the next clients get the slots at
     once.
 
@@ -126,7 +130,7 @@ async def vanishing(scene: ExperimentContext) -> ExperimentResult:
     count = _within_limits(slots // len(status.gateways))
     judge = Judge("vanishing", f"{count} clients on {slots} slots vanish mid-stream")
     long = await _long_question(scene)
-    exchanges = [await scene.target.client.begin(long, stream=True) for _ in range(count)]
+    exchanges = [await scene.target.client.send_request(long, stream=True) for _ in range(count)]
     filled = await _count_started(exchanges, within_s=10.0)
     judge.promise(filled == count, f"only {filled} streams started")
     for exchange in exchanges:
@@ -137,7 +141,7 @@ async def vanishing(scene: ExperimentContext) -> ExperimentResult:
         began = await _first_chunks(load, count)
         free_s = None if began is None else began - at
     judge.clean(load.tally)
-    judge.soon(
+    judge.expect_within(
         f"all {count} slots taken by the next", free_s, 1.0 + 4 * _first_s(scene) + _JITTER_S
     )
     gone = await _engine_idle(scene)
@@ -168,7 +172,7 @@ async def _count_started(exchanges: list[ChatExchange], within_s: float) -> int:
 
 
 async def _engine_idle(scene: ExperimentContext) -> bool:
-    idle_s = await scene.target.until(
+    idle_s = await scene.target.await_status(
         lambda status: (
             not any(
                 replica.running or replica.waiting
@@ -185,7 +189,7 @@ async def _engine_idle(scene: ExperimentContext) -> bool:
 def _first_s(scene: ExperimentContext) -> float:
     """Return the baseline time to the first chunk."""
     firsts = [(k.answer.first_s or k.answer.ended_s) - k.answer.began_s for k in scene.known]
-    return Sample(firsts).at(50)
+    return Sample(firsts).percentile_value(50)
 
 
 async def _long_question(scene: ExperimentContext) -> Question:
@@ -203,4 +207,4 @@ def _within_limits(count: int) -> int:
     return max(1, min(count, _MOST, files - 100))
 
 
-EXPERIMENTS = {"slow-client": slow_client, "flood": flood, "vanishing": vanishing}
+EXPERIMENTS = {"slow-client": slow_client, "flood": flood, "vanishing": disconnect_clients}

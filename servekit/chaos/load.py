@@ -52,7 +52,7 @@ class Load:
     async def _run(self, stream: bool) -> None:
         while not self._stopping:
             known = next(self._known)
-            exchange = await self._client.begin(known.question, stream=stream)
+            exchange = await self._client.send_request(known.question, stream=stream)
             if stream:
                 self.active.add(exchange)
             try:

@@ -82,11 +82,11 @@ async def supervisor_killed(scene: ExperimentContext) -> ExperimentResult:
     load.excused = lambda answer: True  # the gateways die as well
     async with load:
         await load.until_busy()
-        mine = scene.target.everything()
+        mine = scene.target.list_processes()
         os.kill(scene.target.pid, signal.SIGKILL)
         load.stop()
         gone_s = await _until_gone(mine, scene)
-    judge.soon(f"all {len(mine)} processes gone", gone_s, GONE_WITHIN_S)
+    judge.expect_within(f"all {len(mine)} processes gone", gone_s, GONE_WITHIN_S)
     held = _memory_on_gpus({process.pid for process in mine})
     judge.promise(not held, f"GPU memory is held by {held}")
     left = sorted(path.name for path in scene.target.run_dir.glob("*.sock"))
@@ -100,7 +100,7 @@ async def _until_gone(mine: list[procfs.Process], scene: ExperimentContext) -> f
     began = time.monotonic()
     while (passed := time.monotonic() - began) < 2 * GONE_WITHIN_S:
         known = any(procfs.is_alive(process.pid, process.started) for process in mine)
-        if not known and not scene.target.everything():
+        if not known and not scene.target.list_processes():
             return passed
         await asyncio.sleep(0.02)
     return None

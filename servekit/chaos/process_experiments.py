@@ -77,10 +77,10 @@ async def _kill_worker(
         end(victim.pid)
         whole_s = await scene.target.until_whole(WHOLE_WITHIN_S, without=victim.pid)
         await asyncio.sleep(scene.seconds)
-    notice_s = scene.target.noticed(victim.name, at)
+    notice_s = scene.target.await_loss_noticed(victim.name, at)
     judge.clean(load.tally)
-    judge.soon("noticed", notice_s, NOTICE_WITHIN_S)
-    judge.soon("whole again", whole_s, WHOLE_WITHIN_S)
+    judge.expect_within("noticed", notice_s, NOTICE_WITHIN_S)
+    judge.expect_within("whole again", whole_s, WHOLE_WITHIN_S)
     judge.notes.append(
         f"longest silence of a stream {format_latency(max(silences.silent_s, default=0))}"
     )
@@ -118,8 +118,8 @@ async def worker_stopped(scene: ExperimentContext) -> ExperimentResult:
             _resume_process(victim.pid)
         await asyncio.sleep(scene.seconds)
     judge.clean(load.tally)
-    judge.soon("noticed", notice_s, stall_s + STALL_GRACE_S)
-    judge.soon("whole again", whole_s, stall_s + WHOLE_WITHIN_S)
+    judge.expect_within("noticed", notice_s, stall_s + STALL_GRACE_S)
+    judge.expect_within("whole again", whole_s, stall_s + WHOLE_WITHIN_S)
     return judge.finding(load.tally, notice_s, whole_s)
 
 
@@ -140,7 +140,7 @@ async def engine_stalled(scene: ExperimentContext) -> ExperimentResult:
         at, before = time.monotonic(), await scene.target.status()
         written = _log_lengths(scene)
         hanging = asyncio.create_task(_hang_engine(scene, mark))
-        notice_s = await scene.target.until(
+        notice_s = await scene.target.await_status(
             lambda status: _lost_any(before, status), stall_s + STALL_GRACE_S + 1
         )
         answer = await hanging
@@ -148,7 +148,7 @@ async def engine_stalled(scene: ExperimentContext) -> ExperimentResult:
         whole_s = None if whole_s is None else time.monotonic() - at
         await asyncio.sleep(scene.seconds)
     judge.clean(load.tally)
-    judge.soon("noticed", notice_s, stall_s + STALL_GRACE_S)
+    judge.expect_within("noticed", notice_s, stall_s + STALL_GRACE_S)
     judge.promise(whole_s is not None, f"not fully ready within {WHOLE_WITHIN_S:g} s of its end")
     judge.promise(_has_dumped(scene, written), "no stack dump in the logs")
     judge.promise(
@@ -161,7 +161,7 @@ async def engine_stalled(scene: ExperimentContext) -> ExperimentResult:
 async def _hang_engine(scene: ExperimentContext, mark: str) -> ChatAnswer:
     # A new text each time: the last one may be quarantined.
     question = Question(scene.target.name, f"please hang {time.time_ns()}: {mark}", 8)
-    return await scene.target.client.ask(question, stream=False)
+    return await scene.target.client.await_answer(question, stream=False)
 
 
 async def gateway_killed(scene: ExperimentContext) -> ExperimentResult:
@@ -174,15 +174,15 @@ async def gateway_killed(scene: ExperimentContext) -> ExperimentResult:
         load.excused = lambda answer: answer.port in broken
         at = time.monotonic()
         next_, whole_s = await asyncio.gather(
-            scene.target.client.ask(scene.known[0].question, stream=True),
+            scene.target.client.await_answer(scene.known[0].question, stream=True),
             scene.target.until_whole(WHOLE_WITHIN_S, without=victim.pid),
         )
         await asyncio.sleep(scene.seconds)
     first_s = None if next_.first_s is None else next_.first_s - at
     judge.clean(load.tally)
     judge.promise(not next_.failure, f"the next request failed: {next_.failure}")
-    judge.soon("first chunk of the next request", first_s, GATEWAY_BACK_S)
-    judge.soon("the gateway is back", whole_s, GATEWAY_BACK_S)
+    judge.expect_within("first chunk of the next request", first_s, GATEWAY_BACK_S)
+    judge.expect_within("the gateway is back", whole_s, GATEWAY_BACK_S)
     judge.notes.append(
         f"{load.excuses} of its own {len(broken)} connections broke; the next request had its "
         f"first chunk after {format_latency(first_s)}"
@@ -221,7 +221,7 @@ async def _await_replacement(
     scene: ExperimentContext, victim: ReplicaStatus, stall_s: float
 ) -> tuple[float | None, float | None]:
     """Return the seconds until the supervisor has given up the worker, and until all is whole."""
-    notice_s = await scene.target.until(
+    notice_s = await scene.target.await_status(
         lambda status: _given_up(status, victim), stall_s + STALL_GRACE_S + 1
     )
     if notice_s is None:

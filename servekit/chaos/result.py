@@ -88,7 +88,7 @@ class Judge:
         self.promise(tally.clean, tally.complaints())
         self.promise(tally.answered > 0, "no request was answered")
 
-    def soon(self, what: str, took_s: float | None, limit_s: float) -> None:
+    def expect_within(self, what: str, took_s: float | None, limit_s: float) -> None:
         took = "never" if took_s is None else f"{took_s:.2f} s"
         busy_s = 2 * limit_s * self.slowness  # twice, since other load varies
         allowed_s = busy_s if self.slowness > _BUSY else limit_s

@@ -85,7 +85,9 @@ class Target:
 
     # ---- waiting
 
-    async def until(self, true_of: Callable[[Status], bool], within_s: float) -> float | None:
+    async def await_status(
+        self, true_of: Callable[[Status], bool], within_s: float
+    ) -> float | None:
         """Return the seconds until the status meets a condition; None after a timeout."""
         began = time.monotonic()
         while (passed := time.monotonic() - began) < within_s:
@@ -99,7 +101,7 @@ class Target:
         timeout.
         """
         began = time.monotonic()
-        if await self.until(lambda status: is_whole(status, without), within_s) is None:
+        if await self.await_status(lambda status: is_whole(status, without), within_s) is None:
             return None
         while (passed := time.monotonic() - began) < within_s:
             if (await self.client.get("/readyz")).status == 200:
@@ -109,7 +111,7 @@ class Target:
 
     # ---- processes
 
-    def everything(self) -> list[procfs.Process]:
+    def list_processes(self) -> list[procfs.Process]:
         """Return all living processes of the instance: the supervisor, processes with its mark, and
         their
         descendants.
@@ -141,7 +143,7 @@ class Target:
                 if (event := _parse_line(line)) is not None and event["at"] >= since:
                     yield event
 
-    def noticed(self, worker: str, since: float) -> float | None:
+    def await_loss_noticed(self, worker: str, since: float) -> float | None:
         """Return the seconds from `since` until the last gateway noticed the loss of a worker."""
         times = [
             event["at"]

@@ -208,10 +208,10 @@ def _find_running_url(run_dir: Path | None) -> str:
 
     from servekit.protocol.messages import GetStatus, Status
     from servekit.supervisor.admin.control_socket import query_supervisor
-    from servekit.supervisor.process.instances import find
+    from servekit.supervisor.process.instances import find_run_dir
 
     try:
-        folder = find(run_dir, os.environ)
+        folder = find_run_dir(run_dir, os.environ)
         status = asyncio.run(query_supervisor(folder / "control.sock", GetStatus(), 10.0))
     except StartError as error:
         raise StartError(f"{error.message}, a URL as argument measures another server") from None

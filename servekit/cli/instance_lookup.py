@@ -48,9 +48,9 @@ def find_run_dir(run_dir: Path | None) -> Path:
 
 def find_instance(run_dir: Path | None) -> Path:
     """Return the run directory of the running instance. Raises StartError, as `find_run_dir`."""
-    from servekit.supervisor.process.instances import find
+    from servekit.supervisor.process.instances import find_run_dir
 
-    return find(run_dir, os.environ)
+    return find_run_dir(run_dir, os.environ)
 
 
 def read_status(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:

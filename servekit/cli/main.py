@@ -384,9 +384,9 @@ def _down_command(run_dir: Path) -> str:
 
 def _tell_others(pid: int) -> None:
     """Print the running instances other than the one of that PID."""
-    from servekit.supervisor.process.instances import listing, running
+    from servekit.supervisor.process.instances import list_instances, listing
 
-    if others := [one for one in running() if one.record.pid != pid]:
+    if others := [one for one in list_instances() if one.record.pid != pid]:
         print(f"Other running instances:\n{listing(others)}", file=sys.stderr)
 
 

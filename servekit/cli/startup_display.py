@@ -84,13 +84,13 @@ class Display:
         self._told: dict[str, tuple[Progress, float]] = {}  # by replica: last shown, and when
         self._finishing: int | None = None
 
-    def changed(self, status: Status) -> None:
+    def on_change(self, status: Status) -> None:
         if status.draining:
             self._draining(status)
         elif not self._announced:
             self._starting(status)
 
-    def line(self, name: str, text: str) -> None:
+    def on_line(self, name: str, text: str) -> None:
         """Log a child's line: its log lines as ours with its name, other text unchanged."""
         level, event, fields = read_line(text)
         getattr(log, level)(event, child=name, **fields)

@@ -123,7 +123,7 @@ def _problem(loc: tuple[str | int, ...], errors: list[ErrorDetails], root: Node)
     if first["type"] == "extra_forbidden":
         return Problem(loc, _unknown_key(loc, root), at_key=True)
     node = find_node(root, loc).node
-    wanted = [_wanted(e) for e in errors if e["type"] in _EXPECTED]
+    wanted = [_describe_limits(e) for e in errors if e["type"] in _EXPECTED]
     if not wanted:
         is_key = first["loc"][-1:] == ("[key]",)
         return Problem(loc, f"{_own_words(first)}.", at_key=is_key)
@@ -137,7 +137,7 @@ def missing_key(loc: tuple[str | int, ...], *, is_written: bool = False) -> Prob
     return Problem(loc, f"{'has no value' if is_written else 'missing'}; {_purpose(loc)}")
 
 
-def _wanted(error: ErrorDetails) -> str:
+def _describe_limits(error: ErrorDetails) -> str:
     limits = error.get("ctx", {})
     return _EXPECTED[error["type"]].format(
         **{k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in limits.items()}

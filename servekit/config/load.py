@@ -29,7 +29,7 @@ from servekit.config.engines import environments, plugins, requirements
 from servekit.config.engines.environments import Environment
 from servekit.config.engines.installed import Machine
 from servekit.config.engines.options import KINDS
-from servekit.config.engines.selection import Choice, choose_engine
+from servekit.config.engines.selection import EngineChoice, choose_engine
 from servekit.config.error_reporting import Problem, config_error, explain_errors
 from servekit.config.json_schema import json_schema
 from servekit.config.schema import AdapterConfig, Config, ModelConfig, Section
@@ -42,7 +42,7 @@ __all__ = ["error_at", "json_schema", "load_config", "load_here"]
 S = TypeVar("S", bound=Section)
 Source = TypeVar("Source", ModelConfig, AdapterConfig)
 #: Engine choices by model name, for models with `engine: auto`.
-Choices = dict[str, Choice]
+Choices = dict[str, EngineChoice]
 
 
 def load_config(path: Path) -> Config:
@@ -110,7 +110,9 @@ def _choose_environments(config: Config, machine: Machine) -> Config:
     return config.model_copy(update={"models": tuple(models)})
 
 
-def _choose_engines(config: Config, folder: Path, machine: Machine) -> Iterator[tuple[str, Choice]]:
+def _choose_engines(
+    config: Config, folder: Path, machine: Machine
+) -> Iterator[tuple[str, EngineChoice]]:
     for model in config.models:
         if model.engine == "auto":
             asks = requirements.requirements_of(model, folder)

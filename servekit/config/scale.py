@@ -35,7 +35,7 @@ class ReplicaRange(Section):
         """Return the minimum number of replicas while the model is loaded."""
         return max(1, self.min)
 
-    def held(self, count: int) -> int:
+    def clamp(self, count: int) -> int:
         """Clamp a number of replicas to the range."""
         return min(max(count, self.least), self.max)
 

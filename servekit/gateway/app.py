@@ -123,7 +123,7 @@ class Application:
         for path in FORWARDED_FIRST:
             self.hot[path] = self.forwarding.before(self.hot[path])
         self.rest = build_rest(router, self.supervisor, ui=ui, hot=self.hot)
-        describe_forwarded_routes(self.rest, self.forwarding.known)
+        describe_forwarded_routes(self.rest, self.forwarding.known_endpoints)
         self._paths = {*self.hot, *(str(getattr(one, "path", "")) for one in self.rest.routes)}
 
     def _envelope(self, path: str) -> Envelope:
@@ -400,13 +400,13 @@ def _add_errors(app: FastAPI) -> None:
     """Answer each error in the envelope of the path's API, including FastAPI's own errors."""
 
     @app.exception_handler(ServekitError)
-    async def ours(request: Request, error: ServekitError) -> Response:
+    async def handle_own_error(request: Request, error: ServekitError) -> Response:
         headers = {k.decode(): v.decode() for k, v in error_headers(error)}
         body = _in_envelope(request, error_object(error), error.status)
         return JSONResponse(body, error.status, headers)
 
     @app.exception_handler(HTTPException)
-    async def theirs(request: Request, error: HTTPException) -> Response:
+    async def handle_library_error(request: Request, error: HTTPException) -> Response:
         message = str(error.detail)
         if error.status_code == 404:
             message = f"there is no {request.method} {request.url.path} here; see /docs"

@@ -28,7 +28,7 @@ class DemandReporter:
         self._timer: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
 
-    def apply(self, routes: Iterable[ModelQueue]) -> None:
+    def watch_models(self, routes: Iterable[ModelQueue]) -> None:
         """Watch these models from now on, and note their residency.
 
         The demand for a model whose residency tier has changed is reported again, because the last
@@ -46,7 +46,7 @@ class DemandReporter:
                 self._told.pop(route.status.name, None)
                 self._report(route)
         if self._watched and self._timer is None:
-            self._look()
+            self._report_demand()
         self._news.set()
         self._news = asyncio.Event()
 
@@ -90,12 +90,12 @@ class DemandReporter:
         if not self._told.get(route.status.name, (0, 0, 0.0))[0]:
             self._report(route)
 
-    def _look(self) -> None:
+    def _report_demand(self) -> None:
         self._timer = None
         for route in self._watched:
             self._report(route)
         if self._watched:
-            self._timer = self._loop.call_later(EVERY_S, self._look)
+            self._timer = self._loop.call_later(EVERY_S, self._report_demand)
 
     def _report(self, route: ModelQueue) -> None:
         name = route.status.name

@@ -117,7 +117,7 @@ class Gateway:
             operators=settings.operators,
         )
         access, measures = self._router.access, self._router.measures
-        access.on_change(lambda: tracing.follow(measures, access.rules.tracing, settings.name))
+        access.on_change(lambda: tracing.apply_rules(measures, access.rules.tracing, settings.name))
         access.on_change(self._follow_rules)
         self._tls = settings.tls
         self._told = asyncio.Event()
@@ -156,7 +156,7 @@ class Gateway:
                 tasks.append(self._loop.create_task(self._bring_up_ui()))
             await self._stop
             if self._router.in_flight:
-                self._router.cut()
+                self._router.fail_all()
                 await asyncio.sleep(_LAST_WORDS_S)
             for task in tasks:
                 task.cancel()
@@ -175,9 +175,9 @@ class Gateway:
         match message:
             case CertificateUpdate(stamp, certificate, key):
                 if self._tls is not None:
-                    self._tls.hand(stamp, certificate + b"\n" + key)
+                    self._tls.load_from_memory(stamp, certificate + b"\n" + key)
             case Topology():
-                self._router.apply(message)
+                self._router.apply_topology(message)
                 if self._tls is not None:
                     self._tls.renew(message.access.certificate)
                 self._serial = message.serial
@@ -237,7 +237,7 @@ class Gateway:
             if not self._channel.has_supervisor:
                 continue  # counts accumulate until a supervisor connects
             queued = {name: route.waiting for name, route in router.routes.items()}
-            tokens = {name: route.tokens() for name, route in router.routes.items()}
+            tokens = {name: route.generated_tokens() for name, route in router.routes.items()}
             waited = {n: round(s, 1) for n, r in router.routes.items() if (s := r.waited_s())}
             now = Traffic(router.requests, router.in_flight, queued, tokens, waited)
             if (spent := router.access.spent(self._settings.name)) is not None:
@@ -362,7 +362,7 @@ async def serving(
         server.should_exit = True
         await ticking
         await server.shutdown(sockets=[sock, *also])
-        sweep.end()
+        sweep.stop_timer()
 
 
 async def _listen(

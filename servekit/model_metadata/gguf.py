@@ -1,8 +1,8 @@
 """GGUF files: their metadata, sizes and special tokens, read without torch.
 
 Source: the format's specification (github.com/ggml-org/ggml, docs/gguf.md), versions 2 and 3.
-`read_header` checks that a file is whole; `read` reads only the inputs of an estimate, of a file or
-one in parts.
+`read_header` checks that a file is whole; `read_gguf` reads only the inputs of an estimate, of a
+file or one in parts.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Header:
     end_ids: tuple[int, ...] = ()  # tokens that end a generation, as in llama.cpp
 
 
-def read(path: Path) -> Gguf:
+def read_gguf(path: Path) -> Gguf:
     """Read a model's file or files. Raises ValueError, OSError."""
     metadata: dict[str, Any] = {}
     elements = size = 0

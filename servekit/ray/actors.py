@@ -123,7 +123,7 @@ class RayActors:
         place.output = output = Output(RotatingFile(order.log_path), on_line)
         place.role = order.role
         if place.running is not None:
-            self._certificates.forget(order.role, name)  # its certificate is unknown
+            self._certificates.forget_certificate(order.role, name)  # its certificate is unknown
         running = place.running or await self._start(name, order, place)
         place.running = None
         ended = self._end_of(place, running.pid)
@@ -179,7 +179,7 @@ class RayActors:
         place = self._places.get(name)
         return "" if place is None else place.host
 
-    def where(self, name: str) -> str:
+    def describe_place(self, name: str) -> str:
         """Return the node and device of a process in words; "" if it has no place."""
         place = self._places.get(name)
         if place is None or not place.host:

@@ -42,7 +42,7 @@ class Certificates:
         fresh = issued is not None and is_fresh(issued, time.time())
         return None if fresh else self.issue(role, member, is_dialled=is_dialled)
 
-    def forget(self, role: Role, member: str) -> None:
+    def forget_certificate(self, role: Role, member: str) -> None:
         """Forget a certificate, which makes it due."""
         self._issued.pop((role, member), None)
 

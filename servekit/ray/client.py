@@ -69,7 +69,7 @@ class Cluster(ManagedProcess[FromCluster]):
         watch: bool = False,
     ) -> None:
         super().__init__("ray", host)
-        self.starting.occasion = StartReason.up()
+        self.starting.occasion = StartReason.from_supervisor_start()
         self.joined: asyncio.Future[tuple[Node, ...]] = self._loop.create_future()
         self.joined.add_done_callback(_retrieve_error)
         self.there = asyncio.Event()  # set while joined
@@ -96,7 +96,7 @@ class Cluster(ManagedProcess[FromCluster]):
             log_path=self.host.run_dir.log_path("~ray"),
         )
 
-    def greet(self) -> None:
+    def send_greeting(self) -> None:
         assert self.child is not None
         self._join_id = next(self._ids)
         own = self._settings
@@ -168,8 +168,8 @@ class Cluster(ManagedProcess[FromCluster]):
         if self.child is not None:
             self.child.send(message)
 
-    def look(self) -> None:
-        super().look()
+    def check_health(self) -> None:
+        super().check_health()
         self._listener.check()
 
     def keep_places(self, names: tuple[str, ...]) -> None:

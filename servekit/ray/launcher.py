@@ -98,15 +98,15 @@ class RayLauncher:
         if refusal := refusal or self._unreachable(plan.config.server.host):
             raise StartError(refusal)
         bootstrap.store_authority(self._host.run_dir.path, self._certificates.authority)
-        self.keep(plan.config.models)
+        self.end_unneeded(plan.config.models)
         if self._takeover is not None:
             drain_s = plan.config.server.drain_timeout_s
-            settling = self._takeover.settle(self._host.status, drain_s)
+            settling = self._takeover.drain_previous(self._host.status, drain_s)
             self._settling = asyncio.get_running_loop().create_task(settling)
 
     async def refusal(self, models: Sequence[ModelConfig]) -> str:
         """Return why these models of a reload cannot be served there; "" if they can."""
-        return await self._survey.again(self.cluster, models)
+        return await self._survey.query_nodes(self.cluster, models)
 
     async def fault(self, node: Node) -> str:
         """Return why no process of ours can run on a node, regardless of room; "" if one can."""
@@ -127,7 +127,7 @@ class RayLauncher:
             " `server.host` say 0.0.0.0, or the address of this machine"
         )
 
-    def keep(self, models: Sequence[ModelConfig]) -> None:
+    def end_unneeded(self, models: Sequence[ModelConfig]) -> None:
         """End the found processes that the configuration does not need."""
         names = [f"{m.name}/{i}" for m in models if m.load == "on_start" for i in range(least(m))]
         if self.gateways_everywhere:
@@ -139,8 +139,8 @@ class RayLauncher:
         """Leave the cluster after all workers have ended; return the processes that remain."""
         if self._takeover is not None and self._settling is not None:
             self._settling.cancel()
-            self._takeover.end()
-        self.cluster.end(Stop(), VACATE_S)
+            self._takeover.kill_previous()
+        self.cluster.end_child(Stop(), VACATE_S)
         bootstrap.forget_authority(self._host.run_dir.path)
         return await wait_for_tasks(
             {tasks[self.cluster]} if self.cluster in tasks else set(), VACATE_S
@@ -208,9 +208,9 @@ class RayLauncher:
         """Release the place of a worker whose life is over."""
         await self.actors.release(name)
 
-    def where(self, name: str) -> str:
+    def describe_place(self, name: str) -> str:
         """Return a worker's node and device in words; "" if it has no place."""
-        return self.actors.where(name)
+        return self.actors.describe_place(name)
 
     # ---- identity of a worker
 

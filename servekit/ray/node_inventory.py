@@ -34,7 +34,7 @@ class NodeInventory:
             self.nodes, own_versions(), needs, grows=self._settings.autoscaled
         )
 
-    async def again(self, cluster: Cluster, models: Sequence[ModelConfig]) -> str:
+    async def query_nodes(self, cluster: Cluster, models: Sequence[ModelConfig]) -> str:
         """Query the current nodes for these models; return why they cannot be served, or ""."""
         wants, within_s = bootstrap.model_wants(models), self._settings.connect_s
         try:

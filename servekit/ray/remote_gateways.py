@@ -77,7 +77,7 @@ class RemoteGateway(Gateway):
 
     # ---- place
 
-    async def enter(self) -> str:
+    async def acquire_resources(self) -> str:
         node, berths = self.node, self._service.launcher.actors
         mark = self._fingerprint()
         refusal = await self._service.launcher.fault(node) or await berths.enter(
@@ -102,7 +102,7 @@ class RemoteGateway(Gateway):
             )
         except Unable as error:
             raise Unable(f"on the node {self.node.host}: {error.message}") from None
-        child.on_again = self._again
+        child.on_again = self._republish
         return child
 
     async def run(self) -> None:
@@ -137,13 +137,13 @@ class RemoteGateway(Gateway):
 
     # ---- messages to the gateway
 
-    def greet(self) -> None:
+    def send_greeting(self) -> None:
         adopted = self.child is not None and getattr(self.child, "state", "") == "ready"
         self._holds_until = time.monotonic() + PATIENCE_S if adopted else 0.0
         self._certified = ""
-        super().greet()
+        super().send_greeting()
 
-    def _again(self) -> None:
+    def _republish(self) -> None:
         """Publish again after a reconnection, since messages may have been lost."""
         self._certified = ""
         self.publish(self._topology)
@@ -198,8 +198,8 @@ class RemoteGateway(Gateway):
         if self.child is not None:
             self.child.send(answered)
 
-    def look(self) -> None:
-        super().look()
+    def check_health(self) -> None:
+        super().check_health()
         if self._holds_until and time.monotonic() >= self._holds_until:
             self.publish(self._topology)
 
@@ -228,13 +228,13 @@ class RemoteGateways:
         self._by_host: dict[str, RemoteGateway] = {}
         self._halted = False
 
-    def begin(self) -> None:
+    def start_all(self) -> None:
         """Run one gateway on each node from now on."""
         if self._service is not None and self._service.launcher.gateways_everywhere:
-            self._service.launcher.cluster.on_nodes = self._look
-            self._look()
+            self._service.launcher.cluster.on_nodes = self._converge
+            self._converge()
 
-    def halt(self) -> None:
+    def stop_starting(self) -> None:
         """Start no more gateways."""
         self._halted = True
 
@@ -245,9 +245,9 @@ class RemoteGateways:
         del self._by_host[life.node.host]
         self._gateways.remove(life)
         self._gateways[0].succeed(life)
-        self._look()
+        self._converge()
 
-    def _look(self) -> None:
+    def _converge(self) -> None:
         """Compare the gateways with the nodes, and start or end the difference."""
         if self._halted or self._service is None:
             return
@@ -267,7 +267,7 @@ class RemoteGateways:
         for host in self._by_host.keys() - sites.keys():
             if not self._by_host[host].ending:
                 log.warning("node_lost", node=host)
-                self._by_host[host].end(Stop(), _LOST_S)
+                self._by_host[host].end_child(Stop(), _LOST_S)
 
 
 def remote_gateways(

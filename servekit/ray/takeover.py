@@ -37,7 +37,7 @@ class Takeover:
     mark: str
 
     @classmethod
-    def of(cls, run_dir: Path, port: int) -> Takeover | None:
+    def take_over(cls, run_dir: Path, port: int) -> Takeover | None:
         """Take over what serves on that port (0: any); None if nothing does."""
         record = read_record(run_dir)
         found = inherit_sockets(run_dir.glob("heir-*.sock"))
@@ -55,32 +55,32 @@ class Takeover:
         )
         if port in (0, listeners[0].getsockname()[1]):
             return made
-        made.dismiss()  # another port is configured
+        made.drain_gateways()  # another port is configured
         for sock in listeners:
             sock.close()
         return None
 
-    def dismiss(self) -> None:
+    def drain_gateways(self) -> None:
         """Drain the old gateways."""
         for previous in self.previous_gateways:
             with contextlib.suppress(OSError):
                 previous.send(DRAIN)
 
-    async def settle(self, status: Callable[[], Status], drain_s: float) -> None:
+    async def drain_previous(self, status: Callable[[], Status], drain_s: float) -> None:
         """Drain the old gateways once ours serve, and end whatever is left."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
                 while not _is_serving(status()):  # noqa: ASYNC110 - looked at from outside
                     await asyncio.sleep(_LOOK_EVERY_S)
         log.info("takeover_completed", gateways=len(self.previous_gateways))
-        self.dismiss()
+        self.drain_gateways()
         await asyncio.wait(
             [asyncio.ensure_future(_await_end(one)) for one in self.previous_gateways],
             timeout=drain_s,
         )
-        self.end()
+        self.kill_previous()
 
-    def end(self) -> None:
+    def kill_previous(self) -> None:
         """Kill the previous instance's processes and close their sockets immediately."""
         end_leftovers(self.children, self.mark)
         for previous in self.previous_gateways:

@@ -71,7 +71,7 @@ class Journal:
             self._news.set()
             thread.join(_GOODBYE_S)
 
-    def tell(
+    def record_event(
         self, kind: str, what: str = "", *, model: str = "", worker: str = "", **detail: Any
     ) -> None:
         """Record an event. Never blocks, never raises."""

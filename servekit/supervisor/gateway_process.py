@@ -64,7 +64,7 @@ class Gateway(ManagedProcess[FromGateway]):
         tell_others: Callable[[KeyUsage | SourceReport], None],
     ) -> None:
         super().__init__(f"gateway/{which}", host)
-        self.starting.occasion = StartReason.up()
+        self.starting.occasion = StartReason.from_supervisor_start()
         self.has_served = False  # in any of its lives
         self.traffic = Traffic(0, 0, {})
         self._past_tokens: Counter[str] = Counter()  # tokens of its earlier lives
@@ -148,7 +148,7 @@ class Gateway(ManagedProcess[FromGateway]):
             return ()
         return ("--tls-certificate", str(tls.certificate), "--tls-key", str(tls.key))
 
-    def greet(self) -> None:
+    def send_greeting(self) -> None:
         self._forget_credentials()
         passed_s = time.monotonic() - self._published_s
         held = aged(self._topology.quarantined, passed_s)
@@ -208,11 +208,11 @@ class Gateway(ManagedProcess[FromGateway]):
                 self.on_use(message)
             case Traffic():
                 self.traffic = message
-                self.host.noticed()
+                self.host.publish_later()
 
-    def look(self) -> None:
+    def check_health(self) -> None:
         """Ping the gateway, and replace it if it does not answer. The other gateways serve on."""
-        super().look()
+        super().check_health()
         now = time.monotonic()
         if self.state != "ready" or self.child is None:
             return
@@ -230,7 +230,7 @@ class Gateway(ManagedProcess[FromGateway]):
         if not self.change_state("stall", cause):
             return
         log.error("process_stalled", child=self.name, pid=child.pid, reason=cause)
-        journal.tell("stalled", cause, worker=self.name, pid=child.pid)
+        journal.record_event("stalled", cause, worker=self.name, pid=child.pid)
         self.stalls += 1
         self._killing = self._loop.create_task(child.dump_and_kill(cause))
 
@@ -241,12 +241,12 @@ class Gateway(ManagedProcess[FromGateway]):
     def load(self) -> tuple[int, int]:
         return self.traffic.requests, self.traffic.in_flight
 
-    def awaited(self) -> set[str]:
+    def awaited_models(self) -> set[str]:
         """Return the models that requests wait for, by the gateway's last report."""
         queued = {name for name, count in self.traffic.queued.items() if count}
         return queued | {name for name, (wanted, _) in self.uses.items() if wanted.waiting}
 
-    def tokens(self, model: str) -> int:
+    def generated_tokens(self, model: str) -> int:
         """Return the tokens it has generated for `model`, in all its lives."""
         return self._past_tokens[model] + self.traffic.tokens.get(model, 0)
 

@@ -21,7 +21,7 @@ class Quarantine:
         self._clock = clock
         self._held: dict[tuple[str, str], tuple[float, Quarantined]] = {}  # with its end
 
-    def add(self, request: Quarantined) -> None:
+    def add_request(self, request: Quarantined) -> None:
         at = request.model, request.fingerprint
         if at not in self._held:
             kind, colon, name = request.fingerprint.partition(":")
@@ -31,7 +31,7 @@ class Quarantine:
                 " again"
             )
             shown = request.fingerprint if colon else request.fingerprint[:12]
-            journal.tell("quarantine", said, model=request.model, fingerprint=shown)
+            journal.record_event("quarantine", said, model=request.model, fingerprint=shown)
         until_s = self._clock() + request.for_s
         known_s, _ = self._held.pop(at, (0.0, request))
         self._held[at] = max(known_s, until_s), request
@@ -54,7 +54,9 @@ class Quarantine:
                 one.generation,
             ):
                 del self._held[at]
-                journal.tell("quarantine", "lifted: another model is served", model=one.model)
+                journal.record_event(
+                    "quarantine", "lifted: another model is served", model=one.model
+                )
 
     def holding(self) -> tuple[Quarantined, ...]:
         """Return the entries in force, as every Topology repeats them."""
@@ -68,7 +70,7 @@ def aged(held: tuple[Quarantined, ...], by_s: float) -> tuple[Quarantined, ...]:
     return tuple(replace(one, for_s=one.for_s - by_s) for one in held if one.for_s > by_s)
 
 
-def alike(one: tuple[Quarantined, ...], other: tuple[Quarantined, ...]) -> bool:
+def differ_in_time_only(one: tuple[Quarantined, ...], other: tuple[Quarantined, ...]) -> bool:
     """Return whether the two lists differ in the remaining time only."""
     return [replace(each, for_s=0.0) for each in one] == [
         replace(each, for_s=0.0) for each in other

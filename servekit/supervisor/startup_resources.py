@@ -45,7 +45,7 @@ class StartupResources:
         """
         raise_file_limit()
         heir_of = run_dir or default_paths(environ)[0]
-        takeover = Takeover.of(heir_of, port) if inherits else None
+        takeover = Takeover.take_over(heir_of, port) if inherits else None
         if takeover is not None:
             return cls(RunDir.claim(heir_of, sweep=False), takeover.listeners, takeover)
         with contextlib.ExitStack() as taken:

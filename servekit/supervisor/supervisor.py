@@ -58,7 +58,7 @@ from servekit.supervisor.model_swap.manager import SwapManager
 from servekit.supervisor.process.orphan_guard import OrphanGuard
 from servekit.supervisor.process.run_dir import Record, boot_id
 from servekit.supervisor.process.signals import Signals
-from servekit.supervisor.quarantine import Quarantine, alike
+from servekit.supervisor.quarantine import Quarantine, differ_in_time_only
 from servekit.supervisor.startup_resources import StartupResources, has_terminal
 from servekit.supervisor.workers.fork_server import ForkServer
 from servekit.supervisor.workers.worker_process import WorkerProcess
@@ -87,10 +87,10 @@ Request = Literal["signal", "drain", "now", "hangup"]
 class StatusListener(Protocol):
     """An observer of an instance, such as the command line's display."""
 
-    def changed(self, status: Status) -> None:
+    def on_change(self, status: Status) -> None:
         """Show the whole state; called at most once per event-loop tick."""
 
-    def line(self, name: str, text: str) -> None:
+    def on_line(self, name: str, text: str) -> None:
         """Show a line that a child wrote."""
 
 
@@ -150,7 +150,7 @@ class Supervisor:
     async def run(self) -> int:
         """Run until told to stop; return the exit code. No process it started outlives it."""
         with contextlib.ExitStack() as last:
-            last.callback(self._leave)
+            last.callback(self._shut_down)
             last.callback(self._signals.ignore)
             self._signals.catch()
             self._loop.set_exception_handler(handle_loop_error)
@@ -161,17 +161,19 @@ class Supervisor:
             mark_by_limit(self.mark)
             grace = 0.0 if self.launcher is None else self.launcher.grace_s
             self._guard = OrphanGuard(self.run_dir.path, self.mark, self.environ, grace)
-            last.callback(self._guard.dismiss)
+            last.callback(self._guard.stop_guard)
             last.callback(self._end_all)
-            last.callback(self._loop.create_task(ticking(self._look, self._measures.tick)).cancel)
+            last.callback(
+                self._loop.create_task(ticking(self._tick_once, self._measures.measure_due)).cancel
+            )
             await self._admin_api.listen(self.run_dir.control)
             if self.launcher is None or await complete_before(
                 self._until_told(), self.launcher.open(self._deployments.plan)
             ):
                 for gateway in self._gateways:
                     self._run(gateway)
-                self._everywhere.begin()
-                self._deployments.apply(self._deployments.plan)
+                self._everywhere.start_all()
+                self._deployments.apply_plan(self._deployments.plan)
                 await self._until_told()
             return await self._drain()
 
@@ -187,20 +189,20 @@ class Supervisor:
         if not self._draining:
             del self._tasks[life]
             if isinstance(life, WorkerProcess | ForkServer):
-                self._deployments.ended(life)
-            self.changed()
+                self._deployments.forget_process(life)
+            self.publish_change()
 
     async def _until_told(self) -> None:
         """Return when a signal or an operator asks to end; raise what a process's task raised."""
         while True:
             match await self._requests.get():
                 case BaseException() as error:
-                    journal.tell("down", f"broke off: {error}")
+                    journal.record_event("down", f"broke off: {error}")
                     raise error
                 case "hangup" if not self._has_terminal or has_terminal():
                     self._spawn(self.reload())
                 case "now":
-                    self._hurry()
+                    self._force_shutdown()
                     return
                 case _:
                     return
@@ -220,17 +222,17 @@ class Supervisor:
         self._draining = True
         self._notifier.stopping(drain_s + END_S)
         sockets.close_listeners(self._listeners)
-        self._deployments.halt()
-        self._everywhere.halt()
-        self._swap_manager.halt()
-        self.changed()
+        self._deployments.stop_changes()
+        self._everywhere.stop_starting()
+        self._swap_manager.stop_changes()
+        self.publish_change()
         hurrying = self._loop.create_task(self._hurry_if_told_again())
         for gateway in self._gateways:
-            gateway.end(Drain(), drain_s)
+            gateway.end_child(Drain(), drain_s)
         stuck = await wait_for_tasks(self._tasks_of(self._gateways), drain_s + KILL_S)
         workers = self._deployments.replicas()
         for replica in workers:
-            replica.end(Stop(), WORKER_GRACE_S)
+            replica.end_child(Stop(), WORKER_GRACE_S)
         rest: list[ManagedProcess[Any]] = [*workers, *self._deployments.standbys()]
         stuck |= await wait_for_tasks(self._tasks_of(rest), WORKER_GRACE_S + KILL_S)
         if self.launcher is not None:
@@ -246,9 +248,9 @@ class Supervisor:
         while (request := await self._requests.get()) in ("drain", "hangup"):
             if request == "hangup":
                 self._spawn(self.reload())  # is refused, and logs why
-        self._hurry()
+        self._force_shutdown()
 
-    def _hurry(self) -> None:
+    def _force_shutdown(self) -> None:
         log.warning("shutdown_forced")
         self._signals.ignore()  # all is ending, and handling a storm of signals takes time
         for life in self._lives():
@@ -261,7 +263,7 @@ class Supervisor:
         end_leftovers(self._started(), self.mark)
         subreaper.end_adopted()
 
-    def _leave(self) -> None:
+    def _shut_down(self) -> None:
         self._admin_api.close()
         sockets.close_listeners(self._listeners)
         self.run_dir.release()
@@ -274,7 +276,7 @@ class Supervisor:
     def why(self, name: str) -> Why | Refused:
         others = [life for life in self._lives() if not isinstance(life, WorkerProcess)]
         return snapshot.why(
-            name, self._deployments.everyone(), others, self._swap_manager.residence
+            name, self._deployments.all_deployments(), others, self._swap_manager.residence
         )
 
     async def reload(self) -> Accepted | Refused:
@@ -291,12 +293,12 @@ class Supervisor:
     def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
         return access_rules.handed(self._environ, model)
 
-    def changed(self) -> None:
+    def publish_change(self) -> None:
         if not self._publishing:
             self._publishing = True
             self._loop.call_soon(self._publish)
 
-    def noticed(self) -> None:
+    def publish_later(self) -> None:
         self._noticed = True  # next tick; at each pong it would be n² messages a second
 
     def children_changed(self) -> None:
@@ -305,16 +307,16 @@ class Supervisor:
         except OSError as error:  # a full disk is no reason to stop serving
             log.warning("children_not_recorded", reason=error.strerror)
 
-    def line(self, name: str, text: str) -> None:
+    def on_line(self, name: str, text: str) -> None:
         try:
-            self._observer.line(name, text)
+            self._observer.on_line(name, text)
         except Exception:  # a display that fails must not stop the child's output
             log.exception("display_failed", child=name)
 
     def quarantine(self, request: Quarantined) -> None:
-        self._quarantine.add(request)
-        self._deployments.explained(request.model)
-        self.changed()
+        self._quarantine.add_request(request)
+        self._deployments.reset_breaker(request.model)
+        self.publish_change()
 
     def is_unused(self, adapter: str) -> bool:
         return all(gateway.is_done_with(adapter) for gateway in self._gateways)
@@ -332,7 +334,7 @@ class Supervisor:
             self._deployments.plan.access,
         )
         before = self._topology
-        held = alike(topology.quarantined, before.quarantined)
+        held = differ_in_time_only(topology.quarantined, before.quarantined)
         if not held or replace(topology, quarantined=before.quarantined) != before:
             self._topology = topology
             for gateway in self._gateways:
@@ -340,24 +342,24 @@ class Supervisor:
         if why := self._deployments.in_vain() or in_vain(self._gateways):
             self._requests.put_nowait(StartError(why))
         else:
-            self._observer.changed(status := self.status())
-            self._notifier.changed(status)
+            self._observer.on_change(status := self.status())
+            self._notifier.on_change(status)
 
-    def _look(self, slept: bool) -> None:
+    def _tick_once(self, slept: bool) -> None:
         self._restore_run_dir()
         for life in self._lives():
             if slept:
                 life.forgive_suspension()
-            life.look()
+            life.check_health()
         if self._guard.restart_if_dead():
             log.warning("orphan_guard_restarted")
-        self._deployments.look()
+        self._deployments.start_missing_fork_servers()
         self._scaler.update()
         self._swap_manager.update()
         self._metrics.count_events()
         self._notifier.feed_watchdog()
         if self._quarantine.expire() or self._noticed:
-            self.changed()
+            self.publish_change()
 
     def _restore_run_dir(self) -> None:
         """Restore the run directory if logind (at a logout) or a cleaner of /tmp has removed it."""
@@ -390,7 +392,7 @@ class Supervisor:
             config=self._deployments.plan.config_path,
             started_at=self._started_at,
             rss_bytes=procfs.rss_bytes(os.getpid()),
-            models=self._models(self._deployments.everyone(), True),
+            models=self._models(self._deployments.all_deployments(), True),
             gateways=tuple(gateway.status() for gateway in self._gateways),
             draining=self._draining,
             starts=tuple(life.starting.all(life.name) for life in self._lives()),
@@ -422,7 +424,9 @@ class Supervisor:
         if reason := self.run_dir.instead_of:
             log.warning("run_dir_replaced", path=str(self.run_dir.path), reason=reason)
         journal.open(self.run_dir.path)
-        journal.tell("up", f"servekit {__version__} at {self.url}", pid=os.getpid(), config=config)
+        journal.record_event(
+            "up", f"servekit {__version__} at {self.url}", pid=os.getpid(), config=config
+        )
 
 
 async def ticking(look: Callable[[bool], None], measure: Callable[[int], None]) -> None:
@@ -453,7 +457,7 @@ def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) 
 def last_words(stuck: Collection[str]) -> int:
     """Log how the instance has ended, with the names of stuck processes. Returns the exit code."""
     names = sorted(stuck)
-    journal.tell("down", f"stuck in the kernel: {names}" if stuck else "stopped")
+    journal.record_event("down", f"stuck in the kernel: {names}" if stuck else "stopped")
     if stuck:
         log.error("processes_stuck", children=names)
         return 1

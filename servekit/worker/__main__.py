@@ -67,12 +67,10 @@ if __name__ == "__main__":
     if args.orders_fd is not None:
         from servekit.worker import fork_server
 
-        try:
-            sys.exit(
-                fork_server.run_fork_server(
-                    control, socket.socket(fileno=args.orders_fd), args.parent_pid
-                )
-            )
-        except fork_server.ForkedChild as born:
-            name, control, began_s = born.name, born.control, time.monotonic()
+        orders = socket.socket(fileno=args.orders_fd)
+        ended = fork_server.run_fork_server(control, orders, args.parent_pid)
+        if isinstance(ended, int):
+            sys.exit(ended)
+        name, control = ended
+        began_s = time.monotonic()
     sys.exit(run_worker(name, InheritedChannel(control), began_s))

@@ -21,6 +21,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from servekit import engines, logging_config
 from servekit.errors import LoadError
@@ -38,19 +39,19 @@ _PREPARATION_NICE = 10
 _ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
-class ForkedChild(Exception):
-    """Raised in the forked process to unwind to the worker's entry point."""
+class ForkedWorker(NamedTuple):
+    """The name and the control socket of the worker that this process has become by a fork."""
 
-    def __init__(self, name: str, control: socket.socket) -> None:
-        super().__init__(name)
-        self.name = name
-        self.control = control
+    name: str
+    control: socket.socket
 
 
-def run_fork_server(control: socket.socket, orders: socket.socket, supervisor: int) -> int:
+def run_fork_server(
+    control: socket.socket, orders: socket.socket, supervisor: int
+) -> int | ForkedWorker:
     """Wait and fork until told to stop; return the exit code.
 
-    Raises ForkedChild in each forked worker.
+    In each forked process it returns the worker that this process is to be.
     """
     message = fork_server.receive_message(control)
     if not isinstance(message, Load):
@@ -80,7 +81,9 @@ def _yield_cores() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PREPARATION_NICE)
 
 
-def _serve_orders(control: socket.socket, orders: socket.socket, supervisor: int) -> int:
+def _serve_orders(
+    control: socket.socket, orders: socket.socket, supervisor: int
+) -> int | ForkedWorker:
     while True:
         readable, _, _ = select.select([control, orders], [], [])
         if control in readable:
@@ -90,7 +93,9 @@ def _serve_orders(control: socket.socket, orders: socket.socket, supervisor: int
         data, fds, _, _ = socket.recv_fds(orders, fork_server.MAX_ORDER_BYTES, 2)
         if not data:
             return 0
-        _fork_worker(fork_server.decode_order(data), fds, (control, orders), supervisor)
+        order = fork_server.decode_order(data)
+        if (forked := _fork_worker(order, fds, (control, orders), supervisor)) is not None:
+            return forked
         for fd in fds:
             os.close(fd)
 
@@ -100,31 +105,31 @@ def _fork_worker(
     fds: list[int],
     ours: tuple[socket.socket, ...],
     supervisor: int,
-) -> None:
+) -> ForkedWorker | None:
     """Fork twice, so that the worker becomes a child of the supervisor.
 
-    The parent waits for the intermediate process.
+    The parent waits for the intermediate process, and returns None.
     """
     between = os.fork()
     if between:
         os.waitpid(between, 0)
-        return
+        return None
     between = os.getpid()
     if os.fork():
         os._exit(0)
     control, orders = ours
     try:
-        born = _become_worker(order, fds, between, supervisor)
+        forked = _become_worker(order, fds, between, supervisor)
     except Exception as error:  # on any failure the supervisor starts a fresh interpreter
         orders.send(fork_server.encode(NotForked(str(error)[:1000])))
         os._exit(1)
     orders.send(fork_server.encode(Forked(os.getpid())))
     control.close()
     orders.close()
-    raise born
+    return forked
 
 
-def _become_worker(order: Fork, fds: list[int], between: int, supervisor: int) -> ForkedChild:
+def _become_worker(order: Fork, fds: list[int], between: int, supervisor: int) -> ForkedWorker:
     """Turn the forked process into an equivalent of a fresh worker. Raises OSError, LoadError."""
     os.setsid()
     _await_adoption(between, supervisor)
@@ -137,7 +142,7 @@ def _become_worker(order: Fork, fds: list[int], between: int, supervisor: int) -
     logging_config.configure(order.name, json=True)
     engines.take_over_fork()
     _rename_process(order.name)
-    return ForkedChild(order.name, socket.socket(fileno=control_fd))
+    return ForkedWorker(order.name, socket.socket(fileno=control_fd))
 
 
 def _await_adoption(between: int, supervisor: int) -> None:

@@ -39,7 +39,7 @@ class GatewayConnection:
         if connection is None:
             connection = Connection(GatewayToWorker, self._on_message, self._on_close)
         else:
-            connection.become(GatewayToWorker, self._on_message, self._on_close)
+            connection.switch_protocol(GatewayToWorker, self._on_message, self._on_close)
         self.connection: Connection[GatewayToWorker] = connection
         connection.on_turn = self.flush
         self._deltas: list[Delta] = []
@@ -48,7 +48,7 @@ class GatewayConnection:
         self._incomplete: dict[int, tuple[Generate, bytearray]] = {}  # their bodies are arriving
         self.greeted = False
 
-    def add(self, delta: Delta) -> None:
+    def add_delta(self, delta: Delta) -> None:
         """Send a delta in one message with the others of this event-loop tick."""
         if not self._deltas:
             self.connection.gather()
@@ -56,7 +56,7 @@ class GatewayConnection:
         self._deltas.append(delta)
 
     def add_one(self, id: int, text: str, token_id: int) -> None:
-        """Send one token of a request that has nothing else to report; cheaper than `add`."""
+        """Send one token of a request that has nothing else to report; cheaper than `add_delta`."""
         if self._told and id in self._told:  # keep the order of the request's output
             self.flush()
         plain = self._plain
@@ -118,7 +118,7 @@ class GatewayConnection:
         elif isinstance(message, Borrow):
             self.runner.lending.borrow(self, message.share)
         elif isinstance(message, Hello) and message.protocol == PROTOCOL:
-            self.meet(message)
+            self.accept_hello(message)
         else:
             raise WireError(f"expected Hello for protocol {PROTOCOL}, got {message!r:.200}")
 
@@ -133,7 +133,7 @@ class GatewayConnection:
             del self._incomplete[message.id]
             self.runner.accept(self, replace(request, body=bytes(body)))
 
-    def meet(self, hello: Hello) -> None:
+    def accept_hello(self, hello: Hello) -> None:
         """Answer the peer's Hello and accept its requests, or hang up if the engine has died."""
         if self.runner.dead:
             self.connection.abort()
@@ -141,11 +141,11 @@ class GatewayConnection:
         self.greeted = True
         own = Hello(PROTOCOL, "worker", self.runner.engine.spec.name, self.runner.info)
         self.connection.send(own)
-        self.runner.ward.greet(self)
+        self.runner.ward.send_state(self)
         if hello.role == "gateway":
             self.runner.on_greeting(hello.name)
 
     def _on_close(self, error: Exception | None) -> None:
         if isinstance(error, WireError):
             log.warning("gateway_connection_broken", error=str(error))
-        self.runner.forget(self)
+        self.runner.cancel_peer(self)

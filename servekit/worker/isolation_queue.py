@@ -59,7 +59,7 @@ class IsolationQueue:
         self._changed = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None  # the loop's reference is weak
 
-    def hold(self, held: QueuedRequest) -> None:
+    def enqueue(self, held: QueuedRequest) -> None:
         """Queue a request."""
         self._queue[held.job_id] = held
         if not self.closed:
@@ -76,7 +76,7 @@ class IsolationQueue:
         """Signal that a request was proven or has ended."""
         self._changed.set()
 
-    def greet(self, peer: GatewayConnection) -> None:
+    def send_state(self, peer: GatewayConnection) -> None:
         """Inform a gateway that has just connected of the request that runs alone."""
         if self._alone is not None:
             peer.connection.send(self._isolation_message(peer))

@@ -261,6 +261,6 @@ class Stopwatch:
             return delta
         return replace(delta, times_ns=(*times, now))
 
-    def forget(self, job_id: int) -> None:
+    def drop_times(self, job_id: int) -> None:
         """Drop the times of a job that has ended."""
         self._times.pop(job_id, None)

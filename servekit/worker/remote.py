@@ -114,7 +114,7 @@ class TcpChannel(TcpServer):
             raise WireError("the model is not loaded yet")
         peer = GatewayConnection(self._runner, connection)
         self._runner.peers.add(peer)
-        peer.meet(hello)
+        peer.accept_hello(hello)
 
 
 class Summary:

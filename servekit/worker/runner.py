@@ -139,7 +139,7 @@ class Runner:
         if request.adapter:
             self._note_adapter(self._next_job, request.adapter)
         if self.ward.closed or request.alone_until:
-            self.ward.hold(QueuedRequest(peer, request, self._next_job))
+            self.ward.enqueue(QueuedRequest(peer, request, self._next_job))
         else:
             self.start(peer, request, self._next_job)
 
@@ -258,7 +258,7 @@ class Runner:
             log.exception("request_refused", request=request.request or request.id)
             error = EngineFailed("the engine failed to take this request")
         self._tasks.pop(job_id, None)
-        self._stopwatch.forget(job_id)
+        self._stopwatch.drop_times(job_id)
         if peer.jobs.get(request.id) == job_id:
             peer.fail(request.id, error)
             self._check_idle()
@@ -354,7 +354,7 @@ class Runner:
     ) -> None:
         """Answer a request that needs no engine."""
         ids = prepared.ids if request.task == "tokenize" else []
-        peer.add(Delta(request.id, prepared.text, ids, "stop", len(prepared.ids)))
+        peer.add_delta(Delta(request.id, prepared.text, ids, "stop", len(prepared.ids)))
         del peer.jobs[request.id]
         self._check_idle()
 
@@ -382,7 +382,7 @@ class Runner:
                 self._watching = self.loop.create_task(self._watch_going())
         job_id = peer.jobs.pop(request_id, None)
         if job_id is not None:
-            self._stopwatch.forget(job_id)
+            self._stopwatch.drop_times(job_id)
             self._cancel_job(job_id, self._tasks.pop(job_id, None))
             self.ward.withdraw(job_id)
             self._check_idle()
@@ -417,16 +417,16 @@ class Runner:
         if job_id is not None and self._speaks is not None:
             self._speaks.extend_window(job_id, size_bytes)
 
-    def forget(self, peer: GatewayConnection) -> None:
+    def cancel_peer(self, peer: GatewayConnection) -> None:
         """Cancel all requests of a gateway that has disconnected."""
         for request_id in list(peer.jobs):
             self.cancel(peer, request_id)
         self.peers.discard(peer)
-        self.lending.forget(peer)
+        self.lending.remove_peer(peer)
 
     # ---- from the engine
 
-    async def lose(self) -> None:
+    async def disconnect_all(self) -> None:
         """Send the dead engine's completed output, and disconnect all gateways.
 
         A gateway learns of a death from the end of its connection; requests that ran are then
@@ -497,7 +497,7 @@ class Runner:
         if delta.text or delta.token_ids or delta.finish or delta.prompt or delta.http:
             if task.begins is not None and delta.token_ids and delta.finish is None:
                 delta = replace(delta, continuation=task.continuation(self.generation))
-            task.peer.add(delta)
+            task.peer.add_delta(delta)
 
     def _fail_undecodable(self, job_id: int, task: OutputState) -> None:
         """Fail a request whose tokens cannot be decoded."""
@@ -508,7 +508,7 @@ class Runner:
 
     def _end_request(self, job_id: int, task: OutputState) -> None:
         del self._tasks[job_id]
-        self._stopwatch.forget(job_id)
+        self._stopwatch.drop_times(job_id)
         task.peer.jobs.pop(task.id, None)
         self._check_idle()
 

@@ -39,10 +39,10 @@ class Lending:
         if share > 0:
             self._shares[peer] = share
         else:
-            self.forget(peer)
+            self.remove_peer(peer)
         self.change()
 
-    def forget(self, peer: GatewayConnection) -> None:
+    def remove_peer(self, peer: GatewayConnection) -> None:
         """Remove a gateway from the borrowers."""
         self._shares.pop(peer, None)
         self._lent.pop(peer, None)

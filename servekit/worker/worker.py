@@ -101,7 +101,7 @@ async def _run_on_loop(name: str, channel: Channel, began_s: float) -> tuple[int
     """Return the exit code, and whether a thread that cannot be stopped may be left."""
     worker = Worker(name, channel, began_s)
     code = await worker.run()
-    return code, worker.loads or code == EXIT_ENGINE_DIED
+    return code, worker.is_loading or code == EXIT_ENGINE_DIED
 
 
 class Worker:
@@ -146,7 +146,7 @@ class Worker:
         return code
 
     @property
-    def loads(self) -> bool:
+    def is_loading(self) -> bool:
         """Return whether a thread is loading the engine; it outlives the event loop."""
         return self._boot_task is not None and self._runner is None and not self._boot_task.done()
 
@@ -243,7 +243,7 @@ class Worker:
         self._channel.stop_serving()
         try:
             if self._runner is not None:
-                await self._runner.lose()
+                await self._runner.disconnect_all()
         finally:
             self._set_exit(EXIT_ENGINE_DIED)
 

@@ -97,7 +97,7 @@ class Seen:
         del self.calls[id], self.streams[id]
         stream.call.emitted = _ANSWER
         if self.account is not None:
-            self.account.end(id, stream.call)
+            self.account.remove_call(id, stream.call)
 
 
 @dataclass
@@ -257,14 +257,14 @@ class Cluster:
 
     def _again(self, worker: Worker, *, fruitful: bool) -> None:
         if fruitful:
-            self._tell(self.breaker.fruitful)
+            self._tell(self.breaker.record_success)
         else:
             self._tell(lambda: self.breaker.fruitless_end(worker.name, self.now))
         after_s = worker.policy.after_s(fruitful=fruitful)
         self._at(self.now + after_s, lambda: self._try(worker))
 
     def _try(self, worker: Worker) -> None:
-        hold = self.breaker.hold(self.now)
+        hold = self.breaker.blocked_until(self.now)
         if hold is not None:
             self._held.append(worker)
             if hold.until is not None:
@@ -292,7 +292,7 @@ class Cluster:
 
     def _up(self, worker: Worker) -> None:
         worker.serves, worker.back_s = True, self.now - self.shape.before_s
-        self._tell(self.breaker.fruitful)  # it answers at once, for there is work
+        self._tell(self.breaker.record_success)  # it answers at once, for there is work
         for gateway in self.gateways:
             self._connect(gateway, worker)
 

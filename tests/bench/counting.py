@@ -17,6 +17,7 @@ from typing import Any
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.step_delivery import feed_step
 from servekit.gateway.telemetry.metrics import RequestMeter, RequestMetrics
+from servekit.gateway.telemetry.observer import RequestObserver
 from servekit.protocol.messages import Delta, SamplingParams, TokenBatch
 
 BATCH, BATCHES = 100, 3000
@@ -28,27 +29,23 @@ LAST = Delta(1, "", [], "stop", 7, 1)
 class Idle(RequestMeter):
     """Counts nothing."""
 
-    def sent(self, call: InflightRequest) -> None:
-        pass
-
-    def first(self, call: InflightRequest) -> float:
-        return 1.0
-
-    def next(self, took_s: float, streams: int) -> None:
-        pass
-
-    def ended(
-        self, call: InflightRequest, outcome: str, prompt: int, cached: int, completion: int
-    ) -> None:
+    def count_tokens(self, took_s: float, streams: int) -> None:
         pass
 
 
-def play(meter: Callable[[InflightRequest], RequestMeter]) -> Callable[[], object]:
+IDLE, NOBODY = Idle("", "", ""), (RequestObserver(),)
+
+
+def leave_alone(call: InflightRequest) -> None:
+    call.meter, call.observers = IDLE, NOBODY
+
+
+def play(observe: Callable[[InflightRequest], None]) -> Callable[[], object]:
     """A whole request, its end included."""
 
     def request() -> None:
         call = InflightRequest("m", PARAMS, messages=[], stream=False)
-        call.meter = meter(call)
+        observe(call)
         call.request(1)
         call.feed(FIRST)
         call.feed(LAST)
@@ -56,10 +53,10 @@ def play(meter: Callable[[InflightRequest], RequestMeter]) -> Callable[[], objec
     return request
 
 
-def tokens(meter: Callable[[InflightRequest], RequestMeter]) -> Callable[[], object]:
+def tokens(observe: Callable[[InflightRequest], None]) -> Callable[[], object]:
     """One more token of a stream."""
     call = InflightRequest("m", PARAMS, messages=[])
-    call.meter = meter(call)
+    observe(call)
     call.feed(FIRST)
     calls, step = {1: call}, TokenBatch([1], ["a"], [5])
 
@@ -85,14 +82,14 @@ def quickest_s(works: list[Callable[[], object]]) -> list[float]:
 
 
 async def main() -> None:
-    measures, idle = RequestMetrics(), Idle("", "", "")
+    measures = RequestMetrics()
     route: Any = SimpleNamespace(status=SimpleNamespace(name="m"))
 
-    def counting(call: InflightRequest) -> RequestMeter:
-        return measures.meter(route, call)
+    def counting(call: InflightRequest) -> None:
+        measures.observe(route, call)
 
     for what, make in (("a request", play), ("a step of a stream", tokens)):
-        with_it, without = quickest_s([make(counting), make(lambda call: idle)])
+        with_it, without = quickest_s([make(counting), make(leave_alone)])
         print(f"{what}: {1e6 * with_it:.2f} µs; {1e6 * without:.2f} µs where nothing is counted")
 
 

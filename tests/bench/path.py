@@ -140,7 +140,7 @@ class Worker:
         replica = ReplicaStatus("echo/0", "ready", "/nowhere", 1, "cpu")
         model = ModelStatus("echo", "echo", "-", 0, (replica,), info, max_queue=100_000)
         hosts = AccessRules(hosts=("127.0.0.1",))
-        router.apply(Topology((model,), False, 1, access=hosts))
+        router.apply_topology(Topology((model,), False, 1, access=hosts))
         (self.replica,) = router.routes["echo"].replicas.values()
         self.socket = Kept()
 

@@ -82,7 +82,7 @@ class Idle(VllmEngine):
     def submit(self, job: Any) -> None:
         name = f"{job.id}#{len(self.names)}"
         self.names.append(name)
-        self._held.begin(job.id, [name])
+        self._held.add_job(job.id, [name])
 
     def cancel(self, job_id: int) -> None:
         self._held.cancel(job_id)

@@ -147,7 +147,7 @@ async def die(
         victim = max(await target.ready_replicas(), key=lambda replica: replica.running)
         silences, began = Silences(load.active), time.monotonic()
         DEATHS[way](victim.pid)
-        gone_s = await target.until(lambda status: victim.pid not in _ready(status), 60.0)
+        gone_s = await target.await_status(lambda status: victim.pid not in _ready(status), 60.0)
         whole_s = await target.until_whole(UP_S, without=victim.pid)
         back_s = None if whole_s is None else time.monotonic() - began
         await asyncio.sleep(AFTER_S)

@@ -158,7 +158,7 @@ class Cluster:
             node.kill()
             await node.process.wait()
             if node.child is not None:
-                node.child.leave()
+                node.child.disconnect()
             if node.cable is not None:
                 node.cable.remove()
 

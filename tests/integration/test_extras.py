@@ -84,7 +84,7 @@ def test_the_slim_package_serves_with_the_engine_of_another_environment(tmp_path
 
 def resolved(extras: str, *more: str) -> str:
     """What pip would install. AssertionError where there is no such set of packages."""
-    settings = Settings.of(os.environ)
+    settings = Settings.from_environ(os.environ)
     indexes = [arg for url in settings.indexes[1:] for arg in ("--index", url)]
     command = [
         *(sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", "--no-header"),

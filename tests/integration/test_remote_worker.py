@@ -54,7 +54,7 @@ async def test_workers_serve_on_without_a_supervisor_and_are_adopted(tmp_path: P
         stream = asyncio.create_task(cluster.complete(PROMPT, TOKENS))
         await node.until_busy()
         assert node.child is not None
-        node.child.leave()  # the supervisor is gone
+        node.child.disconnect()  # the supervisor is gone
         await poll_async("it says so", lambda: "supervisor_lost" in node.log)
         assert await cluster.complete("xy", 4) == "xyxy"
         adopted = await cluster.attach(node, load=False)
@@ -69,7 +69,7 @@ async def test_workers_serve_on_without_a_supervisor_and_are_adopted(tmp_path: P
 async def test_without_a_supervisor_a_worker_ends_after_its_grace(tmp_path: Path) -> None:
     async with Cluster(tmp_path, grace_s=0.5) as cluster:
         node = await cluster.worker("echo/0")
-        (await cluster.attach(node, load=False)).leave()
+        (await cluster.attach(node, load=False)).disconnect()
         await asyncio.wait_for(node.process.wait(), DEADLINE_S)
         assert "no supervisor for 0.5 s" in node.log
 

@@ -143,7 +143,9 @@ def deaths(kills: Sequence[Kill]) -> str:
 def _spread(values: Sequence[float]) -> tuple[str, str]:
     if not values:
         return "-", "-"
-    return format_latency(Sample(values).at(50)), format_latency(Sample(values).at(99))
+    return format_latency(Sample(values).percentile_value(50)), format_latency(
+        Sample(values).percentile_value(99)
+    )
 
 
 def table(head: str, lines: Sequence[tuple[str, ...]]) -> str:

@@ -15,9 +15,9 @@ from servekit.log_events import EVENTS, sentence
 PACKAGE = Path(__file__).parents[2] / "servekit"
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 #: Calls of a logger whose event is a variable, by function; and the constants they may have.
-RELAYS = {"line"}  # a child's line
+RELAYS = {"on_line"}  # a child's line
 VARIABLES = {
-    "complain": {"gpu_memory_over_claim", "gpu_memory_stray"},
+    "report_stray": {"gpu_memory_over_claim", "gpu_memory_stray"},
     "report_death": {"process_exited", "process_start_failed"},
 }
 #: Events whose names are not in a call of a logger.

@@ -64,7 +64,7 @@ class Clients:
             if not isinstance(await _read_message(process), Ready):
                 raise ServekitError("a client process sent an unexpected message")
 
-    def go(self) -> float:
+    def start_load(self) -> float:
         """Start the load in all clients at the same time, which is returned."""
         at = time.monotonic() + _LEAD_S
         for process in self._processes:
@@ -84,7 +84,7 @@ class Clients:
             if isinstance(message, Report):
                 tally.report(index, message)
             elif isinstance(message, Ended):
-                tally.ended(message)
+                tally.add_end(message)
                 return
 
     def stop(self) -> None:

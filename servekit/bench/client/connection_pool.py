@@ -23,7 +23,7 @@ class Dialer:
         self._tls = tls_context(target)
         self._resting: list[Connection] = []
 
-    def resting(self) -> Connection | None:
+    def take_idle(self) -> Connection | None:
         """Return an idle open connection, or None."""
         while self._resting:
             connection = self._resting.pop()
@@ -31,7 +31,7 @@ class Dialer:
                 return connection
         return None
 
-    def rest(self, connection: Connection) -> None:
+    def put_idle(self, connection: Connection) -> None:
         """Put a connection back after its answer, unless it is closed."""
         if not connection.closed:
             self._resting.append(connection)
@@ -40,7 +40,7 @@ class Dialer:
         """Open a new connection; raises Unreachable."""
         name = self._target.host if self._tls is not None else None
         made = asyncio.get_running_loop().create_connection(
-            lambda: Connection(self.rest),
+            lambda: Connection(self.put_idle),
             self._host,
             self._target.port,
             ssl=self._tls,
@@ -63,7 +63,7 @@ class Dialer:
         )
         for connection in made:
             if isinstance(connection, Connection):
-                self.rest(connection)
+                self.put_idle(connection)
 
     def close(self) -> None:
         for connection in self._resting:

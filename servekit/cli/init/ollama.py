@@ -203,7 +203,7 @@ def _kind_of(layer: Mapping[str, Any]) -> str:
 
 def _bring_weights(model: BroughtModel, blob: Path) -> None:
     try:
-        metadata = gguf.read(blob).metadata
+        metadata = gguf.read_gguf(blob).metadata
     except (ValueError, OSError) as error:
         model.notes.append(f"the model: {error}")
         return

@@ -216,7 +216,7 @@ def _drop(
     return dict.fromkeys(flags, _Option("without", _nothing, values))
 
 
-def _same(option: _Option, *flags: str) -> dict[str, _Option]:
+def _share_option(option: _Option, *flags: str) -> dict[str, _Option]:
     return dict.fromkeys(flags, option)
 
 
@@ -226,18 +226,22 @@ def _vllm_name(flag: str) -> str:
 
 _CACHE_TYPES = {name: name for name in ("f32", "f16", "bf16", "q8_0", "q4_0")}
 _LLAMA = {
-    **_same(_Option("model", _text), "-m", "--model"),
-    **_same(_Option("model", _repository), "-hf", "-hfr", "--hf-repo"),
-    **_same(_Option("names", lambda values: [values[0]]), "-a", "--alias"),
-    **_same(_Option("port", _number), "--port"),
-    **_same(_Option("context", _number), "-c", "--ctx-size"),
-    **_same(_Option("options.slots", _number), "-np", "--parallel"),
-    **_same(_Option("options.gpu_layers", _layers), "-ngl", "--gpu-layers", "--n-gpu-layers"),
-    **_same(_Option("options.threads", _number), "-t", "--threads"),
-    **_same(_Option("options.batch_tokens", _number), "-ub", "--ubatch-size"),
-    **_same(_Option("options.flash_attention", _on_off, "maybe"), "-fa", "--flash-attn"),
-    **_same(_Option("options.cache_type", _choice(**_CACHE_TYPES)), "-ctk", "--cache-type-k"),
-    **_same(_Option("cache_type_v", _choice(**_CACHE_TYPES)), "-ctv", "--cache-type-v"),
+    **_share_option(_Option("model", _text), "-m", "--model"),
+    **_share_option(_Option("model", _repository), "-hf", "-hfr", "--hf-repo"),
+    **_share_option(_Option("names", lambda values: [values[0]]), "-a", "--alias"),
+    **_share_option(_Option("port", _number), "--port"),
+    **_share_option(_Option("context", _number), "-c", "--ctx-size"),
+    **_share_option(_Option("options.slots", _number), "-np", "--parallel"),
+    **_share_option(
+        _Option("options.gpu_layers", _layers), "-ngl", "--gpu-layers", "--n-gpu-layers"
+    ),
+    **_share_option(_Option("options.threads", _number), "-t", "--threads"),
+    **_share_option(_Option("options.batch_tokens", _number), "-ub", "--ubatch-size"),
+    **_share_option(_Option("options.flash_attention", _on_off, "maybe"), "-fa", "--flash-attn"),
+    **_share_option(
+        _Option("options.cache_type", _choice(**_CACHE_TYPES)), "-ctk", "--cache-type-k"
+    ),
+    **_share_option(_Option("cache_type_v", _choice(**_CACHE_TYPES)), "-ctv", "--cache-type-v"),
     **_drop("--host", "-b", "--batch-size", "--timeout", "-to", "--slot-save-path"),
     **_drop("--jinja", "--metrics", "--slots", "--props", "--no-webui", values="none"),
     **_drop("-cb", "--cont-batching", "--no-warmup", "--log-disable", "-v", values="none"),
@@ -250,32 +254,38 @@ _TOOL_PARSERS = {
     "llama4_pythonic": "pythonic",
 }
 _VLLM = {
-    **_same(_Option("model", _text), "--model"),
-    **_same(_Option("names", list, "many"), "--served-model-name"),
-    **_same(_Option("adapters", _adapters, "many"), "--lora-modules"),
-    **_same(_Option("port", _number), "--port"),
-    **_same(_Option("gpus_per_replica", _number), "--tensor-parallel-size", "-tp"),
-    **_same(_Option("replicas", _number), "--data-parallel-size", "-dp"),
-    **_same(_Option("max_context", _amount), "--max-model-len"),
-    **_same(_Option("dtype", _choice(**_DTYPES, half="float16", float="float32")), "--dtype"),
-    **_same(_Option("revision", _text), "--revision"),
-    **_same(_Option("trust_remote_code", _constant(value=True), "none"), "--trust-remote-code"),
-    **_same(_Option("memory", _share), "--gpu-memory-utilization"),
-    **_same(_Option("chat_template", _text), "--chat-template"),
-    **_same(_Option("tool_parser", _choice(**_TOOL_PARSERS)), "--tool-call-parser"),
-    **_same(_Option("options.quantization", _text), "--quantization", "-q"),
-    **_same(_Option("options.slots", _number), "--max-num-seqs"),
-    **_same(_Option("options.max_batch_tokens", _amount), "--max-num-batched-tokens"),
-    **_same(_Option("options.load_format", _text), "--load-format"),
-    **_same(_Option("options.kv_cache_bytes", _amount), "--kv-cache-memory-bytes"),
-    **_same(_Option("options.enforce_eager", _constant(value=True), "none"), "--enforce-eager"),
-    **_same(
+    **_share_option(_Option("model", _text), "--model"),
+    **_share_option(_Option("names", list, "many"), "--served-model-name"),
+    **_share_option(_Option("adapters", _adapters, "many"), "--lora-modules"),
+    **_share_option(_Option("port", _number), "--port"),
+    **_share_option(_Option("gpus_per_replica", _number), "--tensor-parallel-size", "-tp"),
+    **_share_option(_Option("replicas", _number), "--data-parallel-size", "-dp"),
+    **_share_option(_Option("max_context", _amount), "--max-model-len"),
+    **_share_option(
+        _Option("dtype", _choice(**_DTYPES, half="float16", float="float32")), "--dtype"
+    ),
+    **_share_option(_Option("revision", _text), "--revision"),
+    **_share_option(
+        _Option("trust_remote_code", _constant(value=True), "none"), "--trust-remote-code"
+    ),
+    **_share_option(_Option("memory", _share), "--gpu-memory-utilization"),
+    **_share_option(_Option("chat_template", _text), "--chat-template"),
+    **_share_option(_Option("tool_parser", _choice(**_TOOL_PARSERS)), "--tool-call-parser"),
+    **_share_option(_Option("options.quantization", _text), "--quantization", "-q"),
+    **_share_option(_Option("options.slots", _number), "--max-num-seqs"),
+    **_share_option(_Option("options.max_batch_tokens", _amount), "--max-num-batched-tokens"),
+    **_share_option(_Option("options.load_format", _text), "--load-format"),
+    **_share_option(_Option("options.kv_cache_bytes", _amount), "--kv-cache-memory-bytes"),
+    **_share_option(
+        _Option("options.enforce_eager", _constant(value=True), "none"), "--enforce-eager"
+    ),
+    **_share_option(
         _Option("options.prefix_caching", _constant(value=False), "none"),
         "--no-enable-prefix-caching",
     ),
-    **_same(_Option("options.max_lora_rank", _number), "--max-lora-rank"),
-    **_same(_Option("options.max_loras", _number), "--max-loras"),
-    **_same(
+    **_share_option(_Option("options.max_lora_rank", _number), "--max-lora-rank"),
+    **_share_option(_Option("options.max_loras", _number), "--max-loras"),
+    **_share_option(
         _Option("", _nothing, "none"),
         *("--enable-lora", "--enable-auto-tool-choice", "--enable-prefix-caching"),
         "--enable-chunked-prefill",

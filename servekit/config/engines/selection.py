@@ -27,7 +27,7 @@ _TOLD_BY_OPTIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class EngineChoice:
     """A chosen engine, and the reason: a few words that follow its name."""
 
     engine: str
@@ -37,22 +37,24 @@ class Choice:
         return f"{self.engine}: {self.why}"
 
 
-def choose_engine(asks: Asked, machine: Machine, named: Environment | None = None) -> Choice:
+def choose_engine(asks: Asked, machine: Machine, named: Environment | None = None) -> EngineChoice:
     """Choose the engine for one model; `named` is the environment that its `python` names."""
     if engine := engine_of_options(asks.options):
-        return Choice(engine, _TOLD_BY_OPTIONS[engine])
+        return EngineChoice(engine, _TOLD_BY_OPTIONS[engine])
     is_gguf = asks.format == "gguf"
     if not is_gguf and (asks.on_cpu or not machine.has_gpu):
-        return Choice("transformers", "on a CPU" if asks.on_cpu else "no GPU was found here")
+        return EngineChoice("transformers", "on a CPU" if asks.on_cpu else "no GPU was found here")
     first, what = ("llamacpp", "a GGUF file") if is_gguf else ("vllm", "on a GPU")
     environment = named or find_environment(KINDS[first], machine)
     kind = adapt_kind(KINDS[first], environment)
     if obstacle := _find_obstacle(first, kind, asks, environment):
-        return Choice("transformers", f"{what}; {first}{_state_advantage(first)}, {obstacle}")
+        return EngineChoice("transformers", f"{what}; {first}{_state_advantage(first)}, {obstacle}")
     if kind.instead in asks.options:
-        return Choice(first, f"{what}, and its options name a {kind.instead}")
+        return EngineChoice(first, f"{what}, and its options name a {kind.instead}")
     where = f" in {environment}" if environment.python else ""
-    return Choice(first, f"{what}, and {find_module(kind, environment.has)} is installed{where}")
+    return EngineChoice(
+        first, f"{what}, and {find_module(kind, environment.has)} is installed{where}"
+    )
 
 
 def _state_advantage(engine: str) -> str:

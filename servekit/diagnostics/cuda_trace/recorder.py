@@ -82,7 +82,7 @@ class Recorder:
         finally:
             self._busy.on = False
 
-    def begin(self, forked: bool) -> None:
+    def record_start(self, forked: bool) -> None:
         self._write(
             "start",
             argv=_argv(),
@@ -97,16 +97,16 @@ class Recorder:
         self._busy.on = True
         try:
             self._seen &= {"device"}  # the parent's open files are open here, too
-            self.begin(forked=True)
+            self.record_start(forked=True)
         finally:
             self._busy.on = False
 
-    def end(self) -> None:
+    def record_end(self) -> None:
         """Record the end of the process, or an os._exit or exec."""
         was, self._busy.on = getattr(self._busy, "on", False), True
         try:
             if "end" not in self._seen:
-                self._look("the end of the process")
+                self._check_native_cuda("the end of the process")
                 self._seen.add("end")
                 self._write(
                     "end", devices=self._held(), mapped=_mapped(), visible=os.environ.get(_VISIBLE)
@@ -119,7 +119,7 @@ class Recorder:
     # ---- events
 
     def _on_import(self, args: Any) -> None:
-        self._look("the import of " + str(args[0]))
+        self._check_native_cuda("the import of " + str(args[0]))
         self._wrap_torch()
 
     def _on_open(self, args: Any) -> None:
@@ -143,32 +143,32 @@ class Recorder:
             self._cuda(name + "() through ctypes", "lookup")
 
     def _on_fork(self, what: str) -> None:
-        self._look(what)
+        self._check_native_cuda(what)
         self._write("fork", what=what, **self._where())
 
     def _on_environ(self, name: Any, value: Any) -> None:
         if os.fsdecode(name) != _VISIBLE:
             return
-        self._look("the write to " + _VISIBLE)
+        self._check_native_cuda("the write to " + _VISIBLE)
         before, self._visible = self._visible, None if value is None else os.fsdecode(value)
         self._write("visible", value=self._visible, before=before, **self._where())
 
     def _on_exec(self, args: Any) -> None:
-        self._blind([os.fsdecode(word) for word in args[1]], args[2])
+        self._record_blind_child([os.fsdecode(word) for word in args[1]], args[2])
         was = self._seen
-        self.end()
+        self.record_end()
         self._seen = was - {"end"}  # exec may fail, and the process continue
 
     def _on_popen(self, args: Any) -> None:
         words = args[1]
         if isinstance(words, (str, bytes)):
             words = [words]
-        self._look("the start of a program")
-        self._blind([os.fsdecode(word) for word in words], args[3])
+        self._check_native_cuda("the start of a program")
+        self._record_blind_child([os.fsdecode(word) for word in words], args[3])
 
     # ---- helpers
 
-    def _blind(self, words: Any, env: Any) -> None:
+    def _record_blind_child(self, words: Any, env: Any) -> None:
         """Record a Python child that will not load the recorder."""
         python = words and "python" in os.path.basename(words[0])
         if not python:
@@ -180,7 +180,7 @@ class Recorder:
         elif flags and set(flags[0]) & set(_BLIND):
             self._write("blind", argv=words[:6], why="it was started with " + flags[0])
 
-    def _look(self, during: str) -> None:
+    def _check_native_cuda(self, during: str) -> None:
         """Record CUDA as initialised by native code, if it was."""
         if "device" not in self._seen and self._held() and self._has_mapped():
             self._seen.add("device")
@@ -310,13 +310,13 @@ def _mapped() -> Any:
 def start(directory: str, chain: Any, devices: str = "/dev") -> Optional[Recorder]:
     """Record this process, and its forks, into files of `directory`."""
     recorder = Recorder(directory, chain, devices)
-    recorder.begin(forked=False)
+    recorder.record_start(forked=False)
     os.register_at_fork(after_in_child=recorder.after_fork)
-    atexit.register(recorder.end)
+    atexit.register(recorder.record_end)
     leave = os._exit
 
     def _exit(status: int) -> Any:
-        recorder.end()
+        recorder.record_end()
         leave(status)
 
     os._exit = _exit

@@ -163,7 +163,7 @@ class Underway:
     @property
     def ended(self) -> StepOutput | None:
         """The final output, if the tokens that another worker generated were already complete."""
-        if self.constraint is not None and self.constraint.ended:
+        if self.constraint is not None and self.constraint.is_complete:
             return StepOutput(self.job.id, [], "stop")
         return None if self.remaining > 0 else StepOutput(self.job.id, [], "length")
 
@@ -191,10 +191,10 @@ class Underway:
             output.logprobs = [self._token_logprob(token, self.scores)]
             self.scores = None
         if constraint is not None:
-            constraint.take(token)
+            constraint.accept_token(token)
             if constraint.failure:
                 return self._grammar_failure(constraint)
-            output.finish = "stop" if constraint.ended else output.finish
+            output.finish = "stop" if constraint.is_complete else output.finish
         return output
 
     def _grammar_failure(self, constraint: Constraint) -> StepOutput:

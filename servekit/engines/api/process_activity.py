@@ -40,7 +40,7 @@ def _watch_activity(report: Report, done: threading.Event, without: int) -> None
     report(Progress("load"))
     activity = Activity(without)
     while not done.wait(_LOOK_EVERY_S):
-        if activity.look():
+        if activity.has_moved():
             report(Progress("load"))
 
 
@@ -51,7 +51,7 @@ class Activity:
         self._without = without
         self._last = measure_activity(without)
 
-    def look(self) -> bool:
+    def has_moved(self) -> bool:
         """Return whether the processes have done something since the last look."""
         (ticks, read), self._last = self._last, measure_activity(self._without)
         return abs(self._last[0] - ticks) > _IDLE_TICKS or abs(self._last[1] - read) > _IDLE_BYTES

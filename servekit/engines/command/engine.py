@@ -25,7 +25,7 @@ from msgspec import structs
 from servekit.engines.api.base import Emit, Report
 from servekit.engines.api.process_activity import Activity, report_activity
 from servekit.engines.api.text_engine import TextJob, TextOutput
-from servekit.engines.command.handshake import Met, meet_server
+from servekit.engines.command.handshake import ServerFacts, meet_server
 from servekit.engines.command.local_transport import LocalTransport
 from servekit.engines.command.server_process import ServerProcess
 from servekit.engines.model_files import source
@@ -85,7 +85,9 @@ class CommandEngine(OpenAIEngine):
         self._most_chars = context * CHARS_PER_TOKEN
         return self._describe_server(server, self._describe_model(context, met.greeted), met)
 
-    def _describe_server(self, server: ServerProcess, info: ModelInfo, met: Met) -> ModelInfo:
+    def _describe_server(
+        self, server: ServerProcess, info: ModelInfo, met: ServerFacts
+    ) -> ModelInfo:
         after = "chats" if met.continues_chats else "completions, but not chats,"
         generates = self._task == "generate"
         continues = f"; {after} continue after its death" if generates else ""
@@ -158,7 +160,7 @@ class CommandEngine(OpenAIEngine):
         except httpx.HTTPError:
             return 0
 
-    async def _meet_server(self) -> Met:
+    async def _meet_server(self) -> ServerFacts:
         endpoint = self._make_endpoint(RateLimiter(None, None))
         try:
             return await meet_server(endpoint, self._traits, self._task)
@@ -219,7 +221,7 @@ class CommandEngine(OpenAIEngine):
                 activity = None
             elif activity is None:
                 activity = await asyncio.to_thread(Activity, os.getpid())
-            elif await asyncio.to_thread(activity.look):
+            elif await asyncio.to_thread(activity.has_moved):
                 self._note_progress()
             await asyncio.sleep(_LOOK_EVERY_S)
 

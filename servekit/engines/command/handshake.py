@@ -12,10 +12,10 @@ from msgspec import structs
 
 from servekit.engines.remote.client import Endpoint
 from servekit.engines.remote.errors import Refused
-from servekit.engines.remote.handshake import Greeted, find_context, list_models, try_traits
+from servekit.engines.remote.handshake import EndpointFacts, find_context, list_models, try_traits
 from servekit.engines.remote.reader import read_reply
 from servekit.engines.remote.request_builder import EndpointTraits, build_call
-from servekit.engines.remote.response_parser import Answer
+from servekit.engines.remote.response_parser import ResponseParser
 from servekit.errors import RequestError
 from servekit.protocol.messages import ChatMessage, Generate, SamplingParams
 
@@ -28,15 +28,15 @@ _NO_CHATS = (400, 404, 405, 422, 500, 501)
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class ServerFacts:
     """The result of a handshake."""
 
-    greeted: Greeted
+    greeted: EndpointFacts
     chats: bool
     continues_chats: bool  # from the text so far
 
 
-async def meet_server(endpoint: Endpoint, traits: EndpointTraits, task: str) -> Met:
+async def meet_server(endpoint: Endpoint, traits: EndpointTraits, task: str) -> ServerFacts:
     """Run the handshake. Raises Refused, or RequestError for an answer that is wrong.
 
     A server whose `task` is to answer forwarded requests only is not sent a greeting.
@@ -48,38 +48,48 @@ async def meet_server(endpoint: Endpoint, traits: EndpointTraits, task: str) -> 
         traits = replace(traits, model=names[0])
     context = find_context(listed, traits.model)
     if task == "forward":
-        return Met(Greeted(traits, False, context, 0), chats=False, continues_chats=False)
+        return ServerFacts(
+            EndpointFacts(traits, False, context, 0), chats=False, continues_chats=False
+        )
     try:
         traits, size = await try_traits(endpoint, traits, embeds=embeds)
     except Refused as refusal:
         if embeds or refusal.status not in _NO_CHATS:
             raise
-        await _ask(endpoint, traits, Generate(0, SamplingParams(max_tokens=2), prompt=_TRIALS[0]))
-        return Met(Greeted(traits, False, context, 0), chats=False, continues_chats=False)
+        await _send_request(
+            endpoint, traits, Generate(0, SamplingParams(max_tokens=2), prompt=_TRIALS[0])
+        )
+        return ServerFacts(
+            EndpointFacts(traits, False, context, 0), chats=False, continues_chats=False
+        )
     for prompt in () if embeds else _TRIALS:
         if await _continues_chat(endpoint, traits, prompt):
-            return Met(Greeted(traits, False, context, size), chats=True, continues_chats=True)
-    return Met(Greeted(traits, False, context, size), not embeds, continues_chats=False)
+            return ServerFacts(
+                EndpointFacts(traits, False, context, size), chats=True, continues_chats=True
+            )
+    return ServerFacts(
+        EndpointFacts(traits, False, context, size), not embeds, continues_chats=False
+    )
 
 
 async def _continues_chat(endpoint: Endpoint, traits: EndpointTraits, prompt: str) -> bool:
     params = SamplingParams(max_tokens=_TRIAL_TOKENS, temperature=0.0)
     asked = Generate(0, params, messages=[ChatMessage("user", prompt)])
     try:
-        whole = await _ask(endpoint, traits, asked)
+        whole = await _send_request(endpoint, traits, asked)
         cut = whole.rfind(" ", 0, len(whole) // 2)  # where a token begins
         if not whole[: max(0, cut)].strip():
             return False
-        rest = await _ask(endpoint, traits, structs.replace(asked, answered=whole[:cut]))
+        rest = await _send_request(endpoint, traits, structs.replace(asked, answered=whole[:cut]))
     except (Refused, RequestError):
         return False
     return rest.startswith(whole[cut:])
 
 
-async def _ask(endpoint: Endpoint, traits: EndpointTraits, request: Generate) -> str:
+async def _send_request(endpoint: Endpoint, traits: EndpointTraits, request: Generate) -> str:
     """Return the answer to one request."""
     task = build_call(request, replace(traits, defaults={}))
-    answer = Answer(request, 0, _MOST_CHARS)
-    async with endpoint.ask(task, patient=False) as reply:
+    answer = ResponseParser(request, 0, _MOST_CHARS)
+    async with endpoint.send_call(task, patient=False) as reply:
         await read_reply(reply, answer, lambda: None)
     return answer.piece(0).text

@@ -200,7 +200,7 @@ class EchoEngine(Engine):
         self._misbehave_on(job.prompt_ids)
         run = Run(job, self._adapters[job.adapter] if job.adapter else None)
         if self._cache is not None:
-            run.cached, run.unread_s = self._cache.read(job)
+            run.cached, run.unread_s = self._cache.read_prompt(job)
         short = run.limit - run.done <= BURST and not run.unread_s
         if not self._step_s and not self._hung and not self._fails and short:
             self._emit_outputs([run.take(BURST)])  # a short answer needs no thread

@@ -166,7 +166,7 @@ class EchoCache:
         self._token_s = token_s
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
-    def read(self, job: Job) -> tuple[int, float]:
+    def read_prompt(self, job: Job) -> tuple[int, float]:
         """Return the number of cached prompt tokens and the time to read the others, in seconds.
 
         The last token is never cached, because the first token of the answer is computed from it.

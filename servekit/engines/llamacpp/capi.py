@@ -142,7 +142,7 @@ class Library:
         """Return the address of a function, for callers without Python."""
         return ctypes.cast(getattr(self, name), c_void_p).value or 0
 
-    def text(self, name: str, *arguments: Any) -> str:
+    def call_for_text(self, name: str, *arguments: Any) -> str:
         """Call a function that writes text into a buffer; return the text, "" if there is none."""
         buffer = ctypes.create_string_buffer(_TEXT_BYTES)
         written = self.call(name, *arguments, buffer, _TEXT_BYTES)

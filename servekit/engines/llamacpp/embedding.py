@@ -24,12 +24,12 @@ class LlamaEmbedder(EmbedRunner):
 
     def embed(self, texts: list[list[int]]) -> list[bytes]:
         context = self._context
-        context.begin()
+        context.clear_batch()
         for sequence, ids in enumerate(texts):
             context.put(sequence, 0, ids, output=True)
-        context.run()
+        context.decode_batch()
         vectors = [_normalise_vector(context.embedding(sequence)) for sequence in range(len(texts))]
-        context.forget()
+        context.clear_cache()
         if len(texts) > 1 and any(np.isnan(vector).any() for vector in vectors):
             # it may be another text's NaN; see `generation`
             return [vector for text in texts for vector in self.embed([text])]

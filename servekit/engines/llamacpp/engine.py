@@ -80,7 +80,9 @@ class LlamaCppEngine(LoopedEngine):
         stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
         self._defaults: dict[str, Any] = self._read_sampling_defaults() | stated
         self._grammars = try_grammars(
-            lambda: Grammars.over(vocabulary.for_grammars(), vocabulary.size, vocabulary.eos)
+            lambda: Grammars.from_vocabulary(
+                vocabulary.for_grammars(), vocabulary.size, vocabulary.eos
+            )
         )
         dialect = codec.find_dialect(self.spec, self._eos)
         return structs.replace(

@@ -136,7 +136,7 @@ class GenerationRunner:
         """
         wanted: list[_At] = []
         read: list[_Read] = []
-        self._context.begin()
+        self._context.clear_batch()
         for place, tokens in plan:
             last = len(place.cached) + len(tokens) == _row_of(place).length
             every = _row_of(place).unscored
@@ -145,7 +145,7 @@ class GenerationRunner:
                 wanted.append((place, at))
             if every:
                 read.append((place, tokens, at))
-        self._context.run()
+        self._context.decode_batch()
         return wanted, read
 
     def _push_token(self, place: Place, token: int) -> tuple[LlamaRow, StepOutput]:
@@ -202,7 +202,7 @@ class GenerationRunner:
         if place is not source:
             self._cut_cache(place, 0)
             if source is not None:
-                self._context.share(source.id, place.id, shared)
+                self._context.share_prefix(source.id, place.id, shared)
                 place.cached = source.cached[:shared]
         place.salt = row.job.cache_salt
         self._cut_cache(place, shared)
@@ -223,7 +223,7 @@ class GenerationRunner:
                 continue
             shared = _common_length(place.cached, tokens)
             longer = shared >= LEAST_SHARED and shared > best[1]
-            if longer and self._context.holds(place.id, shared):
+            if longer and self._context.can_continue(place.id, shared):
                 best = (place, shared)
         return best
 
@@ -235,7 +235,7 @@ class GenerationRunner:
 
     def _cut_cache(self, place: Place, start: int) -> None:
         if len(place.cached) > start:
-            self._context.cut(place.id, start)
+            self._context.cut_sequence(place.id, start)
             del place.cached[start:]
 
     # ---------------------------------------------------------------- values that are not numbers
@@ -265,7 +265,7 @@ class GenerationRunner:
         for place in self._places:
             place.row = None
             place.cached.clear()
-        self._context.forget()
+        self._context.clear_cache()
 
     # ---------------------------------------------------------------- room
 

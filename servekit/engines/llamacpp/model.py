@@ -27,7 +27,7 @@ class Model:
         self.parameters: int = of("llama_model_n_params", address)
         self.size_bytes: int = of("llama_model_size", address)
         self.embedding_size: int = of("llama_model_n_embd", address)
-        self.description = library.text("llama_model_desc", address)
+        self.description = library.call_for_text("llama_model_desc", address)
         self.encodes: bool = of("llama_model_has_encoder", address)
         #: A sequence can be cut anywhere and continued from there.
         self.rewinds = not (
@@ -69,7 +69,7 @@ class Context:
 
     # ---------------------------------------------------------------- a pass
 
-    def begin(self) -> None:
+    def clear_batch(self) -> None:
         """Clear the batch."""
         self._batch.n_tokens = 0
 
@@ -92,7 +92,7 @@ class Context:
         batch.logits[batch.n_tokens - 1] = output or every
         return int(batch.n_tokens) - 1
 
-    def run(self) -> None:
+    def decode_batch(self) -> None:
         """Run one pass over the batch.
 
         Raises InsufficientMemory, or RuntimeError if llama.cpp fails.
@@ -121,16 +121,16 @@ class Context:
 
     # ---------------------------------------------------------------- the cache
 
-    def cut(self, sequence: int, start: int) -> None:
+    def cut_sequence(self, sequence: int, start: int) -> None:
         """Remove a sequence from position `start` on."""
         if self._memory:
             self._library.call("llama_memory_seq_rm", self._memory, sequence, start or -1, -1)
 
-    def share(self, source: int, target: int, end: int) -> None:
+    def share_prefix(self, source: int, target: int, end: int) -> None:
         """Share the first `end` tokens of a sequence with an empty one, without a copy."""
         self._library.call("llama_memory_seq_cp", self._memory, source, target, 0, end)
 
-    def holds(self, sequence: int, end: int) -> bool:
+    def can_continue(self, sequence: int, end: int) -> bool:
         """Return whether a sequence can continue from position `end`.
 
         Layers with a sliding window may have dropped tokens that are out of reach of the sequence's
@@ -141,7 +141,7 @@ class Context:
         first: int = self._library.call("llama_memory_seq_pos_min", self._memory, sequence)
         return 0 <= first <= max(0, end - self._window)
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Empty the cache."""
         if self._memory:
             self._library.call("llama_memory_clear", self._memory, True)

@@ -70,7 +70,7 @@ class Vocabulary:
     @property
     def drops_first_space(self) -> bool:
         """True if the tokenizer adds a space before the text, as SentencePiece does."""
-        stated = self.stated("tokenizer.ggml.add_space_prefix")
+        stated = self.read_metadata("tokenizer.ggml.add_space_prefix")
         kind = self._library.call("llama_vocab_type", self._vocab)
         return bool(kind == _SENTENCEPIECE and stated != "false")
 
@@ -128,9 +128,9 @@ class Vocabulary:
         token: int = self._library.call(f"llama_vocab_{name}", self._vocab)
         return self.piece(token).decode(errors="replace") if 0 <= token < self.size else ""
 
-    def stated(self, key: str) -> str:
+    def read_metadata(self, key: str) -> str:
         """Return a value of the file's metadata as text; "" if it is missing."""
-        return self._library.text("llama_model_meta_val_str", self._model, key.encode())
+        return self._library.call_for_text("llama_model_meta_val_str", self._model, key.encode())
 
     # ---------------------------------------------------------------- for llguidance
 

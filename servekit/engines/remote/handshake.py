@@ -23,7 +23,7 @@ from servekit.engines.remote.request_builder import (
     Limit,
     build_call,
 )
-from servekit.engines.remote.response_parser import Answer
+from servekit.engines.remote.response_parser import ResponseParser
 from servekit.engines.remote.schemas import parse_vectors
 from servekit.errors import LoadError, RequestError
 from servekit.protocol.messages import ChatMessage, Generate, SamplingParams
@@ -42,7 +42,7 @@ _MISUNDERSTOOD = (400, 422)
 
 
 @dataclass(frozen=True, slots=True)
-class Greeted:
+class EndpointFacts:
     """The result of a handshake."""
 
     traits: EndpointTraits
@@ -53,14 +53,14 @@ class Greeted:
 
 async def greet_endpoint(
     address: Address, traits: EndpointTraits, key_name: str, *, embeds: bool
-) -> Greeted:
+) -> EndpointFacts:
     """Run the handshake. Raises LoadError, permanent if the configuration or the key is wrong."""
     endpoint = Endpoint(address, RateLimiter(None, None))
     try:
         listed = await list_models(endpoint)
         context = 0 if listed is None else find_context(listed, traits.model)
         traits, size = await try_traits(endpoint, traits, embeds=embeds)
-        return Greeted(traits, listed is not None, context, size)
+        return EndpointFacts(traits, listed is not None, context, size)
     except Refused as refusal:
         raise to_load_error(refusal, key_name, address.key) from None
     except RequestError as error:
@@ -127,11 +127,11 @@ def _list_traits(traits: EndpointTraits, *, embeds: bool) -> Iterator[EndpointTr
 
 
 async def _hear_answer(endpoint: Endpoint, task: EndpointCall) -> int:
-    async with endpoint.ask(task, patient=False) as reply:
+    async with endpoint.send_call(task, patient=False) as reply:
         if task.request.task == "embed":
-            found, _ = parse_vectors(await reply.whole(), 1)
+            found, _ = parse_vectors(await reply.read_all(), 1)
             return len(found[0]) // 4
-        answer = Answer(task.request, 0, _MOST_CHARS)
+        answer = ResponseParser(task.request, 0, _MOST_CHARS)
         await read_reply(reply, answer, lambda: None)
         return 0
 

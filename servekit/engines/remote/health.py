@@ -63,7 +63,7 @@ class HealthWatcher:
         """Double the interval to the next greeting."""
         self._greeting_s = min(_GREET_MOST_S, 2 * self._greeting_s)
 
-    def next(self, now_s: float) -> Next:
+    def due_request(self, now_s: float) -> Next:
         """Return the request that is due now."""
         idle_s = now_s - self._seen_s
         if self._greet:

@@ -99,12 +99,12 @@ class RateLimiter:
         finally:
             self.waiting -= 1
 
-    def settle(self, sent: Sent, tokens: int) -> None:
+    def correct_estimate(self, sent: Sent, tokens: int) -> None:
         """Replace a request's estimate by the count that the endpoint reported."""
         sent.tokens = tokens
         self._changed.set()
 
-    def hold(self, for_s: float) -> None:
+    def pause_for(self, for_s: float) -> None:
         """Admit no request for `for_s` seconds, as the endpoint asked."""
         until_s = asyncio.get_running_loop().time() + for_s
         self._not_before_s = max(self._not_before_s, until_s)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from servekit.engines.remote.client import Reply
 from servekit.engines.remote.errors import wrong_answer
-from servekit.engines.remote.response_parser import Answer
+from servekit.engines.remote.response_parser import ResponseParser
 from servekit.errors import EndpointFailed
 from servekit.sse import EventStream, EventTooLong
 
@@ -19,17 +19,18 @@ _DRAIN_S = 1.0
 _DONE = b"[DONE]"
 
 
-async def read_reply(reply: Reply, answer: Answer, tell: Callable[[], None]) -> None:
+async def read_reply(reply: Reply, answer: ResponseParser, tell: Callable[[], None]) -> None:
     """Pass the whole reply to `answer`; call `tell` after each piece.
 
-    Raises the errors of `Answer` and `Reply`, and EndpointFailed if the reply is not a stream.
+    Raises the errors of `ResponseParser` and `Reply`, and EndpointFailed if the reply is no
+    stream.
     """
     if reply.kind == "application/json":  # the endpoint does not stream, or this is an error
-        answer.take(await reply.whole())
+        answer.add_chunk(await reply.read_all())
         answer.close(done=True)
         return
     if reply.kind != "text/event-stream":
-        begins = (await reply.next())[:80].decode(errors="replace")
+        begins = (await reply.read_next())[:80].decode(errors="replace")
         raise wrong_answer(f"it is {reply.kind[:40]!r}, not a stream of events: {begins!r}")
     try:
         async with asyncio.timeout(None) as limit:
@@ -40,11 +41,11 @@ async def read_reply(reply: Reply, answer: Answer, tell: Callable[[], None]) -> 
 
 
 async def _take_events(
-    reply: Reply, answer: Answer, tell: Callable[[], None], limit: asyncio.Timeout
+    reply: Reply, answer: ResponseParser, tell: Callable[[], None], limit: asyncio.Timeout
 ) -> bool:
     """Read the stream; return whether it said [DONE], or has nothing more to offer."""
     events = EventStream(MAX_EVENT_BYTES)
-    while piece := await reply.next():
+    while piece := await reply.read_next():
         done = _feed_events(events, piece, answer)
         tell()
         if done or (answer.finish and answer.counted):
@@ -54,7 +55,7 @@ async def _take_events(
     return _feed_events(events, None, answer)
 
 
-def _feed_events(events: EventStream, piece: bytes | None, answer: Answer) -> bool:
+def _feed_events(events: EventStream, piece: bytes | None, answer: ResponseParser) -> bool:
     try:
         found = events.end() if piece is None else events.feed(piece)
     except EventTooLong:
@@ -62,7 +63,7 @@ def _feed_events(events: EventStream, piece: bytes | None, answer: Answer) -> bo
     for data in found:
         if data.strip() == _DONE:
             return True
-        answer.take(data)
+        answer.add_chunk(data)
     return False
 
 
@@ -70,7 +71,7 @@ async def drain_reply(reply: Reply) -> None:
     """Read the rest after the end, briefly, so that the connection can be reused."""
     try:
         async with asyncio.timeout(_DRAIN_S):
-            while await reply.next():
+            while await reply.read_next():
                 pass
     except (EndpointFailed, TimeoutError):
         return

@@ -31,8 +31,8 @@ _CHARS_PER_TOKEN = 4
 _UNMARKED = dict.fromkeys(map(ord, MARKS), "\N{REPLACEMENT CHARACTER}")
 
 
-class Answer:
-    """An answer in progress. `take` adds a chunk, `piece` returns the output since the last call.
+class ResponseParser:
+    """An answer in progress: `add_chunk` adds to it, `piece` returns the new output.
 
     An answer of more than `most_chars` characters is an error. Raises EndpointFailed, or
     RequestError if the endpoint blames the request.
@@ -59,7 +59,7 @@ class Answer:
 
     # ---- what comes
 
-    def take(self, data: bytes) -> None:
+    def add_chunk(self, data: bytes) -> None:
         """Add one chunk of a stream, or a whole answer."""
         chunk = decode_chunk(data)
         self._store_counts(chunk.usage)

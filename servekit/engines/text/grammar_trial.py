@@ -73,7 +73,7 @@ class Vocabulary(msgspec.Struct):
     eos: list[int]
 
     @classmethod
-    def of(cls, tokenizer: LLTokenizer) -> Vocabulary:
+    def from_tokenizer(cls, tokenizer: LLTokenizer) -> Vocabulary:
         special, spell = tokenizer.is_special_token, tokenizer.decode_bytes
         tokens = [
             b"\xff" + spell([token]) if special(token) else spell([token])
@@ -119,7 +119,7 @@ class Trials:
         """Process id of the trial process; None if it was not needed yet."""
         return None if self._process is None else self._process.pid
 
-    def judge(self, grammar: Grammar, *, patient: bool) -> Verdict:
+    def try_grammar(self, grammar: Grammar, *, patient: bool) -> Verdict:
         """Try a grammar and return the verdict; blocks.
 
         Raises ModelUnavailable if too many others are waiting, unless `patient`.
@@ -147,7 +147,7 @@ class Trials:
         for _ in range(2):  # if the trial process itself was killed, the grammar is not to blame
             process = self._running_process(grammar)
             try:
-                if answer := process.ask(order, patience_s):
+                if answer := process.run_trial(order, patience_s):
                     return msgspec.msgpack.decode(answer, type=Verdict)
             except TimeoutError:
                 raise _busy_error(grammar) from None
@@ -157,10 +157,10 @@ class Trials:
         with self._starting:
             if self._process is None or not self._process.alive:
                 try:
-                    self._process = _Process(Vocabulary.of(self._tokenizer))
+                    self._process = _Process(Vocabulary.from_tokenizer(self._tokenizer))
                 except OSError as error:
                     raise _busy_error(grammar) from error
-                weakref.finalize(self, self._process.end)
+                weakref.finalize(self, self._process.close_and_wait)
             return self._process
 
 
@@ -195,7 +195,7 @@ class _Process:
     def alive(self) -> bool:
         return self._child.poll() is None
 
-    def ask(self, order: bytes, patience_s: float | None) -> bytes:
+    def run_trial(self, order: bytes, patience_s: float | None) -> bytes:
         """Return a trial's answer; empty if this process has died. Raises TimeoutError."""
         mine, its = socket.socketpair()
         with mine:
@@ -210,7 +210,7 @@ class _Process:
                 parts.append(part)
             return b"".join(parts)
 
-    def end(self) -> None:
+    def close_and_wait(self) -> None:
         """Close the socket, at which the process ends, and wait for it; kill it if it is late."""
         self._orders.close()
         try:

@@ -116,11 +116,11 @@ class Constraint:
         self.failure = ""  # reason of a failure, for the user
 
     @property
-    def ended(self) -> bool:
+    def is_complete(self) -> bool:
         """True if the text is complete and cannot be extended."""
         return not self.failure and self._matcher.is_stopped()
 
-    def follow(self) -> bool:
+    def accept_emitted(self) -> bool:
         """Advance over the tokens emitted before; return whether the grammar allows them."""
         return self._follow_taken() or self._recover_lexer()
 
@@ -128,7 +128,7 @@ class Constraint:
         taken = self._taken
         return not taken or self._matcher.try_consume_tokens(taken) == len(taken)
 
-    def take(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         """Advance by a token that the last mask allowed."""
         self._taken.append(token)
         if not self._matcher.consume_token(token) and not self._recover_lexer():
@@ -193,7 +193,9 @@ class Grammars:
         self._set_up(read, size, eos)
 
     @classmethod
-    def over(cls, tokenizer: LLTokenizer, vocab_size: int, eos: frozenset[int]) -> Grammars:
+    def from_vocabulary(
+        cls, tokenizer: LLTokenizer, vocab_size: int, eos: frozenset[int]
+    ) -> Grammars:
         """Create an instance for a vocabulary that llguidance has already read."""
         made = cls.__new__(cls)
         made._set_up(tokenizer, vocab_size, eos)
@@ -217,7 +219,7 @@ class Grammars:
         busy. A request that has emitted tokens waits instead.
         """
         constraint = Constraint(self, grammar, emitted)
-        if not constraint.follow():
+        if not constraint.accept_emitted():
             raise RequestError(
                 "The text so far does not match the grammar that continues it.",
                 param=grammar.param,
@@ -278,7 +280,7 @@ class Grammars:
         """Compile a grammar in this process after a successful trial."""
         if len(grammar.text.encode()) > MAX_BYTES:
             raise _refuse_grammar(grammar, f"it is longer than {MAX_BYTES} bytes")
-        verdict = self.trials.judge(grammar, patient=patient)
+        verdict = self.trials.try_grammar(grammar, patient=patient)
         refusal = verdict.refusal
         if verdict.signal:
             refusal = _refusal_sentence(grammar, explain_verdict(verdict, grammar), _UNUSABLE)

@@ -135,7 +135,7 @@ class TransformersEngine(LoopedEngine):
         sampling = resolve_sampling(job.params, self._defaults, self._head_size)
         limit = job.params.max_tokens or 1
         ends = ends_of(job, self._eos)
-        row = Row(self._key(job.id), job, sampling, ends, limit, self._pieces.of)
+        row = Row(self._key(job.id), job, sampling, ends, limit, self._pieces.token_bytes)
         row.constraint = cast(Constraint | None, job.constraint)
         row.adapter = adapter
         self._take(row)
@@ -193,7 +193,9 @@ class TransformersEngine(LoopedEngine):
             self._ranks.close()
 
     def _die(self, error: BaseException) -> None:
-        if self._ranks is None or not self._ranks.dying:  # otherwise `_lose_rank` has the cause
+        if (
+            self._ranks is None or not self._ranks.has_dead_rank
+        ):  # otherwise `_lose_rank` has the cause
             super()._die(error)
 
     def _lose_rank(self, reason: str) -> None:

@@ -86,7 +86,7 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
         ):
             model = _load_model(folder, spec, report, for_embeddings=embeds)
         if ranks is not None:
-            ranks.follow(model)
+            ranks.mirror_forward(model)
         codec = TokenizerCodec(tokenizer)
         attention = str(model.config._attn_implementation)
         with weights.explain_errors(folder, spec):

@@ -61,7 +61,8 @@ class Row(Underway):
     def ends_itself(self) -> bool:
         """Return whether its grammar or NaN logits have ended it, which the library cannot know."""
         return self.broken or (
-            self.constraint is not None and (self.constraint.ended or bool(self.constraint.failure))
+            self.constraint is not None
+            and (self.constraint.is_complete or bool(self.constraint.failure))
         )
 
     def run_alone(self, number: int, output: StepOutput) -> None:

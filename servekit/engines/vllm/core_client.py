@@ -126,7 +126,7 @@ class Core:
         except EngineFailed:
             raise self.death() from None
 
-    def next(self, timeout_s: float) -> Any | None:
+    def read_outputs(self, timeout_s: float) -> Any | None:
         """Return the `EngineCoreOutputs` of the next step; None if none comes within `timeout_s`.
 
         Raises EngineFailed once the core is dead.

@@ -219,13 +219,13 @@ class VllmEngine(Engine):
         ids = [*job.prompt_ids, *job.emitted] if job.emitted else job.prompt_ids
         params = self._sampling_params(job)
         made = requests.make_request(name, ids, lora, job.cache_salt, sampling_params=params)
-        self._held.begin(job.id, [name])
+        self._held.add_job(job.id, [name])
         if job.params.prompt_logprobs is not None:
             self._prompts[job.id] = job.prompt_ids
         try:
             self._core.add([made])
         except Exception as error:
-            self._held.forget(job.id)
+            self._held.remove_job(job.id)
             self._prompts.pop(job.id, None)
             if self._core.dead:  # the loop reports the core's death
                 raise WorkerLost(GONE) from error
@@ -255,7 +255,7 @@ class VllmEngine(Engine):
             raise Unsupported("This model has no pooling to make embeddings with.", param="model")
         first = next(self._serial)
         names = [f"{job.id}#{first}.{at}" for at in range(len(job.inputs))]
-        self._held.begin(job.id, names, Embedding.of(names))
+        self._held.add_job(job.id, names, Embedding.from_names(names))
         self._texts.send(job, names)
 
     def cancel(self, job_id: int) -> None:
@@ -293,7 +293,7 @@ class VllmEngine(Engine):
 
     def close(self) -> None:
         self._closing = True
-        self._held.end()
+        self._held.remove_all()
         if self._texts is not None:
             self._texts.close()
         if (core := getattr(self, "_core", None)) is not None:
@@ -337,7 +337,7 @@ class VllmEngine(Engine):
     def _run_loop(self) -> None:
         try:
             while not self._closing:
-                if (found := self._core.next(_LOOK_EVERY_S)) is not None:
+                if (found := self._core.read_outputs(_LOOK_EVERY_S)) is not None:
                     self._take_step(found)
         except BaseException as error:  # a panic in Rust is not an Exception
             if not self._closing:
@@ -356,7 +356,7 @@ class VllmEngine(Engine):
             elif (one := self._take_output(output, job_id)) is not None:
                 made.append(one)
         if made:
-            self._held.tell(made, left, self._emit)
+            self._held.emit_outputs(made, left, self._emit)
 
     def _record_progress(self) -> None:
         """Record progress; also resets the clock after idle time."""
@@ -364,12 +364,12 @@ class VllmEngine(Engine):
 
     def _take_output(self, output: Any, job_id: int | None) -> StepOutput | None:
         if job_id is None:  # cancelled, or one of the engine's own probes
-            self._probes.take(output)
+            self._probes.deliver(output)
             return None
         if self._embeds:
             embedding = self._held.embeddings.get(job_id)  # None: just cancelled
             return None if embedding is None else self._take_vector(job_id, embedding, output)
-        made = requests.output_of(job_id, output, self._stated.eos, self._pieces.of)
+        made = requests.output_of(job_id, output, self._stated.eos, self._pieces.token_bytes)
         if self._prompts and (ids := self._prompts.get(job_id)) is not None:
             self._take_prompt(made, output.new_prompt_logprobs_tensors, ids)
         return made
@@ -377,9 +377,9 @@ class VllmEngine(Engine):
     def _take_prompt(self, made: StepOutput, found: Any, prompt_ids: list[int]) -> None:
         """Add the prompt's log probabilities to the job's first output."""
         if found is not None:
-            made.prompt = requests.prompt_scores(found, prompt_ids, self._pieces.of)
+            made.prompt = requests.prompt_scores(found, prompt_ids, self._pieces.token_bytes)
         elif len(prompt_ids) == 1:  # its only token has no predecessor
-            made.prompt = [PromptToken(prompt_ids[0], self._pieces.of(prompt_ids[0]))]
+            made.prompt = [PromptToken(prompt_ids[0], self._pieces.token_bytes(prompt_ids[0]))]
         if made.prompt is not None or made.finish or made.error:
             self._prompts.pop(made.id, None)
 
@@ -394,10 +394,10 @@ class VllmEngine(Engine):
 
     def _report_failure(self, output: StepOutput) -> None:
         """Report the failure of a job, if it is still registered."""
-        self._held.tell([output], -1, self._emit)
+        self._held.emit_outputs([output], -1, self._emit)
 
     def _die(self, error: BaseException) -> None:
         log.error("engine_core_died", exc_info=error)
-        self._held.end()
+        self._held.remove_all()
         self.fatal = error
-        self._probes.fail(error)
+        self._probes.fail_all(error)

@@ -17,7 +17,7 @@ _TOKENS = 2
 
 
 class Probes:
-    """A sender of probes, for any thread but the engine's loop, which calls `take`."""
+    """A sender of probes, for any thread but the engine's loop, which calls `deliver`."""
 
     def __init__(self, core: Core, patience_s: float = _PATIENCE_S) -> None:
         self._core = core
@@ -72,7 +72,7 @@ class Probes:
             if not answer.done():  # nobody waits for the answer any more
                 self._core.abort([name])
 
-    def take(self, output: Any) -> None:
+    def deliver(self, output: Any) -> None:
         """Take an output that belongs to no client's request."""
         answer, outputs = self._open.get(output.request_id, (None, []))
         if answer is not None:
@@ -80,7 +80,7 @@ class Probes:
             if output.finished:
                 answer.set_result(None)
 
-    def fail(self, error: BaseException) -> None:
+    def fail_all(self, error: BaseException) -> None:
         """Fail all open probes, because the core is dead."""
         for answer, _ in list(self._open.values()):
             if not answer.done():

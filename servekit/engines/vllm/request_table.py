@@ -26,7 +26,7 @@ class Embedding:
     left: int
 
     @classmethod
-    def of(cls, names: Sequence[str]) -> Embedding:
+    def from_names(cls, names: Sequence[str]) -> Embedding:
         return cls({name: at for at, name in enumerate(names)}, [b""] * len(names), len(names))
 
 
@@ -52,10 +52,10 @@ class RequestTable:
     def __contains__(self, job_id: int) -> bool:
         return job_id in self._names
 
-    def begin(self, job_id: int, names: Sequence[str], texts: Embedding | None = None) -> None:
+    def add_job(self, job_id: int, names: Sequence[str], texts: Embedding | None = None) -> None:
         """Register a job.
 
-        Raises WorkerLost after `end`, RequestError if the job is registered already.
+        Raises WorkerLost after `remove_all`, RequestError if the job is registered already.
         """
         with self._changing:
             if self._over:
@@ -69,7 +69,7 @@ class RequestTable:
                 self.embeddings[job_id] = texts
             self.jobs.update(dict.fromkeys(names, job_id))
 
-    def forget(self, job_id: int) -> list[str]:
+    def remove_job(self, job_id: int) -> list[str]:
         """Remove a job and return its request names; empty if it is not registered."""
         with self._changing:
             names = self._names.pop(job_id, ())
@@ -79,24 +79,24 @@ class RequestTable:
         return list(names)
 
     def cancel(self, job_id: int) -> list[str]:
-        """Remove a job as `forget` does, after any step that is being emitted."""
+        """Remove a job as `remove_job` does, after any step that is being emitted."""
         with self._telling:
-            names = self.forget(job_id)
-            self.left += 1  # must follow `forget`: a later reader must not find the job
+            names = self.remove_job(job_id)
+            self.left += 1  # must follow `remove_job`: a later reader must not find the job
             return names
 
-    def tell(self, made: Sequence[StepOutput], since: int, emit: Emit) -> None:
+    def emit_outputs(self, made: Sequence[StepOutput], since: int, emit: Emit) -> None:
         """Emit outputs, without those of removed jobs; `since` is `left` when they were built."""
         with self._telling:
             if self.left != since:
                 made = [output for output in made if output.id in self._names]
             for output in made:
                 if output.finish is not None or output.error is not None:
-                    self.forget(output.id)
+                    self.remove_job(output.id)
             if made:
                 emit(made)
 
-    def end(self) -> None:
+    def remove_all(self) -> None:
         """Remove all jobs; emit nothing more, and accept no more jobs."""
         with self._telling, self._changing:
             self._over = True

@@ -42,7 +42,7 @@ OpenGeneration = Callable[[Router, GenerationRequest], Coroutine[Any, Any, Gener
 
 
 class GenerationEndpoint:
-    """An endpoint whose answer is a generation, streamed or whole; `answer` is its `Handler`.
+    """An endpoint whose answer is a generation, streamed or whole; `start_answer` is its `Handler`.
 
     `open_later`, if given, opens every generation. Otherwise one is opened at once, unless its
     model is loaded on demand and has never been loaded.
@@ -59,13 +59,13 @@ class GenerationEndpoint:
         self._open_later = open_later
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def answer(self, response: Response) -> None:
+    def start_answer(self, response: Response) -> None:
         """Start to answer. Raises ServekitError for a wrong request."""
         body, response.body = bytes(response.body), b""
         parsed = self._parse(body, api_key(response.headers))
         del body  # otherwise the body stays in memory while the answer is generated
         if isinstance(parsed, bytes):
-            response.answer(parsed)
+            response.send_json(parsed)
             return
         request, encoder = parsed
         if self._router.chooses:
@@ -97,10 +97,10 @@ class GenerationEndpoint:
             generation = await (self._open_later or open_generation)(self._router, request)
             StreamWriter(response, generation, encoder)
         except ServekitError as error:
-            response.fail(error)
+            response.send_error(error)
         except Exception:
             log.exception("unexpected_error")
-            response.fail(ServekitError("an internal error; see the logs"))
+            response.send_error(ServekitError("an internal error; see the logs"))
 
 
 def _cancel(task: asyncio.Task[None]) -> None:
@@ -145,7 +145,7 @@ class EndpointFactory:
             except RequestError as error:
                 await send_error(send, error, self._encode)
             finally:
-                watch.end()
+                watch.stop_watching()
                 asked.cancel()
 
         return endpoint

@@ -74,7 +74,7 @@ class Forwarding:
         routes = self._router.routes.values()
         return bool(_PLAIN.fullmatch(path)) and any(_pattern_of(route, path) for route in routes)
 
-    def known(self) -> dict[str, str]:
+    def known_endpoints(self) -> dict[str, str]:
         """Return the well-known endpoints that some model has, each with a summary."""
         return {path: summary for path, summary in KNOWN.items() if self.covers(path)}
 
@@ -94,9 +94,9 @@ class Forwarding:
             return
         watch = DisconnectWatcher(call, receive)
         try:
-            await _answer(call, send)
+            await _send_response(call, send)
         finally:
-            watch.end()
+            watch.stop_watching()
             call.cancel()
 
     def before(self, endpoint: Endpoint) -> Endpoint:
@@ -193,7 +193,7 @@ def _in_query(pairs: list[str]) -> str:
     return unquote_plus(next(named, ""))
 
 
-async def _answer(call: ForwardedRequest, send: Send) -> None:
+async def _send_response(call: ForwardedRequest, send: Send) -> None:
     """Send the response as it comes; a failure after its first part ends it early."""
     head: HttpPart | None = None
     try:

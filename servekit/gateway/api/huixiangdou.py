@@ -100,14 +100,14 @@ class StreamEncoder(ResponseEncoder):
     def __init__(self) -> None:
         self._held = ""
 
-    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+    def encode_chunks(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
         said = [e.text for chunk in chunks for e in chunk.events if isinstance(e, Text)]
         text = self._held + "".join(said)
         kept = text.rstrip()
         self._held = text[len(kept) :]
         return event(kept) if kept else b""
 
-    def closing(self, generation: Generation) -> bytes:
+    def encode_end(self, generation: Generation) -> bytes:
         return event(self._held) if self._held else b""
 
     def encode_late_error(self, error: ServekitError) -> None:
@@ -126,8 +126,10 @@ class Legacy:
     def __init__(self, router: Router) -> None:
         self._router = router
         self.handlers: dict[str, Handler] = {
-            "/inference": GenerationEndpoint(router, self._parse_inference, open_when_ready).answer,
-            "/stream": GenerationEndpoint(router, self._parse_stream, open_when_ready).answer,
+            "/inference": GenerationEndpoint(
+                router, self._parse_inference, open_when_ready
+            ).start_answer,
+            "/stream": GenerationEndpoint(router, self._parse_stream, open_when_ready).start_answer,
         }
         self.envelopes: dict[str, Envelope] = {
             "/inference": encode_error,

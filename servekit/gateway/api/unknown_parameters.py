@@ -43,7 +43,7 @@ class UnknownParameters:
         self.policy: Policy = "warn"
         self._logged_s: dict[str, float] = {}
 
-    def meet(self, body: bytes, kind: type[msgspec.Struct]) -> None:
+    def check_body(self, body: bytes, kind: type[msgspec.Struct]) -> None:
         """Report the parameters of `body` that `kind` has not. Raises RequestError by policy.
 
         The body has been decoded as `kind`.

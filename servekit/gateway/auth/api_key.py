@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from servekit.errors import Forbidden, RateLimited, RequestError
+from servekit.gateway.telemetry.observer import RequestObserver
 from servekit.protocol.messages import Delta, KeyRule, KeyUse
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Bucket:
         self._at_s = now_s
         return self._level
 
-    def take(self, count: int, now_s: float) -> None:
+    def withdraw(self, count: int, now_s: float) -> None:
         """Take `count` tokens out, even if that overdraws the bucket."""
         self._level = self.level(now_s) - count
 
@@ -47,13 +48,13 @@ class Bucket:
         """Return the seconds until the bucket holds `wanted` tokens; 0 if it does already."""
         return max(0.0, (wanted - self.level(now_s)) * 60.0 / self.limit)
 
-    def become(self, limit: int, now_s: float) -> None:
+    def set_limit(self, limit: int, now_s: float) -> None:
         """Change the limit; tokens already used stay used."""
         used = self.limit - self.level(now_s)
         self.limit, self._level = limit, limit - used
 
 
-class ApiKey:
+class ApiKey(RequestObserver):
     """The rule of one key and its use.
 
     A request is charged when it arrives, its tokens when it ends.
@@ -77,9 +78,9 @@ class ApiKey:
         self._elsewhere: dict[str, tuple[int, float]] = {}  # by gateway: active calls, time heard
         self._untold = [0, 0]  # requests and tokens not yet reported to the other gateways
         self._told_active = 0
-        self.become(rule, now_s)
+        self.set_rule(rule, now_s)
 
-    def become(self, rule: KeyRule, now_s: float) -> None:
+    def set_rule(self, rule: KeyRule, now_s: float) -> None:
         """Adopt another rule; earlier use still counts."""
         self.rule = rule
         self._models = None if rule.models is None else frozenset(rule.models)
@@ -101,7 +102,7 @@ class ApiKey:
 
     # ---- a request
 
-    def charge(self) -> RequestError | None:
+    def charge_request(self) -> RequestError | None:
         """Count a new request; if it exceeds a limit, return the error and do not count it."""
         now_s = time.monotonic()
         requests, tokens = self.requests, self.tokens
@@ -110,7 +111,7 @@ class ApiKey:
         if tokens is not None and tokens.level(now_s) <= 0.0:
             return self._too_many("tokens", tokens.limit, tokens.wait_s(1.0, now_s))
         if requests is not None:
-            requests.take(1, now_s)
+            requests.withdraw(1, now_s)
             self._untold[0] += 1
         return None
 
@@ -121,7 +122,7 @@ class ApiKey:
             retry_after_s=math.ceil(wait_s),
         )
 
-    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+    def rate_limit_headers(self) -> tuple[tuple[bytes, bytes], ...]:
         """Return OpenAI's rate limit headers: the limits, the remainders and the reset times."""
         now_s = time.monotonic()
         parts: list[tuple[bytes, bytes]] = []
@@ -155,16 +156,16 @@ class ApiKey:
         call.caller, call.key = self, rule.name
         call.priority = max(call.priority, rule.priority) if call.priority else rule.priority
 
-    def begin(self) -> None:
-        """Count an admitted call as active, until `settle`."""
+    def on_started(self, call: InflightRequest) -> None:
+        """Count an admitted call as active, until `on_ended`."""
         self.active += 1
 
-    def settle(self, call: InflightRequest, last: Delta | None) -> None:
-        """Charge the tokens of a call that has ended; `last` is None if it has no last delta."""
+    def on_ended(self, call: InflightRequest, outcome: str, last: Delta | None) -> None:
+        """Charge the tokens of a call that has ended."""
         self.active -= 1
         if self.tokens is not None:
             used = _tokens(call, last)
-            self.tokens.take(used, time.monotonic())
+            self.tokens.withdraw(used, time.monotonic())
             self._untold[1] += used
 
     # ---- the other gateways
@@ -182,9 +183,9 @@ class ApiKey:
         """Count the key's use at another gateway."""
         now_s = time.monotonic()
         if self.requests is not None:
-            self.requests.take(use.requests, now_s)
+            self.requests.withdraw(use.requests, now_s)
         if self.tokens is not None:
-            self.tokens.take(use.tokens, now_s)
+            self.tokens.withdraw(use.tokens, now_s)
         self._elsewhere[gateway] = (use.active, now_s)
 
     def _active_elsewhere(self) -> int:
@@ -199,7 +200,7 @@ def _bucket(old: Bucket | None, limit: int | None, now_s: float) -> Bucket | Non
     if old is None:
         return Bucket(limit, now_s)
     if old.limit != limit:
-        old.become(limit, now_s)
+        old.set_limit(limit, now_s)
     return old
 
 

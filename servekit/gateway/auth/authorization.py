@@ -47,7 +47,7 @@ class Access:
         self._verifier = Verifier()
         self._listeners: list[Callable[[], None]] = []
 
-    def apply(self, rules: AccessRules) -> None:
+    def apply_rules(self, rules: AccessRules) -> None:
         """Adopt these rules; requests in flight go on."""
         if rules == self.rules:
             return
@@ -59,12 +59,12 @@ class Access:
             if caller is None:
                 caller = ApiKey(rule, now_s)
             else:
-                caller.become(rule, now_s)
+                caller.set_rule(rule, now_s)
             self._callers[rule.name] = caller
         self.rules = rules
         self.closed = bool(rules.keys)
         self.watchful = self.closed or rules.log_prompts or rules.limits != RequestLimits()
-        self._verifier.apply(rules)
+        self._verifier.apply_rules(rules)
         UNKNOWN.policy = rules.unknown_parameters
         for listener in self._listeners:
             listener()
@@ -95,9 +95,9 @@ class Access:
 
     # ---- authentication
 
-    def known(self, key: bytes) -> ApiKey | None:
+    def find_verified(self, key: bytes) -> ApiKey | None:
         """Return the caller of a key that has been verified before, else None."""
-        name = self._verifier.known(key)
+        name = self._verifier.find_verified(key)
         return None if name is None else self._callers.get(name)
 
     async def verify(self, key: bytes) -> ApiKey:
@@ -118,7 +118,7 @@ class Access:
                 token = value.removeprefix(sessions.SCHEME).decode("latin-1")
                 return self._signed_in(token)
         key = key_of(headers, browser=True)
-        return self.known(key) or await self.verify(key)
+        return self.find_verified(key) or await self.verify(key)
 
     def _signed_in(self, token: str) -> ApiKey:
         name = sessions.name_in(token, self.rules, time.time())
@@ -127,7 +127,7 @@ class Access:
             raise InvalidKey("this session is over; sign in again")
         return caller
 
-    async def visitor(self, authorization: str) -> ApiKey | None:
+    async def charge_page_visitor(self, authorization: str) -> ApiKey | None:
         """Return the caller of a web page and charge a request; return None without keys.
 
         Raises InvalidKey, Busy and RateLimited.
@@ -135,7 +135,7 @@ class Access:
         if not self.closed:
             return None
         caller = await self.holder([(b"authorization", authorization.encode("latin-1"))])
-        if (refused := caller.charge()) is not None:
+        if (refused := caller.charge_request()) is not None:
             raise refused
         return caller
 

@@ -34,17 +34,17 @@ class CsrfCheck:
         self._origins = origins
         self._known: set[bytes] = set()
 
-    def refuse(self, headers: Mapping[bytes, bytes]) -> None:
+    def check_request(self, headers: Mapping[bytes, bytes]) -> None:
         """Raise Forbidden for a request of a foreign page. On the hot path of every request."""
         host, origin = headers.get(b"host", b""), headers.get(b"origin", b"")
         if host not in self._known:
-            self._look(host)
+            self._check_host(host)
         if origin and not self._is_ours(origin.decode("latin-1"), host.decode("latin-1")):
             raise Forbidden(
                 "pages of another site may not use this; server.cors, or server.hosts, allows them"
             )
 
-    def _look(self, host: bytes) -> None:
+    def _check_host(self, host: bytes) -> None:
         name = _name_of(host.decode("latin-1").lower())
         if not (is_local(name) or name in self._names):
             raise Forbidden(

@@ -55,7 +55,7 @@ class Verifier:
         self._verifying: dict[bytes, asyncio.Task[str | None]] = {}
         self._one_at_a_time = asyncio.Lock()
 
-    def apply(self, rules: AccessRules) -> None:
+    def apply_rules(self, rules: AccessRules) -> None:
         """Adopt these rules; unchanged keys stay known."""
         same = _unchanged(self._rules, rules)
         self._known = {digest: name for digest, name in self._known.items() if name in same}
@@ -69,7 +69,7 @@ class Verifier:
                 parsed = keys.parse_hash(rule.hash)
                 self._hashes.setdefault(parsed.prefix, []).append((parsed, rule.name))
 
-    def known(self, key: bytes) -> str | None:
+    def find_verified(self, key: bytes) -> str | None:
         """Return the name of a key that has been verified before, else None."""
         return self._known.get(self._digest(key))
 

@@ -99,14 +99,14 @@ class AuthMiddleware:
             origin = exchange.origin
             origin.address = self._forwarded.find(origin.address, exchange.protocol.headers)
         if self._strangers is not None:
-            self._strangers.refuse(exchange.headers)
+            self._strangers.check_request(exchange.headers)
         if not self._access.closed:
             handler(exchange)
             return
         key = key_of(exchange.protocol.headers)
-        caller = self._access.known(key)
+        caller = self._access.find_verified(key)
         if caller is not None:
-            self._act(handler, exchange, caller)
+            self._serve_caller(handler, exchange, caller)
             return
         task = asyncio.get_running_loop().create_task(self._verify(handler, exchange, key))
         self._tasks.add(task)
@@ -117,22 +117,22 @@ class AuthMiddleware:
 
         def go_on(exchange: FastResponse) -> None:
             if not exchange.disconnected:
-                self._act(handler, exchange, caller)
+                self._serve_caller(handler, exchange, caller)
 
         try:
             caller = await self._access.verify(key)
         except ServekitError as error:
-            exchange.fail(error)
+            exchange.send_error(error)
         except Exception:
             log.exception("unexpected_error")
-            exchange.fail(ServekitError("an internal error; see the logs"))
+            exchange.send_error(ServekitError("an internal error; see the logs"))
         else:
             exchange.begin_with(go_on)
 
-    def _act(self, handler: FastHandler, exchange: FastResponse, caller: ApiKey) -> None:
-        refused = caller.charge()
+    def _serve_caller(self, handler: FastHandler, exchange: FastResponse, caller: ApiKey) -> None:
+        refused = caller.charge_request()
         if caller.limited:
-            exchange.extra += caller.headers()
+            exchange.extra += caller.rate_limit_headers()
         if refused is not None:
             raise refused
         before = ACTING.set(caller)
@@ -153,7 +153,7 @@ class AuthMiddleware:
             return
         try:
             if self._strangers is not None and path not in OPEN:
-                self._strangers.refuse(headers)
+                self._strangers.check_request(headers)
             if self._access.closed and path == READY:
                 with contextlib.suppress(RequestError):
                     ACTING.set(await self._caller(scope))
@@ -161,8 +161,8 @@ class AuthMiddleware:
                 caller = await self._caller(scope)
                 ACTING.set(caller)  # visible in this request's task only
                 if scope["method"] == "POST" and not _is_page(path):
-                    refused = caller.charge()
-                    extra += caller.headers()
+                    refused = caller.charge_request()
+                    extra += caller.rate_limit_headers()
                     if refused is not None:
                         raise refused
         except RequestError as error:
@@ -173,9 +173,9 @@ class AuthMiddleware:
             ):
                 return
             encode = self._envelopes.get(path, encode_error)
-            await send_error(_with(send, extra), error, encode)
+            await send_error(_add_headers(send, extra), error, encode)
             return
-        await app(scope, receive, _with(send, extra) if extra else send)
+        await app(scope, receive, _add_headers(send, extra) if extra else send)
 
     def _is_open(self, path: str) -> bool:
         if path == METRICS:
@@ -188,7 +188,7 @@ class AuthMiddleware:
             login.find_session(scope)
             return await self._access.holder(scope["headers"])
         key = key_of(scope["headers"])
-        return self._access.known(key) or await self._access.verify(key)
+        return self._access.find_verified(key) or await self._access.verify(key)
 
     # ---- web pages
 
@@ -231,7 +231,7 @@ async def _preflight(send: Send, extra: tuple[Header, ...], headers: Mapping[byt
     await send({"type": "http.response.body", "body": b""})
 
 
-def _with(send: Send, extra: tuple[Header, ...]) -> Send:
+def _add_headers(send: Send, extra: tuple[Header, ...]) -> Send:
     """Return a `send` that adds headers to the response."""
 
     def sending(message: Any) -> Awaitable[None]:

@@ -35,12 +35,12 @@ from servekit.gateway.tool_parsing import (
     begins_thinking,
     check_tools,
     choice_by_word,
-    choose,
     is_json,
+    parse_tool_choice,
     parser,
     tool_grammar,
 )
-from servekit.gateway.tool_parsing import Choice as ToolChoice
+from servekit.gateway.tool_parsing import ToolChoice as ToolChoice
 from servekit.protocol.messages import (
     ChatMessage,
     Delta,
@@ -57,7 +57,7 @@ from servekit.protocol.tool_formats import FRAMED
 
 Finish = Literal["stop", "length", "tool_calls"]
 Tools = list[dict[str, Any]]
-_NO_TOOLS = choose([], None)
+_NO_TOOLS = parse_tool_choice([], None)
 _NO_DIALECT = Dialect()
 _NO_PROMPTS: tuple[None] = (None,)
 _NO_FIELDS: dict[str, Any] = {}
@@ -230,7 +230,7 @@ class Generation:
             self.cancel()
             raise
         if request.follow:
-            router.follow(self.first)
+            router.follow_position(self.first)
 
     def _make_choices(
         self,
@@ -408,7 +408,9 @@ def _choose_tools(request: GenerationRequest, model: ModelStatus) -> ToolChoice:
     if not request.tools and asked in (None, "auto", "none"):
         return _NO_TOOLS
     tools = check_tools(request.tools)
-    choice = choice_by_word(tools, asked) if isinstance(asked, str) else choose(tools, asked)
+    choice = (
+        choice_by_word(tools, asked) if isinstance(asked, str) else parse_tool_choice(tools, asked)
+    )
     if choice.tools and model.info is not None and "tools" not in model.info.serves:
         forced = "forced_tools" in model.info.serves
         if not (forced and choice.mode == "required"):

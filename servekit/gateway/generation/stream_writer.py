@@ -31,32 +31,32 @@ class ResponseEncoder:
     """The answer format of an API. This base class has OpenAI's errors and server-sent events."""
 
     headers: tuple[Header, ...] = EVENT_STREAM
-    #: The bytes around a text's JSON in `text`, if they stay the same after `opening`.
+    #: The bytes around a text's JSON in `encode_text`, if they stay the same after `encode_start`.
     frame: tuple[bytes, bytes] | None = None
 
     def encode_response(self, generation: Generation, choices: list[Choice]) -> bytes:
         """Return the JSON body of an answer that is not streamed."""
         raise NotImplementedError
 
-    def opening(self, generation: Generation) -> bytes:
+    def encode_start(self, generation: Generation) -> bytes:
         """Return the bytes that open a stream, sent with its first events."""
         return b""
 
-    def text(self, generation: Generation, text: str) -> bytes:
+    def encode_text(self, generation: Generation, text: str) -> bytes:
         """Return the stream's bytes for new text of the only choice, after its first events.
 
         Nearly all tokens come this way.
         """
         if self.frame is None:
-            return self.events(generation, [GenerationChunk(0, [Text(text)])])
+            return self.encode_chunks(generation, [GenerationChunk(0, [Text(text)])])
         before, after = self.frame
         return b"".join((before, _encode(text), after))
 
-    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+    def encode_chunks(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
         """Return the stream's bytes for some chunks, final chunks included."""
         raise NotImplementedError
 
-    def closing(self, generation: Generation) -> bytes:
+    def encode_end(self, generation: Generation) -> bytes:
         """Return the bytes that end a successful stream."""
         return b""
 
@@ -141,26 +141,26 @@ class StreamWriter:
             self._tell_place()
         while response.open and (chunks := generation.collect()):
             opening = b"" if self._opened else self._open()
-            data = opening + self._encoder.events(generation, chunks)
+            data = opening + self._encoder.encode_chunks(generation, chunks)
             if done := generation.done:
-                data += self._encoder.closing(generation)
+                data += self._encoder.encode_end(generation)
             response.write(data, last=done)
 
     def _encode(self, text: str) -> bytes:
         """Encode new text of the only choice."""
         assert self._only is not None
         if self._only.parser is None:
-            return self._encoder.text(self._generation, text)
+            return self._encoder.encode_text(self._generation, text)
         events = self._only.parse(text)
         if len(events) == 1 and type(event := events[0]) is Text:
-            return self._encoder.text(self._generation, event.text)
-        return self._encoder.events(self._generation, [GenerationChunk(0, events)])
+            return self._encoder.encode_text(self._generation, event.text)
+        return self._encoder.encode_chunks(self._generation, [GenerationChunk(0, events)])
 
     def _open(self) -> bytes:
         self._opened = True
         if not self._response.response_started:
             self._response.begin_stream(self._encoder.headers)
-        opening = self._encoder.opening(self._generation)
+        opening = self._encoder.encode_start(self._generation)
         if (only := self._generation.only) is not None:
             self._only, self._call = only, only.call
             self._frame = self._encoder.frame if only.parser is None else None
@@ -174,7 +174,7 @@ class StreamWriter:
 
     def _write_whole(self) -> None:
         if self._response.open and (choices := self._generation.collect_whole()) is not None:
-            self._response.answer(self._encoder.encode_response(self._generation, choices))
+            self._response.send_json(self._encoder.encode_response(self._generation, choices))
 
     def _fail(self, error: ServekitError) -> None:
         if self._ended:
@@ -184,8 +184,8 @@ class StreamWriter:
         if isinstance(error, ClientClosed):
             return
         if not self._response.response_started:
-            self._response.fail(error)
+            self._response.send_error(error)
         elif (event := self._encoder.encode_late_error(error)) is not None:
             self._response.write(event, last=True)
         else:
-            self._response.cut()
+            self._response.abort_stream()

@@ -238,9 +238,9 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._unread_bytes > self.limits.unread_bytes:
                 self.transport.abort()
         elif content_bytes and self._header_bytes < _REFUSED:
-            self._hold(content_bytes)
+            self._count_body_bytes(content_bytes)
 
-    def _hold(self, size_bytes: int) -> None:
+    def _count_body_bytes(self, size_bytes: int) -> None:
         """Count `size_bytes` of the unfinished body in `bodies`."""
         bodies = self.bodies
         if not self.held_bytes:
@@ -559,7 +559,7 @@ def _without_chunks(cycle: Any, app: ASGIApp) -> ASGIApp:
 
 
 class Sweep:
-    """The timer that sweeps all connections of a server until `end` is called."""
+    """The timer that sweeps all connections of a server until `stop_timer` is called."""
 
     def __init__(self, connections: Iterable[Any], limits: Limits) -> None:
         self._connections = connections
@@ -582,5 +582,5 @@ class Sweep:
             if crowded:
                 connection.close_idle(now_s)
 
-    def end(self) -> None:
+    def stop_timer(self) -> None:
         self._timer.cancel()

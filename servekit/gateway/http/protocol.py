@@ -34,7 +34,7 @@ class Head(NamedTuple):
     after: bytes  # including the empty line
 
     @classmethod
-    def of(cls, data: bytes) -> Head | None:
+    def parse(cls, data: bytes) -> Head | None:
         """Return the head of `data` if that is exactly one complete request, else None."""
         end = data.find(_END) + len(_END)
         found = _length.findall(data, 0, end)
@@ -106,15 +106,15 @@ class Http(LimitedProtocol):
         self._idle_since_s = 0.0
         head = self._head
         if head is not None:
-            if (body := head.body_of(data)) is not None and self._takes(body):
+            if (body := head.body_of(data)) is not None and self._start_with_known_head(body):
                 return
             self._head = None
         before, at_start = self._exchange, not self._within
         super().data_received(data)
         if at_start and self._exchange is not before and not self._within:
-            self._head = Head.of(data)
+            self._head = Head.parse(data)
 
-    def _takes(self, body: bytes) -> bool:
+    def _start_with_known_head(self, body: bytes) -> bool:
         """Start a complete request with the previous head; return False if that is not allowed."""
         cycle: Any = self.cycle
         handler = self._hot.get(self.url)
@@ -211,7 +211,7 @@ class Http(LimitedProtocol):
         self.cycle = cast(Any, exchange)
         declared = self.headers_by_name.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > self.max_body_bytes:
-            exchange.fail(too_large(self.max_body_bytes))
+            exchange.send_error(too_large(self.max_body_bytes))
 
     def _is_plain(self) -> bool:
         parser = self.parser

@@ -71,10 +71,10 @@ class Response(Protocol):
     def open(self) -> bool:
         """Return whether the response can be written to now."""
 
-    def answer(self, body: bytes) -> None:
+    def send_json(self, body: bytes) -> None:
         """Send a JSON response."""
 
-    def fail(self, error: ServekitError) -> None:
+    def send_error(self, error: ServekitError) -> None:
         """Send an error response, in the format of the path's API."""
 
     def begin_stream(self, headers: tuple[Header, ...]) -> None:
@@ -83,7 +83,7 @@ class Response(Protocol):
     def write(self, data: bytes, *, last: bool = False) -> None:
         """Send a part of a stream that has begun, and with `last` end the stream."""
 
-    def cut(self) -> None:
+    def abort_stream(self) -> None:
         """Disconnect within a stream, so that the client sees that it is incomplete."""
 
 
@@ -211,7 +211,7 @@ class FastResponse:
         else:
             self.body += data
         if len(self.body) > self.protocol.max_body_bytes:
-            self.fail(too_large(self.protocol.max_body_bytes))
+            self.send_error(too_large(self.protocol.max_body_bytes))
 
     def begin(self) -> None:
         self.begin_with(self.handler)
@@ -222,16 +222,16 @@ class FastResponse:
         try:
             handler(self)
         except ServekitError as error:
-            self.fail(error)
+            self.send_error(error)
         except Exception:
             log.exception("unexpected_error", path=self.protocol.url.decode())
-            self.fail(ServekitError("an internal error; see the logs"))
+            self.send_error(ServekitError("an internal error; see the logs"))
         finally:
             ORIGIN.reset(before)
 
     # ---- the answer
 
-    def answer(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = ()) -> None:
+    def send_json(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = ()) -> None:
         """Send a JSON response in one write."""
         if self.response_complete:
             return
@@ -239,15 +239,15 @@ class FastResponse:
         self.joined.write_now(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
         self._complete()
 
-    def fail(self, error: ServekitError) -> None:
+    def send_error(self, error: ServekitError) -> None:
         """Send an error response in the format of the path's API; cut a stream that has begun."""
         self.body = b""  # the connection keeps this object until its next request
         if self.response_started:
-            self.cut()
+            self.abort_stream()
             return
         encode = self.protocol.envelopes.get(self.path.decode("latin-1"), encode_error)
         status, body = encode(error)
-        self.answer(body, status, tuple(error_headers(error)))
+        self.send_json(body, status, tuple(error_headers(error)))
 
     def begin_stream(self, headers: tuple[Header, ...]) -> None:
         self.response_started = True
@@ -272,7 +272,7 @@ class FastResponse:
             self.joined.write_now(chunk + b"0\r\n\r\n")
             self._complete()
 
-    def cut(self) -> None:
+    def abort_stream(self) -> None:
         if not self.response_complete:
             self.keep_alive = False
             self._complete()
@@ -319,17 +319,17 @@ class AsgiResponse:
     def open(self) -> bool:
         return not (self._complete or self._unsent)
 
-    def answer(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = ()) -> None:
+    def send_json(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = ()) -> None:
         length = (b"content-length", b"%d" % len(body))
         self._start(status, (JSON, length, *headers))
         self.write(body, last=True)
 
-    def fail(self, error: ServekitError) -> None:
+    def send_error(self, error: ServekitError) -> None:
         if self.response_started:
-            self.cut()
+            self.abort_stream()
             return
         status, body = self._encode(error)
-        self.answer(body, status, tuple(error_headers(error)))
+        self.send_json(body, status, tuple(error_headers(error)))
 
     def begin_stream(self, headers: tuple[Header, ...]) -> None:
         self._start(200, headers)
@@ -349,7 +349,7 @@ class AsgiResponse:
             self._unsent.append(message)
             self._news.set()
 
-    def cut(self) -> None:
+    def abort_stream(self) -> None:
         self._end()  # the server disconnects when the application returns before the last part
 
     def cancel(self) -> None:
@@ -379,7 +379,7 @@ class AsgiResponse:
                 if self.on_writable is not None:
                     self.on_writable()
         finally:
-            watch.end()
+            watch.stop_watching()
             if not self._complete:
                 self.cancel()
 
@@ -395,7 +395,7 @@ def asgi_endpoint(handler: Handler, max_body_bytes: int, encode: Envelope) -> En
         except ClientGone:
             return
         except ServekitError as error:
-            response.fail(error)
+            response.send_error(error)
         await response.relay(receive, send)
 
     return endpoint
@@ -425,7 +425,7 @@ class DisconnectWatcher:
             pass
         self._request.cancel()
 
-    def end(self) -> None:
+    def stop_watching(self) -> None:
         self._timer.cancel()
         task, self._task = self._task, None  # which holds a reference to this watcher
         if task is not None:

@@ -16,7 +16,7 @@ class Tls:
     """A TLS context for a certificate and its key; a renewal applies to new connections."""
 
     def __init__(self, files: tuple[Path, Path] | None) -> None:
-        self._files = files  # None: on another machine; their content comes by `hand`
+        self._files = files  # None: on another machine; their content comes by `load_from_memory`
         self._stamp = ""
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -26,7 +26,7 @@ class Tls:
         if stamp != self._stamp and self._files is not None:
             self._load(stamp, *self._files)
 
-    def hand(self, stamp: str, pem: bytes) -> None:
+    def load_from_memory(self, stamp: str, pem: bytes) -> None:
         """Load a certificate and its key from memory."""
         fd = os.memfd_create("servekit", os.MFD_CLOEXEC)  # OpenSSL reads keys from files only
         try:

@@ -43,7 +43,10 @@ class UnixProxy:
 
 async def _until_gone(relay: Coroutine[Any, Any, None], receive: Receive) -> None:
     """Relay until done or until the client has left, which the UI must notice, too."""
-    relaying, leaving = asyncio.ensure_future(relay), asyncio.ensure_future(_gone(receive))
+    relaying, leaving = (
+        asyncio.ensure_future(relay),
+        asyncio.ensure_future(_await_disconnect(receive)),
+    )
     try:
         await asyncio.wait([relaying, leaving], return_when=asyncio.FIRST_COMPLETED)
         if relaying.done():
@@ -54,7 +57,7 @@ async def _until_gone(relay: Coroutine[Any, Any, None], receive: Receive) -> Non
         await asyncio.gather(relaying, leaving, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _await_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

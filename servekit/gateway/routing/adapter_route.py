@@ -98,17 +98,17 @@ class AdapterUsageTracker:
         self._leaving: set[str] = set()
         self._loop = asyncio.get_running_loop()
 
-    def apply(self, models: Iterable[ModelStatus]) -> None:
+    def apply_models(self, models: Iterable[ModelStatus]) -> None:
         """Adopt the present models and adapters, and check adapters that have left service."""
         leaving = {one.name for m in models for one in m.adapters if one.state != "serving"}
         new, self._leaving = leaving - self._leaving, leaving
         for name in new:
-            self._look(name)
+            self._report_unused(name)
 
-    def _look(self, name: str) -> None:
+    def _report_unused(self, name: str) -> None:
         if name not in self._leaving:
             return
         if any(call.more.get("adapter") == name for call in self._calls):
-            self._loop.call_later(_LOOK_EVERY_S, self._look, name)
+            self._loop.call_later(_LOOK_EVERY_S, self._report_unused, name)
         else:
             self._tell(name)

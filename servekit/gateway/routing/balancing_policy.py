@@ -73,7 +73,9 @@ class RequestTraits(msgspec.Struct, frozen=True, gc=False):
     average: float = 0.0  # tokens that a request owes on average
 
 
-def choose(policy: Policy, asked: RequestTraits, replicas: Sequence[ReplicaLoad]) -> int | None:
+def choose_replica(
+    policy: Policy, asked: RequestTraits, replicas: Sequence[ReplicaLoad]
+) -> int | None:
     """Return the index of the replica that gets the request; None if none has room."""
     if policy == "round_robin":
         return in_turn(asked.turn, len(replicas), lambda at: replicas[at].room)
@@ -87,10 +89,10 @@ def choose(policy: Policy, asked: RequestTraits, replicas: Sequence[ReplicaLoad]
         return _lowest(able, replicas, loads)
     limit = SPREAD * min([loads[at] for at in able]) + SLACK * asked.average
     near = [at for at in able if loads[at] <= limit]
-    if asked.session is not None and (at := home(asked.session, replicas)) in near:
+    if asked.session is not None and (at := home_replica(asked.session, replicas)) in near:
         return at
     if asked.head is not None and 2 * max([replicas[at].held for at in near]) < asked.tokens:
-        at = home(asked.head, replicas)
+        at = home_replica(asked.head, replicas)
         if at in near:
             return at
     tokens = asked.tokens
@@ -98,7 +100,7 @@ def choose(policy: Policy, asked: RequestTraits, replicas: Sequence[ReplicaLoad]
     return _lowest(near, replicas, costs)
 
 
-def home(key: int, replicas: Sequence[ReplicaLoad]) -> int:
+def home_replica(key: int, replicas: Sequence[ReplicaLoad]) -> int:
     """Return the index of the home of `key` (64 bits), whatever the load."""
     weights = [_mixed(key ^ one.seed) for one in replicas]
     return weights.index(max(weights))

@@ -80,7 +80,7 @@ class FairQueue(Generic[Item]):
         self.size -= 1
         if self._returned:
             return self._returned.popleft()
-        priority = min(self._lanes, key=self._turn)
+        priority = min(self._lanes, key=self._rank_next)
         lane = self._lanes[priority]
         key, items = lane.popitem(last=False)
         _, item, size_bytes = items.popleft()
@@ -91,7 +91,7 @@ class FairQueue(Generic[Item]):
             del self._lanes[priority]
         return item
 
-    def _turn(self, priority: int) -> tuple[float, int]:
+    def _rank_next(self, priority: int) -> tuple[float, int]:
         """Return the rank of a lane's next item and the priority, which decides between equals."""
         items = next(iter(self._lanes[priority].values()))
         return items[0].rank, priority

@@ -61,13 +61,11 @@ class ForwardedRequest(InflightRequest):
         if (part := delta.http) is not None:
             if not self._begun:
                 self._begun, self.body = True, b""
-                self.first_s = self.last_s = self.meter.first(self)
+                self._note_first_token()
             self._parts.append(part)
         if delta.finish is not None:
-            if delta.times_ns:
-                self.meter.worked(delta.times_ns)
             self.prompt_tokens = delta.prompt_tokens
-            self._end(delta.finish, delta.completion_tokens, delta)
+            self._end(delta.finish, delta)
         self.wake()
 
     def rewind(self) -> bool:

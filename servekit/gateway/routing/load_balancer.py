@@ -24,7 +24,7 @@ from servekit.gateway.routing.balancing_policy import (
     Policy,
     ReplicaLoad,
     RequestTraits,
-    choose,
+    choose_replica,
     in_turn,
 )
 from servekit.gateway.routing.prefix_index import (
@@ -32,7 +32,7 @@ from servekit.gateway.routing.prefix_index import (
     MOST_HELD,
     Prefixes,
     Prompt,
-    read,
+    hash_prompt,
     stable_hash,
 )
 
@@ -79,7 +79,7 @@ class Lengths:
     def __init__(self) -> None:
         self.average = _ANSWER_TOKENS
 
-    def learn(self, tokens: int) -> None:
+    def add_answer(self, tokens: int) -> None:
         """Count a finished answer, unless it has no tokens (such as an embedding)."""
         if tokens:
             self.average += _NEWS * (tokens - self.average)
@@ -124,14 +124,14 @@ class Account:
         # start, and the prompt's uncached tokens
         self.unread: dict[int, tuple[list[int], int, float]] = {}
 
-    def held(self, prompt: Prompt) -> int:
+    def cached_tokens(self, prompt: Prompt) -> int:
         """Return the tokens of a prompt in the replica's cache, a multiple of its block size."""
         if not self.block:
             return 0
         tokens = self.prefixes.match(prompt.blocks) * BLOCK_TOKENS
         return tokens - tokens % self.block
 
-    def add(self, id: int, call: InflightRequest, prompt: float, answer: float) -> None:
+    def add_call(self, id: int, call: InflightRequest, prompt: float, answer: float) -> None:
         """Count a call that is being sent: `prompt` uncached and `answer` expected tokens."""
         self.last_id = id
         answer *= DECODE_WEIGHT
@@ -140,7 +140,7 @@ class Account:
         if prompt:
             self.unread[id] = call.emitted, len(call.emitted), prompt
 
-    def end(self, id: int, call: InflightRequest) -> None:
+    def remove_call(self, id: int, call: InflightRequest) -> None:
         """Remove a call that has left the replica, for whatever reason."""
         answer = self._answers.pop(id, None)
         if answer is None:
@@ -150,7 +150,7 @@ class Account:
             answer += unread[2]
         # reset when the last call ends, so that rounding errors do not accumulate
         self.owed = self.owed - answer if self._answers else 0.0
-        self._lengths.learn(len(call.emitted))
+        self._lengths.add_answer(len(call.emitted))
 
     def before(self, other: Account) -> bool:
         """Return whether this replica wins a tie: less KV cache in use, or less recently used."""
@@ -158,7 +158,7 @@ class Account:
             return self.kv_used < other.kv_used
         return self.last < other.last
 
-    def settle(self, target: Target) -> None:
+    def update_owed(self, target: Target) -> None:
         """Update `owed` for prompts that have been read since the last look."""
         if target.last_id != self.last_id:
             self._catch_up(target)
@@ -173,7 +173,7 @@ class Account:
     def _catch_up(self, target: Target) -> None:
         """Add the calls that were sent while this was the only replica."""
         for id in target.calls.keys() - self._answers.keys():
-            self.add(id, target.calls[id], 0.0, self._lengths.average)
+            self.add_call(id, target.calls[id], 0.0, self._lengths.average)
         self.last_id = target.last_id
 
 
@@ -204,7 +204,7 @@ class Balancer(Generic[T]):
         if chosen is None:
             return None
         replica, account = chosen
-        prompt = read(call, blocks=account.block > 0 and self.policy == "auto")
+        prompt = hash_prompt(call, blocks=account.block > 0 and self.policy == "auto")
         if prompt.blocks or (call.session and self.policy == "auto"):
             return self._weigh(replicas, call)
         self._note(replica, account, call, prompt, 0)
@@ -216,7 +216,7 @@ class Balancer(Generic[T]):
             return
         account = self._account(replica)
         prompt = self._read(call, replica, account.block > 0)
-        self._note(replica, account, call, prompt, account.held(prompt))
+        self._note(replica, account, call, prompt, account.cached_tokens(prompt))
 
     # ---- the policies
 
@@ -235,7 +235,7 @@ class Balancer(Generic[T]):
         return few + list(islice(replicas, LOOK - len(few)))
 
     def _least_loaded(self, replicas: Iterable[T]) -> tuple[T, Account] | None:
-        """Choose as `balancing_policy.choose` without affinity.
+        """Choose as `balancing_policy.choose_replica` without affinity.
 
         On the hot path: an account that has not changed costs no function call.
         """
@@ -248,7 +248,7 @@ class Balancer(Generic[T]):
             if account is None or account.told != words:
                 account = self._account(replica)
             elif account.unread or account.last_id != replica.last_id:
-                account.settle(replica)
+                account.update_owed(replica)
             load = account.owed + account.others
             if account.kv_used >= FULL:
                 load += _FULL_TOKENS
@@ -257,13 +257,13 @@ class Balancer(Generic[T]):
         return found
 
     def _weigh(self, replicas: Iterable[T], call: InflightRequest) -> T | None:
-        """Choose by `balancing_policy.choose`, with affinity."""
+        """Choose by `balancing_policy.choose_replica`, with affinity."""
         able = [replica for replica in replicas if replica.routable]
         if not able:
             return None
         accounts = [self._account(replica) for replica in able]
         prompt = self._read(call, able[0], any(account.block for account in accounts))
-        held = [account.held(prompt) if prompt.blocks else 0 for account in accounts]
+        held = [account.cached_tokens(prompt) if prompt.blocks else 0 for account in accounts]
         facts = [
             ReplicaLoad(
                 replica.credits,
@@ -277,7 +277,7 @@ class Balancer(Generic[T]):
         ]
         session = stable_hash(call.session.encode()) if call.session else None
         asked = RequestTraits(prompt.tokens, session, prompt.head, self._turn, self._average)
-        at = choose(self.policy, asked, facts)
+        at = choose_replica(self.policy, asked, facts)
         if at is None:
             return None
         self._note(able[at], accounts[at], call, prompt, held[at])
@@ -291,21 +291,21 @@ class Balancer(Generic[T]):
         self._turn = account.last = self._turn + 1
         unread = float(max(0, prompt.tokens - held))
         answer = self._expected(call)
-        account.add(replica.last_id + 1, call, unread, answer)
+        account.add_call(replica.last_id + 1, call, unread, answer)
         self._average += _NEWS * (unread + DECODE_WEIGHT * answer - self._average)
         if account.block and prompt.blocks:
-            account.prefixes.add(prompt.blocks)
+            account.prefixes.add_prompt(prompt.blocks)
 
     def _account(self, replica: T) -> Account:
         account = replica.account
         if account is None:
             account = replica.account = Account(replica.name, replica.info, self._lengths)
         if account.told != self._words:
-            self._tell(replica, account)
-        account.settle(replica)
+            self._copy_report(replica, account)
+        account.update_owed(replica)
         return account
 
-    def _tell(self, replica: T, account: Account) -> None:
+    def _copy_report(self, replica: T, account: Account) -> None:
         """Copy the supervisor's report on a replica into its account."""
         account.told, account.others, account.kv_used = self._words, 0.0, 0.0
         told = self._told.get(replica.socket)
@@ -317,7 +317,7 @@ class Balancer(Generic[T]):
             account.others = max(0, others) * DECODE_WEIGHT * self._lengths.average
 
     def _read(self, call: InflightRequest, one: T, caches: bool) -> Prompt:
-        return read(call, blocks=caches and self.policy == "auto", head=one.share > 1)
+        return hash_prompt(call, blocks=caches and self.policy == "auto", head=one.share > 1)
 
     def _expected(self, call: InflightRequest) -> float:
         """Estimate the tokens of a call's answer."""

@@ -76,7 +76,7 @@ class ModelQueue:
         self.in_flight -= 1
         self._tokens_done += len(call.emitted)
 
-    def tokens(self) -> int:
+    def generated_tokens(self) -> int:
         """Return the tokens generated so far; computed on demand, at no cost per token."""
         running = (call for one in self.replicas.values() for call in one.calls.values())
         now = self._tokens_done + sum(len(call.emitted) for call in running)
@@ -151,13 +151,13 @@ class ModelQueue:
             return
         if "ready" in self._states or (self.was_ready and self._coming):
             return  # the request waits for the connection or the replacement
-        raise ModelUnavailable(self._why(), retry_after_s=5.0, param="model")
+        raise ModelUnavailable(self._describe_unavailable(), retry_after_s=5.0, param="model")
 
     def unavailable(self) -> ModelUnavailable:
         """Return the error for calls that wait in vain."""
-        return ModelUnavailable(self._why(), retry_after_s=30.0, param="model")
+        return ModelUnavailable(self._describe_unavailable(), retry_after_s=30.0, param="model")
 
-    def _why(self) -> str:
+    def _describe_unavailable(self) -> str:
         name = self.status.name
         if not self.is_permanently_down:
             progress = "; ".join(sorted({describe(replica) for replica in self.status.replicas}))
@@ -212,7 +212,7 @@ class ModelQueue:
         if self.queue.size:
             replica.borrow()
         elif replica.borrows:
-            replica.ease()
+            replica.return_lent_slots()
 
     def borrow(self) -> None:
         """Ask each replica for slots that other gateways do not use, because calls wait."""
@@ -227,18 +227,18 @@ class ModelQueue:
     def _place_choosy(self) -> None:
         """Send the calls that wait for certain replicas, if these have room."""
         for call in list(self.choosy):
-            able = [one for one in self._apt(call) if one.takes(call)]
+            able = [one for one in self._suitable_replicas(call) if one.has_slot_for(call)]
             if able:
                 self.choosy.remove(call)
                 self._send(min(able, key=lambda one: (not one.wanted, len(one.calls))), call)
 
-    def _apt(self, call: InflightRequest) -> list[WorkerConnection]:
+    def _suitable_replicas(self, call: InflightRequest) -> list[WorkerConnection]:
         """Return the replicas of the call's generation whose context is large enough for it.
 
         If there are none and none is coming, smaller ones are returned: the answer then ends early
         by length, or a call that has not begun fails as too long.
         """
-        alike = [one for one in self.replicas.values() if one.suits(call)]
+        alike = [one for one in self.replicas.values() if one.can_run(call)]
         large = [one for one in alike if one.info and one.info.max_context >= call.least_context]
         waits = call.continuation is not None and self._is_coming(call)
         return large if large or waits else alike
@@ -257,7 +257,9 @@ class ModelQueue:
         """
         if self.is_permanently_down:
             return True
-        if any(one.suits(call) and (one.wanted or not call.alone_until) for one in self._connected):
+        if any(
+            one.can_run(call) and (one.wanted or not call.alone_until) for one in self._connected
+        ):
             return True
         residence = self.status.residence
         if residence is not None and residence.tier != "resident":
@@ -301,7 +303,7 @@ class ModelQueue:
             """Return the replica's calls; the supervisor reports other gateways' calls late."""
             return max(len(replica.calls), reported.get(replica.socket, 0))
 
-        every = self._apt(call) if call.is_choosy else self.replicas.values()
+        every = self._suitable_replicas(call) if call.is_choosy else self.replicas.values()
         able = [replica for replica in every if replica.has_room]
         best = min(able, key=lambda replica: (load(replica), replica.held), default=None)
         if best is None or (self._recovering and load(best)) or self._is_last(best):
@@ -326,7 +328,8 @@ class ModelQueue:
 
         Among the returned suspects it becomes the first, or the last if it has had its turn.
         """
-        call.meter.lost(call)
+        for observer in call.observers:
+            observer.on_requeued(call)
         if not call.alone_until:
             if call.is_choosy:
                 self.choosy.append(call)
@@ -350,7 +353,7 @@ class ModelQueue:
         """Return how many calls are ahead of this one; None once it runs."""
         return next((at for at, other in enumerate(self.order()) if other is call), None)
 
-    def follow(self, call: InflightRequest) -> None:
+    def follow_position(self, call: InflightRequest) -> None:
         """Tell a call its position now and, on change, once a second; see `place_after`."""
         if (place := self.position(call)) is None:
             return

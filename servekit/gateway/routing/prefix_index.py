@@ -76,7 +76,7 @@ class Prefixes:
                 unknown = middle
         return known
 
-    def add(self, blocks: Sequence[int]) -> None:
+    def add_prompt(self, blocks: Sequence[int]) -> None:
         """Add the blocks of a prompt that the replica has been sent."""
         held = self._held
         for block in reversed(blocks):  # children first, so that a parent outlives them
@@ -86,7 +86,7 @@ class Prefixes:
             held.popitem(last=False)
 
 
-def read(call: InflightRequest, *, blocks: bool = True, head: bool = False) -> Prompt:
+def hash_prompt(call: InflightRequest, *, blocks: bool = True, head: bool = False) -> Prompt:
     """Return the hashes of a call's prompt, as far as `blocks` and `head` ask for them.
 
     Short prompts get no hashes.
@@ -107,7 +107,7 @@ def read(call: InflightRequest, *, blocks: bool = True, head: bool = False) -> P
         tokens = size // CHARS_PER_TOKEN
         if not blocks or size < LEAST_BLOCKS * BLOCK_CHARS:
             return Prompt(tokens)
-        parts = [_turn(message) for message in call.messages]
+        parts = [_render_message(message) for message in call.messages]
         text = "".join(parts)
         first = "".join(parts[: _opening(call.messages)]) if head else ""
     root = _root(more)
@@ -137,7 +137,7 @@ def _chain(root: int, text: Sequence[Hashable], size: int) -> list[int]:
     return known
 
 
-def _turn(message: ChatMessage) -> str:
+def _render_message(message: ChatMessage) -> str:
     """Return a message as text whose beginning does not depend on its end."""
     text = f"{message.role}\x1f{message.content}\x1e"
     if message.tool_calls or message.reasoning or message.name or message.tool_call_id:

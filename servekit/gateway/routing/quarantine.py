@@ -41,7 +41,7 @@ def fingerprint(model: str, call: InflightRequest) -> str:
     return hashlib.sha256(_encode(asked)).hexdigest()
 
 
-def likeness(model: str, call: InflightRequest) -> str:
+def text_fingerprint(model: str, call: InflightRequest) -> str:
     """Return the fingerprint without the request's numbers; "" for a call without text."""
     if not isinstance(call.prompt, str) and call.messages is None:
         return ""
@@ -60,7 +60,7 @@ class QuarantineEntry(NamedTuple):
     until_s: float
     like: str = ""
 
-    def holds(self, status: ModelStatus, now_s: float) -> bool:
+    def is_active(self, status: ModelStatus, now_s: float) -> bool:
         """Return whether the entry is for the model's present generation and has not ended."""
         fits = self.entry.generation in ("", generation_of(status))
         return fits and self.entry.model == status.name and self.until_s > now_s
@@ -96,7 +96,7 @@ class Quarantine:
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def add(self, entries: Iterable[Quarantined], now_s: float) -> list[Quarantined]:
+    def adopt_entries(self, entries: Iterable[Quarantined], now_s: float) -> list[Quarantined]:
         """Add entries and drop expired ones; return those that are new.
 
         Of two entries for the same request the longer one counts.
@@ -124,14 +124,14 @@ class Quarantine:
         )  # fmt: skip
         entry = self._commit(status, mark, status.quarantine_s, now_s)
         if (held := self._held.get(at := (status.name, mark))) is not None:
-            like = likeness(status.name, call)
+            like = text_fingerprint(status.name, call)
             self._held[at] = held._replace(like="" if like in self._harmless else like)
         return entry
 
     def clear(self, model: str, call: InflightRequest) -> None:
         """Stop refusing requests by a likeness of which this call has come through."""
         if any(held.like for held in self._held.values()):
-            like = likeness(model, call)
+            like = text_fingerprint(model, call)
             for at, held in self._held.items():
                 if held.like == like:
                     self._harmless.add(like)
@@ -146,7 +146,7 @@ class Quarantine:
 
     def _commit(self, status: ModelStatus, mark: str, for_s: float, now_s: float) -> Quarantined:
         entry = Quarantined(mark, status.name, time.time() + for_s, for_s, generation_of(status))
-        self.add([entry], now_s)
+        self.adopt_entries([entry], now_s)
         return entry
 
     def error(
@@ -157,12 +157,14 @@ class Quarantine:
             return None
         for mark in (source_of(call), fingerprint(status.name, call)):
             held = self._held.get((status.name, mark))
-            if held is not None and held.holds(status, now_s):
+            if held is not None and held.is_active(status, now_s):
                 return refusal(held.entry, held.until_s - now_s)
-        likes = [held for held in self._held.values() if held.like and held.holds(status, now_s)]
+        likes = [
+            held for held in self._held.values() if held.like and held.is_active(status, now_s)
+        ]
         if len(likes) < ALIKE:
             return None
-        like = likeness(status.name, call)
+        like = text_fingerprint(status.name, call)
         until_s = sorted(held.until_s for held in likes if held.like == like)
         if len(until_s) < ALIKE:
             return None

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from servekit.errors import RequestError
 from servekit.gateway.http.request_context import ORIGIN
 from servekit.gateway.routing import retry_policy
-from servekit.gateway.telemetry import metrics
+from servekit.gateway.telemetry.metrics import UNMEASURED
 from servekit.protocol import tool_formats
 from servekit.protocol.messages import (
     ChatMessage,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from servekit.gateway.routing.suspect_sources import Suspect
     from servekit.gateway.routing.worker_connection import WorkerConnection
     from servekit.gateway.telemetry.metrics import RequestMeter
+    from servekit.gateway.telemetry.observer import RequestObserver
 
 _UNTIL: dict[retry_policy.RetryDecision, Literal["proven", "done"]] = {
     retry_policy.RetryDecision.ALONE: "proven",
@@ -87,6 +88,7 @@ class InflightRequest:
         "model",
         "more",
         "not_before_s",
+        "observers",
         "on_cancel",
         "origin",
         "params",
@@ -102,6 +104,7 @@ class InflightRequest:
         "stream",
         "suspect",
         "texts",
+        "trace",
         "wire_id",
     )
 
@@ -133,7 +136,9 @@ class InflightRequest:
         self.created_s = time.monotonic()
         self.started_s = 0.0  # when a worker first took it; 0: not yet
         self.first_s = self.last_s = 0.0  # times of the first token, and of a stream's last
-        self.meter: RequestMeter = metrics.UNMEASURED
+        self.meter: RequestMeter = UNMEASURED  # counts the tokens after the first
+        self.observers: tuple[RequestObserver, ...] = ()
+        self.trace = ""  # W3C traceparent of the last attempt; "" if not traced
         self.deaths = 0  # in a row, see `retry_policy`
         self.deaths_in_all = 0
         self.alone_until: Literal["", "proven", "done"] = ""  # not "": a suspect; what clears it
@@ -259,7 +264,8 @@ class InflightRequest:
     def request(self, wire_id: int) -> Generate:
         """Build the message for the next worker, which continues after the tokens so far."""
         self.started_s = self.started_s or time.monotonic()
-        (self.meter.sent_again if self.wire_id else self.meter.sent)(self)
+        for observer in self.observers:
+            observer.on_sent(self, again=self.wire_id > 0)
         self.wire_id = wire_id
         self._resumed_at = len(self.emitted)
         if self.place is not None:
@@ -272,7 +278,7 @@ class InflightRequest:
             list(self.emitted),
             self.chars,
             request="" if self.origin is None else self.origin.name,
-            trace=self.meter.trace,
+            trace=self.trace,
             continuation=self.continuation,
             cache_salt=self.cache_salt,
         )
@@ -294,10 +300,10 @@ class InflightRequest:
             self.least_context = delta.prompt_tokens + delta.continuation.max_tokens
         if delta.token_ids:
             if not self.first_s:
-                self.first_s = self.last_s = self.meter.first(self)
+                self._note_first_token()
             elif self.stream:  # else only the first and the last token are timed
                 now_s = time.monotonic()
-                self.meter.next(now_s - self.last_s, 1)
+                self.meter.count_tokens(now_s - self.last_s, 1)
                 self.last_s = now_s
             self.emitted += delta.token_ids
         self.chars += len(delta.text)
@@ -310,11 +316,14 @@ class InflightRequest:
         if ends or delta.logprobs or delta.prompt is not None:
             self._deltas.append(delta)
         if delta.finish is not None:
-            if delta.times_ns:
-                self.meter.worked(delta.times_ns)
-            self._end(delta.finish, delta.completion_tokens, delta)
+            self._end(delta.finish, delta)
         if self.stream or self.done:
             self.wake()
+
+    def _note_first_token(self) -> None:
+        self.first_s = self.last_s = time.monotonic()
+        for observer in self.observers:
+            observer.on_first_token(self)
 
     def _keep_answer(self, text: str) -> None:
         """Keep the text of an answer; one with thoughts or tool calls cannot be continued."""
@@ -355,17 +364,15 @@ class InflightRequest:
     def fail(self, error: RequestError) -> None:
         """End with an error; the router drops later deltas and errors."""
         self._error = error
-        self._end(error.code, len(self.emitted), None)
+        self._end(error.code, None)
         if not self.stream:
             self._forget()  # a client without streaming gets no partial answer
         self.wake()
 
-    def _end(self, outcome: str, completion_tokens: int, last: Delta | None) -> None:
-        """Tell the observers of the end: metrics and tracing, and the quota of the key."""
+    def _end(self, outcome: str, last: Delta | None) -> None:
         self.done = True
-        self.meter.ended(self, outcome, self.prompt_tokens, self.cached_tokens, completion_tokens)
-        if self.caller is not None:
-            self.caller.settle(self, last)
+        for observer in self.observers:
+            observer.on_ended(self, outcome, last)
 
     def wake(self) -> None:
         """Tell the consumer that there is news."""

@@ -152,7 +152,7 @@ class Router:
                 check_fits(call, route.status.info)
                 self._make_room_in_memory(route, call, size_bytes := held_bytes(call))
         except RequestError as error:
-            self.measures.refused(self, call, error)
+            self.measures.count_refusal(self, call, error)
             raise
         self._begin(route, call)
         limit_s = route.status.timeout_s
@@ -189,7 +189,7 @@ class Router:
         route.check_available()
         if (error := self.quarantine.error(route.status, call, time.monotonic())) is not None:
             raise error
-        if self.sources.holds(time.monotonic()):
+        if self.sources.has_suspects(time.monotonic()):
             self._judge(route, call)
         queue = route.suspects if call.alone_until else route.queue
         if queue.full:
@@ -233,7 +233,7 @@ class Router:
         if not self._open:
             self.idle.set()
 
-    def cut(self) -> None:
+    def fail_all(self) -> None:
         """Fail all calls in flight, because the time to drain is over."""
         said = "servekit shut down before this was done; send the request again when it is back"
         for call in list(self._open):
@@ -244,20 +244,20 @@ class Router:
         """Return how many calls are ahead of this one in its queue; None once it runs."""
         return None if call.route is None else call.route.position(call)
 
-    def follow(self, call: InflightRequest) -> None:
+    def follow_position(self, call: InflightRequest) -> None:
         """Tell a call its position now and, on change, once a second; see `place_after`."""
         if call.route is not None:
-            call.route.follow(call)
+            call.route.follow_position(call)
 
     # ---- from the supervisor
 
-    def apply(self, topology: Topology) -> None:
+    def apply_topology(self, topology: Topology) -> None:
         """Apply the supervisor's topology: models, replicas, access rules, quarantine."""
         if topology.draining:
             self.drain()
-        refused = self.quarantine.add(topology.quarantined, time.monotonic())
+        refused = self.quarantine.adopt_entries(topology.quarantined, time.monotonic())
         self.sources.has_peers = topology.gateways > 1
-        self.access.apply(topology.access)
+        self.access.apply_rules(topology.access)
         for status in topology.models:
             route = self.routes.pop(status.name, None) or ModelQueue(status)
             self.routes[status.name] = route  # keeps the order of the configuration file
@@ -278,8 +278,8 @@ class Router:
         )
         if any(map(is_source, refused)):
             self._refuse_waiting()
-        self._farewells.apply(topology.models)
-        self.demand.apply(self.routes.values())
+        self._farewells.apply_models(topology.models)
+        self.demand.watch_models(self.routes.values())
 
     def _apply_replicas(self, route: ModelQueue, status: ModelStatus, gateways: int) -> None:
         ready = {replica.socket: replica for replica in status.replicas if replica.state == "ready"}
@@ -290,7 +290,7 @@ class Router:
                 del route.replicas[socket]
         for socket, replica_status in ready.items():
             known = route.replicas.get(socket)
-            if known is None or not (known.wanted or known.reinstate()):
+            if known is None or not (known.wanted or known.undo_retire()):
                 route.replicas[socket] = WorkerConnection(
                     self, status.name, replica_status, gateways
                 )
@@ -322,7 +322,7 @@ class Router:
 
     def on_lost(self, replica: WorkerConnection, calls: list[InflightRequest]) -> None:
         """Retry a dead worker's calls elsewhere, before all waiting calls, or quarantine them."""
-        running = {call: replica.ran(call) for call in calls}
+        running = {call: replica.was_running(call) for call in calls}
         sources = self._suspect(replica, calls)
         for call, ran in running.items():
             decided = call.died(ran)
@@ -444,13 +444,13 @@ class Router:
         for call in (*calls, *cancelled):
             if call.proven:
                 self._clear(call)
-            elif replica.ran(call) or (call.done and replica.alone is None):
+            elif replica.was_running(call) or (call.done and replica.alone is None):
                 if call.suspect is None:
                     marks = source_of(call), fingerprint(replica.model, call)
                     call.suspect = Suspect(tuple(filter(None, marks)))
                 suspects.append(call.suspect)
                 sources.add(source_of(call))
-        self.sources.add(suspects, sure, time.monotonic(), replica.socket)
+        self.sources.add_death(suspects, sure, time.monotonic(), replica.socket)
         for call in cancelled:
             self._charge(call)
         return sources - {""}
@@ -466,7 +466,7 @@ class Router:
 
     def _charge(self, call: InflightRequest) -> None:
         if call.suspect is not None:
-            self.sources.charge(call.suspect)
+            self.sources.charge_suspect(call.suspect)
             call.suspect = None
 
     def _judge(self, route: ModelQueue, call: InflightRequest) -> None:
@@ -590,7 +590,7 @@ class Router:
         self._end(call)
         replica = call.replica
         if replica is not None:
-            replica.drop(call)
+            replica.cancel_call(call)
             self.on_free(replica)
         elif call.route is not None:
             call.route.withdraw(call)
@@ -604,9 +604,9 @@ class Router:
         self._open.add(call)
         call.route = route
         call.on_cancel = self._cancel
-        call.meter = self.measures.meter(route, call)
-        if call.caller is not None:
-            call.caller.begin()
+        self.measures.observe(route, call)
+        for observer in call.observers:
+            observer.on_started(call)
         if not route.in_flight:
             route.pace.resume(self._loop.time())
         route.in_flight += 1

@@ -69,7 +69,7 @@ def feed_step(calls: Mapping[int, InflightRequest], told: TokenBatch) -> None:
         if call.stream:
             if call.last_s != last_s or call.meter is not meter:
                 if alike:
-                    meter.next(now_s - last_s, alike)
+                    meter.count_tokens(now_s - last_s, alike)
                 meter, last_s, alike = call.meter, call.last_s, 0
             alike += 1
             call.last_s = now_s
@@ -79,6 +79,6 @@ def feed_step(calls: Mapping[int, InflightRequest], told: TokenBatch) -> None:
                 else:
                     call.wake()
     if alike:
-        meter.next(now_s - last_s, alike)
+        meter.count_tokens(now_s - last_s, alike)
     if readers:
         readers[0].end_of_tick.add_all(readers)  # all readers of a gateway share one

@@ -153,7 +153,7 @@ class Death:
         parts = (self.charged, *(one.charged for one in self.elsewhere.values()))
         return {mark for charged in parts for mark, count in charged.items() if count}
 
-    def share(self, mark: str, fade: float = _FADE) -> float:
+    def charged_share(self, mark: str, fade: float = _FADE) -> float:
         """Return the share of this death that is charged to a source or a fingerprint, 0 to 1.
 
         `fade`: its factor for each request that came through alone since.
@@ -210,14 +210,16 @@ class Sources:
         """Return whether any death is remembered."""
         return bool(self._deaths)
 
-    def holds(self, now_s: float) -> bool:
+    def has_suspects(self, now_s: float) -> bool:
         """Return whether any mark is charged with a death."""
         if not self._deaths:
             return False
         self._forget(now_s)
         return bool(self._charged_marks())
 
-    def add(self, suspects: list[Suspect], sure: bool, now_s: float, worker: str = "") -> None:
+    def add_death(
+        self, suspects: list[Suspect], sure: bool, now_s: float, worker: str = ""
+    ) -> None:
         """Record a worker's death with the unproven calls that were running.
 
         `sure`: the worker had announced that one suspect ran alone. `worker` is its socket.
@@ -239,7 +241,7 @@ class Sources:
             self._report(death)
         suspect.deaths = []
 
-    def charge(self, suspect: Suspect) -> None:
+    def charge_suspect(self, suspect: Suspect) -> None:
         """Charge a suspect that has ended without showing that it is harmless."""
         for death in suspect.deaths:
             death.charged.update(suspect.marks)
@@ -273,7 +275,9 @@ class Sources:
 
     def pause_s(self, mark: str, now_s: float) -> float:
         """Return the remaining pause of a source with the verdict WAITS."""
-        last_s = max((one.at_s for one in self._deaths.values() if one.share(mark)), default=0.0)
+        last_s = max(
+            (one.at_s for one in self._deaths.values() if one.charged_share(mark)), default=0.0
+        )
         return max(0.0, last_s + self.whole_pause_s(mark, now_s) - now_s)
 
     def whole_pause_s(self, mark: str, now_s: float) -> float:
@@ -287,7 +291,7 @@ class Sources:
     def _weigh(self, mark: str, now_s: float, fade: float = _FADE) -> Charges:
         deaths = sure = vain = 0.0
         for death in self._deaths.values():
-            if share := death.share(mark, fade):
+            if share := death.charged_share(mark, fade):
                 share *= 0.5 ** ((now_s - death.at_s) / HALF_LIFE_S)
                 deaths += share
                 sure += share if death.sure else 0.0

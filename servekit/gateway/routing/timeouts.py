@@ -39,9 +39,9 @@ class Deadlines:
             self._timer.cancel()
         self._due_s = due_s
         wait_s = max(GRAIN_S, due_s - time.monotonic())
-        self._timer = self._loop.call_later(wait_s, self._look)
+        self._timer = self._loop.call_later(wait_s, self._expire_due)
 
-    def _look(self) -> None:
+    def _expire_due(self) -> None:
         self._timer, self._due_s = None, math.inf
         now = time.monotonic()
         for call in [call for call in self._calls if call.created_s + call.limit_s <= now]:

@@ -134,15 +134,15 @@ class WorkerConnection:
         """Return whether the worker starts no calls, because a suspect is or will be isolated."""
         return self.alone is not None or self._asked > 0
 
-    def suits(self, call: InflightRequest) -> bool:
+    def can_run(self, call: InflightRequest) -> bool:
         """Return whether the worker is connected and, for a started answer, of its generation."""
         if self.info is None or self.refuses:
             return False
         began = call.continuation
         return began is None or self.info.generation == base_generation(began)
 
-    def takes(self, call: InflightRequest) -> bool:
-        """Return whether a call that the worker `suits` may be sent now.
+    def has_slot_for(self, call: InflightRequest) -> bool:
+        """Return whether a call that the worker `can_run` may be sent now.
 
         A draining worker still accepts continuations, because no other worker of its generation may
         be left.
@@ -152,7 +152,7 @@ class WorkerConnection:
         begun = call.continuation is not None and not call.alone_until
         return begun and self.info is not None and len(self.calls) < self.info.slots
 
-    def ran(self, call: InflightRequest) -> bool:
+    def was_running(self, call: InflightRequest) -> bool:
         """Return whether an unproven call was running and not held; see `retry_policy`."""
         return self.alone == call.wire_id if call.alone_until else self.alone is None
 
@@ -177,7 +177,7 @@ class WorkerConnection:
             self.borrows = True
             self._tell_share(self._own_slots(self.info))
 
-    def ease(self) -> None:
+    def return_lent_slots(self) -> None:
         """Return lent slots once a slot of our share is free; called when no call waits.
 
         A gateway that borrows does not lend, and others may wait for what it does not use.
@@ -254,7 +254,7 @@ class WorkerConnection:
         if self._connection is not None:
             self._connection.send(WindowUpdate(call.wire_id, size_bytes))
 
-    def drop(self, call: InflightRequest) -> None:
+    def cancel_call(self, call: InflightRequest) -> None:
         """Cancel a call that runs here; its slot is free at once."""
         if self._forget(call.wire_id) is not None and self._connection is not None:
             harmless = call.proven
@@ -276,7 +276,7 @@ class WorkerConnection:
         """Remove a call, for whatever reason, and return it; None if it is not here."""
         call = self.calls.pop(wire_id, None)
         if call is not None and self.account is not None:
-            self.account.end(wire_id, call)
+            self.account.remove_call(wire_id, call)
         return call
 
     def _waits_no_more(self, wire_id: int) -> None:
@@ -291,7 +291,7 @@ class WorkerConnection:
         self._dialling.cancel()
         self._close_if_idle()
 
-    def reinstate(self) -> bool:
+    def undo_retire(self) -> bool:
         """Undo `retire`; return False if the connection is closed, or about to be."""
         if self.calls:
             self.wanted, self.refuses = True, False

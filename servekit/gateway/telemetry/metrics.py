@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from servekit import metrics
 from servekit.errors import REQUEST_ERRORS, ModelNotFound, RequestError
+from servekit.gateway.telemetry.observer import RequestObserver
 from servekit.protocol.metrics_messages import Counted, Series
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from servekit.gateway.routing.request import InflightRequest
     from servekit.gateway.routing.router import Router
     from servekit.gateway.telemetry.tracing import Tracer
+    from servekit.protocol.messages import Delta
 
 #: Adapters with a label of their own; further ones share `OTHER`. Clients that may load adapters
 #: choose their names, and each label takes memory here, at the supervisor and in Prometheus.
@@ -44,7 +46,7 @@ _tokens = metrics.TOKENS
 Figures = list[float]
 
 
-class RequestMeter:
+class RequestMeter(RequestObserver):
     """The counters of one model, adapter (or none) and operation.
 
     Times are of `time.monotonic`, in seconds.
@@ -63,8 +65,6 @@ class RequestMeter:
         "_wait",
         "_well",
     )
-
-    trace = ""  # W3C traceparent of the last attempt; "" if not traced
 
     def __init__(self, model: str, adapter: str, operation: str) -> None:
         self._labels = model, adapter, operation
@@ -86,47 +86,37 @@ class RequestMeter:
 
     # ---- events of a call
 
-    def sent(self, call: InflightRequest) -> None:
-        """Record that a call is sent to a worker for the first time."""
+    def on_sent(self, call: InflightRequest, *, again: bool) -> None:
+        """Record the time in the queue, or a retry or continuation."""
+        if again:
+            self._again[bool(call.emitted)] += 1
+            return
         waited = monotonic() - call.created_s
         self._wait[bisect_left(_wait, waited)] += 1
         self._wait[-1] += waited
 
-    def sent_again(self, call: InflightRequest) -> None:
-        """Record that a call is sent again: to another worker, or to its worker's successor."""
-        self._again[bool(call.emitted)] += 1
-
-    def lost(self, call: InflightRequest) -> None:
-        """Record that a call waits again, because its worker died or gave it back."""
-
-    def worked(self, times_ns: tuple[int, ...]) -> None:
-        """Record the worker's times of a traced call; see `Delta.times_ns`."""
-
-    def first(self, call: InflightRequest) -> float:
-        """Record a call's first token; return the time."""
-        now = monotonic()
-        took = now - call.created_s
+    def on_first_token(self, call: InflightRequest) -> None:
+        took = call.first_s - call.created_s
         self._first[bisect_left(_first, took)] += 1
         self._first[-1] += took
-        return now
 
-    def next(self, took_s: float, streams: int) -> None:
+    def count_tokens(self, took_s: float, streams: int) -> None:
         """Record new tokens of `streams` streams, each `took_s` after the stream's last token."""
         gaps = self._gaps
         gaps[bisect_left(_token, took_s)] += streams
         gaps[-1] += took_s * streams
 
-    def ended(
-        self, call: InflightRequest, outcome: str, prompt: int, cached: int, completion: int
-    ) -> None:
-        """Record the end of a call: its outcome, and its prompt, cached and completion tokens."""
+    def on_ended(self, call: InflightRequest, outcome: str, last: Delta | None) -> None:
+        """Record a call's outcome, its duration and its tokens."""
+        prompt = call.prompt_tokens
+        completion = len(call.emitted) if last is None else last.completion_tokens
         now = monotonic()
         caller = call.caller
         of = "" if caller is None else caller.rule.name, outcome
         account = self._accounts.get(of) or self._open(of)
         account[0] += 1
         account[1] += prompt
-        account[2] += cached
+        account[2] += call.cached_tokens
         account[3] += completion
         took = now - call.created_s
         durations = self._durations[outcome]
@@ -141,7 +131,7 @@ class RequestMeter:
             self._pace[bisect_left(_token, pace)] += 1
             self._pace[-1] += pace
 
-    def refused(self, key: str, outcome: str) -> None:
+    def count_refusal(self, key: str, outcome: str) -> None:
         """Record a request that was refused on arrival."""
         of = key, outcome
         (self._accounts.get(of) or self._open(of))[0] += 1
@@ -225,18 +215,20 @@ class RequestMetrics:
         #: Responses by path and status, counted by the protocol and `ErrorMiddleware`.
         self.answers: defaultdict[tuple[str | bytes, int], int] = defaultdict(int)
 
-    def meter(self, route: ModelQueue, call: InflightRequest) -> RequestMeter:
-        """Return the meter of a call that `route`, a base model's queue, has accepted."""
-        meter = self._of(route, call)
-        return meter if self.tracer is None else self.tracer.watch(meter, call, meter.operation)
+    def observe(self, route: ModelQueue, call: InflightRequest) -> None:
+        """Set the observers of a call that `route`, a base model's queue, has accepted."""
+        call.meter = meter = self._find_meter(route, call)
+        call.observers = (meter,) if call.caller is None else (meter, call.caller)
+        if self.tracer is not None:
+            call.observers += self.tracer.trace(call, meter.operation)
 
-    def _of(self, route: ModelQueue, call: InflightRequest) -> RequestMeter:
+    def _find_meter(self, route: ModelQueue, call: InflightRequest) -> RequestMeter:
         if not call.more:  # nearly all calls
             of = route.status.name, "", "text_completion" if call.messages is None else "chat"
             return self._meters.get(of) or self._make(*of)
-        return self._find(route.status.name, call.more.get("adapter", ""), call)
+        return self._find_labelled_meter(route.status.name, call.more.get("adapter", ""), call)
 
-    def refused(self, router: Router, call: InflightRequest, error: RequestError) -> None:
+    def count_refusal(self, router: Router, call: InflightRequest, error: RequestError) -> None:
         """Record a call that was refused on arrival."""
         try:
             route = router.find(call.model)
@@ -246,9 +238,9 @@ class RequestMetrics:
             model = route.base.status.name
             adapter = "" if route.base is route else route.status.name
         key = "" if call.caller is None else call.caller.rule.name
-        self._find(model, adapter, call).refused(key, error.code)
+        self._find_labelled_meter(model, adapter, call).count_refusal(key, error.code)
 
-    def _find(self, model: str, adapter: str, call: InflightRequest) -> RequestMeter:
+    def _find_labelled_meter(self, model: str, adapter: str, call: InflightRequest) -> RequestMeter:
         if call.messages is not None:
             operation = "chat"
         else:

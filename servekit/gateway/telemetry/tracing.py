@@ -10,7 +10,7 @@ worker gets it with the request, and passes it to a remote endpoint. Names and a
 of OpenTelemetry's semantic conventions for generative AI; spans contain no prompts and no answers.
 Calls of one HTTP request share a trace.
 
-The `RequestMeter` of a sampled request is wrapped here; other requests pay nothing.
+A sampled request has a `RequestTrace` as one more observer; other requests pay nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from servekit import __version__
-from servekit.gateway.telemetry.metrics import PROVIDER, RequestMeter, RequestMetrics
+from servekit.gateway.telemetry.metrics import PROVIDER, RequestMetrics
+from servekit.gateway.telemetry.observer import RequestObserver
 from servekit.protocol.access import Tracing
 
 if TYPE_CHECKING:
     from servekit.gateway.routing.request import InflightRequest
+    from servekit.protocol.messages import Delta
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -66,8 +68,8 @@ class Tracer:
         self._tracer = self._provider.get_tracer("servekit", __version__)
         self._w3c = TraceContextTextMapPropagator()
 
-    def watch(self, meter: RequestMeter, call: InflightRequest, operation: str) -> RequestMeter:
-        """Return the meter of a new call, wrapped in a `Traced` if the call is sampled."""
+    def trace(self, call: InflightRequest, operation: str) -> tuple[RequestTrace, ...]:
+        """Begin the trace of a new call; return its observer, none if the call is not sampled."""
         from opentelemetry import trace
 
         origin = call.origin
@@ -91,8 +93,8 @@ class Tracer:
         if origin is not None and origin.context is None:
             origin.context = trace.set_span_in_context(root, context)
         if not root.is_recording():
-            return meter
-        return Traced(meter, self, root, began_ns)
+            return ()
+        return (RequestTrace(self, root, began_ns),)
 
     def span(self, name: str, parent: Any, **more: Any) -> Any:
         """Start a span under `parent`."""
@@ -105,7 +107,7 @@ class Tracer:
         self._provider.force_flush(int(1000 * FLUSH_S))
 
 
-def follow(measures: RequestMetrics, rules: Tracing, gateway: str) -> None:
+def apply_rules(measures: RequestMetrics, rules: Tracing, gateway: str) -> None:
     """Adopt these tracing rules."""
     now = measures.tracer
     if rules == (Tracing() if now is None else now.rules):
@@ -117,28 +119,19 @@ def follow(measures: RequestMetrics, rules: Tracing, gateway: str) -> None:
         log.error("tracing_unavailable", error=str(error))
 
 
-class Traced(RequestMeter):
-    """The meter of one sampled call: forwards to the given meter, and creates the call's spans."""
+class RequestTrace(RequestObserver):
+    """The spans of one sampled call."""
 
-    __slots__ = ("_attempt", "_meter", "_queue", "_root", "_tracer", "trace")
+    __slots__ = ("_attempt", "_queue", "_root", "_tracer")
 
-    def __init__(self, meter: RequestMeter, tracer: Tracer, root: Any, began_ns: int) -> None:
-        self._meter = meter
+    def __init__(self, tracer: Tracer, root: Any, began_ns: int) -> None:
         self._tracer = tracer
         self._root = root
         self._attempt: Any = None
         self._queue: Any = tracer.span("queue", root, start_time=began_ns)
-        self.trace = ""
 
-    def sent(self, call: InflightRequest) -> None:
-        self._meter.sent(call)
-        self._begin(call)
-
-    def sent_again(self, call: InflightRequest) -> None:
-        self._meter.sent_again(call)
-        self._begin(call)
-
-    def _begin(self, call: InflightRequest) -> None:
+    def on_sent(self, call: InflightRequest, *, again: bool) -> None:
+        """End the queue span, and start the attempt's, which the worker continues."""
         from opentelemetry.trace import SpanKind
 
         if self._queue is not None:
@@ -150,22 +143,18 @@ class Traced(RequestMeter):
             f"worker {name}", self._root, kind=SpanKind.CLIENT, attributes=attributes
         )
         of = self._attempt.get_span_context()
-        self.trace = f"00-{of.trace_id:032x}-{of.span_id:016x}-{of.trace_flags:02x}"
+        call.trace = f"00-{of.trace_id:032x}-{of.span_id:016x}-{of.trace_flags:02x}"
 
-    def lost(self, call: InflightRequest) -> None:
+    def on_requeued(self, call: InflightRequest) -> None:
         """End the attempt's span with an error, and start a new queue span."""
         self._fail(self._attempt, "worker_lost")
         self._attempt = None
         self._queue = self._tracer.span("queue", self._root)
 
-    def first(self, call: InflightRequest) -> float:
+    def on_first_token(self, call: InflightRequest) -> None:
         self._root.add_event("first token")
-        return self._meter.first(call)
 
-    def next(self, took_s: float, streams: int) -> None:
-        self._meter.next(took_s, streams)
-
-    def worked(self, times_ns: tuple[int, ...]) -> None:
+    def _add_engine_span(self, times_ns: tuple[int, ...]) -> None:
         """Create the engine's span from the times of its start, first token and last token."""
         if len(times_ns) != 4 or self._attempt is None:
             return
@@ -174,19 +163,20 @@ class Traced(RequestMeter):
         span.add_event("first token", timestamp=first)
         span.end(end_time=ended)
 
-    def ended(
-        self, call: InflightRequest, outcome: str, prompt: int, cached: int, completion: int
-    ) -> None:
-        self._meter.ended(call, outcome, prompt, cached, completion)
+    def on_ended(self, call: InflightRequest, outcome: str, last: Delta | None) -> None:
+        """End all spans, with the usage and the outcome."""
+        if last is not None:
+            self._add_engine_span(last.times_ns)
+        completion = len(call.emitted) if last is None else last.completion_tokens
         well = outcome in _WELL
         for span in (self._queue, self._attempt):
             if span is not None:
                 self._end(span, "" if well else outcome)
         root = self._root
-        root.set_attribute("gen_ai.usage.input_tokens", prompt)
+        root.set_attribute("gen_ai.usage.input_tokens", call.prompt_tokens)
         root.set_attribute("gen_ai.usage.output_tokens", completion)
-        if cached:
-            root.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
+        if call.cached_tokens:
+            root.set_attribute("gen_ai.usage.cache_read.input_tokens", call.cached_tokens)
         if well:
             root.set_attribute("gen_ai.response.finish_reasons", (outcome,))
         self._end(root, "" if well else outcome)

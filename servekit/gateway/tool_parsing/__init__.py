@@ -23,30 +23,30 @@ from servekit.gateway.tool_parsing.lark import after_thoughts
 from servekit.gateway.tool_parsing.registry import FAMILIES, begins_thinking, parser
 from servekit.gateway.tool_parsing.schema_formats import without_unknown_formats
 from servekit.gateway.tool_parsing.tool_definitions import (
-    Choice,
     Tool,
+    ToolChoice,
     check_tools,
     choice_by_word,
-    choose,
+    parse_tool_choice,
 )
 from servekit.gateway.tool_parsing.tool_grammar import tool_grammar
 
 __all__ = [
     "FAMILIES",
     "CallArguments",
-    "Choice",
     "Event",
     "Parser",
     "Reasoning",
     "Text",
     "Tool",
     "ToolCallStart",
+    "ToolChoice",
     "after_thoughts",
     "begins_thinking",
     "check_tools",
     "choice_by_word",
-    "choose",
     "is_json",
+    "parse_tool_choice",
     "parser",
     "tool_grammar",
     "without_unknown_formats",

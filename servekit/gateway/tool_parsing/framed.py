@@ -18,27 +18,27 @@ from servekit.protocol.tool_formats import ARGUMENTS, CALL, MARKS, NAME, THOUGHT
 def read_framed(scanner: IncrementalScanner, dialect: Dialect, *, reasoning: bool) -> Script[None]:
     """Read all parts. Reasoning that is not wanted becomes text between the dialect's tags."""
     calls = Calls(scanner)
-    tell: Callable[[str], None] = scanner.say
+    tell: Callable[[str], None] = scanner.emit_text
     closing = ""
-    while mark := (yield from scanner.find(tuple(MARKS), tell, strip=False)):
+    while mark := (yield from scanner.read_until_marker(tuple(MARKS), tell, strip=False)):
         scanner.at += len(mark)
-        scanner.say(closing)
-        tell, closing = scanner.say, ""
+        scanner.emit_text(closing)
+        tell, closing = scanner.emit_text, ""
         if mark == CALL:
             yield from _read_start(scanner, calls)
             tell = calls.argue
         elif mark == THOUGHT and reasoning:
-            tell = partial(scanner.say, kind=Reasoning)
+            tell = partial(scanner.emit_text, kind=Reasoning)
         elif mark == THOUGHT:
-            scanner.say(f"{dialect.think_begin}\n")
+            scanner.emit_text(f"{dialect.think_begin}\n")
             closing = f"\n{dialect.think_end}\n\n"
-    scanner.say(closing)
+    scanner.emit_text(closing)
 
 
 def _read_start(scanner: IncrementalScanner, calls: Calls) -> Script[None]:
     try:
-        id, _ = yield from scanner.until(NAME)
-        name, _ = yield from scanner.until(ARGUMENTS)
-        calls.begin(name, id)
+        id, _ = yield from scanner.read_through_marker(NAME)
+        name, _ = yield from scanner.read_through_marker(ARGUMENTS)
+        calls.start_call(name, id)
     except ParseError:  # the answer was cut off before the call's name and id were complete
         scanner.at = len(scanner.text)

@@ -61,7 +61,7 @@ class Syntax:
 
         def write(name: str, schema: dict[str, Any]) -> str:
             head = f'{{"name": {json.dumps(name)}, "{key}": '
-            return f"{self.lark.text(head)} {self.lark.json(schema)} {self.lark.text('}')}"
+            return f"{self.lark.literal(head)} {self.lark.json(schema)} {self.lark.literal('}')}"
 
         return self.any_tool(write)
 
@@ -69,8 +69,8 @@ class Syntax:
         """Return a rule for a name and JSON between markers; "{}" stands for the name."""
 
         def write(name: str, schema: dict[str, Any]) -> str:
-            head = self.lark.text(*(part.replace("{}", name) for part in before))
-            return f"{head} {self.lark.json(schema)} {self.lark.text(*behind)}".rstrip()
+            head = self.lark.literal(*(part.replace("{}", name) for part in before))
+            return f"{head} {self.lark.json(schema)} {self.lark.literal(*behind)}".rstrip()
 
         return self.any_tool(write)
 
@@ -83,19 +83,20 @@ Writer = Callable[[Syntax], tuple[str, str]]
 
 def _write_hermes(syntax: Syntax) -> tuple[str, str]:
     lark, begin, end = syntax.lark, "<tool_call>", "</tool_call>"
-    call = f"{lark.text(chr(10))} {syntax.in_json('arguments')} {lark.text(chr(10), end)}"
-    return begin, join_parts(call, lark.text("\n", begin), syntax.many)
+    call = f"{lark.literal(chr(10))} {syntax.in_json('arguments')} {lark.literal(chr(10), end)}"
+    return begin, join_parts(call, lark.literal("\n", begin), syntax.many)
 
 
 def _write_template(syntax: Syntax) -> tuple[str, str]:
     lark, dialect = syntax.lark, syntax.dialect
     call = syntax.in_json("arguments")
-    listed = f"{lark.text('[')} {join_parts(call, lark.text(', '), syntax.many)} {lark.text(']')}"
-    rows = join_parts(call, lark.text("\n"), syntax.many)
+    calls = join_parts(call, lark.literal(", "), syntax.many)
+    listed = f"{lark.literal('[')} {calls} {lark.literal(']')}"
+    rows = join_parts(call, lark.literal("\n"), syntax.many)
     space = lark.space()
     inner = f"{space} {one_of([listed, rows])}"
     return dialect.tool_begin, (
-        f"{inner} {space} {lark.text(dialect.tool_end)}" if dialect.tool_end else inner
+        f"{inner} {space} {lark.literal(dialect.tool_end)}" if dialect.tool_end else inner
     )
 
 
@@ -105,16 +106,16 @@ def _write_llama(syntax: Syntax) -> tuple[str, str]:
 
 
 def _bare_json(syntax: Syntax) -> tuple[str, str]:
-    return "", join_parts(syntax.in_json("arguments"), syntax.lark.text("\n"), syntax.many)
+    return "", join_parts(syntax.in_json("arguments"), syntax.lark.literal("\n"), syntax.many)
 
 
 def _write_mistral(syntax: Syntax) -> tuple[str, str]:
     lark, begin = syntax.lark, "[TOOL_CALLS]"
     if "[ARGS]" in dict(syntax.dialect.tokens):
         call = syntax.around(["{}", "[ARGS]"], [])
-        return begin, join_parts(call, lark.text(begin), syntax.many)
-    calls = join_parts(syntax.in_json("arguments"), lark.text(", "), syntax.many)
-    return begin, f"{lark.space()} {lark.text('[')} {calls} {lark.text(']')}"
+        return begin, join_parts(call, lark.literal(begin), syntax.many)
+    calls = join_parts(syntax.in_json("arguments"), lark.literal(", "), syntax.many)
+    return begin, f"{lark.space()} {lark.literal('[')} {calls} {lark.literal(']')}"
 
 
 # ---------------------------------------------------------------- a name and JSON
@@ -125,8 +126,8 @@ def _write_deepseek(syntax: Syntax) -> tuple[str, str]:
     lark = syntax.lark
     v3 = syntax.around([begin, "function", sep, "{}\n```json\n"], ["\n```", end])
     plain = syntax.around([begin, "{}", sep], [end])
-    close = lark.text("<｜tool▁calls▁end｜>")
-    rows = f"{join_parts(v3, lark.text(chr(10)), syntax.many)} {close}"
+    close = lark.literal("<｜tool▁calls▁end｜>")
+    rows = f"{join_parts(v3, lark.literal(chr(10)), syntax.many)} {close}"
     return "<｜tool▁calls▁begin｜>", one_of([rows, f"{plain}{'+' if syntax.many else ''} {close}"])
 
 
@@ -135,24 +136,27 @@ def _write_kimi(syntax: Syntax) -> tuple[str, str]:
     number = lark.rule("/[0-9]{1,2}/")
 
     def write(name: str, schema: dict[str, Any]) -> str:
-        head = lark.text("<|tool_call_begin|>", f"functions.{name}:")
-        between, end = lark.text("<|tool_call_argument_begin|>"), lark.text("<|tool_call_end|>")
+        head = lark.literal("<|tool_call_begin|>", f"functions.{name}:")
+        between, end = (
+            lark.literal("<|tool_call_argument_begin|>"),
+            lark.literal("<|tool_call_end|>"),
+        )
         return f"{head} {number} {between} {lark.json(schema)} {end}"
 
     calls = syntax.any_tool(write) + ("+" if syntax.many else "")
-    return "<|tool_calls_section_begin|>", f"{calls} {lark.text('<|tool_calls_section_end|>')}"
+    return "<|tool_calls_section_begin|>", f"{calls} {lark.literal('<|tool_calls_section_end|>')}"
 
 
 def _write_function(syntax: Syntax) -> tuple[str, str]:
     begin = "<function="
     call = syntax.around(["{}>"], ["</function>"])
-    return begin, join_parts(call, syntax.lark.text(begin), syntax.many)
+    return begin, join_parts(call, syntax.lark.literal(begin), syntax.many)
 
 
 def _write_harmony(syntax: Syntax) -> tuple[str, str]:
     # a call ends the turn
     head = [" to=functions.{} ", "<|constrain|>", "json", "<|message|>"]
-    return "<|channel|>", f"{syntax.lark.text('commentary')} {syntax.around(head, [])}"
+    return "<|channel|>", f"{syntax.lark.literal('commentary')} {syntax.around(head, [])}"
 
 
 # ---------------------------------------------------------------- tags
@@ -164,47 +168,50 @@ def _write_tagged(tags: Tags) -> Writer:
         begin = dialect.tool_begin or tags.outer_begin
         end = dialect.tool_end if dialect.tool_begin else tags.outer_end
         call = syntax.any_tool(lambda name, schema: _tagged_call(syntax, tags, name, schema))
-        line = lark.text("\n")
+        line = lark.literal("\n")
         if tags is INVOKE:  # one pair of outer tags holds all calls
             calls = join_parts(f"{line} {call}", "", syntax.many).replace("  ", " ")
-            return begin, f"{calls} {lark.text(chr(10), end)}"
-        one = f"{line}? {call} {line}? {lark.text(end)}"
-        return begin, join_parts(one, f"{line}? {lark.text(begin)}", syntax.many)
+            return begin, f"{calls} {lark.literal(chr(10), end)}"
+        one = f"{line}? {call} {line}? {lark.literal(end)}"
+        return begin, join_parts(one, f"{line}? {lark.literal(begin)}", syntax.many)
 
     return write_all
 
 
 def _tagged_call(syntax: Syntax, tags: Tags, name: str, schema: Mapping[str, Any]) -> str:
     lark = syntax.lark
-    line = lark.text("\n")
-    head = lark.text(tags.name[0] + name + tags.name[1])
+    line = lark.literal("\n")
+    head = lark.literal(tags.name[0] + name + tags.name[1])
     required = _list_required(schema)
     arguments = []
     for key, value in properties_of(schema).items():
         part = f"{line}? {_tagged_argument(lark, tags, key, _with_defs(value, schema), schema)}"
         arguments.append(part if key in required else f"({part})?")
     if "properties" not in schema:  # arguments of any name
-        value = f"{lark.until(tags.key[1])} {lark.text(tags.value[0])} {lark.until(tags.value[1])}"
-        arguments.append(f"({line}? {lark.text(tags.key[0])} {value})*")
-    tail = f"{line}? {lark.text(tags.end)}" if tags.end else ""
+        begin, end = lark.literal(tags.value[0]), lark.text_through_marker(tags.value[1])
+        value = f"{lark.text_through_marker(tags.key[1])} {begin} {end}"
+        arguments.append(f"({line}? {lark.literal(tags.key[0])} {value})*")
+    tail = f"{line}? {lark.literal(tags.end)}" if tags.end else ""
     return " ".join(part for part in (head, *arguments, tail) if part)
 
 
 def _tagged_argument(lark: Lark, tags: Tags, key: str, schema: Any, root: Mapping[str, Any]) -> str:
     """Return the rule of one argument; unquoted text is free up to the closing tag."""
-    line = lark.text("\n")
+    line = lark.literal("\n")
     if tags.value[0]:
-        head = f"{lark.text(tags.key[0], key, tags.key[1])} {line}? {lark.text(tags.value[0])}"
+        head = (
+            f"{lark.literal(tags.key[0], key, tags.key[1])} {line}? {lark.literal(tags.value[0])}"
+        )
     else:
-        head = lark.text(tags.key[0] + key + tags.key[1])
+        head = lark.literal(tags.key[0] + key + tags.key[1])
     kind = list_kinds(schema, root)
     if kind == {"text"} and "enum" in schema:
         written = one_of([json.dumps(value, ensure_ascii=False) for value in schema["enum"]])
     elif "text" in kind:
-        return f"{head} {lark.until(tags.value[1])}"
+        return f"{head} {lark.text_through_marker(tags.value[1])}"
     else:
         written = lark.json(schema)
-    return f"{head} {line}? {written} {line}? {lark.text(tags.value[1])}"
+    return f"{head} {line}? {written} {line}? {lark.literal(tags.value[1])}"
 
 
 def _list_required(schema: Mapping[str, Any]) -> list[Any]:
@@ -225,22 +232,25 @@ def _with_defs(schema: Any, root: Mapping[str, Any]) -> Any:
 def _write_pythonic(syntax: Syntax) -> tuple[str, str]:
     lark, dialect = syntax.lark, syntax.dialect
     call = syntax.any_tool(lambda name, schema: _python_call(lark, name, schema))
-    calls = f"{lark.text('[')} {join_parts(call, lark.text(', '), syntax.many)} {lark.text(']')}"
+    calls = join_parts(call, lark.literal(", "), syntax.many)
+    calls = f"{lark.literal('[')} {calls} {lark.literal(']')}"
     known = dict(dialect.tokens)
     own = [pair for pair in PYTHON_MARKERS.items() if pair[0] in known]
     begin, end = (
         (dialect.tool_begin, dialect.tool_end) if dialect.tool_begin else (*own, ("", ""))[0]
     )
-    return begin, f"{calls} {lark.text(end)}".rstrip()
+    return begin, f"{calls} {lark.literal(end)}".rstrip()
 
 
 def _python_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
     """Return the rule of f(a=1, b="x"), with the arguments in the order of the schema."""
     required = _list_required(schema)
     properties = list(properties_of(schema).items())
-    parts = [f"{lark.text(f'{key}=')} {lark.json(_with_defs(v, schema))}" for key, v in properties]
+    parts = [
+        f"{lark.literal(f'{key}=')} {lark.json(_with_defs(v, schema))}" for key, v in properties
+    ]
     needed = [key in required for key, _ in properties]
-    comma, tails = lark.text(", "), [""]
+    comma, tails = lark.literal(", "), [""]
     for part, must in zip(reversed(parts), reversed(needed), strict=True):
         own = f"{comma} {part}" if must else f"({comma} {part})?"
         tails.insert(0, lark.rule(f"{own} {tails[0]}".rstrip()))
@@ -248,7 +258,7 @@ def _python_call(lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
     stop = needed.index(True) + 1 if True in needed else len(first)
     begins = one_of(first[:stop]) if first else ""
     inner = f"({begins})?" if begins and True not in needed else begins
-    return " ".join(p for p in (lark.text(f"{name}("), inner, lark.text(")")) if p)
+    return " ".join(p for p in (lark.literal(f"{name}("), inner, lark.literal(")")) if p)
 
 
 #: The writers by `Dialect.tools`.

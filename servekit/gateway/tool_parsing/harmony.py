@@ -47,7 +47,7 @@ def _read_header(scanner: IncrementalScanner) -> Script[str]:
     yield from scanner.expect(*_HEADERS)
     scanner.rewind()
     scanner.mark()
-    header, _ = yield from scanner.until("<|message|>")
+    header, _ = yield from scanner.read_through_marker("<|message|>")
     return header
 
 
@@ -56,12 +56,12 @@ def _read_message(
 ) -> Script[None]:
     channel = _CHANNEL.search(header)
     recipient = _RECIPIENT.search(header)
-    tell: Callable[[str], None] = scanner.say
+    tell: Callable[[str], None] = scanner.emit_text
     if recipient is not None and tools:
         yield from _read_call(scanner, calls, recipient.group(1))
     elif channel is not None and channel.group(1) == "analysis":
-        tell = partial(scanner.say, kind=Reasoning)
-    found = yield from scanner.find(_ENDS, tell, strip=recipient is not None)
+        tell = partial(scanner.emit_text, kind=Reasoning)
+    found = yield from scanner.read_until_marker(_ENDS, tell, strip=recipient is not None)
     if found and found != "<|start|>":
         yield from scanner.skip_space()
         yield from scanner.expect(found)
@@ -69,7 +69,7 @@ def _read_message(
 
 def _read_call(scanner: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
     """Read arguments as far as they are JSON; the rest of the message is text."""
-    calls.begin(name)
+    calls.start_call(name)
     following = yield from scanner.skip_space()
     if following == "{":
         with suppress(ParseError):

@@ -44,7 +44,7 @@ class IncrementalScanner:
         self.ended = False
         self.cut = False  # a limit or a stop string ended the text
         self.events: list[Event] = []
-        #: While `find` waits for text: the first letters of its markers, and its `tell`.
+        #: While `read_until_marker` waits: the first letters of its markers, and its `tell`.
         self.finding: tuple[frozenset[str], Callable[[str], None]] | None = None
         self._mark: int | None = None
 
@@ -59,7 +59,7 @@ class IncrementalScanner:
             self._mark = 0
 
     def pass_on(self, text: str) -> bool:
-        """Consume text in which `find` would find nothing; return False if that is not sure.
+        """Consume text that begins no marker; return False if that is not sure.
 
         Nearly all text within an answer is such text, and resuming the script costs more.
         """
@@ -92,7 +92,7 @@ class IncrementalScanner:
         """Return the text read since the mark."""
         return "" if self._mark is None else self.text[self._mark : self.at]
 
-    def hold(self, more: int = 0) -> None:
+    def limit_held_text(self, more: int = 0) -> None:
         """Raise ParseError if too much text is held back since the mark."""
         if self._mark is not None and self.at + more - self._mark > MAX_HELD:
             raise ParseError
@@ -102,7 +102,7 @@ class IncrementalScanner:
     def emit(self, event: Event) -> None:
         self.events.append(event)
 
-    def say(self, text: str, kind: type[Text] | type[Reasoning] = Text) -> None:
+    def emit_text(self, text: str, kind: type[Text] | type[Reasoning] = Text) -> None:
         """Emit text, joined to the previous event if that has the same kind."""
         if not text:
             return
@@ -121,7 +121,7 @@ class IncrementalScanner:
             yield
         return self.text[self.at]
 
-    def take(self, *markers: str) -> Script[str]:
+    def take_marker(self, *markers: str) -> Script[str]:
         """Consume and return the marker of `markers` that comes next; return "" if none does."""
         while True:
             rest = self.text[self.at : self.at + max(map(len, markers))]
@@ -134,8 +134,8 @@ class IncrementalScanner:
             yield
 
     def expect(self, *markers: str) -> Script[str]:
-        """Consume a marker like `take`; raise ParseError if none comes next."""
-        found = yield from self.take(*markers)
+        """Consume a marker like `take_marker`; raise ParseError if none comes next."""
+        found = yield from self.take_marker(*markers)
         if not found:
             raise ParseError
         return found
@@ -149,7 +149,7 @@ class IncrementalScanner:
             self.at += 1
             limit -= 1
 
-    def name(self) -> Script[str]:
+    def read_name(self) -> Script[str]:
         """Consume and return the name of a tool or argument, with white space around it.
 
         Raises ParseError if there is no name.
@@ -177,7 +177,7 @@ class IncrementalScanner:
                 return False
             yield
 
-    def find(
+    def read_until_marker(
         self, markers: Sequence[str], tell: Callable[[str], None], *, strip: bool = True
     ) -> Script[str]:
         """Consume all text before the first of `markers`, hand it to `tell`, and return the marker.
@@ -213,7 +213,7 @@ class IncrementalScanner:
         size = count_begun(self.text, start, markers)
         return 0 if self.cut and size < LEAST_OF_MARKER else size
 
-    def until(self, *markers: str) -> Script[tuple[str, str]]:
+    def read_through_marker(self, *markers: str) -> Script[tuple[str, str]]:
         """Consume all text before the first of `markers` and the marker; return both.
 
         Raises ParseError if no marker comes.
@@ -222,9 +222,9 @@ class IncrementalScanner:
 
         def tell(text: str) -> None:
             pieces.append(text)
-            self.hold(len(text))
+            self.limit_held_text(len(text))
 
-        found = yield from self.find(markers, tell, strip=False)
+        found = yield from self.read_until_marker(markers, tell, strip=False)
         if not found:
             raise ParseError
         self.at += len(found)

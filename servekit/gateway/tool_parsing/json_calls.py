@@ -27,9 +27,9 @@ def json_calls(begin: str = "", end: str = "") -> Body:
 
 
 def _read_calls(scanner: IncrementalScanner, calls: Calls, *, begin: str, end: str) -> Script[None]:
-    marked = bool(begin and (yield from scanner.take(begin)))
+    marked = bool(begin and (yield from scanner.take_marker(begin)))
     yield from scanner.skip_space()
-    listed = yield from scanner.take("[")
+    listed = yield from scanner.take_marker("[")
     while True:
         yield from scanner.skip_space()
         yield from _read_call(scanner, calls, strict=not marked)
@@ -46,7 +46,7 @@ def _read_calls(scanner: IncrementalScanner, calls: Calls, *, begin: str, end: s
 def _has_another(scanner: IncrementalScanner) -> Script[bool]:
     """Return whether another object follows, after a comma, a semicolon or nothing."""
     yield from scanner.skip_space()
-    yield from scanner.take(",", ";")
+    yield from scanner.take_marker(",", ";")
     return (yield from scanner.skip_space()) == "{"
 
 
@@ -66,7 +66,7 @@ def _read_call(scanner: IncrementalScanner, calls: Calls, *, strict: bool) -> Sc
     while (key := (yield from _read_key(scanner))) is not None:
         if key in _NAMES and not name:
             name = yield from _read_string(scanner)
-            calls.name(name)
+            calls.record_name(name)
         elif key not in _ARGUMENTS or waiting or calls.count > known:
             calls.doubtful |= strict and calls.count == known
             yield from _collect_value(scanner)
@@ -74,21 +74,21 @@ def _read_call(scanner: IncrementalScanner, calls: Calls, *, strict: bool) -> Sc
             yield from _read_arguments(scanner, calls, name)
         else:
             waiting = yield from _collect_value(scanner)
-        scanner.hold()
+        scanner.limit_held_text()
     if calls.count == known:
         if strict and not waiting:
             raise ParseError
         written = _as_object(waiting or "{}")
-        calls.begin(name)
+        calls.start_call(name)
         calls.argue(written)
 
 
 def _read_key(scanner: IncrementalScanner) -> Script[str | None]:
     """Return the next member's key, with its colon consumed; None at the end of the object."""
     yield from scanner.skip_space()
-    yield from scanner.take(",")
+    yield from scanner.take_marker(",")
     yield from scanner.skip_space()
-    if (yield from scanner.take("}")):
+    if (yield from scanner.take_marker("}")):
         return None
     key = yield from _read_string(scanner)
     yield from scanner.skip_space()
@@ -99,11 +99,11 @@ def _read_key(scanner: IncrementalScanner) -> Script[str | None]:
 def _read_arguments(scanner: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
     """Read the arguments after their name: an object is passed on as it arrives."""
     if (yield from scanner.skip_space()) == "{":
-        calls.begin(name)
+        calls.start_call(name)
         yield from scanner.json(calls.argue)
         return
     written = _as_object((yield from _collect_value(scanner)))
-    calls.begin(name)
+    calls.start_call(name)
     calls.argue(written)
 
 
@@ -140,7 +140,7 @@ def _collect_value(scanner: IncrementalScanner) -> Script[str]:
 
     def tell(text: str) -> None:
         pieces.append(text)
-        scanner.hold()
+        scanner.limit_held_text()
 
     yield from scanner.json(tell)
     return "".join(pieces)

@@ -47,7 +47,7 @@ class Lark:
 
     # ---- parts
 
-    def text(self, *parts: str) -> str:
+    def literal(self, *parts: str) -> str:
         """Return the expression for literal text and markers; each part is one or the other."""
         return " ".join(self._part(part) for part in parts if part)
 
@@ -55,7 +55,7 @@ class Lark:
         token = self._tokens.get(part)
         return json.dumps(part, ensure_ascii=False) if token is None else f"<[{token}]>"
 
-    def until(self, marker: str) -> str:
+    def text_through_marker(self, marker: str) -> str:
         """Return the expression for any text up to and including the first `marker`."""
         if marker in self._tokens:
             return f"{self.rule('/(?s:.*)/')} {self._part(marker)}"
@@ -90,10 +90,10 @@ def write_thoughts(lark: Lark, dialect: Dialect, begun: bool) -> str:
     """Return the expression for reasoning, optional unless the prompt has begun it."""
     if not dialect.think_end:
         return ""
-    inner = f"{lark.until(dialect.think_end)} {lark.space()}"
+    inner = f"{lark.text_through_marker(dialect.think_end)} {lark.space()}"
     if begun:
         return inner
-    return f"({lark.text(dialect.think_begin)} {inner})?"
+    return f"({lark.literal(dialect.think_begin)} {inner})?"
 
 
 def after_thoughts(dialect: Dialect, grammar: Grammar, begun: bool) -> Grammar:
@@ -103,7 +103,7 @@ def after_thoughts(dialect: Dialect, grammar: Grammar, begun: bool) -> Grammar:
     """
     lark = Lark(dialect)
     if dialect.tools == "harmony":
-        before = harmony_thoughts(lark) + " " + lark.text("<|channel|>", "final", "<|message|>")
+        before = harmony_thoughts(lark) + " " + lark.literal("<|channel|>", "final", "<|message|>")
     else:
         before = write_thoughts(lark, dialect, begun)
     if not before:
@@ -122,5 +122,7 @@ def after_thoughts(dialect: Dialect, grammar: Grammar, begun: bool) -> Grammar:
 
 def harmony_thoughts(lark: Lark) -> str:
     """Return the expression for gpt-oss' reasoning channel, and the next message's start."""
-    head = lark.text("<|channel|>", "analysis", "<|message|>")
-    return f"({head} {lark.until('<|end|>')} {lark.text('<|start|>', 'assistant')})?"
+    head = lark.literal("<|channel|>", "analysis", "<|message|>")
+    return (
+        f"({head} {lark.text_through_marker('<|end|>')} {lark.literal('<|start|>', 'assistant')})?"
+    )

@@ -69,7 +69,7 @@ def _make_family(named: Named) -> Family:
 
 
 def _read_calls(scanner: IncrementalScanner, calls: Calls, *, named: Named) -> Script[None]:
-    outer = bool(named.outer_begin and (yield from scanner.take(named.outer_begin)))
+    outer = bool(named.outer_begin and (yield from scanner.take_marker(named.outer_begin)))
     while True:
         yield from scanner.skip_space()
         yield from scanner.expect(named.begin)
@@ -84,19 +84,19 @@ def _marker_follows(scanner: IncrementalScanner, marker: str) -> Script[bool]:
     """Return whether a marker follows after white space; set a mark, and consume nothing."""
     scanner.mark()
     yield from scanner.skip_space()
-    found = yield from scanner.take(marker)
+    found = yield from scanner.take_marker(marker)
     scanner.rewind()
     scanner.mark()
     return bool(found)
 
 
 def _read_call(scanner: IncrementalScanner, calls: Calls, named: Named) -> Script[None]:
-    name = yield from scanner.name()
+    name = yield from scanner.read_name()
     yield from scanner.expect(named.between)
     fenced = named is _DEEPSEEK and name == "function"
     if fenced:  # V3 and R1: function<sep>name, then the arguments in a code block
-        name = yield from scanner.name()
-        yield from scanner.take("```json")
+        name = yield from scanner.read_name()
+        yield from scanner.take_marker("```json")
     elif named is _KIMI and (found := _KIMI_NAME.fullmatch(name)):
         name = found.group(1)
     yield from _read_arguments(scanner, calls, name)
@@ -106,10 +106,10 @@ def _read_call(scanner: IncrementalScanner, calls: Calls, named: Named) -> Scrip
 
 
 def _read_arguments(scanner: IncrementalScanner, calls: Calls, name: str) -> Script[None]:
-    calls.name(name)
+    calls.record_name(name)
     if (yield from scanner.skip_space()) != "{":
         raise ParseError
-    calls.begin(name)
+    calls.start_call(name)
     yield from scanner.json(calls.argue)
 
 
@@ -124,10 +124,10 @@ def _read_mistral(scanner: IncrementalScanner, calls: Calls) -> Script[None]:
     while True:
         yield from scanner.skip_space()
         yield from scanner.expect(_MISTRAL)
-        name = yield from scanner.name()
-        if (yield from scanner.take("[CALL_ID]")):
-            yield from scanner.name()
-        yield from scanner.take("[ARGS]")
+        name = yield from scanner.read_name()
+        if (yield from scanner.take_marker("[CALL_ID]")):
+            yield from scanner.read_name()
+        yield from scanner.take_marker("[ARGS]")
         yield from _read_arguments(scanner, calls, name)
         if not (yield from _marker_follows(scanner, _MISTRAL)):
             return

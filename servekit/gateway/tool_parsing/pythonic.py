@@ -36,14 +36,14 @@ def make_pythonic(begin: str, end: str) -> Family:
 def _read_calls(
     scanner: IncrementalScanner, calls: Calls, *, markers: dict[str, str]
 ) -> Script[None]:
-    marker = yield from scanner.take(*markers)
+    marker = yield from scanner.take_marker(*markers)
     yield from scanner.skip_space()
     yield from scanner.expect("[")
     while True:
         yield from _read_call(scanner, calls)
         scanner.mark()
         yield from scanner.skip_space()
-        if not (yield from scanner.take(",")):
+        if not (yield from scanner.take_marker(",")):
             break
     scanner.rewind()
     yield from read_close(scanner, "]")
@@ -52,23 +52,23 @@ def _read_calls(
 
 
 def _read_call(scanner: IncrementalScanner, calls: Calls) -> Script[None]:
-    name = yield from scanner.name()
+    name = yield from scanner.read_name()
     yield from scanner.expect("(")
     yield from scanner.skip_space()
-    calls.name(name)
+    calls.record_name(name)
     before = "{"
-    while not (yield from scanner.take(")")):
-        key = yield from scanner.name()
+    while not (yield from scanner.take_marker(")")):
+        key = yield from scanner.read_name()
         yield from scanner.expect("=")
         value = _as_json((yield from _read_literal(scanner)))
         if before == "{":
-            calls.begin(name)
+            calls.start_call(name)
         calls.argue(f"{before}{json.dumps(key)}: {value}")
         before = ", "
-        yield from scanner.take(",")
+        yield from scanner.take_marker(",")
         yield from scanner.skip_space()
     if before == "{":
-        calls.begin(name)
+        calls.start_call(name)
         calls.argue(before)
     calls.argue("}")
 

@@ -133,14 +133,14 @@ def read_thoughts(scanner: IncrementalScanner, begin: str, end: str, at_once: bo
     """
     scanner.mark()
     yield from scanner.skip_space(MAX_SPACE)
-    begins = yield from scanner.take(begin)
+    begins = yield from scanner.take_marker(begin)
     if not begins and not at_once:
         scanner.rewind()
         return
     scanner.release()
     yield from scanner.skip_space(MAX_SPACE)
-    tell = partial(scanner.say, kind=Reasoning)
-    if (yield from scanner.find((end,), tell)):
+    tell = partial(scanner.emit_text, kind=Reasoning)
+    if (yield from scanner.read_until_marker((end,), tell)):
         yield from scanner.skip_space(MAX_SPACE)
         yield from scanner.expect(end)
         yield from scanner.skip_space(MAX_SPACE)

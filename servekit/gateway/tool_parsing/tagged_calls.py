@@ -124,7 +124,7 @@ def _find_reference(reference: Any, root: Any) -> Any:
 def _read_calls(
     scanner: IncrementalScanner, calls: Calls, *, tags: Tags, texts: TextArguments
 ) -> Script[None]:
-    outer = yield from scanner.take(
+    outer = yield from scanner.take_marker(
         tags.outer_begin
     )  # Qwen models forget it; the name's tag suffices
     while True:
@@ -132,7 +132,7 @@ def _read_calls(
         yield from _read_call(scanner, calls, tags, texts)
         scanner.mark()
         yield from scanner.skip_space()
-        another = bool(tags.end) and (yield from scanner.take(tags.name[0]))
+        another = bool(tags.end) and (yield from scanner.take_marker(tags.name[0]))
         scanner.rewind()
         if not another:
             break
@@ -146,17 +146,17 @@ def _read_call(
 ) -> Script[None]:
     if tags.name[0]:
         yield from scanner.expect(tags.name[0])
-    name = yield from scanner.name()
+    name = yield from scanner.read_name()
     if tags.name[1]:
         yield from scanner.expect(tags.name[1])
     yield from scanner.skip_space()
-    calls.name(name)
+    calls.record_name(name)
     calls_end = tags.end or tags.outer_end
     tag = yield from scanner.expect(tags.key[0], calls_end)
-    calls.begin(name)
+    calls.start_call(name)
     before = "{"
     while tag != calls_end:
-        key, _ = yield from scanner.until(tags.key[1])
+        key, _ = yield from scanner.read_through_marker(tags.key[1])
         calls.argue(f"{before}{json.dumps(key.strip(), ensure_ascii=False)}: ")
         yield from _read_value(scanner, calls, tags, key.strip() in texts.get(name, ()))
         before = ", "
@@ -173,14 +173,18 @@ def _read_value(
     if tags.value[0]:
         yield from scanner.skip_space()
         yield from scanner.expect(tags.value[0])
-    yield from scanner.take("\n")  # a line break at either end inside the tags belongs to them
+    yield from scanner.take_marker(
+        "\n"
+    )  # a line break at either end inside the tags belongs to them
     ends = ("\n" + tags.value[1], tags.value[1])
     if not is_text:
-        written, _ = yield from scanner.until(*ends)
+        written, _ = yield from scanner.read_through_marker(*ends)
         calls.argue(_as_json(written))
         return
     calls.argue('"')
-    found = yield from scanner.find(ends, lambda text: calls.argue(_escape_json(text)), strip=False)
+    found = yield from scanner.read_until_marker(
+        ends, lambda text: calls.argue(_escape_json(text)), strip=False
+    )
     if not found:
         raise ParseError
     scanner.at += len(found)

@@ -38,12 +38,12 @@ class Calls:
         self.named = ""  # the name of the call being read, before the call is emitted
         self.doubtful = False  # the text being read may be the answer itself
 
-    def name(self, name: str) -> None:
+    def record_name(self, name: str) -> None:
         """Record the name of the call being read, unless the text's end may have cut it."""
         if not (self._scanner.ended and self._scanner.at >= len(self._scanner.text)):
             self.named = name
 
-    def begin(self, name: str, id: str = "") -> None:
+    def start_call(self, name: str, id: str = "") -> None:
         """Emit the start of a call: the text read so far can no longer become answer text."""
         if not name:
             raise ParseError
@@ -89,7 +89,7 @@ def calls_in_text(scanner: IncrementalScanner, family: Family) -> Script[None]:
     if family.bare:
         yield from _read_bare(scanner, calls, family)
     while family.openings:
-        opening = yield from scanner.find(family.openings, scanner.say)
+        opening = yield from scanner.read_until_marker(family.openings, scanner.emit_text)
         if not opening:
             return
         scanner.mark()
@@ -101,7 +101,7 @@ def calls_in_text(scanner: IncrementalScanner, family: Family) -> Script[None]:
 def read_rest(scanner: IncrementalScanner) -> Script[None]:
     """Read plain text up to the end."""
     while True:
-        scanner.say(scanner.text[scanner.at :])
+        scanner.emit_text(scanner.text[scanner.at :])
         scanner.at = len(scanner.text)
         if scanner.ended:
             return
@@ -125,13 +125,13 @@ def _try_calls(scanner: IncrementalScanner, calls: Calls, body: Body, opening: s
     except ParseError:
         if scanner.cut and not calls.doubtful:
             if calls.named:
-                calls.begin(calls.named)
+                calls.start_call(calls.named)
             scanner.release()
             scanner.at = len(scanner.text)
             return
         scanner.rewind()
         if calls.count == known:  # the text after the opening may contain a call
-            scanner.say(opening)
+            scanner.emit_text(opening)
             scanner.at += len(opening)
     scanner.release()
     if calls.count > known:

@@ -15,7 +15,7 @@ Tool = dict[str, Any]
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
-class Choice(NamedTuple):
+class ToolChoice(NamedTuple):
     """The meaning of a request's `tool_choice`."""
 
     mode: Literal["none", "auto", "required"]
@@ -68,7 +68,7 @@ def _check_kind(function: Tool, key: str, kind: type, wanted: str, where: str) -
         raise RequestError(f"{where}.{key}: expected {wanted}", param=f"{where}.{key}")
 
 
-def choose(tools: Sequence[Tool], tool_choice: Any) -> Choice:
+def parse_tool_choice(tools: Sequence[Tool], tool_choice: Any) -> ToolChoice:
     """Return the choice that `tool_choice` makes among checked tools. Raises RequestError.
 
     Accepts OpenAI's forms: "none", "auto", "required", a function by name (nested as in chat
@@ -76,7 +76,7 @@ def choose(tools: Sequence[Tool], tool_choice: Any) -> Choice:
     """
     everything = tuple(tools)
     if tool_choice is None:
-        return Choice("auto" if tools else "none", everything)
+        return ToolChoice("auto" if tools else "none", everything)
     if isinstance(tool_choice, str):
         return _by_mode(tool_choice, everything, "tool_choice")
     if not isinstance(tool_choice, dict):
@@ -84,7 +84,7 @@ def choose(tools: Sequence[Tool], tool_choice: Any) -> Choice:
     match tool_choice.get("type"):
         case "function":
             named = tool_choice.get("function", tool_choice)
-            return Choice(
+            return ToolChoice(
                 "required", (_find_tool(tools, named, "tool_choice.function.name"),), True
             )
         case "allowed_tools":
@@ -93,26 +93,26 @@ def choose(tools: Sequence[Tool], tool_choice: Any) -> Choice:
     raise _no_choice()
 
 
-def choice_by_word(tools: Sequence[Tool], word: str) -> Choice:
+def choice_by_word(tools: Sequence[Tool], word: str) -> ToolChoice:
     """Return the choice for one word: "none", "auto", "required", or the name of a tool."""
     if word in ("none", "auto", "required"):
         return _by_mode(word, tuple(tools), "tool_choice")
-    return Choice("required", (_find_tool(tools, {"name": word}, "tool_choice"),), True)
+    return ToolChoice("required", (_find_tool(tools, {"name": word}, "tool_choice"),), True)
 
 
-def _by_mode(mode: str, tools: tuple[Tool, ...], param: str) -> Choice:
+def _by_mode(mode: str, tools: tuple[Tool, ...], param: str) -> ToolChoice:
     if mode == "none":
-        return Choice("none", ())
+        return ToolChoice("none", ())
     if mode == "auto":
-        return Choice("auto" if tools else "none", tools)
+        return ToolChoice("auto" if tools else "none", tools)
     if mode != "required":
         raise _no_choice()
     if not tools:
         raise RequestError("tool_choice is required, but there are no tools", param=param)
-    return Choice("required", tools)
+    return ToolChoice("required", tools)
 
 
-def _list_allowed(tools: Sequence[Tool], inner: Any) -> Choice:
+def _list_allowed(tools: Sequence[Tool], inner: Any) -> ToolChoice:
     where = "tool_choice.allowed_tools"
     listed = inner.get("tools") if isinstance(inner, dict) else None
     if not isinstance(listed, list) or not listed:

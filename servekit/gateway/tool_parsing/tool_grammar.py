@@ -19,7 +19,7 @@ from servekit.gateway.tool_parsing.lark import (
     one_of,
     write_thoughts,
 )
-from servekit.gateway.tool_parsing.tool_definitions import Choice, Tool
+from servekit.gateway.tool_parsing.tool_definitions import Tool, ToolChoice
 from servekit.protocol.messages import Dialect, Grammar
 
 _TEXT = "/(?s:.*)/"
@@ -29,7 +29,7 @@ _BARE = {"llama3_json": "{", "json": "{", "pythonic": "["}
 
 def tool_grammar(
     dialect: Dialect,
-    choice: Choice,
+    choice: ToolChoice,
     *,
     parallel: bool = True,
     begun: bool = False,
@@ -58,10 +58,10 @@ def tool_grammar(
         return lark.grammar(whole, param="tools")
     by_schema = required or answer is not None
     opening, calls = WRITERS[dialect.tools](Syntax(lark, dialect, choice.tools, many, by_schema))
-    written = f"{lark.text(opening)} {calls}"
+    written = f"{lark.literal(opening)} {calls}"
     if dialect.tools == "harmony":
         told = lark.rule(_TEXT) if answer is None else _write_answer(lark, answer)
-        final = f"{lark.text('<|channel|>', 'final', '<|message|>')} {told}"
+        final = f"{lark.literal('<|channel|>', 'final', '<|message|>')} {told}"
         whole = written if required else one_of([written, final])
         return lark.grammar(f"{harmony_thoughts(lark)} {whole}", param="tools")
     if required:
@@ -118,4 +118,4 @@ def _in_text(lark: Lark, dialect: Dialect, opening: str, calls: str) -> str:
     if not opening:
         text = lark.rule(rf"/\s{{0,8}}[^\s\{_BARE[dialect.tools]}](?s:.*)/")
         return f"{one_of([calls, text])}?"
-    return one_of([lark.rule(_TEXT), f"{lark.until(opening)} {calls}"])
+    return one_of([lark.rule(_TEXT), f"{lark.text_through_marker(opening)} {calls}"])

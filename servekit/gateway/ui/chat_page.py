@@ -114,11 +114,11 @@ def _lay_out(frame: Frame) -> Parts:
             status = gr.HTML("", elem_id="sk-workers")  # depends on the visitor: see `restore`
             with gr.Accordion(say("settings"), open=False, elem_id="sk-settings"):
                 settings = _build_settings(say)
-            frame.code(_make_wish, [turns, model, *settings])
+            frame.code(make_chat_request, [turns, model, *settings])
     return Parts(model, chat, box, note, new, status, settings, turns, chosen, gr.State(""))
 
 
-def _make_wish(stored: Any, model: str, *settings: Any) -> RequestOptions:
+def make_chat_request(stored: Any, model: str, *settings: Any) -> RequestOptions:
     """Return the conversation so far as a request; an empty one gets a placeholder question."""
     given = dict(zip(SETTINGS, settings, strict=True))
     system = given.pop("system")
@@ -216,7 +216,7 @@ class Events:
             **NOW,
         )
         status = [parts.model, parts.workers, parts.seen]
-        gr.Timer(STATUS_EVERY_S).tick(self.tick, [parts.model, parts.seen], status, **NOW)
+        gr.Timer(STATUS_EVERY_S).tick(self.update_page, [parts.model, parts.seen], status, **NOW)
         restored = [parts.chat, parts.workers, parts.model, *parts.settings]
         blocks.load(self.restore, [parts.turns, parts.chosen, parts.model], restored, **NOW)
         blocks.unload(self.leave)
@@ -230,14 +230,14 @@ class Events:
         if not text.strip():
             return
         turns.append(StoredMessage(role="user", content=text))
-        async for update in self._answer(turns, model, settings, request):
+        async for update in self._stream_answer(turns, model, settings, request):
             yield update
 
     async def example(
         self, request: gr.Request, data: gr.SelectData, stored: Any, model: str, *settings: Any
     ) -> AsyncGenerator[Update, None]:
         turns = [*turns_of(stored), StoredMessage(role="user", content=str(data.value["text"]))]
-        async for update in self._answer(turns, model, settings, request):
+        async for update in self._stream_answer(turns, model, settings, request):
             yield update
 
     async def retry(
@@ -248,7 +248,7 @@ class Events:
         while turns and turns[-1]["role"] != "user":
             turns.pop()
         if turns:
-            async for update in self._answer(turns, model, settings, request):
+            async for update in self._stream_answer(turns, model, settings, request):
                 yield update
 
     async def edit(
@@ -257,16 +257,16 @@ class Events:
         turns = turns_of(stored)
         turns = turns[: _get_turn(turns, data.index)]
         turns.append(StoredMessage(role="user", content=str(data.value)))
-        async for update in self._answer(turns, model, settings, request):
+        async for update in self._stream_answer(turns, model, settings, request):
             yield update
 
-    async def _answer(
+    async def _stream_answer(
         self, turns: list[StoredMessage], model: str, settings: tuple[Any, ...], request: gr.Request
     ) -> AsyncGenerator[Update, None]:
         who = get_visit(request)
         chosen = Settings(**dict(zip(SETTINGS, settings, strict=True)))
         yield {self._parts.chat: turns, self._parts.box: _build_box(busy=True, value="")}
-        views = self._chats.answer(who, model or "", turns, chosen)
+        views = self._chats.answer_turn(who, model or "", turns, chosen)
         async with aclosing(views):
             async for view in views:
                 yield self._show(view)
@@ -290,14 +290,14 @@ class Events:
         self._chats.stop(str(request.session_hash))
 
     async def leave(self, request: gr.Request) -> None:
-        self._chats.drop(str(request.session_hash))
+        self._chats.drop_answer(str(request.session_hash))
 
     async def clear(self, request: gr.Request) -> Update:
-        self._chats.drop(str(request.session_hash))
+        self._chats.drop_answer(str(request.session_hash))
         return self._shown_now([], "")
 
     async def undo(self, request: gr.Request, data: gr.UndoData, stored: Any) -> Update:
-        self._chats.drop(str(request.session_hash))
+        self._chats.drop_answer(str(request.session_hash))
         turns = turns_of(stored)
         return self._shown_now(turns[: _get_turn(turns, data.index)], str(data.value))
 
@@ -308,7 +308,7 @@ class Events:
 
     # ---- status
 
-    async def tick(self, request: gr.Request, model: str | None, seen: str) -> Update:
+    async def update_page(self, request: gr.Request, model: str | None, seen: str) -> Update:
         """Update what has changed since this browser's last tick."""
         parts = self._parts
         caller = await self._frame.caller(request)

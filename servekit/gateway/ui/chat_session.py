@@ -1,7 +1,7 @@
 """A conversation in the browser, answered through the router like any HTTP request.
 
-This module is independent of Gradio: `Chats.answer` yields what the page has to show. The browser
-stores the conversation; the gateway keeps only the running requests, by browser session.
+This module is independent of Gradio: `Chats.answer_turn` yields what the page has to show. The
+browser stores the conversation; the gateway keeps only the running requests, by browser session.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Chats:
         self._router = router
         self._answers: dict[str, StreamedAnswer] = {}
 
-    async def answer(
+    async def answer_turn(
         self, visit: Visit, model: str, turns: Sequence[StoredMessage], settings: Settings
     ) -> AsyncGenerator[View, None]:
         """Answer the last turn; when stopped, end with the text so far.
@@ -100,13 +100,13 @@ class Chats:
         session, or closed because the browser has disconnected.
         """
         session = visit.session
-        self.drop(session)
+        self.drop_answer(session)
         answer = self._answers[session] = StreamedAnswer(list(turns), self._parser(model))
         try:
-            caller = await self._router.access.visitor(visit.authorization)
+            caller = await self._router.access.charge_page_visitor(visit.authorization)
             call = self._open(model, turns, settings, visit.client, caller)
             answer.call = call
-            async for view in self._follow(answer, call):
+            async for view in self._stream_tokens(answer, call):
                 if answer.dropped:
                     return
                 yield view
@@ -124,7 +124,7 @@ class Chats:
             answer.stopped = True
             answer.cancel()
 
-    def drop(self, session: str) -> None:
+    def drop_answer(self, session: str) -> None:
         """End the session's answer, and show no more of it."""
         if answer := self._answers.pop(session, None):
             answer.dropped = True
@@ -154,7 +154,7 @@ class Chats:
             return None
         return parser(info.dialect, tools=False, reasoning=True)
 
-    async def _follow(
+    async def _stream_tokens(
         self, answer: StreamedAnswer, call: InflightRequest
     ) -> AsyncGenerator[View, None]:
         saved_s = time.monotonic()

@@ -91,7 +91,7 @@ class Login:
         path, method = scope["path"], scope["method"]
         try:
             if path == SESSION:
-                await self._tell(scope, send)
+                await self._send_key_name(scope, send)
             elif method == "POST":
                 refuse_strangers(scope)
                 if path == LOGOUT:
@@ -152,7 +152,7 @@ class Login:
         access = self._access
         asked = key.encode()
         try:
-            caller = access.known(asked) or await access.verify(asked)
+            caller = access.find_verified(asked) or await access.verify(asked)
         except InvalidKey:
             log.warning("sign_in_failed", address=address)
             raise
@@ -160,7 +160,7 @@ class Login:
         log.info("sign_in_succeeded", key=caller.rule.name, address=address)
         return sessions.issue(caller.rule, access.rules, time.time())
 
-    async def _tell(self, scope: Scope, send: Send) -> None:
+    async def _send_key_name(self, scope: Scope, send: Send) -> None:
         """Send the name of the signed-in key to the page's script; null for none."""
         body = msgspec.json.encode({"key": self._name(scope)})
         await send_json(send, body, headers=_PRIVATE)

@@ -170,9 +170,9 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._transport.set_write_buffer_limits(high=CROWDED_BYTES)
         if transport.get_extra_info("ssl_object") is not None:
-            self._meet(transport)
+            self._exchange_hello(transport)
 
-    def _meet(self, transport: asyncio.BaseTransport) -> None:
+    def _exchange_hello(self, transport: asyncio.BaseTransport) -> None:
         from servekit.protocol.transport import tls
 
         self._limit_bytes = FIRST_FRAME_BYTES
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol, Generic[Incoming]):
         """Accept frames up to that length from a peer on another machine, now that it is known."""
         self._limit_bytes = frame_bytes
 
-    def become(
+    def switch_protocol(
         self,
         incoming: Any,
         on_message: Callable[[Any], None],

@@ -219,7 +219,7 @@ class PendingConnection:
         self._late.cancel()
         self._check(hello)
         if hello.role == "supervisor":
-            self.connection.become(Attach, self._on_attach, self._on_close)
+            self.connection.switch_protocol(Attach, self._on_attach, self._on_close)
             self.connection.send(Hello(PROTOCOL, self._port.role, self._port.member))
             return
         self.connection.allow()
@@ -241,7 +241,7 @@ class PendingConnection:
     def _on_attach(self, attach: Attach) -> None:
         connection, port = self.connection, self._port
         connection.allow()
-        connection.become(
+        connection.switch_protocol(
             port.incoming,
             lambda message: port.handle_message(connection, message),
             lambda error: port.detached(connection, error),

@@ -255,7 +255,7 @@ class ProcessActor:
         finally:
             for fd in (credentials, report, writing):
                 os.close(fd)
-        for work, fd in ((self._hear, reading), (self._follow, reports)):
+        for work, fd in ((self._store_output, reading), (self._apply_reports, reports)):
             opened = os.fdopen(fd, "rb")
             threading.Thread(target=work, args=(process, opened), daemon=True).start()
 
@@ -269,7 +269,7 @@ class ProcessActor:
         pin = ",".join(str(gpu.index) if by_index else gpu.uuid for gpu in self._gpus)
         return {**own, **order.env, "CUDA_VISIBLE_DEVICES": pin}
 
-    def _hear(self, process: Process, output: IO[bytes]) -> None:
+    def _store_output(self, process: Process, output: IO[bytes]) -> None:
         """Store the output of the process by lines."""
         with output:
             while line := output.readline(_LONGEST_LINE_BYTES):
@@ -279,7 +279,7 @@ class ProcessActor:
                     self._count += 1
                     self._changed.notify_all()
 
-    def _follow(self, process: Process, reports: IO[bytes]) -> None:
+    def _apply_reports(self, process: Process, reports: IO[bytes]) -> None:
         """Apply reports of the process and its supervisor, until both have exited."""
         with reports:
             for line in reports:

@@ -82,7 +82,7 @@ class Driver:
             case c.JoinCluster():
                 self._spawn(self._answer(message.id, self._join(message)))
             case c.InspectNodes():
-                self._spawn(self._answer(message.id, self._look(message)))
+                self._spawn(self._answer(message.id, self._find_place(message)))
             case c.PlaceWorker():
                 task = self._spawn(self._answer(message.id, self._place_worker(message)))
                 self._making[message.name] = task
@@ -94,7 +94,7 @@ class Driver:
             case c.GetStrayMemory():
                 self._spawn(self._answer(message.id, self._strays(message)))
             case c.ReleasePlace():
-                self._spawn(self._answer(message.id, self._vacate(message)))
+                self._spawn(self._answer(message.id, self._free_place(message)))
             case Stop():
                 self._on_eof(None)
             case c.KeepPlaces(names):
@@ -122,13 +122,13 @@ class Driver:
     async def _join(self, order: c.JoinCluster) -> msgspec.Struct:
         self._grace_s = order.grace_s
         until = time.monotonic() + order.within_s - _SOONER_S
-        tenant = NamespaceOwner.here(order.turn, order.since, order.run_dir)
+        tenant = NamespaceOwner.for_this_process(order.turn, order.since, order.run_dir)
         await asyncio.to_thread(_connect_to_ray, order.address, order.namespace, tenant)
         turn = namespace_lock.own_turn(order.turn)
         if refusal := await namespace_lock.await_ownership(order.namespace, turn):
             return c.RequestFailed(order.id, refusal)
         self._wants = order.wants
-        await self._meet(await nodes.living_nodes(), _left_s(until))
+        await self._update_nodes(await nodes.living_nodes(), _left_s(until))
         for actor in await asyncio.to_thread(actor_handle.find_actors):
             await self._take_over(actor)
         await asyncio.to_thread(actor_handle.sweep_places)
@@ -137,7 +137,7 @@ class Driver:
         own = ray.get_runtime_context().get_node_id()
         return c.ClusterJoined(order.id, tuple(self._nodes.values()), turn, own)
 
-    async def _look(self, order: c.InspectNodes) -> msgspec.Struct:
+    async def _find_place(self, order: c.InspectNodes) -> msgspec.Struct:
         until = time.monotonic() + order.within_s - _SOONER_S
         there = await nodes.living_nodes()
         if order.node and order.node not in there:
@@ -149,7 +149,7 @@ class Driver:
         self._checks.record(looks, order.wants)
         return c.NodesInspected(order.id, looks)
 
-    async def _meet(self, there: dict[str, dict[str, Any]], within_s: float) -> None:
+    async def _update_nodes(self, there: dict[str, dict[str, Any]], within_s: float) -> None:
         """Update the nodes; new ones check themselves."""
         new = [there[id] for id in there.keys() - self._nodes.keys()]
         looks = await nodes.look_at(new, self._wants, within_s)
@@ -167,7 +167,7 @@ class Driver:
                 log.warning("ray_nodes_unknown", reason=str(error))
                 continue
             if there.keys() != self._nodes.keys():
-                await self._meet(there, LOOK_S)
+                await self._update_nodes(there, LOOK_S)
                 self._control.send(c.Nodes(tuple(self._nodes.values())))
 
     async def _take_over(self, actor: ActorHandle) -> None:
@@ -187,7 +187,7 @@ class Driver:
 
     async def _place_worker(self, order: c.PlaceWorker) -> msgspec.Struct:
         if (known := self._actors.get(order.name)) is not None:
-            if (state := await self._suits(known, order)) is not None:
+            if (state := await self._matching_state(known, order)) is not None:
                 known.model = order.model
                 return c.WorkerPlaced(order.id, state.host, state.gpus, state.running)
             await self._forget(order.name)
@@ -205,12 +205,12 @@ class Driver:
             return c.RequestFailed(order.id, f"node {actor.state.host}: {actor.state.fault}")
         return c.WorkerPlaced(order.id, actor.state.host, actor.state.gpus)
 
-    async def _suits(self, actor: ActorHandle, order: c.PlaceWorker) -> Any:
+    async def _matching_state(self, actor: ActorHandle, order: c.PlaceWorker) -> Any:
         """Return the state of a place that fits the order; None if it does not."""
         try:
             state = await actor.inspect()
         except Gone:
-            self._shun(actor)
+            self._avoid_node(actor)
             return None
         if len(state.gpus) != order.gpus or state.fault or order.node not in ("", state.node):
             return None
@@ -237,7 +237,7 @@ class Driver:
         self._intended[order.name] = (order.model, node)  # before another place is chosen
         return node
 
-    def _shun(self, actor: ActorHandle) -> None:
+    def _avoid_node(self, actor: ActorHandle) -> None:
         if actor.state is not None:
             self._shunned[actor.state.node] = time.monotonic() + _SHUN_S
 
@@ -253,7 +253,7 @@ class Driver:
         actor = self._actors.get(question.name)
         return c.StrayMemory(question.id, "" if actor is None else await actor.strays())
 
-    async def _vacate(self, order: c.ReleasePlace) -> msgspec.Struct:
+    async def _free_place(self, order: c.ReleasePlace) -> msgspec.Struct:
         if (making := self._making.get(order.name)) is not None:
             making.cancel()
             await asyncio.wait((making,))
@@ -291,7 +291,7 @@ class Driver:
             try:
                 events = await actor.poll(seen)
             except Gone as error:
-                self._lose(actor, str(error))
+                self._report_lost(actor, str(error))
                 return
             seen = events.seen
             if events.lines:
@@ -299,9 +299,9 @@ class Driver:
             if events.code is not None:
                 self._control.send(_as_exited(actor.name, events))
 
-    def _lose(self, actor: ActorHandle, why: str) -> None:
+    def _report_lost(self, actor: ActorHandle, why: str) -> None:
         log.warning("actor_lost", worker=actor.name, reason=why)
-        self._shun(actor)
+        self._avoid_node(actor)
         self._following.pop(actor.name, None)
         if self._actors.get(actor.name) is actor:
             del self._actors[actor.name]

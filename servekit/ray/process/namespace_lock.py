@@ -43,7 +43,7 @@ class NamespaceOwner:
         return f"on {self.host}, pid {self.pid}, run directory {self.run_dir}, since {since}"
 
     @classmethod
-    def here(cls, turn: int, since: float, run_dir: str) -> NamespaceOwner:
+    def for_this_process(cls, turn: int, since: float, run_dir: str) -> NamespaceOwner:
         """Return the owner for the supervisor that has started this process."""
         return cls(turn, socket.gethostname(), os.getppid(), since, run_dir)
 

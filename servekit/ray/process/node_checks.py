@@ -59,12 +59,12 @@ class NodeChecks:
         there = await nodes.living_nodes()
         self._looks = {known: look for known, look in self._looks.items() if known[0] in there}
         asked = [there[of]] if of in there else list(there.values())
-        large = [one.node for one in all_of(asked) if one.fits(order.cpus, order.gpus)]
-        await self._ask([there[node] for node in large], order.want)
+        large = [one.node for one in all_of(asked) if one.has_room(order.cpus, order.gpus)]
+        await self._check_nodes([there[node] for node in large], order.want)
         looks = {node: self._looks.get((node, order.want)) for node in large}  # a node may be gone
         return {node: look.fault for node, look in looks.items() if look and look.fault}
 
-    async def _ask(self, there: Iterable[dict[str, Any]], want: NodeRequirements) -> None:
+    async def _check_nodes(self, there: Iterable[dict[str, Any]], want: NodeRequirements) -> None:
         """Check the nodes whose result is missing or outdated."""
         due = [node for node in there if self._is_due(node["NodeID"], want)]
         found = await nodes.look_at(due, (want,), LOOK_S)

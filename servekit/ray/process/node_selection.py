@@ -16,7 +16,7 @@ class Free:
     cpus: float
     gpus: float
 
-    def fits(self, cpus: float, gpus: int) -> bool:
+    def has_room(self, cpus: float, gpus: int) -> bool:
         return self.cpus + 1e-6 >= cpus and self.gpus + 1e-6 >= gpus
 
 
@@ -35,7 +35,7 @@ def choose_node(
     Ray may not have noticed.
     """
     count = Counter(held)
-    fitting = [one for one in free if one.node not in shunned and one.fits(cpus, gpus)]
+    fitting = [one for one in free if one.node not in shunned and one.has_room(cpus, gpus)]
     if strategy == "SPREAD":
         fitting.sort(key=lambda one: (count[one.node], -one.gpus, -one.cpus, one.node))
     else:
@@ -53,7 +53,7 @@ def waiting_for(
     faults = faults or {}
     what = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else f"{cpus:g} CPU{'s' * (cpus != 1)}"
     but = "".join(f"; {faults[node]}" for node in sorted(faults))
-    large = [node for node in nodes if node.fits(cpus, gpus)]
+    large = [node for node in nodes if node.has_room(cpus, gpus)]
     if any(node.node not in faults for node in large):
         return f"waits for {what} in the Ray cluster{but}"
     beside = f" beside {cpus:g} CPU{'s' * (cpus != 1)}" if gpus else ""

@@ -51,7 +51,7 @@ class Adapters:
         """Return the status of all adapters, given what each serving worker holds."""
         return self.book.statuses(serving)
 
-    def successor(self, file: Sequence[AdapterSpec], claimed: Collection[str]) -> Adapters:
+    def make_successor(self, file: Sequence[AdapterSpec], claimed: Collection[str]) -> Adapters:
         """Return the next version's adapters: the file's, and those operators added to this one."""
         made = Adapters(self.model, file, self._owner)
         for spec in self.added:
@@ -65,7 +65,7 @@ class Adapters:
         """The adapters that operators have added, and that workers start with."""
         return self.book.expected(from_file=False)
 
-    def keep(self, added: Sequence[AdapterSpec]) -> None:
+    def adopt_added(self, added: Sequence[AdapterSpec]) -> None:
         """Adopt adapters that operators added under an earlier supervisor, as a worker reports."""
         names = {*self._claimed, *(entry.spec.name for entry in self.book)}
         unknown = [spec for spec in added if spec.name not in names]
@@ -80,7 +80,7 @@ class Adapters:
         """Load adapters on the workers that came up before these were known."""
         async with self._turn:
             for spec in specs:
-                lacking = [one for one in self._serving() if spec.name not in one.holds]
+                lacking = [one for one in self._serving() if spec.name not in one.held_adapters]
                 if not lacking or spec not in self.book.expected():
                     continue
                 outcome = await self._load(lacking, spec)
@@ -94,14 +94,14 @@ class Adapters:
         self._following.add(task)
         task.add_done_callback(self._following.discard)
 
-    def halt(self) -> None:
+    def stop_changes(self) -> None:
         """Cancel the changes that follow the file."""
         for task in self._following:
             task.cancel()
 
     # ---- for operators
 
-    async def add(self, spec: AdapterSpec, *, in_place: bool = False) -> Outcome | Later:
+    async def add_adapter(self, spec: AdapterSpec, *, in_place: bool = False) -> Outcome | Later:
         """Load an adapter on all workers or on none; with its model, if that is unloaded."""
         async with self._turn:
             known = self.book.get(spec.name)
@@ -113,7 +113,7 @@ class Adapters:
                 return Later()
             return await self._exchange(known, spec, from_file=from_file)
 
-    async def remove(self, name: str) -> Refusal | None:
+    async def remove_adapter(self, name: str) -> Refusal | None:
         """Unload an adapter from all workers, once no request needs it."""
         async with self._turn:
             if self.book.get(name) is None:
@@ -123,22 +123,22 @@ class Adapters:
 
     # ---- for the file
 
-    def lacks(self, file: Sequence[AdapterSpec]) -> bool:
+    def needs_load(self, file: Sequence[AdapterSpec]) -> bool:
         """Return whether an adapter of the file has to be loaded: it failed, or is not there."""
         known = [(spec, self.book.get(spec.name)) for spec in file]
         return any(
             entry is None or entry.state == "failed" or entry.spec != spec for spec, entry in known
         )
 
-    def follow(self, file: Sequence[AdapterSpec], claimed: Collection[str]) -> None:
+    def follow_file(self, file: Sequence[AdapterSpec], claimed: Collection[str]) -> None:
         """Load the adapters that the file names now, and unload those it no longer names.
 
         Adapters of operators stay, unless the file gives their name to something else: `claimed`.
         """
         self._claimed = set(claimed)
-        self._begin(self._follow(tuple(file), set(claimed)))
+        self._begin(self._apply_file(tuple(file), set(claimed)))
 
-    async def _follow(self, file: tuple[AdapterSpec, ...], claimed: set[str]) -> None:
+    async def _apply_file(self, file: tuple[AdapterSpec, ...], claimed: set[str]) -> None:
         named = {spec.name: spec for spec in file}
         async with self._turn:
             for entry in self.book:
@@ -195,13 +195,18 @@ class Adapters:
     def _surplus(self, worker: WorkerProcess) -> list[str]:
         """Return the adapters to unload: not expected, or removed since the worker loaded them."""
         outdated = self._outdated.pop(worker.name, set())
-        return list({*self.book.surplus(list(worker.holds)), *outdated.intersection(worker.holds)})
+        return list(
+            {
+                *self.book.surplus_adapters(list(worker.held_adapters)),
+                *outdated.intersection(worker.held_adapters),
+            }
+        )
 
     async def _fetch(
         self, worker: WorkerProcess, spec: AdapterSpec, refused: Mapping[str, str]
     ) -> Outcome:
         """Return a new worker's outcome for an adapter; load it if the worker has not tried."""
-        if (info := worker.holds.get(spec.name)) is not None:
+        if (info := worker.held_adapters.get(spec.name)) is not None:
             return info
         if spec.name in refused:
             return Refusal(refused[spec.name])
@@ -226,7 +231,7 @@ class Adapters:
             log.info("adapter_serving", model=self.model, adapter=spec.name, workers=len(workers))
             self._serve(spec.name, outcome)
         else:
-            self._tell(spec.name, f"refused: {outcome.message}")
+            self._record_event(spec.name, f"refused: {outcome.message}")
             log.error(
                 "adapter_refused", model=self.model, adapter=spec.name, reason=outcome.message
             )
@@ -262,7 +267,7 @@ class Adapters:
         return outcome
 
     async def _remove(self, name: str) -> None:
-        self.book.leave(name, time.time())
+        self.book.mark_leaving(name, time.time())
         self._owner.changed()
         await self._until_unused(name)
         await self._unload(name)
@@ -272,10 +277,10 @@ class Adapters:
         self.book.forget(name)
         self._owner.changed()
         log.info("adapter_unloaded", model=self.model, adapter=name)
-        self._tell(name, "unloaded")
+        self._record_event(name, "unloaded")
 
     async def _unload(self, name: str) -> None:
-        holders = [worker for worker in self._serving() if name in worker.holds]
+        holders = [worker for worker in self._serving() if name in worker.held_adapters]
         await asyncio.gather(*(worker.unload_adapter(name) for worker in holders))
 
     async def _until_unused(self, name: str) -> None:
@@ -289,22 +294,22 @@ class Adapters:
         return [worker for worker in self._owner.workers(self) if worker.serves]
 
     def _is_elsewhere(self, name: str) -> bool:
-        return any(name in worker.holds for worker in self._serving())
+        return any(name in worker.held_adapters for worker in self._serving())
 
     def _serve(self, name: str, info: AdapterInfo) -> None:
         known = self.book.get(name)
         if known is not None and known.state != "serving":
             self.book.serve(name, info, time.time())
-            self._tell(name, "serves")
+            self._record_event(name, "serves")
 
     def _fail(self, name: str, refusal: Refusal) -> None:
         log.error("adapter_failed", model=self.model, adapter=name, reason=refusal.message)
-        self._tell(name, f"failed: {refusal.message}")
-        self.book.fail(name, refusal.message, time.time())
+        self._record_event(name, f"failed: {refusal.message}")
+        self.book.mark_failed(name, refusal.message, time.time())
         self._owner.changed()
 
-    def _tell(self, name: str, what: str) -> None:
-        journal.tell("adapter", f"{name} {what}", model=self.model, adapter=name)
+    def _record_event(self, name: str, what: str) -> None:
+        journal.record_event("adapter", f"{name} {what}", model=self.model, adapter=name)
 
 
 def _refuse_again(known: Entry, spec: AdapterSpec, *, in_place: bool) -> Refusal | None:

@@ -108,14 +108,14 @@ class AdapterTable:
         self._entries[spec.name] = Entry(spec, from_file, False, "loading", now)
 
     def serve(self, name: str, info: AdapterInfo, now: float) -> None:
-        self._become(name, "serving", now, info=info, expected=True)
+        self._set_state(name, "serving", now, info=info, expected=True)
 
-    def fail(self, name: str, reason: str, now: float) -> None:
-        self._become(name, "failed", now, reason=reason)
+    def mark_failed(self, name: str, reason: str, now: float) -> None:
+        self._set_state(name, "failed", now, reason=reason)
 
-    def leave(self, name: str, now: float) -> None:
+    def mark_leaving(self, name: str, now: float) -> None:
         """Mark an adapter that takes no new requests, and is to be unloaded."""
-        self._become(name, "unloading", now)
+        self._set_state(name, "unloading", now)
 
     def adopt(self, name: str) -> None:
         """Mark an operator's adapter as one that the file names."""
@@ -127,7 +127,7 @@ class AdapterTable:
     def forget(self, name: str) -> None:
         self._entries.pop(name, None)
 
-    def _become(
+    def _set_state(
         self,
         name: str,
         state: AdapterState,
@@ -158,7 +158,7 @@ class AdapterTable:
             if from_file is None or entry.from_file is from_file
         )
 
-    def surplus(self, held: Collection[str]) -> list[str]:
+    def surplus_adapters(self, held: Collection[str]) -> list[str]:
         """Return the adapters of `held` that a worker has to unload before it serves."""
         wanted = {spec.name for spec in self.expected()}
         return [name for name in held if name not in wanted]

@@ -36,7 +36,7 @@ class AdapterService:
         self._gateways = gateways
         self._coming: dict[str, Deployment] = {}  # names being added, with their deployment
 
-    async def add(self, request: AddAdapter) -> Accepted | Refused:
+    async def load_adapter(self, request: AddAdapter) -> Accepted | Refused:
         """Load an adapter on all workers of a model, or on none; if unloaded, with the model."""
         name = request.adapter.name
         try:
@@ -47,7 +47,7 @@ class AdapterService:
             return Refused(error.message, True)
         self._coming[name] = deployment
         try:
-            outcome = await deployment.adapters.add(spec, in_place=request.in_place)
+            outcome = await deployment.adapters.add_adapter(spec, in_place=request.in_place)
         finally:
             self._coming.pop(name, None)
             await until_told(self._gateways)  # any gateway may be asked after the reply
@@ -59,7 +59,7 @@ class AdapterService:
             )
         return Accepted(f"{name} serves on {deployment.model.name}, {outcome.mode}: {outcome.why}")
 
-    async def remove(self, request: RemoveAdapter) -> Accepted | Refused:
+    async def unload_adapter(self, request: RemoveAdapter) -> Accepted | Refused:
         """Unload an adapter from all workers, once its requests are done."""
         found = (
             (f, e) for f in self._deployments.served if (e := f.adapters.book.get(request.name))
@@ -67,14 +67,14 @@ class AdapterService:
         deployment, entry = next(found, (None, None))
         if deployment is None or entry is None:
             return Refused(f"The lora adapter '{request.name}' cannot be found.", True)
-        refusal = await deployment.adapters.remove(request.name)
+        refusal = await deployment.adapters.remove_adapter(request.name)
         await until_told(self._gateways)
         if refusal is not None:
             return _refused(refusal)
         again = "; the file names it yet: a reload loads it again" if entry.from_file else ""
         return Accepted(f"{request.name} is unloaded from {deployment.model.name}{again}")
 
-    def show(self, request: GetAdapters) -> Adapters | Refused:
+    def list_adapters(self, request: GetAdapters) -> Adapters | Refused:
         """Return the adapters of one model, or of all."""
         try:
             deployments = (
@@ -112,10 +112,10 @@ class AdapterService:
         # a configured adapter of this model may have been removed, and may be added again
         filed = name in {adapter.name for adapter in deployment.model.adapters}
         own = filed or deployment.adapters.book.get(name) is not None
-        if not own and name in self._taken():
+        if not own and name in self._names_in_use():
             raise ConfigError(f"the name {name!r} is taken; each model and adapter has its own")
 
-    def _taken(self) -> Iterator[str]:
+    def _names_in_use(self) -> Iterator[str]:
         yield from names_of(self._deployments.plan.config)
         for deployment in self._deployments.served:
             yield from (entry.spec.name for entry in deployment.adapters.book)

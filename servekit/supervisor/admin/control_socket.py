@@ -98,13 +98,13 @@ class AdminApi:
         return connection
 
     def _on_message(self, connection: Connection[ToSupervisor], message: ToSupervisor) -> None:
-        answer = self.answer(message)
+        answer = self.handle(message)
         if isinstance(answer, Coroutine):
-            self._later(_send(connection, answer))
+            self._create_task(_send(connection, answer))
         else:
             connection.send(answer)
 
-    def answer(self, message: ToSupervisor) -> FromSupervisor | Coroutine[Any, Any, FromSupervisor]:
+    def handle(self, message: ToSupervisor) -> FromSupervisor | Coroutine[Any, Any, FromSupervisor]:
         """Return the answer to a message, or a coroutine that returns it."""
         match message:
             case GetStatus():
@@ -117,13 +117,13 @@ class AdminApi:
             case Reload():
                 return self._supervisor.reload()
             case AddAdapter():
-                return self._adapters.add(message)
+                return self._adapters.load_adapter(message)
             case RemoveAdapter():
-                return self._adapters.remove(message)
+                return self._adapters.unload_adapter(message)
             case GetAdapters():
-                return self._adapters.show(message)
+                return self._adapters.list_adapters(message)
             case GetMetrics():
-                return self._metrics.show(message)
+                return self._metrics.answer_metrics(message)
             case SetResidency():
                 return self._swap_manager.reside(message)
 
@@ -133,11 +133,11 @@ class AdminApi:
         if isinstance(question, Shutdown):  # not offered over HTTP
             send(AdminResponse(asked.id, Refused("a gateway may not request that")))
             return
-        self._later(
-            _pass_on(self.answer(question), lambda told: send(AdminResponse(asked.id, told)))
+        self._create_task(
+            _pass_on(self.handle(question), lambda told: send(AdminResponse(asked.id, told)))
         )
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+    def _create_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)

@@ -40,7 +40,7 @@ class CounterTable:
     def __init__(self) -> None:
         self._sums: dict[tuple[str, Labels], list[float]] = {}
 
-    def add(self, metric: str, labels: Labels, figures: Sequence[float]) -> None:
+    def add_to(self, metric: str, labels: Labels, figures: Sequence[float]) -> None:
         """Add to a sum, ignoring metrics and shapes that only another version knows."""
         known = metrics.BY_NAME.get(metric)
         if known is None or (known.width, len(known.labels)) != (len(figures), len(labels)):
@@ -72,11 +72,13 @@ class ProcessCounters:
         restarts, stalls = self._seen.get(life, (0, 0))
         if isinstance(life, WorkerProcess):
             worker = life.model.name, life.name
-            self._book.add("servekit_worker_restarts_total", worker, [life.restarts - restarts])
-            self._book.add("servekit_worker_stalls_total", worker, [life.stalls - stalls])
+            self._book.add_to("servekit_worker_restarts_total", worker, [life.restarts - restarts])
+            self._book.add_to("servekit_worker_stalls_total", worker, [life.stalls - stalls])
         else:
             gateway = (life.name,)
-            self._book.add("servekit_gateway_restarts_total", gateway, [life.restarts - restarts])
+            self._book.add_to(
+                "servekit_gateway_restarts_total", gateway, [life.restarts - restarts]
+            )
         self._seen[life] = life.restarts, life.stalls
 
 
@@ -102,28 +104,28 @@ class MetricsAggregator:
     def counted(self, counted: Counted) -> None:
         """Add the counts that a gateway reports since its last report."""
         for one in counted.series:
-            self._book.add(one.metric, one.labels, one.figures)
+            self._book.add_to(one.metric, one.labels, one.figures)
 
     def count_events(self) -> None:
         """Count the events of the processes; call this often."""
         self._ledger.update([*self._gateways, *self._deployments.replicas()])
 
-    def show(self, request: GetMetrics) -> Figures:
+    def answer_metrics(self, request: GetMetrics) -> Figures:
         self.count_events()
         status = self._status()
         for model in status.models:
             for metric in _FROM_ZERO:
-                self._book.add(metric, (model.name,), [0])
+                self._book.add_to(metric, (model.name,), [0])
         # a draining model may have a successor of its name, and series must be unique
-        now = {(one.metric, one.labels): one for one in self._now(status)}
+        now = {(one.metric, one.labels): one for one in self._gauge_series(status)}
         return Figures((*self._book.series(), *now.values()))
 
-    def _now(self, status: Status) -> Iterator[Series]:
+    def _gauge_series(self, status: Status) -> Iterator[Series]:
         """Yield the gauges."""
         for model in reversed(status.models):  # draining models come last there
             yield from of_model(model)
         yield from self._of_queues(status.models)
-        yield from self._of_fleets()
+        yield from self._deployment_series()
         yield from of_service(status)
 
     def _of_queues(self, models: Sequence[ModelStatus]) -> Iterator[Series]:
@@ -136,8 +138,8 @@ class MetricsAggregator:
             yield Series("servekit_queue_limit", who, [limit])
             yield Series("servekit_quarantined_requests", who, [held.count(model.name)])
 
-    def _of_fleets(self) -> Iterator[Series]:
-        for deployment in reversed(self._deployments.everyone()):
+    def _deployment_series(self) -> Iterator[Series]:
+        for deployment in reversed(self._deployments.all_deployments()):
             name = deployment.model.name
             yield from _one_of("servekit_breaker_state", name, _BREAKER, deployment.circuit.state)
         for replica in self._deployments.replicas():

@@ -51,7 +51,7 @@ class ResourceMonitor:
         self.in_use: tuple[GpuStatus, ...] = ()
         self._reading: asyncio.Task[None] | None = None
 
-    def tick(self, count: int) -> None:
+    def measure_due(self, count: int) -> None:
         """Measure what is due; call this often, with the number of ticks so far."""
         if count % MEMORY_EVERY_TICKS == 0:
             self._check_files()

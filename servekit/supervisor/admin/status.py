@@ -54,7 +54,7 @@ def traffic(served: Sequence[Deployment], gateways: Sequence[Gateway]) -> tuple[
         ModelTraffic(
             name,
             sum(gateway.traffic.queued.get(name, 0) for gateway in gateways),
-            sum(gateway.tokens(name) for gateway in gateways),
+            sum(gateway.generated_tokens(name) for gateway in gateways),
         )
         for name in (deployment.model.name for deployment in served)
     )
@@ -92,7 +92,7 @@ def why(
             return Why(name, explained, own)
     for life in others:
         if life.name == name:
-            return Why(name, "closed", (life.story(),))
+            return Why(name, "closed", (life.make_history(),))
     known = [deployment.model.name for deployment in deployments]
     known += [one.name for deployment in deployments for one in deployment.adapter_statuses()]
     known += [replica.name for deployment in deployments for replica in deployment.replicas]
@@ -102,4 +102,4 @@ def why(
 
 
 def _stories(deployment: Deployment) -> tuple[ReplicaHistory, ...]:
-    return (*deployment.failed, *(replica.story() for replica in deployment.replicas))
+    return (*deployment.failed, *(replica.make_history() for replica in deployment.replicas))

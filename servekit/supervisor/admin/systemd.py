@@ -47,7 +47,7 @@ class Notifier:
         self._status = ""
         self._ready = self._stopping = False
 
-    def changed(self, status: Status) -> None:
+    def on_change(self, status: Status) -> None:
         """Report the changed state of the instance."""
         if not self._address:
             return

@@ -81,13 +81,13 @@ class Scaler:
         facts = self._facts(deployment, row)
         step, row.past = policy.decide(limits, facts, row.past, now)
         if step is None:
-            pressed = policy.pressed(limits, facts, row.past, now)
+            pressed = policy.explain_pressure(limits, facts, row.past, now)
             row.waits = _waits(limits, facts) if pressed else ""
             self._is_short(deployment, row, 0)
         elif step.change > 0:
-            self._up(deployment, row, step, facts)
+            self._scale_up(deployment, row, step, facts)
         else:
-            self._down(deployment, row, step)
+            self._scale_down(deployment, row, step)
 
     # ---- facts
 
@@ -124,11 +124,11 @@ class Scaler:
 
     # ---- actions
 
-    def _up(
+    def _scale_up(
         self, deployment: Deployment, row: Row, step: ScalingAction, facts: ScalingInput
     ) -> None:
         """Add replicas, up to the number that there is room for."""
-        count, occasion, refusal = 0, StartReason.now("scale"), ""
+        count, occasion, refusal = 0, StartReason.from_now("scale"), ""
         if self._swap_manager.waits_for(deployment):
             refusal = "another model waits for memory"
         while count < step.change and not refusal:
@@ -144,7 +144,7 @@ class Scaler:
             figures = {"queued": facts.queued, "waited_s": facts.waited_s, "running": facts.running}
             self._note(deployment, row, "up", step.reason, figures)
 
-    def _down(self, deployment: Deployment, row: Row, step: ScalingAction) -> None:
+    def _scale_down(self, deployment: Deployment, row: Row, step: ScalingAction) -> None:
         elsewhere = [replica for _, replica in self._contested(deployment)]
         replica = least_to_lose(
             elsewhere or [r for r in row.fresh if _has_failed(r)] or deployment.living
@@ -161,7 +161,7 @@ class Scaler:
         name, count = deployment.model.name, len(deployment.living)
         row.at, row.reason = time.time(), f"scaled {way} to {count}: {reason}"
         log.info("model_scaled", model=name, replicas=count, reason=reason)
-        journal.tell("scale", row.reason, model=name, replicas=count, **figures)
+        journal.record_event("scale", row.reason, model=name, replicas=count, **figures)
         deployment.changed()
 
     def _is_short(self, deployment: Deployment, row: Row, replicas: int) -> None:

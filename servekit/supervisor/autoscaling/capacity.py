@@ -89,8 +89,8 @@ class LocalCapacity:
         deployments, reserve = self._deployments, self._deployments.plan.config.gpus.reserve
         board = Board({gpu: room_bytes(gpu, reserve) for gpu in deployments.gpus})
         own: Want | None = None
-        for other in deployments.everyone():
-            want = self._want(other.model, other.slots())
+        for other in deployments.all_deployments():
+            want = self._placement_request(other.model, other.slots())
             board.placed += [(want, slot) for slot in other.slots() if slot]
             own = want if other is deployment else own
         assert own is not None  # the deployment is served
@@ -102,7 +102,7 @@ class LocalCapacity:
         gpus = "no GPU that it may use has" if own.width == 1 else f"no {own.width} GPUs have"
         return NoCapacity(f"no room: {gpus} room for the claim of a replica")
 
-    def _want(self, model: ModelConfig, slots: Sequence[Slot]) -> Want:
+    def _placement_request(self, model: ModelConfig, slots: Sequence[Slot]) -> Want:
         gpus = allowed(0, model, self._deployments.gpus)
         return want_of(model, gpus, slots, self._deployments.plan.config.gpus.reserve)
 

@@ -114,14 +114,14 @@ def decide(
         return None, past
     if facts.wanted_elsewhere and facts.living > limits.least:
         return ScalingAction(-1, f"{facts.wanted_elsewhere} waits for its memory"), past
-    if step := _up(limits, facts, past, now):
+    if step := _decide_up(limits, facts, past, now):
         return step, replace(past, idle_since=None, full_since=None)
-    if step := _down(limits, facts, past, now):
+    if step := _decide_down(limits, facts, past, now):
         return step, replace(past, idle_since=now - limits.down_s * (1 - NEXT))
     return None, past
 
 
-def pressed(limits: Limits, facts: ScalingInput, past: Past, now: float) -> str:
+def explain_pressure(limits: Limits, facts: ScalingInput, past: Past, now: float) -> str:
     """Return why more replicas are needed; "" if there are enough."""
     waiting = facts.queued + facts.held
     if past.course < 0 and waiting < -past.course * CLEARS_S:
@@ -135,16 +135,18 @@ def pressed(limits: Limits, facts: ScalingInput, past: Past, now: float) -> str:
     return f"{facts.held} waited at workers for {HOLD_S:g} s"
 
 
-def _up(limits: Limits, facts: ScalingInput, past: Past, now: float) -> ScalingAction | None:
+def _decide_up(limits: Limits, facts: ScalingInput, past: Past, now: float) -> ScalingAction | None:
     room = limits.most - facts.living
-    reason = pressed(limits, facts, past, now)
+    reason = explain_pressure(limits, facts, past, now)
     if not reason or room <= 0 or facts.coming or facts.failing or now < past.shy_until:
         return None
     wanted = math.ceil((facts.queued + facts.held) / facts.slots)
     return ScalingAction(max(1, min(wanted, facts.living, room)), reason)
 
 
-def _down(limits: Limits, facts: ScalingInput, past: Past, now: float) -> ScalingAction | None:
+def _decide_down(
+    limits: Limits, facts: ScalingInput, past: Past, now: float
+) -> ScalingAction | None:
     since = past.idle_since
     if facts.living <= limits.least or since is None or now - since < limits.down_s:
         return None

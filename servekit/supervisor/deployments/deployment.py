@@ -41,14 +41,16 @@ STOP_GRACE_S = 5.0
 
 
 class Deployment:
-    """The replicas of one model. Empty until `become`, which starts the first version too."""
+    """The replicas of one model. Empty until `roll_out`, which starts the first version too."""
 
     def __init__(self, model: ModelConfig, pool: WorkerPool) -> None:
         self.model = model
         self.replicas: list[WorkerProcess] = []
         self.wanted = False  # whether it is to have replicas; else it is stopped
         self._returns = False  # it is unloaded for another model, and will be wanted again
-        self.occasion = StartReason.now("operator")  # the start reason of replicas that are added
+        self.occasion = StartReason.from_now(
+            "operator"
+        )  # the start reason of replicas that are added
         self.circuit = make_circuit_breaker(model)
         self.failed: tuple[ReplicaHistory, ...] = ()  # of a version that did not come up
         self._pool = pool
@@ -62,7 +64,7 @@ class Deployment:
         self._change: asyncio.Task[None] | None = None
         self.adapters = Adapters(model.name, list_adapters(model), self)
 
-    def become(
+    def roll_out(
         self, model: ModelConfig, slots: Slots, threads: int | None, claimed: Collection[str] = ()
     ) -> None:
         """Change to these replicas of this version, and cancel a change under way.
@@ -74,10 +76,10 @@ class Deployment:
         self.wanted |= stays and (not self.planned or self.model.load != "on_start")
         self.planned = slots
         if same_worker(self.model, model):
-            self.adapters.follow(list_adapters(model), claimed)
+            self.adapters.follow_file(list_adapters(model), claimed)
         else:
             self.circuit = make_circuit_breaker(model)
-            self.adapters = self.adapters.successor(list_adapters(model), claimed)
+            self.adapters = self.adapters.make_successor(list_adapters(model), claimed)
             self._known = None
         self.model, self._threads, self.failed = model, threads, ()
         for replica in self._living():
@@ -97,7 +99,7 @@ class Deployment:
     def _end_change(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             log.error("model_change_failed", model=task.get_name(), exc_info=task.exception())
-        self._pool.host.changed()  # gateways wait for a new replica while `changing`
+        self._pool.host.publish_change()  # gateways wait for a new replica while `changing`
 
     def load(self, occasion: StartReason) -> None:
         """Load the model on its planned GPUs, and retry replicas that have failed."""
@@ -146,19 +148,19 @@ class Deployment:
         # No request takes longer than its model's timeout, so none is cut off.
         grace_s = replica.model.timeout_s + self._pool.drain_timeout_s
         log.info("worker_draining", child=replica.name, at_most_s=grace_s)
-        replica.end(Drain(), grace_s)
+        replica.end_child(Drain(), grace_s)
 
-    def leave(self) -> None:
+    def drain_all(self) -> None:
         """Drain all replicas, and end the fork servers."""
-        self.halt()
+        self.stop_changes()
         self.fork_servers.close()
         for replica in self._living():
             self._drain(replica)
 
-    def halt(self) -> None:
+    def stop_changes(self) -> None:
         """Cancel the changes that are under way."""
         self._give_up_change()
-        self.adapters.halt()
+        self.adapters.stop_changes()
 
     def _give_up_change(self) -> None:
         if self._change is not None:
@@ -167,11 +169,11 @@ class Deployment:
     @property
     def lacks_adapters(self) -> bool:
         """Return whether adapters of the file are missing, which a reload loads again."""
-        return self.adapters.lacks(list_adapters(self.model))
+        return self.adapters.needs_load(list_adapters(self.model))
 
     def retry(self, claimed: Collection[str] = ()) -> None:
         """Retry failed replicas, and load missing adapters."""
-        self.adapters.follow(list_adapters(self.model), claimed)
+        self.adapters.follow_file(list_adapters(self.model), claimed)
         self.try_again()
 
     def try_again(self) -> None:
@@ -189,12 +191,12 @@ class Deployment:
 
     def tend_fork_servers(self) -> None:
         away = not (self.wanted or self._returns)
-        self.fork_servers.tend(self.model, self.replicas, away=away)
+        self.fork_servers.converge(self.model, self.replicas, away=away)
 
-    def remove(self, replica: WorkerProcess) -> None:
+    def remove_replica(self, replica: WorkerProcess) -> None:
         """Forget a replica that has ended."""
         self.replicas.remove(replica)
-        self._pool.remove(replica)
+        self._pool.remove_worker(replica)
         self._heard.set()
         self.tend_fork_servers()
 
@@ -215,7 +217,7 @@ class Deployment:
 
     def adapter_statuses(self) -> tuple[AdapterStatus, ...]:
         """Return the status of the adapters, on workers of all versions."""
-        return self.adapters.statuses([one.holds for one in self.replicas if one.serves])
+        return self.adapters.statuses([one.held_adapters for one in self.replicas if one.serves])
 
     def workers(self, adapters: Adapters) -> Sequence[WorkerProcess]:
         """Return the workers of the version that has these adapters."""
@@ -234,7 +236,7 @@ class Deployment:
     def changed(self) -> None:
         for replica in self.replicas:
             replica.remember_adapters()
-        self._pool.host.changed()
+        self._pool.host.publish_change()
 
     def is_unused(self, adapter: str) -> bool:
         return self._pool.host.is_unused(adapter)
@@ -286,7 +288,7 @@ class Deployment:
         for victim in victims:
             old.remove(victim)
             self._drain(victim)
-        self._hurry(slot)
+        self._limit_drain(slot)
         if victims:
             names, at_most_s = ", ".join(one.name for one in victims), self._pool.drain_timeout_s
             said = (
@@ -296,7 +298,7 @@ class Deployment:
             log.warning(
                 "rollout_cuts_requests", model=self.model.name, workers=names, at_most_s=at_most_s
             )
-            journal.tell("reload", said, model=self.model.name)
+            journal.record_event("reload", said, model=self.model.name)
         await self._pool.wait_for_room(self.model, slot)
         replica = self._add(self.model, slot)
         if not victims or proven:
@@ -322,9 +324,9 @@ class Deployment:
         """Roll back to the old version, which serves on, and has `backs` as planned GPUs again."""
         why = next((replica.reason for replica in fresh if replica.reason), "it did not start")
         log.error("model_reload_failed", model=self.model.name, reason=why)
-        self.failed = tuple(replica.story() for replica in fresh)
+        self.failed = tuple(replica.make_history() for replica in fresh)
         for replica in fresh:
-            replica.end(Stop(), STOP_GRACE_S)
+            replica.end_child(Stop(), STOP_GRACE_S)
         self.planned = (*(replica.place.gpus for replica in self._living()), *backs)
         at = time.strftime("%H:%M:%S")
         for replica in old:
@@ -355,19 +357,19 @@ class Deployment:
         place = Assignment(model.name, self._next_index, slot, threads, claims, elsewhere)
         self._next_index += 1
         fork = functools.partial(self.fork_servers.fork, model, place)
-        entry = Entry(self._pool.gate, self._pool.needs(model, slot))
+        entry = Entry(self._pool.gate, self._pool.needed_bytes(model, slot))
         replica = WorkerProcess(model, place, gpus, host, self.circuit, self.adapters, fork, entry)
         replica.starting.occasion = self.occasion
         replica.listeners.append(self._on_event)
         self.replicas.append(replica)
-        self._pool.start(replica)
+        self._pool.start_worker(replica)
         return replica
 
     def _drain(self, replica: WorkerProcess) -> None:
         log.info("worker_draining", child=replica.name, at_most_s=self._pool.drain_timeout_s)
-        replica.end(Drain(), self._pool.drain_timeout_s)
+        replica.end_child(Drain(), self._pool.drain_timeout_s)
 
-    def _hurry(self, slot: Slot) -> None:
+    def _limit_drain(self, slot: Slot) -> None:
         """Limit the time of replicas that already drain on these GPUs to `drain_timeout_s`."""
         for replica in self.replicas:
             if replica.ending and not set(slot).isdisjoint(replica.place.gpus):
@@ -404,7 +406,7 @@ def keep_serving(old: Sequence[WorkerProcess]) -> list[WorkerProcess]:
     """Return the ready replicas of another version; end the others, which are of no more use."""
     for replica in old:
         if replica.state != "ready":
-            replica.end(Stop(), STOP_GRACE_S)
+            replica.end_child(Stop(), STOP_GRACE_S)
     return [replica for replica in old if replica.state == "ready"]
 
 

@@ -26,7 +26,7 @@ log: Any = structlog.get_logger("servekit.supervisor")
 
 
 class DeploymentManager:
-    """The deployments of an instance; empty until `apply`. `run` runs a replica's task."""
+    """The deployments of an instance; empty until `apply_plan`. `run` runs a replica's task."""
 
     def __init__(
         self, plan: Plan, host: SupervisorContext, run: Callable[[WorkerProcess | ForkServer], None]
@@ -50,17 +50,17 @@ class DeploymentManager:
     def gpus(self) -> tuple[Gpu, ...]:
         return self.plan.gpus
 
-    def everyone(self) -> list[Deployment]:
+    def all_deployments(self) -> list[Deployment]:
         """Return the deployments that are served, and those that drain."""
         return [*self.served, *self._leaving]
 
     def replicas(self) -> list[WorkerProcess]:
-        return [replica for deployment in self.everyone() for replica in deployment.replicas]
+        return [replica for deployment in self.all_deployments() for replica in deployment.replicas]
 
     def standbys(self) -> list[ForkServer]:
         return [
             standby
-            for deployment in self.everyone()
+            for deployment in self.all_deployments()
             for standby in deployment.fork_servers.standbys
         ]
 
@@ -90,21 +90,21 @@ class DeploymentManager:
                 changes = await self._reload()
             except ServekitError as error:
                 log.error("reload_refused", reason=error.message)
-                journal.tell("reload", f"refused: {error.message}")
+                journal.record_event("reload", f"refused: {error.message}")
                 return Refused(error.message, isinstance(error, ConfigError))
             except Exception as error:  # a bug of ours must not end what is served
                 log.exception("reload_failed")
-                journal.tell("reload", f"broke off: {error!r}")
+                journal.record_event("reload", f"broke off: {error!r}")
                 return Refused(f"the reload broke off: {error!r}; the log has more")
         log.info("reload_completed", changes=changes)
-        journal.tell("reload", changes)
+        journal.record_event("reload", changes)
         return Accepted(changes)
 
     async def _reload(self) -> str:
         self._refuse_at_the_end()
         plan = await self._read()
         self._refuse_at_the_end()
-        return self.apply(plan)
+        return self.apply_plan(plan)
 
     def _refuse_at_the_end(self) -> None:
         if self.halted:
@@ -137,12 +137,16 @@ class DeploymentManager:
         if launcher is not None and (refusal := await launcher.refusal(fresh)):
             raise ConfigError(f"{plan.source.path}: {refusal}")
 
-    def apply(self, plan: Plan) -> str:
+    def apply_plan(self, plan: Plan) -> str:
         """Start the changes to this plan; return them in words."""
         for name, choice in plan.choices.items():
             log.info("engine_chosen", model=name, engine=choice.engine, why=choice.why)
         new_access = plan.access != self.plan.access
-        occasion = StartReason.up() if plan is self.plan else StartReason.now("reload")
+        occasion = (
+            StartReason.from_supervisor_start()
+            if plan is self.plan
+            else StartReason.from_now("reload")
+        )
         self.pool.plan = plan
         models, before = (
             plan.config.models,
@@ -159,44 +163,44 @@ class DeploymentManager:
         for deployment in before.values():
             if kinds[deployment.model.name] == "removed":
                 self._leaving.append(deployment)
-                deployment.leave()
+                deployment.drain_all()
         for deployment, model in zip(self.served, models, strict=True):
             if kinds[model.name] == "unchanged":
                 deployment.retry(claimed)
             else:
                 deployment.occasion = occasion
                 threads = next(p.threads for p in plan.places if p.model == model.name)
-                deployment.become(model, reload.slots(model.name, plan.places), threads, claimed)
-        self.host.changed()
+                deployment.roll_out(model, reload.slots(model.name, plan.places), threads, claimed)
+        self.host.publish_change()
         return reload.describe_changes(changes, lacking, access=new_access)
 
-    def ended(self, life: WorkerProcess | ForkServer) -> None:
+    def forget_process(self, life: WorkerProcess | ForkServer) -> None:
         """Forget a worker or fork server that has ended."""
         if isinstance(life, ForkServer):
-            for deployment in self.everyone():
+            for deployment in self.all_deployments():
                 if life in deployment.fork_servers.standbys:
-                    deployment.fork_servers.ended(life)
+                    deployment.fork_servers.forget_fork_server(life)
         else:
-            for deployment in self.everyone():
+            for deployment in self.all_deployments():
                 if life in deployment.replicas:
-                    deployment.remove(life)
+                    deployment.remove_replica(life)
         self._leaving = [f for f in self._leaving if f.replicas or f.fork_servers.standbys]
 
-    def explained(self, model: str) -> None:
+    def reset_breaker(self, model: str) -> None:
         """Reset the breaker of a model whose workers were killed by a request, now quarantined."""
         for deployment in self.served:
             if deployment.model.name == model:
                 deployment.circuit.reset()
 
-    def look(self) -> None:
+    def start_missing_fork_servers(self) -> None:
         """Start the fork servers for which there was no memory. Called at each tick."""
-        for deployment in self.everyone():
+        for deployment in self.all_deployments():
             if deployment.fork_servers.lacks_memory:
                 deployment.tend_fork_servers()
 
-    def halt(self) -> None:
+    def stop_changes(self) -> None:
         """Cancel all changes, and start none any more: the instance is ending."""
         self.halted = True
-        for deployment in self.everyone():
-            deployment.halt()
+        for deployment in self.all_deployments():
+            deployment.stop_changes()
             deployment.fork_servers.close()

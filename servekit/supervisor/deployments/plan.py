@@ -10,7 +10,7 @@ from pathlib import Path
 
 from servekit.config.cluster import RayConfig
 from servekit.config.engines.installed import Machine
-from servekit.config.engines.selection import Choice
+from servekit.config.engines.selection import EngineChoice
 from servekit.config.load import error_at, load_here
 from servekit.config.schema import Config
 from servekit.errors import ConfigError
@@ -106,7 +106,7 @@ class Source:
             if one is not None:
                 found[model.name] = one
                 for place in own:
-                    estimates.refuse(index, model, place, one, config.gpus.reserve)
+                    estimates.check_weights_fit(index, model, place, one, config.gpus.reserve)
         return found
 
     def await_rest(self) -> None:
@@ -139,4 +139,6 @@ class Plan:
     source: Source
     access: AccessRules
     estimates: Mapping[str, Estimate] = field(default_factory=dict)  # of models with files
-    choices: Mapping[str, Choice] = field(default_factory=dict)  # of models with `engine: auto`
+    choices: Mapping[str, EngineChoice] = field(
+        default_factory=dict
+    )  # of models with `engine: auto`

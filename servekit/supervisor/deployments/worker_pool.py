@@ -40,13 +40,13 @@ class WorkerPool:
     def drain_timeout_s(self) -> float:
         return self.plan.config.server.drain_timeout_s
 
-    def start(self, worker: WorkerProcess) -> None:
+    def start_worker(self, worker: WorkerProcess) -> None:
         """Run a worker, whose claim counts from now on."""
         self._workers.append(worker)
         worker.listeners.append(self._on_event)
         self.run(worker)
 
-    def remove(self, worker: WorkerProcess) -> None:
+    def remove_worker(self, worker: WorkerProcess) -> None:
         """Forget a worker that has ended."""
         self._workers.remove(worker)
         self._heard.set()
@@ -57,7 +57,7 @@ class WorkerPool:
         """Return the bytes that a worker of `model` would claim of each GPU of `slot`."""
         return claims_of(model, slot, self.plan.config.gpus.reserve)
 
-    def needs(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]:
+    def needed_bytes(self, model: ModelConfig, slot: Slot) -> tuple[int, ...]:
         """Return the bytes that must be free on each GPU: the claim by `memory`, or the weights."""
         if model.memory is not None:
             return self.claims(model, slot)
@@ -68,7 +68,7 @@ class WorkerPool:
         """Return whether one more worker fits beside the workers that exist."""
         reserve = self.plan.config.gpus.reserve
         for gpu in slot:
-            taken = sum(self._taken(one, gpu) for one in self._workers)
+            taken = sum(self._claimed_bytes(one, gpu) for one in self._workers)
             if taken + claim_bytes(model, gpu, reserve) > room_bytes(gpu, reserve):
                 return False
         return True
@@ -84,7 +84,7 @@ class WorkerPool:
         taken = any(worker.name == name for worker in self._workers)
         return taken or bool(self.gate.ledger.claim_of(name))  # its memory is not free yet
 
-    def _taken(self, worker: WorkerProcess, gpu: Gpu) -> int:
+    def _claimed_bytes(self, worker: WorkerProcess, gpu: Gpu) -> int:
         """Return a worker's claim on a GPU in bytes; for a sleeping worker, what it has kept.
 
         A failed worker counts as 0: it has no process, and may never have one again.

@@ -75,7 +75,7 @@ class ExitHistory:
     def __init__(self) -> None:
         self._exits: deque[ExitRecord] = deque(maxlen=_DEATHS)
 
-    def add(self, exit_: Exit, known: LastSeen, what: str) -> ExitRecord:
+    def add_exit(self, exit_: Exit, known: LastSeen, what: str) -> ExitRecord:
         death = make_record(exit_, known, what)
         self._exits.append(death)
         dumped = [i for i, old in enumerate(self._exits) if old.stacks]
@@ -92,7 +92,7 @@ def report_death(name: str, death: ExitRecord, after_s: float | None, *, crashed
     again_in_s = None if after_s is None else round(after_s, 2)
     event = "process_exited" if crashed else "process_start_failed"
     log.error(event, child=name, reason=death.what, again_in_s=again_in_s)
-    journal.tell(
+    journal.record_event(
         "exit",
         death.what,
         worker=name,
@@ -144,12 +144,12 @@ class StartReason:
     at_s: float
 
     @classmethod
-    def up(cls) -> StartReason:
+    def from_supervisor_start(cls) -> StartReason:
         """Return the reason "up", since the start of the supervisor."""
         return cls("up", time.monotonic() - procfs.age_s())
 
     @classmethod
-    def now(cls, cause: Cause) -> StartReason:
+    def from_now(cls, cause: Cause) -> StartReason:
         return cls(cause, time.monotonic())
 
 
@@ -211,7 +211,7 @@ class StartupTiming:
         self._lives: deque[_StartRecord] = deque(maxlen=_LIVES)
         self._awaited = ""  # the phase that ends with the next report
 
-    def begin(self, now: float) -> None:
+    def start_record(self, now: float) -> None:
         """Begin the record of a start."""
         occasion = self.occasion or StartReason("restart", self._died_s(now))
         self.occasion, self._awaited = None, ""
@@ -224,14 +224,14 @@ class StartupTiming:
         if self._lives and ended_s - began_s >= _NOTHING_S:
             self._lives[-1].record_phase(Phase(name, began_s, ended_s))
 
-    def awaits(self, name: str, began_s: float) -> None:
+    def begin_phase(self, name: str, began_s: float) -> None:
         """Begin a phase that ends with the next report."""
         self._end_awaited(began_s)
         if self._lives:
             self._awaited = name
             self._lives[-1].record_phase(Phase(name, began_s))
 
-    def heard(self, said: PhaseReport | GatewayConnected) -> None:
+    def add_report(self, said: PhaseReport | GatewayConnected) -> None:
         """Record a report of the process."""
         if not self._lives:
             return

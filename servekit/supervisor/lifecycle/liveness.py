@@ -59,15 +59,15 @@ class Liveness:
             self.kv_used = round(pong.kv_used, 2)
         self._owed_since = None
 
-    def slept(self, now: float) -> None:
+    def restart_timers(self, now: float) -> None:
         """Restart the timers after a suspension of the supervisor; give no verdict for a while."""
         self._forgiven_until = now + FORGIVEN_S
         if self._owed_since is not None:
             self._owed_since = now
 
-    def pardon(self, now: float) -> None:
+    def reset_deadline(self, now: float) -> None:
         """Restart the timers after work that we had ordered, which may stop progress."""
-        self.slept(now)
+        self.restart_timers(now)
         self._forgiven_until = now + PARDONED_S
 
     def due(self, now: float, every_s: float) -> bool:

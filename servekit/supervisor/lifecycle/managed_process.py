@@ -4,7 +4,7 @@ starting ──▶ loading ──▶ ready ◀──▶ asleep
     ▲           │ ╲       ╱ │
     │           │  stalled  │          draining ──▶ stopped
     └─ backoff ◀┴─────┴─────┘              ▲           ▲
-          └▶ failed                        └─ `end`, ──┘ from any state
+          └▶ failed                        └───────────┘ `end_child`, from any state
 
 `TRANSITIONS` is the whole table. `ManagedProcess.change_state` is the only writer of a state: it
 refuses an event that the table lacks in the present state, and emits `StateChanged`. When a child
@@ -140,16 +140,16 @@ class SupervisorContext(Protocol):
     def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
         """Return the variables for this model's workers only: the key to its endpoint."""
 
-    def changed(self) -> None:
+    def publish_change(self) -> None:
         """Publish a change that others can see."""
 
-    def noticed(self) -> None:
+    def publish_later(self) -> None:
         """Publish changed figures with the next tick; nobody waits for them."""
 
     def children_changed(self) -> None:
         """Record that a process was started or reaped."""
 
-    def line(self, name: str, text: str) -> None:
+    def on_line(self, name: str, text: str) -> None:
         """Pass on a line that a child wrote."""
 
     def quarantine(self, request: Quarantined) -> None:
@@ -220,7 +220,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         )
 
     @abstractmethod
-    def greet(self) -> None:
+    def send_greeting(self) -> None:
         """Send the first messages to a child that was just started."""
 
     @abstractmethod
@@ -238,17 +238,17 @@ class ManagedProcess(ABC, Generic[Incoming]):
     def forget_child(self) -> None:
         """Forget the state of a child that was reaped."""
 
-    async def enter(self) -> str:
+    async def acquire_resources(self) -> str:
         """Wait for the resources of a start; return why there are none, or ""."""
         return ""
 
-    def leave(self) -> None:
-        """Release the resources after each life, and after an `enter` that failed."""
+    def release_resources(self) -> None:
+        """Release the resources after each life, and after an `acquire_resources` that failed."""
 
     # ---- life cycle
 
     async def run(self) -> None:
-        """Run until `end` was called and the last child is reaped."""
+        """Run until `end_child` was called and the last child is reaped."""
         after_s: float | None = 0.0
         lives = 0
         while await self._wait_for_start(after_s):
@@ -256,11 +256,11 @@ class ManagedProcess(ABC, Generic[Incoming]):
             lives += 1
             after_s = await self._live_once()
         if self.circuit is not None:
-            self.circuit.leave(self.name)
-        journal.tell("stopped", worker=self.name)
+            self.circuit.unregister(self.name)
+        journal.record_event("stopped", worker=self.name)
         self.change_state("stop", self.reason)
 
-    def end(self, ask: msgspec.Struct, grace_s: float) -> None:
+    def end_child(self, ask: msgspec.Struct, grace_s: float) -> None:
         """Ask the child to end, and kill it if it has not ended within `grace_s`."""
         if not self._ending.done():
             self._ending.set_result(Shutdown(ask, grace_s))
@@ -270,7 +270,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
 
     def end_now(self) -> None:
         """End the child without waiting for its requests."""
-        self.end(Stop(), _NOW_S)
+        self.end_child(Stop(), _NOW_S)
         if self.child is not None:
             self.child.send(Stop())
             self._loop.call_later(_NOW_S, self.child.kill, "stopped at once, killed")
@@ -282,8 +282,8 @@ class ManagedProcess(ABC, Generic[Incoming]):
     def retry(self) -> None:
         """Restart it now if it has failed or is in back-off, with the back-off reset."""
         if self.state in _WAITING:
-            self.policy.forget()
-            self.starting.occasion = StartReason.now("operator")
+            self.policy.reset_backoff()
+            self.starting.occasion = StartReason.from_now("operator")
             self.change_state("retry", self.reason)
         self._due = time.monotonic()
         self._wake()
@@ -307,7 +307,9 @@ class ManagedProcess(ABC, Generic[Incoming]):
             return
         self._ready_at = time.monotonic()
         self.starting.ready(self._ready_at)
-        journal.tell("ready", worker=self.name, after_s=round(self._ready_at - self._began_at, 2))
+        journal.record_event(
+            "ready", worker=self.name, after_s=round(self._ready_at - self._began_at, 2)
+        )
         self.note_segments()
 
     def change_state(self, event: Event, reason: str = "") -> bool:
@@ -320,7 +322,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         if after is None:
             return False
         self.state, self.reason = after, reason
-        self.host.changed()
+        self.host.publish_change()
         self.emit(StateChanged(self, before, after))
         return True
 
@@ -335,14 +337,14 @@ class ManagedProcess(ABC, Generic[Incoming]):
     def explain_state(self, reason: str) -> None:
         """Set the reason of the present state."""
         self.reason = reason
-        self.host.changed()
+        self.host.publish_change()
 
-    def look(self) -> None:
+    def check_health(self) -> None:
         """Let the breaker know once this life is fruitful. Called at each tick."""
         if not self._proved and self._is_fruitful():
             self._proved = True
             if self.circuit is not None:
-                self.circuit.fruitful()
+                self.circuit.record_success()
 
     def forgive_suspension(self) -> None:
         """Allow for a suspension of the supervisor."""
@@ -373,7 +375,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         """A sentence on what is wrong while it runs; "" if nothing is."""
         return ""
 
-    def story(self) -> ReplicaHistory:
+    def make_history(self) -> ReplicaHistory:
         """Return its state, its restarts and its deaths so far."""
         next_s = None
         if self._next_at is not None:
@@ -391,10 +393,10 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self._boot_failed, self._ready_at, self._proved = None, None, False
         self._engine_died = ""
         self._began_at = time.monotonic()
-        self.starting.begin(self._began_at)
+        self.starting.start_record(self._began_at)
         self.change_state("start", self._died_of)
         try:
-            refusal = await run_unless(self._ending, self.enter())
+            refusal = await run_unless(self._ending, self.acquire_resources())
             if self.ending:
                 return None
             if refusal:
@@ -402,7 +404,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             return await self._incarnate()
         finally:
             self.starting.died(time.monotonic())
-            self.leave()
+            self.release_resources()
 
     async def _incarnate(self) -> float | None:
         self._began_at = time.monotonic()
@@ -411,13 +413,13 @@ class ManagedProcess(ABC, Generic[Incoming]):
         except OSError as error:
             reason = f"cannot be started: {error.strerror or error}"
             return self._record_exit(Exit(None, None, (), cause=reason))
-        self.starting.awaits("fork" if child.forked else self.begins_with, self._began_at)
+        self.starting.begin_phase("fork" if child.forked else self.begins_with, self._began_at)
         log.info("process_started", child=self.name, pid=child.pid)
         if was_upgraded():
             log.warning("servekit_upgraded", child=self.name)
-        journal.tell("started", worker=self.name, pid=child.pid)
+        journal.record_event("started", worker=self.name, pid=child.pid)
         self.host.children_changed()
-        self.greet()
+        self.send_greeting()
         try:
             exit_ = await self._until_exit(child)
             return None if self.ending else self._record_exit(exit_)
@@ -449,7 +451,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             self._died_of = exit_.explain("" if crashed else " before it was ready")
         if not crashed and UPGRADED not in self._died_of and was_upgraded():
             self._died_of = f"{self._died_of.rstrip('.')}. {UPGRADED}"
-        death = self.history.add(exit_, self._describe_child(), self._died_of)
+        death = self.history.add_exit(exit_, self._describe_child(), self._died_of)
         after_s = None if permanent else self.policy.after_s(fruitful=fruitful)
         report_death(self.name, death, after_s, crashed=crashed)
         if self.circuit is not None:
@@ -516,7 +518,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
             self._woken.set_result(None)
 
     def _on_line(self, text: str) -> None:
-        self.host.line(self.name, text)
+        self.host.on_line(self.name, text)
 
 
 async def wait_for_tasks(tasks: Tasks, within_s: float) -> set[str]:

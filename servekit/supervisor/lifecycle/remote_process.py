@@ -188,7 +188,7 @@ class RemoteChild(Generic[Incoming]):
             self.kill(f"did not stop within {grace_s:g} s, killed")
         return await asyncio.shield(self.exited)
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Disconnect; it serves on for its grace time, and another supervisor may adopt it."""
         self._conclude(Exit(None, None, (), cause="left to itself"))
 
@@ -260,11 +260,11 @@ class RemoteChild(Generic[Incoming]):
                 f" {PROTOCOL}: install the same servekit on all machines"
             )
         connection.allow()
-        connection.become(
-            self._incoming | Attached | SupervisorReplaced, self._hear, self._on_close
+        connection.switch_protocol(
+            self._incoming | Attached | SupervisorReplaced, self._handle_message, self._on_close
         )
 
-    def _hear(self, message: Any) -> None:
+    def _handle_message(self, message: Any) -> None:
         self._heard_at = self._loop.time()
         if self.exited.done():
             return
@@ -332,9 +332,9 @@ class RemoteChild(Generic[Incoming]):
                 log.info("control_channel_restored", child=self.name)
                 self.on_again()
                 return
-        self._lose(said)
+        self._give_up(said)
 
-    def _lose(self, said: str) -> None:
+    def _give_up(self, said: str) -> None:
         """Give up a process that is not reached; have it killed, because a replacement starts."""
         if self._stopping and not self._cause:
             self._conclude(Exit(0, None, ()))

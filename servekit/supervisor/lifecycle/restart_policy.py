@@ -85,7 +85,7 @@ class RestartPolicy:
         self._delays += 1
         return self._spread(min(delay_s, self.limits.longest_s))
 
-    def forget(self) -> None:
+    def reset_backoff(self) -> None:
         """Reset the back-off, as when an operator asks for another try."""
         self._delays = 0
 
@@ -121,18 +121,18 @@ class BreakerPolicy:
         self.fruitless = 0  # lives in a row
         self._openings = 0  # in a row
 
-    def hold(self, now: float) -> StartDelay | None:
+    def blocked_until(self, now: float) -> StartDelay | None:
         """Return None if a replica may start now, else until when it must wait."""
         if self.state == "open" and now < self.until:
             return StartDelay(self.until)
         return StartDelay(None) if self.state == "half-open" else None
 
     def started(self, replica: str) -> None:
-        """Record the start of a replica that `hold` has allowed."""
+        """Record the start of a replica that `blocked_until` has allowed."""
         if self.state == "open":
             self.state, self.probe = "half-open", replica
 
-    def fruitful(self) -> None:
+    def record_success(self) -> None:
         """Record a life that was of use: a request completed, or ready for long enough."""
         self.state, self.probe = "closed", ""
         self.fruitless = self._openings = 0
@@ -179,7 +179,7 @@ class CircuitBreaker:
     def join(self, replica: str, wake: Callable[[], None]) -> None:
         self._wake[replica] = wake
 
-    def leave(self, replica: str) -> None:
+    def unregister(self, replica: str) -> None:
         """Unregister a replica that is ended on purpose."""
         self._wake.pop(replica, None)
         self.withdrawn(replica)
@@ -191,13 +191,13 @@ class CircuitBreaker:
 
     def reset(self) -> None:
         """Close the breaker: an operator retries, or the deadly request is quarantined."""
-        self._breaker.fruitful()
+        self._breaker.record_success()
         self._wake_all()
 
     def held_for_s(self) -> float | None:
         """Return the seconds to wait before a start, 0 if allowed now; None: until woken."""
         now = time.monotonic()
-        hold = self._breaker.hold(now)
+        hold = self._breaker.blocked_until(now)
         if hold is None:
             return 0.0
         return None if hold.until is None else hold.until - now
@@ -207,32 +207,32 @@ class CircuitBreaker:
         self._breaker.started(replica)
         if self._breaker.state != was:
             log.warning("breaker_half_opened", model=self._model, probe=replica)
-            journal.tell("breaker", f"half-open: {replica} is tried", model=self._model)
+            journal.record_event("breaker", f"half-open: {replica} is tried", model=self._model)
             self._wake_all()  # so that the others say which probe they wait for
 
     def died(self, replica: str, reason: str, *, fruitful: bool, permanent: bool) -> None:
         """Record the end of a replica's life."""
         if fruitful:
-            self.fruitful()
+            self.record_success()
         elif permanent:  # it would fail again, and is not restarted
             self.withdrawn(replica)
         else:
-            self.fruitless(replica, reason)
+            self.record_failure(replica, reason)
 
-    def fruitful(self) -> None:
+    def record_success(self) -> None:
         was = self._breaker.state
-        self._breaker.fruitful()
+        self._breaker.record_success()
         if was != "closed":
             log.info("breaker_closed", model=self._model)
-            journal.tell("breaker", "closed", model=self._model)
+            journal.record_event("breaker", "closed", model=self._model)
             self._wake_all()
 
-    def fruitless(self, replica: str, reason: str) -> None:
+    def record_failure(self, replica: str, reason: str) -> None:
         was, self._last_reason = self._breaker.state, reason
         self._breaker.fruitless_end(replica, time.monotonic())
         if self._breaker.state == "open" != was:
             log.error("breaker_opened", model=self._model, reason=self.explain())
-            journal.tell("breaker", f"open: {self.explain()}", model=self._model)
+            journal.record_event("breaker", f"open: {self.explain()}", model=self._model)
             self._wake_all()
 
     def explain(self) -> str:

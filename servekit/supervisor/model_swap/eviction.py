@@ -19,16 +19,16 @@ class CapacityView:
         self._freed = dict.fromkeys(free, 0)
         for one in models:
             if one.tier == "leaving":
-                self.leave(one, one.asleep if one.falls_asleep else {})
+                self.free_model(one, one.asleep if one.falls_asleep else {})
 
-    def fits(self, need: Mapping[str, int]) -> bool:
+    def has_room(self, need: Mapping[str, int]) -> bool:
         return not lacking(need, self.now) and not lacking(need, self.soon)
 
-    def lacks(self, need: Mapping[str, int]) -> dict[str, int]:
+    def missing_bytes(self, need: Mapping[str, int]) -> dict[str, int]:
         """Return the bytes that are missing even after the leaving models have left."""
         return lacking(need, self.soon)
 
-    def wants(self, one: PolicyInput) -> dict[str, int]:
+    def missing_for_claimed(self, one: PolicyInput) -> dict[str, int]:
         """Return the bytes that are missing for a model that has its claim already.
 
         Leaving models count as gone. Claims may exceed the memory after a reload of the
@@ -53,9 +53,9 @@ class CapacityView:
             if at in self.soon:
                 self.soon[at] -= size
 
-    def leave(self, one: PolicyInput, kept: Mapping[str, int]) -> None:
+    def free_model(self, one: PolicyInput, kept: Mapping[str, int]) -> None:
         """Free what the model holds, except `kept`; what it takes at other places is in use now."""
-        for at, size in one.held.items():
+        for at, size in one.held_memory.items():
             if at in self.soon:
                 self.soon[at] += size
                 self._freed[at] += size - kept.get(at, 0)
@@ -80,7 +80,7 @@ class CapacityView:
 
 def _more(one: PolicyInput, kept: Mapping[str, int]) -> dict[str, int]:
     """Return the part of `kept` that exceeds what the model holds now."""
-    held = one.held
+    held = one.held_memory
     return {at: more for at, size in kept.items() if (more := size - held.get(at, 0)) > 0}
 
 
@@ -107,7 +107,7 @@ def make_room(
 
     Memory that becomes free is reserved for it.
     """
-    lacking = room.lacks(one.need)
+    lacking = room.missing_bytes(one.needed_memory)
     goers = _candidates(others, lacking)
     able = _evictable(goers)
     short = _short(one, room)
@@ -117,7 +117,7 @@ def make_room(
             return [], f"{short}; it waits for {_names(goers)}"
         return [], f"{short}, {STAY}"
     steps = _evict(able, one, lacking, room, now, short)
-    room.reserve(one.need)
+    room.reserve(one.needed_memory)
     names = _names(able, steps) or "a model that is unloading"
     return steps, f"{short}; it waits for {names}"
 
@@ -126,7 +126,7 @@ def relieve(
     one: PolicyInput, others: Sequence[PolicyInput], room: CapacityView, now: float
 ) -> tuple[list[SwapAction], str]:
     """Do the same for a model that has its claim already; "" if it waits for no eviction."""
-    lacking = room.wants(one)
+    lacking = room.missing_for_claimed(one)
     able = _evictable(_candidates(others, lacking))
     if not lacking or not _covers(able, lacking):
         return [], ""
@@ -138,7 +138,7 @@ def relieve(
 def _candidates(others: Iterable[PolicyInput], lacking: Mapping[str, int]) -> list[PolicyInput]:
     """Return eviction candidates that hold memory at a place that is short."""
     goers = [other for other in others if other.load == "on_demand"]
-    return [other for other in goers if any(other.held.get(at) for at in lacking)]
+    return [other for other in goers if any(other.held_memory.get(at) for at in lacking)]
 
 
 def _evictable(goers: Iterable[PolicyInput]) -> list[PolicyInput]:
@@ -156,7 +156,7 @@ def _evict(
     victims = _victims([other for other in able if _may_go(other, one, now)], lacking, now)
     sleepers = _sleepers(victims, lacking, room)
     reason = f"evicted for {one.name}, {why}"
-    steps = (gone(each, room, reason, sleeps=each in sleepers) for each in victims)
+    steps = (remove_model(each, room, reason, sleeps=each in sleepers) for each in victims)
     return [replace(step, makes_room=True) for step in steps]
 
 
@@ -168,8 +168,12 @@ def _names(able: Iterable[PolicyInput], steps: Sequence[SwapAction] = ()) -> str
 
 def _short(one: PolicyInput, room: CapacityView) -> str:
     """Return such as "30.0 GiB needed, 12.0 GiB free", for the place that is shortest."""
-    at = max(one.need, key=lambda place: one.need[place] - room.now.get(place, math.inf))
-    return f"{format_bytes(one.need[at])} needed, {format_bytes(max(0, room.now.get(at, 0)))} free"
+    at = max(
+        one.needed_memory,
+        key=lambda place: one.needed_memory[place] - room.now.get(place, math.inf),
+    )
+    free_bytes = max(0, room.now.get(at, 0))
+    return f"{format_bytes(one.needed_memory[at])} needed, {format_bytes(free_bytes)} free"
 
 
 def _may_go(victim: PolicyInput, other: PolicyInput, now: float) -> bool:
@@ -184,7 +188,8 @@ def _covers(
     """Return whether the victims free enough; `sleepers` keep some of their memory."""
     goers, asleep = list(victims), list(sleepers)
     return all(
-        sum(one.held.get(at, 0) for one in goers) - sum(one.asleep.get(at, 0) for one in asleep)
+        sum(one.held_memory.get(at, 0) for one in goers)
+        - sum(one.asleep.get(at, 0) for one in asleep)
         >= size
         for at, size in lacking.items()
     )
@@ -197,7 +202,7 @@ def _victims(
 
     def score(one: PolicyInput) -> tuple[bool, float, float]:
         stays = one.stay_s is not None and math.isinf(one.stay_s)
-        freed = sum(min(one.held.get(at, 0), size) for at, size in lacking.items())
+        freed = sum(min(one.held_memory.get(at, 0), size) for at, size in lacking.items())
         return not stays, freed * one.quiet_s(now) / max(one.back_s, 0.1), -one.since
 
     chosen: list[PolicyInput] = []
@@ -225,9 +230,9 @@ def _sleepers(
     return able
 
 
-def gone(one: PolicyInput, room: CapacityView, reason: str, *, sleeps: bool) -> SwapAction:
+def remove_model(one: PolicyInput, room: CapacityView, reason: str, *, sleeps: bool) -> SwapAction:
     """Return the action that removes the model, and count its memory as free soon."""
-    room.leave(one, one.asleep if sleeps else {})
+    room.free_model(one, one.asleep if sleeps else {})
     return SwapAction("sleep" if sleeps else "stop", one.name, reason)
 
 

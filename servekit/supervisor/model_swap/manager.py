@@ -48,15 +48,15 @@ class SwapManager:
         for gateway in gateways:
             gateway.on_use = self._on_keep_alive
 
-    def halt(self) -> None:
+    def stop_changes(self) -> None:
         """Begin the shutdown: start nothing any more."""
         self._halted, self._halted_at = True, time.monotonic()
         workers = (
-            one for deployment in self._deployments.everyone() for one in deployment.replicas
+            one for deployment in self._deployments.all_deployments() for one in deployment.replicas
         )
         self._unasked = [one for one in workers if one.state in _COMING]
         for row in self._rows.values():
-            row.halt()
+            row.stop_changes()
 
     def _spare(self) -> None:
         """At shutdown, end loading workers unless queued requests wait for them.
@@ -66,7 +66,7 @@ class SwapManager:
         open_ = [gateway for gateway in self._gateways if gateway.state != "stopped"]
         if open_ and time.monotonic() - self._halted_at < _TOLD_S:
             return
-        awaited = {name for gateway in open_ for name in gateway.awaited()}
+        awaited = {name for gateway in open_ for name in gateway.awaited_models()}
         for replica in self._unasked:
             if replica.state in _COMING and replica.model.name not in awaited:
                 log.info("worker_load_cancelled", child=replica.name)
@@ -88,7 +88,7 @@ class SwapManager:
         }
         for row in self._rows.values():
             row.observe(self._used(row), now)
-            self._mend(row)
+            self._repair_sleep(row)
         if not any(row.comes_and_goes for row in self._rows.values()):
             return
         decision = policy.decide([*self._facts()], self._free(), now)
@@ -124,20 +124,20 @@ class SwapManager:
         for row in self._rows.values():
             claim = memory_accounting.claims(row.deployment.model, row.deployment.planned, reserve)
             asleep = memory_accounting.asleep(row.deployment, claim, row.kept)
-            yield row.facts(claim, asleep, memory_accounting.lacks(row.deployment))
-        for deployment in self._deployments.everyone():
+            yield row.facts(claim, asleep, memory_accounting.missing_for_loading(row.deployment))
+        for deployment in self._deployments.all_deployments():
             if deployment not in self._rows:  # removed from the configuration
                 slots = tuple(replica.place.gpus for replica in deployment.replicas)
                 claim = memory_accounting.claims(deployment.model, slots, reserve)
                 yield PolicyInput(deployment.model.name, "on_start", "leaving", claim)
 
     def _free(self) -> dict[str, int]:
-        held = [facts.held for facts in self._facts()]
+        held = [facts.held_memory for facts in self._facts()]
         deployments = self._deployments
         reserve, ledger = deployments.plan.config.gpus.reserve, deployments.pool.gate.ledger
         return memory_accounting.free(deployments.gpus, reserve, held, ledger)
 
-    def _mend(self, row: ModelState) -> None:
+    def _repair_sleep(self, row: ModelState) -> None:
         """Wake or stop a model whose workers are no longer all asleep, as after a crash of one."""
         if (
             not row.slept
@@ -148,7 +148,7 @@ class SwapManager:
             return
         row.slept = False
         if row.waiting_since is not None:
-            row.run("wake", self._wake(row))
+            row.apply_action("wake", self._wake(row))
         else:
             why = next((replica.reason for replica in row.deployment.living if replica.reason), "")
             said = f"a worker did not stay asleep: {why}"
@@ -158,26 +158,26 @@ class SwapManager:
         match step.kind:
             case "load":
                 log.info("model_loading", model=step.model)
-                cause = row.occasion(now).cause
-                journal.tell("load", f"for {_FOR.get(cause, cause)}", model=step.model)
-                row.begin(now)
-                row.deployment.load(row.occasion(now))
+                cause = row.load_reason(now).cause
+                journal.record_event("load", f"for {_FOR.get(cause, cause)}", model=step.model)
+                row.mark_started(now)
+                row.deployment.load(row.load_reason(now))
             case "wake":
-                journal.tell("wake", step.reason, model=step.model)
-                row.begin(now)
-                row.run("wake", self._wake(row))
+                journal.record_event("wake", step.reason, model=step.model)
+                row.mark_started(now)
+                row.apply_action("wake", self._wake(row))
             case "sleep":
                 row.reason = f"asleep since {_clock()}: {step.reason}"
                 log.info("model_sleeping", model=step.model, reason=step.reason)
-                journal.tell("sleep", step.reason, model=step.model)
-                row.run("sleep", self._sleep(row, must=step.makes_room))
+                journal.record_event("sleep", step.reason, model=step.model)
+                row.apply_action("sleep", self._sleep(row, must=step.makes_room))
             case "stop":
                 self._stop(row, step.reason, returns=step.makes_room)
         self._changed(row)
 
     def _stop(self, row: ModelState, reason: str, *, returns: bool = False) -> None:
         log.info("model_unloading", model=row.deployment.model.name, reason=reason)
-        journal.tell("unload", reason, model=row.deployment.model.name)
+        journal.record_event("unload", reason, model=row.deployment.model.name)
         row.reason, row.slept = f"stopped at {_clock()}: {reason}", False
         row.deployment.unload(returns=returns)
 
@@ -239,12 +239,12 @@ class SwapManager:
         name = row.deployment.model.name
         while row.requested:
             if why := self._find_obstacle(row):
-                row.refuse()
+                row.drop_request()
                 return Refused(f"{name} cannot be {_DONE[request.want]}: {why}")
             if not request.wait:
                 return Accepted(f"{name} is {tier_text(row.tier)}")
             await asyncio.sleep(_LOOK_EVERY_S)
-            row.settle()
+            row.forget_met_request()
         return Accepted(f"{name} is {already}{_DONE[request.want]}")
 
     def _find_obstacle(self, row: ModelState) -> str:

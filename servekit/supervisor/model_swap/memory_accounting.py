@@ -82,7 +82,7 @@ def free(
     return found
 
 
-def lacks(deployment: Deployment) -> dict[str, int]:
+def missing_for_loading(deployment: Deployment) -> dict[str, int]:
     """Return the memory that workers waiting to load lack, by GPU, regardless of claims."""
     found: dict[str, int] = {}
     for replica in deployment.living:

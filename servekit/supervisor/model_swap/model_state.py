@@ -60,7 +60,7 @@ class ModelState:
     def observe(self, uses: Iterable[tuple[int, int, float]], now: float) -> None:
         """Update the state. `uses`: waiting and running requests, last use, per gateway."""
         self._now = now
-        self._become(self._tier(), now)
+        self._set_tier(self._tier(), now)
         waiting = running = 0
         for waits, runs, used_at in uses:
             waiting, running = waiting + waits, running + runs
@@ -72,7 +72,7 @@ class ModelState:
             self.waiting_since = now
         if not waiting:
             self.waiting_since = None
-        self.settle()
+        self.forget_met_request()
 
     def _tier(self) -> Residency:
         deployment = self.deployment
@@ -87,7 +87,7 @@ class ModelState:
             return "asleep"
         return "coming" if states & _COMING or not states else "failed"
 
-    def _become(self, tier: Residency, now: float) -> None:
+    def _set_tier(self, tier: Residency, now: float) -> None:
         if tier == self.tier:
             return
         if tier == "resident":
@@ -106,11 +106,13 @@ class ModelState:
         elif self.tier == "coming":
             self._load_s = now - began_at
 
-    def begin(self, now: float) -> None:
+    def mark_started(self, now: float) -> None:
         """Mark the beginning of a load or a wake."""
         self._began, self.reason = (self.tier, now), ""
 
-    def run(self, doing: Literal["sleep", "wake"], work: Coroutine[Any, Any, None]) -> None:
+    def apply_action(
+        self, doing: Literal["sleep", "wake"], work: Coroutine[Any, Any, None]
+    ) -> None:
         """Run a task that puts its workers to sleep or wakes them, one at a time."""
         self._doing = doing
         self.task = asyncio.get_running_loop().create_task(work, name=self.deployment.model.name)
@@ -122,7 +124,7 @@ class ModelState:
             log.error("model_change_failed", model=task.get_name(), exc_info=task.exception())
         self.deployment.changed()
 
-    def halt(self) -> None:
+    def stop_changes(self) -> None:
         if self.task is not None:
             self.task.cancel()
 
@@ -154,7 +156,7 @@ class ModelState:
         elif want == "unload" and self.tier in ("coming", "failed") and self.task is None:
             self.reason = "stopped by an operator"
             self.deployment.unload()
-        self.settle()
+        self.forget_met_request()
         return ""
 
     def sleepless_for_good(self) -> str:
@@ -170,11 +172,11 @@ class ModelState:
             return f"{model.name} is {tier}; only a model that is loaded can be put to sleep"
         return ""
 
-    def refuse(self) -> None:
+    def drop_request(self) -> None:
         """Drop an operator's request that cannot be met."""
         self.requested, self._asked_at = "", None
 
-    def settle(self) -> None:
+    def forget_met_request(self) -> None:
         """Forget an operator's request that has been met."""
         if HAS.get(self.requested) == self.tier:
             self.requested = ""
@@ -183,7 +185,7 @@ class ModelState:
 
     # ---- queries
 
-    def occasion(self, now: float) -> StartReason:
+    def load_reason(self, now: float) -> StartReason:
         """Return who wants it loaded, and since when."""
         if self.waiting_since is not None and not self.requested:
             return StartReason("request", self.waiting_since)

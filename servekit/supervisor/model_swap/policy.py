@@ -40,7 +40,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from servekit.supervisor.model_swap.eviction import CapacityView, gone, make_room, relieve
+from servekit.supervisor.model_swap.eviction import CapacityView, make_room, relieve, remove_model
 from servekit.supervisor.model_swap.types import PolicyInput, SwapAction
 from servekit.units import format_bytes
 
@@ -59,10 +59,10 @@ class Decision:
 def decide(models: Sequence[PolicyInput], free: Mapping[str, int], now: float) -> Decision:
     """Return the actions for all models. `free` is by place; places not in it are unlimited."""
     room = CapacityView(free, models)
-    steps = [step for one in models if (step := _leave(one, room, now)) is not None]
+    steps = [step for one in models if (step := _decide_leaving(one, room, now)) is not None]
     leaving = {step.model for step in steps}
     staying = [one for one in models if one.name not in leaving]
-    waits = {one.name: said for one in staying if (said := _restless(one, room))}
+    waits = {one.name: said for one in staying if (said := _sleep_obstacle(one, room))}
     for one in sorted(staying, key=_order):
         if one.name in leaving:
             continue
@@ -88,8 +88,8 @@ def _help(
         return relieve(one, others, room, now)
     if one.waiting_since is None or one.tier not in ("stopped", "asleep"):
         return [], ""
-    if room.fits(one.need):
-        room.subtract(one.need)
+    if room.has_room(one.needed_memory):
+        room.subtract(one.needed_memory)
         return [SwapAction("load" if one.tier == "stopped" else "wake", one.name)], ""
     return make_room(one, others, room, now)
 
@@ -102,12 +102,12 @@ def leaves_in_s(one: PolicyInput, now: float) -> float | None:
     return max(0.0, min(limits) - one.quiet_s(now))
 
 
-def _leave(one: PolicyInput, room: CapacityView, now: float) -> SwapAction | None:
+def _decide_leaving(one: PolicyInput, room: CapacityView, now: float) -> SwapAction | None:
     """Return the action for an operator's request, an expired keep_alive or an idle limit."""
     if one.tier not in ("resident", "asleep"):
         return None
     if one.requested:
-        return _go(one, room, "by an operator", sleeps=one.requested == "sleep")
+        return _unload_or_sleep(one, room, "by an operator", sleeps=one.requested == "sleep")
     if one.waiting_since is not None or one.busy:
         return None
     quiet_s = one.quiet_s(now)
@@ -115,7 +115,7 @@ def _leave(one: PolicyInput, room: CapacityView, now: float) -> SwapAction | Non
     if not due or (now - one.told_at < HEARD_S and one.stay_s is not None):
         return None
     said = "as its client had asked" if one.stay_s is not None else f"unused for {quiet_s:.0f} s"
-    return _go(one, room, said, sleeps=all(sleeps for _, sleeps in due))
+    return _unload_or_sleep(one, room, said, sleeps=all(sleeps for _, sleeps in due))
 
 
 def _limits(one: PolicyInput) -> list[tuple[float, bool]]:
@@ -128,7 +128,7 @@ def _limits(one: PolicyInput) -> list[tuple[float, bool]]:
     return limits
 
 
-def _restless(one: PolicyInput, room: CapacityView) -> str:
+def _sleep_obstacle(one: PolicyInput, room: CapacityView) -> str:
     """Return why a model cannot sleep as an operator requested: host memory is short; or ""."""
     lacks = room.lacks_asleep([one]) if one.requested == "sleep" and one.tier == "resident" else {}
     if not lacks or not one.can_sleep:
@@ -138,8 +138,10 @@ def _restless(one: PolicyInput, room: CapacityView) -> str:
     return f"asleep it takes {need} of the host's memory, where {there} can be had"
 
 
-def _go(one: PolicyInput, room: CapacityView, reason: str, *, sleeps: bool) -> SwapAction | None:
+def _unload_or_sleep(
+    one: PolicyInput, room: CapacityView, reason: str, *, sleeps: bool
+) -> SwapAction | None:
     """Return the action; None if it is to sleep and there is no room for that."""
     if sleeps and not room.can_hold_asleep([one]):
         return None
-    return gone(one, room, reason, sleeps=sleeps)
+    return remove_model(one, room, reason, sleeps=sleeps)

@@ -45,16 +45,16 @@ class PolicyInput:
         return self.wake_s if asleep else self.load_s
 
     @property
-    def held(self) -> Mapping[str, int]:
+    def held_memory(self) -> Mapping[str, int]:
         """Memory that it holds now."""
         if self.tier in ("resident", "coming", "leaving"):
             return self.claim
         return self.asleep if self.tier == "asleep" else {}
 
     @property
-    def need(self) -> Mapping[str, int]:
+    def needed_memory(self) -> Mapping[str, int]:
         """Memory that it needs beyond what it holds, to be resident."""
-        held = self.held
+        held = self.held_memory
         return {at: more for at, size in self.claim.items() if (more := size - held.get(at, 0)) > 0}
 
     @property

@@ -164,11 +164,11 @@ class ChildProcess(Generic[Incoming]):
             undo.callback(_kill_process, process)
             output = Output(RotatingFile(command.log_path), on_line)
             child = cls(command, process, output, mark)
-            await child._hear(pipe, control, incoming, on_message)
+            await child._read_output(pipe, control, incoming, on_message)
             undo.pop_all()
         return child
 
-    async def _hear(
+    async def _read_output(
         self,
         pipe: IO[bytes],
         control: socket.socket,
@@ -243,7 +243,7 @@ class ChildProcess(Generic[Incoming]):
         try:
             pidfd = os.pidfd_open(self.pid)
         except OSError:  # gVisor and the seccomp profiles of older containers have none
-            self._look()
+            self._poll_exit()
         else:
             self._loop.add_reader(pidfd, self._on_pidfd, pidfd)
 
@@ -252,9 +252,9 @@ class ChildProcess(Generic[Incoming]):
         os.close(pidfd)
         self._on_exit()
 
-    def _look(self) -> None:
+    def _poll_exit(self) -> None:
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            self._loop.call_later(_LOOK_EVERY_S, self._look)
+            self._loop.call_later(_LOOK_EVERY_S, self._poll_exit)
         else:
             self._on_exit()
 

@@ -40,18 +40,20 @@ class Running:
     uid: int
 
 
-def running() -> list[Running]:
+def list_instances() -> list[Running]:
     """Return this user's instances; for root without instances of its own, those of all users."""
     deadline = time.monotonic() + _RESTORED_S
     while True:
-        found, removed = _look()
+        found, removed = _scan_instances()
         if not removed or time.monotonic() > deadline:
             break
         time.sleep(_LOOK_EVERY_S)
     return [one for one in found if one.uid == os.getuid()] or found
 
 
-def choose(given: Path | None, found: Sequence[Running], environ: Mapping[str, str]) -> Path | None:
+def choose_run_dir(
+    given: Path | None, found: Sequence[Running], environ: Mapping[str, str]
+) -> Path | None:
     """Return the run directory to use: the given one, the default, or the only running instance's.
 
     Returns None if no instance runs. Raises StartError if several run and none is the default.
@@ -67,14 +69,14 @@ def choose(given: Path | None, found: Sequence[Running], environ: Mapping[str, s
     return folders[0] if folders else None
 
 
-def find(given: Path | None, environ: Mapping[str, str]) -> Path:
+def find_run_dir(given: Path | None, environ: Mapping[str, str]) -> Path:
     """Return the run directory of the instance that a command addresses.
 
     Raises StartError if no instance runs, or several do.
     """
     if given is not None:
         return given
-    path = choose(given, running(), environ)
+    path = choose_run_dir(given, list_instances(), environ)
     if path is None:
         raise no_instance_error(default_paths(environ)[0])
     return path
@@ -83,10 +85,10 @@ def find(given: Path | None, environ: Mapping[str, str]) -> Path:
 def find_last(given: Path | None, environ: Mapping[str, str]) -> Path:
     """Return the run directory whose files a command reads.
 
-    As `find`, but if no instance runs, returns the default that was used last. Raises StartError if
-    several instances run, or there is no such directory.
+    As `find_run_dir`, but if no instance runs, returns the default that was used last. Raises
+    StartError if several instances run, or there is no such directory.
     """
-    path = given if given is not None else choose(given, running(), environ)
+    path = given if given is not None else choose_run_dir(given, list_instances(), environ)
     if path is None:
         there = [folder for folder in default_paths(environ) if (folder / "lock").is_file()]
         path = max(there, key=_last_used, default=default_paths(environ)[0])
@@ -108,7 +110,7 @@ def _last_used(folder: Path) -> float:
     return max((path.stat().st_mtime for path in folder.iterdir()), default=0.0)
 
 
-def _look() -> tuple[list[Running], bool]:
+def _scan_instances() -> tuple[list[Running], bool]:
     """Return the running instances, and whether the directory of one is missing at the moment."""
     found: dict[Path, Running] = {}
     removed = False

@@ -47,7 +47,7 @@ class RotatingFile:
         try:
             self._append(self._gap() + line)
         except OSError as error:
-            self._lose(error.strerror or repr(error))
+            self._count_lost(error.strerror or repr(error))
         else:
             self._go_on()
 
@@ -98,7 +98,7 @@ class RotatingFile:
     def _gap(self) -> bytes:
         return f"[{self._lost} lines lost: {self._reason}]\n".encode() if self._lost else b""
 
-    def _lose(self, reason: str) -> None:
+    def _count_lost(self, reason: str) -> None:
         if not self._lost:
             log.warning("log_file_unwritable", file=str(self._path), reason=reason)
         self._lost, self._reason = self._lost + 1, reason
@@ -146,10 +146,10 @@ class Output(asyncio.Protocol):
         text = shown.decode(errors="replace")
         if text.strip():
             self._lines += 1
-            self._keep(text)
+            self._keep_stacks(text)
             self._on_line(text)
 
-    def _keep(self, text: str) -> None:
+    def _keep_stacks(self, text: str) -> None:
         """Keep stacks apart: a dump of many threads must not push out the lines before it."""
         begins = _STACK_BEGINS.match(text) is not None
         self._in_stack = begins or (self._in_stack and _STACK_GOES_ON.match(text) is not None)

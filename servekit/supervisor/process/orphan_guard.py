@@ -78,7 +78,7 @@ class OrphanGuard:
         self._process.wait()
         subreaper.forget_process(self._process)
 
-    def dismiss(self) -> None:
+    def stop_guard(self) -> None:
         """Tell the guard that nothing is left to guard; return when it is gone."""
         stdin: IO[bytes] | None = self._process.stdin
         assert stdin is not None

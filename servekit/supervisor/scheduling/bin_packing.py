@@ -70,7 +70,7 @@ class Board:
     def slots_of(self, want: Want) -> list[Slot]:
         return [slot for other, slot in self.placed if other.name == want.name]
 
-    def on(self, gpu: Gpu, *, stays: bool) -> list[tuple[str, int]]:
+    def claims_on(self, gpu: Gpu, *, stays: bool) -> list[tuple[str, int]]:
         """Return the claims on a GPU: of models loaded on start, or of models loaded on demand."""
         return [
             (want.name, want.claims[gpu])
@@ -80,36 +80,36 @@ class Board:
 
     def left(self, want: Want, gpu: Gpu) -> int:
         """Return the bytes of a GPU that `want` could claim."""
-        staying = sum(size for _, size in self.on(gpu, stays=True))
-        passing = [size for _, size in self.passing(gpu)] if want.stays else []
-        own = 0 if want.stays else self.own(want, gpu) * want.claims[gpu]
+        staying = sum(size for _, size in self.claims_on(gpu, stays=True))
+        passing = [size for _, size in self.on_demand_bytes(gpu)] if want.stays else []
+        own = 0 if want.stays else self.count_workers(want, gpu) * want.claims[gpu]
         return self.rooms[gpu] - staying - max(passing, default=0) - own
 
-    def passing(self, gpu: Gpu) -> list[tuple[str, int]]:
+    def on_demand_bytes(self, gpu: Gpu) -> list[tuple[str, int]]:
         """Return the bytes of each on-demand model on a GPU; its workers load together."""
         taken: dict[str, int] = {}
-        for name, size in self.on(gpu, stays=False):
+        for name, size in self.claims_on(gpu, stays=False):
             taken[name] = taken.get(name, 0) + size
         return list(taken.items())
 
-    def own(self, want: Want, gpu: Gpu) -> int:
+    def count_workers(self, want: Want, gpu: Gpu) -> int:
         """Return how many workers of `want` are on a GPU."""
         return sum(gpu in slot for slot in self.slots_of(want))
 
-    def fits(self, want: Want, slot: Slot) -> bool:
+    def has_room(self, want: Want, slot: Slot) -> bool:
         return all(
             gpu in want.claims
-            and (want.shares or not self.own(want, gpu))
+            and (want.shares or not self.count_workers(want, gpu))
             and want.claims[gpu] <= self.left(want, gpu)
             for gpu in slot
         )
 
     def overlap(self, want: Want, gpu: Gpu) -> int:
         """Return the bytes that a GPU lacks if all its models and `want` are loaded."""
-        taken = sum(size for stays in (True, False) for _, size in self.on(gpu, stays=stays))
+        taken = sum(size for stays in (True, False) for _, size in self.claims_on(gpu, stays=stays))
         return max(0, taken + want.claims[gpu] - self.rooms[gpu])
 
-    def likeness(self, gpu: Gpu, wants: Sequence[Want]) -> tuple[object, ...]:
+    def symmetry_key(self, gpu: Gpu, wants: Sequence[Want]) -> tuple[object, ...]:
         """Return a key that is equal for two GPUs if they are interchangeable in the search."""
         on = sorted(want.name for want, slot in self.placed if gpu in slot)
         return self.rooms[gpu], gpu.name, *on, *(want.claims.get(gpu) for want in wants)
@@ -157,7 +157,7 @@ def _kept(wants: Sequence[Want], rooms: Mapping[Gpu, int], *, beyond_least: bool
         for slot in want.held:
             wanted = math.inf if beyond_least and want.grows else want.least
             enough = len(board.slots_of(want)) >= wanted
-            if not enough and len(slot) == want.width and board.fits(want, slot):
+            if not enough and len(slot) == want.width and board.has_room(want, slot):
                 board.placed.append((want, slot))
     return board
 
@@ -187,7 +187,7 @@ class _Search:
         if self._stuck is None or at > self._stuck[0]:
             self._stuck = at, want, self._board.copy()
         for slot in candidates(self._board, want, self._order):
-            alike = tuple(sorted(repr(self._board.likeness(gpu, self._wants)) for gpu in slot))
+            alike = tuple(sorted(repr(self._board.symmetry_key(gpu, self._wants)) for gpu in slot))
             if alike in tried:
                 continue
             tried.add(alike)
@@ -204,9 +204,9 @@ class _Search:
 def candidates(board: Board, want: Want, order: _Order = "emptiest") -> list[Slot]:
     """Return the slots where one more worker of `want` fits, best first."""
     gpus = sorted(
-        (gpu for gpu in want.claims if board.fits(want, (gpu,))), key=lambda gpu: gpu.index
+        (gpu for gpu in want.claims if board.has_room(want, (gpu,))), key=lambda gpu: gpu.index
     )
-    slots = [slot for slot in want.held if len(slot) == want.width and board.fits(want, slot)]
+    slots = [slot for slot in want.held if len(slot) == want.width and board.has_room(want, slot)]
     slots += [slot for slot in _ways(gpus, want.width) if slot not in slots]
     return sorted(slots, key=lambda slot: _rank(board, want, slot, order))
 
@@ -227,11 +227,11 @@ def _rank(board: Board, want: Want, slot: Slot, order: _Order) -> tuple[object, 
     apart = sum(b.uuid not in a.linked for a, b in itertools.combinations(slot, 2))
     extent = slot[-1].index - slot[0].index
     overlap = 0 if want.stays else sum(board.overlap(want, gpu) for gpu in slot)
-    passing = 0 if want.stays else sum(len(board.on(gpu, stays=False)) for gpu in slot)
+    passing = 0 if want.stays else sum(len(board.claims_on(gpu, stays=False)) for gpu in slot)
     left = sum(board.left(want, gpu) for gpu in slot)
     room = left if order == "fullest" else -left
     astride = slot[0].index % len(slot) != 0
-    own = sum(board.own(want, gpu) for gpu in slot)
+    own = sum(board.count_workers(want, gpu) for gpu in slot)
     near = apart, extent, astride, room, _indexes(slot)
     return own, slot not in want.held, overlap, passing, *near
 

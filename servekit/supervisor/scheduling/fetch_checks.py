@@ -66,7 +66,7 @@ def look_up(plan: Plan, patience_s: float = PATIENCE_S) -> list[FetchFinding]:
     if not asked:
         return []
     with ThreadPoolExecutor(len(asked)) as pool:
-        answers = pool.map(lambda query: _ask(query, patience_s), asked.values())
+        answers = pool.map(lambda query: _run_probe(query, patience_s), asked.values())
         return [
             FetchFinding(
                 index, f"models[{index}].path: {plan.config.models[index].name}", source, *answer
@@ -85,14 +85,14 @@ def _make_query(model: ModelConfig, environ: Mapping[str, str]) -> _Query | None
     repo, tag = paths.split_tag(model.path)
     if not (requirement or tag or _GGUF_REPO.fullmatch(repo)):
         return None
-    if local_model_files.find(model.path, model.revision, environ) is not None:
+    if local_model_files.find_model_files(model.path, model.revision, environ) is not None:
         return None
     if requirement:
         return _Query("wheel", requirement, (requirement,), environ)
     return _Query("hub", model.path, (repo, tag, model.revision or ""), environ)
 
 
-def _ask(query: _Query, patience_s: float) -> tuple[Level, str]:
+def _run_probe(query: _Query, patience_s: float) -> tuple[Level, str]:
     module, asked = _PROBES[query.source]
     command = [*python_command.module_command(module), *query.words]
     try:

@@ -55,7 +55,7 @@ class LoadQueue:
         self._aside: dict[str, Sequence[Gpu]] = {}
         self._returning: dict[str, asyncio.Task[None]] = {}
 
-    async def take(
+    async def lock_gpus(
         self, name: str, gpus: Sequence[Gpu], tell: Callable[[str], None] = _silent
     ) -> None:
         """Wait for the locks of all `gpus`; `tell` receives what the worker waits for."""
@@ -67,7 +67,7 @@ class LoadQueue:
             await lock.acquire()
             self._whose[gpu.uuid] = name
 
-    def give(self, name: str) -> None:
+    def release_gpus(self, name: str) -> None:
         """Release the worker's locks, so that the next one may load."""
         self._aside.pop(name, None)
         if (returning := self._returning.pop(name, None)) is not None:
@@ -79,13 +79,13 @@ class LoadQueue:
 
     def step_aside(self, name: str, gpus: Sequence[Gpu]) -> None:
         if name not in self._aside:
-            self.give(name)
+            self.release_gpus(name)
             self._aside[name] = gpus
 
     def step_back(self, name: str) -> None:
         """Take the locks again in the background, if the worker had stepped aside."""
         if (gpus := self._aside.pop(name, None)) is not None:
-            returning = asyncio.get_running_loop().create_task(self.take(name, gpus))
+            returning = asyncio.get_running_loop().create_task(self.lock_gpus(name, gpus))
             self._returning[name] = returning
 
 
@@ -181,7 +181,7 @@ class NvmlReading:
     holdings: Holdings
 
 
-def read() -> NvmlReading:
+def read_gpus() -> NvmlReading:
     """Read NVML's figures (blocks)."""
     return NvmlReading(free_bytes(), gpu_memory_by_pid())
 
@@ -199,7 +199,7 @@ class GpuAdmission:
     def __init__(
         self,
         ledger: GpuReservations,
-        read: Callable[[], NvmlReading] = read,
+        read: Callable[[], NvmlReading] = read_gpus,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.ledger = ledger
@@ -211,7 +211,7 @@ class GpuAdmission:
         self._dead: dict[str, set[int]] = {}  # by name: PIDs that may still hold memory
         self._leaving: dict[str, asyncio.Task[None]] = {}
 
-    async def enter(self, visitor: AdmissionRequest) -> str:
+    async def await_admission(self, visitor: AdmissionRequest) -> str:
         """Wait until the worker may load; return "", or the reason why it may not.
 
         On success it has its claim; otherwise it keeps the claim that it had before. A sleeping
@@ -224,7 +224,7 @@ class GpuAdmission:
         passed, before = False, dict(self.ledger.claim_of(visitor.name))
         try:
             self._claim(visitor)
-            await self._turns.take(visitor.name, visitor.place.gpus, visitor.waits)
+            await self._turns.lock_gpus(visitor.name, visitor.place.gpus, visitor.waits)
             reason = await self._until_free(visitor)
             passed = not reason
         finally:
@@ -235,17 +235,17 @@ class GpuAdmission:
 
     def _turn_back(self, visitor: AdmissionRequest, before: Mapping[str, int]) -> None:
         if visitor.pid:  # still asleep, with its smaller claim
-            self._turns.give(visitor.name)
+            self._turns.release_gpus(visitor.name)
             self.ledger.claim(visitor.name, before)
         else:
             self.left(visitor.name, ())
 
     def loaded(self, name: str) -> None:
         """Mark the worker as loaded: the next one may load."""
-        self._turns.give(name)
+        self._turns.release_gpus(name)
         self._up.add(name)
 
-    def loads(self, name: str, *, from_files: bool) -> None:
+    def track_load(self, name: str, *, from_files: bool) -> None:
         """Track the load; while the worker only fetches or converts its files, others may load."""
         if from_files:
             self._turns.step_back(name)
@@ -255,17 +255,17 @@ class GpuAdmission:
     async def fell_asleep(self, visitor: AdmissionRequest) -> None:
         """Reduce the claim of a sleeping worker to the memory that it still holds.
 
-        `enter` wakes it.
+        `await_admission` wakes it.
         """
         name, pid = visitor.name, visitor.pid
         if not visitor.place.gpus or name not in self._guests:
             return
-        reading, groups = await asyncio.to_thread(self._look, {name: pid})
+        reading, groups = await asyncio.to_thread(self._read_scene, {name: pid})
         if name not in self._guests or visitor.pid != pid:
             return  # restarted meanwhile: the new process has its own claim
         seen = [reading.holdings[one] for one in groups[name] if one in reading.holdings]
         held = {gpu.uuid: sum(one.get(gpu.uuid, 0) for one in seen) for gpu in visitor.place.gpus}
-        if not seen and not any(self.ledger.held(name).values()):
+        if not seen and not any(self.ledger.held_bytes(name).values()):
             held = {gpu.uuid: self._unseen(visitor, gpu, reading) for gpu in visitor.place.gpus}
         self.ledger.claim(name, self._at_most(visitor, held))
 
@@ -286,13 +286,13 @@ class GpuAdmission:
 
     def left(self, name: str, pids: Collection[int]) -> None:
         """Release the claim of a worker whose processes are reaped, once their memory is free."""
-        self._turns.give(name)
+        self._turns.release_gpus(name)
         self._up.discard(name)
         if name not in self._guests or name in self._leaving:
             return
         self._dead.setdefault(name, set()).update(pids)
         if self._dead[name]:
-            seeing_off = asyncio.get_running_loop().create_task(self._see_off(name))
+            seeing_off = asyncio.get_running_loop().create_task(self._await_memory_release(name))
             self._leaving[name] = seeing_off
         else:
             self._forget(name)
@@ -320,7 +320,7 @@ class GpuAdmission:
         return ""
 
     async def _obstacle(self, visitor: AdmissionRequest) -> BlockReason | None:
-        reading, groups = await asyncio.to_thread(self._look, self._pids())
+        reading, groups = await asyncio.to_thread(self._read_scene, self._pids())
         known = [gpu for gpu in visitor.place.gpus if gpu.uuid in reading.free]
         scenes = [self._scene(visitor, gpu, reading, groups) for gpu in known]
         reason = next(filter(None, map(obstacle, scenes)), "")
@@ -334,7 +334,7 @@ class GpuAdmission:
     def _pids(self) -> dict[str, int]:
         return {name: guest.pid for name, guest in self._guests.items() if guest.pid}
 
-    def _look(self, pids: Mapping[str, int]) -> tuple[NvmlReading, dict[str, frozenset[int]]]:
+    def _read_scene(self, pids: Mapping[str, int]) -> tuple[NvmlReading, dict[str, frozenset[int]]]:
         """Read NVML and each worker's process group. Blocks for milliseconds: run in a thread."""
         reading = self._read()  # first: its processes are found below, or gone
         with one_look():
@@ -370,9 +370,9 @@ class GpuAdmission:
         is_blind = name not in held or name in self._up
         return held.get(name) or (None if is_blind else 0)
 
-    async def _see_off(self, name: str) -> None:
+    async def _await_memory_release(self, name: str) -> None:
         deadline = time.monotonic() + self._patience_s
-        while await asyncio.to_thread(self._holds, tuple(self._dead.get(name, ()))):
+        while await asyncio.to_thread(self._holds_memory, tuple(self._dead.get(name, ()))):
             if time.monotonic() > deadline:
                 log.warning("gpu_memory_not_released", child=name)
                 break
@@ -380,7 +380,7 @@ class GpuAdmission:
         self._leaving.pop(name, None)
         self._forget(name)
 
-    def _holds(self, pids: Collection[int]) -> bool:
+    def _holds_memory(self, pids: Collection[int]) -> bool:
         holdings = self._read().holdings
         return any(any(holdings.get(pid, {}).values()) for pid in pids)
 

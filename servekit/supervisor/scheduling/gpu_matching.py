@@ -22,7 +22,7 @@ class Matching:
     def gpus_of(self, name: str) -> list[Gpu]:
         return [gpu for gpu, holder in self._holder.items() if holder == name]
 
-    def keep(self, counts: Mapping[str, int]) -> None:
+    def keep_current(self, counts: Mapping[str, int]) -> None:
         """Start from the GPUs that models hold now, up to each model's count."""
         for name, count in counts.items():
             own = [gpu for gpu in self._held.get(name, ()) if gpu in self.allowed[name]]
@@ -56,7 +56,7 @@ def match_whole(
     counts = {m.name: least(m) for m in models if m.name in wanted}
     single = {name: [slot[0] for slot in own if len(slot) == 1] for name, own in held.items()}
     matching = Matching(wanted, single)
-    matching.keep(counts)
+    matching.keep_current(counts)
     _satisfy(matching, models, counts, gpus)
     _share(matching, [m.name for m in models if m.name in wanted and m.replicas == "auto"])
     found = {name: sorted(matching.gpus_of(name), key=lambda gpu: gpu.index) for name in wanted}

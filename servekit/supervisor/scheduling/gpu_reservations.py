@@ -75,14 +75,14 @@ class GpuReservations:
         """Return the claim of a holder, by GPU."""
         return self._claims.get(holder, {})
 
-    def held(self, holder: str) -> Mapping[str, int]:
+    def held_bytes(self, holder: str) -> Mapping[str, int]:
         """Return the bytes that a holder really holds, by GPU, as last measured."""
         return self._measured.get(holder, {})
 
     def excess(self, holder: str) -> dict[str, int]:
         """Return the bytes that a holder holds beyond its claim, on the GPUs where it does."""
         claim = self.claim_of(holder)
-        over = {uuid: held - claim.get(uuid, 0) for uuid, held in self.held(holder).items()}
+        over = {uuid: held - claim.get(uuid, 0) for uuid, held in self.held_bytes(holder).items()}
         return {uuid: more for uuid, more in over.items() if more > 0 and uuid in claim}
 
     def explain(self, holder: str, wants: Mapping[str, int]) -> str:

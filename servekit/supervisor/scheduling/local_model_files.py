@@ -19,7 +19,7 @@ from servekit.system.user_dirs import find_cache_home, find_models_cache
 _PYPI = re.compile(r"pypi:(?P<package>[^=]+)==(?P<version>[^/]+)(?:/(?P<member>.*))?")
 
 
-def find(path: str, revision: str | None, environ: Mapping[str, str]) -> Path | None:
+def find_model_files(path: str, revision: str | None, environ: Mapping[str, str]) -> Path | None:
     """Return the folder or .gguf file that `path` names, or None if it is not here yet.
 
     `environ` is the environment of the workers, which determines where the caches are.

@@ -91,7 +91,7 @@ def estimate(model: ModelConfig, place: Assignment, environ: Mapping[str, str]) 
     """
     if not KINDS[model.engine].formats & {"folder", "gguf"} or model.engine == "command":
         return None
-    path = local_model_files.find(model.path, model.revision, {**environ, **model.env})
+    path = local_model_files.find_model_files(model.path, model.revision, {**environ, **model.env})
     if path is None:
         return Estimate(unknown="not fetched yet, so its size is not known")
     try:
@@ -100,7 +100,7 @@ def estimate(model: ModelConfig, place: Assignment, environ: Mapping[str, str]) 
         return Estimate(unknown=str(error) or repr(error))
 
 
-def refuse(
+def check_weights_fit(
     index: int, model: ModelConfig, place: Assignment, found: Estimate, reserve: str | None
 ) -> None:
     """Raise Misplaced if the weights alone exceed a claim; `index` is the model's in the file."""
@@ -163,7 +163,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _of_gguf(model: ModelConfig, place: Assignment, path: Path) -> Estimate:
-    file = gguf.read(path)
+    file = gguf.read_gguf(path)
     shape = kv_cache_shape.of_gguf(file)
     if model.engine == "llamacpp":
         number = _CACHE_BYTES[str(model.options.get("cache_type", "f16"))]

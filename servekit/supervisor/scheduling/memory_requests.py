@@ -97,7 +97,7 @@ def least(model: ModelConfig) -> int:
     return 1 if model.replicas == "auto" else model.replicas
 
 
-def most(model: ModelConfig) -> int:
+def max_replicas(model: ModelConfig) -> int:
     """Return the maximum number of replicas; `auto` on GPUs may get more."""
     return model.replicas.max if isinstance(model.replicas, ReplicaRange) else least(model)
 
@@ -112,7 +112,7 @@ def with_fixed_replicas(
     return [
         one
         if not isinstance(one.replicas, ReplicaRange)
-        else one.model_copy(update={"replicas": one.replicas.held(counts.get(one.name, 0))})
+        else one.model_copy(update={"replicas": one.replicas.clamp(counts.get(one.name, 0))})
         for one in models
     ]
 

@@ -30,7 +30,7 @@ def problems(plan: Plan) -> Iterator[str]:
     for index, model in enumerate(plan.config.models):
         if model.engine in _OURS:
             environ = {**plan.source.environ, **model.env}
-            path = local_model_files.find(model.path, model.revision, environ)
+            path = local_model_files.find_model_files(model.path, model.revision, environ)
             if path is not None and (reason := problem(model, path)):
                 yield f"models[{index}].path: {model.name}: {reason}"
 

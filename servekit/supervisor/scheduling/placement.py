@@ -28,10 +28,10 @@ from servekit.supervisor.scheduling.memory_requests import (
     Misplaced,
     claims_of,
     least,
-    most,
+    max_replicas,
     with_fixed_replicas,
 )
-from servekit.supervisor.scheduling.shared_placement import share
+from servekit.supervisor.scheduling.shared_placement import place_shared
 from servekit.system.gpus import Gpu, Slot, match_gpu
 
 
@@ -50,12 +50,12 @@ def place(
     replicas of models with a range; the default is their minimum.
     """
     wanted = {m.name: allowed(i, m, gpus) for i, m in enumerate(models) if _on_gpu(i, m, gpus)}
-    threads = _threads(cpus, sum(most(m) for m in models if m.name not in wanted))
+    threads = _threads(cpus, sum(max_replicas(m) for m in models if m.name not in wanted))
     models = with_fixed_replicas(models, counts or {})
     if all(_has_whole_gpus(model) for model in models if model.name in wanted):
         slots = match_whole(models, wanted, gpus, held or {})
     else:
-        slots = share(models, wanted, gpus, held or {}, reserve)
+        slots = place_shared(models, wanted, gpus, held or {}, reserve)
     placed: list[Assignment] = []
     for model in models:
         for index, slot in enumerate(slots.get(model.name) or [()] * least(model)):

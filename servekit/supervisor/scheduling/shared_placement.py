@@ -16,7 +16,7 @@ from servekit.system.gpus import Gpu, Slot
 from servekit.units import format_bytes
 
 
-def share(
+def place_shared(
     models: Sequence[ModelConfig],
     wanted: Mapping[str, Sequence[Gpu]],
     gpus: Sequence[Gpu],
@@ -88,14 +88,14 @@ def _arithmetic(error: Unplaceable) -> str:
     number = len(board.slots_of(want))
     told = []
     for gpu in want.claims:
-        own = board.own(want, gpu)
+        own = board.count_workers(want, gpu)
         if own and not want.shares:
             told.append(f"{gpu} has one of its replicas already")
             continue
-        others = board.on(gpu, stays=True)
+        others = board.claims_on(gpu, stays=True)
         if not want.stays:
             others += [(want.name, want.claims[gpu])] * own
-        elif passing := board.passing(gpu):
+        elif passing := board.on_demand_bytes(gpu):
             others.append(max(passing, key=lambda one: one[1]))
         told.append(_left(want, gpu, board.rooms[gpu], others))
     wide = f" on {want.width} GPUs" if want.width > 1 else ""

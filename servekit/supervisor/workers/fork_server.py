@@ -56,7 +56,7 @@ class ForkServer(ManagedProcess[FromStandby]):
     def __init__(self, model: ModelConfig, place: Assignment, host: SupervisorContext) -> None:
         where = "-".join(["standby", *(str(gpu.index) for gpu in place.gpus)])
         super().__init__(f"{model.name}/{where}", host)
-        self.starting.occasion = StartReason.now("standby")
+        self.starting.occasion = StartReason.from_now("standby")
         self.model = model
         self.place = place
         self.forks = 0
@@ -85,7 +85,7 @@ class ForkServer(ManagedProcess[FromStandby]):
             python=model.python or "",
         )
 
-    def greet(self) -> None:
+    def send_greeting(self) -> None:
         assert self.child is not None
         if self._theirs is not None:
             self._theirs.close()  # so that the connection ends with the fork server
@@ -123,7 +123,7 @@ class ForkServer(ManagedProcess[FromStandby]):
         order = fork_server.encode(Fork(name, mark))
         try:
             async with self._turn, asyncio.timeout(_FORK_S):
-                return self._taken(await self._ask(order, [control_fd, output_fd]))
+                return self._on_answer(await self._send_order(order, [control_fd, output_fd]))
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
             # A worker that is forked too late has no connection, and ends by itself.
             log.warning("fork_failed", child=name, reason=f"{type(error).__name__}: {error}")
@@ -131,7 +131,7 @@ class ForkServer(ManagedProcess[FromStandby]):
                 self.child.kill("did not fork when it was asked to")
             return None
 
-    async def _ask(self, order: bytes, fds: list[int]) -> bytes:
+    async def _send_order(self, order: bytes, fds: list[int]) -> bytes:
         if self._orders is None:
             raise ConnectionError("the standby is gone")
         socket.send_fds(self._orders, [order], fds)
@@ -140,12 +140,12 @@ class ForkServer(ManagedProcess[FromStandby]):
             raise ConnectionError("the standby is gone")
         return answer
 
-    def _taken(self, answer: bytes) -> Forked | None:
+    def _on_answer(self, answer: bytes) -> Forked | None:
         match fork_server.decode_answer(answer):
             case NotForked(message):
                 log.warning("fork_refused", reason=message)
                 self.explain_state(message)
-                self.end(Stop(), _STOP_GRACE_S)  # the next fork would fail the same way
+                self.end_child(Stop(), _STOP_GRACE_S)  # the next fork would fail the same way
                 return None
             case forked:
                 self.forks += 1
@@ -166,7 +166,7 @@ class ForkServer(ManagedProcess[FromStandby]):
 
 
 class ForkServerPool:
-    """The fork servers of one model; empty until `tend`. `run` runs a fork server's task."""
+    """The fork servers of one model; empty until `converge`. `run` runs a fork server's task."""
 
     def __init__(self, host: SupervisorContext, run: Callable[[ForkServer], None]) -> None:
         self._host = host
@@ -176,7 +176,7 @@ class ForkServerPool:
         self._at: dict[Slot, ForkServer] = {}
         self.standbys: list[ForkServer] = []  # ending ones included
 
-    def tend(
+    def converge(
         self, model: ModelConfig, workers: Sequence[WorkerProcess], *, away: bool = False
     ) -> None:
         """Start the fork servers that are wanted, and end the others. Called often.
@@ -200,7 +200,7 @@ class ForkServerPool:
         for slot in list(self._at):
             self._end(slot)
 
-    def ended(self, standby: ForkServer) -> None:
+    def forget_fork_server(self, standby: ForkServer) -> None:
         """Forget a fork server that has ended."""
         self.standbys.remove(standby)
 
@@ -229,7 +229,7 @@ class ForkServerPool:
         self._run(standby)
 
     def _end(self, slot: Slot) -> None:
-        self._at.pop(slot).end(Stop(), _STOP_GRACE_S)
+        self._at.pop(slot).end_child(Stop(), _STOP_GRACE_S)
 
 
 def _wants_fork_server(model: ModelConfig) -> bool:

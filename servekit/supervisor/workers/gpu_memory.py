@@ -107,9 +107,9 @@ class GpuMemory:
         self.lacking = lacking
         self._waits(what)
 
-    async def enter(self) -> str:
+    async def await_admission(self) -> str:
         """Wait until it may load; return the reason if it may not."""
-        return "" if self._entry is None else await self._entry.gate.enter(self)
+        return "" if self._entry is None else await self._entry.gate.await_admission(self)
 
     def loaded(self) -> None:
         """Let the next worker load."""
@@ -121,13 +121,13 @@ class GpuMemory:
         if self._entry is not None:
             await self._entry.gate.fell_asleep(self)
 
-    def loads(self, phase: str) -> None:
+    def track_load(self, phase: str) -> None:
         """Pass on the phase of its load, once admitted; see `protocol.types.Progress`."""
         if self._entry is not None and self.pid:
             from_files = phase not in ("fetch", "convert")
-            self._entry.gate.loads(self.name, from_files=from_files)
+            self._entry.gate.track_load(self.name, from_files=from_files)
 
-    def leave(self) -> None:
+    def end_admission(self) -> None:
         """Leave the gate: its process is reaped, or was never started."""
         if self._entry is not None:
             self._entry.gate.left(self.name, self._pids)
@@ -135,17 +135,17 @@ class GpuMemory:
 
     # ---- measurements
 
-    def begin(self, pid: int) -> None:
+    def set_pid(self, pid: int) -> None:
         """Record the PID of its process, which may use its GPUs from now on."""
         self.pid = pid
         self._pids.add(pid)
 
-    def forget(self) -> None:
+    def reset_figures(self) -> None:
         """Forget the figures of a process that is gone."""
         self.pid, self.held_bytes, self.stray, self.excess = 0, 0, "", ""
         self.by_gpu, self.stray_by_gpu = {}, {}
 
-    async def strays(self) -> str:
+    async def find_strays(self) -> str:
         """Ask NVML; return a sentence on memory it holds on other GPUs, "" if none."""
         if not self.gpus:
             return ""
@@ -154,7 +154,7 @@ class GpuMemory:
         self._pids |= group
         return stray_memory(group, self.claims.keys(), holdings, self.gpus)
 
-    def measure(self, told: Holdings | RemoteGpus) -> None:
+    def update_figures(self, told: Holdings | RemoteGpus) -> None:
         """Take its share of NVML's figures, from this machine or its node."""
         if isinstance(told, RemoteGpus):
             self.own, self.gpus, self.in_use = told.own, told.gpus, told.in_use
@@ -175,14 +175,14 @@ class GpuMemory:
         self.stray = stray_memory(group, self.claims.keys(), holdings, self.gpus)
         known, self.excess = bool(self.excess), self._excess()
         if self.excess and not known:
-            self.complain("gpu_memory_over_claim", self.excess)
+            self.report_stray("gpu_memory_over_claim", self.excess)
         if self._entry is not None and self.place.gpus:
             self._entry.gate.ledger.measured(self.name, self.by_gpu)
 
-    def complain(self, event: str, reason: str) -> None:
+    def report_stray(self, event: str, reason: str) -> None:
         """Log the reason, and record its event."""
         log.error(event, child=self.name, pid=self.pid, reason=reason)
-        journal.tell("stray", reason, worker=self.name, pid=self.pid)
+        journal.record_event("stray", reason, worker=self.name, pid=self.pid)
 
     @property
     def alert(self) -> str:

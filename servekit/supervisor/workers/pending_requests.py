@@ -85,21 +85,21 @@ class PendingRequests:
         """Answer the request that the worker's message belongs to, if it is still open."""
         match message:
             case Asleep() | Awake():
-                self._answer(_SLEEP, message)
+                self._resolve(_SLEEP, message)
             case SleepFailed(reason):
-                self._answer(_SLEEP, Refusal(reason))
+                self._resolve(_SLEEP, Refusal(reason))
             case AdapterRefused(number, reason, invalid):
-                self._answer(number, Refusal(reason, invalid))
+                self._resolve(number, Refusal(reason, invalid))
             case _:
-                self._answer(message.seq, message)
+                self._resolve(message.seq, message)
 
     def answer_death(self, worker: str, reason: str) -> None:
         """Answer all requests to a worker that died of `reason`; "" if it was told to end."""
         for number, pending in self._open.items():
             message = f"worker {worker} died while it {pending.what}: {reason}"
-            self._answer(number, Refusal(message, died=True, left=not reason))
+            self._resolve(number, Refusal(message, died=True, left=not reason))
 
-    def _answer(self, number: int, answer: Answer) -> None:
+    def _resolve(self, number: int, answer: Answer) -> None:
         pending = self._open.get(number)
         if pending is not None and not pending.answer.done():
             pending.answer.set_result(answer)

@@ -111,15 +111,15 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self._launcher = host.launcher
         self.gpu = GpuMemory(place, gpus, entry, self.show_wait)
 
-    async def enter(self) -> str:
+    async def acquire_resources(self) -> str:
         if self._launcher is None:
             return ""
         refusal = await self._launcher.enter(self)
         self.starting.spent(GATE, self._began_at, time.monotonic())
         return refusal
 
-    def leave(self) -> None:
-        self.gpu.leave()
+    def release_resources(self) -> None:
+        self.gpu.end_admission()
 
     async def run(self) -> None:
         await super().run()
@@ -129,7 +129,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     def show_wait(self, what: str) -> None:
         """Show what it waits for before it is admitted."""
         self._waits_for = what
-        self.host.changed()
+        self.host.publish_change()
 
     @property
     def progress(self) -> Progress | None:
@@ -161,14 +161,14 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             forked=None if self._fork is None else functools.partial(self._fork, env),
         )
 
-    def greet(self) -> None:
+    def send_greeting(self) -> None:
         assert self.child is not None
         self.liveness = Liveness(time.monotonic())
         if isinstance(self.child, RemoteChild):
-            self.adapters.keep(self.child.added)
+            self.adapters.adopt_added(self.child.added)
             self.remember_adapters()
             if self.child.state != "empty":
-                self.gpu.begin(self.child.pid)
+                self.gpu.set_pid(self.child.pid)
                 return  # it existed before us, and reports what it serves
         adapters = () if self._wary else self.adapters.expected()
         spec = make_worker_spec(self.model, self.place, str(self._socket), adapters)
@@ -176,7 +176,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         if self.place.gpus:
             self._admission = self._loop.create_task(self._admit(self.child))
         else:
-            self.gpu.begin(self.child.pid)
+            self.gpu.set_pid(self.child.pid)
 
     async def _admit(self, child: AnyChild[FromWorker]) -> None:
         """Let it load when its GPUs are its own, while it imports its engine; end it if not."""
@@ -187,17 +187,17 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             self.fail(refusal, permanent=False)
             child.kill(refusal)
             return
-        self.gpu.begin(child.pid)
+        self.gpu.set_pid(child.pid)
         if self._loads is not None:
-            self.gpu.loads(self._loads.phase)
+            self.gpu.track_load(self._loads.phase)
         child.send(Proceed())
 
     async def _enter_gate(self, child: AnyChild[FromWorker]) -> str | None:
         """Wait until it may load; return why it may not, or None if it died meanwhile."""
         async with self._entering:
-            refusal = await run_unless(child.exited, self.gpu.enter())
+            refusal = await run_unless(child.exited, self.gpu.await_admission())
             if self.child is not child:
-                self.gpu.leave()  # it may have been admitted after its death
+                self.gpu.end_admission()  # it may have been admitted after its death
                 return None
         return refusal
 
@@ -208,14 +208,14 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             case Ready(info, timings_s) if self.accepts("serve"):  # else it comes too late
                 self._on_ready(info, timings_s)
             case PhaseReport() | GatewayConnected():
-                self.starting.heard(message)
+                self.starting.add_report(message)
             case BootFailed(reason, permanent):
                 self.fail(reason, permanent=permanent)
             case EngineDied(cause):
                 self.mark_engine_dead(cause)
             case Pong():
                 self.liveness.answered(message)
-                self.host.noticed()
+                self.host.publish_later()
             case AdapterLoaded() | AdapterUnloaded() | AdapterRefused():
                 self.admin.take_answer(message)
             case Asleep() | Awake() | SleepFailed():
@@ -226,7 +226,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             self._socket.unlink(missing_ok=True)
         self._socket, self._loads = None, None
         self.liveness = Liveness(time.monotonic())
-        self.gpu.forget()
+        self.gpu.reset_figures()
         self._wary = self._ready_at is None
         self._held = {}
         if self._coming_up is not None and not self.admin.open:
@@ -236,11 +236,11 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     def _on_progress(self, progress: Progress) -> None:
         if self.state == "loading":
-            self.host.noticed()
+            self.host.publish_later()
         elif not self.change_state("load", self.reason):
             return  # too late
         self._loads = progress
-        self.gpu.loads(progress.phase)
+        self.gpu.track_load(progress.phase)
 
     def _on_ready(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         self._held = {adapter.name: adapter for adapter in info.adapters}
@@ -248,10 +248,10 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     async def _come_up(self, info: ModelInfo, timings_s: dict[str, float]) -> None:
         """Let it serve only with GPU memory where it is allowed, and with all its adapters."""
-        self.starting.awaits("admission", time.monotonic())
+        self.starting.begin_phase("admission", time.monotonic())
         child = self.child
         launcher = self._launcher
-        strays = await (self.gpu.strays() if launcher is None else launcher.strays(self.name))
+        strays = await (self.gpu.find_strays() if launcher is None else launcher.strays(self.name))
         reason = f"worker {self.name} {strays}" if strays else ""
         permanent = bool(reason)
         if not reason:
@@ -274,9 +274,9 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         self.mark_ready()
         self._ping()
 
-    def look(self) -> None:
+    def check_health(self) -> None:
         """Ping it, and end it if it makes no progress. Called at each tick."""
-        super().look()
+        super().check_health()
         if self.child is None or self.state == "stalled":
             return
         now, timeouts = time.monotonic(), self._timeouts()
@@ -291,18 +291,18 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         if self.child is None or self.ending or not self.change_state("stall", cause):
             return
         log.error("process_stalled", child=self.name, pid=self.pid, reason=cause)
-        journal.tell("stalled", cause, worker=self.name, pid=self.pid)
+        journal.record_event("stalled", cause, worker=self.name, pid=self.pid)
         self._loads = None
         self.stalls += 1
         self._killing = self._loop.create_task(self.child.dump_and_kill(cause))
 
     def forgive_suspension(self) -> None:
         """Restart its timers: the supervisor was suspended and could read no answer."""
-        self.liveness.slept(time.monotonic())
+        self.liveness.restart_timers(time.monotonic())
 
-    def pardon(self) -> None:
+    def reset_deadline(self) -> None:
         """Restart its timers after work that we had ordered."""
-        self.liveness.pardon(time.monotonic())
+        self.liveness.reset_deadline(time.monotonic())
 
     def _ping(self) -> None:
         assert self.child is not None
@@ -328,7 +328,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         return known or self._edition
 
     @property
-    def holds(self) -> Mapping[str, AdapterInfo]:
+    def held_adapters(self) -> Mapping[str, AdapterInfo]:
         """The adapters that it has, as it reports."""
         return self._held
 
@@ -337,7 +337,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         name, limit_s = adapter.name, self.model.load_timeout_s
         request = LoadAdapter(self.admin.next_number(), adapter)
         answer = await self._ask_adapter(request, f"loaded the adapter {name!r}", limit_s)
-        self.pardon()
+        self.reset_deadline()
         if isinstance(answer, AdapterLoaded):
             self._held[name] = answer.info
             return answer.info
@@ -421,7 +421,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
 
     def _mark_awake(self, child: AnyChild[FromWorker]) -> None:
         if self.child is child and not self.ending and self.change_state("wake"):
-            self.pardon()
+            self.reset_deadline()
 
     async def _ask_sleep(
         self, request: Sleep | Wake, what: str, limit_s: float, child: AnyChild[FromWorker]
@@ -445,9 +445,9 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         """The reason why it cannot serve although it is ready, as it reports; "" if it can."""
         return self.liveness.last.trouble if self.serves else ""
 
-    def story(self) -> ReplicaHistory:
+    def make_history(self) -> ReplicaHistory:
         """Return its history, with its present trouble or what it waits for."""
-        story = super().story()
+        story = super().make_history()
         reason = self.trouble or "; ".join(filter(None, (story.reason, self._waits_for)))
         return replace(story, reason=reason)
 
@@ -464,13 +464,13 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     def measure_gpus(self, told: Holdings | RemoteGpus) -> None:
         """Take its share of NVML's figures, and check that it is on its own GPUs."""
         known = bool(self.gpu.stray)
-        self.gpu.measure(told)
+        self.gpu.update_figures(told)
         if self.gpu.stray and self.serves:
             self._on_stray(self.gpu.stray, known)
 
     def _on_stray(self, stray: str, known: bool) -> None:
         if not known:
-            self.gpu.complain("gpu_memory_stray", stray)
+            self.gpu.report_stray("gpu_memory_stray", stray)
         if self.model.stray_memory == "fail" and self.child is not None:
             self.child.kill(f"it {stray}")
 
@@ -484,7 +484,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     @property
     def device(self) -> str:
         """The node and device it runs on, in words."""
-        where = "" if self._launcher is None else self._launcher.where(self.name)
+        where = "" if self._launcher is None else self._launcher.describe_place(self.name)
         return where or self.place.device
 
     @property

@@ -25,9 +25,11 @@ def result(loads: int = 2, *, stream: bool = True) -> Result:
         records.append(Record("http", 100.0, 101.0, status=429, message="the queue is full"))
         gaps = {bucket_of(0.01 * users): 200} if stream else {}
         tally.report(0, Report(records, gaps, 51, 0, 250))
-        tally.ended(Ended(106.0, 0.95, {}, {}, 0))
+        tally.add_end(Ended(106.0, 0.95, {}, {}, 0))
         machine = Machine(0.3, 8, has_server=False)
-        runs.append(tally.run(concurrency=users, rate=None, interrupted=False, machine=machine))
+        runs.append(
+            tally.make_result(concurrency=users, rate=None, interrupted=False, machine=machine)
+        )
     return Result(VERSION, "0.0", "2026-01-01T00:00:00+00:00", "http://a:1/v1", ASKED, runs)
 
 

@@ -18,9 +18,9 @@ def tallied(*records: Record, end: float | None = None, slo: dict[str, float] | 
     tally = Tally(100.0, slo or {}, end)
     for client, record in enumerate(records):
         tally.report(client, Report([record], {}, 1, 0, record.chunks))
-    tally.ended(Ended(end or 110.0, 0.5, {}, {}, 0))
+    tally.add_end(Ended(end or 110.0, 0.5, {}, {}, 0))
     calm = Machine(0.2, 2, has_server=True)
-    return tally.run(concurrency=4, rate=None, interrupted=False, machine=calm)
+    return tally.make_result(concurrency=4, rate=None, interrupted=False, machine=calm)
 
 
 def test_rates_are_over_the_time_that_was_asked_in() -> None:

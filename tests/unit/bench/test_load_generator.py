@@ -92,7 +92,7 @@ async def test_an_open_loop_waits_for_nobody() -> None:
         took_s = time.monotonic() - began
     assert [record.outcome for record in records] == ["ok"] * 40
     assert took_s < 40 * 0.3 / 2, "one after the other it takes twelve seconds"
-    assert sum(driver.ended().late.values()) == 40
+    assert sum(driver.sum_up().late.values()) == 40
 
 
 async def test_latencies_are_from_when_it_should_have_been_sent() -> None:
@@ -104,7 +104,7 @@ async def test_latencies_are_from_when_it_should_have_been_sent() -> None:
         driver.close()
     slowest = max(record.ended - record.began for record in driver.report().records)
     assert slowest > 0.15
-    assert max(driver.ended().lags) > 0
+    assert max(driver.sum_up().lags) > 0
 
 
 async def test_when_time_is_over_nothing_is_asked_and_the_last_answers_are_awaited() -> None:
@@ -120,7 +120,7 @@ async def test_when_time_is_over_nothing_is_asked_and_the_last_answers_are_await
         records, driver = await drive(order(server.target, users=2, duration_s=0.15))
     assert [record.outcome for record in records] == ["ok", "ok"]
     assert all(0 < record.chunks_in_time < record.chunks == 61 for record in records)
-    ended_at = driver.ended().ended_at
+    ended_at = driver.sum_up().ended_at
     assert all(record.ended > ended_at for record in records)
 
 
@@ -174,7 +174,7 @@ async def test_a_kept_connection_that_was_just_closed_is_nobodys_fault() -> None
     async with serving(once) as server:
         records, driver = await drive(order(server.target, users=1, requests=3))
     assert [record.outcome for record in records] == ["ok"] * 3
-    assert driver.ended().resent == 2
+    assert driver.sum_up().resent == 2
 
 
 async def test_a_stop_leaves_what_is_under_way_unfinished() -> None:

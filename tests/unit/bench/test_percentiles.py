@@ -23,11 +23,15 @@ def test_they_are_numpys(values: list[float], percent: float) -> None:
 
 def test_a_sample_tells_what_is_in_it_now() -> None:
     sample = Sample([3.0, 1.0])
-    assert sample.at(50) == 2.0
+    assert sample.percentile_value(50) == 2.0
     sample.add(8.0)
-    assert (sample.at(0), sample.at(50), sample.at(100)) == (1.0, 3.0, 8.0)
+    assert (
+        sample.percentile_value(0),
+        sample.percentile_value(50),
+        sample.percentile_value(100),
+    ) == (1.0, 3.0, 8.0)
     assert (len(sample), sample.mean, sample.greatest) == (3, 4.0, 8.0)
-    assert list(sample.lately(2).values) == [1.0, 8.0]
+    assert list(sample.last_values(2).values) == [1.0, 8.0]
 
 
 @given(st.floats(min_value=1e-6, max_value=1e5))
@@ -39,7 +43,7 @@ def test_no_time_stays_no_time() -> None:
     histogram = Histogram()
     for _ in range(3):
         histogram.add(0.0)
-    assert (histogram.at(50), histogram.mean, histogram.greatest) == (0.0, 0.0, 0.0)
+    assert (histogram.percentile_value(50), histogram.mean, histogram.greatest) == (0.0, 0.0, 0.0)
 
 
 def test_a_histogram_is_near_the_truth() -> None:
@@ -53,7 +57,7 @@ def test_a_histogram_is_near_the_truth() -> None:
     assert histogram.greatest == pytest.approx(max(values), rel=0.003)
     for percent in (1, 50, 90, 99, 99.9):
         expected = sorted(values)[math.ceil(len(values) * percent / 100) - 1]
-        assert histogram.at(percent) == pytest.approx(expected, rel=0.003)
+        assert histogram.percentile_value(percent) == pytest.approx(expected, rel=0.003)
     assert len(histogram.counts) < 3000
 
 
@@ -68,4 +72,4 @@ def test_histograms_of_processes_add_up() -> None:
 
 def test_nothing_has_no_percentile() -> None:
     with pytest.raises(ValueError, match="nothing"):
-        Histogram().at(50)
+        Histogram().percentile_value(50)

@@ -24,7 +24,7 @@ def stream(**changes: object) -> Record:
 
 
 def test_the_times_of_a_stream() -> None:
-    timing = Timing.of(stream())
+    timing = Timing.from_record(stream())
     assert timing.e2e_s == pytest.approx(1.3)
     assert timing.ttft_s == pytest.approx(0.2)
     assert timing.itl_s == pytest.approx(1.0 / 5)
@@ -33,16 +33,16 @@ def test_the_times_of_a_stream() -> None:
 
 def test_chunks_are_tokens_where_nobody_counts() -> None:
     assert tokens_of(stream(output_tokens=None)) == 6
-    assert Timing.of(stream(output_tokens=None)).tpot_s == pytest.approx(1.0 / 5)
+    assert Timing.from_record(stream(output_tokens=None)).tpot_s == pytest.approx(1.0 / 5)
 
 
 def test_one_chunk_has_no_gaps() -> None:
-    timing = Timing.of(stream(chunks=1, last=10.2, output_tokens=1))
+    timing = Timing.from_record(stream(chunks=1, last=10.2, output_tokens=1))
     assert (timing.itl_s, timing.tpot_s) == (None, None)
 
 
 def test_what_is_not_streamed_has_its_end_only() -> None:
-    timing = Timing.of(Record("ok", 10.0, 11.0, output_tokens=5))
+    timing = Timing.from_record(Record("ok", 10.0, 11.0, output_tokens=5))
     assert (timing.e2e_s, timing.ttft_s, timing.tpot_s) == (1.0, None, None)
 
 
@@ -94,15 +94,15 @@ def test_nonsense_is_refused(text: str, words: str) -> None:
 )
 def test_every_limit_counts(text: str, good: bool) -> None:
     record = stream()
-    assert is_good(record, Timing.of(record), parse_slo(text)) is good
+    assert is_good(record, Timing.from_record(record), parse_slo(text)) is good
 
 
 def test_a_failure_is_never_good() -> None:
     record = stream(first=None, last=None)
     record.outcome = "http"
-    assert not is_good(record, Timing.of(record), parse_slo("e2e=100"))
+    assert not is_good(record, Timing.from_record(record), parse_slo("e2e=100"))
 
 
 def test_what_has_no_such_time_does_not_break_its_limit() -> None:
     record = Record("ok", 10.0, 11.0, output_tokens=5)
-    assert is_good(record, Timing.of(record), parse_slo("ttft=0.001,e2e=2"))
+    assert is_good(record, Timing.from_record(record), parse_slo("ttft=0.001,e2e=2"))

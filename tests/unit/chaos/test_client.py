@@ -59,7 +59,7 @@ async def server(answer: bytes, piece: int = 1 << 20, pause_s: float = 0.0) -> A
 @pytest.mark.parametrize("piece", [1, 7, 1 << 20])
 async def test_a_stream_however_it_is_cut(piece: int) -> None:
     async with server(GOOD, piece) as url:
-        answer = await Client(url).ask(QUESTION, stream=True)
+        answer = await Client(url).await_answer(QUESTION, stream=True)
     assert answer.failure == ""
     assert (answer.text, answer.chunks, answer.dones) == ("abc", 3, 1)
     assert [usage.total_tokens for usage in answer.usages] == [10]
@@ -68,7 +68,7 @@ async def test_a_stream_however_it_is_cut(piece: int) -> None:
 
 async def test_a_stream_that_ends_early_is_a_failure() -> None:
     async with server(HEAD + text("a")) as url:
-        answer = await Client(url).ask(QUESTION, stream=True)
+        answer = await Client(url).await_answer(QUESTION, stream=True)
     assert answer.text == "a"
     assert "connection was lost" in answer.failure
 
@@ -76,7 +76,7 @@ async def test_a_stream_that_ends_early_is_a_failure() -> None:
 async def test_an_error_event_is_a_failure() -> None:
     error = event('{"error":{"message":"it died","code":"worker_lost"}}') + b"0\r\n\r\n"
     async with server(HEAD + text("a") + error) as url:
-        answer = await Client(url).ask(QUESTION, stream=True)
+        answer = await Client(url).await_answer(QUESTION, stream=True)
     assert answer.failure == "worker_lost: it died"
 
 
@@ -84,28 +84,28 @@ async def test_a_refusal_tells_when_to_come_back() -> None:
     body = b'{"error":{"message":"full","code":"queue_full"}}'
     head = b"HTTP/1.1 429 No\r\nretry-after: 3\r\ncontent-length: %d\r\n\r\n" % len(body)
     async with server(head + body) as url:
-        answer = await Client(url).ask(QUESTION, stream=True)
+        answer = await Client(url).await_answer(QUESTION, stream=True)
     assert (answer.status, answer.retry_after_s) == (429, 3.0)
     assert answer.failure == "queue_full: full"
 
 
 async def test_nonsense_and_silence_are_failures() -> None:
     async with server(b"SSH-2.0-nonsense\r\n\r\n") as url:
-        assert "not an answer" in (await Client(url).ask(QUESTION, stream=False)).failure
+        assert "not an answer" in (await Client(url).await_answer(QUESTION, stream=False)).failure
     async with server(GOOD, piece=1, pause_s=60) as url:
-        slow = await Client(url).ask(QUESTION, stream=True, patience_s=0.1)
+        slow = await Client(url).await_answer(QUESTION, stream=True, patience_s=0.1)
         assert slow.failure == "not answered within 0.1 s"
 
 
 async def test_nobody_there_is_a_failure() -> None:
     async with server(b"") as url:
         pass
-    assert "cannot connect" in (await Client(url).ask(QUESTION, stream=True)).failure
+    assert "cannot connect" in (await Client(url).await_answer(QUESTION, stream=True)).failure
 
 
 async def test_load_keeps_its_clients_busy_and_counts_all() -> None:
     async with server(GOOD) as url:
-        expected = await Client(url).ask(QUESTION, stream=True)
+        expected = await Client(url).await_answer(QUESTION, stream=True)
         known = [BaselineAnswer(QUESTION, expected, sure=True)]
         async with Load(Client(url), known, streams=3) as load:
             await poll_async("it is answered", lambda: load.tally.answered >= 20)
@@ -116,7 +116,7 @@ async def test_load_keeps_its_clients_busy_and_counts_all() -> None:
 
 async def test_a_silence_is_measured_from_the_last_chunk_before() -> None:
     async with server(GOOD, piece=len(HEAD + text("a")), pause_s=0.3) as url:
-        exchange = await Client(url).begin(QUESTION, stream=True)
+        exchange = await Client(url).send_request(QUESTION, stream=True)
         await poll_async("it is answered", lambda: exchange.answer.chunks > 0)
         silences = Silences({exchange})
         await exchange.over

@@ -49,9 +49,9 @@ def test_those_that_are_named_run_in_their_order() -> None:
 
 def test_a_broken_promise_breaks_the_finding() -> None:
     judge = Judge("x", "y", slowness=1.0)
-    judge.soon("back", 1.0, 2.0)
+    judge.expect_within("back", 1.0, 2.0)
     assert judge.finding().verdict == "kept"
-    judge.soon("back", None, 2.0)
+    judge.expect_within("back", None, 2.0)
     assert judge.finding().verdict == "broken"
     assert judge.finding().detail == "back: never, promised within 2 s"
 
@@ -64,15 +64,15 @@ def test_no_answer_at_all_is_no_kept_promise() -> None:
 
 def test_a_late_deed_is_broken() -> None:
     judge = Judge("x", "y", slowness=1.0)
-    judge.soon("back", 2.5, 2.0)
+    judge.expect_within("back", 2.5, 2.0)
     assert judge.broken == ["back: 2.50 s, promised within 2 s"]
 
 
 def test_a_busy_machine_gets_more_time() -> None:
     judge = Judge("x", "y", slowness=2.0)
-    judge.soon("back", 7.9, 2.0)
+    judge.expect_within("back", 7.9, 2.0)
     assert not judge.broken
-    judge.soon("back", 8.1, 2.0)
+    judge.expect_within("back", 8.1, 2.0)
     assert judge.broken == ["back: 8.10 s, promised within 2 s on a machine 2.0 times as slow"]
 
 

@@ -21,10 +21,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "logs").mkdir()
     journal = Journal()
     journal.open(tmp_path)
-    journal.tell("started", worker="smol/0", pid=7)
-    journal.tell("ready", worker="smol/0", after_s=1.5)
-    journal.tell("load", "for a request", model="smol")
-    journal.tell(
+    journal.record_event("started", worker="smol/0", pid=7)
+    journal.record_event("ready", worker="smol/0", after_s=1.5)
+    journal.record_event("load", "for a request", model="smol")
+    journal.record_event(
         "exit", "killed by SIGKILL", worker="gone/1", lived_s=2.0, served=1, again_in_s=0.5
     )
     poll("the journal writes", lambda: len(newest_events(tmp_path, EventFilter(), 10)) == 4)
@@ -65,8 +65,8 @@ def test_a_follower_hears_what_is_noted_later(folder: Path) -> None:
     assert [*follower.lines()] == []
     journal = Journal()
     journal.open(folder)
-    journal.tell("stopped", "unloaded", worker="smol/0")
-    journal.tell("ready", worker="other/0")
+    journal.record_event("stopped", "unloaded", worker="smol/0")
+    journal.record_event("ready", worker="other/0")
     found = poll("it is told", lambda: [line.text for line in follower.lines()])
     journal.close()
     assert len(found) == 1 and '"stopped: unloaded"' in found[0]

@@ -106,17 +106,17 @@ def test_an_endpoint_that_is_down_does_not_hold_the_banner_back(display: Display
     assert not is_start_over(down)
     [model] = down.models
     down = msgspec.structs.replace(down, models=(msgspec.structs.replace(model, engine="openai"),))
-    display.changed(down)
+    display.on_change(down)
     assert "is up" in printed(display)
     assert "tried again: it does not answer" in printed(display)
 
 
 def test_the_banner_comes_once(display: Display) -> None:
-    display.changed(status(replica("m/0", "loading")))
+    display.on_change(status(replica("m/0", "loading")))
     assert printed(display) == ""
     states: list[WorkerState] = ["ready", "backoff", "ready"]
     for state in states:
-        display.changed(status(replica("m/0", state)))
+        display.on_change(status(replica("m/0", state)))
     assert printed(display).count("is up") == 1
 
 
@@ -126,14 +126,14 @@ def test_progress_is_told_by_phase_and_not_twice(display: Display) -> None:
 
     with capture_logs() as lines:
         for one in (at("fetch", 1), at("fetch", 1), at("fetch", 2), at("load", 0), at("load", 0)):
-            display.changed(one)
+            display.on_change(one)
     assert [line["progress"] for line in lines] == ["fetch 1 of 9 tensors", "load 0 of 9 tensors"]
 
 
 def test_the_drain_says_how_much_is_left_and_how_to_cut_it_short(display: Display) -> None:
     with capture_logs() as lines:
         for in_flight in (3, 3, 1, 0):
-            display.changed(status(replica("m/0", "ready"), draining=True, in_flight=in_flight))
+            display.on_change(status(replica("m/0", "ready"), draining=True, in_flight=in_flight))
     assert [(line["event"], line["in_flight"]) for line in lines] == [
         ("requests_finishing", 3),
         ("requests_finishing", 1),
@@ -205,7 +205,7 @@ def test_no_line_breaks_the_log(
     handlers, level = root.handlers[:], root.level
     try:
         logging_config.configure("test")
-        display.line("m/0", text)
+        display.on_line("m/0", text)
     finally:  # or tests that come later find their logs where this one's stderr was
         root.handlers[:] = handlers
         root.setLevel(level)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from servekit.gateway.tool_parsing import after_thoughts, choose, parser, tool_grammar
+from servekit.gateway.tool_parsing import after_thoughts, parse_tool_choice, parser, tool_grammar
 from servekit.protocol.messages import ChatMessage, Grammar
 from tests.unit.engines.harness import Harness, make_spec
 from tests.unit.engines.speaking import write_model
@@ -63,7 +63,7 @@ def answer(model: Harness, grammar: Grammar | None, seed: int, thinking: bool) -
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_model_is_made_to_call(model: Harness, seed: int) -> None:
     assert "tools" in model.info.serves
-    grammar = tool_grammar(model.info.dialect, choose(TOOLS, "required"), parallel=False)
+    grammar = tool_grammar(model.info.dialect, parse_tool_choice(TOOLS, "required"), parallel=False)
     said = answer(model, grammar, seed, thinking=False)
     (call,) = [one for one in said if one[0] != "thought"]
     assert call[0] == "pick"

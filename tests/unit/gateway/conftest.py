@@ -116,7 +116,7 @@ class Service:
             max_queue=self.max_queue,
             changing=changing,
         )
-        self.router.apply(Topology((status,), draining, gateways))
+        self.router.apply_topology(Topology((status,), draining, gateways))
 
     async def up(self, count: int = 1, **options: Any) -> list[EchoWorker]:
         """Start workers, tell the router, and wait until it has reached them all."""

@@ -20,7 +20,7 @@ from functools import partial
 from statistics import fmean, quantiles
 
 from servekit.gateway.routing.load_balancer import Account, Balancer
-from servekit.gateway.routing.prefix_index import read
+from servekit.gateway.routing.prefix_index import hash_prompt
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import ChatMessage, ModelInfo, ModelStatus, SamplingParams
 
@@ -136,7 +136,7 @@ class Seen:
     def end(self, id: int) -> None:
         call = self.calls.pop(id)
         if self.account is not None:
-            self.account.end(id, call)
+            self.account.remove_call(id, call)
 
 
 Router = Callable[[Sequence[Seen], InflightRequest], Seen | None]
@@ -214,7 +214,7 @@ def simulate(
     while events:
         now_s, _, what = heapq.heappop(events)
         if isinstance(what, Request):
-            known = read(what.call)
+            known = hash_prompt(what.call)
             what.blocks, what.tokens = known.blocks, max(1, known.tokens)
             outcome.prompt_tokens += what.tokens
             send(what, now_s)

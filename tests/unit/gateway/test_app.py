@@ -96,7 +96,7 @@ async def port(service: Service) -> Any:
     said = {"tool_parser": "hermes", "sampling": {"max_tokens": 100}}
     [worker] = await service.up(said=said, step_s=0.002, max_context=2048)
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
-    service.router.apply(Topology((status,)))
+    service.router.apply_topology(Topology((status,)))
     app = Application(service.router, 2**20, ui=False, legacy=True)
     listener = socket.create_server(("127.0.0.1", 0))
     async with serving(app, listener, app.exchanges, 2**20):
@@ -168,7 +168,7 @@ async def anthropic_client(service: Service) -> AsyncIterator[anthropic.AsyncAnt
     """Anthropic's own client of a service with the models a to e."""
     [worker] = await service.up()
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
-    service.router.apply(Topology(tuple(replace(status, name=name) for name in "abcde")))
+    service.router.apply_topology(Topology(tuple(replace(status, name=name) for name in "abcde")))
     transport = httpx2.ASGITransport(app=Application(service.router, 2**20, ui=False))
     async with httpx2.AsyncClient(transport=transport) as http:
         yield anthropic.AsyncAnthropic(

@@ -33,7 +33,7 @@ class Seen:
         status = ModelStatus(
             "m", "echo", "x", 0, (), info, residence=ResidencyStatus(load, tier, "why")
         )
-        self.router.apply(Topology((status,)))
+        self.router.apply_topology(Topology((status,)))
 
 
 def call(model: str = "m") -> InflightRequest:
@@ -74,7 +74,7 @@ async def test_an_adapter_of_a_model_that_is_away_can_be_asked_and_is_listed(
     adapter = AdapterStatus("x", "/x", state)
     away = ResidencyStatus("on_demand", tier)
     status = ModelStatus("m", "echo", "x", 0, (), INFO, adapters=(adapter,), residence=away)
-    seen.router.apply(Topology((status,)))
+    seen.router.apply_topology(Topology((status,)))
     assert [one.status.name for one in seen.router.models()] == ["m", *["x"] * listed]
     if listed:
         seen.router.open(call("x"))

@@ -108,7 +108,7 @@ async def test_each_hears_the_other() -> None:
         line.remote.send(Serving())
         await until(lambda: line.heard == [Topology((), gateways=3)])
         await until(lambda: supervisor.heard == [Serving()])
-        supervisor.child.leave()
+        supervisor.child.disconnect()
 
 
 async def test_a_supervisor_that_comes_later_is_told_how_it_stands() -> None:
@@ -118,12 +118,12 @@ async def test_a_supervisor_that_comes_later_is_told_how_it_stands() -> None:
         for message in (ModelDemand("m", 0, 2, 0.0), Serving(), Traffic(6, 0, {}), use, traffic):
             line.remote.send(message)
         await until(lambda: len(first.heard) == 5)
-        first.child.leave()
+        first.child.disconnect()
         await until(lambda: not line.remote.has_supervisor)
         second = await Supervisor.of(line)
         assert second.child.state == "ready"
         await until(lambda: second.heard == [Serving(), traffic, use])
-        second.child.leave()
+        second.child.disconnect()
 
 
 async def test_a_connection_that_breaks_loses_nothing_but_what_is_of_the_moment() -> None:
@@ -138,7 +138,7 @@ async def test_a_connection_that_breaks_loses_nothing_but_what_is_of_the_moment(
         await until(lambda: supervisor.again == 1)
         await until(lambda: supervisor.heard == [Traffic(1, 0, {})])
         assert line.heard == [Topology(())], "it is its own affair to send the newest again"
-        supervisor.child.leave()
+        supervisor.child.disconnect()
 
 
 async def test_what_operators_ask_goes_to_the_supervisor_and_comes_back() -> None:
@@ -157,7 +157,7 @@ async def test_what_operators_ask_goes_to_the_supervisor_and_comes_back() -> Non
             await line.remote.put(GetWhy("c"), 0.01)
         asking = [asyncio.create_task(line.remote.put(GetWhy("d"), DEADLINE_S))]
         await until(lambda: len(supervisor.heard) == 4)
-        supervisor.child.leave()
+        supervisor.child.disconnect()
         with pytest.raises(EOFError, match="closed the connection"):
             await asking[0]
         with pytest.raises(OSError, match="no supervisor"):
@@ -167,7 +167,7 @@ async def test_what_operators_ask_goes_to_the_supervisor_and_comes_back() -> Non
 async def test_without_a_supervisor_it_ends_after_its_grace() -> None:
     async with listening(grace_s=0.05) as line:
         supervisor = await Supervisor.of(line)
-        supervisor.child.leave()
+        supervisor.child.disconnect()
         error = await asyncio.wait_for(line.ended, DEADLINE_S)
         assert str(error) == "no supervisor for 0.05 s"
 
@@ -179,7 +179,7 @@ async def test_its_certificate_is_renewed_and_shown_to_who_comes_next() -> None:
         supervisor.child.send(Renew(fresh))
         await until(lambda: line.remote.identity.credentials == fresh)
         assert not line.heard
-        supervisor.child.leave()
+        supervisor.child.disconnect()
         shown = asyncio.get_running_loop().create_future()
 
         class Looking(Connection[Any]):

@@ -251,7 +251,7 @@ class TwoGateways(RuleBasedStateMachine):
         replicas = tuple(worker.status() for worker in self.workers)
         status = ModelStatus("m", "echo", "-", 0, replicas, timeout_s=1e9)
         for router in self.routers:
-            router.apply(Topology((status,), gateways=2))
+            router.apply_topology(Topology((status,), gateways=2))
 
     @rule(at=indices)
     def kill(self, at: int) -> None:
@@ -320,7 +320,7 @@ class TwoGateways(RuleBasedStateMachine):
     def leave(self) -> None:
         def leaving() -> None:
             for router in self.routers:
-                router.apply(Topology(()))
+                router.apply_topology(Topology(()))
             for worker in self.alive:
                 worker.die()
 

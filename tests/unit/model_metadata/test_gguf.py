@@ -16,7 +16,7 @@ from tests.unit.engines.origins import HIDDEN, write_tiny_gguf
 
 def test_it_agrees_with_the_library(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    found = gguf.read(path)
+    found = gguf.read_gguf(path)
     tensors = library.GGUFReader(path).tensors
     assert found.elements == sum(int(tensor.n_elements) for tensor in tensors)
     assert found.elements == read_header(path).parameters
@@ -27,17 +27,17 @@ def test_it_agrees_with_the_library(tmp_path: Path) -> None:
 
 
 def test_the_parts_of_a_model_are_added_up(tmp_path: Path) -> None:
-    whole = gguf.read(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    whole = gguf.read_gguf(write_tiny_gguf(tmp_path / "tiny.gguf"))
     for number in (1, 2):
         part = tmp_path / f"tiny-{number:05d}-of-00002.gguf"
         part.write_bytes((tmp_path / "tiny.gguf").read_bytes())
-    found = gguf.read(tmp_path / "tiny-00001-of-00002.gguf")
+    found = gguf.read_gguf(tmp_path / "tiny-00001-of-00002.gguf")
     assert found.weights_bytes == 2 * whole.weights_bytes
     assert found.elements == 2 * whole.elements
 
 
 def test_its_attention(tmp_path: Path) -> None:
-    file = gguf.read(write_tiny_gguf(tmp_path / "tiny.gguf"))
+    file = gguf.read_gguf(write_tiny_gguf(tmp_path / "tiny.gguf"))
     shape = of_gguf(file)
     kv_heads = file.of_architecture("attention.head_count_kv")
     head = HIDDEN // file.of_architecture("attention.head_count")
@@ -58,7 +58,7 @@ def test_its_attention(tmp_path: Path) -> None:
 def test_what_is_none_is_a_value_error(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x.gguf").write_bytes(data)
     with pytest.raises(ValueError):
-        gguf.read(tmp_path / "x.gguf")
+        gguf.read_gguf(tmp_path / "x.gguf")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_each_is_renewed_by_itself() -> None:
     found = certificates.due("worker", "m/1")  # an earlier supervisor has started it
     assert found is not None and (found.role, found.member) == ("worker", "m/1")
     assert certificates.due("worker", "m/1") is None
-    certificates.forget("worker", "m/1")
+    certificates.forget_certificate("worker", "m/1")
     assert certificates.due("worker", "m/1") is not None
 
 

@@ -188,9 +188,9 @@ class Stage:
             gateway.publish(topology)
 
     async def end(self) -> None:
-        self.all.halt()
+        self.all.stop_starting()
         for one in self.remote:
-            one.end(Stop(), 5.0)
+            one.end_child(Stop(), 5.0)
         await asyncio.gather(*self.lives)
         self.host.run_dir.release()
 
@@ -200,7 +200,7 @@ class Stage:
             task.cancel()
         for one in self.remote:
             if isinstance(one.child, RemoteChild):
-                one.child.leave()
+                one.child.disconnect()
         await asyncio.gather(*self.lives, return_exceptions=True)
         self.host.run_dir.release()
 
@@ -210,7 +210,7 @@ async def staged(
     folder: Path, launcher: Launcher, port: int, **server: Any
 ) -> AsyncIterator[Stage]:
     stage = Stage(folder, launcher, ServerConfig(ui=False, host=HEAD.host, **server), port)
-    stage.all.begin()
+    stage.all.start_all()
     try:
         yield stage
     finally:
@@ -278,7 +278,7 @@ async def test_one_that_is_adopted_goes_by_the_old_word_until_the_new_one_is_who
     first = Stage(tmp_path, launcher, ServerConfig(ui=False, host=HEAD.host), port)
     launcher.cluster.nodes = (HEAD, ONE)
     first.say(Topology((model("m"),)))
-    first.all.begin()
+    first.all.start_all()
     await until(lambda: first.remote[0].state == "ready")
     pid = first.remote[0].pid
     await first.leave()
@@ -335,11 +335,11 @@ async def test_they_come_and_go_with_their_nodes(tmp_path: Path, launcher: Launc
         launcher.cluster.have(TWO)
         await until(lambda: gone not in stage.gateways)
         assert [one.name for one in stage.remote] == [f"gateway/{TWO.host}"]
-        assert stage.gateways[0].tokens("m") == 5
+        assert stage.gateways[0].generated_tokens("m") == 5
         anew = Node("started-again", TWO.host)
         launcher.cluster.have(anew)
         assert [one.node for one in stage.remote] == [anew]
-        stage.all.halt()
+        stage.all.stop_starting()
         launcher.cluster.have(anew, ONE)
         assert len(stage.remote) == 1
 

@@ -34,12 +34,12 @@ def kinds(folder: Path) -> list[str]:
 
 
 def test_what_is_told_is_read_by_name_time_and_kind(journal: Journal, tmp_path: Path) -> None:
-    journal.tell("before", "nobody keeps it")
+    journal.record_event("before", "nobody keeps it")
     journal.open(tmp_path)
-    journal.tell("ready", worker="a/0", after_s=1.5)
-    journal.tell("breaker", "open: \ud800 half", model="a")
-    journal.tell("exit", "killed", worker="b/0")
-    journal.tell("ready", worker="gateway/0")
+    journal.record_event("ready", worker="a/0", after_s=1.5)
+    journal.record_event("breaker", "open: \ud800 half", model="a")
+    journal.record_event("exit", "killed", worker="b/0")
+    journal.record_event("ready", worker="gateway/0")
     poll("they are there", lambda: len(kinds(tmp_path)) == 4)
     first, second = newest_events(tmp_path, EventFilter(name="a"), 10)
     assert (first.kind, first.worker, first.model) == ("ready", "a/0", "a")
@@ -63,8 +63,8 @@ def test_it_goes_on_where_it_left_off(tmp_path: Path) -> None:
     for pid in (1, 2):
         journal = Journal()
         journal.open(tmp_path)
-        journal.tell("up", pid=pid)
-        journal.tell("down")
+        journal.record_event("up", pid=pid)
+        journal.record_event("down")
         journal.close()
     assert kinds(tmp_path) == ["up", "down", "up", "down"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE]
@@ -76,7 +76,7 @@ from servekit.event_store import EventFilter, newest_events
 from servekit.supervisor.event_log import journal
 folder = pathlib.Path(sys.argv[1])
 journal.open(folder)
-journal.tell("up", pid=os.getpid())
+journal.record_event("up", pid=os.getpid())
 while not newest_events(folder, EventFilter(), 1):
     time.sleep(0.01)  # between two looks; the test waits no longer than its deadline
 os.kill(os.getpid(), 9)
@@ -88,7 +88,7 @@ def test_a_supervisor_that_was_killed_is_told_of_by_the_next(tmp_path: Path) -> 
     assert killed.wait(20) == -signal.SIGKILL
     journal = Journal()
     journal.open(tmp_path)
-    journal.tell("up", pid=2)
+    journal.record_event("up", pid=2)
     journal.close()
     up, crash, again = newest_events(tmp_path, ALL, 10)
     assert (up.kind, crash.kind, again.kind) == ("up", "crash", "up")
@@ -100,7 +100,7 @@ def test_a_broken_file_is_put_aside(journal: Journal, tmp_path: Path, content: b
     (tmp_path / FILE).write_bytes(content)
     assert newest_events(tmp_path, ALL, 10) == [], "and it does a reader no harm"
     journal.open(tmp_path)
-    journal.tell("up")
+    journal.record_event("up")
     poll("a new one is begun", lambda: kinds(tmp_path) == ["up"])
     assert (tmp_path / f"{FILE}.broken").read_bytes() == content
 
@@ -109,31 +109,31 @@ def test_a_damaged_page_and_another_version(tmp_path: Path) -> None:
     journal = Journal(again_s=0.05)
     journal.open(tmp_path)
     for _ in range(200):
-        journal.tell("x", "y" * 500)
+        journal.record_event("x", "y" * 500)
     journal.close()
     with (tmp_path / FILE).open("r+b") as file:
         file.seek(4096)
         file.write(os.urandom(3 * 4096))
     journal.open(tmp_path)
-    journal.tell("again")
+    journal.record_event("again")
     poll("a new one is begun", lambda: kinds(tmp_path) == ["again"])
     journal.close()
     with sqlite3.connect(tmp_path / FILE) as raw:
         raw.execute("PRAGMA user_version = 77")
     raw.close()
     journal.open(tmp_path)
-    journal.tell("later")
+    journal.record_event("later")
     poll("a new one is begun", lambda: kinds(tmp_path) == ["later"])
     journal.close()
 
 
 def test_a_file_that_is_removed_is_begun_anew(journal: Journal, tmp_path: Path) -> None:
     journal.open(tmp_path)
-    journal.tell("one")
+    journal.record_event("one")
     poll("it is there", lambda: kinds(tmp_path) == ["one"])
     for path in tmp_path.iterdir():
         path.unlink()
-    journal.tell("two")
+    journal.record_event("two")
     poll("it is there again", lambda: kinds(tmp_path) == ["two"])
 
 
@@ -147,13 +147,13 @@ def test_a_place_that_cannot_be_written_to_costs_events_only(
     journal.open(tmp_path)
     began = time.monotonic()
     for number in range(25):
-        journal.tell("x", str(number))
+        journal.record_event("x", str(number))
     assert time.monotonic() - began < 0.5
     (tmp_path / FILE).rmdir()
     poll("it has caught up", lambda: len(kinds(tmp_path)) == 11)
     *_, last = newest_events(tmp_path, ALL, 100)
     assert (last.kind, last.detail) == ("gap", {"lost": 15})
-    journal.tell("y")
+    journal.record_event("y")
     poll("it goes on", lambda: kinds(tmp_path)[-1] == "y")
     journal.close()
 
@@ -166,11 +166,11 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = pathlib.Path(sys.argv[1])
 journal = Journal(again_s=0.02)
 journal.open(folder)
-journal.tell("before")
+journal.record_event("before")
 while len(newest_events(folder, EventFilter(), 9)) < 1:
     time.sleep(0.01)  # between two looks; the test waits no longer than its deadline
 resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
-journal.tell("full")
+journal.record_event("full")
 while not journal._is_failing:
     time.sleep(0.01)  # between two looks; the test ends a program that takes too long
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -196,7 +196,7 @@ def test_its_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     journal = Journal(again_s=0.01)
     journal.open(tmp_path)
     for number in range(400):
-        journal.tell("x", "y" * 3000, worker=f"a/{number}")
+        journal.record_event("x", "y" * 3000, worker=f"a/{number}")
         if number % 20 == 0:
             poll("the disk keeps up", lambda: not journal._waiting)
     poll("all are written", lambda: not journal._waiting)
@@ -220,7 +220,7 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.M
     journal.open(tmp_path)
     began = time.monotonic()
     for _ in range(5000):
-        journal.tell("x")
+        journal.record_event("x")
     journal.close()
     assert time.monotonic() - began < 20.0  # it hangs for ever
     assert len(journal._waiting) == 2000
@@ -229,7 +229,7 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.M
 
 def test_rows_of_strangers_do_no_harm(journal: Journal, tmp_path: Path) -> None:
     journal.open(tmp_path)
-    journal.tell("x")
+    journal.record_event("x")
     poll("it is there", lambda: kinds(tmp_path) == ["x"])
     with sqlite3.connect(tmp_path / FILE) as raw:
         raw.execute(

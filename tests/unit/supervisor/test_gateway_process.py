@@ -20,7 +20,7 @@ from tests.unit.supervisor.lifecycle.test_managed_process import Host
 class Alone(Host):
     """There is no worker here."""
 
-    def changed(self) -> None:
+    def publish_change(self) -> None:
         self._changes.set()
 
 
@@ -40,16 +40,16 @@ async def test_one_that_is_silent_is_replaced(
             os.kill(first, signal.SIGSTOP)
             await host.until(lambda: gateway.stalls == 1, 60)
             await host.until(lambda: gateway.state == "ready" and gateway.pid != first, 60)
-            [exit_] = gateway.story().exits
+            [exit_] = gateway.make_history().exits
             assert exit_.what == "it did not answer for 1 s, killed"
         finally:
             look.cancel()
-            gateway.end(Stop(), 1.0)
+            gateway.end_child(Stop(), 1.0)
             await life
             host.run_dir.release()
 
 
 async def looking(gateway: Gateway) -> None:
     while True:
-        gateway.look()
+        gateway.check_health()
         await asyncio.sleep(0.05)  # as the supervisor's pulse does

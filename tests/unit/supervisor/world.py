@@ -85,7 +85,7 @@ class World:
             self.models[request.model].queue.append(request)
         for model in self.models.values():
             self._live(model)
-        held = [model.facts().held.get(PLACE, 0) for model in self.models.values()]
+        held = [model.facts().held_memory.get(PLACE, 0) for model in self.models.values()]
         assert sum(held) <= self.size, "more is held than there is"
         facts = [model.facts() for model in self.models.values()]
         self._carry_out(decide(facts, {PLACE: self.size - sum(held)}, self.now))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from servekit.gateway.tool_parsing import choose, parser, tool_grammar
+from servekit.gateway.tool_parsing import parse_tool_choice, parser, tool_grammar
 from servekit.protocol.messages import ChatMessage, Dialect, Grammar, SamplingParams
 from tests.unit.engines.speaking import write_model
 from tests.unit.gateway.tool_parsing.reading import feed, joined
@@ -41,7 +41,7 @@ async def test_a_call_comes_with_its_markers_and_plain_text_without(nemo: Path) 
         dialect = client.info.dialect
         assert dialect.tools == "mistral"
         assert [text for text, _ in dialect.tokens] == ["[TOOL_CALLS]"]
-        grammar = tool_grammar(dialect, choose([TOOL], "required"), parallel=False)
+        grammar = tool_grammar(dialect, parse_tool_choice([TOOL], "required"), parallel=False)
         params = SamplingParams(max_tokens=200, grammar=grammar, temperature=1.0, seed=3)
         deltas = await client.answer(client.send(params, messages=USER, tools=[TOOL]))
         text = "".join(delta.text for delta in deltas)

@@ -42,7 +42,7 @@ async def test_what_was_made_is_out_before_it_hangs_up_and_the_rest_given_back(
         emitting = threading.Thread(target=client.runner.emit, args=([last],))
         emitting.start()
         emitting.join()
-        await client.runner.lose()
+        await client.runner.disconnect_all()
         await until(client.connection.closed.done)
         assert text(client.deltas[ran]) == "hel" and ran not in client.failures
         assert {client.failures[one].code for one in (held, late)} == {WorkerLost.code}
@@ -81,5 +81,5 @@ async def test_who_does_not_read_is_not_waited_for(tmp_path: Path) -> None:
         client.runner.emit([StepOutput(job_id, [ord("x")] * 2_000_000)])
         client.engine.fatal = RuntimeError("it broke")
         async with asyncio.timeout(10):
-            await client.runner.lose()
+            await client.runner.disconnect_all()
         client.connection._transport.resume_reading()

@@ -187,9 +187,9 @@ async def test_pieces_of_a_cancelled_request_are_dropped(scene: Scene) -> None:
 async def test_all_of_one_turn_goes_in_one_message_of_each_kind(scene: Scene) -> None:
     peer = await scene.connect()
     peer.add_one(1, "a", 97)
-    peer.add(Delta(2, "b", [98], finish="stop"))
+    peer.add_delta(Delta(2, "b", [98], finish="stop"))
     peer.add_one(3, "c", 99)
-    peer.add(Delta(4, "d", [100]))
+    peer.add_delta(Delta(4, "d", [100]))
     await until(lambda: len(scene.got) >= 2, "both have come")
     assert scene.got == [
         TokenBatch([1, 3], ["a", "c"], [97, 99]),
@@ -199,13 +199,13 @@ async def test_all_of_one_turn_goes_in_one_message_of_each_kind(scene: Scene) ->
 
 async def test_a_token_never_overtakes_the_delta_before_it(scene: Scene) -> None:
     peer = await scene.connect()
-    peer.add(Delta(1, "a", [97], prompt_tokens=3))
+    peer.add_delta(Delta(1, "a", [97], prompt_tokens=3))
     peer.add_one(1, "b", 98)
     await until(lambda: len(scene.got) >= 2, "both have come")
     first, second = scene.got
     assert isinstance(first, DeltaBatch) and isinstance(second, TokenBatch)
     scene.got.clear()
-    peer.add(Delta(2, "c", [99]))
+    peer.add_delta(Delta(2, "c", [99]))
     peer.add_one(1, "d", 100)
     await until(lambda: len(scene.got) >= 2, "both have come")
     assert isinstance(scene.got[0], TokenBatch), "what was told in an earlier turn holds up none"
@@ -237,7 +237,7 @@ async def test_deltas_too_long_together_go_one_by_one_and_one_too_long_fails(
 
     monkeypatch.setattr(peer.connection, "send", limited)
     for id, text in enumerate(("abc", "defghi", "jkl")):
-        peer.add(Delta(id, text, [1]))
+        peer.add_delta(Delta(id, text, [1]))
     await until(lambda: len(scene.got) >= 3, "all have come")
     first, failed, last = scene.got
     assert (first, last) == (

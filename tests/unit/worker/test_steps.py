@@ -53,7 +53,7 @@ async def test_what_came_before_a_failure_of_the_same_turn_is_told_before_it(
         asked = client.send(SamplingParams(max_tokens=9), prompt=SAID)
         await until(lambda: client.runner.busy)
         told: list[Any] = []
-        client.connection.become(WorkerToGateway, told.append, lambda error: None)
+        client.connection.switch_protocol(WorkerToGateway, told.append, lambda error: None)
         (peer,) = [peer for peer in client.runner.peers if peer.jobs]
         (job_id,) = peer.jobs.values()
         client.runner.emit(

@@ -16,14 +16,14 @@ def test_the_last_delta_tells_four_times_in_order() -> None:
     told = watch.stamp(7, Delta(1, "", [], "stop"))
     assert len(told.times_ns) == 4
     assert list(told.times_ns) == sorted(told.times_ns)
-    watch.forget(7)
+    watch.drop_times(7)
     assert not watch.runs
 
 
 def test_of_others_nothing_is_noted() -> None:
     watch = Stopwatch()
     watch.note(1)
-    watch.forget(1)
+    watch.drop_times(1)
     last = Delta(1, "", [], "stop")
     assert watch.stamp(1, last) is last
     assert not watch.runs

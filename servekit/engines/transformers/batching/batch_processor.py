@@ -169,7 +169,7 @@ class SamplingHook(ContinuousBatchingLogitsProcessorList):
         self.do_processing = not all(row.plain for row in self._batch)
         return arg_storage
 
-    def forget(self) -> None:
+    def drop_rows(self) -> None:
         """Drop the last batch's rows, which hold references to their adapters."""
         self._batch = []
 

@@ -128,13 +128,13 @@ class ContinuousRunner(CausalRunner):
 
     def remove(self, adapter: Adapter) -> None:
         super().remove(adapter)
-        self._sampling.forget()
+        self._sampling.drop_rows()
 
     def cancel(self, row: Row) -> None:
         """Drop a row now: its slot and blocks are free for the next step."""
         self._full = False
         if self._decoder is not None:
-            self._decoder.leave(row.key)
+            self._decoder.free_slot(row.key)
         if self._rows.pop(row.key, None) is None:
             self._withdraw(row)
             return
@@ -164,7 +164,7 @@ class ContinuousRunner(CausalRunner):
         alone, row.alone = row.alone, 0
         if not row.broken:
             return False
-        number = self._epochs.leave(row)
+        number = self._epochs.end_epoch(row)
         if alone:
             return False
         row.run_alone(number, output)
@@ -260,7 +260,7 @@ class ContinuousRunner(CausalRunner):
 
     def drop_pages(self) -> None:
         self._mixing.step = None
-        self._sampling.forget()
+        self._sampling.drop_rows()
         self._free_cache()
         if self._ranks is not None:
             self._ranks.drop_pages()
@@ -306,7 +306,7 @@ class ContinuousRunner(CausalRunner):
         queries = [future.query_length for future in batch]
         pasts = [future.state.position_offset - future.query_length for future in batch]
         if self.by_request:
-            self._pages.layout = paged_attention.Layout.of(
+            self._pages.layout = paged_attention.Layout.build(
                 pasts, queries, self._model.device, packed=self._packed
             )
         adapters = [self._rows[future.state.request_id].adapter for future in batch]

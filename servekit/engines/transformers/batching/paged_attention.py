@@ -8,8 +8,8 @@ longest], in groups whose lengths differ by at most a factor of two, and attenti
 chunk is computed separately. The cache, its pages and the order of the packed tokens remain the
 library's.
 
-The layout of a step is known on the host before the forward pass (`Layout.of`) and set on the cache
-object, where every layer finds it.
+The layout of a step is known on the host before the forward pass (`Layout.build`) and set on the
+cache object, where every layer finds it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Packed:
     most_keys: int
 
     @classmethod
-    def of(cls, pasts: Sequence[int], queries: Sequence[int], device: torch.device) -> Packed:
+    def build(cls, pasts: Sequence[int], queries: Sequence[int], device: torch.device) -> Packed:
         keys = [past + count for past, count in zip(pasts, queries, strict=True)]
         ends = [[0, *accumulate(queries)], [0, *accumulate(keys)]]
         query_ends, key_ends = torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
@@ -132,7 +132,7 @@ class Layout:
     _read: Tensor | None = None
 
     @classmethod
-    def of(
+    def build(
         cls,
         pasts: Sequence[int],
         queries: Sequence[int],
@@ -142,7 +142,7 @@ class Layout:
     ) -> Layout:
         """Lay out requests, in batch order, by the number of tokens cached and new."""
         if packed:
-            return cls(pasts, queries, packed=Packed.of(pasts, queries, device))
+            return cls(pasts, queries, packed=Packed.build(pasts, queries, device))
         if not any(pasts):
             spans = _make_spans([0] * len(queries), queries)
             return cls(pasts, queries, chunks=[Chunk(span, None) for span in spans])
@@ -233,11 +233,11 @@ def has_packed_kernel(heads: int, kv_heads: int, width: int, like: Tensor) -> bo
     query, tokens = draw(sum(queries), heads), sum(pasts) + sum(queries)
     keys, values = draw(tokens, kv_heads), draw(tokens, kv_heads)
     try:
-        found = Packed.of(pasts, queries, like.device).attend(query, keys, values, None)
+        found = Packed.build(pasts, queries, like.device).attend(query, keys, values, None)
     except (RuntimeError, TypeError, AttributeError) as error:  # not built in, other arguments
         log.info("packed_attention_unavailable", reason=describe_error(error))
         return False
-    layout = Layout.of(pasts, queries, like.device)
+    layout = Layout.build(pasts, queries, like.device)
     gather = slice(None) if layout.gather is None else layout.gather
     expected = _attend_apart(layout, query, keys[gather], values[gather], None)
     error_share = float((found - expected).float().norm() / expected.float().norm())

@@ -144,7 +144,7 @@ class Epochs:
         """Set a row's epoch, so that it shares blocks with later rows unless it runs alone."""
         row.epoch = row.alone or self._now[self._bucket_of(row)]
 
-    def leave(self, row: Row) -> int:
+    def end_epoch(self, row: Row) -> int:
         """End the epoch of a row's blocks; return a number that no other row has."""
         self._now[self._bucket_of(row)] = self._last + 1
         self._last += 2

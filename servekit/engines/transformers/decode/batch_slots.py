@@ -91,7 +91,7 @@ class BatchSlots:
         self._table[slot.index, len(pages) :] = self.trash
         self._paged.add(slot.index)
 
-    def leave(self, key: str) -> BatchSlot | None:
+    def free_slot(self, key: str) -> BatchSlot | None:
         """Free a slot; later steps do not touch its pages, which another request may get."""
         slot = self.taken.pop(key, None)
         if slot is not None:

@@ -131,16 +131,16 @@ class DecodeLoop:
                 if device_sampling.needs_host(row, self._vocab_size):
                     self._watched.add(key)
 
-    def leave(self, key: str) -> None:
+    def free_slot(self, key: str) -> None:
         """Free the slot of a cancelled row; the output of its running step is discarded."""
-        self._slots.leave(key)
+        self._slots.free_slot(key)
         self._watched.discard(key)
 
     def return_rows(self) -> None:
         """Return all rows to the library; no step may be running."""
         for key, slot in list(self.seated.items()):
             slot.update_state()
-            self.leave(key)
+            self.free_slot(key)
 
     def close(self) -> None:
         """Wait for the running step on the device, before the cache is freed."""
@@ -235,7 +235,7 @@ class DecodeLoop:
 
     def _end_row(self, slot: BatchSlot) -> None:
         key = slot.row.key
-        self.leave(key)
+        self.free_slot(key)
         self._scheduler.finish_request(key)
         self._scheduler.block_new_requests = False
         slot.state.status = RequestStatus.FINISHED
@@ -264,7 +264,7 @@ class DecodeLoop:
         self._slots.set_pages(slot, pages)
 
     def _pages_of(self, key: str) -> list[int]:
-        return [block * self.pages.stride for block in self.pages.of(key)]
+        return [block * self.pages.stride for block in self.pages.blocks(key)]
 
     # ---- on the device
 

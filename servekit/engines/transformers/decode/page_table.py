@@ -48,7 +48,7 @@ class Pages:
         shape = (-1, self.size, *self._cache.key_cache[place].shape[1:])
         return self._cache.key_cache[place].view(shape), self._cache.value_cache[place].view(shape)
 
-    def of(self, key: str) -> list[int]:
+    def blocks(self, key: str) -> list[int]:
         """Return the blocks of a request, in order."""
         blocks: list[int] = self._owner.block_table[key]
         return blocks

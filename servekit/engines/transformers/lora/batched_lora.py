@@ -84,7 +84,7 @@ class BatchLayout:
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, parts: Sequence[Part]) -> BatchLayout | None:
+    def build(cls, parts: Sequence[Part]) -> BatchLayout | None:
         """Lay out a batch in its order; return None if nothing is to be added to the base."""
         step = cls(0)
         for part in parts:
@@ -114,7 +114,7 @@ class BatchLayout:
             self._plans[stack.key] = found
         return found
 
-    def others(self, stack: Stack, device: torch.device) -> Tensor:
+    def other_ranks(self, stack: Stack, device: torch.device) -> Tensor:
         """Return where a token's adapter is not the rank's: bool [tokens, ranks]."""
         found = self._masks.get(stack.key)
         if found is None:
@@ -146,7 +146,7 @@ class BatchedLora:
 
     def lay_out(self, parts: Sequence[Part]) -> None:
         """Set the layout of the next forward pass."""
-        self.step = BatchLayout.of(parts)
+        self.step = BatchLayout.build(parts)
 
     def install(self, adapter: Adapter) -> None:
         """Install an adapter; on an exception nothing of it remains."""
@@ -164,7 +164,7 @@ class BatchedLora:
         self.step = None
         for name in adapter.factors:
             layer = self._layers.get(name)
-            if layer is not None and layer.drop(adapter.uid):
+            if layer is not None and layer.remove_adapter(adapter.uid):
                 self._layers.pop(name).unwrap()
         # uids are never reused, so their keys would stay for good
         self._keys = {who: key for who, key in self._keys.items() if adapter.uid not in who}
@@ -245,7 +245,7 @@ class MixedLayer:
     def put(self, uid: int, factors: Factors) -> None:
         self._restack_factors(self._factors | {uid: factors})
 
-    def drop(self, uid: int) -> bool:
+    def remove_adapter(self, uid: int) -> bool:
         """Remove an adapter; return True if none is left."""
         self._restack_factors({other: f for other, f in self._factors.items() if other != uid})
         return not self._factors
@@ -281,7 +281,7 @@ def _add_products(step: BatchLayout, stack: Stack, x: Tensor, out: Tensor) -> No
     plan = step.plan(stack)
     if len(plan.runs) > 1 and _stacked_is_quicker(plan, x, out):
         hidden = x @ stack.down.T
-        hidden.masked_fill_(step.others(stack, hidden.device), 0)
+        hidden.masked_fill_(step.other_ranks(stack, hidden.device), 0)
         out.addmm_(hidden, stack.up)
         return
     for first, last, start, stop in plan.runs:

@@ -37,28 +37,32 @@ MERGE_FRACTION = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BatchingChoice:
     mode: AdapterMode
     why: str  # a sentence
 
 
-def choose_mode(kind: str, model: Any, skeletons: ModuleClones) -> Choice:
+def choose_mode(kind: str, model: Any, skeletons: ModuleClones) -> BatchingChoice:
     """Choose the mode for a PeftModel of this kind, whose weights are loaded."""
     if kind in PROMPTS:
-        return Choice("mixed", "Its virtual tokens stand before the prompt as tokens of its own.")
+        return BatchingChoice(
+            "mixed", "Its virtual tokens stand before the prompt as tokens of its own."
+        )
     obstacle = _explain_unmixable(kind, model, skeletons)
     if not obstacle:
-        return Choice("mixed", "Low-rank factors are added token by token, beside all others.")
+        return BatchingChoice(
+            "mixed", "Low-rank factors are added token by token, beside all others."
+        )
     if kind not in COSTLY:
-        return Choice("grouped", f"{obstacle}, and its own layers are cheap to run.")
+        return BatchingChoice("grouped", f"{obstacle}, and its own layers are cheap to run.")
     needed, free = copied_bytes(model), _free_bytes(skeletons)
     if needed > free * MERGE_FRACTION:
-        return Choice(
+        return BatchingChoice(
             "grouped",
             f"{obstacle}, and merging needs {format_bytes(needed)} for copies of the weights "
             f"where {format_bytes(free)} are free.",
         )
-    return Choice(
+    return BatchingChoice(
         "merged",
         f"{obstacle}, and its own layers are costly: it is merged into copies of the weights that "
         f"it changes, {format_bytes(needed)}.",
@@ -128,7 +132,7 @@ def _is_plain(layer: Any) -> bool:
 def _changes_the_base(inner: nn.Module, skeletons: ModuleClones) -> bool:
     marks = ("lora_", f".{NAME}")
     return any(
-        not skeletons.owns(tensor) and not any(mark in name for mark in marks)
+        not skeletons.shares_memory(tensor) and not any(mark in name for mark in marks)
         for name, tensor in inner.named_parameters()
     )
 

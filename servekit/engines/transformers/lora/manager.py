@@ -115,14 +115,16 @@ class AdapterManager(AdapterTable[Adapter]):
         peft, kind = peft_model.build_peft_model(found, skeletons, self._spec.model)
         alone = verify.verify_alone(peft, skeletons, self._vocab_size, self._tolerance)
         choice = batching_mode.choose_mode(kind, peft, skeletons)
-        parameters = sum(t.numel() for t in skeletons.own(peft) if t.is_floating_point())
+        parameters = sum(t.numel() for t in skeletons.own_tensors(peft) if t.is_floating_point())
         figures = dict(alone.figures)
         if choice.mode == "merged":
             peft = batching_mode.merge_adapter(peft)
             figures |= verify.verify_merged(peft, alone, self._vocab_size, self._tolerance)
         adapter = self._make_adapter(spec.name, kind, choice.mode, peft)
         figures |= self._install_verified(adapter, peft, alone, skeletons)
-        held = skeletons.own(adapter.model) if adapter.model else [*_adapter_tensors(adapter)]
+        held = (
+            skeletons.own_tensors(adapter.model) if adapter.model else [*_adapter_tensors(adapter)]
+        )
         return AdapterInfo(
             name=spec.name,
             kind=kind,

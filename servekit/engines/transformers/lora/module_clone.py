@@ -39,13 +39,15 @@ class ModuleClones:
         """Return a new skeleton for an adapter."""
         return _clone_modules(self.base)
 
-    def owns(self, tensor: Tensor) -> bool:
+    def shares_memory(self, tensor: Tensor) -> bool:
         """Return whether the tensor's memory is the base model's."""
         return _storage_id(tensor) in self._shared
 
-    def own(self, module: nn.Module) -> list[Tensor]:
+    def own_tensors(self, module: nn.Module) -> list[Tensor]:
         """Return a module's tensors that are not the base's, each memory once."""
-        found = {t.data_ptr(): t for t in _all_tensors(module) if t.numel() and not self.owns(t)}
+        found = {
+            t.data_ptr(): t for t in _all_tensors(module) if t.numel() and not self.shares_memory(t)
+        }
         return list(found.values())
 
     @contextmanager

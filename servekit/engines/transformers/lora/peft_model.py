@@ -106,7 +106,7 @@ def _load_weights(files: AdapterFiles, model: Any, skeletons: ModuleClones) -> N
 def _give_own_memory(model: Any, names: Container[str], skeletons: ModuleClones) -> None:
     """Give parameters that the file holds their own memory, so that the base is not overwritten."""
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if name in names and skeletons.owns(parameter):
+        if name in names and skeletons.shares_memory(parameter):
             owner, _, leaf = name.rpartition(".")
             fresh = nn.Parameter(parameter.detach().clone(), requires_grad=False)
             setattr(model.get_submodule(owner), leaf, fresh)

@@ -76,11 +76,11 @@ class Ranks:
         self._children.died = tell
 
     @property
-    def dying(self) -> bool:
+    def has_dead_rank(self) -> bool:
         """Return whether a rank has died, which makes rank 0's step fail with another error."""
         return self._children.dying.wait(_DYING_S)
 
-    def follow(self, model: Any) -> None:
+    def mirror_forward(self, model: Any) -> None:
         """Run every forward pass of rank 0's model in all ranks from now on."""
 
         def mirror(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ def unpack_value(packed: Any, tensors: Sequence[Tensor], past: Any, pages: Any) 
         return {name: unpack_value(item, tensors, past, pages) for name, item in value.items()}
     if kind == "past":
         return past
-    pages.layout = None if value is None else Layout.of(value[0], value[1], pages.device)
+    pages.layout = None if value is None else Layout.build(value[0], value[1], pages.device)
     return pages
 
 

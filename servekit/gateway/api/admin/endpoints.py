@@ -131,11 +131,12 @@ class Supervisor:
     ) -> A:
         """Return the supervisor's answer, or raise `invalid` if the question itself is wrong.
 
-        Raises NotNow, ModelUnavailable if the change is not possible yet, and the errors of `ask`.
+        Raises NotNow, ModelUnavailable if the change is not possible yet, and the errors of
+        `ask_by_way`.
         """
         if self._way is None:
             raise NoSupervisor("no supervisor is running")
-        answer = await ask(self._way, question, deadline_s)
+        answer = await ask_by_way(self._way, question, deadline_s)
         if isinstance(answer, Refused) and answer.retry_after_s:
             raise ModelUnavailable(answer.message, retry_after_s=answer.retry_after_s)
         if isinstance(answer, Refused):
@@ -145,7 +146,7 @@ class Supervisor:
         return answer
 
 
-async def ask(way: Way, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
+async def ask_by_way(way: Way, question: ToSupervisor, deadline_s: float) -> FromSupervisor:
     """Return the answer of the supervisor that `way` leads to.
 
     Raises NoSupervisor if there is none, and DeadlineExceeded after `deadline_s`.

@@ -84,15 +84,15 @@ class Lora:
         async def act(body: bytes) -> str:
             return await self._load(decode(LoadLoraAdapterRequest, body))
 
-        await self._answer(act, scope, receive, send)
+        await self._run_change(act, scope, receive, send)
 
     async def unload(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def act(body: bytes) -> str:
             return await self._unload(decode(UnloadLoraAdapterRequest, body))
 
-        await self._answer(act, scope, receive, send)
+        await self._run_change(act, scope, receive, send)
 
-    async def _answer(
+    async def _run_change(
         self, act: Callable[[bytes], Awaitable[str]], scope: Scope, receive: Receive, send: Send
     ) -> None:
         try:

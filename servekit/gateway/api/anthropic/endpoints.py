@@ -31,7 +31,7 @@ from servekit.gateway.http.request_limits import check_free
 from servekit.gateway.http.response import Endpoint, Handler
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
-from servekit.gateway.tool_parsing import check_tools, choose
+from servekit.gateway.tool_parsing import check_tools, parse_tool_choice
 from servekit.protocol.messages import Delta, SamplingParams
 
 _encode = msgspec.json.Encoder().encode
@@ -44,7 +44,7 @@ class Anthropic:
         self._router = router
         door = EndpointFactory(max_body_bytes, encode_error)
         self.handlers: dict[str, Handler] = {
-            "/v1/messages": GenerationEndpoint(router, self._parse_message).answer
+            "/v1/messages": GenerationEndpoint(router, self._parse_message).start_answer
         }
         self.routes: dict[str, Endpoint] = {"/v1/messages/count_tokens": door.calls(self._count)}
         paths = (*self.handlers, *self.routes)
@@ -74,7 +74,7 @@ class Anthropic:
         request = decode(CountRequest, body)
         talk = conversation(request)
         choice, _ = tool_choice(request.tool_choice, request.tools)
-        chosen = choose(check_tools(tools(request.tools)), choice).tools
+        chosen = parse_tool_choice(check_tools(tools(request.tools)), choice).tools
         check_free([*chosen], talk.template, None, self._router.access.rules.limits)
         more = {
             "task": "tokenize",

@@ -115,15 +115,15 @@ class MessageEncoder(ResponseEncoder):
 
     # ---- streamed
 
-    def opening(self, generation: Generation) -> bytes:
+    def encode_start(self, generation: Generation) -> bytes:
         message = self._message(generation, [])
         message["usage"]["output_tokens"] = 0  # some clients add the counts at the end to these
         return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
 
-    def text(self, generation: Generation, text: str) -> bytes:
+    def encode_text(self, generation: Generation, text: str) -> bytes:
         return self._tell_text(text)
 
-    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+    def encode_chunks(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
         self._last = chunks[-1]
         return b"".join([self._encode_event(event) for chunk in chunks for event in chunk.events])
 
@@ -171,7 +171,7 @@ class MessageEncoder(ResponseEncoder):
         self._open = ""
         return _event({"type": "content_block_stop", "index": self._index})
 
-    def closing(self, generation: Generation) -> bytes:
+    def encode_end(self, generation: Generation) -> bytes:
         rest = b""
         if self._index < 0 or (self._space and not self._called):
             rest, space = b"", self._space

@@ -61,8 +61,8 @@ class Ollama:
         self._router = router
         door = EndpointFactory(max_body_bytes, encode_error)
         self.handlers: dict[str, Handler] = {
-            "/api/chat": GenerationEndpoint(router, self._parse_chat).answer,
-            "/api/generate": GenerationEndpoint(router, self._parse_generate).answer,
+            "/api/chat": GenerationEndpoint(router, self._parse_chat).start_answer,
+            "/api/generate": GenerationEndpoint(router, self._parse_generate).start_answer,
         }
         self.routes: dict[str, Endpoint] = {
             "/api/embed": door.calls(self._embed),
@@ -103,8 +103,8 @@ class Ollama:
         return ask, form
 
     def _begin(self, request: Common, *, chat: bool) -> tuple[ModelQueue, OllamaEncoder]:
-        route = models.find(self._router, request.model)
-        self._keep(route, request.keep_alive)
+        route = models.find_model(self._router, request.model)
+        self._report_keep_alive(route, request.keep_alive)
         form = OllamaEncoder(
             request.model or route.status.name,
             chat=chat,
@@ -113,7 +113,7 @@ class Ollama:
         )
         return route, form
 
-    def _keep(self, route: ModelQueue, keep_alive: float | str | None) -> None:
+    def _report_keep_alive(self, route: ModelQueue, keep_alive: float | str | None) -> None:
         """Pass on how long the model is to stay loaded. Raises RequestError, Forbidden."""
         if keep_alive is not None:
             self._router.access.require_model(route.status.name, base_of(route))
@@ -144,8 +144,8 @@ class Ollama:
     def _embed(self, body: bytes, key: str) -> tuple[Embedding, Callable[[list[Delta]], bytes]]:
         request = decode(EmbedRequest, body)
         inputs = [request.input] if isinstance(request.input, str) else request.input
-        route = models.find(self._router, request.model)
-        self._keep(route, request.keep_alive)
+        route = models.find_model(self._router, request.model)
+        self._report_keep_alive(route, request.keep_alive)
         truncate = request.truncate is not False
         embedding = Embedding(self._router, route, key, inputs, truncate=truncate)
         name = request.model or route.status.name
@@ -155,15 +155,15 @@ class Ollama:
         self, body: bytes, key: str
     ) -> tuple[Embedding, Callable[[list[Delta]], bytes]]:
         request = decode(EmbeddingsRequest, body)
-        route = models.find(self._router, request.model)
-        self._keep(route, request.keep_alive)
+        route = models.find_model(self._router, request.model)
+        self._report_keep_alive(route, request.keep_alive)
         inputs = [request.prompt] if request.prompt else []
         return Embedding(self._router, route, key, inputs, truncate=True), write_one
 
     # ---- models
 
     def _show(self, body: bytes) -> bytes:
-        return _encode(models.show(self._named(body)))
+        return _encode(models.describe_model(self._named(body)))
 
     def _pull(self, body: bytes) -> bytes:
         """Answer success, as a served model needs no download; raise a failed adapter's error."""
@@ -174,7 +174,7 @@ class Ollama:
 
     def _named(self, body: bytes) -> ModelQueue:
         request = decode(NameRequest, body)
-        route = models.find(self._router, request.model or request.name)
+        route = models.find_model(self._router, request.model or request.name)
         self._router.access.require_model(route.status.name, base_of(route))
         return route
 
@@ -192,7 +192,7 @@ def add_reads(app: FastAPI, router: Router) -> None:
 
     @app.get("/api/ps", tags=["Ollama"], summary="The models that can serve now")
     async def ps() -> Response:
-        return Response(_encode(models.running(router)), media_type="application/json")
+        return Response(_encode(models.list_running(router)), media_type="application/json")
 
     @app.get("/api/version", tags=["Ollama"], summary="The version of Ollama's API spoken here")
     async def version() -> Response:

@@ -37,7 +37,7 @@ _NEVER = "9999-12-31T23:59:59Z"
 _FOR_EVER_S = 1e9
 
 
-def find(router: Router, name: str) -> ModelQueue:
+def find_model(router: Router, name: str) -> ModelQueue:
     """Return the queue of a model under an Ollama name, with or without a tag.
 
     Raises ModelNotFound.
@@ -55,7 +55,7 @@ def tags(router: Router) -> OllamaModels:
     return OllamaModels([OllamaModel(**_entry(route)) for route in router.models()])
 
 
-def running(router: Router) -> OllamaRunning:
+def list_running(router: Router) -> OllamaRunning:
     """Return the body of /api/ps: the models that can serve now."""
     return OllamaRunning([_running(route) for route in router.models() if route.ready])
 
@@ -137,7 +137,7 @@ def _count(parameters: int) -> str:
     return str(parameters)
 
 
-def show(route: ModelQueue) -> OllamaShown:
+def describe_model(route: ModelQueue) -> OllamaShown:
     """Return the body of /api/show: one model."""
     status = route.status
     return OllamaShown(

@@ -45,7 +45,7 @@ def encode_error(error: ServekitError) -> tuple[int, bytes]:
     return error.status, _encode(error_object(error))
 
 
-def now() -> str:
+def format_now() -> str:
     """Return the current time in Ollama's format."""
     return timestamp(time.time())
 
@@ -92,19 +92,19 @@ class OllamaEncoder(ResponseEncoder):
 
     # ---- streamed
 
-    def text(self, generation: Generation, text: str) -> bytes:
+    def encode_text(self, generation: Generation, text: str) -> bytes:
         if self._call is not None:
-            return super().text(generation, text)
-        return self._template % (now().encode(), _encode(text))
+            return super().encode_text(generation, text)
+        return self._template % (format_now().encode(), _encode(text))
 
-    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+    def encode_chunks(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
         encoded: list[bytes] = []
         for chunk in chunks:
             self._finish = chunk.finish or self._finish
             logprobs = chunk.logprobs if self._logprobs else []
             for event in chunk.events:
                 if type(event) is Text and self._call is None and not logprobs:
-                    encoded.append(self.text(generation, event.text))
+                    encoded.append(self.encode_text(generation, event.text))
                     continue
                 for line in self._encode_event(event):
                     encoded.append(
@@ -141,7 +141,7 @@ class OllamaEncoder(ResponseEncoder):
         if call is not None:
             yield self._encode_message("", "", [_called(call)])
 
-    def closing(self, generation: Generation) -> bytes:
+    def encode_end(self, generation: Generation) -> bytes:
         lines = [self._line(line) for line in self._whole_call()]
         end = self._encode_message("") | self._end(generation, self._finish)
         return b"".join([*lines, _encode(end), b"\n"])
@@ -152,7 +152,7 @@ class OllamaEncoder(ResponseEncoder):
         self, text: str, thoughts: str = "", calls: list[dict[str, Any]] | None = None
     ) -> dict[str, Any]:
         more = {"thinking": thoughts} if thoughts else {}
-        head = {"model": self._model, "created_at": now()}
+        head = {"model": self._model, "created_at": format_now()}
         if not self._chat:
             return head | {"response": text} | more
         called = {"tool_calls": calls} if calls else {}

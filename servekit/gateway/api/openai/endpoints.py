@@ -25,8 +25,8 @@ class OpenAI:
 
     def __init__(self, router: Router) -> None:
         self.handlers: dict[str, Handler] = {
-            "/v1/chat/completions": GenerationEndpoint(router, _parse_chat).answer,
-            "/v1/completions": GenerationEndpoint(router, _parse_completion).answer,
+            "/v1/chat/completions": GenerationEndpoint(router, _parse_chat).start_answer,
+            "/v1/completions": GenerationEndpoint(router, _parse_completion).start_answer,
         }
 
 

@@ -156,7 +156,7 @@ class ChatEncoder(ResponseEncoder):
 
     # ---- streamed
 
-    def opening(self, generation: Generation) -> bytes:
+    def encode_start(self, generation: Generation) -> bytes:
         head = _encode(self._head(generation, "chat.completion.chunk"))[:-1]
         self._before = b'data: %b,"choices":[{"index":' % head
         self._after = b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % (
@@ -167,7 +167,7 @@ class ChatEncoder(ResponseEncoder):
         count = generation.count
         return b"".join([self._chunk(generation, index, first) for index in range(count)])
 
-    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+    def encode_chunks(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
         return b"".join([data for chunk in chunks for data in self._of_chunk(generation, chunk)])
 
     def _of_chunk(self, generation: Generation, chunk: GenerationChunk) -> list[bytes]:
@@ -213,7 +213,7 @@ class ChatEncoder(ResponseEncoder):
         head = self._head(generation, "chat.completion.chunk") | {"choices": [choice]}
         return event(head | {"usage": None} if self._usage else head)
 
-    def closing(self, generation: Generation) -> bytes:
+    def encode_end(self, generation: Generation) -> bytes:
         if not self._usage:
             return DONE
         head = self._head(generation, "chat.completion.chunk")
@@ -313,7 +313,7 @@ class CompletionEncoder(ResponseEncoder):
         ]
         return _encode(self._head(generation) | {"choices": listed, "usage": usage(generation)})
 
-    def opening(self, generation: Generation) -> bytes:
+    def encode_start(self, generation: Generation) -> bytes:
         head = _encode(self._head(generation))[:-1]
         before = b'data: %b,"choices":[{"index":0,"text":' % head
         after = b',"logprobs":null,"finish_reason":null}]%b}\n\n' % (
@@ -336,7 +336,7 @@ class CompletionEncoder(ResponseEncoder):
             return prompt
         return "" if told is None else told.text
 
-    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+    def encode_chunks(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
         encoded = []
         for chunk in chunks:
             index, finish, logprobs = chunk.choice, chunk.finish, chunk.logprobs
@@ -345,7 +345,7 @@ class CompletionEncoder(ResponseEncoder):
             if told is not None:
                 text = self._prompt(generation, index, told) + text
             if text and finish and self._is_plain(generation):
-                encoded.append(self.text(generation, text))
+                encoded.append(self.encode_text(generation, text))
                 text = ""
             if text or logprobs or finish:
                 more = stop_reason(generation, chunk) if finish else {}
@@ -416,7 +416,7 @@ class CompletionEncoder(ResponseEncoder):
             "text_offset": offsets,
         }
 
-    def closing(self, generation: Generation) -> bytes:
+    def encode_end(self, generation: Generation) -> bytes:
         if not self._usage:
             return DONE
         return event(self._head(generation) | {"choices": [], "usage": usage(generation)}) + DONE

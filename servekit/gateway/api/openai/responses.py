@@ -40,7 +40,7 @@ class Responses:
 
     def __init__(self, router: Router) -> None:
         self.handlers: dict[str, Handler] = {
-            "/v1/responses": GenerationEndpoint(router, _parse).answer
+            "/v1/responses": GenerationEndpoint(router, _parse).start_answer
         }
 
 
@@ -125,29 +125,29 @@ class ResponsesEncoder(ResponseEncoder):
 
     # ---- streamed
 
-    def opening(self, generation: Generation) -> bytes:
+    def encode_start(self, generation: Generation) -> bytes:
         response = self._response(generation, "in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
-    def text(self, generation: Generation, text: str) -> bytes:
+    def encode_text(self, generation: Generation, text: str) -> bytes:
         if not self._before_text:
-            return super().text(generation, text)
+            return super().encode_text(generation, text)
         self._texts.append(text)
         number = self._events
         self._events += 1
         parts = _TEXT_EVENT, number, self._before_text, _encode(text)
         return b'%b%d%b%b,"logprobs":[]}\n\n' % parts
 
-    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+    def encode_chunks(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
         return b"".join([data for chunk in chunks for data in self._of_chunk(generation, chunk)])
 
     def _of_chunk(self, generation: Generation, chunk: GenerationChunk) -> Iterator[bytes]:
         logprobs = chunk.logprobs
         for event in chunk.events:
             if type(event) is Text and self._before_text and not logprobs:
-                yield self.text(generation, event.text)
+                yield self.encode_text(generation, event.text)
             else:
                 yield from self._of_event(event, logprobs)
             logprobs = []  # log probabilities go with the first event of their tokens

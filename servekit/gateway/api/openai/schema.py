@@ -373,7 +373,7 @@ def decode(kind: type[Request], body: bytes) -> Request:
             if _UNKNOWN_FIELD not in str(error):
                 raise
             request = lenient.decode(body)
-            UNKNOWN.meet(body, cast(type[msgspec.Struct], kind))
+            UNKNOWN.check_body(body, cast(type[msgspec.Struct], kind))
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

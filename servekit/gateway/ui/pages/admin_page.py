@@ -143,7 +143,7 @@ async def _run_action(
     """Run an action as the visitor, and return its outcome as HTML."""
     before = ACTING.set(None)
     try:
-        ACTING.set(await frame.router.access.visitor(get_visit(request).authorization))
+        ACTING.set(await frame.router.access.charge_page_visitor(get_visit(request).authorization))
         done = await do()
     except Forbidden as error:
         return error_note(f"{frame.say('operate.forbidden')} {error.message}")

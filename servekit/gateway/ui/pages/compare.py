@@ -77,7 +77,9 @@ def _make_runner(frame: Frame) -> Callable[..., AsyncGenerator[Any]]:
     ) -> AsyncGenerator[Any]:
         shown = dict.fromkeys(SIDES, ("", ""))
         streams = {
-            side: frame.show(request, partial(make_options, frame, model, prompt, *settings), side)
+            side: frame.run_request(
+                request, partial(make_options, frame, model, prompt, *settings), side
+            )
             for side, model in zip(SIDES, (a, b), strict=True)
         }
         async with aclosing(merge_streams(streams)) as told:

@@ -105,8 +105,12 @@ async def render_page(frame: Frame, caller: ApiKey | None) -> tuple[str, str, st
     """
     status = await frame.watch.status()
     whole = frame.sees_all(caller)
-    models = [one for one in _update_models(frame, status) if whole or frame.sees(caller, one.name)]
-    happenings = [one for one in frame.watch.happenings if whole or frame.sees(caller, one.model)]
+    models = [
+        one for one in _update_models(frame, status) if whole or frame.may_see(caller, one.name)
+    ]
+    happenings = [
+        one for one in frame.watch.happenings if whole or frame.may_see(caller, one.model)
+    ]
     gpus = machine_tables.render_gpus(status.gpus, models, frame.say) if status is not None else ""
     heading = f'<div class="sk-card"><h2>{escape(frame.say("gpu.title"))}</h2>'
     workers = machine_tables.render_workers(models, frame.say)

@@ -66,7 +66,7 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
 async def _embed_texts(frame: Frame, request: gr.Request, model: str, texts: list[str]) -> str:
     """Embed through the queue, and build the table in a thread, off the event loop."""
     who = get_visit(request)
-    caller = await frame.router.access.visitor(who.authorization)
+    caller = await frame.router.access.charge_page_visitor(who.authorization)
     before = ACTING.set(caller)
     try:
         asked = EmbeddingCalls(

@@ -106,7 +106,7 @@ class Frame:
         value = found[0][1] if found else None
         return gr.Dropdown(found, value=value, label=label, allow_custom_value=True, **more)
 
-    def sees(self, caller: ApiKey | None, model: str) -> bool:
+    def may_see(self, caller: ApiKey | None, model: str) -> bool:
         """Return whether a visitor may see a model; see `caller`."""
         return may_see(self.router, caller, model)
 
@@ -143,7 +143,7 @@ class Frame:
 
     # ---- a request
 
-    async def show(
+    async def run_request(
         self, request: gr.Request, make: Callable[[], RequestOptions], slot: str = ""
     ) -> AsyncGenerator[tuple[Shown | None, str]]:
         """Run the request that `make` returns; yield its progress, and a note on it as HTML.
@@ -155,7 +155,7 @@ class Frame:
         except RequestError as error:
             yield None, error_note(error.message)
             return
-        async with aclosing(self.runs.follow(get_visit(request), options, slot)) as told:
+        async with aclosing(self.runs.stream_run(get_visit(request), options, slot)) as told:
             async for shown in told:
                 note = progress_note(shown.progress, busy=shown.busy, say=self.say)
                 yield shown, error_note(shown.error) if shown.error else note
@@ -175,7 +175,7 @@ class Frame:
             self.runs.stop(str(request.session_hash))
 
         async def leave(request: gr.Request) -> None:
-            self.runs.drop(str(request.session_hash))
+            self.runs.drop_runs(str(request.session_hash))
 
         stop.click(end, None, None, **NOW)
         blocks.unload(leave)

@@ -56,7 +56,7 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
         frame.code(make_options, inputs)
 
     async def complete(request: gr.Request, *values: Any) -> AsyncGenerator[Any]:
-        async for shown, note in frame.show(request, partial(make_options, *values)):
+        async for shown, note in frame.run_request(request, partial(make_options, *values)):
             if shown is None:
                 yield gr.skip(), note
                 continue

@@ -22,12 +22,13 @@ SCRIPT = (
 )
 
 
-def _of(text: str) -> str:
+def _hash_source(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 POLICY = (
-    f"default-src 'none'; style-src {_of(STYLE)}; script-src {_of(SCRIPT)}; img-src data:; "
+    f"default-src 'none'; style-src {_hash_source(STYLE)}; script-src {_hash_source(SCRIPT)}; "
+    "img-src data:; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 

@@ -44,14 +44,14 @@ EXAMPLE_TOOLS = """[
 CHOICES = ("auto", "required", "none")
 
 
-def schema_wish(model: str, prompt: str, text: str, limit: float | None) -> RequestOptions:
+def make_schema_request(model: str, prompt: str, text: str, limit: float | None) -> RequestOptions:
     """Return a request for an answer by a schema. Raises RequestError for an invalid schema."""
     schema = check_schema(json_of(text, "the schema"), "the schema")
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     return _make_chat(model, prompt, limit, {"response_format": form})
 
 
-def tools_wish(
+def make_tools_request(
     model: str, prompt: str, text: str, choice: str, limit: float | None
 ) -> RequestOptions:
     """Return a request with tools. Raises RequestError for invalid definitions."""
@@ -183,10 +183,12 @@ def _schema_side(frame: Frame, blocks: gr.Blocks) -> gr.Dropdown:
         limit = _build_limit(frame)
         run, outputs = _build_outputs(frame, blocks, "schema")
     inputs = [model, prompt, text, limit]
-    frame.code(schema_wish, inputs)
+    frame.code(make_schema_request, inputs)
 
     async def ask(request: gr.Request, *values: Any) -> AsyncGenerator[Any]:
-        async for shown, note in frame.show(request, partial(schema_wish, *values), "schema"):
+        async for shown, note in frame.run_request(
+            request, partial(make_schema_request, *values), "schema"
+        ):
             if shown is None:
                 yield "", note
                 continue
@@ -210,10 +212,12 @@ def _tools_side(frame: Frame, blocks: gr.Blocks) -> gr.Dropdown:
             limit = _build_limit(frame)
         run, outputs = _build_outputs(frame, blocks, "tools")
     inputs = [model, prompt, text, choice, limit]
-    frame.code(tools_wish, inputs)
+    frame.code(make_tools_request, inputs)
 
     async def ask(request: gr.Request, *values: Any) -> AsyncGenerator[Any]:
-        async for shown, note in frame.show(request, partial(tools_wish, *values), "tools"):
+        async for shown, note in frame.run_request(
+            request, partial(make_tools_request, *values), "tools"
+        ):
             if shown is None:
                 yield "", note
                 continue

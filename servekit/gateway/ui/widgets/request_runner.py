@@ -73,7 +73,7 @@ class Runs:
         self._router = router
         self._runs: dict[tuple[str, str], Run] = {}
 
-    async def follow(
+    async def stream_run(
         self, visit: Visit, options: RequestOptions, slot: str = ""
     ) -> AsyncGenerator[Shown, None]:
         """Run a request and yield snapshots; the last one is not `busy`.
@@ -81,7 +81,7 @@ class Runs:
         Cancels the request if it is stopped, dropped, followed by another in its slot, or closed
         because the browser has disconnected.
         """
-        self.drop(visit.session, slot)
+        self.drop_runs(visit.session, slot)
         run = self._runs[visit.session, slot] = Run()
         try:
             yield run.shown()
@@ -112,7 +112,7 @@ class Runs:
                 run.stopped = True
                 run.cancel()
 
-    def drop(self, session: str, slot: str | None = None) -> None:
+    def drop_runs(self, session: str, slot: str | None = None) -> None:
         """End a session's runs, or the one in `slot`, and show no more of them."""
         for whose, at in list(self._runs):
             if whose == session and slot in (None, at):
@@ -121,7 +121,7 @@ class Runs:
                 run.cancel()
 
     async def _opened(self, run: Run, visit: Visit, options: RequestOptions) -> Generation:
-        caller = await self._router.access.visitor(visit.authorization)
+        caller = await self._router.access.charge_page_visitor(visit.authorization)
         ask = options.make_request(visit.client)
         before = ACTING.set(caller)
         try:

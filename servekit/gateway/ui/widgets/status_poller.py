@@ -87,7 +87,7 @@ class StatusPoller:
     async def _asked(self) -> None:
         """Ask the supervisor, once for all concurrent callers."""
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.get_running_loop().create_task(self._ask())
+            self._asking = asyncio.get_running_loop().create_task(self._fetch_status())
         await asyncio.shield(self._asking)
 
     def add_sample(self, sample: Sample) -> None:
@@ -96,7 +96,7 @@ class StatusPoller:
             self.samples.clear()
         self.samples.append(sample)
 
-    async def _ask(self) -> None:
+    async def _fetch_status(self) -> None:
         try:
             status = await self.supervisor.answer_to(GetStatus(), Status, ANSWER_S)
             counted = await self.supervisor.answer_to(GetMetrics(), Figures, ANSWER_S)

@@ -41,7 +41,7 @@ async def ask(pieces: Iterable[bytes], times: int = 1) -> list[Exchange]:
 
 
 async def one(dialer: Dialer, target: Target, body: bytes = b"{}") -> Exchange:
-    connection = dialer.resting() or await dialer.open()
+    connection = dialer.take_idle() or await dialer.open()
     over = asyncio.get_running_loop().create_future()
     exchange = Exchange(time.monotonic(), over.set_result, keep_text=True)
     connection.send_request(request_head(target, "/x") + b"%d\r\n\r\n" % len(body) + body, exchange)

@@ -80,22 +80,27 @@ def test_pips_settings_rank_before_uvs_and_the_environment_before_files(tmp_path
         "extra_index_url = https://one/simple\n    https://two/simple\n[install]\nproxy = x\n"
     )
     files = {"XDG_CONFIG_HOME": str(tmp_path), "HOME": str(tmp_path), "XDG_CONFIG_DIRS": "/none"}
-    of_files = Settings.of(files)
+    of_files = Settings.from_environ(files)
     assert of_files.indexes == ("https://file/simple", "https://one/simple", "https://two/simple")
     assert of_files.trusted == {"a", "b:8080"} and of_files.proxy is None
     assert (of_files.timeout_s, of_files.cert) == (7, "/ca.pem")
     uv = {"UV_INDEX_URL": "https://uv/simple", "UV_INDEX": "mine=https://more/simple"}
-    found = Settings.of({**files, **uv, "PIP_INDEX_URL": "https://env/simple"})
+    found = Settings.from_environ({**files, **uv, "PIP_INDEX_URL": "https://env/simple"})
     assert found.indexes[0] == "https://env/simple" and found.indexes[-1] == "https://more/simple"
 
 
 def test_without_settings_it_is_pypi_and_uvs_are_known() -> None:
     none = {"PIP_CONFIG_FILE": os.devnull}
-    assert Settings.of(none) == Settings((default_index(),))
+    assert Settings.from_environ(none) == Settings((default_index(),))
     assert default_index().startswith("https://") and default_index().endswith("/simple")
     uv = {"UV_DEFAULT_INDEX": "name=https://uv/simple", "UV_EXTRA_INDEX_URL": "https://x/simple"}
-    assert Settings.of({**none, **uv}).indexes == ("https://uv/simple", "https://x/simple")
-    offline = Settings.of({**none, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/wheels https://h/"})
+    assert Settings.from_environ({**none, **uv}).indexes == (
+        "https://uv/simple",
+        "https://x/simple",
+    )
+    offline = Settings.from_environ(
+        {**none, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/wheels https://h/"}
+    )
     assert (offline.indexes, offline.find_links) == ((), ("/wheels", "https://h/"))
 
 
@@ -130,11 +135,13 @@ def test_without_any_pip_the_error_asks_for_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget_pip(monkeypatch, tmp_path / "wheels", tmp_path / "base")
-    error = failed(Settings.of({"PIP_CONFIG_FILE": os.devnull}), tmp_path)
+    error = failed(Settings.from_environ({"PIP_CONFIG_FILE": os.devnull}), tmp_path)
     assert "no package index is known" in error.message
     assert "PIP_INDEX_URL or UV_DEFAULT_INDEX" in error.message
     assert "PIP_NO_INDEX" not in error.message and error.permanent
-    told = failed(Settings.of({"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}), tmp_path)
+    told = failed(
+        Settings.from_environ({"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}), tmp_path
+    )
     assert "PIP_NO_INDEX is set" in told.message
 
 

@@ -68,8 +68,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def heard(endpoint: Endpoint, **how: Any) -> bytes:
-    async with endpoint.ask(asking(), **how) as reply:
-        return await reply.whole()
+    async with endpoint.send_call(asking(), **how) as reply:
+        return await reply.read_all()
 
 
 async def test_what_it_is_asked_and_with_which_headers() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.remote.handshake import Greeted, greet_endpoint
+from servekit.engines.remote.handshake import EndpointFacts, greet_endpoint
 from servekit.engines.remote.request_builder import EndpointTraits
 from servekit.errors import LoadError
 from tests.unit.engines.remote.liar import (
@@ -24,7 +24,7 @@ from tests.unit.engines.remote.test_client import address
 MANNER = EndpointTraits("kimi", {"temperature": 0.3, "max_tokens": 9999})
 
 
-async def greeted(url: str, *, embeds: bool = False, **fields: Any) -> Greeted:
+async def greeted(url: str, *, embeds: bool = False, **fields: Any) -> EndpointFacts:
     return await greet_endpoint(address(url, **fields), MANNER, "KIMI_KEY", embeds=embeds)
 
 

@@ -85,7 +85,7 @@ async def test_tokens_that_were_not_needed_are_free_at_once() -> None:
     sent = await gate.admit(100)
     waiting = asyncio.ensure_future(gate.admit(50))
     await asyncio.sleep(0)
-    gate.settle(sent, 10)
+    gate.correct_estimate(sent, 10)
     async with asyncio.timeout(60):
         await waiting
 
@@ -94,7 +94,7 @@ async def test_all_wait_while_the_endpoint_wants_to_be_left_alone() -> None:
     gate = RateLimiter(None, None)
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    gate.hold(0.05)
+    gate.pause_for(0.05)
     await asyncio.gather(gate.admit(1), gate.admit(1))
     assert loop.time() - began_s >= 0.05
 

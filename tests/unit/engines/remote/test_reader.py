@@ -10,7 +10,7 @@ import pytest
 from servekit.engines.remote import reader
 from servekit.engines.remote.client import Endpoint
 from servekit.engines.remote.reader import MAX_EVENT_BYTES, drain_reply, read_reply
-from servekit.engines.remote.response_parser import Answer
+from servekit.engines.remote.response_parser import ResponseParser
 from servekit.errors import EndpointFailed
 from servekit.protocol.messages import Generate, SamplingParams
 from tests.unit.engines.remote.liar import (
@@ -28,11 +28,11 @@ from tests.unit.engines.remote.liar import (
 from tests.unit.engines.remote.test_client import asking, reaching
 
 
-async def heard(endpoint: Endpoint) -> tuple[list[str], Answer]:
+async def heard(endpoint: Endpoint) -> tuple[list[str], ResponseParser]:
     """What was told at a time, and the answer."""
-    answer = Answer(Generate(1, SamplingParams(), messages=[]), 10, 2**20)
+    answer = ResponseParser(Generate(1, SamplingParams(), messages=[]), 10, 2**20)
     told: list[str] = []
-    async with endpoint.ask(asking()) as reply:
+    async with endpoint.send_call(asking()) as reply:
         await read_reply(reply, answer, lambda: told.append(answer.piece(1).text))
         told.append(answer.piece(1, last=True).text)
         await drain_reply(reply)
@@ -69,10 +69,10 @@ async def test_text_is_told_as_it_comes() -> None:
     async with lying() as liar, reaching(liar.url) as endpoint:
         liar.answers += [stream(delta("one"), hold=more)]
         answer, told = (
-            Answer(Generate(1, SamplingParams(), messages=[]), 1, 99),
+            ResponseParser(Generate(1, SamplingParams(), messages=[]), 1, 99),
             asyncio.Event(),
         )
-        async with endpoint.ask(asking()) as reply:
+        async with endpoint.send_call(asking()) as reply:
             task = asyncio.ensure_future(read_reply(reply, answer, told.set))
             async with asyncio.timeout(60):
                 await told.wait()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from servekit.engines.remote.response_parser import Answer
+from servekit.engines.remote.response_parser import ResponseParser
 from servekit.errors import EndpointFailed, RequestError
 from servekit.gateway.tool_parsing import (
     CallArguments,
@@ -24,9 +24,11 @@ DIALECT = Dialect(tools=FRAMED, think_begin="<think>", think_end="</think>")
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f"}}]
 
 
-def answer(**fields: Any) -> Answer:
+def answer(**fields: Any) -> ResponseParser:
     params = fields.pop("params", SamplingParams())
-    return Answer(Generate(1, params, **{"messages": [], "tools": TOOLS} | fields), 10, 10_000)
+    return ResponseParser(
+        Generate(1, params, **{"messages": [], "tools": TOOLS} | fields), 10, 10_000
+    )
 
 
 def chunk(delta: Any = None, finish: str | None = None, **more: Any) -> bytes:
@@ -35,13 +37,13 @@ def chunk(delta: Any = None, finish: str | None = None, **more: Any) -> bytes:
     ).encode()
 
 
-def events(one: Answer, *deltas: Any) -> list[Event]:
+def events(one: ResponseParser, *deltas: Any) -> list[Event]:
     """What the gateway makes of these deltas, cut as they are."""
     parse, found = parser(DIALECT, tools=True, reasoning=True), list[Event]()
     for delta in deltas:
-        one.take(chunk(delta))
+        one.add_chunk(chunk(delta))
         found += parse.feed(one.piece(1).text)
-    one.take(chunk(None, "stop"))
+    one.add_chunk(chunk(None, "stop"))
     return _joined([*found, *parse.feed(one.piece(1, last=True).text), *parse.end()])
 
 
@@ -153,7 +155,7 @@ def test_a_whole_answer_where_a_stream_was_asked_for() -> None:
         "choices": [{"index": 0, "message": message, "finish_reason": "length"}],
         "usage": {"prompt_tokens": 4, "completion_tokens": 2},
     }
-    one.take(json.dumps(data).encode())
+    one.add_chunk(json.dumps(data).encode())
     one.close(done=True)
     last = one.piece(1, last=True)
     assert (last.finish, last.prompt_tokens, last.completion_tokens) == ("length", 4, 2)
@@ -163,7 +165,7 @@ def test_a_whole_answer_where_a_stream_was_asked_for() -> None:
 def test_an_empty_reason_is_no_end_and_no_place_is_the_first() -> None:
     one = answer()
     for text in ("a", "b"):
-        one.take(
+        one.add_chunk(
             json.dumps({"choices": [{"delta": {"content": text}, "finish_reason": ""}]}).encode()
         )
     assert (one.piece(1).text, one.finish) == ("ab", None)
@@ -172,19 +174,19 @@ def test_an_empty_reason_is_no_end_and_no_place_is_the_first() -> None:
 def test_a_plain_completion_has_no_frames_and_a_chat_nothing_without() -> None:
     marked = f"{MARKS[2]}id{MARKS[3]}f{MARKS[4]}"
     plain = answer(messages=None, prompt="x")
-    plain.take(chunk({"reasoning_content": "hm"}, text=marked))
+    plain.add_chunk(chunk({"reasoning_content": "hm"}, text=marked))
     assert plain.piece(1).text == marked
     chat = answer()
-    chat.take(chunk({"content": "a"}, text=marked))
+    chat.add_chunk(chunk({"content": "a"}, text=marked))
     assert chat.piece(1).text == "a"
 
 
 def test_other_choices_and_what_follows_the_end_are_not_ours() -> None:
     one = answer()
-    one.take(chunk({"content": "a"}))
-    one.take(json.dumps({"choices": [{"index": 1, "delta": {"content": "b"}}]}).encode())
-    one.take(chunk(None, "stop"))
-    one.take(chunk({"content": "c"}))
+    one.add_chunk(chunk({"content": "a"}))
+    one.add_chunk(json.dumps({"choices": [{"index": 1, "delta": {"content": "b"}}]}).encode())
+    one.add_chunk(chunk(None, "stop"))
+    one.add_chunk(chunk({"content": "c"}))
     assert one.piece(1).text == "a"
 
 
@@ -200,8 +202,8 @@ def test_other_choices_and_what_follows_the_end_are_not_ours() -> None:
 )  # fmt: skip
 def test_counts_that_cannot_be_are_estimated(usage: Any) -> None:
     one = answer()
-    one.take(chunk({"content": "x" * 9}, "stop"))
-    one.take(json.dumps({"choices": [], "usage": usage}).encode())
+    one.add_chunk(chunk({"content": "x" * 9}, "stop"))
+    one.add_chunk(json.dumps({"choices": [], "usage": usage}).encode())
     last = one.piece(1, last=True)
     assert (last.prompt_tokens, last.completion_tokens, one.counted) == (10, 3, False)
 
@@ -210,25 +212,25 @@ def test_which_stop_string_it_was() -> None:
     params = SamplingParams(stop=("END", "."))
     for told, known in (("END", "END"), ("other", ""), (7, ""), (None, "")):
         one = answer(params=params)
-        one.take(chunk({"content": "a"}, "stop", stop_reason=told))
+        one.add_chunk(chunk({"content": "a"}, "stop", stop_reason=told))
         assert one.piece(1, last=True).stop == known
 
 
 @pytest.mark.parametrize("reason", ["stop", "tool_calls", "eos", "whatever"])
 def test_any_other_end_is_a_stop(reason: str) -> None:
     one = answer()
-    one.take(chunk({"content": "a"}, reason))
+    one.add_chunk(chunk({"content": "a"}, reason))
     assert one.piece(1, last=True).finish == "stop"
 
 
 def test_a_filter_is_no_end() -> None:
     with pytest.raises(RequestError, match="content filter"):
-        answer().take(chunk(None, "content_filter"))
+        answer().add_chunk(chunk(None, "content_filter"))
 
 
 def test_a_stream_that_ends_without_an_end() -> None:
     one = answer()
-    one.take(chunk({"content": "a"}))
+    one.add_chunk(chunk({"content": "a"}))
     with pytest.raises(EndpointFailed, match="broke off before its end"):
         one.close(done=False)
     one.close(done=True)
@@ -260,30 +262,30 @@ def test_a_stream_that_ends_without_an_end() -> None:
 )
 def test_lies(data: bytes) -> None:
     with pytest.raises(EndpointFailed) as told:
-        answer().take(data)
+        answer().add_chunk(data)
     assert told.value.message.isprintable()
 
 
 def test_a_call_of_what_was_not_offered() -> None:
     with pytest.raises(EndpointFailed, match="was offered none"):
-        answer(tools=[]).take(chunk(called(0, "a", "f", "{}")))
+        answer(tools=[]).add_chunk(chunk(called(0, "a", "f", "{}")))
 
 
 def test_calls_that_are_mixed_up() -> None:
     one = answer()
-    one.take(chunk(called(0, "a", "f", "{")))
-    one.take(chunk(called(1, "b", "g", "{")))
+    one.add_chunk(chunk(called(0, "a", "f", "{")))
+    one.add_chunk(chunk(called(1, "b", "g", "{")))
     with pytest.raises(EndpointFailed, match="after the next has started"):
-        one.take(chunk(called(0, None, None, "}")))
+        one.add_chunk(chunk(called(0, None, None, "}")))
     with pytest.raises(EndpointFailed, match="after the next has started"):
-        one.take(chunk(called(0, "a", "f", "}")))
+        one.add_chunk(chunk(called(0, "a", "f", "}")))
 
 
 def test_an_answer_without_an_end_is_given_up_by_its_length() -> None:
     one = answer()
     with pytest.raises(EndpointFailed, match="longer than 10000 characters"):
         for _ in range(10_001):
-            one.take(chunk({"content": "xx"}))
+            one.add_chunk(chunk({"content": "xx"}))
             one.piece(1)
 
 
@@ -293,7 +295,7 @@ def test_an_answer_without_an_end_is_given_up_by_its_length() -> None:
 def test_each_piece_is_a_token_whose_id_is_unknown() -> None:
     one = answer()
     for text in ("", "One", " two"):
-        one.take(chunk({"content": text}))
+        one.add_chunk(chunk({"content": text}))
     assert one.piece(1).token_ids == [UNKNOWN_TOKEN] * 2
     assert one.piece(1).token_ids == []
 
@@ -302,14 +304,14 @@ def test_each_piece_is_a_token_whose_id_is_unknown() -> None:
 def test_the_white_space_before_it_is_not_said_twice(pieces: list[str]) -> None:
     one = answer(answered="1, 2, \n", emitted=[UNKNOWN_TOKEN] * 4)
     for text in pieces:
-        one.take(chunk({"content": text}))
+        one.add_chunk(chunk({"content": text}))
     expected = "".join(pieces)
     assert one.piece(1).text == (expected.lstrip(" \n"))
 
 
 def test_tokens_of_both_workers_are_counted() -> None:
     one = answer(answered="1, 2,", emitted=[UNKNOWN_TOKEN] * 4)
-    one.take(chunk({"content": " 3"}, "stop"))
-    one.take(b'{"usage": {"prompt_tokens": 14, "completion_tokens": 2}}')
+    one.add_chunk(chunk({"content": " 3"}, "stop"))
+    one.add_chunk(b'{"usage": {"prompt_tokens": 14, "completion_tokens": 2}}')
     last = one.piece(1, last=True)
     assert (last.prompt_tokens, last.completion_tokens) == (10, 6)

@@ -184,13 +184,13 @@ def test_a_crowd_of_explosive_ones_holds_up_nobody_for_long(
 def test_many_that_bring_the_same_one_wait_for_one_trial(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trials, judge = list[Grammar](), grammars.trials.judge
+    trials, judge = list[Grammar](), grammars.trials.try_grammar
 
     def count(grammar: Grammar, *, patient: bool) -> Verdict:
         trials.append(grammar)
         return judge(grammar, patient=patient)
 
-    monkeypatch.setattr(grammars.trials, "judge", count)
+    monkeypatch.setattr(grammars.trials, "try_grammar", count)
     with ThreadPoolExecutor(40) as pool:
         asked = [pool.submit(grammars.constraint, schema(EXPLOSIVE % PRIMES[1])) for _ in range(40)]
         refused = [one.exception() for one in asked]

@@ -275,7 +275,7 @@ def test_a_lexer_that_is_full_ends_no_text(monkeypatch: pytest.MonkeyPatch) -> N
             before = constraint._kept
             constraint.fill(mask, avoid_end=True)
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-            constraint.take(int(chance.choice(bits.nonzero()[0])))
+            constraint.accept_token(int(chance.choice(bits.nonzero()[0])))
             assert not constraint.failure
             renewed += constraint._kept is not before
     assert renewed >= 1
@@ -295,7 +295,7 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(grammars, "_compile_tried", counted)
     first = grammars.constraint(DIGITS)
-    first.take(int(allowed(first)[0]))
+    first.accept_token(int(allowed(first)[0]))
     again = grammars.constraint(DIGITS)
     assert compiled == [DIGITS]
     assert len(allowed(again)) > len(allowed(first)), "a copy of its own, at the beginning"

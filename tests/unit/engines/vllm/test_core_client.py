@@ -149,7 +149,7 @@ def test_a_core_that_is_killed_is_noticed_at_once_with_its_signal(started: Start
     threading.Timer(0.2, kill).start()
     with pytest.raises(EngineFailed, match=r"engine core was killed by SIGKILL\.$"):
         while True:
-            one.next(30.0)
+            one.read_outputs(30.0)
     assert time.monotonic() - killed_at < 5.0  # and not when the 30 s are over
     assert one.dead
 
@@ -183,7 +183,7 @@ def test_a_process_below_the_core_is_named_with_its_signal(started: Start) -> No
     one, _ = started(_lose_a_child, os.getpid())
     with pytest.raises(EngineFailed) as caught:
         while True:
-            one.next(30.0)
+            one.read_outputs(30.0)
     assert caught.value.message == "A process of vLLM's that runs the model was killed by SIGKILL."
 
 
@@ -191,7 +191,7 @@ def test_an_exception_that_ends_a_core_is_named(started: Start) -> None:
     one, _ = started(_die_of, os.getpid(), "CUDA out of memory\nmore of it")
     with pytest.raises(EngineFailed) as caught:
         while True:
-            one.next(30.0)
+            one.read_outputs(30.0)
     assert caught.value.message == ("vLLM's engine core has died: MemoryError: CUDA out of memory")
 
 

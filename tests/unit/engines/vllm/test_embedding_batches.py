@@ -28,11 +28,11 @@ class Bench:
         self.texts = Texts(core, self.held, Limits(100, 8), lambda name, ids: name, self._fail)
 
     def _fail(self, output: StepOutput) -> None:
-        self.held.tell([output], -1, self.failed.extend)
+        self.held.emit_outputs([output], -1, self.failed.extend)
 
     def send(self, inputs: list[list[int]]) -> list[str]:
         names = [f"1#0.{at}" for at in range(len(inputs))]
-        self.held.begin(1, names, Embedding.of(names))
+        self.held.add_job(1, names, Embedding.from_names(names))
         self.texts.send(EmbedJob(1, inputs), names)
         return names
 
@@ -41,7 +41,7 @@ class Bench:
 def bench() -> Iterator[Bench]:
     made = Bench()
     yield made
-    made.held.end()
+    made.held.remove_all()
     made.texts.close()
 
 

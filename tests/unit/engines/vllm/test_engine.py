@@ -29,10 +29,12 @@ class Bench:
         self.engine = _engine()
         self.core = self.engine._core = RecordingCore(self._answer)
         self.engine._stated = Stated(frozenset({2}), 2, {})
-        self.engine._pieces = SimpleNamespace(of=lambda token: b"")
+        self.engine._pieces = SimpleNamespace(token_bytes=lambda token: b"")
         self.engine._embeds = embeds
         self.asked: list[Any] = []
-        self.engine._probes = SimpleNamespace(take=self.asked.append, fail=lambda error: None)
+        self.engine._probes = SimpleNamespace(
+            deliver=self.asked.append, fail_all=lambda error: None
+        )
         self.engine._slumber = SleepControl(self.engine._core, 1, lambda: None)
         self.outputs: list[StepOutput] = []
         self.engine.start(self.outputs.extend)
@@ -44,7 +46,7 @@ class Bench:
 
     def hold(self, *jobs: int) -> None:
         for job in jobs:
-            self.engine._held.begin(job, [f"{job}#0"])
+            self.engine._held.add_job(job, [f"{job}#0"])
 
     def step(self, *outputs: Any) -> None:
         stats = SimpleNamespace(num_running_reqs=len(outputs), kv_cache_usage=0.5)
@@ -93,7 +95,7 @@ def test_who_cancels_is_aborted_and_hears_no_more() -> None:
 
 def test_vectors_come_together_in_the_order_of_the_texts() -> None:
     bench = Bench(embeds=True)
-    bench.engine._held.begin(1, ["a", "b"], Embedding.of(["a", "b"]))
+    bench.engine._held.add_job(1, ["a", "b"], Embedding.from_names(["a", "b"]))
     bench.step(output("b", [], 0, pooling_output=vector(2.0)))
     assert bench.outputs == []
     bench.step(output("a", [], 0, pooling_output=vector(1.0)))
@@ -103,7 +105,7 @@ def test_vectors_come_together_in_the_order_of_the_texts() -> None:
 
 def test_a_text_that_fails_takes_the_others_with_it() -> None:
     bench = Bench(embeds=True)
-    bench.engine._held.begin(1, ["a", "b"], Embedding.of(["a", "b"]))
+    bench.engine._held.add_job(1, ["a", "b"], Embedding.from_names(["a", "b"]))
     bench.step(output("b", [], 3), output("a", [], 0, pooling_output=vector(1.0)))
     assert [one.error is not None for one in bench.outputs] == [True]
     assert bench.core.aborted == ["a", "b"] and len(bench.engine._held) == 0

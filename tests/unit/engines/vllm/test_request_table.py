@@ -33,7 +33,7 @@ def told() -> Told:
 def held() -> RequestTable:
     held = RequestTable(lambda: None)
     for job_id in (1, 2, 3):
-        held.begin(job_id, [f"{job_id}#0"])
+        held.add_job(job_id, [f"{job_id}#0"])
     return held
 
 
@@ -43,7 +43,7 @@ def step(*ids: int) -> list[StepOutput]:
 
 def test_a_step_is_told_as_it_came(held: RequestTable, told: Told) -> None:
     made = step(1, 2, 3)
-    held.tell(made, held.left, told)
+    held.emit_outputs(made, held.left, told)
     assert told.outputs == made and len(held) == 3
 
 
@@ -52,9 +52,9 @@ def test_what_was_cancelled_since_the_step_was_made_is_left_out(
 ) -> None:
     since, made = held.left, step(1, 2, 3)
     assert held.cancel(2) == ["2#0"]
-    held.tell(made, since, told)
+    held.emit_outputs(made, since, told)
     assert told.ids == [1, 3]
-    held.tell(step(2), since, told)
+    held.emit_outputs(step(2), since, told)
     assert told.ids == [1, 3]
 
 
@@ -72,12 +72,12 @@ def test_a_cancellation_waits_for_the_step_that_is_being_told(held: RequestTable
         order.append("cancelled")
         cancelled.set()
 
-    teller = threading.Thread(target=held.tell, args=(step(1), held.left, emit))
+    teller = threading.Thread(target=held.emit_outputs, args=(step(1), held.left, emit))
     teller.start()
     assert telling.wait(30)
     threading.Thread(target=cancel).start()
     assert not cancelled.wait(0.05)
-    held.begin(4, ["4#0"])  # who begins does not wait
+    held.add_job(4, ["4#0"])  # who begins does not wait
     go_on.set()
     assert cancelled.wait(30)
     teller.join()
@@ -95,12 +95,12 @@ def test_under_fire_nothing_comes_after_a_cancellation() -> None:
     def loop() -> None:
         while not over.is_set():
             since = held.left
-            held.tell(step(*list(held.jobs.values())), since, emit)
+            held.emit_outputs(step(*list(held.jobs.values())), since, emit)
 
     thread = threading.Thread(target=loop)
     thread.start()
     for job_id in range(3000):
-        held.begin(job_id, [f"{job_id}#0"])
+        held.add_job(job_id, [f"{job_id}#0"])
         if job_id >= 4:
             held.cancel(job_id - 4)
             gone.add(job_id - 4)
@@ -113,19 +113,19 @@ def test_who_is_told_may_cancel(held: RequestTable) -> None:
     def emit(outputs: Sequence[StepOutput]) -> None:
         held.cancel(outputs[0].id)
 
-    held.tell(step(1), held.left, emit)
+    held.emit_outputs(step(1), held.left, emit)
     assert 1 not in held
 
 
 def test_what_has_ended_is_forgotten(held: RequestTable, told: Told) -> None:
-    held.tell([StepOutput(1, [7], "stop"), StepOutput(2, [], error="no")], held.left, told)
+    held.emit_outputs([StepOutput(1, [7], "stop"), StepOutput(2, [], error="no")], held.left, told)
     assert told.ids == [1, 2] and len(held) == 1 and list(held.jobs) == ["3#0"]
     assert held.cancel(1) == []
 
 
 def test_a_job_with_texts_goes_as_a_whole(held: RequestTable) -> None:
     names = ["4#1.0", "4#1.1"]
-    held.begin(4, names, Embedding.of(names))
+    held.add_job(4, names, Embedding.from_names(names))
     assert held.jobs["4#1.1"] == 4 and held.embeddings[4].left == 2
     assert held.cancel(4) == names
     assert 4 not in held.embeddings and "4#1.0" not in held.jobs
@@ -133,21 +133,21 @@ def test_a_job_with_texts_goes_as_a_whole(held: RequestTable) -> None:
 
 def test_an_id_is_held_once(held: RequestTable) -> None:
     with pytest.raises(RequestError, match="already in flight"):
-        held.begin(1, ["1#9"])
+        held.add_job(1, ["1#9"])
 
 
 def test_after_its_end_nobody_is_told_and_nobody_is_taken(held: RequestTable, told: Told) -> None:
     since, made = held.left, step(1, 2, 3)
-    held.end()
-    held.tell(made, since, told)
+    held.remove_all()
+    held.emit_outputs(made, since, told)
     assert told.outputs == [] and len(held) == 0
     with pytest.raises(WorkerLost):
-        held.begin(5, ["5#0"])
+        held.add_job(5, ["5#0"])
 
 
 def test_who_comes_first_is_noticed() -> None:
     firsts: list[None] = []
     held = RequestTable(lambda: firsts.append(None))
     for job_id in (1, 2):
-        held.begin(job_id, [f"{job_id}#0"])
+        held.add_job(job_id, [f"{job_id}#0"])
     assert len(firsts) == 1

@@ -123,7 +123,7 @@ async def test_a_key_that_is_missing_is_such_an_error(service: Service) -> None:
     async with client(service) as http:
         status = service.router.routes["m"].status
         access = AccessRules(keys=(KeyRule("a", digest=b"x" * 32),))
-        service.router.apply(Topology((status,), access=access))
+        service.router.apply_topology(Topology((status,), access=access))
         answer = await http.post("/inference", json={"prompt": "a"})
         stream = await http.post("/stream", json={"prompt": "a"})
     assert answer.status_code == 200
@@ -149,7 +149,7 @@ async def test_backend_may_name_a_model(service: Service) -> None:
     await up(service, 1)
     status = service.router.routes["m"].status
     gone = replace(status, name="other", aliases=("remote",), replicas=())
-    service.router.apply(Topology((status, gone)))
+    service.router.apply_topology(Topology((status, gone)))
     first = (await asked(service, prompt="a", backend="local")).json()
     named = (await asked(service, prompt="a", backend="remote")).json()
     assert first["text"] == "a"
@@ -220,9 +220,9 @@ def test_a_line_break_is_a_line_of_the_same_event(text: str, written: str) -> No
 def test_white_space_goes_with_what_follows() -> None:
     form, turn = StreamEncoder(), cast(Generation, None)
     pieces = [[GenerationChunk(0, [Text(text)])] for text in ("a \r", "\n", "b", " ")]
-    said = [form.events(turn, piece) for piece in pieces]
+    said = [form.encode_chunks(turn, piece) for piece in pieces]
     assert said == [event("a"), b"", event(" \r\nb"), b""]
-    assert form.closing(turn) == event(" ")
+    assert form.encode_end(turn) == event(" ")
 
 
 async def test_a_stream_that_fails_is_cut_off(service: Service) -> None:
@@ -238,7 +238,7 @@ async def test_a_stream_that_fails_is_cut_off(service: Service) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
         if len(sent) == 3:
-            service.router.apply(Topology(()))
+            service.router.apply_topology(Topology(()))
             worker.kill()
 
     scope = {"type": "http", "method": "POST", "path": "/stream", "headers": []}

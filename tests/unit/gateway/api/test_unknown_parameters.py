@@ -137,11 +137,11 @@ def test_what_is_wrong_besides_is_told_first(origin: RequestContext) -> None:
 
 
 def test_the_file_can_have_them_refused_or_passed_over(origin: RequestContext) -> None:
-    Access().apply(AccessRules(unknown_parameters="refuse"))
+    Access().apply_rules(AccessRules(unknown_parameters="refuse"))
     with pytest.raises(RequestError, match="unknown parameter: foo;") as error:
         read(foo=1)
     assert error.value.param == "foo"
-    Access().apply(AccessRules(unknown_parameters="ignore", log_prompts=True))
+    Access().apply_rules(AccessRules(unknown_parameters="ignore", log_prompts=True))
     assert read(foo=1).model == "m"
     assert origin.warning == b""
 
@@ -154,7 +154,7 @@ def test_the_log_names_each_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> 
             lines.append(names)
 
     monkeypatch.setattr(unknown_parameters, "log", Log())
-    meet = unknown_parameters.UnknownParameters().meet
+    meet = unknown_parameters.UnknownParameters().check_body
     for _ in range(3):
         meet(b'{"foo": 1}', CompletionRequest)
     assert lines == [["foo"]]

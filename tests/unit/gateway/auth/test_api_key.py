@@ -28,7 +28,7 @@ def call(tokens: int = 5, *, model: str = "m", priority: int = 0) -> InflightReq
 
 
 def let_in(service: Service, *rules: KeyRule) -> dict[str, ApiKey]:
-    service.router.access.apply(AccessRules(rules, salt=b"s" * 32))
+    service.router.access.apply_rules(AccessRules(rules, salt=b"s" * 32))
     return service.router.access.callers
 
 
@@ -129,27 +129,27 @@ def test_priority_is_the_default_and_the_floor(own: int, asked: int, found: int)
 
 def test_requests_a_minute() -> None:
     alice = caller(requests_per_minute=2)
-    assert alice.charge() is None
-    assert alice.charge() is None
-    refused = alice.charge()
+    assert alice.charge_request() is None
+    assert alice.charge_request() is None
+    refused = alice.charge_request()
     assert isinstance(refused, RateLimited)
     assert (
         refused.message == "the key 'alice' has used up its 2 requests a minute; try again in 30 s"
     )
     assert refused.retry_after_s == 30
-    headers = dict(alice.headers())
+    headers = dict(alice.rate_limit_headers())
     assert headers[b"x-ratelimit-limit-requests"] == b"2"
     assert headers[b"x-ratelimit-remaining-requests"] == b"0"
     assert headers[b"x-ratelimit-reset-requests"] in (b"1m0s", b"60s")
     assert b"x-ratelimit-limit-tokens" not in headers
-    assert caller().headers() == ()
+    assert caller().rate_limit_headers() == ()
 
 
 def test_other_gateways_count_too() -> None:
     alice = caller(requests_per_minute=5, tokens_per_minute=50, max_concurrent=3)
     alice.add_usage("gateway/1", KeyUse("alice", 4, 20, 2))
-    assert alice.charge() is None
-    assert isinstance(alice.charge(), RateLimited)
+    assert alice.charge_request() is None
+    assert isinstance(alice.charge_request(), RateLimited)
     alice.add_usage("gateway/1", KeyUse("alice", 0, 40, 3))
     with pytest.raises(RateLimited):
         alice.admit(call(), "m")
@@ -171,17 +171,17 @@ def test_a_gateway_that_tells_no_more_is_forgotten(monkeypatch: pytest.MonkeyPat
 
 def test_another_rule_keeps_what_was_used() -> None:
     alice = caller(requests_per_minute=2)
-    alice.charge()
-    alice.become(KeyRule("alice", digest=DIGEST, requests_per_minute=1), time.monotonic())
-    assert isinstance(alice.charge(), RateLimited)
-    alice.become(KeyRule("alice", digest=DIGEST), time.monotonic())
-    assert alice.charge() is None
+    alice.charge_request()
+    alice.set_rule(KeyRule("alice", digest=DIGEST, requests_per_minute=1), time.monotonic())
+    assert isinstance(alice.charge_request(), RateLimited)
+    alice.set_rule(KeyRule("alice", digest=DIGEST), time.monotonic())
+    assert alice.charge_request() is None
     assert not alice.limited
 
 
 def test_a_minutes_worth_at_once_and_then_at_its_rate() -> None:
     bucket = Bucket(60, 100.0)
-    bucket.take(60, 100.0)
+    bucket.withdraw(60, 100.0)
     assert bucket.level(100.0) == 0
     assert bucket.level(101.5) == pytest.approx(1.5)
     assert bucket.wait_s(3.0, 101.5) == pytest.approx(1.5)
@@ -190,7 +190,7 @@ def test_a_minutes_worth_at_once_and_then_at_its_rate() -> None:
 
 def test_debts_are_paid_first() -> None:
     bucket = Bucket(600, 0.0)
-    bucket.take(1800, 0.0)
+    bucket.withdraw(1800, 0.0)
     assert bucket.level(0.0) == -1200
     assert bucket.wait_s(1.0, 0.0) == pytest.approx(120.1)
     assert bucket.level(120.0) == pytest.approx(0.0)
@@ -198,10 +198,10 @@ def test_debts_are_paid_first() -> None:
 
 def test_another_limit_forgives_nothing_and_takes_nothing() -> None:
     bucket = Bucket(10, 0.0)
-    bucket.take(10, 0.0)
-    bucket.become(100, 0.0)
+    bucket.withdraw(10, 0.0)
+    bucket.set_limit(100, 0.0)
     assert (bucket.limit, bucket.level(0.0)) == (100, 90)
-    bucket.become(5, 0.0)
+    bucket.set_limit(5, 0.0)
     assert bucket.level(0.0) == -5
 
 
@@ -215,6 +215,6 @@ def test_never_more_than_a_burst_and_the_rate(limit: int, steps: list[tuple[floa
         now_s += pause_s
         for _ in range(wanted):
             if bucket.level(now_s) >= 1:
-                bucket.take(1, now_s)
+                bucket.withdraw(1, now_s)
                 taken += 1
     assert taken <= limit + limit * now_s / 60 + 1e-6

@@ -60,7 +60,7 @@ async def test_who_may_administer() -> None:
         KeyRule(name, digest=fast_digest(name.encode(), SALT), admin=name == "root")
         for name in ("root", "user")
     ]
-    access.apply(AccessRules(tuple(rules), salt=SALT))
+    access.apply_rules(AccessRules(tuple(rules), salt=SALT))
     ACTING.set(await access.verify(b"user"))
     with pytest.raises(Forbidden):
         access.require_admin()
@@ -72,7 +72,7 @@ async def test_who_may_administer() -> None:
 async def test_whose_prefixes_a_call_may_share(by_key: bool) -> None:
     access = Access()
     rules = [KeyRule(name, digest=fast_digest(name.encode(), SALT)) for name in ("alice", "bob")]
-    access.apply(AccessRules(tuple(rules), salt=SALT, prefixes_by_key=by_key))
+    access.apply_rules(AccessRules(tuple(rules), salt=SALT, prefixes_by_key=by_key))
     salts = []
     for name in ("alice", "bob", "alice"):
         call = InflightRequest("m", SamplingParams(), prompt="Hello")
@@ -90,10 +90,10 @@ async def test_without_rules_nothing_stands_in_the_way() -> None:
     gate = AuthMiddleware(access, {b"/x": handler}, {})
     assert (gate.open, gate.exchanges[b"/x"]) == (True, handler)
     rule = KeyRule("a", digest=fast_digest(b"a", SALT))
-    access.apply(AccessRules((rule,), salt=SALT))
+    access.apply_rules(AccessRules((rule,), salt=SALT))
     assert not gate.open
     assert gate.exchanges[b"/x"] is not handler
-    access.apply(AccessRules())
+    access.apply_rules(AccessRules())
     assert (gate.open, gate.exchanges[b"/x"]) == (True, handler)
-    access.apply(AccessRules(cors=("*",)))
+    access.apply_rules(AccessRules(cors=("*",)))
     assert not gate.open

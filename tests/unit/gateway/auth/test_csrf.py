@@ -14,7 +14,7 @@ def came(host: str, origin: str = "") -> bool:
     if origin:
         headers[b"origin"] = origin.encode()
     try:
-        OURS.refuse(headers)
+        OURS.check_request(headers)
     except Forbidden:
         return False
     return True
@@ -54,13 +54,13 @@ def test_pages(origin: str, taken: bool) -> None:
 
 def test_any_page_where_the_file_says_so() -> None:
     anybody = CsrfCheck(("localhost",), ("*",))
-    anybody.refuse({b"host": b"localhost", b"origin": b"https://evil.example"})
+    anybody.check_request({b"host": b"localhost", b"origin": b"https://evil.example"})
     with pytest.raises(Forbidden, match=r"server\.hosts"):
-        anybody.refuse({b"host": b"evil.example"})
+        anybody.check_request({b"host": b"evil.example"})
 
 
 def test_many_names_take_no_memory() -> None:
     strangers = CsrfCheck((), ())
     for number in range(1000):
-        strangers.refuse({b"host": b"10.0.0.1:%d" % number})
+        strangers.check_request({b"host": b"10.0.0.1:%d" % number})
     assert len(strangers._known) <= 256

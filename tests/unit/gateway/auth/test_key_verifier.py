@@ -39,21 +39,21 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 @pytest.fixture
 async def known() -> Verifier:
     found = Verifier()
-    found.apply(rules())
+    found.apply_rules(rules())
     return found
 
 
 async def test_a_hashed_key_is_verified_once(known: Verifier, hashed: list[bytes]) -> None:
-    assert known.known(KEY.encode()) is None
+    assert known.find_verified(KEY.encode()) is None
     together = await asyncio.gather(*(known.verify(KEY.encode()) for _ in range(64)))
     assert together == ["alice"] * 64
-    assert known.known(KEY.encode()) == "alice"
+    assert known.find_verified(KEY.encode()) == "alice"
     assert hashed == [KEY.encode()]
 
 
 async def test_a_clear_key_needs_no_scrypt(known: Verifier, hashed: list[bytes]) -> None:
     assert await known.verify(CLEAR) == "ci"
-    assert known.known(CLEAR) == "ci"
+    assert known.find_verified(CLEAR) == "ci"
     assert await known.verify(CLEAR + b"x") is None
     assert not hashed
 
@@ -84,7 +84,7 @@ async def test_a_flood_of_wrong_keys_is_bounded(
     assert answers.count(None) == 4
     assert len(hashed) == 5
     assert cpu_s < 0.5 * took_s  # a quarter, and some for a busy machine
-    assert known.known(KEY.encode()) == "alice"
+    assert known.find_verified(KEY.encode()) == "alice"
 
 
 async def test_memory_is_bounded(known: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,11 +99,11 @@ async def test_other_rules_count_at_once(known: Verifier, hashed: list[bytes]) -
     assert await known.verify(KEY.encode()) == "alice"
     other, line = keys.new_key("bob")
     assert await known.verify(other.encode()) is None
-    known.apply(rules(KeyRule("bob", hash=line)))
-    assert known.known(KEY.encode()) == "alice"  # without another scrypt
+    known.apply_rules(rules(KeyRule("bob", hash=line)))
+    assert known.find_verified(KEY.encode()) == "alice"  # without another scrypt
     assert await known.verify(other.encode()) == "bob"
-    known.apply(AccessRules((KeyRule("alice", hash=line),), salt=SALT))
-    assert known.known(KEY.encode()) is None
+    known.apply_rules(AccessRules((KeyRule("alice", hash=line),), salt=SALT))
+    assert known.find_verified(KEY.encode()) is None
     assert await known.verify(KEY.encode()) is None
     assert await known.verify(CLEAR) is None
 
@@ -111,11 +111,11 @@ async def test_other_rules_count_at_once(known: Verifier, hashed: list[bytes]) -
 async def test_rules_that_change_during_a_verification(known: Verifier) -> None:
     under_way = asyncio.create_task(known.verify(KEY.encode()))
     await asyncio.sleep(0)  # it has begun
-    known.apply(AccessRules((KeyRule("renamed", hash=HASH),), salt=SALT))
+    known.apply_rules(AccessRules((KeyRule("renamed", hash=HASH),), salt=SALT))
     assert await under_way == "renamed"
     under_way = asyncio.create_task(known.verify(b"sk-alice-late"))
     await asyncio.sleep(0)
-    known.apply(AccessRules((), salt=SALT))
+    known.apply_rules(AccessRules((), salt=SALT))
     assert await under_way is None
 
 
@@ -129,6 +129,6 @@ async def test_a_caller_that_leaves_does_not_end_it_for_the_others(known: Verifi
 
 async def test_a_key_that_is_being_replaced(known: Verifier) -> None:
     second, line = keys.new_key("alice")
-    known.apply(rules(KeyRule("alice-new", hash=line)))
+    known.apply_rules(rules(KeyRule("alice-new", hash=line)))
     assert await known.verify(second.encode()) == "alice-new"
     assert await known.verify(KEY.encode()) == "alice"

@@ -31,7 +31,7 @@ class Scene:
         handlers = {b"/v1/chat/completions": self.handle}
         envelopes = {"/v1/messages": lambda error: (error.status, b"anthropic")}
         self.middleware = AuthMiddleware(self.access, handlers, cast(Any, envelopes))
-        self.access.apply(AccessRules(keys=keys, salt=SALT, **rules))
+        self.access.apply_rules(AccessRules(keys=keys, salt=SALT, **rules))
 
     def _note(self) -> None:
         caller = ACTING.get(None)
@@ -146,7 +146,7 @@ def test_any_rule_is_looked_at(rules: dict[str, Any]) -> None:
     scene = Scene(**rules)
     assert not scene.middleware.open
     assert scene.middleware.exchanges[b"/v1/chat/completions"] != scene.handle
-    scene.access.apply(AccessRules())
+    scene.access.apply_rules(AccessRules())
     assert scene.middleware.exchanges[b"/v1/chat/completions"] == scene.handle
 
 

@@ -55,11 +55,11 @@ async def routed(wanted: WorkerSpec) -> AsyncIterator[Router]:
         router = Router("gateway/test")
         replica = ReplicaStatus("m/0", "ready", wanted.socket, 1, "cpu")
         status = ModelStatus("m", wanted.engine, "-", 0, (replica,), info=client.info)
-        router.apply(Topology((status,)))
+        router.apply_topology(Topology((status,)))
         route = router.routes["m"]
         await until(lambda: any(replica.routable for replica in route.replicas.values()))
         yield router
-        router.apply(Topology(()))
+        router.apply_topology(Topology(()))
 
 
 @pytest.mark.parametrize(

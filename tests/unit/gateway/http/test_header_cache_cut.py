@@ -100,7 +100,8 @@ class Connection:
         )
         self.wire = Wire()
         self.protocol.connection_made(self.wire)
-        self._takes, self.protocol._takes = self.protocol._takes, self._count  # type: ignore[method-assign]
+        self._takes = self.protocol._start_with_known_head
+        self.protocol._start_with_known_head = self._count  # type: ignore[method-assign]
 
     def _count(self, body: bytes) -> bool:
         taken = self._takes(body)
@@ -112,13 +113,13 @@ class Connection:
         headers = [pair for pair in exchange.headers.items() if pair[0] != b"content-length"]
         self.taken.append((exchange.path, headers, bytes(exchange.body)))
         if exchange.body[:1] == b"L":
-            loop.call_soon(exchange.answer, b"late")
+            loop.call_soon(exchange.send_json, b"late")
         elif exchange.body[:1] == b"S":
             exchange.begin_stream(EVENT_STREAM)
             exchange.write(b"begun")
             loop.call_soon(lambda: exchange.write(b"ended", last=True))
         else:
-            exchange.answer(b"now")
+            exchange.send_json(b"now")
 
     async def play(self, pieces: list[tuple[bytes, bool]]) -> tuple[Any, ...]:
         """Send the pieces; after some of them what is due is done. All that can be told of it."""

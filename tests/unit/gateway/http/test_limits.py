@@ -128,7 +128,7 @@ ODD = {
 
 
 def count_hot(exchange: FastResponse) -> None:
-    exchange.answer(b"%d" % len(exchange.body))
+    exchange.send_json(b"%d" % len(exchange.body))
 
 
 def slow_hot(exchange: FastResponse) -> None:
@@ -137,7 +137,7 @@ def slow_hot(exchange: FastResponse) -> None:
         exchange.on_gone = Seen.gone.set
     else:
         length = len(exchange.body)
-        asyncio.get_running_loop().call_later(0.05, lambda: exchange.answer(b"%d" % length))
+        asyncio.get_running_loop().call_later(0.05, lambda: exchange.send_json(b"%d" % length))
 
 
 def long_hot(exchange: FastResponse, word: bytes = b"one ") -> None:

@@ -31,7 +31,7 @@ async def test_a_connection_that_ends_leaves_nothing_for_the_collector(reset: bo
 
     def answer(exchange: FastResponse) -> None:
         seen.append(weakref.ref(exchange.protocol))
-        exchange.answer(b"{}")
+        exchange.send_json(b"{}")
 
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -91,7 +91,7 @@ def ask(body: bytes, *lines: bytes, path: bytes = b"/hot") -> bytes:
 
 
 def test_a_head_is_that_of_one_whole_request() -> None:
-    head = Head.of(ask(b"{}"))
+    head = Head.parse(ask(b"{}"))
     assert head is not None
     assert head.body_of(ask(b"{}")) == b"{}"
     assert head.body_of(ask(b"x" * 1000)) == b"x" * 1000
@@ -118,7 +118,7 @@ def test_a_head_is_that_of_one_whole_request() -> None:
     ],
 )
 def test_another_head_or_another_length_is_left_to_the_parser(data: bytes) -> None:
-    head = Head.of(ask(b"{}"))
+    head = Head.parse(ask(b"{}"))
     assert head is not None and head.body_of(data) is None
 
 
@@ -135,7 +135,7 @@ def test_another_head_or_another_length_is_left_to_the_parser(data: bytes) -> No
     ],
 )
 def test_there_is_no_head_to_know_the_next_by(data: bytes) -> None:
-    assert Head.of(data) is None
+    assert Head.parse(data) is None
 
 
 Talk = Callable[[list[bytes]], Awaitable[bytes]]
@@ -145,7 +145,7 @@ parsed: list[tuple[bytes, bytes, bytes]] = []
 def answer(exchange: FastResponse) -> None:
     seen = exchange.path, exchange.headers.get(b"authorization", b""), bytes(exchange.body)
     parsed.append(seen)
-    exchange.answer(msgspec.json.encode([part.decode() for part in seen]))
+    exchange.send_json(msgspec.json.encode([part.decode() for part in seen]))
 
 
 async def cold(scope: Scope, receive: Receive, send: Send) -> None:

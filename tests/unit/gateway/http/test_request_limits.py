@@ -124,7 +124,7 @@ def test_counts() -> None:
 
 async def test_the_router_keeps_them(service: Service) -> None:
     await service.up()
-    service.router.access.apply(AccessRules(limits=LIMITS))
+    service.router.access.apply_rules(AccessRules(limits=LIMITS))
     with pytest.raises(RequestError, match=r"see server\.limits\.stop_strings"):
         service.router.open(InflightRequest("m", SamplingParams(stop=("a", "b")), prompt="x"))
     asked = service.router.open(InflightRequest("m", SamplingParams(max_tokens=2), prompt="x"))

@@ -52,7 +52,7 @@ def test_clients_older_than_tls_1_2_are_refused(
 ) -> None:
     certificate, key = make(tmp_path)
     tls = Tls(None)
-    tls.hand("1", certificate.read_bytes() + key.read_bytes())
+    tls.load_from_memory("1", certificate.read_bytes() + key.read_bytes())
     tls.context.set_ciphers("ALL:@SECLEVEL=0")  # it is not the ciphers that refuse
     if is_taken:
         assert shown(tls.context, version) == der(certificate)
@@ -65,7 +65,7 @@ def test_what_is_handed_is_shown_and_so_is_what_comes_after(tmp_path: Path) -> N
     tls = Tls(None)
     for name in ("first", "second"):
         certificate, key = make(tmp_path, name)
-        tls.hand(name, certificate.read_bytes() + key.read_bytes())
+        tls.load_from_memory(name, certificate.read_bytes() + key.read_bytes())
         tls.renew(name)  # there are no files to be read
         assert shown(tls.context) == der(certificate)
 
@@ -73,8 +73,8 @@ def test_what_is_handed_is_shown_and_so_is_what_comes_after(tmp_path: Path) -> N
 def test_what_cannot_be_used_leaves_the_old_one(tmp_path: Path) -> None:
     certificate, key = make(tmp_path)
     tls = Tls(None)
-    tls.hand("1", certificate.read_bytes() + key.read_bytes())
+    tls.load_from_memory("1", certificate.read_bytes() + key.read_bytes())
     with structlog.testing.capture_logs() as logs:
-        tls.hand("2", b"nonsense")
+        tls.load_from_memory("2", b"nonsense")
     assert logs[0]["event"] == "certificate_unreadable"
     assert shown(tls.context) == der(certificate)

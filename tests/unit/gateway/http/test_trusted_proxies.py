@@ -47,11 +47,11 @@ async def test_fast_requests_have_the_address_of_the_client(
     def answer(exchange: FastResponse) -> None:
         origin = ORIGIN.get()
         assert origin is not None
-        exchange.answer(origin.address.encode())
+        exchange.send_json(origin.address.encode())
 
     access = Access()
     gate = AuthMiddleware(access, {b"/hot": answer}, {})
-    access.apply(AccessRules(trusted_proxies=trusted))
+    access.apply_rules(AccessRules(trusted_proxies=trusted))
     listener = socket.create_server(("127.0.0.1", 0))
     async with serving(nothing, listener, gate.exchanges, 1000):
         reader, writer = await asyncio.open_connection(*listener.getsockname())

@@ -45,7 +45,7 @@ def tell(service: Service, *adapters: AdapterStatus, rules: AccessRules | None =
     """The workers there are, and these adapters."""
     replicas = tuple(worker.status() for worker in service.workers)
     model = ModelStatus("m", "echo", "-", 0, replicas, aliases=("alias",), adapters=adapters)
-    service.router.apply(Topology((model,), access=rules or AccessRules()))
+    service.router.apply_topology(Topology((model,), access=rules or AccessRules()))
 
 
 async def up(service: Service, folder: Path, workers: int = 1, **options: Any) -> list[EchoWorker]:

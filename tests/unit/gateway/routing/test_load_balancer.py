@@ -18,10 +18,10 @@ from servekit.gateway.routing.balancing_policy import (
     FULL,
     ReplicaLoad,
     RequestTraits,
-    choose,
+    choose_replica,
 )
 from servekit.gateway.routing.load_balancer import LOOK, Account, Balancer
-from servekit.gateway.routing.prefix_index import BLOCK_TOKENS, Prompt, read
+from servekit.gateway.routing.prefix_index import BLOCK_TOKENS, Prompt, hash_prompt
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import ChatMessage, ModelStatus, SamplingParams
 from tests.unit.gateway.conftest import EchoWorker, Service, until
@@ -165,7 +165,7 @@ def test_the_short_way_chooses_as_the_policy_does(
         account.told = balancer._words
         facts.append(ReplicaLoad(one.credits, account.owed, 0, kv_used[at], last[at]))
     chosen = balancer._least_loaded(replicas)
-    found = choose("auto", RequestTraits(), facts)
+    found = choose_replica("auto", RequestTraits(), facts)
     assert (chosen and chosen[0]) is (None if found is None else replicas[found])
 
 
@@ -221,7 +221,7 @@ def test_a_call_is_owed_for_until_its_prompt_is_read_and_its_answer_done() -> No
     assert one.account.owed == 1024 + 10 * DECODE_WEIGHT
     assert balancer.choose([one, other], ask("x")) is other
     call.emitted.append(1)
-    one.account.settle(one)
+    one.account.update_owed(one)
     assert one.account.owed == 10 * DECODE_WEIGHT, "its first token: the prompt has been read"
     one.end(1)
     assert one.account.owed == 0.0
@@ -235,9 +235,9 @@ def test_what_ends_unread_is_not_owed_for_either() -> None:
         one.take(Request(call, 10))
     assert one.account is not None
     one.end(1)
-    one.account.settle(one)
+    one.account.update_owed(one)
     assert one.account.owed == 10 * DECODE_WEIGHT, "of the second all is held"
-    one.account.end(7, call)  # one that it was never sent
+    one.account.remove_call(7, call)  # one that it was never sent
     one.end(2)
     assert one.account.owed == 0.0
 
@@ -297,20 +297,20 @@ def test_a_cache_of_larger_blocks_holds_whole_ones() -> None:
     info = seen().info
     assert info is not None
     account = Account("m/0", replace(info, prefix_block=3 * BLOCK_TOKENS))
-    prompt = read(long_call(text(2)))
-    account.prefixes.add(prompt.blocks[:8])
-    assert account.held(prompt) == 6 * BLOCK_TOKENS
-    assert Account("m/0", replace(info, prefix_block=0)).held(prompt) == 0
-    assert account.held(Prompt(1000)) == 0
+    prompt = hash_prompt(long_call(text(2)))
+    account.prefixes.add_prompt(prompt.blocks[:8])
+    assert account.cached_tokens(prompt) == 6 * BLOCK_TOKENS
+    assert Account("m/0", replace(info, prefix_block=0)).cached_tokens(prompt) == 0
+    assert account.cached_tokens(Prompt(1000)) == 0
 
 
 def test_no_more_is_remembered_than_the_cache_has() -> None:
     info = seen().info
     assert info is not None
     account = Account("m/0", replace(info, prefix_tokens=10 * BLOCK_TOKENS))
-    prompt = read(long_call(text(2)))
-    account.prefixes.add(prompt.blocks)
-    assert account.held(prompt) == 10 * BLOCK_TOKENS
+    prompt = hash_prompt(long_call(text(2)))
+    account.prefixes.add_prompt(prompt.blocks)
+    assert account.cached_tokens(prompt) == 10 * BLOCK_TOKENS
 
 
 def test_without_affinity_no_prompt_is_looked_at() -> None:

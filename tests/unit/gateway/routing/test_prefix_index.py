@@ -17,7 +17,7 @@ from servekit.gateway.routing.prefix_index import (
     MOST_BLOCKS,
     Prefixes,
     Prompt,
-    read,
+    hash_prompt,
 )
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol.messages import ChatMessage, SamplingParams, ToolCall
@@ -30,7 +30,7 @@ def known(prompt: Any = None, messages: Any = None, **more: Any) -> Prompt:
     salt = more.pop("cache_salt", "")
     call = InflightRequest("m", SamplingParams(), prompt=prompt, messages=messages, more=more)
     call.cache_salt = salt
-    return read(call, head=True)
+    return hash_prompt(call, head=True)
 
 
 def shared(one: Prompt, other: Prompt) -> int:
@@ -118,11 +118,11 @@ def test_texts_to_embed_are_only_counted() -> None:
 def test_heads_are_the_same_in_every_process() -> None:
     code = (
         "from servekit.gateway.routing.request import InflightRequest\n"
-        "from servekit.gateway.routing.prefix_index import read\n"
+        "from servekit.gateway.routing.prefix_index import hash_prompt\n"
         "from servekit.protocol.messages import SamplingParams\n"
         "params, prompt = SamplingParams(), 'abcdefgh' * 500\n"
         "call = InflightRequest('m', params, prompt=prompt, more={'adapter': 'a'})\n"
-        "print(read(call, head=True).head)"
+        "print(hash_prompt(call, head=True).head)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(run.stdout) == known("abcdefgh" * 500, adapter="a").head
@@ -132,7 +132,7 @@ def test_the_longest_prefix_is_found() -> None:
     chain = list(range(100, 200))
     for count in range(101):
         prefixes = Prefixes()
-        prefixes.add(chain[:count])
+        prefixes.add_prompt(chain[:count])
         assert prefixes.match(chain) == count
         assert prefixes.match(chain[:50]) == min(count, 50)
     assert Prefixes().match([]) == 0
@@ -144,7 +144,7 @@ def test_the_least_recently_used_goes_first_and_children_before_their_parents() 
     roots = [[hash((root, at)) for at in range(50)] for root in range(20)]
     for _ in range(3000):
         chain = [*chance.choice(roots)[: chance.randint(1, 50)], chance.getrandbits(60)]
-        prefixes.add(chain)
+        prefixes.add_prompt(chain)
         assert prefixes.match(chain) == len(chain), "what was used last is there"
         assert len(prefixes) <= 300
         for other in roots:  # closed: nothing is held whose beginning is not
@@ -154,5 +154,5 @@ def test_the_least_recently_used_goes_first_and_children_before_their_parents() 
 
 def test_a_prompt_longer_than_the_cache_keeps_its_beginning() -> None:
     prefixes = Prefixes(limit=10)
-    prefixes.add(list(range(30)))
+    prefixes.add_prompt(list(range(30)))
     assert prefixes.match(list(range(30))) == 10

@@ -55,10 +55,10 @@ def test_it_holds_for_its_time_and_no_longer() -> None:
 def test_what_others_have_found_is_held_too_and_forgotten_in_time() -> None:
     quarantine = Quarantine()
     mark = fingerprint("m", ask())
-    quarantine.add([Quarantined(mark, "m", 0.0, 50.0)], 0.0)
-    quarantine.add([Quarantined(mark, "m", 0.0, 20.0)], 0.0)
+    quarantine.adopt_entries([Quarantined(mark, "m", 0.0, 50.0)], 0.0)
+    quarantine.adopt_entries([Quarantined(mark, "m", 0.0, 20.0)], 0.0)
     assert quarantine.error(STATUS, ask(), 49.0) is not None
-    quarantine.add([], 51.0)
+    quarantine.adopt_entries([], 51.0)
     assert not quarantine
 
 

@@ -109,7 +109,7 @@ class Service(RuleBasedStateMachine):
             with contextlib.suppress(RequestError):  # refused at once: not a call at all
                 self.router.open(call, timeout_s)
                 self.calls.append((call, self.loop.create_task(self._consume(call))))
-                self.router.follow(call)
+                self.router.follow_position(call)
 
         self.do(opening)
 
@@ -227,7 +227,7 @@ class Service(RuleBasedStateMachine):
     def tell(self) -> None:
         replicas = tuple(worker.status() for worker in self.workers)
         status = ModelStatus("m", "echo", "-", 0, replicas, timeout_s=300.0, max_queue=6)
-        self.router.apply(Topology((status,), quarantined=tuple(self.quarantined)))
+        self.router.apply_topology(Topology((status,), quarantined=tuple(self.quarantined)))
 
     # ---- what always holds
 
@@ -315,7 +315,7 @@ class Service(RuleBasedStateMachine):
 
     def leave(self) -> None:
         def leaving() -> None:
-            self.router.apply(Topology(()))
+            self.router.apply_topology(Topology(()))
             for worker in self.alive:
                 worker.kill()
 

@@ -246,7 +246,7 @@ async def test_what_waits_for_a_model_that_is_removed_is_told(service: Service) 
     [worker] = await service.up(slots=1, **ENDLESS)
     running, waiting = (service.router.open(ask(tokens=ENDLESS_TOKENS)) for _ in range(2))
     await until(lambda: worker.running == 1)
-    service.router.apply(Topology(()))
+    service.router.apply_topology(Topology(()))
     with pytest.raises(ModelUnavailable):
         await answer(waiting, within_s=10.0)
     assert not running.done
@@ -362,13 +362,15 @@ def two_models(*rules: KeyRule, default: str = "") -> Topology:
 
 async def test_a_request_without_a_model_gets_the_default_one(service: Service) -> None:
     router = service.router
-    router.apply(two_models())
+    router.apply_topology(two_models())
     assert router.find("").status.name == "a"
-    router.apply(Topology(two_models().models[::-1]))  # the file has them in another order now
+    router.apply_topology(
+        Topology(two_models().models[::-1])
+    )  # the file has them in another order now
     assert router.find("").status.name == "b"
-    router.apply(two_models(default="b"))
+    router.apply_topology(two_models(default="b"))
     assert router.find("").status.name == "b"
-    router.apply(two_models(default="bb"))  # an alias
+    router.apply_topology(two_models(default="bb"))  # an alias
     assert router.find("").status.name == "b"
 
 
@@ -376,7 +378,7 @@ async def test_a_key_that_may_not_use_the_default_model_gets_one_of_its_own(
     service: Service,
 ) -> None:
     only_b = KeyRule("alice", digest=b"x", models=("b",))
-    service.router.apply(two_models(only_b, default="a"))
+    service.router.apply_topology(two_models(only_b, default="a"))
     ACTING.set(service.router.access.callers["alice"])
     assert service.router.find("").status.name == "b"
 
@@ -621,8 +623,8 @@ def charge_address(service: Service, deaths: int = 2, *, sure: bool = False) -> 
     """Hold deaths of workers against the address that all clients have."""
     for _ in range(deaths):
         killer = Suspect((f"address:{ADDRESS}",))
-        service.router.sources.add([killer], sure=sure, now_s=time.monotonic())
-        service.router.sources.charge(killer)
+        service.router.sources.add_death([killer], sure=sure, now_s=time.monotonic())
+        service.router.sources.charge_suspect(killer)
 
 
 async def test_only_one_of_several_gateways_reports_deaths_to_others(service: Service) -> None:
@@ -662,7 +664,7 @@ async def test_what_waits_is_refused_with_its_source_by_another_gateway(service:
     stranger = service.router.open(ask())
     entry = Quarantined(f"address:{ADDRESS}", "m", 0.0, 60.0)
     status = service.router.routes["m"].status
-    service.router.apply(Topology((status,), gateways=2, quarantined=(entry,)))
+    service.router.apply_topology(Topology((status,), gateways=2, quarantined=(entry,)))
     with pytest.raises(SourceQuarantined):
         await answer(waiting)
     with pytest.raises(SourceQuarantined):
@@ -730,7 +732,7 @@ async def test_an_unknown_name_is_told_with_what_may_have_been_meant(service: Se
 async def test_no_name_is_suggested_that_the_key_may_not_use(service: Service) -> None:
     await service.up()
     rule = KeyRule("none", keys.new_key("none")[1], models=("other",))
-    service.router.access.apply(AccessRules((rule,)))
+    service.router.access.apply_rules(AccessRules((rule,)))
     with pytest.raises(ModelNotFound, match=r"the models are: none yet$"):
         service.router.find("aliass")
 
@@ -742,7 +744,7 @@ INFO = ModelInfo(1000, 1, True, "echo", "none", "cpu")
 
 
 def limit_queue(service: Service, size_bytes: int) -> None:
-    service.router.access.apply(AccessRules(max_queue_bytes=size_bytes))
+    service.router.access.apply_rules(AccessRules(max_queue_bytes=size_bytes))
 
 
 def large(key: str = "", mib: int = 1) -> InflightRequest:

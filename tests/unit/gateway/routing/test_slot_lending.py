@@ -20,7 +20,7 @@ async def service(path: Path) -> tuple[Worker, Router, Router]:
     model = ModelStatus("m", "echo", "-", 0, (worker.status(),))
     routers = Router("gateway/0"), Router("gateway/1")
     for router in routers:
-        router.apply(Topology((model,), gateways=2))
+        router.apply_topology(Topology((model,), gateways=2))
         await until(lambda: router.routes["m"].ready)  # noqa: B023
     return worker, *routers
 
@@ -137,7 +137,7 @@ async def test_who_needs_no_more_asks_for_no_more(tmp_path: Path) -> None:
 
 async def test_no_word_is_said_with_a_gateway_alone(tmp_path: Path) -> None:
     worker, one, _ = await service(tmp_path)
-    one.apply(Topology(tuple(route.status for route in one.routes.values()), gateways=1))
+    one.apply_topology(Topology(tuple(route.status for route in one.routes.values()), gateways=1))
     ask(one, 2 * SLOTS)
     await until(lambda: running(one) == SLOTS)
     await settle()

@@ -40,9 +40,9 @@ def test_what_comes_through_in_another_attempt_is_cleared_and_what_hangs_up_is_c
     sources = Sources()
     for at in range(2):
         innocent, poison = Suspect(("address:a", "f1")), Suspect(("address:b", "f2"))
-        sources.add([innocent, poison], sure=False, now_s=float(at))
-        assert not sources.holds(float(at)) or at
-        sources.charge(poison)
+        sources.add_death([innocent, poison], sure=False, now_s=float(at))
+        assert not sources.has_suspects(float(at)) or at
+        sources.charge_suspect(poison)
         sources.clear(innocent)
     assert sources.judge("address:a", 2.0) is Verdict.FREE
     assert sources.judge("address:b", 2.0) is Verdict.ALONE
@@ -54,8 +54,8 @@ def test_a_share_is_small_while_many_may_have_done_it() -> None:
     for at in range(3):
         crowd = [Suspect((f"address:{n}",)) for n in range(9)]
         poison = Suspect(("address:b",))
-        sources.add([*crowd, poison], sure=False, now_s=float(at))
-        sources.charge(poison)
+        sources.add_death([*crowd, poison], sure=False, now_s=float(at))
+        sources.charge_suspect(poison)
     assert sources.judge("address:b", 3.0) is Verdict.FREE
 
 
@@ -64,7 +64,7 @@ def test_one_address_for_all_is_cleared_as_they_come_through() -> None:
     sources = Sources()
     for at in range(1000):
         running = [Suspect(("address:a", f"f{at}-{n}")) for n in range(5)]
-        sources.add(running, sure=False, now_s=at * 3.0)
+        sources.add_death(running, sure=False, now_s=at * 3.0)
         for suspect in running:
             sources.clear(suspect)
         assert sources.judge("address:a", at * 3.0) is Verdict.FREE
@@ -73,8 +73,8 @@ def test_one_address_for_all_is_cleared_as_they_come_through() -> None:
 def test_the_same_request_weighs_twice() -> None:
     sources = Sources()
     one = Suspect(("address:a", "f"))
-    sources.add([one], sure=False, now_s=0.0)
-    sources.charge(one)
+    sources.add_death([one], sure=False, now_s=0.0)
+    sources.charge_suspect(one)
     assert sources.judge("address:a", 0.0) is Verdict.FREE
     assert sources.judge("f", 0.0, times=2.0) is Verdict.ALONE
 
@@ -83,19 +83,19 @@ def test_it_is_refused_for_longer_each_time_and_forgotten_at_last() -> None:
     sources = Sources()
     for at in range(3):
         one = Suspect(("key:k",))
-        sources.add([one], sure=True, now_s=float(at))
-        sources.charge(one)
+        sources.add_death([one], sure=True, now_s=float(at))
+        sources.charge_suspect(one)
     assert sources.judge("key:k", 3.0) is Verdict.REFUSED
     assert [sources.refuse_for_s("key:k", 100.0) for _ in range(3)] == [30.0, 60.0, 100.0]
     assert sources.pause_s("key:k", 3.5) == pytest.approx(4.3, abs=0.1)
-    assert not sources.holds(10_000.0)
+    assert not sources.has_suspects(10_000.0)
     assert in_words("key:k") == "the key 'k'"
 
 
 def charge(sources: Sources, mark: str, at_s: float, *, sure: bool) -> None:
     one = Suspect((mark,))
-    sources.add([one], sure=sure, now_s=at_s)
-    sources.charge(one)
+    sources.add_death([one], sure=sure, now_s=at_s)
+    sources.charge_suspect(one)
 
 
 @pytest.mark.parametrize("sure", [False, True])
@@ -174,8 +174,8 @@ class Gateways:
     def kill(self, at: int, mark: str = "address:a", worker: str = "", sure: bool = True) -> None:
         """Charge a death to a mark at one gateway."""
         one = Suspect((mark,))
-        self.both[at].add([one], sure=sure, now_s=self.now_s, worker=worker)
-        self.both[at].charge(one)
+        self.both[at].add_death([one], sure=sure, now_s=self.now_s, worker=worker)
+        self.both[at].charge_suspect(one)
         self.tell()
 
     def judge(self, mark: str = "address:a") -> list[Verdict]:
@@ -234,7 +234,7 @@ def test_the_innocent_at_another_gateway_share_a_death_until_they_are_cleared() 
     innocents = []
     for at in range(2):
         crowd = [Suspect((f"address:{n}",)) for n in range(9)]
-        gateways.both[1].add(crowd, sure=False, now_s=0.0, worker=f"w{at}.sock")
+        gateways.both[1].add_death(crowd, sure=False, now_s=0.0, worker=f"w{at}.sock")
         gateways.kill(0, worker=f"w{at}.sock", sure=False)
         innocents += crowd
     assert gateways.judge() == [Verdict.FREE] * 2
@@ -279,4 +279,4 @@ def test_what_is_remembered_is_bounded_however_much_is_reported() -> None:
         gateways.kill(at % 2, mark=f"address:{at}", worker=f"w{at}.sock")
     assert all(len(one._deaths) == 64 for one in gateways.both)
     assert gateways.judge("address:0") == [Verdict.FREE] * 2
-    assert not any(one.holds(10_000.0) for one in gateways.both)
+    assert not any(one.has_suspects(10_000.0) for one in gateways.both)

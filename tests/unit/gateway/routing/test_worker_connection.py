@@ -166,11 +166,11 @@ async def test_nothing_is_sent_to_a_worker_before_its_hello(scene: Scene) -> Non
     await scene.listen()
     worker = scene.dial()
     assert (worker.routable, worker.credits, worker.has_room) == (False, 0, False)
-    assert not worker.suits(ask())
+    assert not worker.can_run(ask())
     await until(lambda: worker.routable, "it is connected")
     assert scene.heard == [Hello(PROTOCOL, "gateway", "gateway/0")]
     assert (worker.credits, worker.has_room) == (SLOTS, True)
-    assert worker.suits(ask()) and worker.takes(ask())
+    assert worker.can_run(ask()) and worker.has_slot_for(ask())
     assert scene.told("free") == [SLOTS], "what waits may go now"
 
 
@@ -216,16 +216,16 @@ async def test_a_call_takes_a_slot_until_its_last_token(scene: Scene) -> None:
 async def test_no_more_than_all_slots_are_taken(scene: Scene) -> None:
     worker = await scene.connect()
     await scene.run(*(ask() for _ in range(SLOTS - 1)))
-    assert worker.has_room and worker.takes(ask())
+    assert worker.has_room and worker.has_slot_for(ask())
     await scene.run(ask())
-    assert not worker.has_room and not worker.takes(ask())
+    assert not worker.has_room and not worker.has_slot_for(ask())
 
 
 async def test_an_answer_goes_on_only_in_its_own_generation(scene: Scene) -> None:
     worker = await scene.connect()
-    assert worker.suits(ask(continuation=begun()))
-    assert worker.suits(ask(continuation=begun("g1+adapter")))
-    assert not worker.suits(ask(continuation=begun("g2")))
+    assert worker.can_run(ask(continuation=begun()))
+    assert worker.can_run(ask(continuation=begun("g1+adapter")))
+    assert not worker.can_run(ask(continuation=begun("g2")))
 
 
 # ---------------------------------------------------------------- errors
@@ -256,7 +256,7 @@ async def test_a_failed_call_ends_or_goes_elsewhere(
     assert scene.owner.told[:2] == [(told, call), ("free", 0 if draining else SLOTS)]
     assert (call.done, call.replica) == (told == "ended", None)
     assert (worker.wanted, worker.refuses) == (not draining, draining)
-    assert worker.suits(ask(continuation=begun())) is not draining
+    assert worker.can_run(ask(continuation=begun())) is not draining
 
 
 async def test_the_client_reads_why_its_call_failed(scene: Scene) -> None:
@@ -286,9 +286,9 @@ async def test_a_cancelled_call_frees_its_slot_and_is_remembered_until_confirmed
     worker = await scene.connect()
     call, other = ask(), ask()
     await scene.run(call, other)
-    worker.drop(call)
+    worker.cancel_call(call)
     assert (worker.credits, call.replica) == (SLOTS - 1, None)
-    worker.drop(other)
+    worker.cancel_call(other)
     await until(lambda: scene.heard[-1] == Cancel(2, True), "the worker knows")
     assert scene.heard[-2] == Cancel(1, True)
     scene.say(Cancelled(1))
@@ -304,7 +304,7 @@ async def test_a_proven_call_is_forgotten_as_it_is_cancelled(scene: Scene) -> No
     await scene.run(call)
     scene.say(DeltaBatch([Delta(1, "a", [1] * PROOF_TOKENS)]))
     await until(lambda: call.proven, "its tokens have come")
-    worker.drop(call)
+    worker.cancel_call(call)
     await until(lambda: scene.heard[-1] == Cancel(1, False), "the worker knows")
     assert worker.take_cancelled() == []
 
@@ -317,7 +317,7 @@ async def test_the_oldest_unconfirmed_calls_are_forgotten(
     calls = [ask() for _ in range(3)]
     await scene.run(*calls)
     for call in calls:
-        worker.drop(call)
+        worker.cancel_call(call)
     assert worker.take_cancelled() == calls[1:]
 
 
@@ -329,15 +329,15 @@ async def test_a_sent_suspect_holds_the_worker_until_it_is_alone_no_more(scene: 
     suspect, other = ask(alone_until="done"), ask()
     await scene.run(other)
     await scene.run(suspect)
-    assert worker.held and worker.has_room and not worker.takes(ask())
-    assert worker.ran(other) and not worker.ran(suspect), "the suspect has not begun"
+    assert worker.held and worker.has_room and not worker.has_slot_for(ask())
+    assert worker.was_running(other) and not worker.ran(suspect), "the suspect has not begun"
     scene.say(IsolationStarted(2))
     await until(lambda: worker.alone == 2, "it runs alone")
-    assert worker.held and worker.ran(suspect) and not worker.ran(other)
+    assert worker.held and worker.was_running(suspect) and not worker.ran(other)
     scene.owner.told.clear()
     scene.say(IsolationEnded())
     await until(lambda: not worker.held, "it is alone no more")
-    assert worker.takes(ask())
+    assert worker.has_slot_for(ask())
     assert scene.owner.told == [("free", SLOTS - 2)]
 
 
@@ -354,7 +354,7 @@ async def test_a_suspect_that_ends_before_its_turn_holds_nothing(scene: Scene, e
     suspect = ask(alone_until="proven")
     await scene.run(suspect)
     if ends == "cancelled":
-        worker.drop(suspect)
+        worker.cancel_call(suspect)
     else:
         scene.say(Failed(1, "invalid_request", "no"))
     await until(lambda: not worker.held, "it is held no more")
@@ -364,7 +364,7 @@ async def test_a_suspect_that_ends_before_its_turn_holds_nothing(scene: Scene, e
 # ---------------------------------------------------------------- lent slots
 
 
-async def test_slots_are_borrowed_once_and_returned_when_half_the_share_is_free(
+async def test_slots_are_borrowed_once_and_returned_when_one_is_free(
     scene: Scene,
 ) -> None:
     worker = await scene.connect(share=2)
@@ -377,10 +377,10 @@ async def test_slots_are_borrowed_once_and_returned_when_half_the_share_is_free(
     scene.say(Lent(1))
     await until(lambda: worker.credits == 1, "a slot is lent")
     assert scene.told("free")[-1] == 1
-    worker.ease()
+    worker.return_lent_slots()
     assert worker.credits == 1, "its own share is in use"
-    worker.drop(calls[0])
-    worker.ease()
+    worker.cancel_call(calls[0])
+    worker.return_lent_slots()
     assert worker.credits == 1 and not worker.borrows
     await until(lambda: scene.heard[-1] == Borrow(0), "it is returned")
     scene.owner.told.clear()
@@ -413,7 +413,7 @@ async def test_a_retired_worker_without_calls_is_left_at_once(scene: Scene) -> N
     worker = await scene.connect()
     worker.retire()
     await until(lambda: scene.closed == 1, "it is left")
-    assert not worker.reinstate()
+    assert not worker.undo_retire()
     await settle()
     assert len(scene.peers) == 1, "it is not dialled again"
 
@@ -423,12 +423,12 @@ async def test_a_retired_worker_finishes_its_calls_and_takes_continuations(scene
     first, second = ask(), ask()
     await scene.run(first, second)
     worker.retire()
-    assert not worker.takes(ask()) and not worker.takes(
+    assert not worker.has_slot_for(ask()) and not worker.has_slot_for(
         ask(continuation=begun(), alone_until="done")
     )
-    assert worker.takes(ask(continuation=begun()))
+    assert worker.has_slot_for(ask(continuation=begun()))
     await scene.run(*(ask(continuation=begun()) for _ in range(SLOTS - 2)))
-    assert not worker.takes(ask(continuation=begun())), "all its slots are in use"
+    assert not worker.has_slot_for(ask(continuation=begun())), "all its slots are in use"
     for wire_id in range(1, SLOTS):
         scene.say(DeltaBatch([Delta(wire_id, "", [], finish="stop")]))
     await until(lambda: len(worker.calls) == 1, "but one have ended")
@@ -442,7 +442,7 @@ async def test_a_retired_worker_with_calls_can_come_back(scene: Scene) -> None:
     await scene.run(ask())
     worker.retire()
     worker.refuses = True
-    assert worker.credits < 0 and worker.reinstate()
+    assert worker.credits < 0 and worker.undo_retire()
     assert (worker.wanted, worker.refuses, worker.credits) == (True, False, SLOTS - 1)
 
 

@@ -11,13 +11,14 @@ import pytest
 
 from servekit import metrics
 from servekit.errors import ClientClosed, ModelNotFound, QueueFull
+from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.routing import step_delivery
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.gateway.routing.step_delivery import feed_step
 from servekit.gateway.telemetry import metrics as measures
 from servekit.gateway.telemetry.metrics import MOST_ADAPTERS, OTHER, RequestMetrics, status_of
-from servekit.protocol.messages import ChatMessage, Delta, SamplingParams, TokenBatch
+from servekit.protocol.messages import ChatMessage, Delta, KeyRule, SamplingParams, TokenBatch
 
 KIND = ("chat", "servekit", "m", "m")
 
@@ -50,7 +51,7 @@ def begun(
     messages = None if "prompt" in asked else [ChatMessage("user", "hi")]
     call = InflightRequest("m", SamplingParams(), messages=messages, stream=stream, **asked)
     call.created_s = clock.now
-    call.meter = counted.meter(route(), call)
+    counted.observe(route(), call)
     return call
 
 
@@ -201,9 +202,7 @@ def test_the_label_of_a_key_is_its_name_and_never_the_key(clock: Clock) -> None:
     unknown = begun(counted, clock, key="Bearer sk-secret")
     unknown.feed(Delta(1, "a", [1], "stop", 1, 1))
     known = begun(counted, clock, key="team-a")
-    known.caller = SimpleNamespace(  # type: ignore[assignment]
-        rule=SimpleNamespace(name="team-a"), settle=lambda call, last: None
-    )
+    known.caller = ApiKey(KeyRule("team-a"), clock.now)
     known.feed(Delta(1, "a", [1], "stop", 1, 1))
     keys = {labels[2] for metric, labels in told(counted) if metric == "servekit_requests_total"}
     assert keys == {"", "team-a"}

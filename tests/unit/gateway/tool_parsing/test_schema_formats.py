@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from servekit.gateway.api.openai.request import schema_grammar
-from servekit.gateway.tool_parsing import choose, tool_grammar, without_unknown_formats
+from servekit.gateway.tool_parsing import parse_tool_choice, tool_grammar, without_unknown_formats
 from servekit.gateway.tool_parsing.schema_formats import FORMATS
 from servekit.protocol.messages import Dialect, Grammar
 
@@ -71,7 +71,7 @@ def test_only_formats_of_schemas_are_annotations() -> None:
 def test_the_arguments_of_tools_may_have_any_format() -> None:
     parameters = {"type": "object", "properties": {"n": of("int32")}, "required": ["n"]}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    grammar = tool_grammar(Dialect("hermes"), choose([tool], "required"))
+    grammar = tool_grammar(Dialect("hermes"), parse_tool_choice([tool], "required"))
     assert grammar is not None
     assert not error(grammar)
     assert parameters["properties"] == {"n": of("int32")}, "the template gets it as it came"

@@ -10,7 +10,7 @@ from servekit.errors import RequestError
 from servekit.gateway.tool_parsing.tool_definitions import (
     check_tools,
     choice_by_word,
-    choose,
+    parse_tool_choice,
 )
 
 
@@ -84,13 +84,18 @@ def test_what_is_wrong_is_named(tools: Any, param: str) -> None:
     ],
 )
 def test_choices(choice: Any, mode: str, names: list[str], once: bool) -> None:
-    found = choose(TOOLS, choice)
+    found = parse_tool_choice(TOOLS, choice)
     assert (found.mode, found.once) == (mode, once)
     assert [tool["function"]["name"] for tool in found.tools] == names
 
 
 def test_without_tools_there_is_no_choice() -> None:
-    assert choose([], None).mode == choose([], "auto").mode == choose([], "none").mode == "none"
+    assert (
+        parse_tool_choice([], None).mode
+        == parse_tool_choice([], "auto").mode
+        == parse_tool_choice([], "none").mode
+        == "none"
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,18 +121,18 @@ def test_without_tools_there_is_no_choice() -> None:
 )
 def test_what_is_wrong_with_a_choice_is_named(choice: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        choose(TOOLS, choice)
+        parse_tool_choice(TOOLS, choice)
     assert caught.value.param == param
 
 
 def test_nothing_can_be_required_without_tools() -> None:
     with pytest.raises(RequestError, match="no tools"):
-        choose([], "required")
+        parse_tool_choice([], "required")
 
 
 def test_a_choice_may_be_one_word() -> None:
-    assert choice_by_word(TOOLS, "required") == choose(TOOLS, "required")
-    assert choice_by_word(TOOLS, "none") == choose(TOOLS, "none")
-    assert choice_by_word(TOOLS, "g") == choose(TOOLS, {"type": "function", "name": "g"})
+    assert choice_by_word(TOOLS, "required") == parse_tool_choice(TOOLS, "required")
+    assert choice_by_word(TOOLS, "none") == parse_tool_choice(TOOLS, "none")
+    assert choice_by_word(TOOLS, "g") == parse_tool_choice(TOOLS, {"type": "function", "name": "g"})
     with pytest.raises(RequestError, match="'h'"):
         choice_by_word(TOOLS, "h")

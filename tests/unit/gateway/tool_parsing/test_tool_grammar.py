@@ -21,7 +21,7 @@ from servekit.gateway.tool_parsing import parser
 from servekit.gateway.tool_parsing.grammar_templates import WRITERS
 from servekit.gateway.tool_parsing.lark import after_thoughts
 from servekit.gateway.tool_parsing.registry import FAMILIES
-from servekit.gateway.tool_parsing.tool_definitions import check_tools, choose
+from servekit.gateway.tool_parsing.tool_definitions import check_tools, parse_tool_choice
 from servekit.gateway.tool_parsing.tool_grammar import tool_grammar
 from servekit.protocol.messages import Dialect, Grammar
 from servekit.protocol.tool_formats import MARKERS, dialect_markers
@@ -145,7 +145,7 @@ def test_required_takes_calls_by_their_schemas_and_nothing_else(
     spoken = dialect(family, own_tokens)
     if family in ("mistral", "pythonic"):  # with their tokens these write in another way
         spoken = structs.replace(spoken, tokens=())
-    grammar = tool_grammar(spoken, choose(TOOLS, "required"))
+    grammar = tool_grammar(spoken, parse_tool_choice(TOOLS, "required"))
     assert grammar is not None and grammar.param == "tools"  # what an error is to name
     for values in ({}, {"days": 3}, {"days": 3, "unit": "F"}, {"unit": "C"}):
         text = written(family, "weather", arguments(family, 'Bern "x"', **values))
@@ -178,11 +178,11 @@ def test_several_calls_unless_one_is_asked_for(family: str, own_tokens: bool) ->
     empty = "{}" if family in ("hermes", "function") else ""
     one = written(family, "clock", empty)
     two = one + one if family == "function" else f"{one}\n{one}"
-    assert fits(spoken, tool_grammar(spoken, choose(TOOLS, "required")), two)
+    assert fits(spoken, tool_grammar(spoken, parse_tool_choice(TOOLS, "required")), two)
     assert said(spoken, two) == [("clock", "{}"), ("clock", "{}")]
-    single = tool_grammar(spoken, choose(TOOLS, "required"), parallel=False)
+    single = tool_grammar(spoken, parse_tool_choice(TOOLS, "required"), parallel=False)
     assert fits(spoken, single, one) and not fits(spoken, single, two)
-    named = choose(TOOLS, {"type": "function", "function": {"name": "clock"}})
+    named = parse_tool_choice(TOOLS, {"type": "function", "function": {"name": "clock"}})
     grammar = tool_grammar(spoken, named)
     assert fits(spoken, grammar, one) and not fits(spoken, grammar, two)
     weather = written(family, "weather", arguments(family, "Bern"))
@@ -203,23 +203,23 @@ def test_several_calls_in_lists() -> None:
                    "</invoke>\n</minimax:tool_call>"),
     ):  # fmt: skip
         spoken = dialect(family, own_tokens=False)
-        assert fits(spoken, tool_grammar(spoken, choose(TOOLS, "required")), two), two
+        assert fits(spoken, tool_grammar(spoken, parse_tool_choice(TOOLS, "required")), two), two
         assert said(spoken, two) == [("clock", "{}"), ("clock", "{}")]
         assert not fits(
-            spoken, tool_grammar(spoken, choose(TOOLS, "required"), parallel=False), two
+            spoken, tool_grammar(spoken, parse_tool_choice(TOOLS, "required"), parallel=False), two
         )
 
 
 def test_mistral_as_newer_models_write_it() -> None:
     spoken = dialect("mistral", own_tokens=True)
     text = '[TOOL_CALLS]weather[ARGS]{"city": "Bern"}[TOOL_CALLS]clock[ARGS]{}'
-    assert fits(spoken, tool_grammar(spoken, choose(TOOLS, "required")), text)
+    assert fits(spoken, tool_grammar(spoken, parse_tool_choice(TOOLS, "required")), text)
     assert said(spoken, text) == [("weather", '{"city": "Bern"}'), ("clock", "{}")]
 
 
 def test_pythonic_models_with_markers_of_their_own_write_them() -> None:
     spoken = dialect("pythonic", own_tokens=True)
-    for choice in (choose(TOOLS, "required"), choose(STRICT, "auto")):
+    for choice in (parse_tool_choice(TOOLS, "required"), parse_tool_choice(STRICT, "auto")):
         grammar = tool_grammar(spoken, choice)
         text = '<|python_start|>[weather(city="Bern", days=1), clock()]<|python_end|>'
         assert fits(spoken, grammar, text)
@@ -233,7 +233,7 @@ def test_strict_tools_leave_text_free_and_calls_none(family: str, own_tokens: bo
     spoken = dialect(family, own_tokens)
     if family in ("mistral", "pythonic"):
         spoken = structs.replace(spoken, tokens=())
-    grammar = tool_grammar(spoken, choose(STRICT, "auto"))
+    grammar = tool_grammar(spoken, parse_tool_choice(STRICT, "auto"))
     call = written(family, "weather", arguments(family, "Bern", days=2))
     wrong = written(family, "weather", arguments(family, "Bern", days="x"))
     if family == "harmony":
@@ -251,7 +251,7 @@ def test_strict_tools_leave_text_free_and_calls_none(family: str, own_tokens: bo
 
 def test_a_tool_that_is_not_strict_is_free_beside_one_that_is() -> None:
     spoken = dialect("hermes", own_tokens=True)
-    grammar = tool_grammar(spoken, choose(STRICT, "auto"))
+    grammar = tool_grammar(spoken, parse_tool_choice(STRICT, "auto"))
     assert fits(spoken, grammar, written("hermes", "clock", '{"zone": "x"}'))
 
 
@@ -259,7 +259,7 @@ def test_a_tool_that_is_not_strict_is_free_beside_one_that_is() -> None:
 @pytest.mark.parametrize("begun", [False, True])
 def test_thoughts_come_first_and_are_free(own_tokens: bool, begun: bool) -> None:
     spoken = dialect("hermes", own_tokens, **THINK)
-    grammar = tool_grammar(spoken, choose(TOOLS, "required"), begun=begun)
+    grammar = tool_grammar(spoken, parse_tool_choice(TOOLS, "required"), begun=begun)
     call = written("hermes", "clock", "{}")
     begin = "" if begun else "<think>"
     assert fits(spoken, grammar, f"{begin}\nHm, {{ <b>\n</think>\n\n{call}")
@@ -271,7 +271,7 @@ def test_thoughts_come_first_and_are_free(own_tokens: bool, begun: bool) -> None
 def test_harmony_thinks_in_its_own_channel() -> None:
     for own_tokens in (False, True):
         spoken = dialect("harmony", own_tokens)
-        grammar = tool_grammar(spoken, choose(TOOLS, "required"))
+        grammar = tool_grammar(spoken, parse_tool_choice(TOOLS, "required"))
         call = written("harmony", "clock", "{}")
         text = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{call}"
         assert fits(spoken, grammar, text)
@@ -324,14 +324,14 @@ def test_any_json_after_thoughts() -> None:
 
 def test_where_the_model_is_free_there_is_no_grammar() -> None:
     spoken = Dialect("hermes")
-    assert tool_grammar(spoken, choose(TOOLS, "none")) is None
-    assert tool_grammar(spoken, choose(TOOLS, "auto")) is None
-    assert tool_grammar(spoken, choose([], None)) is None
+    assert tool_grammar(spoken, parse_tool_choice(TOOLS, "none")) is None
+    assert tool_grammar(spoken, parse_tool_choice(TOOLS, "auto")) is None
+    assert tool_grammar(spoken, parse_tool_choice([], None)) is None
 
 
 def test_calls_of_an_unknown_kind_cannot_be_required() -> None:
     with pytest.raises(Unsupported) as caught:
-        tool_grammar(Dialect(), choose(TOOLS, "required"))
+        tool_grammar(Dialect(), parse_tool_choice(TOOLS, "required"))
     assert caught.value.param == "tool_choice"
 
 
@@ -357,8 +357,8 @@ def test_whatever_a_schema_holds_the_gateway_has_a_grammar_for_the_worker_to_jud
     )
     for family in MARKERS:
         spoken = dialect(family, own_tokens=False)
-        assert tool_grammar(spoken, choose(tools, "required"))
-        assert tool_grammar(spoken, choose(tools, "auto"))
+        assert tool_grammar(spoken, parse_tool_choice(tools, "required"))
+        assert tool_grammar(spoken, parse_tool_choice(tools, "auto"))
         parser(spoken, tools=tools, reasoning=True)
 
 
@@ -377,7 +377,7 @@ def test_with_an_answer_by_schema_there_is_either_a_call_or_that_answer(
         spoken = structs.replace(spoken, tokens=())
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     answer = Grammar("json_schema", json.dumps(schema | {"additionalProperties": False}))
-    grammar = tool_grammar(spoken, choose(tools, "auto"), answer=answer)
+    grammar = tool_grammar(spoken, parse_tool_choice(tools, "auto"), answer=answer)
     final = "<|channel|>final<|message|>" if family == "harmony" else ""
     assert fits(spoken, grammar, written(family, "weather", arguments(family, "Bern")))
     assert fits(spoken, grammar, final + '{"ok": true}')

@@ -32,7 +32,9 @@ def asked(text: str = "hello ") -> list[StoredMessage]:
 async def views(chats: Chats, *, session: str = "s", tokens: int = 24) -> list[View]:
     settings = Settings(max_tokens=tokens)
     async with asyncio.timeout(DEADLINE_S):
-        return [view async for view in chats.answer(Visit(session, "ui"), "m", asked(), settings)]
+        return [
+            view async for view in chats.answer_turn(Visit(session, "ui"), "m", asked(), settings)
+        ]
 
 
 async def test_an_answer_grows_and_ends_saved_with_its_figures(service: Service) -> None:
@@ -77,7 +79,7 @@ async def test_a_dropped_answer_says_no_more(service: Service) -> None:
     chats = Chats(service.router)
     task = asyncio.create_task(views(chats, tokens=ENDLESS_TOKENS))
     await until(lambda: len(worker.steps) > 20)
-    chats.drop("s")
+    chats.drop_answer("s")
     assert all(view.busy for view in await task)
     await until(lambda: worker.running == 0)
 
@@ -95,7 +97,7 @@ async def test_a_new_question_replaces_the_one_under_way(service: Service) -> No
 async def test_a_reader_who_leaves_cancels(service: Service) -> None:
     [worker] = await service.up(**ENDLESS)
     settings = Settings(max_tokens=ENDLESS_TOKENS)
-    answer = Chats(service.router).answer(Visit("s", "ui"), "m", asked(), settings)
+    answer = Chats(service.router).answer_turn(Visit("s", "ui"), "m", asked(), settings)
     async for view in answer:
         if view.progress.tokens:
             break
@@ -117,7 +119,7 @@ async def test_who_waits_is_told_the_position(service: Service) -> None:
 async def test_errors_end_an_answer_with_their_sentence(service: Service) -> None:
     [worker] = await service.up(step_s=0.01)
     chats = Chats(service.router)
-    async for view in chats.answer(Visit("s", "ui"), "nobody", asked(), Settings()):
+    async for view in chats.answer_turn(Visit("s", "ui"), "nobody", asked(), Settings()):
         assert "'nobody' is not served here" in view.error
         assert (view.turns, view.busy) == (asked(), False)
     task = asyncio.create_task(views(chats, tokens=4000))
@@ -176,11 +178,11 @@ def test_what_is_no_conversation_is_left_out(stored: Any) -> None:
 async def test_thoughts_are_shown_apart_and_not_sent_again(service: Service) -> None:
     [worker] = await service.up(said={"reasoning_parser": "think"}, step_s=0.005)
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
-    service.router.apply(Topology((status,)))
+    service.router.apply_topology(Topology((status,)))
     chats = Chats(service.router)
     text = "<think>why</think>so"
     settings = Settings(max_tokens=len(text))
-    answer = chats.answer(Visit("s", "ui"), "m", asked(text), settings)
+    answer = chats.answer_turn(Visit("s", "ui"), "m", asked(text), settings)
     seen = [view async for view in answer]
     said = [view.turns[-1]["content"] for view in seen if len(view.turns) == 2]
     assert said[-1] == f"{THOUGHTS[0]}why{THOUGHTS[1]}so"

@@ -84,7 +84,7 @@ def test_a_session_is_put_where_keys_are() -> None:
 @pytest.fixture
 def client() -> httpx.AsyncClient:
     access = Access()
-    access.apply(RULES)
+    access.apply_rules(RULES)
     answer = login.Login(access)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

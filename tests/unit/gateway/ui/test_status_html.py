@@ -17,7 +17,7 @@ def replica(state: wire.WorkerState, **fields: object) -> wire.ReplicaStatus:
 
 def told(*replicas: wire.ReplicaStatus) -> Router:
     router = Router("gateway/test")
-    router.apply(wire.Topology((wire.ModelStatus("m", "echo", "-", 0, replicas),)))
+    router.apply_topology(wire.Topology((wire.ModelStatus("m", "echo", "-", 0, replicas),)))
     return router
 
 
@@ -51,7 +51,7 @@ async def test_no_models_and_shutting_down() -> None:
     router = Router("gateway/test")
     assert list_choices(router) == []
     assert "first model" in render_workers(router)
-    router.apply(wire.Topology((), draining=True))
+    router.apply_topology(wire.Topology((), draining=True))
     assert "shutting down" in render_workers(router)
 
 
@@ -63,7 +63,7 @@ async def test_adapters_are_choices_of_their_own_and_what_fails_is_told() -> Non
         AdapterStatus("z", "/z", "unloading"),
     )
     model = wire.ModelStatus("m", "echo", "-", 0, (replica("loading"),), adapters=adapters)
-    router.apply(wire.Topology((model,)))
+    router.apply_topology(wire.Topology((model,)))
     assert "adapters: x, y (its &lt;rank&gt; is 512), z (unloading)" in render_workers(router)
     assert list_choices(router) == [
         ("m · loading", "m"),

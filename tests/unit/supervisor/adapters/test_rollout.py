@@ -40,7 +40,7 @@ class Fake:
         self.orders: list[tuple[str, asyncio.Future[Any]]] = []  # what was told, unanswered
 
     @property
-    def holds(self) -> dict[str, AdapterInfo]:
+    def held_adapters(self) -> dict[str, AdapterInfo]:
         return self.held
 
     async def load_adapter(self, adapter: AdapterSpec) -> Outcome:
@@ -158,9 +158,9 @@ DEEDS = st.one_of(
 def do(deployment: FakeDeployment, deed: tuple[Any, ...]) -> None:
     match deed:
         case ("add", name, in_place):
-            deployment.do(deployment.adapters.add(spec(name), in_place=in_place))
+            deployment.do(deployment.adapters.add_adapter(spec(name), in_place=in_place))
         case ("remove", name):
-            deployment.do(deployment.adapters.remove(name))
+            deployment.do(deployment.adapters.remove_adapter(name))
         case ("answer", index, well):
             deployment.fakes[index].answer(well=well)
         case ("die", index):
@@ -168,9 +168,9 @@ def do(deployment: FakeDeployment, deed: tuple[Any, ...]) -> None:
         case ("start", index):
             deployment.start(deployment.fakes[index])
         case ("keep", names):
-            deployment.adapters.keep([spec(name) for name in sorted(names)])
+            deployment.adapters.adopt_added([spec(name) for name in sorted(names)])
         case ("follow", names):
-            deployment.adapters.follow([spec(name, "/file") for name in sorted(names)], names)
+            deployment.adapters.follow_file([spec(name, "/file") for name in sorted(names)], names)
 
 
 @given(st.lists(DEEDS, max_size=40), st.sets(st.sampled_from(NAMES)))
@@ -185,7 +185,7 @@ def test_never_half_loaded_and_always_decided(deeds: list[tuple[Any, ...]], file
             await deployment.settle()
         await deployment.finish()
         deployment.tasks.append(
-            asyncio.get_running_loop().create_task(deployment.adapters.remove("none"))
+            asyncio.get_running_loop().create_task(deployment.adapters.remove_adapter("none"))
         )
         await deployment.finish()  # whatever the file asked for had its turn before
         for worker in deployment.fakes:
@@ -219,7 +219,7 @@ def asked(deployment: FakeDeployment) -> list[str]:
 
 async def test_one_refuses_and_the_others_unload() -> None:
     deployment = await up()
-    adding = deployment.do(deployment.adapters.add(spec("x")))
+    adding = deployment.do(deployment.adapters.add_adapter(spec("x")))
     await deployment.settle()
     first, second, third = deployment.fakes
     for worker, well in ((first, True), (third, False)):
@@ -237,9 +237,9 @@ async def test_one_refuses_and_the_others_unload() -> None:
 
 async def test_what_is_loaded_already_is_refused_unless_in_place() -> None:
     deployment = await up()
-    deployment.do(deployment.adapters.add(spec("x")))
-    again = deployment.do(deployment.adapters.add(spec("x")))
-    other = deployment.do(deployment.adapters.add(spec("x", "/b"), in_place=True))
+    deployment.do(deployment.adapters.add_adapter(spec("x")))
+    again = deployment.do(deployment.adapters.add_adapter(spec("x")))
+    other = deployment.do(deployment.adapters.add_adapter(spec("x", "/b"), in_place=True))
     await deployment.finish()
     assert isinstance(again.result(), Refusal)
     assert again.result().invalid
@@ -250,9 +250,9 @@ async def test_what_is_loaded_already_is_refused_unless_in_place() -> None:
 
 async def test_in_place_and_refused_is_back_to_what_was() -> None:
     deployment = await up()
-    deployment.do(deployment.adapters.add(spec("x")))
+    deployment.do(deployment.adapters.add_adapter(spec("x")))
     await deployment.finish()
-    other = deployment.do(deployment.adapters.add(spec("x", "/b"), in_place=True))
+    other = deployment.do(deployment.adapters.add_adapter(spec("x", "/b"), in_place=True))
     await deployment.settle()
     for worker in deployment.fakes:
         worker.answer(well=True)  # unloads
@@ -266,7 +266,7 @@ async def test_in_place_and_refused_is_back_to_what_was() -> None:
 
 async def test_the_files_is_changed_in_the_file_only() -> None:
     deployment = await up(spec("x"))
-    other = deployment.do(deployment.adapters.add(spec("x", "/b"), in_place=True))
+    other = deployment.do(deployment.adapters.add_adapter(spec("x", "/b"), in_place=True))
     await deployment.finish()
     assert "change it there, and reload" in other.result().message
 
@@ -302,7 +302,7 @@ async def test_one_that_comes_up_meanwhile_waits_for_the_decision() -> None:
     deployment = await up()
     late = deployment.fakes[2]
     late.die()
-    deployment.do(deployment.adapters.add(spec("x")))
+    deployment.do(deployment.adapters.add_adapter(spec("x")))
     await deployment.settle()
     deployment.start(late)
     await deployment.settle()
@@ -320,9 +320,9 @@ async def test_one_that_comes_up_meanwhile_waits_for_the_decision() -> None:
 async def test_the_next_version_has_what_was_added_unless_the_file_claims_its_name() -> None:
     deployment = await up(spec("x"))
     for name in ("y", "z"):
-        deployment.do(deployment.adapters.add(spec(name)))
+        deployment.do(deployment.adapters.add_adapter(spec(name)))
     await deployment.finish()
-    after = deployment.adapters.successor([spec("new")], {"new", "z"})
+    after = deployment.adapters.make_successor([spec("new")], {"new", "z"})
     assert after.expected() == (spec("new"), spec("y"))
 
 
@@ -332,9 +332,9 @@ async def test_what_was_added_before_us_is_kept_and_had_by_all() -> None:
     deployment.start(early)
     await deployment.finish()
     adopted.held = {name: info(name) for name in ("x", "y", "w")}
-    deployment.adapters.follow([spec("x")], {"x", "b"})
+    deployment.adapters.follow_file([spec("x")], {"x", "b"})
     await deployment.settle()
-    deployment.adapters.keep(
+    deployment.adapters.adopt_added(
         [spec("x", "/other"), spec("y"), spec("b")]
     )  # "b" is another model now
     deployment.start(adopted)
@@ -352,7 +352,7 @@ async def test_it_is_unloaded_once_gateways_have_no_request_for_it(
     is_unused: list[bool] = [unused]
     ask: Callable[[str], bool] = lambda name: is_unused[0]  # noqa: E731
     monkeypatch.setattr(deployment, "is_unused", ask)
-    deployment.do(deployment.adapters.remove("x"))
+    deployment.do(deployment.adapters.remove_adapter("x"))
     await deployment.settle()
     assert asked(deployment) == ([""] * WORKERS if unused else [])
     is_unused[0] = True
@@ -362,8 +362,8 @@ async def test_it_is_unloaded_once_gateways_have_no_request_for_it(
 
 async def test_what_is_added_to_a_model_that_is_away_comes_with_it() -> None:
     deployment = FakeDeployment(is_away=True)
-    adding = deployment.do(deployment.adapters.add(spec("x")))
-    again = deployment.do(deployment.adapters.add(spec("x")))
+    adding = deployment.do(deployment.adapters.add_adapter(spec("x")))
+    again = deployment.do(deployment.adapters.add_adapter(spec("x")))
     await deployment.finish()
     assert adding.result() == Later()
     assert "already been loaded" in again.result().message
@@ -378,7 +378,7 @@ async def test_what_is_added_to_a_model_that_is_away_comes_with_it() -> None:
 
 async def test_what_is_added_to_a_model_that_is_away_and_then_refused_has_failed() -> None:
     deployment = FakeDeployment(is_away=True)
-    deployment.do(deployment.adapters.add(spec("x")))
+    deployment.do(deployment.adapters.add_adapter(spec("x")))
     await deployment.finish()
     deployment.start(deployment.fakes[0])
     await deployment.settle()
@@ -393,13 +393,13 @@ async def test_what_is_added_to_a_model_that_is_away_and_then_refused_has_failed
 async def test_one_that_wakes_has_no_other_than_is_meant_now(removed: bool) -> None:
     deployment = await up(spec("y"))
     deployment.is_away = True
-    deployment.do(deployment.adapters.add(spec("x")))
+    deployment.do(deployment.adapters.add_adapter(spec("x")))
     await deployment.finish()
     for worker in deployment.fakes:
         worker.serves = False  # they sleep, with all that they have
     if removed:
-        deployment.do(deployment.adapters.remove("x"))
-    deployment.do(deployment.adapters.add(spec("x", "/b"), in_place=True))
+        deployment.do(deployment.adapters.remove_adapter("x"))
+    deployment.do(deployment.adapters.add_adapter(spec("x", "/b"), in_place=True))
     await deployment.finish()
     assert deployment.adapters.expected() == (spec("y"), spec("x", "/b"))
     for worker in deployment.fakes:
@@ -415,7 +415,7 @@ async def test_one_that_wakes_has_no_other_than_is_meant_now(removed: bool) -> N
 
 async def test_the_next_version_has_what_was_added_to_one_that_was_away() -> None:
     deployment = FakeDeployment(is_away=True)
-    deployment.do(deployment.adapters.add(spec("x")))
+    deployment.do(deployment.adapters.add_adapter(spec("x")))
     await deployment.finish()
-    assert deployment.adapters.successor((), ()).expected() == (spec("x"),)
-    assert deployment.adapters.successor((), {"x"}).expected() == ()
+    assert deployment.adapters.make_successor((), ()).expected() == (spec("x"),)
+    assert deployment.adapters.make_successor((), {"x"}).expected() == ()

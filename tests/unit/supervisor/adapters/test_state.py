@@ -47,10 +47,10 @@ def test_workers_begin_with_what_is_expected_and_not_with_what_is_being_decided(
     assert book.expected() == (X,)
     book.serve("y", INFO, 3.0)
     assert book.expected() == (X, Y)
-    book.fail("x", "broken", 4.0)
-    book.leave("y", 5.0)
+    book.mark_failed("x", "broken", 4.0)
+    book.mark_leaving("y", 5.0)
     assert book.expected() == ()
-    assert book.surplus(["x", "y", "z"]) == ["x", "y", "z"]
+    assert book.surplus_adapters(["x", "y", "z"]) == ["x", "y", "z"]
     told = [(one.name, one.state, one.reason, one.since) for one in book.statuses([])]
     assert told == [("x", "failed", "broken", 4.0), ("y", "unloading", "", 5.0)]
     book.forget("y")

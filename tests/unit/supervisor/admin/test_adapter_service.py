@@ -45,7 +45,7 @@ def service(tmp_path: Path) -> Make:
             )
             for name in names
         )
-        host: Any = SimpleNamespace(changed=lambda: None, is_unused=lambda adapter: True)
+        host: Any = SimpleNamespace(publish_change=lambda: None, is_unused=lambda adapter: True)
         pool = cast(WorkerPool, SimpleNamespace(host=host, drain_timeout_s=1.0, gpus=(), run=None))
         plan = SimpleNamespace(config=Config(models=models))
         served = [Deployment(model, pool) for model in models]
@@ -57,7 +57,7 @@ def service(tmp_path: Path) -> Make:
 
 
 async def refused(service: AdapterService, name: str, path: str, model: str = "") -> str:
-    answer = await service.add(AddAdapter(model, AdapterSpec(name, path)))
+    answer = await service.load_adapter(AddAdapter(model, AdapterSpec(name, path)))
     assert isinstance(answer, Refused)
     assert answer.invalid, answer
     return answer.message
@@ -86,7 +86,9 @@ async def test_without_workers_it_is_the_moment_that_is_wrong(
     service: Make, tmp_path: Path
 ) -> None:
     for desk_, model in ((service("a"), ""), (service("a", "b"), "b-alias")):
-        answer = await desk_.add(AddAdapter(model, AdapterSpec("x", folder(tmp_path / "x"))))
+        answer = await desk_.load_adapter(
+            AddAdapter(model, AdapterSpec("x", folder(tmp_path / "x")))
+        )
         assert isinstance(answer, Refused)
         assert (answer.invalid, answer.retry_after_s) == (False, 5.0)
 
@@ -94,32 +96,32 @@ async def test_without_workers_it_is_the_moment_that_is_wrong(
 async def test_to_a_model_that_is_stopped_it_comes_with_that(service: Make, tmp_path: Path) -> None:
     made = service("a")
     made._deployment("a").wanted = False
-    answer = await made.add(AddAdapter("", AdapterSpec("x", folder(tmp_path / "x"))))
+    answer = await made.load_adapter(AddAdapter("", AdapterSpec("x", folder(tmp_path / "x"))))
     assert answer == Accepted("x is loaded with a, which is not there now")
-    shown = made.show(GetAdapters("a"))
+    shown = made.list_adapters(GetAdapters("a"))
     assert isinstance(shown, Adapters)
     assert [(one.name, one.state) for one in shown.adapters["a"]][-1] == ("x", "loading")
 
 
 async def test_they_are_shown_by_model(service: Make) -> None:
     two = service("a", "b")
-    shown = two.show(GetAdapters())
+    shown = two.list_adapters(GetAdapters())
     assert isinstance(shown, Adapters)
     told = {model: [(o.name, o.state) for o in ones] for model, ones in shown.adapters.items()}
     assert told == {"a": [("a-filed", "loading")], "b": []}
-    only = two.show(GetAdapters("b-alias"))
+    only = two.list_adapters(GetAdapters("b-alias"))
     assert isinstance(only, Adapters)
     assert set(only.adapters) == {"b"}
-    assert isinstance(two.show(GetAdapters("c")), Refused)
+    assert isinstance(two.list_adapters(GetAdapters("c")), Refused)
 
 
 async def test_the_files_comes_back_with_a_reload_and_what_is_not_there_is_said(
     service: Make,
 ) -> None:
     one = service("a")
-    gone = await one.remove(RemoveAdapter("a-filed"))
+    gone = await one.unload_adapter(RemoveAdapter("a-filed"))
     assert isinstance(gone, Accepted)
     assert "a reload loads it again" in gone.message
-    assert await one.remove(RemoveAdapter("a-filed")) == Refused(
+    assert await one.unload_adapter(RemoveAdapter("a-filed")) == Refused(
         "The lora adapter 'a-filed' cannot be found.", True
     )

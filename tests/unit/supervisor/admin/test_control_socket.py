@@ -57,16 +57,16 @@ class Answers:
 class AdapterAnswers:
     """One adapter may be had."""
 
-    async def add(self, request: AddAdapter) -> Accepted | Refused:
+    async def load_adapter(self, request: AddAdapter) -> Accepted | Refused:
         await asyncio.sleep(0)
         if request.adapter.name == "x":
             return Accepted("x serves")
         return Refused("nobody is ready", retry_after_s=5.0)
 
-    async def remove(self, request: RemoveAdapter) -> Accepted | Refused:
+    async def unload_adapter(self, request: RemoveAdapter) -> Accepted | Refused:
         return Refused(f"there is no {request.name}", True)
 
-    def show(self, request: GetAdapters) -> Adapters | Refused:
+    def list_adapters(self, request: GetAdapters) -> Adapters | Refused:
         return Adapters({request.model: ()})
 
 
@@ -83,7 +83,7 @@ class SwapAnswers:
 class MetricAnswers:
     """Has counted one thing."""
 
-    def show(self, request: GetMetrics) -> Figures:
+    def answer_metrics(self, request: GetMetrics) -> Figures:
         return Figures((Series("servekit_queue_depth", ("m",), [3.0]),))
 
 
@@ -195,7 +195,9 @@ async def test_gateways_are_told_the_figures(tmp_path: Path) -> None:
     operators = make_api(Answers())
     path = tmp_path / "control.sock"
     await operators.listen(path)
-    assert await query_supervisor(path, GetMetrics()) == MetricAnswers().show(GetMetrics())
+    assert await query_supervisor(path, GetMetrics()) == MetricAnswers().answer_metrics(
+        GetMetrics()
+    )
     operators.close()
 
 

@@ -54,7 +54,7 @@ def test_sums_are_of_all_gateways_and_only_grow(told: list[tuple[str, int]]) -> 
     book = CounterTable()
     last: dict[Any, list[float]] = {}
     for model, count in told:
-        book.add(RETRIES, (model,), [count])
+        book.add_to(RETRIES, (model,), [count])
         now = sums(book)
         assert all(now[key] >= figures for key, figures in last.items())
         last = now
@@ -65,7 +65,7 @@ def test_sums_are_of_all_gateways_and_only_grow(told: list[tuple[str, int]]) -> 
 def test_histograms_are_added_figure_by_figure() -> None:
     book, width = CounterTable(), metrics.BY_NAME[WAIT].width
     for _ in range(2):
-        book.add(WAIT, ("m",), [1.0, *[0.0] * (width - 3), 2.0, 7.5])
+        book.add_to(WAIT, ("m",), [1.0, *[0.0] * (width - 3), 2.0, 7.5])
     assert sums(book)[WAIT, ("m",)] == [2.0, *[0.0] * (width - 3), 4.0, 15.0]
 
 
@@ -81,7 +81,7 @@ def test_what_another_version_counts_is_left_out(
     metric: str, labels: tuple[str, ...], figures: list[float]
 ) -> None:
     book = CounterTable()
-    book.add(metric, labels, figures)
+    book.add_to(metric, labels, figures)
     assert sums(book) == {}
 
 
@@ -125,7 +125,7 @@ def test_restarts_go_on_where_a_successor_of_the_same_name_begins() -> None:
 class Door(ManagedProcess[Any]):
     """A gateway, as far as it is read here."""
 
-    command = greet = receive = load = cast(Any, None)
+    command = send_greeting = receive = load = cast(Any, None)
 
     def __init__(self, name: str) -> None:
         self.name, self.restarts, self.stalls = name, 0, 0
@@ -187,19 +187,19 @@ def test_memory_of_a_worker_by_device_its_own_and_others() -> None:
     first, second = (Gpu(i, f"GPU-{i}", "H200", 100 * GIB, 100 * GIB) for i in range(2))
     place = Assignment("m", 0, (first,), None, (40 * GIB,))
     memory = GpuMemory(place, (first, second), None, lambda what: None)
-    memory.begin(1)
+    memory.set_pid(1)
     on = ("m", "m/0", "0", "GPU-0", ""), ("m", "m/0", "1", "GPU-1", "")
     held, claimed, stray = (
         f"servekit_worker_gpu_memory_{what}bytes" for what in ("", "claimed_", "stray_")
     )
-    memory.measure({1: {"GPU-0": 30 * GIB}, 2: {"GPU-1": 5 * GIB}})
+    memory.update_figures({1: {"GPU-0": 30 * GIB}, 2: {"GPU-1": 5 * GIB}})
     found = flat(of_gpus(("m", "m/0"), memory))
     assert found[held, *on[0]] == 30 * GIB
     assert found[claimed, *on[0]] == 40 * GIB
     assert found[stray, *on[1]] == 0
-    memory.measure({1: {"GPU-0": 30 * GIB, "GPU-1": GIB}})
+    memory.update_figures({1: {"GPU-0": 30 * GIB, "GPU-1": GIB}})
     assert flat(of_gpus(("m", "m/0"), memory))[stray, *on[1]] == GIB
-    memory.forget()
+    memory.reset_figures()
     found = flat(of_gpus(("m", "m/0"), memory))
     assert (found[held, *on[0]], found[stray, *on[1]]) == (0, 0)
 

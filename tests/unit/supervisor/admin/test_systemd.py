@@ -141,11 +141,11 @@ def test_ready_is_that_a_gateway_answers(manager: tuple[dict[str, str], Heard]) 
     environ, heard = manager
     notifier = Notifier(environ, ())
     loading = model("b", replica("b/0", "loading"))
-    notifier.changed(status(loading, gateway="starting"))
+    notifier.on_change(status(loading, gateway="starting"))
     assert heard() == ["STATUS=0 of 1 models ready; b/0 loading"]
-    notifier.changed(status(loading))
+    notifier.on_change(status(loading))
     assert heard() == ["READY=1"]
-    notifier.changed(status(loading))
+    notifier.on_change(status(loading))
     assert heard() == []
     with notifier.reloading():
         assert heard()[0] == "RELOADING=1"
@@ -178,7 +178,7 @@ def test_it_is_fed_while_a_gateway_answers(manager: tuple[dict[str, str], Heard]
 def test_nobody_who_listens_is_no_harm(tmp_path: Path) -> None:
     for environ in ({}, {"NOTIFY_SOCKET": str(tmp_path / "none")}):
         notifier = Notifier(environ, ())
-        notifier.changed(status(A))
+        notifier.on_change(status(A))
         notifier.feed_watchdog()
         notifier.stopping(1)
 

@@ -84,7 +84,7 @@ class Scene:
             config(**{"load": "on_start", "replicas": {"min": 1, "max": 4}, **keys}),
             info=info(),
         )
-        self.made_up.grow((), StartReason.up())
+        self.made_up.grow((), StartReason.from_supervisor_start())
         self.made_up.living[0].state = "ready"
         self.deployments = SimpleNamespace(served=[self.made_up], halted=False)
         self.gateways = [SimpleNamespace(traffic=Traffic(0, 0, {})) for _ in range(2)]
@@ -141,7 +141,7 @@ def test_facts_are_summed_over_gateways_and_workers(monkeypatch: pytest.MonkeyPa
     scene = Scene(monkeypatch)
     scene.wait(3, 4)
     for state in ("ready", "starting", "loading", "failed"):
-        scene.made_up.grow((), StartReason.up())
+        scene.made_up.grow((), StartReason.from_supervisor_start())
         scene.made_up.living[-1].state = state
     scene.made_up.living[0].says(running=5, waiting=2, kv_used=0.5)
     scene.made_up.living[1].says(running=1, waiting=1, kv_used=0.1)
@@ -197,7 +197,7 @@ def test_none_is_added_while_one_is_coming(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_none_is_added_while_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
-    scene.made_up.grow((), StartReason.up()).state = "backoff"
+    scene.made_up.grow((), StartReason.from_supervisor_start()).state = "backoff"
     scene.wait(9)
     scene.scaler.update()
     assert scene.count == 2
@@ -206,7 +206,7 @@ def test_none_is_added_while_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_has_no_room_is_told_once_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
-    scene.made_up.grow((), StartReason.up()).state = "ready"
+    scene.made_up.grow((), StartReason.from_supervisor_start()).state = "ready"
     scene.free = 1
     scene.wait(9)
     scene.scaler.update()
@@ -279,7 +279,7 @@ def test_an_on_demand_model_gives_up_the_replica_on_the_contested_gpu(
     scene = Scene(monkeypatch, load=load)
     scene.made_up.living[0].place = Assignment("a", 0, (GPU,), 1)
     scene.made_up.living[0].says(running=9)
-    scene.made_up.grow((), StartReason.up()).state = "ready"
+    scene.made_up.grow((), StartReason.from_supervisor_start()).state = "ready"
     scene.elsewhere = {at: "b"}
     scene.scaler.update()
     assert [one.name for one in scene.made_up.living] == left
@@ -289,7 +289,7 @@ def test_an_on_demand_model_gives_up_the_replica_on_the_contested_gpu(
 
 def test_a_model_on_the_cpu_gives_up_a_replica_too(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, load="on_demand")
-    scene.made_up.grow((), StartReason.up()).state = "ready"
+    scene.made_up.grow((), StartReason.from_supervisor_start()).state = "ready"
     scene.elsewhere = {"cpu": "b"}
     scene.scaler.update()
     assert [one.name for one in scene.made_up.living] == ["a/0"], "the latest goes"

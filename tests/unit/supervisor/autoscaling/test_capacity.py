@@ -69,7 +69,7 @@ def one_more(*deployments: Deployment, dead: dict[str, dict[str, int]] | None = 
                 plan=SimpleNamespace(config=SimpleNamespace(gpus=SimpleNamespace(reserve=None))),
                 gpus=GPUS,
                 served=list(deployments),
-                everyone=lambda: list(deployments),
+                all_deployments=lambda: list(deployments),
                 pool=SimpleNamespace(
                     has_room=has_room,
                     claims=lambda model, slot: claims_of(model, slot, None),

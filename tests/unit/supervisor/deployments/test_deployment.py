@@ -36,11 +36,11 @@ async def test_new_limits_count_for_the_replicas_that_there_are() -> None:
     )
     deployment.replicas.append(cast(WorkerProcess, old))
     new = config(max_queue=7, timeout_s=7.0, stall_timeout_s=9.0)
-    deployment.become(new, deployment.planned, None)
+    deployment.roll_out(new, deployment.planned, None)
     assert deployment.model is new and old.model is new
     assert retried == [True]
     other = config(path="another")
-    deployment.become(other, deployment.planned, None)
+    deployment.roll_out(other, deployment.planned, None)
     assert deployment.model is other
     assert old.model is new, "it has loaded the one before"
 
@@ -57,7 +57,7 @@ def pool(tmp_path: Path) -> WorkerPool:
     )
     plan: Any = SimpleNamespace(gpus=(GPU,), config=keys, estimates={})
     host = Host(tmp_path / "run")
-    host.changed = lambda: None  # type: ignore[method-assign]
+    host.publish_change = lambda: None  # type: ignore[method-assign]
     return WorkerPool(cast(Plan, plan), host, lambda worker: None)
 
 
@@ -70,12 +70,12 @@ async def settle() -> None:
 async def update(pool: WorkerPool, slot: Slot = ()) -> tuple[Deployment, WorkerProcess]:
     """Return a deployment with a ready worker of the old version, told to become the new one."""
     deployment = Deployment(VERSIONS[0], pool)
-    deployment.become(VERSIONS[0], (slot,), 1)
+    deployment.roll_out(VERSIONS[0], (slot,), 1)
     await settle()
     (old,) = deployment.replicas
     old.change_state("serve")
     await settle()
-    deployment.become(VERSIONS[1], (slot,), 1)
+    deployment.roll_out(VERSIONS[1], (slot,), 1)
     await settle()
     return deployment, old
 
@@ -114,7 +114,7 @@ async def test_the_new_version_starts_at_the_event_that_the_old_one_has_left_its
     await settle()
     assert deployment.replicas == [old]
     old.change_state("stop")
-    deployment.remove(old)
+    deployment.remove_replica(old)
     await settle()
     (new,) = deployment.replicas
     assert new.model is VERSIONS[1]
@@ -132,13 +132,13 @@ async def test_another_models_event_may_make_room(
     pool: WorkerPool, event: Callable[[WorkerProcess], object]
 ) -> None:
     other = Deployment(VERSIONS[0], pool)
-    other.become(VERSIONS[0], ((GPU,),), 1)
+    other.roll_out(VERSIONS[0], ((GPU,),), 1)
     await settle()
     (holder,) = other.replicas
     holder.change_state("serve")
     model = ModelConfig.model_validate({"name": "b", "path": "p", "engine": "echo"})
     deployment = Deployment(model, pool)
-    deployment.become(model, ((GPU,),), 1)
+    deployment.roll_out(model, ((GPU,),), 1)
     await settle()
     assert not deployment.replicas
     event(holder)

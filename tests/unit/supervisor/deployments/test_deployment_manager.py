@@ -52,7 +52,7 @@ class Scene:
         self.write(models)
         source = Source(self.path, environ=dict(os.environ))
         manager = DeploymentManager(source.plan(()), self.host, self.started.append)
-        manager.apply(manager.plan)
+        manager.apply_plan(manager.plan)
         await settle()
         return manager
 
@@ -87,7 +87,7 @@ async def test_a_reload_starts_and_drains_what_changed_and_nothing_else(scene: S
     assert await manager.reload() == Accepted("a unchanged, c added with 1 replica, b removed")
     await settle()
     assert [one.model.name for one in manager.served] == ["a", "c"]
-    assert [one.model.name for one in manager.everyone()] == ["a", "c", "b"]
+    assert [one.model.name for one in manager.all_deployments()] == ["a", "c", "b"]
     assert (a.ending, b.ending) == (False, True)
     assert scene.started[2:] == [manager.served[1].replicas[0]]
     assert manager.served[1].occasion.cause == "reload"
@@ -95,8 +95,8 @@ async def test_a_reload_starts_and_drains_what_changed_and_nothing_else(scene: S
     assert [model.name for model in manager.plan.config.models] == ["a", "c"]
     assert scene.told == ["a unchanged, c added with 1 replica, b removed"]
     assert scene.published > before
-    manager.ended(b)
-    assert [one.model.name for one in manager.everyone()] == ["a", "c"]
+    manager.forget_process(b)
+    assert [one.model.name for one in manager.all_deployments()] == ["a", "c"]
 
 
 async def test_a_removed_model_is_known_until_its_last_worker_ended(scene: Scene) -> None:
@@ -104,9 +104,9 @@ async def test_a_removed_model_is_known_until_its_last_worker_ended(scene: Scene
     scene.write([echo("a")])
     await manager.reload()
     _, first, second = manager.replicas()
-    manager.ended(first)
+    manager.forget_process(first)
     assert names(manager) == ["a/0", "b/1"]
-    manager.ended(second)
+    manager.forget_process(second)
     assert names(manager) == ["a/0"]
 
 
@@ -145,7 +145,7 @@ async def test_a_bug_breaks_off_a_reload_and_ends_nothing(
 
 async def test_nothing_is_reloaded_once_it_ends(scene: Scene) -> None:
     manager = await scene.begin(echo("a"))
-    manager.halt()
+    manager.stop_changes()
     answer = await manager.reload()
     assert isinstance(answer, Refused)
     assert answer.message == "servekit is shutting down; there is nothing to reload"
@@ -240,7 +240,7 @@ async def test_a_quarantine_resets_the_breaker_of_its_model_alone(
     for one in manager.served:
         name = one.model.name
         monkeypatch.setattr(one.circuit, "reset", lambda name=name: reset.append(name))
-    manager.explained("b")
+    manager.reset_breaker("b")
     assert reset == ["b"]
 
 
@@ -252,10 +252,10 @@ async def test_a_tick_starts_the_fork_servers_that_lacked_memory(
     for one in manager.served:
         name = one.model.name
         monkeypatch.setattr(one, "tend_fork_servers", lambda name=name: tended.append(name))
-    manager.look()
+    manager.start_missing_fork_servers()
     assert tended == []
     manager.served[1].fork_servers.lacks_memory = True
-    manager.look()
+    manager.start_missing_fork_servers()
     assert tended == ["b"]
 
 
@@ -270,5 +270,5 @@ async def test_the_end_halts_every_deployment_and_closes_its_fork_servers(
         monkeypatch.setattr(
             one.fork_servers, "close", lambda name=name: halted.append(f"forks of {name}")
         )
-    manager.halt()
+    manager.stop_changes()
     assert halted == ["a", "forks of a", "b", "forks of b"]

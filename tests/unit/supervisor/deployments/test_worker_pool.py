@@ -44,7 +44,7 @@ class Scene:
         place = Assignment(name, 0, gpus, 1, claims)
         adapters = cast(Adapters, None)  # it never comes so far as to load any
         worker = WorkerProcess(config(name=name), place, GPUS, self.host, None, adapters)
-        self.pool.start(worker)
+        self.pool.start_worker(worker)
         return worker
 
 
@@ -57,7 +57,7 @@ async def test_a_worker_is_run_and_its_name_taken_until_it_has_ended(scene: Scen
     worker = scene.start("a")
     assert scene.ran == [worker]
     assert scene.pool.is_taken("a/0") and not scene.pool.is_taken("a/1")
-    scene.pool.remove(worker)
+    scene.pool.remove_worker(worker)
     assert not scene.pool.is_taken("a/0")
 
 
@@ -79,9 +79,9 @@ async def test_a_model_claims_its_memory_or_all_but_the_reserve(
 async def test_what_must_be_free_is_the_claim_or_the_known_weights(scene: Scene) -> None:
     known = {"a": SimpleNamespace(on_each_floor_bytes=40)}
     pool = scene.make_pool(estimates=known)
-    assert pool.needs(config(memory="30%"), GPUS) == (30, 30)
-    assert pool.needs(config(), GPUS) == (40, 40)
-    assert pool.needs(config(name="unknown"), GPUS) == (0, 0)
+    assert pool.needed_bytes(config(memory="30%"), GPUS) == (30, 30)
+    assert pool.needed_bytes(config(), GPUS) == (40, 40)
+    assert pool.needed_bytes(config(name="unknown"), GPUS) == (0, 0)
 
 
 @pytest.mark.parametrize(("share", "fits"), [("60%", True), ("61%", False)])
@@ -128,7 +128,7 @@ async def test_who_waits_for_room_looks_again_at_each_event(scene: Scene) -> Non
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not waiting.done(), "the event has freed nothing"
-    scene.pool.remove(worker)
+    scene.pool.remove_worker(worker)
     await asyncio.wait_for(waiting, 5)
 
 

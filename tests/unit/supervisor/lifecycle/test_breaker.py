@@ -22,11 +22,11 @@ def test_it_opens_after_so_many_fruitless_lives_in_a_row() -> None:
     one = BreakerPolicy(LIMITS)
     for _ in range(2):
         one.fruitless_end("a", 1.0)
-        assert one.hold(1.0) is None
+        assert one.blocked_until(1.0) is None
     one.fruitless_end("b", 5.0)
     assert (one.state, one.since) == ("open", 5.0)
-    assert one.hold(14.9) == StartDelay(15.0)
-    assert one.hold(15.0) is None
+    assert one.blocked_until(14.9) == StartDelay(15.0)
+    assert one.blocked_until(15.0) is None
 
 
 def test_a_fruitful_life_starts_the_count_over() -> None:
@@ -34,7 +34,7 @@ def test_a_fruitful_life_starts_the_count_over() -> None:
     for _ in range(10):
         one.fruitless_end("a", 1.0)
         one.fruitless_end("a", 1.0)
-        one.fruitful()
+        one.record_success()
     assert one.state == "closed"
 
 
@@ -42,11 +42,11 @@ def test_one_replica_is_the_probe_and_the_others_wait() -> None:
     one = opened()
     one.started("b")
     assert (one.state, one.probe) == ("half-open", "b")
-    assert one.hold(1e9) == StartDelay(None)
+    assert one.blocked_until(1e9) == StartDelay(None)
     one.fruitless_end("c", 120.0)  # one that had been running all the time
     assert one.state == "half-open"
-    one.fruitful()
-    assert one.hold(120.0) is None
+    one.record_success()
+    assert one.blocked_until(120.0) is None
     assert one.fruitless == 0
 
 
@@ -58,7 +58,7 @@ def test_each_failed_probe_doubles_the_cool_down_up_to_a_limit() -> None:
         one.started("a")
         one.fruitless_end("a", now)
     assert cooldowns == [10.0, 20.0, 40.0, 40.0, 40.0]
-    one.fruitful()
+    one.record_success()
     for _ in range(3):
         one.fruitless_end("a", now)
     assert one.until - now == 10.0, "all is forgotten"
@@ -71,7 +71,7 @@ def test_a_probe_that_is_taken_away_lets_another_one_try() -> None:
     assert one.probe == "a"
     one.withdrawn("a", 111.0)
     assert one.probe == ""
-    assert one.hold(111.0) is None
+    assert one.blocked_until(111.0) is None
 
 
 def test_a_year_of_failures_overflows_nothing() -> None:
@@ -86,7 +86,7 @@ def test_a_year_of_failures_overflows_nothing() -> None:
 def test_the_number_of_lives_is_the_limit(lives: int) -> None:
     one = BreakerPolicy(BreakerLimits(lives=lives))
     ended = 0
-    while one.hold(0.0) is None:
+    while one.blocked_until(0.0) is None:
         one.fruitless_end("a", 0.0)
         ended += 1
     assert ended == lives
@@ -108,7 +108,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abcd"))
     def wants_to_start(self, name: str) -> None:
-        if name in self.running or self.breaker.hold(self.now) is not None:
+        if name in self.running or self.breaker.blocked_until(self.now) is not None:
             return
         was = self.breaker.state
         self.breaker.started(name)
@@ -127,7 +127,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule()
     def proves_itself(self) -> None:
-        self.breaker.fruitful()
+        self.breaker.record_success()
         self.probes.clear()
 
     @precondition(lambda self: self.running)
@@ -147,7 +147,7 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def it_never_waits_longer_than_the_longest(self) -> None:
-        hold = self.breaker.hold(self.now)
+        hold = self.breaker.blocked_until(self.now)
         if hold is not None and hold.until is not None:
             assert 0 < hold.until - self.now <= LIMITS.longest_s + 1e-6
 

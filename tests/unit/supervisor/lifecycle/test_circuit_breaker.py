@@ -34,14 +34,14 @@ def test_after_a_probe_it_says_when_that_was(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(time, "time", lambda: wall + now - began)
     circuit = CircuitBreaker("m", BreakerLimits(lives=1, first_s=100))
     circuit.started("m/0")
-    circuit.fruitless("m/0", "it broke")
+    circuit.record_failure("m/0", "it broke")
     said = circuit.explain()
     assert f"last attempt at {clock(wall)}, next attempt at {clock(wall + 100)}" in said
     now += 100
     circuit.started("m/1")
     assert f"m/1 is tried alone since {clock(wall + 100)}" in circuit.explain()
     now += 10
-    circuit.fruitless("m/1", "it broke again")
+    circuit.record_failure("m/1", "it broke again")
     said = circuit.explain()
     assert "it broke again" in said
     assert f"last attempt at {clock(wall + 100)}, next attempt at {clock(wall + 310)}" in said
@@ -64,7 +64,7 @@ def test_an_endpoint_that_is_down_is_no_crash_loop(keys: dict[str, Any], opens: 
     circuit, policy = make_circuit_breaker(model(**keys)), make_restart_policy(model(**keys))
     for _ in range(20):
         circuit.started("m/0")
-        circuit.fruitless("m/0", "it does not answer")
+        circuit.record_failure("m/0", "it does not answer")
         pause_s = policy.after_s(fruitful=False)
     assert (circuit.state == "open") is opens
     assert (pause_s > 1.3 * ENDPOINT_S) is opens

@@ -12,7 +12,7 @@ KNOWN = LastSeen(pid=7, lived_s=1.5, phase="ready", served=3, running=2, rss_byt
 
 def test_a_death_is_kept_with_all_that_was_known() -> None:
     history = ExitHistory()
-    history.add(Exit(None, signal.SIGKILL, ("last",), stacks=("stack",)), KNOWN, "killed")
+    history.add_exit(Exit(None, signal.SIGKILL, ("last",), stacks=("stack",)), KNOWN, "killed")
     (record,) = history.exits()
     assert (record.pid, record.phase, record.served, record.running) == (7, "ready", 3, 2)
     assert (record.rss_bytes, record.gpu_bytes, record.code, record.signal) == (5, 6, None, 9)
@@ -22,7 +22,7 @@ def test_a_death_is_kept_with_all_that_was_known() -> None:
 def test_ten_are_kept_the_last_last_and_the_stacks_of_two() -> None:
     history = ExitHistory()
     for number in range(15):
-        history.add(Exit(number, None, (), stacks=("s",)), KNOWN, str(number))
+        history.add_exit(Exit(number, None, (), stacks=("s",)), KNOWN, str(number))
     assert [record.what for record in history.exits()] == [str(n) for n in range(5, 15)]
     assert [bool(record.stacks) for record in history.exits()] == [False] * 8 + [True] * 2
 

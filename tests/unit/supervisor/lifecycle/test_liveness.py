@@ -73,7 +73,7 @@ def test_an_answer_settles_all_pings() -> None:
 def test_our_own_sleep_is_nobody_elses_fault() -> None:
     one = pulse(age_s=50.0, running=1)  # a container that was frozen: its clock ran on, too
     one.asked(1.0)
-    one.slept(60.0)
+    one.restart_timers(60.0)
     assert one.verdict("ready", TIMEOUTS, 60.0 + FORGIVEN_S - 0.1) == ""
     assert one.silent_s(60.5) == 0.5
     assert "stalled" in one.verdict("ready", TIMEOUTS, 60.0 + FORGIVEN_S), "it had time to answer"
@@ -82,7 +82,7 @@ def test_our_own_sleep_is_nobody_elses_fault() -> None:
 def test_who_has_loaded_an_adapter_is_pardoned_for_a_while() -> None:
     one = pulse(age_s=50.0, running=1)
     one.asked(1.0)
-    one.pardon(60.0)
+    one.reset_deadline(60.0)
     assert one.verdict("ready", TIMEOUTS, 60.0 + PARDONED_S - 0.1) == ""
     assert "stalled" in one.verdict("ready", TIMEOUTS, 60.0 + PARDONED_S)
 

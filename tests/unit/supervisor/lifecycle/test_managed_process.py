@@ -57,7 +57,7 @@ class Host:
         self.replica: WorkerProcess | None = None
         self._changes = asyncio.Event()
 
-    def changed(self) -> None:
+    def publish_change(self) -> None:
         assert self.replica is not None
         if self.states[-1:] != [self.replica.state]:
             self.states.append(self.replica.state)
@@ -66,13 +66,13 @@ class Host:
     def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
         return {}
 
-    def noticed(self) -> None:
-        self.changed()
+    def publish_later(self) -> None:
+        self.publish_change()
 
     def children_changed(self) -> None:
         pass
 
-    def line(self, name: str, text: str) -> None:
+    def on_line(self, name: str, text: str) -> None:
         pass
 
     def quarantine(self, request: Quarantined) -> None:
@@ -132,7 +132,7 @@ async def play(tmp_path: Path) -> AsyncIterator[Play]:
     yield start
     for stage in stages:
         child = stage.replica.child
-        stage.replica.end(Stop(), 0.2)
+        stage.replica.end_child(Stop(), 0.2)
         await asyncio.wait_for(stage.task, 10)
         assert child is None or procfs.read_process(child.pid) is None
     host.run_dir.release()
@@ -143,7 +143,7 @@ async def test_it_comes_up_and_ends(play: Play) -> None:
     await stage.until("ready")
     assert stage.replica.info is not None
     assert stage.replica.info.architecture == "echo"
-    stage.replica.end(Stop(), 5.0)
+    stage.replica.end_child(Stop(), 5.0)
     await asyncio.wait_for(stage.task, 60)
     assert stage.host.states == ["starting", "loading", "ready", "draining", "stopped"]
     assert stage.replica.status().pid == 0
@@ -175,7 +175,7 @@ async def test_an_engines_death_is_told_in_its_own_words(play: Play) -> None:
     await stage.host.until(lambda: stage.replica.restarts == 1)
     await stage.until("ready")
     assert "stalled" in stage.host.states, "from the word on it is sent nothing more"
-    (death,) = stage.replica.story().exits
+    (death,) = stage.replica.make_history().exits
     assert death.what == "RuntimeError: the prompt contains '(raise)'"
     assert (death.code, death.signal, death.phase) == (os.EX_SOFTWARE, None, "ready")
 
@@ -198,7 +198,7 @@ async def test_a_permanent_boot_failure_is_not_tried_again(play: Play) -> None:
     await stage.until("failed")
     status = stage.replica.status()
     assert (status.reason, status.restarts, status.pid) == ("no such file", 0, 0)
-    stage.replica.end(Stop(), 5.0)
+    stage.replica.end_child(Stop(), 5.0)
     await asyncio.wait_for(stage.task, 60)
 
 
@@ -208,7 +208,7 @@ async def test_boot_failures_in_a_row_are_given_up(play: Play) -> None:
     assert stage.replica.restarts == 2
     assert stage.replica.reason.startswith("crash loop: 3 processes in a row died before")
     assert "(the last: exit code 9 before it was ready)" in stage.replica.reason
-    story = stage.replica.story()
+    story = stage.replica.make_history()
     assert [record.code for record in story.exits] == [9, 9, 9]
     assert story.next_attempt_s is not None
     assert 290 < story.next_attempt_s <= 300, "the longest cool-down"
@@ -221,7 +221,7 @@ async def test_boot_failures_in_a_row_are_given_up(play: Play) -> None:
 async def test_the_end_may_come_while_it_starts(play: Play) -> None:
     stage = play(load_s=600)
     await stage.until("starting")
-    stage.replica.end(Stop(), 5.0)
+    stage.replica.end_child(Stop(), 5.0)
     await asyncio.wait_for(stage.task, 60)
     assert stage.replica.state == "stopped"
 
@@ -229,7 +229,7 @@ async def test_the_end_may_come_while_it_starts(play: Play) -> None:
 async def test_now_means_now(play: Play) -> None:
     stage = play(ignore_sigterm=True)
     await stage.until("ready")
-    stage.replica.end(Stop(), 600.0)
+    stage.replica.end_child(Stop(), 600.0)
     await stage.until("draining")
     began = time.monotonic()
     stage.replica.end_now()
@@ -308,13 +308,13 @@ async def test_it_loads_and_unloads_and_says_what_it_holds(play: Play, tmp_path:
     await stage.until("ready")
     replica = stage.replica
     assert replica.serves
-    assert await replica.load_adapter(adapter(tmp_path)) == replica.holds["x"]
+    assert await replica.load_adapter(adapter(tmp_path)) == replica.held_adapters["x"]
     refused = await replica.load_adapter(AdapterSpec("y", str(tmp_path / "nowhere")))
     assert isinstance(refused, Refusal)
     assert refused.invalid
     assert not refused.died
     assert await replica.unload_adapter("x")
-    assert not replica.holds
+    assert not replica.held_adapters
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ async def test_one_that_was_told_to_end_counts_for_nothing(play: Play, tmp_path:
     await stage.until("ready")
     loading = asyncio.create_task(stage.replica.load_adapter(adapter(tmp_path)))
     await asyncio.sleep(0)
-    stage.replica.end(Stop(), 0.1)
+    stage.replica.end_child(Stop(), 0.1)
     outcome = await asyncio.wait_for(loading, 10)
     assert isinstance(outcome, Refusal)
     assert outcome.left
@@ -371,7 +371,7 @@ async def watched(stage: Stage, state: str) -> None:
     """Look as often as the supervisor does, until it is so."""
     async with asyncio.timeout(15):
         while stage.replica.state != state:
-            stage.replica.look()
+            stage.replica.check_health()
             await asyncio.sleep(0.05)
 
 
@@ -384,7 +384,7 @@ async def test_a_worker_that_hangs_is_dumped_killed_and_replaced(
     await request(stage, "poison")
     await watched(stage, "stalled")
     await watched(stage, "ready")
-    (record,) = stage.replica.story().exits
+    (record,) = stage.replica.make_history().exits
     begins = "silent: no answer to a ping for" if holding_gil else "stalled: no progress for"
     assert record.what.startswith(begins)
     assert record.phase == "ready"
@@ -400,10 +400,10 @@ async def test_a_stopped_worker_is_replaced_without_its_stacks(play: Play) -> No
     os.kill(stage.replica.pid, signal.SIGSTOP)
     async with asyncio.timeout(15):
         while not stage.replica.restarts:
-            stage.replica.look()
+            stage.replica.check_health()
             await asyncio.sleep(0.01)
     assert "stalled" in stage.host.states
-    (record,) = stage.replica.story().exits
+    (record,) = stage.replica.make_history().exits
     assert record.what.startswith("silent: no answer to a ping for 0.5")
     assert record.stacks == ()
     await watched(stage, "ready")
@@ -422,4 +422,4 @@ async def test_a_load_without_progress_is_ended(play: Play) -> None:
     await watched(stage, "stalled")
     assert "while loading" in stage.replica.reason
     await stage.host.until(lambda: stage.replica.restarts == 1)
-    assert stage.replica.story().exits[0].phase == "loading"
+    assert stage.replica.make_history().exits[0].phase == "loading"

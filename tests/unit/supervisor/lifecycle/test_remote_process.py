@@ -86,7 +86,7 @@ async def pair(**how: Any) -> AsyncIterator[Pair]:
         try:
             yield made
         finally:
-            made.child.leave()
+            made.child.disconnect()
 
 
 async def test_what_is_said_arrives_both_ways() -> None:
@@ -151,7 +151,7 @@ async def test_its_times_are_told_by_our_clock(monkeypatch: pytest.MonkeyPatch) 
         told = both.heard[0]
         assert isinstance(told, PhaseReport)
         assert told.phase.began_s == pytest.approx(began, abs=DEADLINE_S)
-        child.leave()
+        child.disconnect()
 
 
 class ClockAhead:

@@ -29,7 +29,7 @@ def test_a_fruitful_life_starts_the_back_off_over() -> None:
 def test_an_operators_word_starts_it_over_too() -> None:
     one = policy()
     assert [one.after_s(fruitful=False) for _ in range(3)] == [1, 2, 4]
-    one.forget()
+    one.reset_backoff()
     assert one.after_s(fruitful=False) == 1
 
 

@@ -13,14 +13,14 @@ from servekit.supervisor.lifecycle.history import StartReason, StartupTiming
 def begun(cause: str = "up", at_s: float = 100.0, now: float = 101.0) -> StartupTiming:
     starting = StartupTiming()
     starting.occasion = StartReason(cause, at_s)  # type: ignore[arg-type]  # parametrised
-    starting.begin(now)
+    starting.start_record(now)
     return starting
 
 
 def told(
     starting: StartupTiming, name: str, began_s: float, ended_s: float | None, **more: str
 ) -> None:
-    starting.heard(PhaseReport(Phase(name, began_s, ended_s, **more)))  # type: ignore[arg-type]
+    starting.add_report(PhaseReport(Phase(name, began_s, ended_s, **more)))  # type: ignore[arg-type]
 
 
 def last(starting: StartupTiming) -> Start:
@@ -35,17 +35,17 @@ def spans(start: Start) -> list[tuple[str, float, float | None]]:
 
 def test_a_start_is_told_from_what_it_was_for_to_the_last_gateway() -> None:
     starting = begun()
-    starting.awaits("interpreter", 101.0)
+    starting.begin_phase("interpreter", 101.0)
     told(starting, "worker", 101.5, 102.0)
     told(starting, "load", 102.0, None)
     told(starting, "weights", 102.0, 103.0, within="load")
     told(starting, "load", 102.0, 103.5)
     told(starting, "warm-up", 103.5, 104.0)
-    starting.awaits("admission", 104.0)
+    starting.begin_phase("admission", 104.0)
     starting.ready(104.25)
-    starting.heard(GatewayConnected("gateway/0", 104.5))
-    starting.heard(GatewayConnected("gateway/1", 105.0))
-    starting.heard(GatewayConnected("gateway/0", 900.0))  # it was restarted
+    starting.add_report(GatewayConnected("gateway/0", 104.5))
+    starting.add_report(GatewayConnected("gateway/1", 105.0))
+    starting.add_report(GatewayConnected("gateway/0", 900.0))  # it was restarted
     start = last(starting)
     assert spans(start) == [
         ("supervisor", 0.0, 1.0),
@@ -68,7 +68,7 @@ def test_what_it_died_in_stays_open_and_its_end_is_the_next_one_s_beginning() ->
     start = last(starting)
     assert (start.state, start.total_s, start.first_token_s) == ("died", 3.0, None)
     assert spans(start)[-1] == ("load", 1.0, None)
-    starting.begin(104.0)
+    starting.start_record(104.0)
     first, second = starting.all("m/0").starts
     assert (first, second.cause) == (start, "restart")
     assert spans(second) == [("back-off", 0.0, 1.0)]
@@ -79,7 +79,7 @@ def test_the_life_now_and_the_one_before_are_kept() -> None:
     for died_s in (110.0, 120.0, 130.0):
         starting.ready(died_s - 5)
         starting.died(died_s)
-        starting.begin(died_s + 1)
+        starting.start_record(died_s + 1)
     assert [one.cause for one in starting.all("m/0").starts] == ["restart", "restart"]
     assert [one.state for one in starting.all("m/0").starts] == ["up", "starting"]
 
@@ -94,7 +94,7 @@ def test_what_was_before_the_process_has_a_name(cause: str, name: str) -> None:
 def test_an_occasion_holds_once() -> None:
     starting = begun("operator")
     starting.died(102.0)
-    starting.begin(103.0)
+    starting.start_record(103.0)
     assert last(starting).cause == "restart"
 
 
@@ -116,7 +116,7 @@ def test_a_worker_gone_astray_fills_no_memory() -> None:
 
 def test_nothing_is_made_of_facts_before_a_start() -> None:
     starting = StartupTiming()
-    starting.heard(GatewayConnected("gateway/0", 1.0))
+    starting.add_report(GatewayConnected("gateway/0", 1.0))
     told(starting, "load", 1.0, 2.0)
     starting.ready(3.0)
     starting.died(4.0)
@@ -124,6 +124,6 @@ def test_nothing_is_made_of_facts_before_a_start() -> None:
 
 
 def test_this_process_is_younger_than_the_machine_and_older_than_its_test() -> None:
-    occasion = StartReason.up()
+    occasion = StartReason.from_supervisor_start()
     assert occasion.at_s < time.monotonic()
     assert time.monotonic() - occasion.at_s < 24 * 3600

@@ -27,13 +27,13 @@ class Stage:
         self.deployments = deployments
         self.uses: dict[str, tuple[ModelDemand, float]] = {}
         self.gateway = SimpleNamespace(
-            uses=self.uses, on_use=None, state="ready", awaited=lambda: {*self.uses}
+            uses=self.uses, on_use=None, state="ready", awaited_models=lambda: {*self.uses}
         )
         plan = SimpleNamespace(config=SimpleNamespace(gpus=SimpleNamespace(reserve=None)))
         made: Any = SimpleNamespace(
             plan=plan,
             served=list(deployments),
-            everyone=lambda: list(deployments),
+            all_deployments=lambda: list(deployments),
             pool=SimpleNamespace(gate=SimpleNamespace(ledger=GpuReservations(()))),
             gpus=(),
         )
@@ -227,7 +227,7 @@ async def test_without_waiting_it_is_told_what_has_begun() -> None:
 async def test_at_the_end_nothing_is_begun() -> None:
     a = deployment("a")
     stage = Stage(a)
-    stage.residents.halt()
+    stage.residents.stop_changes()
     stage.ask_for("a")
     assert a.told == []
     assert await stage.reside("a", "load") == Refused("servekit is shutting down")

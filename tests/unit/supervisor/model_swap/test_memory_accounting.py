@@ -81,7 +81,7 @@ def test_free_is_what_nobody_holds_and_nobody_was_promised() -> None:
 def test_what_workers_that_wait_do_not_find() -> None:
     deployment = MadeUp(config())
     deployment.have("starting", "starting", "ready")
-    assert memory_accounting.lacks(deployment.real) == {}
+    assert memory_accounting.missing_for_loading(deployment.real) == {}
     for replica in deployment.replicas[:2]:
         replica.gpu.lacking = {"GPU-0": GIB}
-    assert memory_accounting.lacks(deployment.real) == {"GPU-0": 2 * GIB}
+    assert memory_accounting.missing_for_loading(deployment.real) == {"GPU-0": 2 * GIB}

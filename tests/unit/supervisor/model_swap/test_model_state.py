@@ -55,7 +55,7 @@ async def test_while_its_workers_are_told_to_sleep_it_is_leaving_and_falls_aslee
         await over.wait()
 
     for doing, tier in (("sleep", "leaving"), ("wake", "coming")):
-        one.run(doing, work())  # type: ignore[arg-type]
+        one.apply_action(doing, work())  # type: ignore[arg-type]
         one.observe((), 1.0)
         assert (one.tier, one.facts({}, {}).falls_asleep) == (tier, doing == "sleep")
         assert one.task is not None
@@ -80,7 +80,7 @@ def test_what_all_gateways_tell_counts() -> None:
 
 def test_it_learns_what_it_takes_to_have_it() -> None:
     one, deployment = made()
-    one.begin(10.0)
+    one.mark_started(10.0)
     deployment.have("loading")
     one.observe((), 11.0)
     deployment.have("ready")
@@ -88,7 +88,7 @@ def test_it_learns_what_it_takes_to_have_it() -> None:
     assert (one.facts({}, {}).load_s, one.facts({}, {}).wake_s) == (40.0, 10.0)
     deployment.have("asleep")
     one.observe((), 60.0)
-    one.begin(70.0)
+    one.mark_started(70.0)
     deployment.have("ready")
     one.observe((), 73.0)
     assert (one.facts({}, {}).load_s, one.facts({}, {}).wake_s) == (40.0, 3.0)
@@ -138,7 +138,7 @@ def test_a_wish_is_forgotten_once_it_has_come_true() -> None:
 def test_what_was_refused_is_not_wished_for_any_more() -> None:
     one, _ = made()
     one.accept_request("load", 5.0)
-    one.refuse()
+    one.drop_request()
     assert (one.requested, one.facts({}, {}).waiting_since) == ("", None)
 
 

@@ -370,7 +370,7 @@ def test_every_decision_keeps_the_rules(seed: int) -> None:
     for step in decision.steps:
         one = by_name[step.model]
         if step.kind in ("load", "wake"):
-            taken += one.need[PLACE]
+            taken += one.needed_memory[PLACE]
             assert one.waiting_since is not None
         else:
             assert one.tier in ("resident", "asleep")

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from servekit.errors import NobodyRuns, StartError
-from servekit.supervisor.process.instances import Running, choose, find, find_last, running
+from servekit.supervisor.process.instances import (
+    Running,
+    choose_run_dir,
+    find_last,
+    find_run_dir,
+    list_instances,
+)
 from servekit.supervisor.process.run_dir import Record, RunDir, boot_id
 from servekit.system import procfs
 
@@ -28,7 +34,7 @@ def taken(path: Path) -> RunDir:
 
 
 def folders() -> list[Path]:
-    return [one.run_dir for one in running()]
+    return [one.run_dir for one in list_instances()]
 
 
 def test_what_runs_is_found_without_any_variable(tmp_path: Path) -> None:
@@ -36,7 +42,7 @@ def test_what_runs_is_found_without_any_variable(tmp_path: Path) -> None:
     assert path not in folders()
     made = taken(path)
     assert folders().count(path) == 1
-    [found] = [one for one in running() if one.run_dir == path]
+    [found] = [one for one in list_instances() if one.run_dir == path]
     assert (found.record.pid, found.uid) == (os.getpid(), os.getuid())
     made.release()
     assert path not in folders()
@@ -74,10 +80,10 @@ def test_the_only_one_is_meant_or_the_default_or_the_given(tmp_path: Path) -> No
     environ = {"XDG_STATE_HOME": str(tmp_path)}
     default = tmp_path / "servekit" / "default"
     one, other = (Running(Path(name), record(), os.getuid()) for name in ("/one", "/other"))
-    assert choose(None, [one], environ) == Path("/one")
-    assert choose(Path("/given"), [one, other], environ) == Path("/given")
-    assert choose(None, [one, Running(default, record(), os.getuid())], environ) == default
-    assert choose(None, [], environ) is None
+    assert choose_run_dir(None, [one], environ) == Path("/one")
+    assert choose_run_dir(Path("/given"), [one, other], environ) == Path("/given")
+    assert choose_run_dir(None, [one, Running(default, record(), os.getuid())], environ) == default
+    assert choose_run_dir(None, [], environ) is None
 
 
 def test_several_are_listed_with_how_to_choose(tmp_path: Path) -> None:
@@ -86,7 +92,7 @@ def test_several_are_listed_with_how_to_choose(tmp_path: Path) -> None:
         Running(Path("/run/a"), record(10), os.getuid()),
     ]
     with pytest.raises(StartError) as told:
-        choose(None, found, {"XDG_STATE_HOME": str(tmp_path)})
+        choose_run_dir(None, found, {"XDG_STATE_HOME": str(tmp_path)})
     assert told.value.message.splitlines() == [
         "several instances run; --run-dir chooses:",
         "  --run-dir /run/a  (pid 10, http://127.0.0.1:10, /a b.yaml)",
@@ -95,7 +101,7 @@ def test_several_are_listed_with_how_to_choose(tmp_path: Path) -> None:
 
 
 def test_what_a_dead_one_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("servekit.supervisor.process.instances.running", list)
+    monkeypatch.setattr("servekit.supervisor.process.instances.list_instances", list)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # sockets have short paths there
         _find_last_in(Path(folder))
 
@@ -107,7 +113,7 @@ def _find_last_in(tmp_path: Path) -> None:
         "XDG_RUNTIME_DIR": str(tmp_path / "runtime"),
     }
     with pytest.raises(NobodyRuns, match=f"no servekit runs in {tmp_path}/state"):
-        find(None, environ)
+        find_run_dir(None, environ)
     older = RunDir.claim(tmp_path / "runtime/servekit/default")
     older.log_path("a/0").touch()
     older.record(record())

@@ -82,11 +82,11 @@ async def test_loads_that_share_a_gpu_take_turns(
 ) -> None:
     first, second = worker("a", GPUS[:1], 40), worker("b", GPUS, 40, 40)
     elsewhere = worker("c", GPUS[1:], 40)
-    assert await gate.enter(first) == ""
-    entering = asyncio.create_task(gate.enter(second))
+    assert await gate.await_admission(first) == ""
+    entering = asyncio.create_task(gate.await_admission(second))
     await poll_async("the gate says so", lambda: bool(second.told))
     assert second.told == ["waits for a/0 on GPU 0 (H200)"]
-    assert await gate.enter(elsewhere) == "", "it waits for nobody who loads elsewhere"
+    assert await gate.await_admission(elsewhere) == "", "it waits for nobody who loads elsewhere"
     gate.loaded("c/0")
     first.pid, nvml.held[process] = process, {"GPU-0": 40}
     assert not entering.done()
@@ -101,19 +101,21 @@ async def test_one_that_fetches_lets_others_load_but_not_into_what_it_was_promis
 ) -> None:
     first, second = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 40)
     third = worker("c", GPUS[:1], 1)
-    assert await gate.enter(first) == ""
+    assert await gate.await_admission(first) == ""
     first.pid = process
-    gate.loads("a/0", from_files=False)
-    gate.loads("a/0", from_files=False)
+    gate.track_load("a/0", from_files=False)
+    gate.track_load("a/0", from_files=False)
     nvml.held[1] = {"GPU-0": 20}
-    assert "80.0 GiB free, less 60.0 GiB that others were promised" in await gate.enter(second)
+    assert "80.0 GiB free, less 60.0 GiB that others were promised" in await gate.await_admission(
+        second
+    )
     nvml.held[1] = {}
-    assert await gate.enter(second) == ""
-    gate.loads("a/0", from_files=True)
+    assert await gate.await_admission(second) == ""
+    gate.track_load("a/0", from_files=True)
     gate.left("b/0", ())
-    entering = asyncio.create_task(gate.enter(third))
+    entering = asyncio.create_task(gate.await_admission(third))
     await poll_async("the gate says so", lambda: third.told == ["waits for a/0 on GPU 0 (H200)"])
-    gate.loads("a/0", from_files=True)
+    gate.track_load("a/0", from_files=True)
     gate.loaded("a/0")
     assert await entering == ""
 
@@ -122,23 +124,23 @@ async def test_memory_promised_to_another_is_not_free(
     gate: GpuAdmission, nvml: Nvml, process: int
 ) -> None:
     first, second = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 40)
-    assert await gate.enter(first) == ""
+    assert await gate.await_admission(first) == ""
     gate.loaded("a/0")
     first.pid, nvml.held[process] = process, {"GPU-0": 10}
     nvml.held[1] = {"GPU-0": 20}
-    reason = await gate.enter(second)
+    reason = await gate.await_admission(second)
     assert "70.0 GiB free, less 50.0 GiB that others were promised" in reason
     assert "20.0 GiB too few; pid 1 (" in reason
     assert gate.ledger.holders("GPU-0") == {"a/0": 60 * GIB}
     nvml.held[process] = {"GPU-0": 30}
     del nvml.held[1]
-    assert await gate.enter(second) == ""
+    assert await gate.await_admission(second) == ""
 
 
 async def test_it_waits_for_memory_and_says_so(gate: GpuAdmission, nvml: Nvml) -> None:
     nvml.held[1] = {"GPU-0": 70}
     one = worker("a", GPUS[:1], 40)
-    entering = asyncio.create_task(gate.enter(one))
+    entering = asyncio.create_task(gate.await_admission(one))
     await poll_async("the gate says so", lambda: bool(one.told))
     assert one.told[0].startswith("waits for memory: GPU 0 (H200) has 30.0 GiB free")
     assert one.lacked[0] == {"GPU-0": 10 * GIB}
@@ -151,20 +153,20 @@ async def test_it_waits_for_memory_and_says_so(gate: GpuAdmission, nvml: Nvml) -
 async def test_what_does_not_fit_the_ledger_is_refused_with_the_arithmetic(
     gate: GpuAdmission,
 ) -> None:
-    assert await gate.enter(worker("a", GPUS[:1], 60)) == ""
+    assert await gate.await_admission(worker("a", GPUS[:1], 60)) == ""
     gate.loaded("a/0")
-    reason = await gate.enter(worker("b", GPUS[:1], 41))
+    reason = await gate.await_admission(worker("b", GPUS[:1], 41))
     assert reason.endswith("60.0 GiB a/0's, and it claims 41.0 GiB, 1.0 GiB too much")
-    assert await gate.enter(worker("c", GPUS[:1], 40)) == "", "and has left no trace"
+    assert await gate.await_admission(worker("c", GPUS[:1], 40)) == "", "and has left no trace"
 
 
 async def test_a_claim_stands_until_the_memory_is_gone(gate: GpuAdmission, nvml: Nvml) -> None:
     first, second = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 60)
-    assert await gate.enter(first) == ""
+    assert await gate.await_admission(first) == ""
     nvml.held[7] = {"GPU-0": 50}
     gate.left("a/0", {7})
     assert gate.ledger.holders("GPU-0") == {"a/0": 60 * GIB}
-    entering = asyncio.create_task(gate.enter(second))
+    entering = asyncio.create_task(gate.await_admission(second))
     await poll_async(
         "the gate says so", lambda: any("60.0 GiB a/0's" in told for told in second.told)
     )
@@ -177,10 +179,10 @@ async def test_its_next_life_waits_for_the_memory_of_its_last(
     gate: GpuAdmission, nvml: Nvml
 ) -> None:
     one = worker("a", GPUS[:1], 40)
-    assert await gate.enter(one) == ""
+    assert await gate.await_admission(one) == ""
     nvml.held[7] = {"GPU-0": 40}
     gate.left("a/0", {7})
-    entering = asyncio.create_task(gate.enter(one))
+    entering = asyncio.create_task(gate.await_admission(one))
     await poll_async(
         "the gate says so",
         lambda: any("still held by a worker of ours" in told for told in one.told),
@@ -192,35 +194,35 @@ async def test_its_next_life_waits_for_the_memory_of_its_last(
 
 async def test_one_that_is_told_to_end_while_it_waits_leaves_nothing(gate: GpuAdmission) -> None:
     first, second = worker("a", GPUS[:1], 40), worker("b", GPUS[:1], 40)
-    assert await gate.enter(first) == ""
-    entering = asyncio.create_task(gate.enter(second))
+    assert await gate.await_admission(first) == ""
+    entering = asyncio.create_task(gate.await_admission(second))
     await poll_async("the gate says so", lambda: bool(second.told))
     entering.cancel()
     await asyncio.wait((entering,))
     gate.left("b/0", ())
     gate.left("a/0", ())
     assert gate.ledger.holders("GPU-0") == {}
-    assert await gate.enter(worker("c", GPUS[:1], 100)) == ""
+    assert await gate.await_admission(worker("c", GPUS[:1], 100)) == ""
 
 
 async def test_asleep_it_claims_what_it_still_holds(
     gate: GpuAdmission, nvml: Nvml, process: int
 ) -> None:
     one, other = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 60)
-    assert await gate.enter(one) == ""
+    assert await gate.await_admission(one) == ""
     gate.loaded("a/0")
     one.pid, nvml.held[process] = process, {"GPU-0": 2}
     await gate.fell_asleep(one)
     assert gate.ledger.holders("GPU-0") == {"a/0": 2 * GIB}
-    assert await gate.enter(other) == ""
+    assert await gate.await_admission(other) == ""
     gate.loaded("b/0")
-    assert (await gate.enter(one)).endswith(
+    assert (await gate.await_admission(one)).endswith(
         "60.0 GiB b/0's, and it claims 60.0 GiB, 20.0 GiB too much"
     )
     assert gate.ledger.holders("GPU-0") == {"a/0": 2 * GIB, "b/0": 60 * GIB}, "it sleeps on"
     gate.left("b/0", ())
     nvml.held[1] = {"GPU-0": 40}
-    assert await gate.enter(one) == "", "58 more are free"
+    assert await gate.await_admission(one) == "", "58 more are free"
     assert gate.ledger.holders("GPU-0") == {"a/0": 60 * GIB}
 
 
@@ -230,7 +232,7 @@ async def test_asleep_it_claims_what_is_used_where_its_processes_cannot_be_seen(
     """As in a container. Others hold no more than they claim: the rest is its own."""
     one, other = worker("a", GPUS[:1], 60), worker("b", GPUS[:1], 20)
     for guest in (one, other):
-        assert await gate.enter(guest) == ""
+        assert await gate.await_admission(guest) == ""
         gate.loaded(guest.name)
     one.pid, nvml.held[1] = process, {"GPU-0": 30}
     await gate.fell_asleep(one)
@@ -250,7 +252,7 @@ async def test_one_that_is_not_seen_by_a_silent_driver_sleeps_with_its_claim(
     gate: GpuAdmission, nvml: Nvml, process: int
 ) -> None:
     one = worker("a", GPUS[:1], 60)
-    assert await gate.enter(one) == ""
+    assert await gate.await_admission(one) == ""
     one.pid, nvml.answers = process, False
     await gate.fell_asleep(one)
     assert gate.ledger.claim_of("a/0") == {"GPU-0": 60 * GIB}
@@ -266,7 +268,7 @@ async def test_one_that_has_died_meanwhile_did_not_fall_asleep(nvml: Nvml, proce
 
     is_asleep, two = False, process + 1
     gate = GpuAdmission(GpuReservations(GPUS), read)
-    assert await gate.enter(one) == ""
+    assert await gate.await_admission(one) == ""
     gate.loaded("a/0")
     is_asleep, nvml.held[process] = True, {"GPU-0": 2}
     await gate.fell_asleep(one)
@@ -277,10 +279,10 @@ async def test_a_driver_that_does_not_answer_holds_nobody_up(
     gate: GpuAdmission, nvml: Nvml
 ) -> None:
     nvml.answers = False
-    assert await gate.enter(worker("a", GPUS[:1], 40)) == ""
+    assert await gate.await_admission(worker("a", GPUS[:1], 40)) == ""
 
 
 async def test_on_the_cpu_there_is_no_gate(gate: GpuAdmission) -> None:
-    assert await gate.enter(worker("a", ())) == ""
+    assert await gate.await_admission(worker("a", ())) == ""
     gate.left("a/0", {1})
     assert not gate.ledger.claim_of("a/0")

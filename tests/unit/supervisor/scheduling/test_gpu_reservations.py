@@ -50,13 +50,13 @@ def test_an_unknown_gpu_has_no_room() -> None:
 def test_what_is_measured_promises_nothing_and_tells_excess() -> None:
     ledger = GpuReservations(GPUS)
     ledger.measured("a/0", {"GPU-0": 1})
-    assert ledger.held("a/0") == {}
+    assert ledger.held_bytes("a/0") == {}
     ledger.claim("a/0", {"GPU-0": 10 * GIB})
     ledger.measured("a/0", {"GPU-0": 12 * GIB, "GPU-1": GIB})
     assert ledger.excess("a/0") == {"GPU-0": 2 * GIB}, "what strays is told elsewhere"
     assert ledger.room("GPU-0") == 90 * GIB
     ledger.release("a/0")
-    assert (ledger.held("a/0"), ledger.excess("a/0")) == ({}, {})
+    assert (ledger.held_bytes("a/0"), ledger.excess("a/0")) == ({}, {})
 
 
 @given(

@@ -34,11 +34,11 @@ class Host:
     def keys_of(self, model: ModelConfig) -> Mapping[str, str]:
         return {}
 
-    def changed(self) -> None: ...
-    def noticed(self) -> None: ...
+    def publish_change(self) -> None: ...
+    def publish_later(self) -> None: ...
 
     def children_changed(self) -> None: ...
-    def line(self, name: str, text: str) -> None: ...
+    def on_line(self, name: str, text: str) -> None: ...
     def is_unused(self, adapter: str) -> bool:
         return True
 
@@ -79,15 +79,15 @@ async def test_one_for_each_environment_once_all_workers_have_come_up(made: Made
     wanted = model(standby=True)
     some = workers(wanted, (), (), *zip(GPUS), GPUS)
     some[0].state = "loading"
-    brood.tend(wanted, some)
+    brood.converge(wanted, some)
     assert not run
     some[0].state = "ready"
     some[3].state = "failed"
-    brood.tend(wanted, some)
-    brood.tend(wanted, some)
+    brood.converge(wanted, some)
+    brood.converge(wanted, some)
     assert names(run) == ["a/standby", "a/standby-0", "a/standby-0-1"]
     some[2].state = "backoff"  # what it is there for
-    brood.tend(wanted, some)
+    brood.converge(wanted, some)
     assert not any(standby.ending for standby in run)
 
 
@@ -113,7 +113,7 @@ async def test_who_wants_one(
     monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: available_bytes)
     brood, run = made
     wanted = model(standby=wish, engine=engine)
-    brood.tend(wanted, workers(wanted, ()))
+    brood.converge(wanted, workers(wanted, ()))
     assert len(run) == count
     assert brood.lacks_memory is (0 < available_bytes < fork_server.ROOM_BYTES)
 
@@ -121,28 +121,28 @@ async def test_who_wants_one(
 async def test_another_version_has_others(made: Made) -> None:
     brood, run = made
     old, new = model(standby=True), model(standby=True, dtype="float16")
-    brood.tend(old, workers(old, ()))
+    brood.converge(old, workers(old, ()))
     same = model(standby=True, timeout_s=5.0)
-    brood.tend(same, workers(old, ()))
+    brood.converge(same, workers(old, ()))
     assert [standby.ending for standby in run] == [False]
-    brood.tend(new, workers(old, ()))
+    brood.converge(new, workers(old, ()))
     assert [standby.ending for standby in run] == [True]
-    brood.tend(new, [*workers(old, ()), *workers(new, ())])
+    brood.converge(new, [*workers(old, ()), *workers(new, ())])
     assert [standby.ending for standby in run] == [True, False]
     assert brood.standbys == run
-    brood.ended(run[0])
+    brood.forget_fork_server(run[0])
     assert brood.standbys == run[1:]
 
 
 async def test_it_ends_when_it_is_not_wanted_any_more_and_for_good_when_closed(made: Made) -> None:
     brood, run = made
     wanted = model(standby=True)
-    brood.tend(wanted, workers(wanted, ()))
-    brood.tend(model(standby=False), workers(wanted, ()))
+    brood.converge(wanted, workers(wanted, ()))
+    brood.converge(model(standby=False), workers(wanted, ()))
     assert [standby.ending for standby in run] == [True]
-    brood.tend(wanted, workers(wanted, ()))
+    brood.converge(wanted, workers(wanted, ()))
     brood.close()
-    brood.tend(wanted, workers(wanted, ()))
+    brood.converge(wanted, workers(wanted, ()))
     assert [standby.ending for standby in run] == [True, True]
 
 
@@ -150,15 +150,15 @@ async def test_it_ends_when_its_model_is_unloaded_and_comes_again(made: Made) ->
     brood, run = made
     wanted = model(standby=True)
     some = workers(wanted, ())
-    brood.tend(wanted, some, away=True)
+    brood.converge(wanted, some, away=True)
     assert not run
-    brood.tend(wanted, some)
+    brood.converge(wanted, some)
     some[0].state = "asleep"
-    brood.tend(wanted, some)
+    brood.converge(wanted, some)
     assert [standby.ending for standby in run] == [False]
-    brood.tend(wanted, some, away=True)
+    brood.converge(wanted, some, away=True)
     assert [standby.ending for standby in run] == [True]
-    brood.tend(wanted, workers(wanted, ()))
+    brood.converge(wanted, workers(wanted, ()))
     assert [standby.ending for standby in run] == [True, False]
 
 
@@ -167,7 +167,7 @@ async def test_nothing_is_forked_before_it_is_ready_or_for_another_version(made:
     wanted = model(standby=True)
     place = Assignment("a", 0, (), None)
     assert await brood.fork(wanted, place, {}, "m" * 16, 1, 2) is None
-    brood.tend(wanted, workers(wanted, ()))
+    brood.converge(wanted, workers(wanted, ()))
     assert await brood.fork(wanted, place, {}, "m" * 16, 1, 2) is None
     assert await brood.fork(model(dtype="float16"), place, {}, "m" * 16, 1, 2) is None
     assert run[0].forks == 0

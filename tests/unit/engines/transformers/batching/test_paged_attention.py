@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def test_fresh_prompts_read_no_cache() -> None:
-    layout = Layout.of([0, 0], [3, 1], CPU)
+    layout = Layout.build([0, 0], [3, 1], CPU)
     assert layout.gather is None
     assert not layout.groups
     spans = [(c.span.query, c.span.queries, c.span.key, c.span.keys) for c in layout.chunks]
@@ -32,7 +32,7 @@ def test_fresh_prompts_read_no_cache() -> None:
 
 
 def test_decoding_requests_of_like_length_share_a_group() -> None:
-    layout = Layout.of([10, 400, 90, 420], [1, 1, 1, 1], CPU)
+    layout = Layout.build([10, 400, 90, 420], [1, 1, 1, 1], CPU)
     assert [group.rows.tolist() for group in layout.groups] == [[0, 2], [1, 3]]
     assert [group.length for group in layout.groups] == [96, 448]
     masks = [group.mask for group in layout.groups if group.mask is not None]
@@ -40,7 +40,7 @@ def test_decoding_requests_of_like_length_share_a_group() -> None:
 
 
 def test_a_request_alone_has_all_its_keys_and_nothing_masked() -> None:
-    layout = Layout.of([500, 6], [1, 1], CPU)  # not of like length
+    layout = Layout.build([500, 6], [1, 1], CPU)  # not of like length
     long, short = layout.groups
     assert (long.rows.tolist(), long.length, long.mask) == ([0], 501, None)
     assert (short.rows.tolist(), short.length, short.mask) == ([1], 7, None)
@@ -50,7 +50,7 @@ def test_a_request_alone_has_all_its_keys_and_nothing_masked() -> None:
 
 
 def test_packed_requests_are_told_by_where_they_end() -> None:
-    layout = Layout.of([10, 0, 90], [1, 7, 3], CPU, packed=True)
+    layout = Layout.build([10, 0, 90], [1, 7, 3], CPU, packed=True)
     assert layout.packed is not None
     assert (layout.gather, layout.groups, layout.chunks) == (None, [], [])
     assert layout.packed.query_ends.tolist() == [0, 1, 8, 11]
@@ -73,7 +73,7 @@ def test_the_packed_kernel_agrees_on_a_gpu() -> None:
 
 
 def test_a_mask_is_made_into_what_is_added_once_for_all_layers() -> None:
-    (group,) = Layout.of([1, 2], [1, 1], CPU).groups
+    (group,) = Layout.build([1, 2], [1, 1], CPU).groups
     bias = group.bias(torch.zeros(1, dtype=torch.bfloat16))
     assert bias is not None and group.mask is not None
     assert bias.dtype == torch.bfloat16
@@ -83,7 +83,7 @@ def test_a_mask_is_made_into_what_is_added_once_for_all_layers() -> None:
 
 
 def test_padding_reads_the_requests_own_keys() -> None:
-    layout = Layout.of([2, 5], [1, 1], CPU)
+    layout = Layout.build([2, 5], [1, 1], CPU)
     (group,) = layout.groups
     assert layout.gather is not None
     first, second = layout.gather.view(2, group.length).tolist()
@@ -94,7 +94,7 @@ def test_padding_reads_the_requests_own_keys() -> None:
 
 
 def test_a_chunk_sees_its_past_and_no_future() -> None:
-    layout = Layout.of([2, 4], [3, 1], CPU)
+    layout = Layout.build([2, 4], [3, 1], CPU)
     (chunk,) = layout.chunks
     assert chunk.mask is not None
     assert chunk.mask.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]

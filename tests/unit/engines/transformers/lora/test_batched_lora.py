@@ -106,7 +106,7 @@ def test_a_step_without_adapters_is_the_layers_own() -> None:
 
 def test_runs_of_one_adapter_are_one() -> None:
     one, two = adapter(1, 2), adapter(2, 2)
-    step = BatchLayout.of([Part(None, 7, 1), Part(one, 3, 2), Part(one, 0, 4), Part(two, 9, 1)])
+    step = BatchLayout.build([Part(None, 7, 1), Part(one, 3, 2), Part(one, 0, 4), Part(two, 9, 1)])
     assert step is not None
     assert (step.tokens, step.runs) == (8, [(1, 1, 7), (2, 7, 8)])
 

@@ -27,7 +27,7 @@ def test_it_says_what_the_base_says_in_the_same_memory(model: Any) -> None:
     assert torch.equal(logits_of(skeletons.base, IDS, 3), model(torch.tensor([IDS])).logits[0, -3:])
     pairs = list(zip(one.parameters(), model.parameters(), strict=True))
     assert all(a.data_ptr() == b.data_ptr() and a is not b for a, b in pairs)
-    assert not skeletons.own(one)
+    assert not skeletons.own_tensors(one)
     assert one.config is not model.config and not any(p.requires_grad for p in one.parameters())
 
 
@@ -41,7 +41,7 @@ def test_what_is_put_into_it_stays_there(model: Any) -> None:
         one.set_attn_implementation("eager")
     assert torch.equal(logits_of(skeletons.base, IDS, 3), before)
     assert model.config._attn_implementation == "sdpa"
-    assert sorted(tensor.shape for tensor in skeletons.own(one)) == [(64, 64), (128, 64)]
+    assert sorted(tensor.shape for tensor in skeletons.own_tensors(one)) == [(64, 64), (128, 64)]
 
 
 def test_a_change_of_the_base_does_not_go_unseen(model: Any) -> None:

@@ -52,7 +52,7 @@ def test_plain_values_stay_as_they_are() -> None:
 
 def test_caches_are_each_ranks_own() -> None:
     pages = SimpleNamespace(layout=None, device=CPU)
-    theirs = SimpleNamespace(layout=Layout.of([3, 0], [1, 4], CPU))
+    theirs = SimpleNamespace(layout=Layout.build([3, 0], [1, 4], CPU))
     past = DynamicCache()
     found = sent({"cache": theirs, "past_key_values": DynamicCache()}, past, pages)
     assert found["cache"] is pages

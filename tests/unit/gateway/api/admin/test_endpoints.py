@@ -71,7 +71,7 @@ async def client(
 ) -> AsyncIterator[httpx.AsyncClient]:
     router = Router("test")
     app = Application(router, 10**6, ui=False, operators=path)
-    router.access.apply(rules)
+    router.access.apply_rules(rules)
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app=app),
         base_url="http://servekit",

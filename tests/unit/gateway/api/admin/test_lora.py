@@ -39,15 +39,15 @@ class AdapterAnswers:
         self.answer = answer
         self.heard: list[AddAdapter | RemoveAdapter] = []
 
-    async def add(self, wish: AddAdapter) -> Accepted | Refused:
+    async def load_adapter(self, wish: AddAdapter) -> Accepted | Refused:
         self.heard.append(wish)
         return self.answer
 
-    async def remove(self, wish: RemoveAdapter) -> Accepted | Refused:
+    async def unload_adapter(self, wish: RemoveAdapter) -> Accepted | Refused:
         self.heard.append(wish)
         return self.answer
 
-    def show(self, wish: GetAdapters) -> Told | Refused:
+    def list_adapters(self, wish: GetAdapters) -> Told | Refused:
         return Told({})
 
 
@@ -60,7 +60,7 @@ async def served(
     await operators.listen(folder / "s")
     router = Router("test")
     app = Application(router, 10**6, ui=False, operators=folder / "s")
-    router.access.apply(rules)
+    router.access.apply_rules(rules)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     transport = httpx.ASGITransport(app=app)
     try:

@@ -69,7 +69,7 @@ async def served(folder: Path, rules: AccessRules) -> AsyncIterator[httpx.AsyncC
     await operators.listen(folder / "s")
     router = Router("test")
     app = Application(router, 10**6, ui=False, operators=folder / "s")
-    router.apply(Topology((), access=rules))
+    router.apply_topology(Topology((), access=rules))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client

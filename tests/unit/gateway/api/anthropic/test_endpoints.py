@@ -25,7 +25,7 @@ async def client(service: Service, **options: Any) -> httpx.AsyncClient:
     said = {"tool_parser": "hermes", "reasoning_parser": "think"}
     [worker] = await service.up(said=said, **options)
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
-    service.router.apply(Topology((status,)))
+    service.router.apply_topology(Topology((status,)))
     app = Application(service.router, 2**20, ui=False)
     transport = httpx.ASGITransport(app)
     return httpx.AsyncClient(transport=transport, base_url="http://servekit")
@@ -229,7 +229,7 @@ async def test_the_gate_and_the_wrong_method_have_it_too(service: Service) -> No
         assert unknown.json()["error"]["type"] == "not_found_error"
         rules = AccessRules(keys=(KeyRule("a", digest=b"x" * 32),))
         status = service.router.routes["m"].status
-        service.router.apply(Topology((status,), access=rules))
+        service.router.apply_topology(Topology((status,), access=rules))
         answer = await http.post("/v1/messages", json=asking("abc"))
     assert answer.status_code == 401
     assert answer.json()["error"]["type"] == "authentication_error"
@@ -249,7 +249,7 @@ async def test_a_failure_after_the_first_byte_is_an_event(service: Service) -> N
     async def send(message: Any) -> None:
         sent.append(message)
         if len(sent) == 2:
-            service.router.apply(Topology(()))
+            service.router.apply_topology(Topology(()))
             worker.kill()
 
     path = "/v1/messages"

@@ -32,7 +32,7 @@ async def client(service: Service, **options: Any) -> httpx.AsyncClient:
     said = {"tool_parser": "hermes", "reasoning_parser": "think"}
     [worker] = await service.up(said=said, **options)
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
-    service.router.apply(Topology((status,)))
+    service.router.apply_topology(Topology((status,)))
     app = Application(service.router, 2**20, ui=False)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://servekit")
 
@@ -245,7 +245,7 @@ async def test_refusals_are_ollamas(
 async def test_a_model_that_does_not_think_is_not_made_to(service: Service) -> None:
     [worker] = await service.up()
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
-    service.router.apply(Topology((status,)))
+    service.router.apply_topology(Topology((status,)))
     app = Application(service.router, 2**20, ui=False)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://servekit") as http:
@@ -263,7 +263,7 @@ async def test_the_gate_and_the_wrong_method_have_it_too(service: Service) -> No
         assert isinstance(unknown.json()["error"], str)
         rules = AccessRules(keys=(KeyRule("a", digest=b"x" * 32),))
         status = service.router.routes["m"].status
-        service.router.apply(Topology((status,), access=rules))
+        service.router.apply_topology(Topology((status,), access=rules))
         chat_, tags = await http.post("/api/chat"), await http.get("/api/tags")
     assert (chat_.status_code, tags.status_code) == (401, 401)
     assert isinstance(chat_.json()["error"], str)
@@ -284,7 +284,7 @@ async def test_a_failure_after_the_first_byte_is_a_last_line(service: Service) -
     async def send(message: Any) -> None:
         sent.append(message)
         if len(sent) == 2:
-            service.router.apply(Topology(()))
+            service.router.apply_topology(Topology(()))
             worker.kill()
 
     scope = {"type": "http", "method": "POST", "path": "/api/chat", "headers": []}

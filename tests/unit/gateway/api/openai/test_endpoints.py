@@ -26,7 +26,7 @@ class Heard:
         self.on_gone: Any = None
         self.on_writable: Any = None
 
-    def fail(self, error: ServekitError) -> None:
+    def send_error(self, error: ServekitError) -> None:
         self.failures.append(error)
 
 

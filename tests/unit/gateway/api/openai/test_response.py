@@ -48,7 +48,7 @@ async def speaking(
     said = {"tool_parser": tools, "reasoning_parser": thoughts}
     [worker] = await service.up(said=said, **options)
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
-    service.router.apply(Topology((status,)))
+    service.router.apply_topology(Topology((status,)))
 
 
 def events_of(data: bytes) -> list[Any]:
@@ -65,8 +65,10 @@ async def streamed(
     data = b""
     async with asyncio.timeout(DEADLINE_S):
         async for chunks in turn:
-            data += (form.opening(turn) if not data else b"") + form.events(turn, chunks)
-    return events_of(data + form.closing(turn))
+            data += (form.encode_start(turn) if not data else b"") + form.encode_chunks(
+                turn, chunks
+            )
+    return events_of(data + form.encode_end(turn))
 
 
 async def test_choices_are_calls_of_their_own_and_the_prompt_counts_once(service: Service) -> None:
@@ -168,7 +170,7 @@ async def test_a_failure_of_one_choice_is_one_of_the_turn(service: Service) -> N
     [worker] = await service.up(step_s=0.01)
     turn = Generation(service.router, ask("abc" * 100, n=2))
     await until(lambda: worker.running == 2)
-    service.router.apply(Topology(()))  # the model is removed, and its worker dies
+    service.router.apply_topology(Topology(()))  # the model is removed, and its worker dies
     worker.kill()
     with pytest.raises(WorkerLost):
         async with asyncio.timeout(DEADLINE_S):

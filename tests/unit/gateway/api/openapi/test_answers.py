@@ -84,7 +84,7 @@ async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
     """Of a gateway whose model calls tools and thinks."""
     [worker] = await service.up(said={"tool_parser": "hermes", "reasoning_parser": "think"})
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
-    service.router.apply(Topology((status,)))
+    service.router.apply_topology(Topology((status,)))
     application = Application(service.router, 10**6, ui=False, legacy=True)
     transport = httpx.ASGITransport(app=application)
     async with httpx.AsyncClient(transport=transport, base_url="http://servekit") as client:

@@ -34,7 +34,7 @@ def chat(text: str = "hello ", tokens: int = 24, **more: Any) -> RequestOptions:
 
 async def told(runs: Runs, options: RequestOptions, slot: str = "") -> list[Shown]:
     async with asyncio.timeout(DEADLINE_S):
-        return [shown async for shown in runs.follow(VISIT, options, slot)]
+        return [shown async for shown in runs.stream_run(VISIT, options, slot)]
 
 
 async def test_a_chat_and_a_completion_with_its_probabilities(service: Service) -> None:
@@ -52,7 +52,7 @@ async def test_a_chat_and_a_completion_with_its_probabilities(service: Service) 
 async def test_two_slots_run_at_once_and_the_second_knows_its_place(service: Service) -> None:
     await service.up(step_s=0.01, slots=1)
     runs = Runs(service.router)
-    streams = {slot: runs.follow(VISIT, chat(tokens=60), slot) for slot in "ab"}
+    streams = {slot: runs.stream_run(VISIT, chat(tokens=60), slot) for slot in "ab"}
     async with asyncio.timeout(DEADLINE_S):
         seen = [one async for one in merge_streams(streams)]
     first, second = ([shown for slot, shown in seen if slot == at] for at in "ab")
@@ -63,7 +63,7 @@ async def test_two_slots_run_at_once_and_the_second_knows_its_place(service: Ser
 async def test_stop_keeps_the_text_and_frees_the_engine(service: Service) -> None:
     [worker] = await service.up(**ENDLESS)
     runs = Runs(service.router)
-    stream = runs.follow(VISIT, chat(tokens=ENDLESS_TOKENS))
+    stream = runs.stream_run(VISIT, chat(tokens=ENDLESS_TOKENS))
     last = await _until_text(stream)
     runs.stop("s")
     async for shown in stream:
@@ -78,7 +78,7 @@ async def test_who_leaves_two_at_once_ends_both(service: Service) -> None:
     [worker] = await service.up(**ENDLESS)
     runs = Runs(service.router)
     both = merge_streams(
-        {slot: runs.follow(VISIT, chat(tokens=ENDLESS_TOKENS), slot) for slot in "ab"}
+        {slot: runs.stream_run(VISIT, chat(tokens=ENDLESS_TOKENS), slot) for slot in "ab"}
     )
     texts: dict[str, str] = {}
     async with asyncio.timeout(DEADLINE_S):
@@ -101,16 +101,16 @@ async def _until_text(stream: AsyncGenerator[Shown, None]) -> Shown:
 async def test_who_leaves_or_asks_again_ends_what_ran(service: Service) -> None:
     [worker] = await service.up(**ENDLESS)
     runs = Runs(service.router)
-    left = runs.follow(VISIT, chat(tokens=ENDLESS_TOKENS))
+    left = runs.stream_run(VISIT, chat(tokens=ENDLESS_TOKENS))
     await _until_text(left)
     await left.aclose()
     await until(lambda: worker.running == 0)
-    before = runs.follow(VISIT, chat(tokens=ENDLESS_TOKENS), "a")
+    before = runs.stream_run(VISIT, chat(tokens=ENDLESS_TOKENS), "a")
     await _until_text(before)
     after = await told(runs, chat(tokens=3), "a")
     assert after[-1].choice.text == "hel"
     assert [shown async for shown in before] == []
-    runs.drop("s")
+    runs.drop_runs("s")
     await until(lambda: service.router.in_flight == 0)
 
 

@@ -12,8 +12,8 @@ from servekit.errors import RequestError
 from servekit.gateway.ui.pages.structured import (
     EXAMPLE_SCHEMA,
     EXAMPLE_TOOLS,
+    make_tools_request,
     schemas_of,
-    tools_wish,
 )
 from servekit.gateway.ui.widgets.schema_check import (
     check_schema,
@@ -106,11 +106,13 @@ def test_only_patterns_are_left_out() -> None:
 
 def test_examples_and_tools() -> None:
     assert check_schema(json_of(EXAMPLE_SCHEMA, "it"), "it")["type"] == "object"
-    options = tools_wish("m", "hi", EXAMPLE_TOOLS, "auto", None)
+    options = make_tools_request("m", "hi", EXAMPLE_TOOLS, "auto", None)
     assert options.body["tools"][0]["function"]["name"] == "get_weather"
     assert "max_tokens" not in options.body
     for bad in ("{}", "[1]", '[{"function": {}}]', '[{"type": "function"}]'):
         with pytest.raises(RequestError):
             schemas_of(json_of(bad, "the tools"))
     with pytest.raises(RequestError, match="parameters of 'f'"):
-        tools_wish("m", "", '[{"function": {"name": "f", "parameters": {"type": 3}}}]', "auto", 5)
+        make_tools_request(
+            "m", "", '[{"function": {"name": "f", "parameters": {"type": 3}}}]', "auto", 5
+        )
