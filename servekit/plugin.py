@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from servekit.engines.api.base import Load as Load
     from servekit.engines.api.base import Report as Report
     from servekit.engines.api.base import StepOutput as StepOutput
+    from servekit.engines.api.base import TokenizedText as TokenizedText
     from servekit.engines.api.base import TooManyTokens as TooManyTokens
     from servekit.engines.api.threaded_engine import LoopedEngine as LoopedEngine
     from servekit.errors import LoadError as LoadError
@@ -48,6 +49,7 @@ _MODULES = {
         "Load",
         "Report",
         "StepOutput",
+        "TokenizedText",
         "TooManyTokens",
     ),
     "servekit.engines.api.threaded_engine": ("LoopedEngine",),
