@@ -41,6 +41,8 @@ from servekit.gateway.api.openapi.document import (
     describe_forwarded_routes,
     describe_hot_routes,
 )
+from servekit.gateway.api.scoring.endpoints import TASKS as scoring_tasks
+from servekit.gateway.api.scoring.endpoints import Scoring
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.auth.middleware import AuthMiddleware
 from servekit.gateway.http.asgi import (
@@ -111,6 +113,7 @@ class Application:
             for path, handler in handlers.items()
         }
         self.hot |= Vectors(router, max_body_bytes).routes | anthropic.routes | ollama.routes
+        self.hot |= Scoring(router, max_body_bytes).routes
         fast = {path.encode(): handler for path, handler in handlers.items()}
         self.gate = AuthMiddleware(router.access, fast, self.envelopes)
         self.exchanges = self.gate.exchanges
@@ -121,7 +124,8 @@ class Application:
         self.hot |= Lora(self.supervisor, router.access, max_body_bytes).routes
         self.forwarding = Forwarding(router, max_body_bytes)
         for path in FORWARDED_FIRST:
-            self.hot[path] = self.forwarding.before(self.hot[path])
+            tasks = scoring_tasks.get(path, ())
+            self.hot[path] = self.forwarding.before(self.hot[path], tasks)
         self.rest = build_rest(router, self.supervisor, ui=ui, hot=self.hot)
         describe_forwarded_routes(self.rest, self.forwarding.known)
         self._paths = {*self.hot, *(str(getattr(one, "path", "")) for one in self.rest.routes)}

@@ -8,7 +8,8 @@ from servekit.errors import Unsupported
 from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol import tasks
-from servekit.protocol.messages import ModelInfo, Task
+from servekit.protocol.messages import ModelInfo
+from servekit.protocol.types import Task
 
 #: The most models that a refusal names.
 _MOST_NAMES = 8
@@ -30,7 +31,7 @@ def serves_any(route: ModelQueue, wanted: Iterable[Task]) -> bool:
 def check_task(route: ModelQueue, call: InflightRequest, models: Iterable[ModelQueue]) -> None:
     """Raise Unsupported if the model of a call is known not to serve its task."""
     info = route.status.info
-    task = call.more.get("task", "generate") if call.more else "generate"
+    task: Task = call.more.get("task", "generate") if call.more else "generate"
     if info is not None and task not in info.serves:
         raise unable(route, info, (task,), models)
 
@@ -40,7 +41,7 @@ def unable(
 ) -> Unsupported:
     """Return the refusal of a model that serves none of the tasks; it names models that do."""
     able = [repr(one.status.name) for one in models if serves_any(one, wanted)]
-    named = ", ".join(able[:_MOST_NAMES]) or "none that you may use"
+    named = ", ".join(able[:_MOST_NAMES]) or "none that is known"
     status = route.status
     said = tasks.explain_refusal(wanted[0], status.engine, status.name, info.serves, named)
     return Unsupported(said, param="model")
