@@ -339,7 +339,7 @@ class Delta(Value, frozen=True):
     completion_tokens: int = 0
     logprobs: list[TokenLogprob] = []  # one for each of `token_ids`, if requested
     #: Of each input, float32, little-endian: "embed": [embedding_size], "classify": [labels],
-    #: "score": [1].
+    #: "score": [labels], of which the first counts.
     vectors: list[bytes] = []
     stop: str = ""  # the stop string that ended the text, if any
     cached_tokens: int = 0  # prompt tokens from the engine's prefix cache
