@@ -31,7 +31,8 @@ class InputEncoder:
                 self._encode_pair(request, at, query, document)
                 for at, (query, document) in enumerate(_pairs_of(request))
             ]
-            return [ids for ids, _ in found], [types for _, types in found]
+            types = [types for _, types in found]
+            return [ids for ids, _ in found], types if all(types) else []
         return [self._encode_text(request, at, one) for at, one in enumerate(request.inputs)], []
 
     def _encode_text(self, request: Generate, at: int, one: str | list[int]) -> list[int]:

@@ -53,7 +53,7 @@ class ClassificationRunner(PoolingRunner):
     def run_batch(self, batch: list[tuple[EmbedRow, int]]) -> list[bytes]:
         texts = [row.job.inputs[at] for row, at in batch]
         types = [
-            row.job.types[at] if row.job.types else [0] * len(ids)
+            (row.job.types and row.job.types[at]) or [0] * len(ids)
             for (row, at), ids in zip(batch, texts, strict=True)
         ]
         logits, scores = (each.cpu().numpy() for each in self._score(texts, types))

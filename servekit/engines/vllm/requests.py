@@ -71,9 +71,8 @@ class PoolingRequests:
         params = kind(task=self.task)
         if self.task == "classify":
             params.use_activation = not job.raw
-        if self._has_types and job.types:
+        if self._has_types and job.types and (types := job.types[place]):
             # as vLLM's own front end sends them: the place of the first token of type 1
-            types = job.types[place]
             first = types.index(1) if 1 in types else len(types)
             params.extra_kwargs = {"compressed_token_type_ids": first}
         return make_request(name, job.inputs[place], None, pooling_params=params)
