@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -65,7 +65,7 @@ from servekit.gateway.routing.router import ModelQueue, Router
 from servekit.gateway.telemetry.metrics import OTHER
 from servekit.gateway.ui import login
 from servekit.protocol.transport.rpc import Way
-from servekit.protocol.types import Progress
+from servekit.protocol.types import Progress, Task
 
 #: The most models of a page, as Anthropic's API has it.
 _MOST_MODELS = 1000
@@ -390,6 +390,7 @@ def _model(route: ModelQueue) -> Model:
         # same fields as vLLM's: the path, and an adapter's base model
         root=status.path,
         parent=base_of(route) or None,
+        tasks=[] if info is None else [one for one in info.serves if one in get_args(Task)],
         # Anthropic's fields, because its clients read the same list
         type="model",
         display_name=status.name,
