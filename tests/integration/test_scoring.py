@@ -139,6 +139,7 @@ def test_deaths_in_the_midst_lose_nothing(instance: Instance) -> None:
     body = {"model": "reranker", "query": made.QUERY, "documents": DOCUMENTS}
     whole = post(instance, "/v1/rerank", **body).json()["results"]
     assert len(whole) == len(DOCUMENTS)
+    pids = [instance.replica(name).pid for name in ("reranker/0", "reranker/1")]
 
     async def ask() -> list[httpx.Response]:
         async with httpx.AsyncClient(timeout=120) as client:
@@ -147,8 +148,9 @@ def test_deaths_in_the_midst_lose_nothing(instance: Instance) -> None:
                 for _ in range(12)
             ]
             await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-            for name in ("reranker/0", "reranker/1"):
-                os.kill(instance.replica(name).pid, signal.SIGKILL)
+            assert not all(one.done() for one in asked)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
             return await asyncio.gather(*asked)
 
     for answer in asyncio.run(ask()):
