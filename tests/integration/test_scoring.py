@@ -140,13 +140,11 @@ def test_deaths_in_the_midst_lose_nothing(instance: Instance) -> None:
     whole = post(instance, "/v1/rerank", **body).json()["results"]
     assert len(whole) == len(DOCUMENTS)
     pids = [instance.replica(name).pid for name in ("reranker/0", "reranker/1")]
+    url = f"{instance.url}/v1/rerank"
 
     async def ask() -> list[httpx.Response]:
         async with httpx.AsyncClient(timeout=120) as client:
-            asked = [
-                asyncio.create_task(client.post(f"{instance.url}/v1/rerank", json=body))
-                for _ in range(12)
-            ]
+            asked = [asyncio.create_task(client.post(url, json=body)) for _ in range(12)]
             await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
             assert not all(one.done() for one in asked)
             for pid in pids:
