@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from servekit.engines.api.base import Engine as Engine
     from servekit.engines.api.base import Job as Job
     from servekit.engines.api.base import Load as Load
+    from servekit.engines.api.base import PairCodec as PairCodec
     from servekit.engines.api.base import Report as Report
     from servekit.engines.api.base import StepOutput as StepOutput
     from servekit.engines.api.base import TokenizedText as TokenizedText
@@ -47,6 +48,7 @@ _MODULES = {
         "Engine",
         "Job",
         "Load",
+        "PairCodec",
         "Report",
         "StepOutput",
         "TokenizedText",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from servekit.engines.api.base import Engine, TokenizedText, TooManyTokens
+from servekit.engines.api.base import Engine, PairCodec, TokenizedText, TooManyTokens
 from servekit.errors import ContextLengthExceeded, RequestError, Unsupported
 from servekit.protocol.messages import Generate, ModelInfo, PoolingParams
 
@@ -40,7 +40,7 @@ class InputEncoder:
         total = self._total(request)
         if isinstance(one, str) and (total or asked.input_tokens):
             self._check_text(request, at, one, MOST_TOKENS)
-            tokenized = self._engine.codec.encode_parts(one)
+            tokenized = self._encode_parts(one)
             ids = self._cut(tokenized, asked.input_tokens, 0, total).ids
         elif isinstance(one, str):
             try:
@@ -64,7 +64,7 @@ class InputEncoder:
         limit = MOST_TOKENS if total else self._context
         self._check_text(request, at, query, limit)
         self._check_text(request, at, document, MOST_TOKENS if asked.input_tokens else limit)
-        pair = self._engine.codec.encode_parts(query, document)
+        pair = self._encode_parts(query, document)
         if total or asked.input_tokens:
             pair = self._cut(pair, 0, asked.input_tokens, total)
         if not pair.ids:
@@ -85,6 +85,14 @@ class InputEncoder:
                 self._engine.codec.encode(text, limit)
             except TooManyTokens as error:
                 raise self._too_long(request, at, f"more than {error.count}") from None
+
+    def _encode_parts(self, text: str, second: str | None = None) -> TokenizedText:
+        codec = self._engine.codec
+        if isinstance(codec, PairCodec):
+            return codec.encode_parts(text, second)
+        if second is not None:
+            raise Unsupported("this model's tokenizer reads no pairs of texts", param="model")
+        return TokenizedText(codec.encode(text), [], [])
 
     def _cut(self, text: TokenizedText, first: int, second: int, total: int) -> TokenizedText:
         if text.ids and not text.parts:

@@ -38,7 +38,7 @@ def instance(
     tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]
 ) -> Iterator[Instance]:
     options = {"threads": 1, "max_batch_tokens": 64}  # many steps, so that deaths are between them
-    models = [
+    models: list[dict[str, Any]] = [
         {"name": name, "path": str(folder), "device": "cpu", "options": options}
         for name, folder in folders.items()
     ]

@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -149,12 +149,6 @@ class Codec(Protocol):
         of at most `limit` tokens.
         """
 
-    def encode_parts(self, text: str, second: str | None = None) -> TokenizedText:
-        """Return the token ids of a text, or of a pair of texts, as for a cross-encoder.
-
-        Called for pairs if `ModelInfo.serves` has "score", and for texts to be cut.
-        """
-
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens."""
 
@@ -179,6 +173,14 @@ class Codec(Protocol):
 
         It omits special tokens, except those whose text is in `markers`.
         """
+
+
+@runtime_checkable
+class PairCodec(Codec, Protocol):
+    """A codec of an engine that scores pairs of texts, or whose inputs can be cut."""
+
+    def encode_parts(self, text: str, second: str | None = None) -> TokenizedText:
+        """Return the token ids of a text, or of a pair of texts, as for a cross-encoder."""
 
 
 class Engine(ABC):

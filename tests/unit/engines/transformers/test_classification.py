@@ -309,8 +309,13 @@ def test_a_head_without_weights_is_refused(tmp_path: Path) -> None:
 
 def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path) -> None:
     fast = pair_tokenizer(tmp_path)
-    sizes = {"encoder_layers": 1, "decoder_layers": 1, "d_model": 16, "max_position_embeddings": 64}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "d_model": 16,
+        "max_position_embeddings": 64,
+    }
+    heads: dict[str, Any] = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     config = BartConfig(vocab_size=len(fast), num_labels=3, **sizes, **heads)
     BartForSequenceClassification(config).save_pretrained(tmp_path)
     with pytest.raises(LoadError, match="has a decoder"):
