@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from servekit.engines.api.base import Engine as Engine
     from servekit.engines.api.base import Job as Job
     from servekit.engines.api.base import Load as Load
+    from servekit.engines.api.base import PairCodec as PairCodec
     from servekit.engines.api.base import Report as Report
     from servekit.engines.api.base import StepOutput as StepOutput
+    from servekit.engines.api.base import TokenizedText as TokenizedText
     from servekit.engines.api.base import TooManyTokens as TooManyTokens
     from servekit.engines.api.threaded_engine import LoopedEngine as LoopedEngine
     from servekit.errors import LoadError as LoadError
@@ -46,8 +48,10 @@ _MODULES = {
         "Engine",
         "Job",
         "Load",
+        "PairCodec",
         "Report",
         "StepOutput",
+        "TokenizedText",
         "TooManyTokens",
     ),
     "servekit.engines.api.threaded_engine": ("LoopedEngine",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -41,6 +41,8 @@ from servekit.gateway.api.openapi.document import (
     describe_forwarded_routes,
     describe_hot_routes,
 )
+from servekit.gateway.api.scoring.endpoints import TASKS as scoring_tasks
+from servekit.gateway.api.scoring.endpoints import Scoring
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.auth.middleware import AuthMiddleware
 from servekit.gateway.http.asgi import (
@@ -63,7 +65,7 @@ from servekit.gateway.routing.router import ModelQueue, Router
 from servekit.gateway.telemetry.metrics import OTHER
 from servekit.gateway.ui import login
 from servekit.protocol.transport.rpc import Way
-from servekit.protocol.types import Progress
+from servekit.protocol.types import Progress, Task
 
 #: The most models of a page, as Anthropic's API has it.
 _MOST_MODELS = 1000
@@ -111,6 +113,7 @@ class Application:
             for path, handler in handlers.items()
         }
         self.hot |= Vectors(router, max_body_bytes).routes | anthropic.routes | ollama.routes
+        self.hot |= Scoring(router, max_body_bytes).routes
         fast = {path.encode(): handler for path, handler in handlers.items()}
         self.gate = AuthMiddleware(router.access, fast, self.envelopes)
         self.exchanges = self.gate.exchanges
@@ -121,7 +124,8 @@ class Application:
         self.hot |= Lora(self.supervisor, router.access, max_body_bytes).routes
         self.forwarding = Forwarding(router, max_body_bytes)
         for path in FORWARDED_FIRST:
-            self.hot[path] = self.forwarding.before(self.hot[path])
+            tasks = scoring_tasks.get(path, ())
+            self.hot[path] = self.forwarding.before(self.hot[path], tasks)
         self.rest = build_rest(router, self.supervisor, ui=ui, hot=self.hot)
         describe_forwarded_routes(self.rest, self.forwarding.known_endpoints)
         self._paths = {*self.hot, *(str(getattr(one, "path", "")) for one in self.rest.routes)}
@@ -386,6 +390,7 @@ def _model(route: ModelQueue) -> Model:
         # same fields as vLLM's: the path, and an adapter's base model
         root=status.path,
         parent=base_of(route) or None,
+        tasks=[] if info is None else [one for one in info.serves if one in get_args(Task)],
         # Anthropic's fields, because its clients read the same list
         type="model",
         display_name=status.name,

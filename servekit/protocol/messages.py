@@ -59,6 +59,7 @@ from servekit.protocol.types import (
     Grammar,
     ModelInfo,
     ModelStatus,
+    PoolingParams,
     Progress,
     Prompt,
     PromptToken,
@@ -120,6 +121,7 @@ __all__ = [
     "ModelStatus",
     "Ping",
     "Pong",
+    "PoolingParams",
     "Proceed",
     "Progress",
     "Prompt",
@@ -332,7 +334,8 @@ class Generate(Message, frozen=True):
     emitted: list[int] = []
     sent_chars: int = 0
     answered: str = ""  # the text so far, of a continuation `by_text`
-    task: Task = "generate"  # "embed" takes `inputs`, "detokenize" ids, "forward" `http`
+    #: "embed", "classify" and "score" take `inputs`, "detokenize" ids, "forward" `http`.
+    task: Task = "generate"
     inputs: list[str | list[int]] = []
     tools: list[dict[str, Any]] = []  # OpenAI's definitions, as the chat template gets them
     template: dict[str, Any] = {}  # extra arguments of the chat template
@@ -347,6 +350,8 @@ class Generate(Message, frozen=True):
     cache_salt: str = ""  # only requests with equal salts share the prefix cache
     http: HttpRequest | None = None
     body: bytes = b""  # of `http`; if it is shorter than stated there, Body messages follow
+    queries: list[str] = []  # "score": of each of `inputs`, the documents, or one for all
+    pooling: PoolingParams | None = None  # for `inputs`; None: the defaults
 
 
 class Cancel(Message, frozen=True):

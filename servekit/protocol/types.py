@@ -29,7 +29,7 @@ WorkerState = Literal[
 ]
 
 #: Tasks of a request.
-Task = Literal["generate", "embed", "tokenize", "detokenize", "forward"]
+Task = Literal["generate", "embed", "tokenize", "detokenize", "forward", "classify", "score"]
 #: Tasks, and parameters that not every engine supports.
 Capability = Literal[
     "generate",
@@ -37,6 +37,8 @@ Capability = Literal[
     "tokenize",
     "detokenize",
     "forward",  # requests to endpoints that servekit does not know
+    "classify",  # a score for each label of a text
+    "score",  # the relevance of a document to a query, read together
     "logprobs",
     "logit_bias",
     "penalties",
@@ -105,7 +107,18 @@ class SamplingParams(Value, frozen=True):
     bad_words: tuple[str, ...] = ()  # strings whose token sequences are never generated
     prompt_logprobs: int | None = None  # like `logprobs`, for the prompt's tokens
     echo: bool = False  # return the prompt's text as well
-    truncate_prompt: int = 0  # keep the last N tokens of the prompt; 0: all; -1: as fits
+    #: Keep the last N tokens of the prompt; 0: all; -1: as fits. Of texts to embed, classify or
+    #: score, the first.
+    truncate_prompt: int = 0
+
+
+class PoolingParams(Value, frozen=True):
+    """Parameters of a request to embed, classify or score texts."""
+
+    raw: bool = False  # return scores without the model's activation function
+    input_tokens: int = 0  # keep the first N tokens of each input, special ones not counted; 0: all
+    name: str = "input"  # the client's name of the inputs, for errors
+    first: int = 0  # the place of the first input in the client's list
 
 
 class ToolCall(Value, frozen=True):
@@ -175,6 +188,7 @@ class ModelInfo(Value, frozen=True):
     generation: str = ""
     token_bytes: int = 0  # of a text that one token stands for, at most; 0: not known
     weights_bytes: int = 0  # 0: as many as its parameters have in `dtype`
+    labels: tuple[str, ...] = ()  # of its classes, where it serves "classify"
 
 
 class WorkerSpec(Value, frozen=True):
@@ -324,7 +338,9 @@ class Delta(Value, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     logprobs: list[TokenLogprob] = []  # one for each of `token_ids`, if requested
-    vectors: list[bytes] = []  # "embed": of each input, float32 [embedding_size], little-endian
+    #: Of each input, float32, little-endian: "embed": [embedding_size], "classify": [labels],
+    #: "score": [labels], of which the first counts.
+    vectors: list[bytes] = []
     stop: str = ""  # the stop string that ended the text, if any
     cached_tokens: int = 0  # prompt tokens from the engine's prefix cache
     # of a traced request, with `finish`: Unix times in ns of its acceptance, its start in the

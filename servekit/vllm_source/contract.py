@@ -112,7 +112,9 @@ REQUIRED = (
         ("logits", "bad_words_token_ids", "past_tokens_ids"),
     ),
     Required("vllm.sampling_params:StructuredOutputsParams", ("regex",), made=True),
-    Required("vllm.pooling_params:PoolingParams", ("task",), made=True),
+    Required(
+        "vllm.pooling_params:PoolingParams", ("task", "use_activation", "extra_kwargs"), made=True
+    ),
     Required("vllm.lora.request:LoRARequest", ("lora_name", "lora_int_id", "lora_path"), made=True),
     Required("vllm.v1.core.sched.scheduler:Scheduler", ("__init__",)),
     Required("vllm.v1.core.sched.async_scheduler:AsyncScheduler"),

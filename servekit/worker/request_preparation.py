@@ -19,6 +19,7 @@ import msgspec
 from servekit.engines.api.base import Engine, TooManyTokens
 from servekit.errors import ContextLengthExceeded, RequestError
 from servekit.protocol.messages import ChatMessage, Continuation, Generate, ModelInfo
+from servekit.worker.input_encoding import InputEncoder
 from servekit.worker.request_validation import check_request
 
 #: Prompts longer than this are tokenised off the event loop (about 5 ms of work).
@@ -33,12 +34,13 @@ COMPILERS = 64
 
 
 class Prepared(msgspec.Struct):
-    """A prepared request: `ids` and `constraint` to generate, `inputs` to embed, or an answer."""
+    """A prepared request: `ids` and `constraint` to generate, `inputs` to pool, or an answer."""
 
     ids: list[int] = []
     constraint: object | None = None
     banned: tuple[tuple[int, ...], ...] = ()
     inputs: list[list[int]] = []
+    types: list[list[int]] = []  # of pairs of texts in `inputs`
     text: str = ""
 
 
@@ -49,6 +51,7 @@ class RequestPreparer:
         self._engine = engine
         self._info = info
         self._room = room
+        self._inputs = InputEncoder(engine, info)
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prompt")
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="tokens")
@@ -66,8 +69,9 @@ class RequestPreparer:
                 return self._detokenize_ids(request)
             case "tokenize":
                 return Prepared(self._tokenize_text(request))
-            case "embed":
-                return Prepared(inputs=self._encode_inputs(request.inputs))
+            case "embed" | "classify" | "score":
+                ids, types = self._inputs.encode(request)
+                return Prepared(inputs=ids, types=types)
             case _:
                 return Prepared(
                     self._prompt_ids(request),
@@ -107,7 +111,7 @@ class RequestPreparer:
         """
         if _request_length(request) <= LONG_PROMPT_CHARS:
             return None
-        return self._reader if request.task in ("generate", "embed") else self._teller
+        return self._teller if request.task in ("tokenize", "detokenize") else self._reader
 
     def _prompt_ids(self, request: Generate) -> list[int]:
         """Return the prompt's ids, with an early error if it is far longer than the context."""
@@ -159,7 +163,7 @@ class RequestPreparer:
         if isinstance(request.prompt, str):
             return self._engine.codec.encode(request.prompt, limit)
         ids = request.prompt or []
-        self._check_ids(ids, "prompt")
+        self._inputs.check_ids(ids, "prompt")
         return ids
 
     def _compile_grammar(self, request: Generate) -> object | None:
@@ -177,36 +181,9 @@ class RequestPreparer:
 
     def _detokenize_ids(self, request: Generate) -> Prepared:
         ids = request.prompt if isinstance(request.prompt, list) else []
-        self._check_ids(ids, "tokens")
+        self._inputs.check_ids(ids, "tokens")
         decoder = self._engine.codec.decoder()
         return Prepared(ids, text=decoder.push(ids) + decoder.flush())
-
-    def _encode_inputs(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
-        if not inputs:
-            raise RequestError("there is no input", param="input")
-        several = len(inputs) > 1
-        return [
-            self._encode_input(one, f"input[{index}]" if several else "input")
-            for index, one in enumerate(inputs)
-        ]
-
-    def _encode_input(self, one: str | list[int], name: str) -> list[int]:
-        limit = self._info.max_context
-        try:
-            ids = self._engine.codec.encode(one, limit) if isinstance(one, str) else one
-        except TooManyTokens as error:
-            raise _input_too_long(name, f"more than {error.count}", limit) from None
-        if not ids:
-            raise RequestError(f"{name} is empty", param="input")
-        self._check_ids(ids, "input")
-        if len(ids) > limit:
-            raise _input_too_long(name, str(len(ids)), limit)
-        return ids
-
-    def _check_ids(self, ids: list[int], param: str) -> None:
-        size = self._engine.vocab_size
-        if ids and not (min(ids) >= 0 and max(ids) < size):
-            raise RequestError(f"token ids must be between 0 and {size - 1}", param=param)
 
 
 def completion_limit(
@@ -293,17 +270,11 @@ def _too_many_to_tell(tokens: str) -> RequestError:
     )
 
 
-def _input_too_long(name: str, tokens: str, limit: int) -> ContextLengthExceeded:
-    return ContextLengthExceeded(
-        f"{name} has {tokens} tokens, and this model reads at most {limit}. Shorten it",
-        param="input",
-    )
-
-
 def _request_length(request: Generate) -> int:
     """Return the number of characters, or the number of token ids to be decoded."""
     if request.inputs:
-        return sum(map(len, request.inputs))
+        times = len(request.inputs) if len(request.queries) == 1 else 1
+        return sum(map(len, request.inputs)) + times * sum(map(len, request.queries))
     if request.messages is not None:
         tools = sum(len(str(tool)) for tool in request.tools)
         return tools + sum(map(_turn_length, request.messages))

@@ -6,15 +6,7 @@ from collections.abc import Iterator
 
 from servekit.errors import Unsupported
 from servekit.protocol.messages import Capability, Generate, ModelInfo, WorkerSpec
-
-_TASKS: dict[Capability, str] = {
-    "generate": "generate text",
-    "embed": "make embeddings",
-    "tokenize": "tokenise",
-    "detokenize": "detokenise",
-    "forward": "forward requests",
-}
-
+from servekit.protocol.tasks import explain_refusal
 
 #: Repetition penalties without effect.
 _NEUTRAL = (None, 1.0)
@@ -25,11 +17,8 @@ _ORDERED = ("grammar", "tools")
 def check_request(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
     """Raise Unsupported for a task or parameter that is not in `info.serves`."""
     if request.task not in info.serves:
-        raise Unsupported(
-            f"model: the {spec.engine} engine of '{spec.model}' does not {_TASKS[request.task]}"
-            f"{_task_hint(request, info)}",
-            param="model",
-        )
+        said = explain_refusal(request.task, spec.engine, spec.model, info.serves)
+        raise Unsupported(said, param="model")
     for capability, param in _list_asked(request):
         if capability not in info.serves and not _is_forced(capability, request, info):
             what = "keep calls to a schema" if (capability, param) == _ORDERED else "take it"
@@ -61,21 +50,12 @@ def check_text(request: Generate, spec: WorkerSpec) -> None:
         (request.params.include_stop, "include_stop_str_in_output"),
         (request.params.truncate_prompt, "truncate_prompt_tokens"),
         (request.params.echo, "echo"),
+        (request.pooling is not None and request.pooling.input_tokens, "max_tokens_per_doc"),
     ):
         if asked:
             raise Unsupported(
                 f"{param}: the {spec.engine} engine of '{spec.model}' does not take it", param=param
             )
-
-
-def _task_hint(request: Generate, info: ModelInfo) -> str:
-    if request.task == "generate" and "embed" in info.serves:
-        return "; it is an embedding model, for /v1/embeddings"
-    if info.serves == ("forward",):
-        return "; it serves its own endpoints only"
-    if request.task == "embed" and "generate" in info.serves:
-        return "; it is a language model without a pooling of its own"
-    return ""
 
 
 def _list_asked(request: Generate) -> Iterator[tuple[Capability, str]]:

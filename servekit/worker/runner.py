@@ -192,8 +192,8 @@ class Runner:
         Tokenisation is the base model's for every adapter.
         """
         name = request.adapter
-        if request.task == "embed":
-            return Unsupported(f"the adapter {name!r} makes no embeddings", param="model")
+        if request.task in ("embed", "classify", "score"):
+            return Unsupported(f"the adapter {name!r} only generates text", param="model")
         if request.task == "generate" and name not in self.adapters:
             return ModelNotFound(f"the adapter {name!r} is not loaded any more", param="model")
         return None
@@ -269,8 +269,8 @@ class Runner:
         match request.task:
             case "generate":
                 self._submit_generation(peer, request, job_id, prepared)
-            case "embed":
-                self._submit_embedding(peer, request, job_id, prepared)
+            case "embed" | "classify" | "score":
+                self._submit_inputs(peer, request, job_id, prepared)
             case _:
                 self._answer_directly(peer, request, prepared)
 
@@ -340,14 +340,16 @@ class Runner:
         decoder = self.engine.codec.decoder()
         return decoder.push(ids) + decoder.flush()
 
-    def _submit_embedding(
+    def _submit_inputs(
         self, peer: GatewayConnection, request: Generate, job_id: int, prepared: Prepared
     ) -> None:
         count = sum(map(len, prepared.inputs))
         text = TextStream(self.engine.codec.decoder(), ())
         self._tasks[job_id] = OutputState(peer, request, count, text)
         self._stopwatch.note(job_id)
-        self.engine.embed(EmbedJob(job_id, prepared.inputs))
+        raw = request.pooling is not None and request.pooling.raw
+        job = EmbedJob(job_id, prepared.inputs, prepared.types, raw)
+        (self.engine.embed if request.task == "embed" else self.engine.classify)(job)
 
     def _answer_directly(
         self, peer: GatewayConnection, request: Generate, prepared: Prepared

@@ -416,7 +416,7 @@ async def warm_up(
 
 
 def _probe_request(info: ModelInfo) -> Generate:
-    """Return a request for two tokens, for an embedding, or for the health page of a server."""
+    """Return a request for two tokens, to pool a text, or for the health page of a server."""
     if "generate" in info.serves and info.dialect.tools == FRAMED and info.chat:
         # not every server has plain completions
         messages = [ChatMessage("user", "Hello")]
@@ -425,4 +425,6 @@ def _probe_request(info: ModelInfo) -> Generate:
         return Generate(1, SamplingParams(max_tokens=2, temperature=0.0), prompt="Hello")
     if "embed" in info.serves:
         return Generate(1, SamplingParams(), task="embed", inputs=["Hello"])
+    if "classify" in info.serves:
+        return Generate(1, SamplingParams(), task="classify", inputs=["Hello"])
     return Generate(1, SamplingParams(), task="forward", http=HttpRequest(path=""))

@@ -134,7 +134,7 @@ def test_the_model_in_the_query_or_a_header_or_nowhere(instance: Instance) -> No
 
 
 def test_a_model_without_the_endpoint_names_those_with_it(instance: Instance) -> None:
-    for model, path in (("text", "/v1/audio/speech"), ("listed", "/v1/rerank")):
+    for model, path in (("text", "/v1/audio/speech"), ("listed", "/v1/moderations")):
         refused = post(instance, path, model=model)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
         assert f"the model '{model}' has no {path}" in message_of(refused)
@@ -383,7 +383,7 @@ def test_a_remote_endpoint_forwards_too(tmp_path: Path) -> None:
         with Instance.up(tmp_path, [remote], env=env) as instance:
             instance.until_settled()
             assert transcribe(instance, b"abc", model="remote").json()["text"] == "hello"
-            unknown = post(instance, "/v1/score", model="remote")
+            unknown = post(instance, "/v1/moderations", model="remote")
             assert unknown.json()["error"]["code"] == "not_found"
             server.kill()
             lost = transcribe(instance, model="remote")

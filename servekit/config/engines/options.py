@@ -171,9 +171,9 @@ class LlamaCppOptions(Section):
     """Type of the KV cache's numbers."""
     split: Literal["layer", "row"] = "layer"
     """How a model is spread over several GPUs."""
-    pooling: Literal["auto", "none", "mean", "cls", "last"] = "auto"
-    """Make embeddings with this pooling instead of text. auto: if the model's file names a
-    pooling."""
+    pooling: Literal["auto", "none", "mean", "cls", "last", "rank"] = "auto"
+    """Make embeddings with this pooling instead of text; rank: rerank or classify. auto: if the
+    model's file names a pooling."""
     binding: Literal["auto", "xllamacpp", "llama-cpp-python"] = "auto"
     """The Python package with llama.cpp; auto: xllamacpp if it is installed."""
     library: str | None = None

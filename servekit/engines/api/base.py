@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -65,10 +65,12 @@ class Job:
 
 @dataclass(slots=True)
 class EmbedJob:
-    """Texts to embed, as token ids; each fits the context."""
+    """Texts to embed or classify, or pairs of texts to score, as token ids that fit the context."""
 
     id: int
     inputs: list[list[int]]
+    types: list[list[int]] = field(default_factory=list)  # token types of pairs; []: all are 0
+    raw: bool = False  # return the scores of a classifier without its activation function
 
 
 class StepOutput(msgspec.Struct, gc=False):
@@ -77,7 +79,8 @@ class StepOutput(msgspec.Struct, gc=False):
     `finish` is "stop" for an end-of-sequence token (which is not in `token_ids`) or a completed
     grammar, "length" for `max_tokens`. A failed job has `error` set and gets no further output; if
     `param` is set too, the request is at fault, not the engine. A cancelled job gets no further
-    output. An EmbedJob gets one output, with all its `vectors` and "stop".
+    output. An EmbedJob gets one output, with all its `vectors` and "stop": of a classifier these
+    are the scores of its labels.
 
     One is created per token; a Struct is created faster than a dataclass.
     """
@@ -88,7 +91,7 @@ class StepOutput(msgspec.Struct, gc=False):
     error: str | None = None
     param: str | None = None
     logprobs: list[TokenLogprob] | None = None  # of `token_ids`, if requested
-    vectors: list[bytes] | None = None  # of all inputs, float32 [embedding_size], little-endian
+    vectors: list[bytes] | None = None  # of all inputs, float32 [size or labels], little-endian
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; any output may set it
     prompt: list[PromptToken] | None = None  # whole prompt, with the first output, if requested
     stop_token: int = -1  # the token of `params.stop_token_ids` that ended the job, if any
@@ -128,6 +131,14 @@ class TooManyTokens(Exception):
         self.count = count
 
 
+class TokenizedText(NamedTuple):
+    """The token ids of a text or of a pair of texts, with special tokens."""
+
+    ids: list[int]
+    types: list[int]  # token types; []: the tokenizer has none
+    parts: list[int]  # 1 or 2: from that text, 0: a special token; []: not known
+
+
 class Codec(Protocol):
     """The model's tokenizer and chat template."""
 
@@ -162,6 +173,14 @@ class Codec(Protocol):
 
         It omits special tokens, except those whose text is in `markers`.
         """
+
+
+@runtime_checkable
+class PairCodec(Codec, Protocol):
+    """A codec of an engine that scores pairs of texts, or whose inputs can be cut."""
+
+    def encode_parts(self, text: str, second: str | None = None) -> TokenizedText:
+        """Return the token ids of a text, or of a pair of texts, as for a cross-encoder."""
 
 
 class Engine(ABC):
@@ -234,6 +253,10 @@ class Engine(ABC):
     def embed(self, job: EmbedJob) -> None:
         """Queue texts to embed; raises as `submit` does."""
         raise Unsupported("this engine makes no embeddings", param="model")
+
+    def classify(self, job: EmbedJob) -> None:
+        """Queue texts to classify, or pairs of texts to score; raises as `submit` does."""
+        raise Unsupported("this engine does not classify", param="model")
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
         """Load and verify an adapter while jobs run; later jobs may name it.

@@ -253,7 +253,7 @@ class EmbedRunner(ABC):
     def step(self) -> list[tuple[EmbedRow, StepOutput]]:
         """Run one batch; return the rows that it has completed."""
         batch = self._take_batch()
-        vectors = self.embed([row.job.inputs[index] for row, index in batch])
+        vectors = self.run_batch(batch)
         for (row, index), vector in zip(batch, vectors, strict=True):
             row.vectors[index] = vector
         first = self._rows[0]
@@ -265,6 +265,10 @@ class EmbedRunner(ABC):
 
     def close(self) -> None:
         self._rows.clear()
+
+    def run_batch(self, batch: list[tuple[EmbedRow, int]]) -> list[bytes]:
+        """Run the texts of a batch, each given by its row and place; return their vectors."""
+        return self.embed([row.job.inputs[index] for row, index in batch])
 
     @abstractmethod
     def embed(self, texts: list[list[int]]) -> list[bytes]:

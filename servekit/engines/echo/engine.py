@@ -6,7 +6,9 @@ rotation of the prompt drawn from the seed and the position, so that tests can t
 greedy output and can check that a continued stream is exact. Every token of the answer is certain:
 its log probability is 0, and it has no alternatives.
 
-Its embeddings are hashes of the text, of length 1: equal for equal texts, and without meaning.
+Its embeddings are hashes of the text, of length 1: equal for equal texts, and without meaning. The
+score of a document is the share of the query's characters that it has. Its labels are "letters" and
+"others", with their shares of a text.
 
 An adapter is a folder with adapter_config.json, a JSON object; its `transform` is "upper" (the
 default), "lower" or "swapcase".
@@ -64,7 +66,7 @@ COUNTED = ("crash_after_tokens", "leak_bytes_per_token")
 #: top_p and top_k are in every client's defaults and accepted: they keep the only candidate.
 #: min_tokens and ignore_eos need no support, because it never ends by itself.
 SERVES: tuple[Capability, ...] = (
-    *("generate", "embed", "tokenize", "detokenize"),
+    *("generate", "embed", "classify", "score", "tokenize", "detokenize"),
     *("logprobs", "stop_token_ids", "prompt_logprobs"),
     "adapters",
 )
@@ -76,6 +78,19 @@ def _make_vector(ids: Sequence[int], size: int) -> bytes:
     numbers = [value / 2**31 - 1 for value in struct.unpack(f"<{size}I", digest)]
     length = math.hypot(*numbers) or 1.0
     return struct.pack(f"<{size}f", *(number / length for number in numbers))
+
+
+def _score(ids: Sequence[int]) -> bytes:
+    """Return the score of a pair, float32, little-endian: the share of the query's characters."""
+    at = ids.index(0)
+    query = set(ids[:at])
+    return struct.pack("<f", len(query & set(ids[at + 1 :])) / (len(query) or 1))
+
+
+def _classify(ids: Sequence[int]) -> bytes:
+    """Return the share of letters in a text, and that of all others; float32, little-endian."""
+    letters = sum(chr(one).isalpha() for one in ids) / len(ids)
+    return struct.pack("<2f", letters, 1 - letters)
 
 
 class EchoEngine(Engine):
@@ -131,6 +146,7 @@ class EchoEngine(Engine):
             serves=(*SERVES, "tools") if self.spec.tool_parser in MARKERS else SERVES,
             dialect=_choose_dialect(self.spec),
             embedding_size=self._size,
+            labels=("letters", "others"),
             adapters=adapters,
             refused_adapters=refused,
             sleeps=True,
@@ -182,12 +198,17 @@ class EchoEngine(Engine):
         return self._options.get(option) in (adapter.name, f"{adapter.name}/{index}")
 
     def embed(self, job: EmbedJob) -> None:
+        self._pool(job, [_make_vector(ids, self._size) for ids in job.inputs])
+
+    def classify(self, job: EmbedJob) -> None:
+        self._pool(job, [_score(ids) if job.types else _classify(ids) for ids in job.inputs])
+
+    def _pool(self, job: EmbedJob, vectors: list[bytes]) -> None:
         for ids in job.inputs:
             self._misbehave_on(ids)
         if self._fails:
-            self._wake_up()  # the next step raises, so there is no need to embed
+            self._wake_up()  # the next step raises, so nothing is emitted
             return
-        vectors = [_make_vector(ids, self._size) for ids in job.inputs]
         self._emit([StepOutput(job.id, [], "stop", vectors=vectors)])
 
     def submit(self, job: Job) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from servekit.engines.api.base import Job, StepOutput
+from servekit.engines.api.base import Job, StepOutput, TokenizedText
 from servekit.errors import RequestError
 from servekit.protocol.adapters import AdapterSpec
 from servekit.protocol.messages import ChatMessage, PromptToken, TokenLogprob
@@ -38,10 +38,22 @@ class EchoDecoder:
 
 
 class EchoCodec:
-    """A codec in which each character is a token and a chat is its last message."""
+    """A codec in which each character is a token, a chat is its last message, and 0 separates the
+    texts of a pair.
+    """
 
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         return list(map(ord, text))
+
+    def encode_parts(self, text: str, second: str | None = None) -> TokenizedText:
+        first = self.encode(text)
+        if second is None:
+            return TokenizedText(first, [], [1] * len(first))
+        ids = [*first, 0, *self.encode(second)]
+        after = len(ids) - len(first)
+        return TokenizedText(
+            ids, [0] * len(first) + [1] * after, [1] * len(first) + [0] + [2] * (after - 1)
+        )
 
     def encode_plain(self, text: str) -> list[int]:
         return self.encode(text)

@@ -43,7 +43,7 @@ CACHE_TYPES: dict[str, tuple[int, float]] = {
     "q8_0": (8, 34 / 32),
     "q4_0": (2, 18 / 32),
 }
-POOLINGS = {"none": 0, "mean": 1, "cls": 2, "last": 3}
+POOLINGS = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
 #: Prompt tokens of one pass that may need logits: each takes a row of the vocabulary's size.
 PROMPT_OUTPUTS = 64
 _FLASH = {"auto": -1, "off": 0, "on": 1}

@@ -18,7 +18,8 @@ from servekit.engines.api.base import EmbedJob, Job, Report
 from servekit.engines.api.job_state import EmbedRow, ends_of
 from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.threaded_engine import LoopedEngine
-from servekit.engines.llamacpp.embedding import LlamaEmbedder
+from servekit.engines.llamacpp.bindings import POOLINGS
+from servekit.engines.llamacpp.embedding import LlamaClassifier, LlamaEmbedder
 from servekit.engines.llamacpp.generation import GenerationRunner
 from servekit.engines.llamacpp.loading import Loaded, load_from_spec
 from servekit.engines.llamacpp.request_row import LlamaRow
@@ -42,6 +43,8 @@ _STATED = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
+#: Architectures whose scores are computed in llama.cpp: the probabilities of "yes" and "no".
+ACTIVATED = ("qwen3", "qwen3vl")
 NO_GRAMMAR = "This model's vocabulary is of a kind that llguidance cannot read."
 
 
@@ -59,11 +62,15 @@ class LlamaCppEngine(LoopedEngine):
         vocabulary = loaded.model.vocabulary
         generates = loaded.pooling is None
         template = self.spec.chat_template or loaded.model.chat_template
-        self.codec = codec = LlamaCodec(vocabulary, template if generates else "")
+        ranks = loaded.pooling == POOLINGS["rank"]
+        pairs = loaded.model.pair_template if ranks else ""
+        self.codec = codec = LlamaCodec(vocabulary, template if generates else "", pairs)
         self.vocab_size = vocabulary.size
         context = loaded.plan.max_context
         self._limits = Limits(vocabulary.size, context, fills=self.fills_context)
         info = self._describe_model(loaded)
+        if ranks:
+            return self._prepare_ranking(loaded, info)
         if not generates:
             self._runner = LlamaEmbedder(loaded.context, loaded.context.batch_tokens)
             return structs.replace(
@@ -88,6 +95,19 @@ class LlamaCppEngine(LoopedEngine):
         return structs.replace(
             info, chat=codec.chat, serves=self._list_capabilities(dialect), dialect=dialect
         )
+
+    def _prepare_ranking(self, loaded: Loaded, info: ModelInfo) -> ModelInfo:
+        labels = loaded.model.labels()
+        activated = loaded.header.architecture in ACTIVATED
+        self._runner = LlamaClassifier(
+            loaded.context, loaded.context.batch_tokens, len(labels), activated=activated
+        )
+        serves: tuple[Capability, ...] = ("classify", "tokenize", "detokenize")
+        if len(labels) == 1 or activated:
+            serves = ("score", *serves)
+            if not loaded.model.pair_template:
+                loaded.model.vocabulary.check_pairs()
+        return structs.replace(info, serves=serves, labels=labels)
 
     def _describe_model(self, loaded: Loaded) -> ModelInfo:
         plan, model = loaded.plan, loaded.model
@@ -127,7 +147,7 @@ class LlamaCppEngine(LoopedEngine):
 
     def submit(self, job: Job) -> None:
         if isinstance(self._runner, LlamaEmbedder):
-            raise Unsupported("This model makes embeddings only.", param="model")
+            raise Unsupported("This model does not generate text.", param="model")
         check_job(job, self._limits)
         sampling = resolve_sampling(job.params, self._defaults, self.vocab_size)
         ends = ends_of(job, self._eos)
@@ -137,6 +157,12 @@ class LlamaCppEngine(LoopedEngine):
             constraint=cast(Constraint | None, job.constraint),
         )
         self._take(row)
+
+    def classify(self, job: EmbedJob) -> None:
+        if not isinstance(self._runner, LlamaClassifier):
+            raise Unsupported("This model has no head to classify texts with.", param="model")
+        check_inputs(job, self._limits)
+        self._take(EmbedRow(self._key(job.id), job))
 
     def embed(self, job: EmbedJob) -> None:
         if not isinstance(self._runner, LlamaEmbedder):

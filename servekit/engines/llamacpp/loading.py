@@ -29,6 +29,8 @@ EMBEDDING_SLOTS = 32
 HOST_THREADS = 4
 _DOTS = 100
 #: Pooling types that a file may name, by llama.cpp's number.
+#: Tensors of a classifier, of which a model that ranks has some.
+HEADS = frozenset({"cls.weight", "cls.output.weight"})
 _KNOWN_POOLINGS = frozenset(POOLINGS.values()) - {POOLINGS["none"]}
 
 
@@ -70,12 +72,15 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
 def _choose_pooling(header: Header, spec: WorkerSpec) -> int | None:
     """Return the pooling type of the configuration, or else of the file; None: it generates."""
     asked = spec.options.get("pooling", "auto")
+    has_head = not HEADS.isdisjoint(header.sizes)
+    if asked == "rank" and not has_head:
+        raise LoadError("This file has no head to rank with; leave options.pooling out.")
     if asked != "auto":
         return None if asked == "none" else POOLINGS[asked]
     stated = header.metadata.get(f"{header.architecture}.pooling_type")
     if stated is None:
         return None
-    if int(stated) not in _KNOWN_POOLINGS:
+    if int(stated) not in _KNOWN_POOLINGS or (int(stated) == POOLINGS["rank"] and not has_head):
         return _no_pooling(header)
     return int(stated)
 

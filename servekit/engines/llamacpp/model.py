@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_char_p, c_uint32, c_void_p
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +39,31 @@ class Model:
 
     @property
     def chat_template(self) -> str:
-        template: bytes | None = self._library.call("llama_model_chat_template", self.address, None)
+        return self._find_template(None)
+
+    @property
+    def pair_template(self) -> str:
+        """The text of a query and a document, with {query} and {document}; "" if there is none."""
+        return self._find_template(b"rerank")
+
+    def _find_template(self, name: bytes | None) -> str:
+        template: bytes | None = self._library.call("llama_model_chat_template", self.address, name)
         return (template or b"").decode(errors="replace")
+
+    def labels(self) -> tuple[str, ...]:
+        """Return the labels of a classifier; those without a name are numbers.
+
+        Raises LoadError if the library knows none.
+        """
+        self._library.declare("llama_model_n_cls_out", c_uint32, (c_void_p,))
+        self._library.declare("llama_model_cls_label", c_char_p, (c_void_p, c_uint32))
+        of = self._library.call
+        count: int = of("llama_model_n_cls_out", self.address)
+        names = [of("llama_model_cls_label", self.address, at) for at in range(count)]
+        return tuple(
+            f"LABEL_{at}" if name is None else name.decode(errors="replace")
+            for at, name in enumerate(names)
+        )
 
     def close(self) -> None:
         if self.address:
@@ -112,12 +136,12 @@ class Context:
             raise RuntimeError(f"llama.cpp has no logits for place {place} of its batch")
         return np.ctypeslib.as_array(found, (self._vocab_size,))
 
-    def embedding(self, sequence: int) -> NDArray[np.float32]:
-        """Return a copy of a sequence's pooled vector, [embedding size]."""
+    def embedding(self, sequence: int, size: int = 0) -> NDArray[np.float32]:
+        """Return a copy of a sequence's pooled vector, [size], by default the embedding's."""
         found = self._library.call("llama_get_embeddings_seq", self._address, sequence)
         if not found:
             raise RuntimeError(f"llama.cpp has no embedding of sequence {sequence}")
-        return np.ctypeslib.as_array(found, (self._embedding_size,)).copy()
+        return np.ctypeslib.as_array(found, (size or self._embedding_size,)).copy()
 
     # ---------------------------------------------------------------- the cache
 

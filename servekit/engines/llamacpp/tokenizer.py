@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from servekit.engines.api.base import TokenizedText
 from servekit.engines.llamacpp.vocabulary import Vocabulary
 from servekit.engines.text.chat_template import ChatTemplate
 from servekit.engines.text.tokenizer import Prompts
@@ -21,14 +22,34 @@ _HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 class LlamaCodec(Prompts):
     """A codec for a llama.cpp vocabulary; see `base.Codec`."""
 
-    def __init__(self, vocabulary: Vocabulary, template: str) -> None:
-        """Store the source of the chat template; "" for a model without one."""
+    def __init__(self, vocabulary: Vocabulary, template: str, pair_template: str = "") -> None:
+        """Store the source of the chat template, and the text of pairs; "" for none."""
         super().__init__(ChatTemplate(Renderer(template, vocabulary.special_tokens_map)))
         self._vocabulary = vocabulary
+        self._pair_template = pair_template
         self._drops_space = vocabulary.drops_first_space
 
     def _tokenize_text(self, text: str, special: bool) -> list[int]:
         return self._vocabulary.tokenize(text, special=special)
+
+    def encode_parts(self, text: str, second: str | None = None) -> TokenizedText:
+        """See `base.Codec`. A pair is as llama.cpp's own server has it, and has no token types."""
+        if second is not None and self._pair_template:
+            filled = self._pair_template.replace("{query}", text).replace("{document}", second)
+            return TokenizedText(self._vocabulary.tokenize(filled, special=False), [], [])
+        if second is None:
+            plain = self._vocabulary.tokenize(text, special=False)
+            ids = self._vocabulary.tokenize(text, special=True)
+            before = next((at for at in (0, 1) if ids[at : at + len(plain)] == plain), None)
+            if before is None:
+                return TokenizedText(ids, [], [])
+            after = len(ids) - len(plain) - before
+            return TokenizedText(ids, [], [0] * before + [1] * len(plain) + [0] * after)
+        begin, between, end = self._vocabulary.pair_tokens
+        first, last = self.encode_plain(text), self.encode_plain(second)
+        pieces = ((0, begin), (1, first), (0, between), (2, last), (0, end))
+        parts = [part for part, ids in pieces for _ in ids]
+        return TokenizedText([*begin, *first, *between, *last, *end], [], parts)
 
     def token_bytes(self) -> int:
         """Return the most bytes of text per token; see `TokenizerCodec.token_bytes`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from ctypes import c_bool, c_int32, c_void_p
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,27 @@ class Vocabulary:
         """Texts of special tokens, by their names in chat templates."""
         named = {name: self._special_text(name) for name in ("bos", "eos", "pad")}
         return {f"{name}_token": text for name, text in named.items() if text}
+
+    @cached_property
+    def pair_tokens(self) -> tuple[list[int], list[int], list[int]]:
+        """The tokens before, between and after the texts of a pair, as in llama.cpp's server.
+
+        Raises LoadError if the library does not know them.
+        """
+        adds = {}
+        for name in ("bos", "eos", "sep"):
+            self._library.declare(f"llama_vocab_get_add_{name}", c_bool, (c_void_p,))
+            adds[name] = self._library.call(f"llama_vocab_get_add_{name}", self._vocab)
+        self._library.declare("llama_vocab_sep", c_int32, (c_void_p,))
+        separator = self._library.call("llama_vocab_sep", self._vocab)
+        end = self._library.call("llama_vocab_eos", self._vocab)
+        ends = [end if end >= 0 else separator] if adds["eos"] else []
+        begins = [self._library.call("llama_vocab_bos", self._vocab)] if adds["bos"] else []
+        return begins, [*ends, *([separator] if adds["sep"] else [])], ends
+
+    def check_pairs(self) -> None:
+        """Raise LoadError if the library does not tell how the texts of a pair are separated."""
+        _ = self.pair_tokens
 
     def _special_text(self, name: str) -> str:
         token: int = self._library.call(f"llama_vocab_{name}", self._vocab)

@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from servekit.engines.api.base import TooManyTokens
+from servekit.engines.api.base import TokenizedText, TooManyTokens
 from servekit.engines.text.chat_template import ChatTemplate
 from servekit.engines.text.tool_format_detection import find_dialect
 from servekit.errors import RequestError
@@ -48,6 +48,10 @@ class Prompts(ABC):
     @abstractmethod
     def _tokenize_text(self, text: str, special: bool) -> list[int]:
         """Return token ids; with `special` the tokens of a text's beginning and end are added."""
+
+    @abstractmethod
+    def encode_parts(self, text: str, second: str | None = None) -> TokenizedText:
+        """See `base.Codec`."""
 
     @abstractmethod
     def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
@@ -118,6 +122,14 @@ class TokenizerCodec(Prompts):
     def _tokenize_text(self, text: str, special: bool) -> list[int]:
         tokenized = self._tokenizer(text, add_special_tokens=special, return_attention_mask=False)
         return list(tokenized["input_ids"])
+
+    def encode_parts(self, text: str, second: str | None = None) -> TokenizedText:
+        tokenized = self._tokenizer(text, second, return_attention_mask=False)
+        ids, types = list(tokenized["input_ids"]), list(tokenized.get("token_type_ids") or ())
+        if not getattr(tokenized, "is_fast", False):
+            return TokenizedText(ids, types, [])
+        places = tokenized.sequence_ids(0)
+        return TokenizedText(ids, types, [0 if at is None else at + 1 for at in places])
 
     def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
         added = getattr(self._tokenizer, "added_tokens_decoder", {})

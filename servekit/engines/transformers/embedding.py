@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -29,40 +30,35 @@ CPU_SLOTS = 32
 CUDA_SLOTS = 256
 
 
-class EmbeddingRunner(EmbedRunner):
-    """Runner of embedding rows; a padded batch has at most `budget` tokens, or a single text."""
+class PoolingRunner(EmbedRunner):
+    """Runner of texts in padded batches, which have at most `budget` tokens, or a single text."""
 
-    def __init__(
-        self, model: PreTrainedModel, pooling: Pooling, pad: int, capacity: int, budget: int
-    ) -> None:
+    def __init__(self, pad: int, capacity: int, budget: int) -> None:
         super().__init__()
-        self._model: Any = model
-        self._pooling = pooling
         self._pad = pad
         self._budget = budget
         self.capacity = capacity
 
-    @torch.no_grad()
-    def embed(self, texts: list[list[int]]) -> list[bytes]:
+    def pad_texts(
+        self, texts: list[list[int]], device: torch.device, pad: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ids, with padding on the right, and the mask, both [texts, tokens]."""
+        filler = self._pad if pad is None else pad
         longest = max(map(len, texts))
-        ids = torch.tensor([text + [self._pad] * (longest - len(text)) for text in texts])
+        ids = torch.tensor([text + [filler] * (longest - len(text)) for text in texts])
         lengths = torch.tensor([[len(text)] for text in texts])
         mask = (torch.arange(longest) < lengths).long()
-        device = self._model.device
-        ids, mask = ids.to(device), mask.to(device)
-        hidden: Tensor = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
-        vectors = self._pooling(hidden, mask).cpu().numpy()
-        return [vector.astype("<f4").tobytes() for vector in vectors]
+        return ids.to(device), mask.to(device)
 
     def make_pages(self) -> None:
-        """Do nothing: embeddings have no KV cache."""
+        """Do nothing: there is no KV cache."""
 
     def drop_pages(self) -> None:
-        """Do nothing: embeddings have no KV cache."""
+        """Do nothing: there is no KV cache."""
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return the weights of the layers that follow the transformer."""
-        return self._pooling.tensors()
+        """Return the weights that are not the model's own."""
+        return ()
 
     def _take_batch(self) -> list[tuple[EmbedRow, int]]:
         batch: list[tuple[EmbedRow, int]] = []
@@ -77,6 +73,28 @@ class EmbeddingRunner(EmbedRunner):
         return batch
 
 
+class EmbeddingRunner(PoolingRunner):
+    """Runner of embedding rows."""
+
+    def __init__(
+        self, model: PreTrainedModel, pooling: Pooling, pad: int, capacity: int, budget: int
+    ) -> None:
+        super().__init__(pad, capacity, budget)
+        self._model: Any = model
+        self._pooling = pooling
+
+    @torch.no_grad()
+    def embed(self, texts: list[list[int]]) -> list[bytes]:
+        ids, mask = self.pad_texts(texts, self._model.device)
+        hidden: Tensor = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
+        vectors = self._pooling(hidden, mask).cpu().numpy()
+        return [vector.astype("<f4").tobytes() for vector in vectors]
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the weights of the layers that follow the transformer."""
+        return self._pooling.tensors()
+
+
 def make_embedding_runner(
     model: PreTrainedModel, pooling: Pooling, tokenizer: Any, spec: WorkerSpec
 ) -> tuple[EmbeddingRunner, ModelInfo]:
@@ -84,29 +102,43 @@ def make_embedding_runner(
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
     model.config.use_cache = False
-    cuda = spec.device == "cuda"
-    stated = spec.options.get("max_batch_tokens")
-    budget = stated or (CUDA_BATCH_TOKENS if cuda else CPU_BATCH_TOKENS)
-    context = _find_context(model, pooling, tokenizer, spec)
-    runner = EmbeddingRunner(model, pooling, _padding_id(model, tokenizer), context, budget)
-    attention = model.config._attn_implementation
+    budget = count_batch_tokens(spec)
+    context = find_context(model, pooling.max_tokens, tokenizer, spec)
+    runner = EmbeddingRunner(model, pooling, padding_id(model, tokenizer), context, budget)
     size = len(runner.embed([[0, 1], [1]])[0]) // 4
-    return runner, ModelInfo(
+    info = describe_pooled(model, spec, context, budget, f"embeddings of {size}")
+    return runner, replace(info, serves=("embed", "tokenize", "detokenize"), embedding_size=size)
+
+
+def count_batch_tokens(spec: WorkerSpec) -> int:
+    """Return the most tokens in one forward pass."""
+    default = CUDA_BATCH_TOKENS if spec.device == "cuda" else CPU_BATCH_TOKENS
+    return int(spec.options.get("max_batch_tokens") or default)
+
+
+def describe_pooled(
+    model: PreTrainedModel, spec: WorkerSpec, context: int, budget: int, what: str
+) -> ModelInfo:
+    """Return the properties of a model that generates nothing, without its tasks.
+
+    `what` tells people what it makes; a `budget` of 0 is a single text.
+    """
+    attention = model.config._attn_implementation
+    batch = f"{budget} tokens a batch" if budget else "one text at a time"
+    return ModelInfo(
         max_context=context,
-        slots=spec.options.get("slots") or (CUDA_SLOTS if cuda else CPU_SLOTS),
+        slots=spec.options.get("slots") or (CUDA_SLOTS if spec.device == "cuda" else CPU_SLOTS),
         chat=False,
         architecture=type(model).__name__,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        detail=f"embeddings of {size}, {attention}, {budget} tokens a batch{spread_how(spec)}",
+        detail=f"{what}, {attention}, {batch}{spread_how(spec)}",
         sleeps=True,
-        serves=("embed", "tokenize", "detokenize"),
-        embedding_size=size,
     )
 
 
-def _padding_id(model: PreTrainedModel, tokenizer: Any) -> int:
+def padding_id(model: PreTrainedModel, tokenizer: Any) -> int:
     """Return the padding token's id.
 
     The model's own id comes first, because RoBERTa and similar models derive positions from it.
@@ -118,13 +150,13 @@ def _padding_id(model: PreTrainedModel, tokenizer: Any) -> int:
     return 0
 
 
-def _find_context(
-    model: PreTrainedModel, pooling: Pooling, tokenizer: Any, spec: WorkerSpec
+def find_context(
+    model: PreTrainedModel, max_tokens: int | None, tokenizer: Any, spec: WorkerSpec
 ) -> int:
     """Return the smallest of the stated limits, including the number of position embeddings."""
     limits = [
         _count_positions(model),
-        pooling.max_tokens,
+        max_tokens,
         getattr(tokenizer, "model_max_length", None),
         spec.max_context,
     ]

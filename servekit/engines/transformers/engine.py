@@ -1,8 +1,9 @@
-"""The transformers engine: any causal language model that the library can load, and embeddings.
+"""The transformers engine: causal language models, embedding models, classifiers and rerankers.
 
 Requests share batches in `batching.continuous.ContinuousRunner` if the model allows it; otherwise
 they run one at a time in `sequential.StaticRunner`. A folder with a pooling configuration is an
-embedding model, which `embedding.EmbeddingRunner` runs. The loop is always that of
+embedding model, which `embedding.EmbeddingRunner` runs; a sequence classifier is run by
+`classification.ClassificationRunner`. The loop is always that of
 `engines.api.threaded_engine.LoopedEngine`.
 """
 
@@ -27,7 +28,7 @@ from servekit.engines.text.structured_output import Constraint
 from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.text.tool_format_detection import tool_capabilities
-from servekit.engines.transformers import embedding, loading, preload, prompt_scores
+from servekit.engines.transformers import classification, embedding, loading, preload, prompt_scores
 from servekit.engines.transformers.lora.manager import AdapterManager
 from servekit.engines.transformers.lora.module_clone import BaseChanged
 from servekit.engines.transformers.request_row import Row
@@ -47,7 +48,7 @@ SERVES: tuple[Capability, ...] = (
 )
 #: How often a thread that waits for the engine's thread checks that the engine is still running.
 _LOOK_S = 0.2
-EMBEDS_ONLY = "This model makes embeddings only."
+NO_TEXT = "This model does not generate text."
 NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 
 
@@ -81,7 +82,7 @@ class TransformersEngine(LoopedEngine):
         self._limits = Limits(self.vocab_size, context, self._head_size, fills)
         store = loading.make_weight_store(loaded, self.spec, self._other_tensors)
         self._sleep_state = SleepState(loaded.runner, store, loaded.ranks)
-        if isinstance(loaded.runner, embedding.EmbeddingRunner):
+        if isinstance(loaded.runner, embedding.PoolingRunner):
             return loaded.info
         return self._prepare_generation(loaded)
 
@@ -127,9 +128,15 @@ class TransformersEngine(LoopedEngine):
         check_inputs(job, self._limits)
         self._take(EmbedRow(self._key(job.id), job))
 
+    def classify(self, job: EmbedJob) -> None:
+        if not isinstance(self._runner, classification.ClassificationRunner):
+            raise Unsupported("This model has no head to classify texts with.", param="model")
+        check_inputs(job, self._limits)
+        self._take(EmbedRow(self._key(job.id), job))
+
     def submit(self, job: Job) -> None:
-        if isinstance(self._runner, embedding.EmbeddingRunner):
-            raise Unsupported(EMBEDS_ONLY, param="model")
+        if isinstance(self._runner, embedding.PoolingRunner):
+            raise Unsupported(NO_TEXT, param="model")
         adapter = self._adapter_manager().get(job.adapter) if job.adapter else None
         check_job(job, self._limits, adapter.virtual_tokens if adapter else 0)
         sampling = resolve_sampling(job.params, self._defaults, self._head_size)
@@ -166,7 +173,7 @@ class TransformersEngine(LoopedEngine):
         if self._sleep_state.asleep:
             raise LoadError("The model is asleep; wake it first.", permanent=False)
         if self._adapters is None:
-            why = plan.NO_ADAPTERS if plan.is_spread(self.spec) else EMBEDS_ONLY
+            why = plan.NO_ADAPTERS if plan.is_spread(self.spec) else NO_TEXT
             raise Unsupported(why, param="lora_name")
         return self._adapters
 

@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 
 from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase
+from servekit.engines.model_files.model_kind import ModelKind, kind_of
 from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.transformers import (
+    classification,
     embedding,
     fused_layers,
     packed_linear,
@@ -74,24 +76,24 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
     torch.set_num_threads(threads)
     with phase("files"):
         folder = Path(resolve_folder(spec.path, spec.revision, report))
-    embeds = pooling.is_embedder(folder)
-    ranks = _start_ranks(folder, spec, for_embeddings=embeds)
+    kind = kind_of(folder)
+    ranks = _start_ranks(folder, spec, kind)
     try:
         with phase("tokenizer"):
             tokenizer = preload.get_tokenizer(folder, spec)
         with (
             phase("weights"),
             weights.explain_errors(folder, spec),
-            _with_all(ranks, folder, threads, for_embeddings=embeds),
+            _with_all(ranks, folder, threads, kind),
         ):
-            model = _load_model(folder, spec, report, for_embeddings=embeds)
+            model = _load_model(folder, spec, report, kind)
         if ranks is not None:
             ranks.mirror_forward(model)
         codec = TokenizerCodec(tokenizer)
         attention = str(model.config._attn_implementation)
         with weights.explain_errors(folder, spec):
-            packed = _pack_weights(model, spec, embeds=embeds) if spec.device == "cpu" else ""
-            runner, info = _make_runner(folder, spec, model, codec, tokenizer, ranks)
+            packed = _pack_weights(model, spec, kind) if spec.device == "cpu" else ""
+            runner, info = _make_runner(folder, spec, model, codec, tokenizer, ranks, kind)
         info = structs.replace(info, detail=info.detail + packed)
     except BaseException:
         if ranks is not None:
@@ -104,8 +106,7 @@ def make_weight_store(
     loaded: Loaded, spec: WorkerSpec, more: weight_offload.Tensors
 ) -> weight_offload.WeightStore:
     """Return the store for the model's tensors during sleep; on a GPU it also holds `more`."""
-    embeds = isinstance(loaded.runner, embedding.EmbeddingRunner)
-    again = partial(_load_model, loaded.folder, spec, lambda progress: None, for_embeddings=embeds)
+    again = partial(_load_model, loaded.folder, spec, lambda progress: None, kind_of(loaded.folder))
     load_again = None if loaded.ranks else again
     return weight_offload.weight_store(loaded.model, loaded.model.device, more, load_again)
 
@@ -117,37 +118,35 @@ def _count_threads(spec: WorkerSpec) -> int:
     return threads_each(threads, spec.gpus) if plan.over_ranks(spec) else threads
 
 
-def _start_ranks(folder: Path, spec: WorkerSpec, *, for_embeddings: bool) -> Ranks | None:
+def _start_ranks(folder: Path, spec: WorkerSpec, kind: ModelKind) -> Ranks | None:
     """Start the other ranks, if any; they import their modules while the tokenizer is loaded."""
     if not plan.over_ranks(spec):
         return None
     with weights.explain_errors(folder, spec):
-        plan.check_spread(weights.outline_model(folder, spec, for_embeddings=for_embeddings), spec)
+        plan.check_spread(weights.outline_model(folder, spec, kind), spec)
     return Ranks(spec)
 
 
 def _with_all(
-    ranks: Ranks | None, folder: Path, threads: int, *, for_embeddings: bool
+    ranks: Ranks | None, folder: Path, threads: int, kind: ModelKind
 ) -> contextlib.AbstractContextManager[None]:
     if ranks is None:
         return contextlib.nullcontext()
-    return ranks.loading(folder, threads, for_embeddings=for_embeddings)
+    return ranks.loading(folder, threads, kind)
 
 
-def _load_model(
-    folder: Path, spec: WorkerSpec, report: Report, *, for_embeddings: bool
-) -> PreTrainedModel:
+def _load_model(folder: Path, spec: WorkerSpec, report: Report, kind: ModelKind) -> PreTrainedModel:
     attention = spec.options.get("attention")
-    model = weights.load_model(folder, spec, attention, report, for_embeddings=for_embeddings)
+    model = weights.load_model(folder, spec, attention, report, kind=kind)
     if spec.gpus == 1 and spec.options.get("decode") != "eager":
         with phase("kernels"):
             fused_layers.fuse_layers(model)
     return model
 
 
-def _pack_weights(model: PreTrainedModel, spec: WorkerSpec, *, embeds: bool) -> str:
+def _pack_weights(model: PreTrainedModel, spec: WorkerSpec, kind: ModelKind) -> str:
     """Pack linear layers; return a description for people."""
-    half = embeds and model.config.is_encoder_decoder
+    half = kind == "embed" and model.config.is_encoder_decoder
     with phase("packing"):
         size = packed_linear.pack_layers(model.get_encoder() if half else model, spec)
         if size:
@@ -166,8 +165,11 @@ def _make_runner(
     codec: TokenizerCodec,
     tokenizer: Any,
     ranks: Ranks | None,
+    kind: ModelKind,
 ) -> tuple[Runner, ModelInfo]:
-    if pooling.is_embedder(folder):
+    if kind == "classify":
+        return classification.make_classification_runner(model, tokenizer, spec)
+    if kind == "embed":
         how = pooling.read_pooling(folder, model.device)
         return embedding.make_embedding_runner(model, how, tokenizer, spec)
     runner, info = make_causal_runner(model, spec, codec.chat, ranks)

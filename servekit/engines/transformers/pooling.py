@@ -23,11 +23,6 @@ Layer = Callable[[Tensor], Tensor]
 Mode = Callable[[Tensor, Tensor], Tensor]
 
 
-def is_embedder(folder: Path) -> bool:
-    """Return whether the folder has a pooling configuration."""
-    return (folder / "modules.json").is_file()
-
-
 @dataclass(frozen=True)
 class Pooling:
     """The modules that follow the transformer, and the length limit stated in their files."""
@@ -151,7 +146,7 @@ def _read_dense(path: Path, device: torch.device) -> Layer:
         raise LoadError(f"{path} has no model.safetensors; a pickle of weights is not read.")
     tensors = {name: value.float().to(device) for name, value in load_file(weights).items()}
     name = _read_json(path / "config.json").get("activation_function", "torch.nn.Identity")
-    return _Dense(tensors["linear.weight"], tensors.get("linear.bias"), _find_activation(name))
+    return _Dense(tensors["linear.weight"], tensors.get("linear.bias"), find_activation(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +161,13 @@ class _Dense:
         return self.activation(nn.functional.linear(vectors, self.weight, self.bias))
 
 
-def _find_activation(name: str) -> Layer:
+def find_activation(name: str) -> Layer:
     """Return a torch class by its dotted name; nothing else is ever imported."""
     kind = getattr(nn, name.rpartition(".")[2], None)
     if name.startswith("torch.nn.") and isinstance(kind, type) and issubclass(kind, nn.Module):
         activation: Layer = kind()
         return activation
-    raise LoadError(f"A dense layer with {name} is not supported.")
+    raise LoadError(f"The activation function {name} is not supported.")
 
 
 def _max_tokens(folder: Path) -> int | None:

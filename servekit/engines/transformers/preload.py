@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import transformers
 
+from servekit.engines.model_files.model_kind import kind_of
 from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.text.structured_output import Grammars, try_grammars
-from servekit.engines.transformers import pooling, weights
+from servekit.engines.transformers import weights
 from servekit.engines.transformers.runner_factory import eos_ids, vocab_size
 from servekit.protocol.messages import WorkerSpec
 
@@ -42,7 +43,7 @@ def prepare_model(spec: WorkerSpec) -> None:
     torch.set_num_threads(1)  # a forked process would not have the threads of a pool
     folder = Path(resolve_folder(spec.path, spec.revision, lambda progress: None))
     tokenizer = weights.load_tokenizer(folder, spec)
-    if pooling.is_embedder(folder):
+    if kind_of(folder) != "generate":
         _prepared = Prepared(folder, tokenizer, template=spec.chat_template)
         return
     with weights.explain_errors(folder, spec):

@@ -20,12 +20,18 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging as library_logging
 
 from servekit.engines.api.base import Report
+from servekit.engines.model_files.model_kind import ModelKind
 from servekit.engines.transformers.sleep import device_memory
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.errors import LoadError
 from servekit.protocol.messages import Progress, WorkerSpec
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_AUTO: dict[ModelKind, Any] = {
+    "generate": transformers.AutoModelForCausalLM,
+    "embed": transformers.AutoModel,
+    "classify": transformers.AutoModelForSequenceClassification,
+}
 #: Share of each GPU's free memory for weights; caches and activations need the rest.
 _WEIGHTS_FRACTION = 0.9
 
@@ -47,22 +53,24 @@ def load_model(
     attention: str | None,
     report: Report,
     *,
-    for_embeddings: bool = False,
+    kind: ModelKind = "generate",
     device: torch.device | None = None,
 ) -> transformers.PreTrainedModel:
     """Return the model in evaluation mode, with every tensor loaded directly onto its device.
 
-    The model is a causal language model, or with `for_embeddings` the bare transformer. `device` is
-    the rank's, if there are several ranks; by default the first of `spec.device`.
+    The model is a causal language model, the bare transformer to embed, or one with a head to
+    classify. `device` is the rank's, if there are several ranks; by default the first of
+    `spec.device`.
     """
     device = device or torch.device("cuda:0" if spec.device == "cuda" else "cpu")
     for each in _list_devices(spec, device):
         device_memory.limit_memory(spec, each)
-    if not for_embeddings:
+    if kind == "generate":
         _require_a_head(folder)
-    kind: Any = transformers.AutoModel if for_embeddings else transformers.AutoModelForCausalLM
+    auto = _AUTO[kind]
     with explain_errors(folder, spec), _report_progress(report):
-        model: transformers.PreTrainedModel = kind.from_pretrained(
+        model: transformers.PreTrainedModel
+        model, told = auto.from_pretrained(
             folder,
             dtype=_choose_dtype(spec),
             **_placing_arguments(spec, device),
@@ -70,6 +78,12 @@ def load_model(
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=spec.trust_remote_code,
+            output_loading_info=True,
+        )
+    if kind == "classify" and (missing := sorted(told["missing_keys"])):
+        raise LoadError(
+            f"The files of {spec.model} have no {missing[0]}; the library would classify by random"
+            " weights."
         )
     wanted = {str(each) for each in _list_devices(spec, device)}
     strays = {str(tensor.device) for tensor in model.parameters()} - wanted
@@ -109,13 +123,13 @@ def _list_devices(spec: WorkerSpec, device: torch.device) -> list[torch.device]:
     return [device]
 
 
-def outline_model(folder: Path, spec: WorkerSpec, *, for_embeddings: bool = False) -> Any:
+def outline_model(folder: Path, spec: WorkerSpec, kind: ModelKind = "generate") -> Any:
     """Return the model without weights, to import its class and shape its parameters."""
     trust = {"local_files_only": True, "trust_remote_code": spec.trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(folder, **trust)
-    kind: Any = transformers.AutoModel if for_embeddings else transformers.AutoModelForCausalLM
+    auto = _AUTO[kind]
     with torch.device("meta"):
-        return kind.from_config(config, trust_remote_code=spec.trust_remote_code)
+        return auto.from_config(config, trust_remote_code=spec.trust_remote_code)
 
 
 def _require_a_head(folder: Path) -> None:

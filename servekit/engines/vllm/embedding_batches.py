@@ -29,7 +29,8 @@ BATCH = 16
 class Texts:
     """A sender of embedding jobs, one after the other.
 
-    `make` builds the core's request from a name and token ids; `fail` reports a failure.
+    `make` builds the core's request from a name, a job and the place of a text in it; `fail`
+    reports a failure.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Texts:
         core: Core,
         held: RequestTable,
         limits: Limits,
-        make: Callable[[str, list[int]], Any],
+        make: Callable[[str, EmbedJob, int], Any],
         fail: Callable[[StepOutput], None],
     ) -> None:
         self._core = core
@@ -74,8 +75,8 @@ class Texts:
         for at in range(0, len(names), BATCH):
             if job.id not in self._held:
                 return
-            batch = zip(names[at : at + BATCH], job.inputs[at : at + BATCH], strict=True)
-            self._core.add([self._make(name, ids) for name, ids in batch])
+            batch = enumerate(names[at : at + BATCH], at)
+            self._core.add([self._make(name, job, place) for place, name in batch])
 
 
 def explain_failure(error: Exception) -> str:

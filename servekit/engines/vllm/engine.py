@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,14 @@ from servekit.engines.api.job_state import make_embedding_output
 from servekit.engines.api.job_validation import Limits, check_job
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.process_activity import report_activity
+from servekit.engines.model_files.model_kind import ModelKind, kind_of
 from servekit.engines.model_files.source import resolve_folder as resolve_source
 from servekit.engines.text.sampling_params import resolve_sampling
 from servekit.engines.text.structured_output import Constraint, Grammars, try_grammars
 from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.text.tool_format_detection import tool_capabilities
-from servekit.engines.transformers import pooling, weights
+from servekit.engines.transformers import weights
 from servekit.engines.vllm import core_host, engine_args, generation_defaults, library, requests
 from servekit.engines.vllm.adapters import Adapters
 from servekit.engines.vllm.argument_parser import parse_arguments
@@ -100,7 +100,8 @@ class VllmEngine(Engine):
         self.codec: TokenizerCodec = TokenizerCodec(tokenizer)
         self._pieces = Pieces(tokenizer)
         self._parameters = generation_defaults.count_parameters(folder)
-        self._embeds = pooling.is_embedder(folder)
+        kind = kind_of(folder)
+        self._embeds = kind != "generate"
         with phase("core"), report_activity(report):
             asked = engine_args.engine_arguments(
                 self.spec, folder, self._device_memory(), embeds=self._embeds
@@ -119,11 +120,9 @@ class VllmEngine(Engine):
         }
         self._thread = threading.Thread(target=self._run_loop, name="engine", daemon=True)
         self._thread.start()  # receives the answers to the engine's own probes
-        return (
-            self._prepare_embedding()
-            if self._embeds
-            else self._prepare_generation(folder, tokenizer)
-        )
+        if kind == "generate":
+            return self._prepare_generation(folder, tokenizer)
+        return self._prepare_pooling(kind)
 
     def _device_memory(self) -> tuple[int, int]:
         """Return total and free bytes of the device.
@@ -150,15 +149,20 @@ class VllmEngine(Engine):
         """Return the digest of the files, and vLLM's version: another one draws other noise."""
         return f"{super().identify(portable=portable)}.vllm-{library.vllm_version()}"
 
-    def _prepare_embedding(self) -> ModelInfo:
-        from vllm.pooling_params import PoolingParams
-
-        params = PoolingParams(task="embed")
-        make = partial(requests.make_request, lora=None, pooling_params=params)
+    def _prepare_pooling(self, kind: ModelKind) -> ModelInfo:
+        config = self._core.config.model_config.hf_config
+        make = requests.PoolingRequests("classify" if kind == "classify" else "embed", config)
         self._texts = Texts(self._core, self._held, self._limits, make, self._report_failure)
-        size = self._probes.width()
-        info = self._describe_model(("embed", "tokenize", "detokenize"))
-        return structs.replace(info, embedding_size=size, chat=False)
+        size = self._probes.width(make.task)
+        info = structs.replace(self._describe_model(()), chat=False)
+        if kind == "embed":
+            serves: tuple[Capability, ...] = ("embed", "tokenize", "detokenize")
+            return structs.replace(info, serves=serves, embedding_size=size)
+        names = getattr(config, "id2label", None) or {}
+        labels = tuple(str(names.get(at, at)) for at in range(size))
+        scores: tuple[Capability, ...] = ("score",) if size == 1 else ()
+        serves = ("classify", *scores, "tokenize", "detokenize")
+        return structs.replace(info, serves=serves, labels=labels)
 
     def _prepare_generation(self, folder: Path, tokenizer: Any) -> ModelInfo:
         self._grammars = try_grammars(
@@ -212,7 +216,7 @@ class VllmEngine(Engine):
 
     def submit(self, job: Job) -> None:
         if self._embeds:
-            raise Unsupported("This model makes embeddings only.", param="model")
+            raise Unsupported("This model does not generate text.", param="model")
         check_job(job, self._limits)
         lora = self._loaded_adapters().get(job.adapter) if job.adapter else None
         name = f"{job.id}#{next(self._serial)}"
@@ -249,6 +253,9 @@ class VllmEngine(Engine):
             params.structured_outputs._backend = "guidance"
         requests.check_room(params)
         return params
+
+    def classify(self, job: EmbedJob) -> None:
+        self.embed(job)  # a model of the core has one task, which the worker has checked
 
     def embed(self, job: EmbedJob) -> None:
         if self._texts is None:

@@ -50,11 +50,15 @@ class Probes:
             for row in output.new_logprobs.logprobs[: len(output.new_token_ids)]
         ]
 
-    def width(self) -> int:
-        """Return the size of an embedding. Raises LoadError."""
+    def width(self, task: str = "embed") -> int:
+        """Return the size of an embedding, or with "classify" the number of labels.
+
+        Raises LoadError.
+        """
         from vllm.pooling_params import PoolingParams
 
-        outputs = self._ask_core([0, 1], None, pooling_params=PoolingParams(task="embed"))
+        kind: Any = PoolingParams
+        outputs = self._ask_core([0, 1], None, pooling_params=kind(task=task))
         return next(int(one.pooling_output.numel()) for one in outputs if one.finished)
 
     def _ask_core(self, prompt: list[int], lora: Any, **params: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from servekit.engines.api.base import Job, StepOutput
+from servekit.engines.api.base import EmbedJob, Job, StepOutput
 from servekit.engines.text.sampling_params import LEAST, Sampling
 from servekit.engines.text.structured_output import Constraint, serialize_grammar
 from servekit.errors import RequestError
@@ -52,6 +52,30 @@ def make_request(name: str, ids: list[int], lora: Any, salt: str = "", **params:
         data_parallel_rank=None,
         **fields,
     )
+
+
+class PoolingRequests:
+    """A maker of the core's requests for the texts of a job, for the one task of the model."""
+
+    def __init__(self, task: str, config: Any) -> None:
+        """Store the task, "embed" or "classify", and whether the model has token types."""
+        self.task = task
+        types = getattr(config.get_text_config(), "type_vocab_size", None) or 0
+        self._has_types = task == "classify" and types > 1
+
+    def __call__(self, name: str, job: EmbedJob, place: int) -> Any:
+        """Return the request for the text at `place` of a job."""
+        from vllm.pooling_params import PoolingParams
+
+        kind: Any = PoolingParams
+        params = kind(task=self.task)
+        if self.task == "classify":
+            params.use_activation = not job.raw
+        if self._has_types and job.types and (types := job.types[place]):
+            # as vLLM's own front end sends them: the place of the first token of type 1
+            first = types.index(1) if 1 in types else len(types)
+            params.extra_kwargs = {"compressed_token_type_ids": first}
+        return make_request(name, job.inputs[place], None, pooling_params=params)
 
 
 def sampling_arguments(

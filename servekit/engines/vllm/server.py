@@ -19,8 +19,8 @@ from msgspec import structs
 
 from servekit.engines.api.base import Report
 from servekit.engines.command.engine import CommandEngine
+from servekit.engines.model_files.model_kind import kind_of
 from servekit.engines.model_files.source import resolve_folder
-from servekit.engines.transformers import pooling
 from servekit.engines.vllm import engine_args
 from servekit.engines.vllm.argument_parser import format_flags
 from servekit.errors import LoadError
@@ -51,7 +51,13 @@ class VllmServerEngine(CommandEngine):
         if self.spec.adapters:
             raise LoadError("vLLM's own server serves here, with which servekit has no adapters.")
         folder = Path(resolve_folder(self.spec.path, self.spec.revision, report))
-        embeds = pooling.is_embedder(folder)
+        kind = kind_of(folder)
+        if kind == "classify":
+            raise LoadError(
+                "vLLM's own server serves here, by which servekit has no rerankers and classifiers."
+                " engine: command with `vllm serve` forwards /rerank, /score and /classify."
+            )
+        embeds = kind == "embed"
         self._flags = make_flags(self.spec, folder, embeds=embeds)
         if self.spec.sleeps:  # the pages for it are for developers
             os.environ["VLLM_SERVER_DEV_MODE"] = "1"

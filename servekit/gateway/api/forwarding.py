@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 from urllib.parse import unquote_plus
 
@@ -31,8 +31,10 @@ from servekit.gateway.http.response import DisconnectWatcher, Endpoint
 from servekit.gateway.routing.adapter_route import base_of
 from servekit.gateway.routing.forwarded_request import ForwardedRequest
 from servekit.gateway.routing.router import ModelQueue, Router
+from servekit.gateway.routing.task_check import serves_any
 from servekit.protocol.forwarding import find_pattern
 from servekit.protocol.messages import HttpPart, HttpRequest
+from servekit.protocol.types import Task
 
 #: Well-known endpoints, for the OpenAPI document and as labels of metrics.
 KNOWN = {
@@ -43,16 +45,13 @@ KNOWN = {
     "/v1/images/edits": "Edited images",
     "/v1/images/variations": "Variations of an image",
     "/v1/moderations": "Whether a text is harmful",
-    "/v1/rerank": "Documents in the order of their relevance",
-    "/v2/rerank": "Documents in the order of their relevance",
-    "/rerank": "Documents in the order of their relevance",
-    "/v1/score": "The similarity of texts",
-    "/score": "The similarity of texts",
-    "/classify": "The classes of texts",
     "/pooling": "The hidden states of texts",
 }
 #: Endpoints of servekit that a model may list nevertheless, as servers have other formats for them.
-FORWARDED_FIRST = ("/tokenize", "/detokenize")
+FORWARDED_FIRST = (
+    *("/tokenize", "/detokenize", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
+    *("/v1/classify", "/classify"),
+)
 #: Paths that mean the same to each server: without escapes, and without segments that lead up.
 _PLAIN = re.compile(r"(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+")
 #: Request headers that are about the body. Others are about the connection, or hold keys.
@@ -99,8 +98,12 @@ class Forwarding:
             watch.stop_watching()
             call.cancel()
 
-    def before(self, endpoint: Endpoint) -> Endpoint:
-        """Return an endpoint that forwards the requests for models that list it, and no others."""
+    def before(self, endpoint: Endpoint, tasks: Sequence[Task] = ()) -> Endpoint:
+        """Return an endpoint that forwards the requests for models that list it, and no others.
+
+        A request without a model is for the default one, or if that neither lists the endpoint nor
+        serves one of the `tasks`, for one that lists it.
+        """
 
         async def chosen(scope: Scope, receive: Receive, send: Send) -> None:
             if not self.covers(scope["path"]):
@@ -117,17 +120,28 @@ class Forwarding:
 
             try:
                 body = await read_body(scope, receive, self._max_body_bytes)
-                kind = dict(scope["headers"]).get(b"content-type", b"")
-                route = self._router.find(find_model(kind, body).model)
+                headers = dict(scope["headers"])
+                kind = headers.get(b"content-type", b"")
+                if len(body) > _LARGE_BYTES:
+                    found = await asyncio.to_thread(find_model, kind, body)
+                else:
+                    found = find_model(kind, body)
+                model, _ = _name_model(found, scope["query_string"], headers)
+                forwards = self._lists(scope["path"], model, tasks)
             except ClientGone:
                 return
             except ServekitError as error:
                 await send_error(send, error)
                 return
-            forwards = scope["path"] in route.status.endpoints
             await (self if forwards else endpoint)(scope, read_again, send)
 
         return chosen
+
+    def _lists(self, path: str, model: str, tasks: Sequence[Task]) -> bool:
+        route = self._router.find(model)
+        if _pattern_of(route, path):
+            return True
+        return bool(tasks) and not model and not serves_any(route, tasks)
 
     async def _open(self, scope: Scope, receive: Receive) -> ForwardedRequest:
         headers = dict(scope["headers"])

@@ -46,6 +46,7 @@ from servekit.gateway.routing.suspect_sources import (
     is_shared,
     source_of,
 )
+from servekit.gateway.routing.task_check import check_task
 from servekit.gateway.routing.timeouts import GRAIN_S, Deadlines
 from servekit.gateway.routing.worker_connection import NEARBY, WorkerConnection
 from servekit.gateway.telemetry.metrics import RequestMetrics
@@ -178,6 +179,7 @@ class Router:
         if self.access.watchful:
             adapter = "" if asked is route else asked.status.name
             self.access.admit(call, route.status.name, adapter)
+        check_task(route, call, self.models())
         if isinstance(asked, AdapterRoute):
             asked.adapt(call)
         self._admit(route, call)

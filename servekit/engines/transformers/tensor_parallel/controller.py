@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from servekit.engines.model_files.model_kind import ModelKind
 from servekit.engines.transformers.batching.kv_cache import Plan
 from servekit.engines.transformers.tensor_parallel import (
     messages,
@@ -48,12 +49,10 @@ class Ranks:
         return self._children.pids
 
     @contextmanager
-    def loading(
-        self, folder: Path, threads: int, *, for_embeddings: bool = False
-    ) -> Iterator[None]:
+    def loading(self, folder: Path, threads: int, kind: ModelKind = "generate") -> Iterator[None]:
         """Load the other ranks' shards while the block loads rank 0's. Raises LoadError."""
         store = self._children.store
-        self._send_order(messages.Begin(self._spec, str(folder), store, threads, for_embeddings))
+        self._send_order(messages.Begin(self._spec, str(folder), store, threads, kind))
         try:
             process_group.join_group(self._device, 0, self.size, store)
         except Exception as error:  # the others would wait for rank 0 forever

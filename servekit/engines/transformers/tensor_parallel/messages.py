@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from servekit.engines.model_files.model_kind import ModelKind
 from servekit.protocol.base import Message, Value
 from servekit.protocol.messages import WorkerSpec
 
@@ -25,7 +26,7 @@ class Begin(Message, frozen=True):
     folder: str
     store: str
     threads: int
-    for_embeddings: bool
+    kind: ModelKind
 
 
 class MakePages(Message, frozen=True):

@@ -88,7 +88,7 @@ class Follower:
             order.spec,
             order.spec.options.get("attention"),
             lambda progress: None,
-            for_embeddings=order.for_embeddings,
+            kind=order.kind,
             device=self._device,
         )
         self._attention = str(self._model.config._attn_implementation)

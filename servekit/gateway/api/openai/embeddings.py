@@ -6,10 +6,11 @@ import array
 import base64
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.api.endpoint import EndpointFactory
@@ -23,6 +24,7 @@ from servekit.gateway.api.openai.response_types import (
     Tokens,
 )
 from servekit.gateway.api.openai.schema import (
+    INT32,
     Inputs,
     Messages,
     TemplateArguments,
@@ -37,7 +39,8 @@ from servekit.gateway.http.response import Endpoint
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import check_tools
-from servekit.protocol.messages import Delta, SamplingParams
+from servekit.protocol.messages import Delta, PoolingParams, SamplingParams
+from servekit.protocol.types import Task
 
 _encode = msgspec.json.Encoder().encode
 #: The inputs of one request to a worker: enough to fill a batch, few enough to share a worker.
@@ -45,6 +48,8 @@ GROUP = 16
 MAX_INPUTS = 2048
 
 Input = str | list[int]
+Value = TypeVar("Value")
+_PLAIN = PoolingParams()
 
 
 class EmbeddingRequest(msgspec.Struct):
@@ -55,6 +60,9 @@ class EmbeddingRequest(msgspec.Struct):
     model: EmbeddingModel = ""
     encoding_format: Literal["float", "base64"] | None = None
     """Numbers, or base64 of float32, little-endian."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT32 - 1)] | None = None
+    """Cut inputs to this many tokens, with special tokens; -1: to as many as the model reads; 0:
+    a text that is too long is refused, as it is by default. The beginning is kept."""
     dimensions: Annotated[int, Meta(ge=1, le=1048576)] | None = None
     """Size of the vectors: the first numbers of each, normalised to a unit vector."""
     user: Annotated[str, doc("Has no effect")] | None = None
@@ -134,7 +142,8 @@ class Vectors:
                 f"dimensions: the vectors of {route.status.name!r} have {info.embedding_size}",
                 param="dimensions",
             )
-        calls = embedding_calls(request.model, key, _inputs(request.input))
+        inputs, most = list_inputs(request.input), request.truncate_prompt_tokens or 0
+        calls = embedding_calls(request.model, key, inputs, most)
         asked = EmbeddingCalls(self._router, calls, request.timeout_s)
         return asked, lambda answers: _vectors(request, route.status.name, answers)
 
@@ -177,16 +186,43 @@ class Vectors:
         return asked, lambda answers: _encode(Detokenized(answers[0].text))
 
 
-def embedding_calls(model: str, key: str, inputs: list[Input]) -> list[InflightRequest]:
-    """Return the requests that compute the vectors of all inputs, in order."""
-    return [_call(model, key, task="embed", inputs=group) for group in _groups(inputs)]
+def embedding_calls(
+    model: str, key: str, inputs: Sequence[Input], most_tokens: int = 0
+) -> list[InflightRequest]:
+    """Return the requests that compute the vectors of all inputs, in order.
+
+    `most_tokens` is `SamplingParams.truncate_prompt`.
+    """
+    params = SamplingParams(truncate_prompt=most_tokens)
+    return pooled_calls(model, key, "embed", params, inputs)
+
+
+def pooled_calls(
+    model: str,
+    key: str,
+    task: Task,
+    params: SamplingParams,
+    inputs: Sequence[Input],
+    asked: PoolingParams = _PLAIN,
+) -> list[InflightRequest]:
+    """Return the requests to embed or classify all inputs, in order."""
+    return [
+        InflightRequest(
+            *(model, params),
+            stream=False,
+            key=key,
+            more={"task": task, "inputs": [*group], "pooling": replace(asked, first=at)},
+        )
+        for at, group in split_groups(inputs)
+    ]
 
 
 def _call(model: str, key: str, **more: Any) -> InflightRequest:
     return InflightRequest(model, SamplingParams(), stream=False, key=key, more=more)
 
 
-def _inputs(given: str | list[int | str | list[int]]) -> list[Input]:
+def list_inputs(given: str | list[int | str | list[int]]) -> list[Input]:
+    """Return the inputs of a request. Raises RequestError."""
     if isinstance(given, str):
         return [given]
     kinds = set(map(type, given))
@@ -205,9 +241,10 @@ def _inputs(given: str | list[int | str | list[int]]) -> list[Input]:
     return cast(list[Input], given)
 
 
-def _groups(inputs: list[Input]) -> Iterator[list[Input]]:
+def split_groups(inputs: Sequence[Value]) -> Iterator[tuple[int, Sequence[Value]]]:
+    """Yield the inputs of each request to a worker, and the place of the first."""
     for at in range(0, len(inputs), GROUP):
-        yield inputs[at : at + GROUP]
+        yield at, inputs[at : at + GROUP]
 
 
 def _vectors(request: EmbeddingRequest, model: str, answers: list[Delta]) -> bytes:

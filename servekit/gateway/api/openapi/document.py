@@ -26,11 +26,13 @@ from servekit.gateway.api.openai import embeddings, endpoints, responses
 from servekit.gateway.api.openai.response_types import Model, ModelList, OpenAIError
 from servekit.gateway.api.openapi.operation import EVENTS, Operation
 from servekit.gateway.api.openapi.schemas import Json, make_example, make_schemas
+from servekit.gateway.api.scoring import endpoints as scoring
 
 OPERATIONS: tuple[Operation, ...] = (
     *endpoints.OPERATIONS,
     *responses.OPERATIONS,
     *embeddings.OPERATIONS,
+    *scoring.OPERATIONS,
     *lora.OPERATIONS,
     *anthropic.OPERATIONS,
     *ollama.OPERATIONS,

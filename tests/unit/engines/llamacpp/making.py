@@ -19,8 +19,11 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "▁the", "▁sea", "▁is", "▁bl
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
 
 
-def write_tiny_bert(path: Path, pooling: int = 2) -> Tensors:
-    """A BERT encoder; `pooling` is llama.cpp's number. Returns its tensors, by their GGUF names."""
+def write_tiny_bert(path: Path, pooling: int = 2, labels: tuple[str, ...] = ()) -> Tensors:
+    """A BERT encoder; `pooling` is llama.cpp's number. Returns its tensors, by their GGUF names.
+
+    With `labels` it has a head, as a classifier.
+    """
     writer = gguf.GGUFWriter(path, "bert")
     writer.add_context_length(POSITIONS)
     writer.add_embedding_length(WIDTH)
@@ -41,6 +44,9 @@ def write_tiny_bert(path: Path, pooling: int = 2) -> Tensors:
     writer.add_pad_token_id(0)
     writer.add_unk_token_id(1)
     tensors = _bert_tensors()
+    if labels:
+        writer.add_classifier_output_labels(labels)
+        tensors |= _head_tensors(len(labels))
     for name, values in tensors.items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -70,6 +76,15 @@ def _bert_tensors() -> Tensors:
         values = (random.standard_normal(shape) * 0.3).astype(np.float32)
         made[name] = values + 1 if name.endswith("norm.weight") else values
     return made
+
+
+def _head_tensors(labels: int) -> Tensors:
+    random = np.random.default_rng(4)
+    shapes = _pair("cls", WIDTH, WIDTH) | _pair("cls.output", labels, WIDTH)
+    return {
+        name: (random.standard_normal(shape) * 0.3).astype(np.float32)
+        for name, shape in shapes.items()
+    }
 
 
 def _pair(name: str, size: int, *inputs: int) -> dict[str, tuple[int, ...]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from servekit.engines.api.base import EmbedJob, Job
+from servekit.engines.api.base import EmbedJob, Job, TokenizedText
 from servekit.errors import ContextLengthExceeded, LoadError, Unsupported
 from servekit.protocol.messages import SamplingParams
 from tests.unit.engines.conftest import llamacpp
@@ -89,7 +90,7 @@ def test_the_file_says_how(gguf: Make) -> None:
 def test_what_it_refuses(pooled: Harness) -> None:
     with pytest.raises(ContextLengthExceeded, match="1 to 256"):
         pooled.engine.embed(EmbedJob(10**6, [[5] * 257]))
-    with pytest.raises(Unsupported, match="embeddings only"):
+    with pytest.raises(Unsupported, match="does not generate"):
         pooled.engine.submit(Job(10**6, [5], SamplingParams(max_tokens=1)))
     assert len(embed(pooled, [[5] * 256])) == 1
 
@@ -114,3 +115,56 @@ def test_an_encoder_says_what_transformers_says(tmp_path: Path, pooling: int) ->
         assert len(embed(encoder, [[2] * making.POSITIONS])) == 1
     finally:
         encoder.close()
+
+
+def head(tensors: making.Tensors, ids: list[int], reference: Any) -> NDArray[np.float32]:
+    """The logits of a BERT with a head: of its first token, through a tanh."""
+    import torch
+
+    with torch.inference_mode():
+        first = reference(torch.tensor([ids])).last_hidden_state[0, 0].numpy()
+    hidden = np.tanh(tensors["cls.weight"] @ first + tensors["cls.bias"])
+    found: NDArray[np.float32] = tensors["cls.output.weight"] @ hidden + tensors["cls.output.bias"]
+    return found
+
+
+@pytest.mark.parametrize("labels", [("LABEL_0",), ("bad", "good", "fair")])
+def test_a_head_scores_as_transformers_does(tmp_path: Path, labels: tuple[str, ...]) -> None:
+    tensors = making.write_tiny_bert(tmp_path / "b.gguf", 4, labels)
+    heads = {name for name in tensors if name.startswith("cls")}
+    reference = making.bert_by_transformers({n: t for n, t in tensors.items() if n not in heads})
+    ranker = llamacpp(tmp_path / "b.gguf")
+    try:
+        assert ranker.info.labels == (("LABEL_0",) if len(labels) == 1 else labels)
+        assert ("score" in ranker.info.serves) is (len(labels) == 1)
+        assert "classify" in ranker.info.serves and "embed" not in ranker.info.serves
+        pairs = [
+            ranker.engine.codec.encode_parts("the sea", document)
+            for document in ("deep", "the sea is blue", "the seas")
+        ]
+        ids = [pair.ids for pair in pairs]
+        assert all(len(pair.parts) == len(pair.ids) for pair in pairs)
+        assert [t for t, part in zip(ids[0], pairs[0].parts, strict=True) if part] == [4, 5, 9]
+        for raw in (True, False):
+            ranker._last += 1
+            job = ranker._last
+            ranker.engine.classify(EmbedJob(job, ids, raw=raw))
+            ranker.until(lambda job=job: job in ranker.outputs, "the scores are there")  # type: ignore[misc]
+            for one, vector in zip(ids, ranker.outputs[job][0].vectors or (), strict=True):
+                logits = head(tensors, one, reference)
+                powers = np.exp(logits)
+                scores = powers / powers.sum() if len(labels) > 1 else powers / (1 + powers)
+                found = np.frombuffer(vector, "<f4")
+                assert np.abs(found - (logits if raw else scores)).max() < 5e-3
+    finally:
+        ranker.close()
+
+
+def test_the_parts_of_a_text_are_told_apart(tmp_path: Path) -> None:
+    making.write_tiny_bert(tmp_path / "b.gguf", 4, ("LABEL_0",))
+    ranker = llamacpp(tmp_path / "b.gguf")
+    try:
+        found = ranker.engine.codec.encode_parts("the sea")
+        assert found == TokenizedText([2, 4, 5, 3], [], [0, 1, 1, 0])
+    finally:
+        ranker.close()

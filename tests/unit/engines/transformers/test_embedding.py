@@ -166,7 +166,7 @@ def test_the_longest_text_there_may_be(embedder: Harness) -> None:
 
 
 def test_it_generates_nothing(embedder: Harness) -> None:
-    with pytest.raises(Unsupported, match="embeddings only"):
+    with pytest.raises(Unsupported, match="does not generate"):
         embedder.engine.submit(Job(10**6, [5], SamplingParams(max_tokens=1)))
 
 

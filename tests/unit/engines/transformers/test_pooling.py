@@ -117,4 +117,4 @@ def test_what_is_not_known_is_named(
 @pytest.mark.parametrize("name", ["os.system", "torch.nn.functional.tanh", "torch.nn.nothing"])
 def test_only_torchs_own_activations_are_made(name: str) -> None:
     with pytest.raises(LoadError, match="not supported"):
-        pooling._find_activation(name)
+        pooling.find_activation(name)

@@ -25,7 +25,7 @@ class Bench:
         self.held = RequestTable(lambda: None)
         self.failed: list[StepOutput] = []
         core: Any = self.core
-        self.texts = Texts(core, self.held, Limits(100, 8), lambda name, ids: name, self._fail)
+        self.texts = Texts(core, self.held, Limits(100, 8), lambda name, job, at: name, self._fail)
 
     def _fail(self, output: StepOutput) -> None:
         self.held.emit_outputs([output], -1, self.failed.extend)

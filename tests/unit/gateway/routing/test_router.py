@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.config import keys
+from servekit.engines.echo.engine import SERVES
 from servekit.errors import (
     LONGEST_MESSAGE,
     ClientClosed,
@@ -803,7 +804,9 @@ async def test_bytes_of_a_suspected_address_count_too(service: Service) -> None:
 async def test_what_cannot_fit_is_refused_before_it_waits(service: Service) -> None:
     await service.up(step_s=0.01, slots=1, max_context=1000)
     route = service.router.routes["m"]
-    status = replace(route.status, info=replace(INFO, max_context=1000, token_bytes=4))
+    status = replace(
+        route.status, info=replace(INFO, max_context=1000, token_bytes=4, serves=SERVES)
+    )
     route.set_status(status)
     running = service.router.open(ask())
     for prompt in ("é" * 3000, [1] * 1001):

@@ -27,7 +27,7 @@ FIRST, SECOND = (GPUS[0],), (GPUS[1],)
 class Scene:
     def __init__(self, folder: Path) -> None:
         self.host = Host(folder / "run")
-        self.host.changed = lambda: None  # type: ignore[method-assign]
+        self.host.publish_change = lambda: None  # type: ignore[method-assign]
         self.ran: list[object] = []
         self.pool = self.make_pool()
 

@@ -1,0 +1,142 @@
+"""Sequence classifiers, and cross-encoders, which are those with a single label.
+
+A step is a batch as in `embedding`. Token types, which tell the texts of a pair apart, are passed
+to models that have them. The scores are those that vLLM returns: see `choose_activation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import structlog
+import torch
+from msgspec import structs
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from servekit.engines.api.job_state import EmbedRow
+from servekit.engines.transformers.embedding import (
+    PoolingRunner,
+    count_batch_tokens,
+    describe_pooled,
+    find_context,
+    padding_id,
+)
+from servekit.engines.transformers.pooling import find_activation
+from servekit.errors import LoadError
+from servekit.protocol.messages import Capability, ModelInfo, WorkerSpec
+
+log: Any = structlog.get_logger(__name__)
+
+Activation = Callable[[Tensor], Tensor]
+#: The largest difference of scores that counts as rounding, in low precision.
+_ROUNDING = 0.05
+
+
+class ClassificationRunner(PoolingRunner):
+    """Runner of rows to classify; the vector of an input has the scores of its labels."""
+
+    def __init__(self, model: PreTrainedModel, pad: int, capacity: int, budget: int) -> None:
+        super().__init__(pad, capacity, budget)
+        self._model: Any = model
+        self._activate = choose_activation(model.config)
+        types = getattr(model.config.get_text_config(), "type_vocab_size", None) or 0
+        self._has_types = types > 1 and "token_type_ids" in signature(model.forward).parameters
+
+    def embed(self, texts: list[list[int]]) -> list[bytes]:
+        """Return the scores of texts, one little-endian float32 vector per text."""
+        _, scores = self._score(texts, [])
+        return [row.astype("<f4").tobytes() for row in scores.cpu().numpy()]
+
+    def run_batch(self, batch: list[tuple[EmbedRow, int]]) -> list[bytes]:
+        texts = [row.job.inputs[at] for row, at in batch]
+        types = [
+            (row.job.types and row.job.types[at]) or [0] * len(ids)
+            for (row, at), ids in zip(batch, texts, strict=True)
+        ]
+        logits, scores = (each.cpu().numpy() for each in self._score(texts, types))
+        chosen = [logits if row.job.raw else scores for row, _ in batch]
+        return [rows[place].astype("<f4").tobytes() for place, rows in enumerate(chosen)]
+
+    def logits_of(self, texts: list[list[int]]) -> Tensor:
+        """Return the logits of texts, float32 [texts, labels]."""
+        return self._score(texts, [])[0]
+
+    @torch.no_grad()
+    def _score(self, texts: list[list[int]], types: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Return the logits and the scores, float32 [texts, labels]; [] stands for types of 0."""
+        device = self._model.device
+        ids, mask = self.pad_texts(texts, device)
+        more = {}
+        if self._has_types and types:
+            more["token_type_ids"] = self.pad_texts(types, device, 0)[0]
+        logits: Tensor = self._model(input_ids=ids, attention_mask=mask, **more).logits.float()
+        return logits, self._activate(logits)
+
+
+def choose_activation(config: Any) -> Activation:
+    """Return the function from logits [texts, labels] to scores. Raises LoadError.
+
+    It is that of `problem_type`, else the one that sentence-transformers has written into the file,
+    else a sigmoid for one label, and a softmax for several.
+    """
+    ours = getattr(config, "sentence_transformers", None) or {}
+    older = getattr(config, "sbert_ce_default_activation_function", None)
+    problem = getattr(config, "problem_type", None)
+    named = ours.get("activation_fn") or older
+    if problem == "regression":
+        return _keep
+    if problem == "multi_label_classification":
+        return torch.sigmoid
+    if problem is None and named and not named.endswith(".Softmax"):
+        return find_activation(named)
+    return torch.sigmoid if config.num_labels < 2 else _softmax
+
+
+def _keep(logits: Tensor) -> Tensor:
+    return logits
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return torch.softmax(logits, dim=-1)
+
+
+def make_classification_runner(
+    model: PreTrainedModel, tokenizer: Any, spec: WorkerSpec
+) -> tuple[ClassificationRunner, ModelInfo]:
+    """Return the runner for a classifier, and its properties. Raises LoadError."""
+    config = model.config
+    if config.is_encoder_decoder:
+        raise LoadError(f"{type(model).__name__} has a decoder; only encoders classify here.")
+    config.use_cache = False
+    text = config.get_text_config()
+    if getattr(text, "pad_token_id", None) is None:
+        # the library's models for generation look for the last token before the padding
+        text.pad_token_id = config.pad_token_id = tokenizer.pad_token_id
+    budget = count_batch_tokens(spec)
+    context = find_context(model, None, tokenizer, spec)
+    alone = ClassificationRunner(model, padding_id(model, tokenizer), context, 0)
+    runner = ClassificationRunner(model, padding_id(model, tokenizer), context, budget)
+    if getattr(text, "pad_token_id", None) is None or not _keeps_scores(runner):
+        log.warning("texts_run_alone", model=spec.model)
+        runner, budget = alone, 0
+    names = getattr(config, "id2label", None) or {}
+    labels = tuple(str(names.get(at, at)) for at in range(config.num_labels or 1))
+    scores: tuple[Capability, ...] = ("score",) if len(labels) == 1 else ()
+    what = f"scores of {len(labels)} label{'' if len(labels) == 1 else 's'}"
+    info = describe_pooled(model, spec, context, budget, what)
+    return runner, structs.replace(
+        info, serves=("classify", *scores, "tokenize", "detokenize"), labels=labels
+    )
+
+
+def _keeps_scores(runner: ClassificationRunner) -> bool:
+    """Return whether a text has the same scores alone and beside a longer one.
+
+    Some models, such as XLNet, read the padding.
+    """
+    short, long = [1, 2], [1, 2, 3, 4, 3, 2] * 2
+    [alone], together = (runner.logits_of(texts) for texts in ([short], [short, long]))
+    return bool((alone - together[0]).abs().max() <= _ROUNDING * (1 + alone.abs().max()))

@@ -1,0 +1,47 @@
+"""The check that a model serves a request's task, before the request waits in its queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from servekit.errors import Unsupported
+from servekit.gateway.routing.model_queue import ModelQueue
+from servekit.gateway.routing.request import InflightRequest
+from servekit.protocol import tasks
+from servekit.protocol.messages import ModelInfo
+from servekit.protocol.types import Task
+
+#: The most models that a refusal names.
+_MOST_NAMES = 8
+
+
+def known_info(route: ModelQueue) -> ModelInfo | None:
+    """Return a model's properties, as a connected worker has told them if not the supervisor."""
+    if (info := route.status.info) is not None:
+        return info
+    return next((one.info for one in route.replicas.values() if one.info is not None), None)
+
+
+def serves_any(route: ModelQueue, wanted: Iterable[Task]) -> bool:
+    """Return whether a model serves one of the tasks; False if that is not known yet."""
+    info = known_info(route)
+    return info is not None and any(task in info.serves for task in wanted)
+
+
+def check_task(route: ModelQueue, call: InflightRequest, models: Iterable[ModelQueue]) -> None:
+    """Raise Unsupported if the model of a call is known not to serve its task."""
+    info = route.status.info
+    task: Task = call.more.get("task", "generate") if call.more else "generate"
+    if info is not None and task not in info.serves:
+        raise unable(route, info, (task,), models)
+
+
+def unable(
+    route: ModelQueue, info: ModelInfo, wanted: tuple[Task, ...], models: Iterable[ModelQueue]
+) -> Unsupported:
+    """Return the refusal of a model that serves none of the tasks; it names models that do."""
+    able = [repr(one.status.name) for one in models if serves_any(one, wanted)]
+    named = ", ".join(able[:_MOST_NAMES]) or "none that is known"
+    status = route.status
+    said = tasks.explain_refusal(wanted[0], status.engine, status.name, info.serves, named)
+    return Unsupported(said, param="model")

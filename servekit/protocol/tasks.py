@@ -1,0 +1,42 @@
+"""Tasks in words, and the refusal of a request whose task its model does not serve."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from servekit.protocol.types import Capability, Task
+
+_VERBS: dict[Task, str] = {
+    "generate": "generate text",
+    "embed": "make embeddings",
+    "tokenize": "tokenise",
+    "detokenize": "detokenise",
+    "forward": "forward requests",
+    "classify": "classify texts",
+    "score": "score or rerank documents",
+}
+#: Tasks of models that generate nothing.
+_POOLED = ("embed", "classify", "score")
+
+
+def explain_refusal(
+    task: Task, engine: str, model: str, serves: Collection[Capability], able: str = ""
+) -> str:
+    """Return the sentence for a task that is not in `serves`; `able` names models that have it."""
+    hint = _describe_model(task, serves)
+    others = f"; models that do: {able}" if able else ""
+    return f"model: the {engine} engine of '{model}' does not {_VERBS[task]}{hint}{others}"
+
+
+def _describe_model(task: Task, serves: Collection[Capability]) -> str:
+    if tuple(serves) == ("forward",):
+        return "; it serves its own endpoints only"
+    if task not in ("generate", *_POOLED):
+        return ""
+    if "generate" in serves and "embed" not in serves:
+        return "; it is a language model without a pooling of its own"
+    if "score" in serves:
+        return "; it is a reranker, for /v1/rerank and /v1/score"
+    if "classify" in serves:
+        return "; it is a classifier, for /v1/classify"
+    return "; it is an embedding model, for /v1/embeddings" if "embed" in serves else ""
