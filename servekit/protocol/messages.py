@@ -16,7 +16,7 @@ facts. Fields are only ever added at the end with a default; `PROTOCOL` is raise
     gateway → worker       Hello · Generate · Cancel · Borrow · Body · WindowUpdate
     worker → gateway       Hello · TokenBatch · DeltaBatch · Failed · Cancelled · Lent
                            IsolationStarted · IsolationEnded
-    operator → supervisor  GetStatus · Shutdown · GetWhy · Reload
+    operator → supervisor  GetStatus · Shutdown · GetWhy · Reload · Restart
                            AddAdapter · RemoveAdapter · GetAdapters · SetResidency · GetMetrics
     supervisor → operator  Status · Accepted · Refused · Why · Adapters · Figures
 
@@ -41,6 +41,7 @@ from servekit.protocol.admin_messages import (
     GetWhy,
     Refused,
     Reload,
+    Restart,
     Shutdown,
     Status,
     Why,
@@ -130,6 +131,7 @@ __all__ = [
     "Reload",
     "ReplicaHistory",
     "ReplicaStatus",
+    "Restart",
     "SamplingParams",
     "Serving",
     "Shutdown",
@@ -433,6 +435,13 @@ WorkerToGateway = (
 )
 _AboutAdapters = a.AddAdapter | a.RemoveAdapter | a.GetAdapters
 ToSupervisor = (
-    GetStatus | Shutdown | GetWhy | Reload | _AboutAdapters | r.SetResidency | c.GetMetrics
+    GetStatus
+    | Shutdown
+    | GetWhy
+    | Reload
+    | Restart
+    | _AboutAdapters
+    | r.SetResidency
+    | c.GetMetrics
 )
 FromSupervisor = Status | Accepted | Refused | Why | a.Adapters | c.Figures

@@ -281,6 +281,9 @@ class Supervisor:
         with self._notifier.reloading():
             return await self._deployments.reload()
 
+    async def restart(self, name: str, wait: bool) -> Accepted | Refused:
+        return await self._deployments.restart(name, wait=wait)
+
     # ---- the context of its managed processes
 
     @property
