@@ -23,6 +23,7 @@ from servekit.cli import (
     keys,
     logs,
     models,
+    requests,
 )
 from servekit.cli.chat import command as chat
 from servekit.cli.engine import command as environments
@@ -294,6 +295,7 @@ _register(
         "ps": ps,
         "top": top.top,
         "why": why,
+        "requests": requests.requests,
         "events": events.events,
         "logs": logs.logs,
     },

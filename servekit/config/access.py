@@ -99,6 +99,9 @@ class LoggingConfig(Section):
     format: Literal["pretty", "json"] = "pretty"
     """How `servekit up` writes its log with the lines of its children: for people, or an object in
     each line. `--log-format` overrides it. The files of the children are always JSON."""
+    requests: bool = True
+    """Note each request: time, key, model, endpoint, status, tokens and times, for `servekit
+    requests` and, up to 20 a second, as lines of the log. No prompt and no answer is in it."""
     prompts: bool = False
     """Log each request's prompt. Off: no prompt is ever in a log, in `why` or in a message."""
 

@@ -78,3 +78,4 @@ class AccessRules(Value, frozen=True):
     write_timeout_s: float = 60.0  # without any progress in writing an answer
     trusted_proxies: tuple[str, ...] = ()  # addresses and networks whose X-Forwarded-… holds
     prefixes_by_key: bool = False  # prefix caches are shared by requests of one key only
+    log_requests: bool = True  # note each request for the request log

@@ -29,6 +29,7 @@ from servekit.protocol.metrics_messages import Counted, Series
 from servekit.protocol.residency import KeepAlive, ModelDemand
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.socket_handover import heir_path
+from servekit.request_log import file_of
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
@@ -110,6 +111,7 @@ class Gateway(ManagedProcess[FromGateway]):
                 *self._tls_args(),
                 *self._ui_args(),
                 *("--operators", str(self.host.run_dir.control)),
+                *("--request-log", str(file_of(self.host.run_dir.path, self.name))),
                 *(("--legacy",) if self._server.legacy else ()),
                 *self._remote_args(),
             ),

@@ -35,7 +35,7 @@ _HELP = """\
 /load MODEL         talk to another model of the server
 /help, /?           show this help
 /bye, /exit         quit
-Ctrl-C stops an answer, Ctrl-D quits. A line that ends in \\ continues on the next one, and so does
+Ctrl-C stops an answer, Ctrl-D quits; a line that ends in \\ continues on the next one, and so does
 text that begins with three quotation marks, up to the next three."""
 _PARAMETERS: dict[str, Callable[[str], float | int]] = {
     "temperature": float,

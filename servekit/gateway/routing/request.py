@@ -366,6 +366,8 @@ class InflightRequest:
         self.meter.ended(self, outcome, self.prompt_tokens, self.cached_tokens, completion_tokens)
         if self.caller is not None:
             self.caller.settle(self, last)
+        if self.origin is not None:
+            self.origin.record_call(self, outcome, completion_tokens)
 
     def wake(self) -> None:
         """Tell the consumer that there is news."""

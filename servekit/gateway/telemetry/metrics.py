@@ -247,6 +247,8 @@ class RequestMetrics:
             adapter = "" if route.base is route else route.status.name
         key = "" if call.caller is None else call.caller.rule.name
         self._find(model, adapter, call).refused(key, error.code)
+        if call.origin is not None:
+            call.origin.record_call(call, error.code, 0)
 
     def _find(self, model: str, adapter: str, call: InflightRequest) -> RequestMeter:
         if call.messages is not None:
