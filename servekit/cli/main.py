@@ -24,6 +24,7 @@ from servekit.cli import (
     logs,
     models,
     requests,
+    usage,
 )
 from servekit.cli.chat import command as chat
 from servekit.cli.engine import command as environments
@@ -296,6 +297,7 @@ _register(
         "top": top.top,
         "why": why,
         "requests": requests.requests,
+        "usage": usage.usage,
         "events": events.events,
         "logs": logs.logs,
     },

@@ -45,6 +45,11 @@ class KeyConfig(Section):
     tokens_per_minute: PerMinute | None = None
     """Tokens of prompt and completion, charged at a request's end; while they are used up, requests
     get 429."""
+    daily_tokens: PerMinute | None = None
+    """Tokens of prompt and completion in a day of the local time, charged at a request's end, and
+    counted across restarts; once they are used up, requests get 429 until midnight."""
+    monthly_tokens: PerMinute | None = None
+    """The same for a calendar month."""
     max_concurrent: Annotated[int | None, Field(ge=1)] = None
     """Generations at the same time, waiting ones included; further requests get 429."""
     models: Annotated[tuple[str, ...] | None, Field(min_length=1)] = None

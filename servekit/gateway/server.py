@@ -39,6 +39,7 @@ from servekit.gateway.telemetry.request_recorder import RECORDER
 from servekit.protocol.adapters import AdapterUnused, TopologyApplied
 from servekit.protocol.messages import (
     Drain,
+    KeyBudgets,
     KeyUsage,
     Ping,
     Serving,
@@ -192,6 +193,8 @@ class Gateway:
                 self._channel.send(TopologyApplied(self._serial))
             case KeyUsage():
                 self._router.access.add_usage(message)
+            case KeyBudgets():
+                self._router.access.apply_budgets(message)
             case SourceReport():
                 self._router.add_source_report(message)
             case Renew(credentials):

@@ -10,7 +10,7 @@ facts. Fields are only ever added at the end with a default; `PROTOCOL` is raise
                            Asleep · Awake · SleepFailed · PhaseReport · GatewayConnected
                            AdapterLoaded · AdapterUnloaded · AdapterRefused
     supervisor → gateway   Topology · Drain · Stop · Ping · Renew
-                           KeyUsage · SourceReport (of other gateways)
+                           KeyUsage · SourceReport (of other gateways) · KeyBudgets
     gateway → supervisor   Serving · Traffic · Quarantined · KeyUsage · AdapterUnused
                            TopologyApplied · ModelDemand · KeepAlive · Counted · SourceReport
     gateway → worker       Hello · Generate · Cancel · Borrow · Body · WindowUpdate
@@ -34,7 +34,7 @@ from servekit.protocol import adapters as a
 from servekit.protocol import metrics_messages as c
 from servekit.protocol import residency as r
 from servekit.protocol import startup_messages as s
-from servekit.protocol.access import AccessRules, KeyRule, KeyUse
+from servekit.protocol.access import AccessRules, KeyBudgets, KeyRule, KeyUse
 from servekit.protocol.admin_messages import (
     Accepted,
     GetStatus,
@@ -110,6 +110,7 @@ __all__ = [
     "HttpRequest",
     "IsolationEnded",
     "IsolationStarted",
+    "KeyBudgets",
     "KeyRule",
     "KeyUsage",
     "KeyUse",
@@ -416,7 +417,7 @@ _OnAdapters = a.AdapterLoaded | a.AdapterUnloaded | a.AdapterRefused
 _OnResidency = r.Asleep | r.Awake | r.SleepFailed
 _OnLife = Loading | Ready | BootFailed | EngineDied | Pong | s.PhaseReport | s.GatewayConnected
 FromWorker = _OnLife | _OnAdapters | _OnResidency
-ToGateway = Topology | Drain | Stop | KeyUsage | SourceReport | Ping | Renew
+ToGateway = Topology | Drain | Stop | KeyUsage | SourceReport | Ping | Renew | KeyBudgets
 _Use = r.ModelDemand | r.KeepAlive
 FromGateway = (
     Serving

@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "event_store": set(),
     "log_files": set(),
     "request_log": set(),
+    "usage_store": set(),
     # the names that the author of an engine imports
     "plugin": {"errors", "protocol", "config", "engines"},
     # vLLM's source files, which `check` and the worker read without importing it
@@ -69,6 +70,7 @@ MAY_IMPORT = {
         "event_store",
         "ray",
         "request_log",
+        "usage_store",
     },
     "ray": _BASE | {"config", "logging_config", "supervisor"},
     "chaos": _BASE | {"config", "supervisor", "bench"},
@@ -84,6 +86,7 @@ MAY_IMPORT = {
         "sanitize",
         "model_metadata",
         "request_log",
+        "usage_store",
     },
     "docs": {"errors"},
 }
