@@ -22,7 +22,7 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     with Instance.up(folder, [{**echo("a", step_s=0.01), "aliases": ["alpha"]}]) as running:
         running.until_settled()
         ask(running, "whole", {"model": "alpha", "prompt": "hello", "max_tokens": 5})
-        stream = {"model": "a", "prompt": "hello", "max_tokens": 4, "n": 2}
+        stream: dict[str, Any] = {"model": "a", "prompt": "hello", "max_tokens": 4, "n": 2}
         list(stream_completion(running.url, {"x-request-id": "stream"}, **stream))
         ask(running, "broken", {"model": "a"})
         ask(running, "unknown", {"model": "zzz", "prompt": "x"})

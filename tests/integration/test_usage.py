@@ -19,6 +19,17 @@ def ask(instance: Instance, key: str, tokens: int = 5) -> httpx.Response:
     return httpx.post(f"{instance.url}/v1/completions", json=body, headers=bearer(key))
 
 
+def until_refused(instance: Instance, key: str) -> httpx.Response:
+    answers: list[httpx.Response] = []
+
+    def look() -> bool:
+        answers.append(ask(instance, key, 1))
+        return answers[-1].is_error
+
+    poll("the budget is used up", look)
+    return answers[-1]
+
+
 def test_usage_and_budgets_outlive_a_restart(tmp_path: Path) -> None:
     made = {name: new_key(name) for name in ("alice", "bob", "carol")}
     limits = {"alice": {"daily_tokens": 15}, "bob": {"monthly_tokens": 15}, "carol": {}}
@@ -33,9 +44,7 @@ def test_usage_and_budgets_outlive_a_restart(tmp_path: Path) -> None:
             assert ask(instance, key).status_code == 200, name
         for name, period in (("alice", "daily"), ("bob", "monthly")):
             key = made[name][0]
-            refused = poll(
-                "the budget is used up", lambda key=key: (a := ask(instance, key, 1)).is_error and a
-            )
+            refused = until_refused(instance, key)
             assert refused.status_code == 429
             said = refused.json()["error"]["message"]
             assert f"'{name}' has used up its 15 {period} tokens; they are renewed at " in said
@@ -49,10 +58,7 @@ def test_usage_and_budgets_outlive_a_restart(tmp_path: Path) -> None:
     assert (before["carol"].prompt_tokens, before["carol"].completion_tokens) == (15, 15)
     with Instance.up(tmp_path, models, sections={"keys": keys}) as again:
         again.until_settled()
-        refused = poll(
-            "the budget still is",
-            lambda: (a := ask(again, made["alice"][0], 1)).is_error and a,
-        )
+        refused = until_refused(again, made["alice"][0])
         assert refused.status_code == 429
         keys[0]["daily_tokens"] = 10_000
         write_config(tmp_path, models, sections={"keys": keys})

@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "system": {"errors", "units", "protocol"},
     "protocol": {"errors"},
     "model_metadata": {"errors"},
-    "config": {"errors", "model_metadata", "system", "vllm_source"},
+    "config": {"errors", "units", "model_metadata", "system", "vllm_source"},
     "engines": _BASE | {"model_metadata", "logging_config", "vllm_source"},
     "worker": _BASE | {"config", "logging_config", "engines"},
     "gateway": _BASE
