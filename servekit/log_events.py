@@ -42,6 +42,12 @@ EVENTS = {
     "journal_recovered": "Events are kept in {file} again",
     "log_file_unwritable": "The log {file} cannot be written, lines are lost: {reason}",
     "log_file_recovered": "The log {file} is written again; {lost_lines} lines were lost",
+    "request_finished": "{status} {endpoint}[ {model}][ by {key}][: {prompt_tokens} + "
+    "{completion_tokens} tokens] in {total_s} s",
+    "requests_not_shown": "{count} further requests in this second; `servekit requests` has all but"
+    " {lost} of them",
+    "usage_unwritable": "The usage of keys cannot be kept in {file}: {reason}",
+    "request_log_unwritable": "The request log {file} cannot be written: {reason}",
     "requests_finishing": "Requests to finish: {in_flight}. Press Ctrl-C again to stop now",
     "supervisor_draining": "Stopping; requests in flight have {at_most_s} s to finish",
     "shutdown_forced": "Stopping now; requests in flight are cut off",

@@ -14,6 +14,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -28,6 +29,8 @@ _COMPONENT_COLUMNS = 12
 _LEAST_COLUMNS = 20
 _COLOURS = {"debug": "\x1b[2m", "warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m"}
 _DIM, _CYAN, _RESET = "\x1b[2m", "\x1b[36m", "\x1b[0m"
+#: Size of a log file, and the number of older ones that are kept.
+_FILE_BYTES, _FILES = 10 * 2**20, 3
 #: Fields that a line for people shows elsewhere or not at all.
 _APART = ("event", "timestamp", "level", "logger", "component", "child", "exception", "stack")
 
@@ -83,18 +86,23 @@ _SHARED: tuple[structlog.typing.Processor, ...] = (
 )
 
 
-def configure(process: str, *, json: bool = False, level: str = "info") -> None:
-    """Set up logging for this process, which has this name."""
+def configure(
+    process: str, *, json: bool = False, level: str = "info", file: Path | None = None
+) -> None:
+    """Set up logging for this process, which has this name.
+
+    With `file` the log goes there instead of to stderr, in files of a bounded size.
+    """
     global _process
     _process = process
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[*_SHARED, _of_library],
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            *_renderers(json=json, terminal=sys.stderr.isatty()),
+            *_renderers(json=json, terminal=file is None and sys.stderr.isatty()),
         ],
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(sys.stderr) if file is None else _open_file(file)
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -109,6 +117,12 @@ def configure(process: str, *, json: bool = False, level: str = "info") -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
+
+
+def _open_file(path: Path) -> logging.Handler:
+    from logging.handlers import RotatingFileHandler
+
+    return RotatingFileHandler(path, maxBytes=_FILE_BYTES, backupCount=_FILES, encoding="utf-8")
 
 
 def _renderers(*, json: bool, terminal: bool) -> list[structlog.typing.Processor]:

@@ -13,6 +13,7 @@ import typer
 from servekit.cli import instance_lookup
 from servekit.cli.instance_lookup import RunDirectory
 from servekit.errors import ConfigError, ServekitError, StartError, did_you_mean
+from servekit.units import parse_duration
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -26,6 +27,14 @@ _LEVELS = {"warning": "yellow", "error": "red", "critical": "red"}
 
 
 def logs(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Only this process, or all processes of this model.",
+            autocompletion=instance_lookup.complete_workers,
+        ),
+    ] = "",
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Keep printing new entries until Ctrl-C.")
     ] = False,
@@ -36,13 +45,24 @@ def logs(
             "--model",
             "-w",
             metavar="NAME",
-            help="Only this process, or all processes of this model.",
+            help="The same, as an option.",
             autocompletion=instance_lookup.complete_workers,
         ),
     ] = "",
     most: Annotated[
-        int, typer.Option("-n", min=0, max=100_000, help="Number of last entries to print.")
+        int,
+        typer.Option(
+            "--tail",
+            "-n",
+            min=0,
+            max=100_000,
+            metavar="NUMBER",
+            help="Number of last entries to print; with --since, of those.",
+        ),
     ] = 100,
+    since: Annotated[
+        str, typer.Option(metavar="SPAN", help="Oldest age to show: 90s, 10m, 2h, 1d.")
+    ] = "",
     run_dir: RunDirectory = None,
 ) -> None:
     """Show what workers and gateways have written, those of before included, and when each was
@@ -53,15 +73,29 @@ def logs(
     from servekit.cli.process_events import Follower
 
     folder = instance_lookup.find_run_dir(run_dir)
-    worker = _resolve_alias(folder, worker)
+    if name and worker and name != worker:
+        raise ConfigError(f"give {name} or --worker {worker}, not both")
+    begin = _parse_begin(since)
+    worker = _resolve_alias(folder, name or worker)
     _check_names(folder, worker, follow=follow)
     tails = _open_tails(folder, worker) if follow else {}
     noted = Follower(folder, worker)
-    _show_lines(_last_lines(folder, worker, most))
+    _show_lines(line for line in _last_lines(folder, worker, most) if line.at >= begin)
     while follow:
         _show_lines(noted.lines())
         _show_lines(_read_news(folder, worker, tails))
         time.sleep(_LOOK_EVERY_S)
+
+
+def _parse_begin(since: str) -> str:
+    """Return the time of the oldest line to show, as lines have it; "" for all lines."""
+    if not since:
+        return ""
+    try:
+        begin = time.time() - parse_duration(since)
+    except ValueError:
+        raise ConfigError(f"{since!r} is not a duration; write 90s, 10m, 2h or 1d") from None
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(begin))
 
 
 def _resolve_alias(folder: Path, worker: str) -> str:

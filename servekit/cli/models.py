@@ -55,6 +55,33 @@ def wake(model: Model, run_dir: RunDirectory = None, no_wait: NoWait = False) ->
     _set_residency(model, "wake", run_dir, wait=not no_wait)
 
 
+def restart(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL[/N]",
+            help="Name or alias of the model, or one of its workers, such as MODEL/0.",
+            autocompletion=instance_lookup.complete_workers,
+        ),
+    ],
+    run_dir: RunDirectory = None,
+    no_wait: NoWait = False,
+) -> None:
+    """Replace the workers of a model, or one worker; a new worker comes first if memory allows."""
+    import asyncio
+
+    from servekit.protocol.messages import Accepted, Restart
+    from servekit.supervisor.admin.control_socket import query_supervisor
+
+    path = instance_lookup.find_instance(run_dir) / "control.sock"
+    began = time.monotonic()
+    answer = asyncio.run(query_supervisor(path, Restart(name, not no_wait), _PATIENCE_S))
+    if not isinstance(answer, Accepted):
+        raise ServekitError("the supervisor sent an answer of an unexpected type")
+    took = "" if no_wait else f" after {time.monotonic() - began:.1f} s"
+    typer.echo(f"{answer.message}{took}")
+
+
 def _set_residency(model: str, want: "Want", run_dir: Path | None, *, wait: bool) -> None:
     import asyncio
 

@@ -50,6 +50,7 @@ class BannerFacts:
 
     ui: bool  # the UI is served
     stop: str  # the command that stops this instance
+    log: str = ""  # the log of an instance in the background
 
 
 @contextlib.contextmanager
@@ -162,7 +163,7 @@ class _Picture:
 
 def _log_to_stderr() -> None:
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.StreamHandler):
+        if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)
 
 
@@ -217,8 +218,14 @@ def banner(status: Status, words: BannerFacts, *, boxed: bool) -> RenderableType
     for model in status.models:
         lines.append(f"{'model':<8}", style="bold")
         lines.append_text(_served(model))
+    if any(one.state == "ready" for model in status.models for one in model.replicas):
+        lines.append(f"{'try':<8}", style="bold")
+        lines.append("servekit chat\n" if len(status.models) == 1 else "servekit chat MODEL\n")
+    if words.log:
+        lines.append(f"{'log':<8}", style="bold")
+        lines.append(f"{words.log}\n")
     lines.append(f"{'stop':<8}", style="bold")
-    lines.append(f"Ctrl-C, or: {words.stop}")
+    lines.append(words.stop if words.log else f"Ctrl-C, or: {words.stop}")
     title = f"servekit {status.version}"
     if boxed:
         return Panel(lines, title=title, border_style="green", expand=False, padding=(0, 1))

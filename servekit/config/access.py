@@ -45,6 +45,11 @@ class KeyConfig(Section):
     tokens_per_minute: PerMinute | None = None
     """Tokens of prompt and completion, charged at a request's end; while they are used up, requests
     get 429."""
+    daily_tokens: PerMinute | None = None
+    """Tokens of prompt and completion in a day of the local time, charged at a request's end, and
+    counted across restarts; once they are used up, requests get 429 until midnight."""
+    monthly_tokens: PerMinute | None = None
+    """The same for a calendar month."""
     max_concurrent: Annotated[int | None, Field(ge=1)] = None
     """Generations at the same time, waiting ones included; further requests get 429."""
     models: Annotated[tuple[str, ...] | None, Field(min_length=1)] = None
@@ -99,6 +104,9 @@ class LoggingConfig(Section):
     format: Literal["pretty", "json"] = "pretty"
     """How `servekit up` writes its log with the lines of its children: for people, or an object in
     each line. `--log-format` overrides it. The files of the children are always JSON."""
+    requests: bool = True
+    """Note each request: time, key, model, endpoint, status, tokens and times, for `servekit
+    requests` and, up to 20 a second, as lines of the log. No prompt and no answer is in it."""
     prompts: bool = False
     """Log each request's prompt. Off: no prompt is ever in a log, in `why` or in a message."""
 

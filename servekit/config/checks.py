@@ -66,6 +66,20 @@ def check_paths(root: Node) -> Iterator[Problem]:
             yield missing_key(("models", i, "path"), is_written=path is not None)
 
 
+def check_written_paths(root: Node, folder: Path) -> Iterator[Problem]:
+    """Find wrong paths in a file whose other errors hide what its models are."""
+    for i, model in enumerate(_list_items(find_node(root, ("models",)).node)):
+        keys = model.value if isinstance(model.value, dict) else {}
+        engine, path = keys.get("engine"), keys.get("path")
+        is_file = engine is None or engine.value in ("auto", "transformers", "vllm", "llamacpp")
+        if not is_file or path is None or not isinstance(path.value, str) or "$" in path.value:
+            continue
+        try:
+            paths.check_model_path(path.value, folder)
+        except ValueError as error:
+            yield Problem(("models", i, "path"), f"{error}.")
+
+
 def _needs_path(model: Any) -> bool:
     options = model.get("options")
     options = options if isinstance(options, dict) else {}

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from pydantic_core import ErrorDetails
 
+from servekit.config import foreign_keys
 from servekit.config.engines import plugins
 from servekit.config.engines.options import ENGINE_OPTIONS
 from servekit.config.scale import BRANCHES
@@ -32,7 +33,6 @@ _SYNONYMS = {
     "id": "name",
     "workers": "replicas",
     "count": "replicas",
-    "max_model_len": "max_context",
     "engine_args": "options",
 }
 _EXPECTED = {
@@ -128,6 +128,8 @@ def _problem(loc: tuple[str | int, ...], errors: list[ErrorDetails], root: Node)
         is_key = first["loc"][-1:] == ("[key]",)
         return Problem(loc, f"{_own_words(first)}.", at_key=is_key)
     wanted = [text.replace("'", "") for text in dict.fromkeys(wanted)]
+    if loc[:1] == ("keys",) and len(loc) == 2 and isinstance(node.value, str):
+        return Problem(loc, f"is no mapping; {foreign_keys.OF_A_KEY['key']}.")
     message = f"must be {' or '.join(wanted)}, but is {describe_value(node)}."
     return Problem(loc, message + _hint(node, wanted, first))
 
@@ -173,6 +175,15 @@ def shorten_text(text: str) -> str:
 
 def _hint(node: Node, wanted: list[str], error: ErrorDetails) -> str:
     scalar = not isinstance(node.value, list | dict)
+    key = str(error["loc"][-1]) if error["loc"] else ""
+    if key in ("memory", "reserve") and isinstance(node.value, float | int):
+        return f" {_suggest_memory(node.value)}"
+    if isinstance(node.value, str) and (ours := foreign_keys.VALUES.get(key, {}).get(node.value)):
+        return f" Write {ours}."
+    if key.endswith("_s") and isinstance(node.value, str):
+        return (
+            " Write seconds, 300, or 5m." if not node.value.isdigit() else " Leave out the quotes."
+        )
     if wanted == ["text"] and scalar and not isinstance(node.value, str):
         return f' Put it in quotes: "{shorten_text(node.text)}".'
     if wanted == ["a list"] and scalar:
@@ -182,6 +193,34 @@ def _hint(node: Node, wanted: list[str], error: ErrorDetails) -> str:
         return _did_you_mean(node.value, choices.replace(" or ", ", ").split(", "))
     is_quoted = isinstance(node.value, str) and node.value.replace(".", "", 1).isdigit()
     return " Leave out the quotes." if is_quoted and "number" in wanted[0] else ""
+
+
+def _suggest_memory(number: float) -> str:
+    """Return the advice for an amount of memory without a unit: a share up to 1, else GiB."""
+    if 0 < number <= 1:
+        return f"Write {number * 100:g}%, a share of the GPU, or 20GiB."
+    return f"Write {number:g}GiB, or {min(number, 100):g}% of the GPU."
+
+
+def explain_mapping(root: Node) -> Problem | None:
+    """Return the problem of `models` as a mapping of names, as other programs have it."""
+    models = find_node(root, ("models",))
+    if models.depth != 1 or not isinstance(models.node.value, dict) or not models.node.value:
+        return None
+    name, first = next(iter(models.node.value.items()))
+    keys = first.value if isinstance(first.value, dict) else {}
+    if "cmd" in keys:
+        return Problem(
+            ("models",),
+            "this is llama-swap's form; `servekit init --from llama-swap FILE` converts it.",
+        )
+    path = keys["path"].text if "path" in keys else "…"
+    return Problem(
+        ("models",),
+        "must be a list, but is a mapping. Write each model as an item with its name: "
+        f"models: [{{name: {shorten_text(name)}, path: {shorten_text(path)}, …}}]; or, on lines of "
+        f"their own, `- name: {shorten_text(name)}` and below it `  path: {shorten_text(path)}`.",
+    )
 
 
 # ---------------------------------------------------------------- keys
@@ -211,6 +250,8 @@ def _section_in(annotation: Any) -> type[Section] | None:
 
 def _unknown_key(loc: tuple[str | int, ...], root: Node) -> str:
     section, key = _section(loc[:-1], root), str(loc[-1])
+    if advice := foreign_keys.advise(loc, find_node(root, loc).node.value):
+        return f"unknown key; {advice}."
     valid = list(section.model_fields) if section else []
     if elsewhere := _home_of(key, loc, root):
         return f"unknown key here; {elsewhere}."

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from servekit.config import checks, paths
+from servekit.config import checks, paths, shorthands
 from servekit.config.access import KeyConfig, TlsConfig
 from servekit.config.chat_template import read_template
 from servekit.config.engines import environments, plugins, requirements
@@ -30,7 +31,7 @@ from servekit.config.engines.environments import Environment
 from servekit.config.engines.installed import Machine
 from servekit.config.engines.options import KINDS
 from servekit.config.engines.selection import EngineChoice, choose_engine
-from servekit.config.error_reporting import Problem, config_error, explain_errors
+from servekit.config.error_reporting import Problem, config_error, explain_errors, explain_mapping
 from servekit.config.json_schema import json_schema
 from servekit.config.schema import AdapterConfig, Config, ModelConfig, Section
 from servekit.config.yaml.file_reader import read_document
@@ -59,6 +60,10 @@ def load_here(path: Path, machine: Machine) -> tuple[Config, Choices]:
 def _load_resolved(path: Path, machine: Machine | None) -> tuple[Config, Choices]:
     root = read_document(path)
     folder = path.absolute().parent
+    environ = machine.environ if machine is not None and machine.environ else os.environ
+    unset = shorthands.expand(root, environ)
+    if advice := explain_mapping(root):
+        raise config_error(path, root, [advice])
     config, problems = _validate_section(Config, plain_value(root), root, ())
     choices: Choices = {}
     if config is not None and machine is not None:
@@ -67,9 +72,23 @@ def _load_resolved(path: Path, machine: Machine | None) -> tuple[Config, Choices
         choices = dict(_choose_engines(config, folder, machine))
         config = _replace_auto(config, root, choices)
         config = _choose_environments(config, machine)
-    problems += [*_engine_options(root), *checks.check_names(root), *checks.check_paths(root)]
-    if config is not None and not problems:
-        problems += _check_meaning(config, folder, machine)
+    problems += [
+        *unset,
+        *_engine_options(root),
+        *checks.check_names(root),
+        *checks.check_paths(root),
+    ]
+    if config is not None and problems == unset:
+        known = {one.loc for one in unset}
+        found = _check_meaning(config, folder, machine)
+        problems += [one for one in found if one.loc not in known]
+    elif config is None:
+        blamed = {one.loc[:3] for one in problems}
+        problems += [
+            one
+            for one in checks.check_written_paths(root, folder)
+            if not {one.loc, (*one.loc[:2], "engine")} & blamed
+        ]
     if config is None or problems:
         raise config_error(path, root, problems)
     try:

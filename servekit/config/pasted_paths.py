@@ -86,7 +86,7 @@ def _join_file(repo: str, page: str, file: str) -> str:
 
 def explain_text(text: str) -> str:
     """Return a sentence for a name of Ollama, or for a command; "" for other texts."""
-    return ollama_names.explain_name(text) or _explain_command(text)
+    return ollama_names.explain_name(text.removeprefix("ollama://")) or _explain_command(text)
 
 
 def _explain_command(text: str) -> str:

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from servekit import __version__
-from servekit.errors import ModelNotFound, RequestError, ServekitError
+from servekit.errors import ClientClosed, ModelNotFound, RequestError, ServekitError
 from servekit.gateway.api.admin.endpoints import Supervisor, add_administration
 from servekit.gateway.api.admin.lora import Lora
 from servekit.gateway.api.admin.metrics import add_metrics
@@ -63,6 +63,7 @@ from servekit.gateway.http.response import asgi_endpoint
 from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
 from servekit.gateway.routing.router import ModelQueue, Router
 from servekit.gateway.telemetry.metrics import OTHER
+from servekit.gateway.telemetry.request_recorder import RECORDER
 from servekit.gateway.ui import login
 from servekit.protocol.transport.rpc import Way
 from servekit.protocol.types import Progress, Task
@@ -464,15 +465,15 @@ class ErrorMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = False
+        started, status = False, ClientClosed.status
         origin = RequestContext(dict(scope["headers"]), scope.get("client"))
         ORIGIN.set(origin)  # visible in this request's task only
 
         def watched(message: Any) -> Awaitable[None]:  # hot path: adds no coroutine
-            nonlocal started
+            nonlocal started, status
             if not started:
-                started = True
-                self._count(scope, message["status"])
+                started, status = True, message["status"]
+                self._count(scope, status)
                 message = {**message, "headers": [*message.get("headers", ()), *origin.headers]}
             return send(message)
 
@@ -482,4 +483,9 @@ class ErrorMiddleware:
             self._log.exception("unexpected_error", path=scope["path"])
             if not started:
                 encode = self._envelopes.get(scope["path"], encode_error)
+                status = ServekitError.status
                 await send_error(send, ServekitError("an internal error; see the logs"), encode)
+        finally:
+            if (caller := ACTING.get()) is not None:
+                origin.key = caller.rule.name
+            RECORDER.note_asgi(scope["path"], status, origin)

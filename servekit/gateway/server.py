@@ -35,9 +35,11 @@ from servekit.gateway.routing.router import Router
 from servekit.gateway.routing.worker_connection import NEARBY, Reach
 from servekit.gateway.supervisor_channel import Channel, TcpChannel
 from servekit.gateway.telemetry import tracing
+from servekit.gateway.telemetry.request_recorder import RECORDER
 from servekit.protocol.adapters import AdapterUnused, TopologyApplied
 from servekit.protocol.messages import (
     Drain,
+    KeyBudgets,
     KeyUsage,
     Ping,
     Serving,
@@ -74,6 +76,7 @@ class Settings:
     max_body_bytes: int
     ui: bool
     ui_socket: Path | None  # where gateway/0 serves the UI for the others
+    request_log: Path | None = None  # of this gateway; None: only the log has its requests
     operators: Way | None = None  # for operators' requests to the supervisor
     tls: Tls | None = None
     legacy: bool = False  # also serve the API of HuixiangDou's LLM server
@@ -119,6 +122,7 @@ class Gateway:
         access, measures = self._router.access, self._router.measures
         access.on_change(lambda: tracing.apply_rules(measures, access.rules.tracing, settings.name))
         access.on_change(self._follow_rules)
+        RECORDER.path = settings.request_log
         self._tls = settings.tls
         self._told = asyncio.Event()
         self._serial = 0  # of the current Topology
@@ -161,6 +165,7 @@ class Gateway:
             for task in tasks:
                 task.cancel()
         self._tell_counts()
+        await asyncio.to_thread(RECORDER.flush)
         if (tracer := self._router.measures.tracer) is not None:
             await asyncio.to_thread(tracer.close)
         await self._channel.close()
@@ -168,6 +173,7 @@ class Gateway:
 
     def _follow_rules(self) -> None:
         rules = self._router.access.rules
+        RECORDER.on = rules.log_requests
         Http.write_timeout_s = rules.write_timeout_s
         Http.bodies.limit_bytes = max(rules.max_queue_bytes, self._settings.max_body_bytes)
 
@@ -187,6 +193,8 @@ class Gateway:
                 self._channel.send(TopologyApplied(self._serial))
             case KeyUsage():
                 self._router.access.add_usage(message)
+            case KeyBudgets():
+                self._router.access.apply_budgets(message)
             case SourceReport():
                 self._router.add_source_report(message)
             case Renew(credentials):
@@ -246,6 +254,7 @@ class Gateway:
                 self._channel.send(now)
                 last = now
             self._tell_counts()
+            await asyncio.to_thread(RECORDER.flush)
 
     def _tell_counts(self) -> None:
         if (counted := self._router.measures.pop_counts()) is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from servekit.protocol.base import Value
+from servekit.protocol.base import Message, Value
 
 
 class KeyRule(Value, frozen=True):
@@ -36,6 +36,21 @@ class KeyUse(Value, frozen=True):
     requests: int
     tokens: int
     active: int
+
+
+class SpentBudget(Value, frozen=True):
+    """A key that has used up its tokens of a day or month, and when the next one begins."""
+
+    name: str
+    period: str  # "daily" or "monthly"
+    limit: int  # tokens
+    resets_at: float  # Unix time, s
+
+
+class KeyBudgets(Message, frozen=True):
+    """All keys whose token budget is used up, from the supervisor to each gateway on a change."""
+
+    spent: tuple[SpentBudget, ...] = ()
 
 
 class RequestLimits(Value, frozen=True):
@@ -78,3 +93,4 @@ class AccessRules(Value, frozen=True):
     write_timeout_s: float = 60.0  # without any progress in writing an answer
     trusted_proxies: tuple[str, ...] = ()  # addresses and networks whose X-Forwarded-… holds
     prefixes_by_key: bool = False  # prefix caches are shared by requests of one key only
+    log_requests: bool = True  # note each request for the request log

@@ -2,7 +2,8 @@
 
 Imported by way of `servekit.protocol.messages`, which has the unions.
 
-operator → supervisor  GetStatus · Shutdown · GetWhy · Reload, and those of adapters and residency
+operator → supervisor  GetStatus · Shutdown · GetWhy · Reload · Restart, and those of
+                       adapters and residency
 supervisor → operator  Status · Accepted · Refused · Why · Adapters
 """
 
@@ -37,6 +38,16 @@ class GetWhy(Message, frozen=True):
 
 class Reload(Message, frozen=True):
     """Read the configuration again. Answered by Accepted, or Refused with the errors found."""
+
+
+class Restart(Message, frozen=True):
+    """Replace the workers of a model, or one of them; answered by Accepted when done, or Refused.
+
+    Without `wait` it is answered when begun.
+    """
+
+    name: str  # a model, an alias, or a worker such as MODEL/0
+    wait: bool = True
 
 
 class Why(Message, frozen=True):

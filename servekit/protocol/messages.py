@@ -10,13 +10,13 @@ facts. Fields are only ever added at the end with a default; `PROTOCOL` is raise
                            Asleep · Awake · SleepFailed · PhaseReport · GatewayConnected
                            AdapterLoaded · AdapterUnloaded · AdapterRefused
     supervisor → gateway   Topology · Drain · Stop · Ping · Renew
-                           KeyUsage · SourceReport (of other gateways)
+                           KeyUsage · SourceReport (of other gateways) · KeyBudgets
     gateway → supervisor   Serving · Traffic · Quarantined · KeyUsage · AdapterUnused
                            TopologyApplied · ModelDemand · KeepAlive · Counted · SourceReport
     gateway → worker       Hello · Generate · Cancel · Borrow · Body · WindowUpdate
     worker → gateway       Hello · TokenBatch · DeltaBatch · Failed · Cancelled · Lent
                            IsolationStarted · IsolationEnded
-    operator → supervisor  GetStatus · Shutdown · GetWhy · Reload
+    operator → supervisor  GetStatus · Shutdown · GetWhy · Reload · Restart
                            AddAdapter · RemoveAdapter · GetAdapters · SetResidency · GetMetrics
     supervisor → operator  Status · Accepted · Refused · Why · Adapters · Figures
 
@@ -34,13 +34,14 @@ from servekit.protocol import adapters as a
 from servekit.protocol import metrics_messages as c
 from servekit.protocol import residency as r
 from servekit.protocol import startup_messages as s
-from servekit.protocol.access import AccessRules, KeyRule, KeyUse
+from servekit.protocol.access import AccessRules, KeyBudgets, KeyRule, KeyUse
 from servekit.protocol.admin_messages import (
     Accepted,
     GetStatus,
     GetWhy,
     Refused,
     Reload,
+    Restart,
     Shutdown,
     Status,
     Why,
@@ -110,6 +111,7 @@ __all__ = [
     "HttpRequest",
     "IsolationEnded",
     "IsolationStarted",
+    "KeyBudgets",
     "KeyRule",
     "KeyUsage",
     "KeyUse",
@@ -132,6 +134,7 @@ __all__ = [
     "Reload",
     "ReplicaHistory",
     "ReplicaStatus",
+    "Restart",
     "SamplingParams",
     "Serving",
     "Shutdown",
@@ -419,7 +422,7 @@ _OnAdapters = a.AdapterLoaded | a.AdapterUnloaded | a.AdapterRefused
 _OnResidency = r.Asleep | r.Awake | r.SleepFailed
 _OnLife = Loading | Ready | BootFailed | EngineDied | Pong | s.PhaseReport | s.GatewayConnected
 FromWorker = _OnLife | _OnAdapters | _OnResidency
-ToGateway = Topology | Drain | Stop | KeyUsage | SourceReport | Ping | Renew
+ToGateway = Topology | Drain | Stop | KeyUsage | SourceReport | Ping | Renew | KeyBudgets
 _Use = r.ModelDemand | r.KeepAlive
 FromGateway = (
     Serving
@@ -438,6 +441,13 @@ WorkerToGateway = (
 )
 _AboutAdapters = a.AddAdapter | a.RemoveAdapter | a.GetAdapters
 ToSupervisor = (
-    GetStatus | Shutdown | GetWhy | Reload | _AboutAdapters | r.SetResidency | c.GetMetrics
+    GetStatus
+    | Shutdown
+    | GetWhy
+    | Reload
+    | Restart
+    | _AboutAdapters
+    | r.SetResidency
+    | c.GetMetrics
 )
 FromSupervisor = Status | Accepted | Refused | Why | a.Adapters | c.Figures

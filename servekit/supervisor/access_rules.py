@@ -50,6 +50,7 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
         cors=server.cors,
         hosts=_hosts(config),
         log_prompts=config.logging.prompts,
+        log_requests=config.logging.requests,
         limits=RequestLimits(**server.limits.model_dump(exclude={"images"})),
         runtime_adapters=server.runtime_adapters,
         prefixes_by_key=bool(config.keys) and server.prefix_cache != "shared",

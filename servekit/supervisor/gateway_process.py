@@ -17,6 +17,7 @@ from servekit.protocol.adapters import AdapterUnused, TopologyApplied
 from servekit.protocol.messages import (
     FromGateway,
     GatewayStatus,
+    KeyBudgets,
     KeyUsage,
     Ping,
     Quarantined,
@@ -29,6 +30,7 @@ from servekit.protocol.metrics_messages import Counted, Series
 from servekit.protocol.residency import KeepAlive, ModelDemand
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.socket_handover import heir_path
+from servekit.request_log import file_of
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.lifecycle.history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
@@ -72,6 +74,7 @@ class Gateway(ManagedProcess[FromGateway]):
         self._which, self._listen_fds = which, listen_fds
         self._server = server
         self._topology, self._published_s = Topology(()), time.monotonic()
+        self._budgets = KeyBudgets()
         self._sent = self._told = 0  # serial numbers of topologies
         self._asked_at = self.answered_at = 0.0  # on the monotonic clock
         self._killing: asyncio.Task[None] | None = None
@@ -110,6 +113,7 @@ class Gateway(ManagedProcess[FromGateway]):
                 *self._tls_args(),
                 *self._ui_args(),
                 *("--operators", str(self.host.run_dir.control)),
+                *("--request-log", str(file_of(self.host.run_dir.path, self.name))),
                 *(("--legacy",) if self._server.legacy else ()),
                 *self._remote_args(),
             ),
@@ -153,6 +157,8 @@ class Gateway(ManagedProcess[FromGateway]):
         passed_s = time.monotonic() - self._published_s
         held = aged(self._topology.quarantined, passed_s)
         self.publish(replace(self._topology, quarantined=held))
+        if self.child is not None and self._budgets.spent:
+            self.child.send(self._budgets)
 
     def publish(self, topology: Topology) -> None:
         """Send the topology; a later incarnation of the gateway gets it first."""
@@ -166,6 +172,13 @@ class Gateway(ManagedProcess[FromGateway]):
         self._sent += 1
         if self.child is not None:
             self.child.send(replace(topology, serial=self._sent))
+
+    def publish_budgets(self, budgets: KeyBudgets) -> None:
+        """Send the budgets that are used up, if they have changed."""
+        if budgets != self._budgets:
+            self._budgets = budgets
+            if self.child is not None:
+                self.child.send(budgets)
 
     @property
     def is_up_to_date(self) -> bool:

@@ -60,6 +60,7 @@ from servekit.supervisor.process.run_dir import Record, boot_id
 from servekit.supervisor.process.signals import Signals
 from servekit.supervisor.quarantine import Quarantine, differ_in_time_only
 from servekit.supervisor.startup_resources import StartupResources, has_terminal
+from servekit.supervisor.usage_ledger import UsageLedger
 from servekit.supervisor.workers.fork_server import ForkServer
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system import procfs, sockets, subreaper
@@ -79,6 +80,8 @@ END_S = WORKER_GRACE_S + 2 * KILL_S
 #: The interval of ticks, and the gap between two ticks that means we were suspended.
 TICK_S = 0.2
 SLEPT_S = 2.0
+#: The interval at which the token budgets of keys are looked at.
+BUDGETS_EVERY_S = 1.0
 
 #: A request to end. The second signal means "now", as a second Ctrl-C does elsewhere.
 Request = Literal["signal", "drain", "now", "hangup"]
@@ -134,9 +137,11 @@ class Supervisor:
         self._swap_manager = SwapManager(self._deployments, self._gateways)
         rooms = LocalCapacity(self._deployments) if self.launcher is None else RayCapacity()
         self._scaler = Scaler(self._deployments, self._gateways, self._swap_manager, rooms)
+        self._usage = UsageLedger()
+        self._budgets_at = 0.0  # when the budgets were looked at last
         adapters = AdapterService(self._deployments, self._gateways)
         self._metrics = MetricsAggregator(
-            self._gateways, self._deployments, self._quarantine, self.status
+            self._gateways, self._deployments, self._quarantine, self.status, self._usage
         )
         self._admin_api = AdminApi(self, adapters, self._swap_manager, self._metrics)
         self._measures = ResourceMonitor(
@@ -158,6 +163,7 @@ class Supervisor:
             last.callback(driver.close)
             self._leave_record()
             last.callback(journal.close)
+            last.callback(self._usage.close)
             mark_by_limit(self.mark)
             grace = 0.0 if self.launcher is None else self.launcher.grace_s
             self._guard = OrphanGuard(self.run_dir.path, self.mark, self.environ, grace)
@@ -283,6 +289,9 @@ class Supervisor:
         with self._notifier.reloading():
             return await self._deployments.reload()
 
+    async def restart(self, name: str, wait: bool) -> Accepted | Refused:
+        return await self._deployments.restart(name, wait=wait)
+
     # ---- the context of its managed processes
 
     @property
@@ -357,9 +366,19 @@ class Supervisor:
         self._scaler.update()
         self._swap_manager.update()
         self._metrics.count_events()
+        self._look_at_budgets()
         self._notifier.feed_watchdog()
         if self._quarantine.expire() or self._noticed:
             self.publish_change()
+
+    def _look_at_budgets(self) -> None:
+        """Tell the gateways which keys have used up their tokens; once a second."""
+        if time.monotonic() - self._budgets_at < BUDGETS_EVERY_S:
+            return
+        self._budgets_at = time.monotonic()
+        spent = self._usage.find_spent(self._deployments.plan.config.keys)
+        for gateway in self._gateways:
+            gateway.publish_budgets(spent)
 
     def _restore_run_dir(self) -> None:
         """Restore the run directory if logind (at a logout) or a cleaner of /tmp has removed it."""
@@ -424,6 +443,7 @@ class Supervisor:
         if reason := self.run_dir.instead_of:
             log.warning("run_dir_replaced", path=str(self.run_dir.path), reason=reason)
         journal.open(self.run_dir.path)
+        self._usage.open(self.run_dir.path)
         journal.record_event(
             "up", f"servekit {__version__} at {self.url}", pid=os.getpid(), config=config
         )

@@ -47,6 +47,8 @@ MAY_IMPORT = {
     # files that the supervisor or its children write, and that clients read
     "event_store": set(),
     "log_files": set(),
+    "request_log": set(),
+    "usage_store": set(),
     # the names that the author of an engine imports
     "plugin": {"errors", "protocol", "config", "engines"},
     # vLLM's source files, which `check` and the worker read without importing it
@@ -54,19 +56,38 @@ MAY_IMPORT = {
     "system": {"errors", "units", "protocol"},
     "protocol": {"errors"},
     "model_metadata": {"errors"},
-    "config": {"errors", "model_metadata", "system", "vllm_source"},
+    "config": {"errors", "units", "model_metadata", "system", "vllm_source"},
     "engines": _BASE | {"model_metadata", "logging_config", "vllm_source"},
     "worker": _BASE | {"config", "logging_config", "engines"},
-    "gateway": _BASE | {"config", "logging_config", "log_events", "metrics", "log_files"},
+    "gateway": _BASE
+    | {"config", "logging_config", "log_events", "metrics", "log_files", "request_log"},
     "supervisor": _BASE
-    | {"config", "logging_config", "model_metadata", "metrics", "event_store", "ray"},
+    | {
+        "config",
+        "logging_config",
+        "model_metadata",
+        "metrics",
+        "event_store",
+        "ray",
+        "request_log",
+        "usage_store",
+    },
     "ray": _BASE | {"config", "logging_config", "supervisor"},
     "chaos": _BASE | {"config", "supervisor", "bench"},
     "bench": {"errors", "units", "sse", "protocol"},
     "diagnostics": {"errors", "units", "system", "config", "supervisor"},
     "cli": _BASE
     | {"config", "supervisor", "ray", "chaos", "bench", "diagnostics", "docs", "logging_config"}
-    | {"metrics", "event_store", "log_events", "log_files", "sanitize", "model_metadata"},
+    | {
+        "metrics",
+        "event_store",
+        "log_events",
+        "log_files",
+        "sanitize",
+        "model_metadata",
+        "request_log",
+        "usage_store",
+    },
     "docs": {"errors"},
 }
 #: The modules of engines that the worker may import; the registry names each engine itself.

@@ -7,7 +7,9 @@ Control characters in the model's output are shown as pictures: it cannot move t
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,10 +26,25 @@ if TYPE_CHECKING:
 
 
 _HELP = """\
-/system TEXT  set the system message and start a new chat; without TEXT, show it
-/clear        start a new chat
-/help         show this help
-Ctrl-C stops an answer, Ctrl-D quits; a line that ends in \\ continues on the next one."""
+/system TEXT        set the system message and start a new chat; without TEXT, show it
+/set system TEXT    the same
+/set NAME VALUE     set temperature, top_p, max_tokens or seed; without VALUE, the model's default
+/set verbose        show the tokens per second of each answer; /set quiet does not
+/show               show the model, the system message and the parameters
+/clear              start a new chat
+/load MODEL         talk to another model of the server
+/help, /?           show this help
+/bye, /exit         quit
+Ctrl-C stops an answer, Ctrl-D quits; a line that ends in \\ continues on the next one, and so does
+text that begins with three quotation marks, up to the next three."""
+_PARAMETERS: dict[str, Callable[[str], float | int]] = {
+    "temperature": float,
+    "top_p": float,
+    "max_tokens": int,
+    "seed": int,
+}
+#: Ollama's names of parameters.
+_OLLAMA_NAMES = {"num_predict": "max_tokens"}
 _DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _MOST_HISTORY = 1000
 #: Timeout for the connection; an answer has none.
@@ -38,10 +55,11 @@ def chat(
     model: Annotated[
         str,
         typer.Argument(
-            help="Name or alias of a model, or an adapter.",
+            metavar="[MODEL]",
+            help="Name or alias of a model, or an adapter; by default the first that is served.",
             autocompletion=instance_lookup.complete_models,
         ),
-    ],
+    ] = "",
     url: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Another OpenAI-compatible server, with its /v1."),
@@ -59,20 +77,48 @@ def chat(
     api_key: ApiKey = None,
     ca: Authority = None,
     insecure: Insecure = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show the tokens per second of each answer.")
+    ] = False,
 ) -> None:
     """Talk to a model. Input that is not a terminal is one question, which gets one answer."""
-    from servekit.cli.chat.stream import ChatParameters
-
     given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
-    asked = ChatParameters(model, {key: value for key, value in given.items() if value is not None})
-    with _make_client(
-        url or _find_running_url(run_dir), _read_api_key(api_key), ca, insecure=insecure
-    ) as client:
-        talk = Talk(client, asked, system)
-        if sys.stdin.isatty():
-            _run_conversation(talk, model)
-        else:
-            talk.say(_read_question(sys.stdin.read()))
+    parameters = {key: value for key, value in given.items() if value is not None}
+    at = url or _find_running_url(run_dir)
+    with _make_client(at, _read_api_key(api_key), ca, insecure=insecure) as client:
+        _converse(client, model, parameters, system, verbose=verbose)
+
+
+def talk_to(model: str, run_dir: Path, system: str) -> None:
+    """Talk to a model of the instance in a run directory."""
+    with _make_client(_find_running_url(run_dir), _read_api_key(None), None, insecure=False) as it:
+        _converse(it, model, {}, system)
+
+
+def _converse(
+    client: "httpx.Client",
+    model: str,
+    parameters: dict[str, float | int],
+    system: str,
+    *,
+    verbose: bool = False,
+) -> None:
+    from servekit.cli.chat.stream import ChatParameters, list_models
+
+    question = "" if sys.stdin.isatty() else _read_question(sys.stdin.read())
+    if not model:
+        models = list_models(client)
+        if not models:
+            raise ServekitError(f"{client.base_url} serves no model")
+        model = models[0]
+        if len(models) > 1:
+            sys.stderr.write(f"{model}, of {', '.join(models)}\n")
+    talk = Talk(client, ChatParameters(model, dict(parameters)), system)
+    talk.verbose = verbose
+    if question:
+        talk.say(question)
+    else:
+        _run_conversation(talk, model)
 
 
 def _find_running_url(run_dir: Path | None) -> str:
@@ -122,8 +168,9 @@ class Talk:
 
     def __init__(self, client: "httpx.Client", asked: "ChatParameters", system: str) -> None:
         self._client = client
-        self._asked = asked
+        self.asked = asked
         self.system = system
+        self.verbose = False
         self._turns: list[dict[str, str]] = []
 
     def clear(self) -> None:
@@ -135,10 +182,17 @@ class Talk:
 
         said = {"role": "user", "content": text}
         first = [{"role": "system", "content": self.system}] if self.system else []
-        pieces = stream_answer(self._client, self._asked, [*first, *self._turns, said])
+        asked = self.asked
+        if self.verbose:  # not every server knows this parameter
+            counted = {**asked.parameters, "stream_options": {"include_usage": True}}
+            asked = replace(asked, parameters=counted)
+        pieces = stream_answer(self._client, asked, [*first, *self._turns, said])
         heard: list[str] = []
+        began = time.monotonic()
         try:
             _show_answer(pieces, heard)
+            if self.verbose:
+                _show_rate(self.asked.usage, time.monotonic() - began)
         except KeyboardInterrupt:
             pieces.close()  # type: ignore[attr-defined]  # closing the generator disconnects
             sys.stdout.write(f"{_style_output(_DIM)} …{_style_output(_PLAIN)}\n")
@@ -166,6 +220,14 @@ def _show_answer(pieces: "Iterator[AnswerPart]", heard: list[str]) -> None:
     sys.stdout.write("\n")
 
 
+def _show_rate(usage: dict[str, int], took_s: float) -> None:
+    tokens = usage.get("completion_tokens", 0)
+    rate = f"{tokens / took_s:.1f} tokens/s" if took_s else ""
+    prompt = usage.get("prompt_tokens", 0)
+    shown = f"{tokens} tokens in {took_s:.1f} s, {rate}; prompt: {prompt} tokens"
+    sys.stdout.write(f"{_style_output(_DIM)}{shown}{_style_output(_PLAIN)}\n")
+
+
 def _style_output(escape: str) -> str:
     return escape if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ""
 
@@ -180,8 +242,10 @@ def _run_conversation(talk: Talk, model: str) -> None:
     with _keep_history():
         while (text := _read_line()) is not None:
             try:
+                if text.strip() in ("/bye", "/exit", "/quit"):
+                    return
                 if not _run_command(talk, text.strip()) and text.strip():
-                    talk.say(text)
+                    talk.say(_strip_quotes(text))
             except ServekitError as error:  # the next request may succeed
                 sys.stderr.write(f"{one_line(error.message)}\n")
             except KeyboardInterrupt:  # outside of the output of an answer
@@ -197,9 +261,13 @@ def _read_line() -> str | None:
     try:
         while True:
             lines.append(input(prompt if not lines else "... "))
-            if not lines[-1].endswith("\\"):
+            if _is_quoted(lines):
+                if _ends_quoted(lines):
+                    return "\n".join(lines)
+            elif not lines[-1].endswith("\\"):
                 return "\n".join(lines)
-            lines[-1] = lines[-1][:-1]
+            else:
+                lines[-1] = lines[-1][:-1]
     except EOFError:
         sys.stdout.write("\n")
         return None
@@ -208,17 +276,44 @@ def _read_line() -> str | None:
         return ""
 
 
+_QUOTES = '"""'
+
+
+def _is_quoted(lines: list[str]) -> bool:
+    """Return whether the text begins with three quotation marks, also after /system."""
+    first = lines[0].removeprefix("/set ").removeprefix("/system ").removeprefix("system ")
+    return first.startswith(_QUOTES)
+
+
+def _ends_quoted(lines: list[str]) -> bool:
+    return "\n".join(lines).count(_QUOTES) > 1
+
+
+def _strip_quotes(text: str) -> str:
+    whole = text.strip()
+    quoted = len(whole) >= 6 and whole.startswith(_QUOTES) and whole.endswith(_QUOTES)
+    return whole[3:-3].strip("\n") if quoted else text
+
+
 def _run_command(talk: Talk, text: str) -> bool:
     """Execute a line that starts with a slash; return False if it is for the model."""
     word, _, rest = text.partition(" ")
     match word:
-        case "/help":
+        case "/help" | "/?":
             sys.stdout.write(f"{_HELP}\n")
         case "/clear":
             talk.clear()
             sys.stdout.write("new chat\n")
+        case "/set":
+            sys.stdout.write(f"{_set_parameter(talk, rest.strip())}\n")
+        case "/show":
+            sys.stdout.write(f"{_describe_talk(talk)}\n")
+        case "/load" if rest.strip():
+            talk.asked = replace(talk.asked, model=rest.strip())
+            talk.clear()
+            sys.stdout.write(f"{rest.strip()}: new chat\n")
         case "/system" if rest.strip():
-            talk.system = rest.strip()
+            talk.system = _strip_quotes(rest)
             talk.clear()
             sys.stdout.write("new chat\n")
         case "/system":
@@ -228,6 +323,37 @@ def _run_command(talk: Talk, text: str) -> bool:
         case _:
             return False
     return True
+
+
+def _set_parameter(talk: Talk, text: str) -> str:
+    """Execute `/set`, with Ollama's words too; return what to tell the user."""
+    name, _, value = text.partition(" ")
+    if name == "parameter":  # as Ollama writes it
+        name, _, value = value.strip().partition(" ")
+    if name in ("verbose", "quiet"):
+        talk.verbose = name == "verbose"
+        return name
+    if name == "system":
+        talk.system = _strip_quotes(value.strip())
+        talk.clear()
+        return "new chat"
+    name = _OLLAMA_NAMES.get(name, name)
+    if name not in _PARAMETERS:
+        return f"/set knows system, verbose, quiet, {', '.join(_PARAMETERS)}"
+    try:
+        number = _PARAMETERS[name](value) if value.strip() else None
+    except ValueError:
+        return f"{name} is a number, not {value.strip()!r}"
+    talk.asked.parameters.pop(name, None)
+    if number is not None:
+        talk.asked.parameters[name] = number
+    return f"{name}: {'the default' if number is None else number}"
+
+
+def _describe_talk(talk: Talk) -> str:
+    lines = [f"model        {talk.asked.model}", f"system       {talk.system or '-'}"]
+    lines += [f"{name:<12} {value}" for name, value in talk.asked.parameters.items()]
+    return "\n".join(lines)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ class ChatParameters:
 
     model: str
     parameters: dict[str, Any] = field(default_factory=dict)
+    usage: dict[str, int] = field(default_factory=dict)  # of the last answer, as the server says
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,12 @@ def stream_answer(
     import httpx
 
     body = {**asked.parameters, "model": asked.model, "messages": messages, "stream": True}
+    asked.usage.clear()
     try:
         with client.stream("POST", "chat/completions", json=body) as response:
             if response.status_code != httpx.codes.OK:
                 raise ServekitError(_describe_refusal(response))
-            yield from _read_pieces(response)
+            yield from _read_pieces(response, asked.usage)
     except httpx.ConnectError as error:
         raise StartError(f"nothing answers at {client.base_url}: {error}") from None
     except httpx.TimeoutException:
@@ -61,7 +63,25 @@ def stream_answer(
         raise ServekitError(f"the answer broke off: {error or type(error).__name__}") from None
 
 
-def _read_pieces(response: httpx.Response) -> Iterator[AnswerPart]:
+def list_models(client: httpx.Client) -> list[str]:
+    """Return the names of the server's models. Raises as `stream_answer` does."""
+    import httpx
+
+    try:
+        response = client.get("models")
+        if response.status_code != httpx.codes.OK:
+            raise ServekitError(_describe_refusal(response))
+        found = response.json()["data"]
+        return [str(one["id"]) for one in found]
+    except httpx.ConnectError as error:
+        raise StartError(f"nothing answers at {client.base_url}: {error}") from None
+    except httpx.HTTPError as error:
+        raise ServekitError(f"{client.base_url}: {error or type(error).__name__}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ServekitError(f"{client.base_url} does not list its models; name one") from None
+
+
+def _read_pieces(response: httpx.Response, usage: dict[str, int]) -> Iterator[AnswerPart]:
     for data in _read_events(response.iter_bytes()):
         if data == b"[DONE]":
             return
@@ -72,6 +92,8 @@ def _read_pieces(response: httpx.Response) -> Iterator[AnswerPart]:
                 "the server's answer is not JSON; does it have OpenAI's API?"
             ) from None
         if isinstance(event, dict):
+            if isinstance(told := event.get("usage"), dict):
+                usage.update({k: v for k, v in told.items() if isinstance(v, int)})
             yield from _of_event(event)
 
 

@@ -19,6 +19,7 @@ from servekit.config.yaml.nodes import DocumentError, Mark, Node, Scalar, mark_a
 _ADVICE = {
     "mapping values are not allowed": "': ' is not allowed here; the indentation is off, or a "
     "text that contains ': ' needs quotes.",
+    "did not find expected node content": "a value is missing here, or a bracket is not closed.",
     "did not find expected key": "the indentation does not fit the lines above.",
     "did not find expected '-' indicator": "the indentation does not fit the list above.",
     "could not find expected ':'": "there is no ':' after this key.",
@@ -214,7 +215,25 @@ def to_mark(mark: YamlMark | None) -> Mark:
 def syntax_error(error: yaml.MarkedYAMLError, text: str) -> DocumentError:
     """Return the exception for `error`, found while parsing `text`."""
     mark = to_mark(error.problem_mark or error.context_mark)
+    if "mapping values are not allowed" in (error.problem or "") and (
+        clearer := _find_missing_blank(text, mark)
+    ):
+        return clearer
     return DocumentError(_explain_problem(error, _line_at(text, mark), mark), mark)
+
+
+#: A key and its value without the blank between them, as in `- name:a`.
+_NO_BLANK = re.compile(r"^\s*(?:- +)?([A-Za-z_]\w*):([^\s/:][^:]*)$")
+
+
+def _find_missing_blank(text: str, mark: Mark) -> DocumentError | None:
+    """Return the error of a line before `mark` that lacks the blank after its colon."""
+    for number in (mark.line - 1, mark.line):
+        found = _NO_BLANK.match(_line_at(text, Mark(number, 1))) if number > 0 else None
+        if found is not None:
+            said = f"a blank is missing after the colon: write `{found[1]}: {found[2]}`."
+            return DocumentError(said, Mark(number, found.start(1) + 1))
+    return None
 
 
 def _explain_problem(error: yaml.MarkedYAMLError, line: str, mark: Mark) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from servekit.errors import Forbidden, RateLimited, RequestError
 from servekit.gateway.telemetry.observer import RequestObserver
+from servekit.protocol.access import SpentBudget
 from servekit.protocol.messages import Delta, KeyRule, KeyUse
 
 if TYPE_CHECKING:
@@ -68,12 +69,14 @@ class ApiKey(RequestObserver):
         "active",
         "requests",
         "rule",
+        "spent",
         "tokens",
     )
 
     def __init__(self, rule: KeyRule, now_s: float) -> None:
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
+        self.spent: SpentBudget | None = None  # its budget of the day or month is used up
         self.active = 0  # calls in flight at this gateway
         self._elsewhere: dict[str, tuple[int, float]] = {}  # by gateway: active calls, time heard
         self._untold = [0, 0]  # requests and tokens not yet reported to the other gateways
@@ -104,6 +107,8 @@ class ApiKey(RequestObserver):
 
     def charge_request(self) -> RequestError | None:
         """Count a new request; if it exceeds a limit, return the error and do not count it."""
+        if self.spent is not None and (refused := _over_budget(self.spent)) is not None:
+            return refused
         now_s = time.monotonic()
         requests, tokens = self.requests, self.tokens
         if requests is not None and requests.level(now_s) < 1.0:
@@ -192,6 +197,19 @@ class ApiKey(RequestObserver):
         """Sum the active calls of gateways that have reported lately, and so are alive."""
         since_s = time.monotonic() - FORGET_S
         return sum(active for active, heard_s in self._elsewhere.values() if heard_s > since_s)
+
+
+def _over_budget(spent: SpentBudget) -> RequestError | None:
+    """Return the error of a key whose budget is used up; None once the next period has begun."""
+    left_s = spent.resets_at - time.time()
+    if left_s <= 0:
+        return None
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(spent.resets_at))
+    return RateLimited(
+        f"the key {spent.name!r} has used up its {spent.limit} {spent.period} tokens;"
+        f" they are renewed at {at}",
+        retry_after_s=math.ceil(left_s),
+    )
 
 
 def _bucket(old: Bucket | None, limit: int | None, now_s: float) -> Bucket | None:

@@ -21,7 +21,7 @@ from servekit.gateway.auth import sessions
 from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.auth.key_verifier import Verifier
 from servekit.gateway.http import request_limits
-from servekit.protocol.access import RequestLimits
+from servekit.protocol.access import KeyBudgets, RequestLimits
 from servekit.protocol.messages import AccessRules, KeyUsage
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Access:
         #: Whether `admit` has anything to check; usually it has not.
         self.watchful = False
         self._callers: dict[str, ApiKey] = {}
+        self._budgets = KeyBudgets()
         self._verifier = Verifier()
         self._listeners: list[Callable[[], None]] = []
 
@@ -61,6 +62,7 @@ class Access:
             else:
                 caller.set_rule(rule, now_s)
             self._callers[rule.name] = caller
+        self.apply_budgets(self._budgets)
         self.rules = rules
         self.closed = bool(rules.keys)
         self.watchful = self.closed or rules.log_prompts or rules.limits != RequestLimits()
@@ -68,6 +70,13 @@ class Access:
         UNKNOWN.policy = rules.unknown_parameters
         for listener in self._listeners:
             listener()
+
+    def apply_budgets(self, budgets: KeyBudgets) -> None:
+        """Refuse the keys whose budget is used up, and no others."""
+        self._budgets = budgets
+        spent = {one.name: one for one in budgets.spent}
+        for name, caller in self._callers.items():
+            caller.spent = spent.get(name)
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each change of the rules."""

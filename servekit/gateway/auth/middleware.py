@@ -130,6 +130,7 @@ class AuthMiddleware:
             exchange.begin_with(go_on)
 
     def _serve_caller(self, handler: FastHandler, exchange: FastResponse, caller: ApiKey) -> None:
+        exchange.origin.key = caller.rule.name
         refused = caller.charge_request()
         if caller.limited:
             exchange.extra += caller.rate_limit_headers()

@@ -10,11 +10,12 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from servekit.errors import RequestError
+from servekit.errors import ClientClosed, RequestError
 from servekit.gateway.http.asgi import Envelope, Header, too_large
 from servekit.gateway.http.limits import LimitedProtocol
 from servekit.gateway.http.response import CoalescingTransport, FastHandler, FastResponse
 from servekit.gateway.telemetry.metrics import OTHER
+from servekit.gateway.telemetry.request_recorder import RECORDER
 
 #: Longer heads are not kept: each connection keeps one, and clients may be malicious.
 MOST_BYTES = 8 * 1024
@@ -164,6 +165,8 @@ class Http(LimitedProtocol):
             exchange.on_gone = exchange.on_writable = None  # breaks a reference cycle, too
             if gone is not None:
                 gone()
+            if not exchange.response_complete:
+                RECORDER.note(exchange.path, ClientClosed.status, exchange.origin)
 
     def pause_writing(self) -> None:
         super().pause_writing()

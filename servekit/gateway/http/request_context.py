@@ -11,9 +11,15 @@ import re
 import secrets
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 from servekit import logging_config
+from servekit.gateway.telemetry.observer import RequestObserver
+
+if TYPE_CHECKING:
+    from servekit.gateway.routing.request import InflightRequest
+    from servekit.protocol.messages import Delta
 
 HEADER = b"x-request-id"
 TRACEPARENT = b"traceparent"
@@ -26,10 +32,31 @@ _PREFIX = secrets.token_hex(6).encode() + b"-%06x"
 _numbers = itertools.count(1)
 
 
-class RequestContext:
+#: Model, key, outcome, prompt, cached and completion tokens, times of the start and first token.
+CallFacts = tuple[str, str, str, int, int, int, float, float]
+_MOST_CHARS = 200
+
+
+def _sum_calls(one: CallFacts, other: CallFacts) -> CallFacts:
+    """Add up the tokens of two calls of a request; an error of either is its outcome."""
+    outcome = other[2] if one[2] in ("stop", "length") else one[2]
+    tokens = one[3] + other[3], one[4] + other[4], one[5] + other[5]
+    return one[0], one[1], outcome, *tokens, one[6], one[7]
+
+
+class RequestContext(RequestObserver):
     """The context of one HTTP request, shared by all calls that it makes."""
 
-    __slots__ = ("address", "context", "id", "traceparent", "warning")
+    __slots__ = (
+        "address",
+        "began_s",
+        "calls",
+        "context",
+        "id",
+        "key",
+        "traceparent",
+        "warning",
+    )
 
     def __init__(
         self, headers: Mapping[bytes, bytes], client: tuple[str, int] | None = None
@@ -39,8 +66,28 @@ class RequestContext:
         self.traceparent = headers.get(TRACEPARENT, b"")
         self.warning = b""  # for the client, in a response header
         self.context: Any = None  # of the trace, once a call has begun one
+        self.key = ""  # the name of its API key, where it is known before any call
+        self.began_s = monotonic()
+        self.calls: CallFacts | None = None  # of its calls that have ended
         id = headers.get(HEADER)
         self.id = _PREFIX % next(_numbers) if id is None or not _fit(id) else id
+
+    def on_ended(self, call: InflightRequest, outcome: str, last: Delta | None) -> None:
+        """Record the end of a call, for the request log."""
+        before = self.calls
+        route = call.route
+        self.calls = (
+            call.model[:_MOST_CHARS] if route is None else route.status.name,
+            call.key,
+            outcome,
+            call.prompt_tokens,
+            call.cached_tokens,
+            len(call.emitted) if last is None else last.completion_tokens,
+            call.started_s,
+            call.first_s,
+        )
+        if before is not None:  # one of several choices or texts
+            self.calls = _sum_calls(before, self.calls)
 
     @property
     def name(self) -> str:

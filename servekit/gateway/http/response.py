@@ -27,6 +27,7 @@ from servekit.gateway.http.asgi import (
     too_large,
 )
 from servekit.gateway.http.request_context import ORIGIN, WARNING, RequestContext
+from servekit.gateway.telemetry.request_recorder import RECORDER
 
 if TYPE_CHECKING:
     from servekit.gateway.http.protocol import Http
@@ -181,6 +182,7 @@ class FastResponse:
         "protocol",
         "response_complete",
         "response_started",
+        "status",
     )
     message_event = _NullEvent()
 
@@ -195,6 +197,7 @@ class FastResponse:
         self.response_started = False
         self.keep_alive = not protocol.leaving
         self.response_complete = False
+        self.status = 0
         self.disconnected = False
         self.open = True  # both fast paths begin only where the client reads
         self.extra: tuple[Header, ...] = ()  # response headers that `AuthMiddleware` adds
@@ -280,6 +283,7 @@ class FastResponse:
     def _head(self, status: int, headers: tuple[Header, ...]) -> bytes:
         protocol = self.protocol
         protocol.answers[self.path, status] += 1
+        self.status = status
         head = protocol.head(status, headers if self.keep_alive else (*headers, CLOSE))
         # not part of the cached heads: these headers differ between responses
         if self.extra:
@@ -291,6 +295,7 @@ class FastResponse:
     def _complete(self) -> None:
         self.response_complete, self.open = True, False
         self.on_gone = self.on_writable = None
+        RECORDER.note(self.path, self.status, self.origin)
         if not self.keep_alive:
             self.protocol.transport.close()
         self.protocol.answered()

@@ -219,6 +219,8 @@ class RequestMetrics:
         """Set the observers of a call that `route`, a base model's queue, has accepted."""
         call.meter = meter = self._find_meter(route, call)
         call.observers = (meter,) if call.caller is None else (meter, call.caller)
+        if call.origin is not None:
+            call.observers += (call.origin,)
         if self.tracer is not None:
             call.observers += self.tracer.trace(call, meter.operation)
 
@@ -239,6 +241,8 @@ class RequestMetrics:
             adapter = "" if route.base is route else route.status.name
         key = "" if call.caller is None else call.caller.rule.name
         self._find_labelled_meter(model, adapter, call).count_refusal(key, error.code)
+        if call.origin is not None:
+            call.origin.on_ended(call, error.code, None)
 
     def _find_labelled_meter(self, model: str, adapter: str, call: InflightRequest) -> RequestMeter:
         if call.messages is not None:

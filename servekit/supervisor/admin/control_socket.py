@@ -19,6 +19,7 @@ from servekit.protocol.messages import (
     GetWhy,
     Refused,
     Reload,
+    Restart,
     Shutdown,
     ToSupervisor,
 )
@@ -116,6 +117,8 @@ class AdminApi:
                 return self._supervisor.why(name)
             case Reload():
                 return self._supervisor.reload()
+            case Restart(name, wait):
+                return self._supervisor.restart(name, wait)
             case AddAdapter():
                 return self._adapters.load_adapter(message)
             case RemoveAdapter():

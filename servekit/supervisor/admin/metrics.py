@@ -22,6 +22,7 @@ from servekit.supervisor.gateway_process import Gateway
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess
 from servekit.supervisor.lifecycle.restart_policy import BreakerState
 from servekit.supervisor.quarantine import Quarantine
+from servekit.supervisor.usage_ledger import UsageLedger
 from servekit.supervisor.workers.gpu_memory import GpuMemory
 from servekit.supervisor.workers.worker_process import WorkerProcess
 
@@ -91,7 +92,9 @@ class MetricsAggregator:
         deployments: DeploymentManager,
         quarantine: Quarantine,
         status: Callable[[], Status],
+        usage: UsageLedger,
     ) -> None:
+        self._usage = usage
         self._gateways = gateways
         self._deployments = deployments
         self._quarantine = quarantine
@@ -103,6 +106,7 @@ class MetricsAggregator:
 
     def counted(self, counted: Counted) -> None:
         """Add the counts that a gateway reports since its last report."""
+        self._usage.add(counted.series)
         for one in counted.series:
             self._book.add_to(one.metric, one.labels, one.figures)
 

@@ -60,6 +60,7 @@ class Deployment:
         self._known: ModelInfo | None = None
         self._threads: int | None = None
         self._next_index = 0
+        self._outdated: frozenset[WorkerProcess] = frozenset()  # to be replaced by their like
         self._heard = asyncio.Event()
         self._change: asyncio.Task[None] | None = None
         self.adapters = Adapters(model.name, list_adapters(model), self)
@@ -109,6 +110,22 @@ class Deployment:
             return
         self.wanted = True
         self._begin(self.planned)
+
+    def restart(self, replicas: Collection[WorkerProcess]) -> None:
+        """Begin to replace these replicas, as a change of version does."""
+        self.occasion = StartReason.now("operator")
+        self.circuit.reset()
+        self.failed, self._outdated = (), frozenset(replicas)
+        self._begin(self.slots())
+
+    async def until_settled(self) -> str:
+        """Wait for a change that is under way; return why it has failed, or ""."""
+        if self._change is not None:
+            await asyncio.wait((self._change,))
+        await self._until(lambda: have_settled(self._living()))
+        failed = any(replica.state == "failed" for replica in self._living())
+        reasons = (replica.reason for replica in self._living() if replica.reason)
+        return next(reasons, "its workers have failed") if failed or self.failed else ""
 
     def unload(self, *, returns: bool = False) -> None:
         """End all replicas, each once it has finished its requests.
@@ -245,6 +262,7 @@ class Deployment:
 
     async def _converge(self, slots: Slots) -> None:
         kept, old = self._sorted()
+        self._outdated = frozenset()
         missing, surplus = match_slots(slots, kept)
         # a replica that has to move serves until its GPUs are needed
         old = keep_serving(old) + surplus
@@ -265,7 +283,8 @@ class Deployment:
 
     def _sorted(self) -> tuple[list[WorkerProcess], list[WorkerProcess]]:
         living = self._living()
-        kept = [replica for replica in living if same_worker(replica.model, self.model)]
+        current = [one for one in living if one not in self._outdated]
+        kept = [replica for replica in current if same_worker(replica.model, self.model)]
         return kept, [replica for replica in living if replica not in kept]
 
     async def _replace(self, fresh: list[WorkerProcess], old: list[WorkerProcess]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 
 from servekit.config.schema import names_of
-from servekit.errors import ConfigError, ServekitError
+from servekit.errors import ConfigError, ServekitError, did_you_mean
 from servekit.protocol.messages import Accepted, Refused
 from servekit.supervisor.deployments import config_diff as reload
 from servekit.supervisor.deployments.deployment import Deployment
@@ -99,6 +99,38 @@ class DeploymentManager:
         log.info("reload_completed", changes=changes)
         journal.record_event("reload", changes)
         return Accepted(changes)
+
+    async def restart(self, name: str, *, wait: bool) -> Accepted | Refused:
+        """Replace the workers of a model, or one worker, as a reload does."""
+        found = self._find(name)
+        if found is None:
+            known = [one.model.name for one in self.served]
+            known += [replica.name for replica in self.replicas()]
+            there = f"{', '.join(known)}{did_you_mean(name, known)}"
+            return Refused(f"no model or worker is called {name!r}; there are: {there}", True)
+        deployment, replicas = found
+        if self.halted:
+            return Refused("servekit is shutting down")
+        if not deployment.wanted or not replicas:
+            return Refused(f"{name} is not loaded; `servekit load {name}` loads it")
+        if deployment.changing:
+            return Refused(
+                f"{deployment.model.name} is changing already; try again when it is done"
+            )
+        journal.tell("reload", f"restart of {name}", model=deployment.model.name)
+        deployment.restart(replicas)
+        if wait and (why := await deployment.until_settled()):
+            return Refused(f"{name} could not be restarted: {why}")
+        return Accepted(f"{name} is {'restarted' if wait else 'restarting'}")
+
+    def _find(self, name: str) -> tuple[Deployment, list[WorkerProcess]] | None:
+        """Return the deployment of a model or worker, and the workers that are meant."""
+        for one in self.served:
+            if name in (one.model.name, *one.model.aliases):
+                return one, one.living
+            if worker := [replica for replica in one.living if replica.name == name]:
+                return one, worker
+        return None
 
     async def _reload(self) -> str:
         self._refuse_at_the_end()

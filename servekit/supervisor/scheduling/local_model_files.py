@@ -39,7 +39,7 @@ def _of_hub(path: str, revision: str, environ: Mapping[str, str]) -> Path | None
     repo, tag = paths.split_tag(path)
     file = "/".join(repo.split("/")[2:])
     repo = "/".join(repo.split("/")[:2])
-    snapshots = _hub(environ) / f"models--{repo.replace('/', '--')}" / "snapshots"
+    snapshots = find_hub_cache(environ) / f"models--{repo.replace('/', '--')}" / "snapshots"
     commit = _pinned(repo, file, tag, revision, environ)
     folder = snapshots / (commit or _text(snapshots.parent / "refs" / revision) or revision)
     if tag:
@@ -61,7 +61,7 @@ def _find_tagged(names: Collection[str], tag: str) -> str:
         return ""
 
 
-def _hub(environ: Mapping[str, str]) -> Path:
+def find_hub_cache(environ: Mapping[str, str]) -> Path:
     """Return the cache folder of huggingface_hub, by the rules of its constants.py."""
     if cache := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache).expanduser()
@@ -102,7 +102,7 @@ def _of_wheel(path: str, environ: Mapping[str, str]) -> Path | None:
         found["version"],
         (found["member"] or "").strip("/"),
     ]
-    fetched = [entry for entry, identity in _entries(environ) if identity[-4:] == wanted]
+    fetched = [entry for entry, identity in list_entries(environ) if identity[-4:] == wanted]
     for entry in fetched:
         ggufs = sorted(entry.glob("*.gguf"))
         if ggufs:
@@ -110,7 +110,7 @@ def _of_wheel(path: str, environ: Mapping[str, str]) -> Path | None:
     return fetched[0] if fetched else None
 
 
-def _entries(environ: Mapping[str, str]) -> Iterator[tuple[Path, list[str]]]:
+def list_entries(environ: Mapping[str, str]) -> Iterator[tuple[Path, list[str]]]:
     """Yield the folders in the model cache, each with the identity that it was made from."""
     for mark in find_models_cache(environ).glob("*/.servekit.json"):
         yield mark.parent, [str(part) for part in _json(mark).get("identity", ())]

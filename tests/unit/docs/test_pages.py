@@ -118,7 +118,7 @@ def test_the_commands_are_those_of_the_command_line() -> None:
     commands = {
         command.name or command.callback.__name__
         for command in app.registered_commands
-        if command.callback
+        if command.callback and not command.hidden
     }
     assert shown == commands | {group.name for group in app.registered_groups}
 

@@ -73,6 +73,8 @@ def test_each_key_of_the_file_is_there() -> None:
 def commands(group: Any, name: str = "servekit") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part, one in group.commands.items():
+        if one.hidden:
+            continue
         whole = f"{name} {part}"
         found |= commands(one, whole) if hasattr(one, "commands") else {whole: one}
     return found
@@ -88,7 +90,7 @@ def test_each_command_and_option_is_there() -> None:
     known = commands(typer.main.get_command(app))
     assert set(sections) == set(known)
     for name, command in known.items():
-        for option in command.params:
+        for option in (one for one in command.params if not one.hidden):
             words = [*option.opts, *option.secondary_opts]
             for word in words if option.param_type_name == "option" else ():
                 assert f"`{word}`" in sections[name], (name, word)

@@ -1,0 +1,140 @@
+"""`servekit key new`, `ls` and `rm`: the API keys of a configuration file."""
+
+# No string annotations: typer evaluates each several times, which slows down --help.
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from servekit.cli.up.command import ConfigFile
+from servekit.errors import ConfigError, StartError, did_you_mean
+
+if TYPE_CHECKING:
+    from servekit.config.access import KeyConfig
+
+_LIMITS = {
+    "requests_per_minute": "requests/min",
+    "tokens_per_minute": "tokens/min",
+    "max_concurrent": "at once",
+    "daily_tokens": "tokens/day",
+    "monthly_tokens": "tokens/month",
+}
+
+
+def new(
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="Owner of the key, shown in logs.")
+    ] = "default",
+) -> None:
+    """Make an API key; print it once, with the lines for the file, which hold only its hash."""
+    from servekit.config import keys
+
+    if not keys.is_name(name):
+        raise ConfigError(keys.NAME_RULE)
+    made, line = keys.new_key(name)
+    sys.stdout.write(f"{made}\n\n")
+    sys.stdout.flush()
+    sys.stderr.write("Store it now: it cannot be shown again. For the configuration file:\n")
+    sys.stderr.flush()
+    sys.stdout.write(f"\nkeys:\n  - name: {name}\n    hash: {line}\n")
+
+
+def ls(
+    config: ConfigFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the keys of the file, their rights and limits; the keys themselves are never shown."""
+    keys = _read_keys(_find_file(config))
+    if as_json:
+        shown = [key.model_dump(mode="json", exclude={"hash"}) for key in keys]
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+        return
+    from servekit.cli.responsive_table import Fitted
+    from servekit.cli.tables import new_table, print_tables
+
+    table = new_table("KEY", "RIGHTS", "MODELS", "LIMITS")
+    for key in keys:
+        models = "all" if key.models is None else ", ".join(key.models)
+        table.add_row(key.name, _rights(key), models, _limits(key))
+    print_tables(
+        Fitted(table) if keys else "no keys: everyone who reaches the port may use the API"
+    )
+
+
+def _rights(key: "KeyConfig") -> str:
+    rights = ["use", *(["admin"] if key.admin else []), *(["metrics"] if key.metrics else [])]
+    return ", ".join(rights)
+
+
+def _limits(key: "KeyConfig") -> str:
+    found = [(getattr(key, name, None), unit) for name, unit in _LIMITS.items()]
+    return ", ".join(f"{value} {unit}" for value, unit in found if value is not None) or "-"
+
+
+def rm(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key.")],
+    config: ConfigFile = None,
+) -> None:
+    """Remove a key from the file; `servekit reload` puts that into force."""
+    path = _find_file(config)
+    names = [key.name for key in _read_keys(path)]
+    if name not in names:
+        there = ", ".join(names) or "none"
+        raise ConfigError(f"{path} has no key {name!r}; it has: {there}{did_you_mean(name, names)}")
+    if len(names) == 1:
+        raise ConfigError(
+            f"{name} is the last key of {path}: without keys everyone who reaches the port may use"
+            " all models. Remove `keys` from the file yourself if that is meant"
+        )
+    _replace(path, _cut_item(path, names.index(name)))
+    sys.stdout.write(f"removed {name} from {path}; `servekit reload` puts that into force\n")
+
+
+def _cut_item(path: Path, index: int) -> str:
+    """Return the file's text without an item of `keys`. Raises ConfigError for JSON's style."""
+    from servekit.config.yaml.file_reader import read_document
+    from servekit.config.yaml.nodes import find_node
+
+    lines = path.read_text().splitlines(keepends=True)
+    first = find_node(read_document(path), ("keys", index)).node.mark.line - 1
+    dash = len(lines[first]) - len(lines[first].lstrip())
+    if not lines[first].lstrip().startswith("- "):
+        raise ConfigError(f"{path}:{first + 1}: remove this key from its line by hand")
+    last = first + 1
+    while last < len(lines) and _is_inside(lines[last], dash):
+        last += 1
+    return "".join(lines[:first] + lines[last:])
+
+
+def _is_inside(line: str, dash: int) -> bool:
+    return not line.strip() or len(line) - len(line.lstrip()) > dash
+
+
+def _replace(path: Path, text: str) -> None:
+    from servekit.config.load import load_config
+
+    beside = path.with_name(f".{path.name}.{os.getpid()}.yaml")
+    try:
+        beside.touch(mode=path.stat().st_mode & 0o777)
+        beside.write_text(text)
+        load_config(beside)  # a cut that breaks the file must not replace it
+        beside.replace(path)
+    except OSError as error:
+        raise StartError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _find_file(config: Path | None) -> Path:
+    from servekit.cli.up.sources import ModelOptions, find_source
+
+    return find_source((), config, ModelOptions(), os.environ)
+
+
+def _read_keys(path: Path) -> "tuple[KeyConfig, ...]":
+    from servekit.config.load import load_config
+
+    return load_config(path).keys

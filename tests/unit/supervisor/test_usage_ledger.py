@@ -1,0 +1,105 @@
+"""The ledger of usage: days and months, the file, and budgets."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from servekit.config.access import KeyConfig
+from servekit.protocol.metrics_messages import Series
+from servekit.supervisor.usage_ledger import UsageLedger
+from servekit.usage_store import FILE, read_usage
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.at = datetime(2026, 11, 29, 23, 59)
+
+    def __call__(self) -> datetime:
+        return self.at
+
+
+def count(ledger: UsageLedger, key: str, prompt: int, completion: int = 0) -> None:
+    who = ("m", "", key)
+    ledger.add(
+        [
+            Series("servekit_requests_total", (*who, "200", "stop"), [1]),
+            Series("servekit_prompt_tokens_total", who, [prompt]),
+            Series("servekit_completion_tokens_total", who, [completion]),
+            Series("servekit_queue_wait_seconds", ("m",), [1]),
+        ]
+    )
+
+
+def key(name: str, **limits: int) -> KeyConfig:
+    return KeyConfig(name=name, environment="X", **limits)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_sums_are_by_day_and_month(tmp_path: Path, clock: Clock) -> None:
+    for day, tokens in ((29, 1), (30, 2)):
+        ledger = UsageLedger(clock)
+        clock.at = datetime(2026, 11, day)
+        ledger.open(tmp_path)
+        count(ledger, "k", tokens)
+        count(ledger, "other", 10)
+        ledger.close()
+    rows = read_usage(tmp_path, by=("key",))
+    found = [(row.period, row.key, row.prompt_tokens) for row in rows]
+    assert found == [
+        ("2026-11-29", "k", 1),
+        ("2026-11-29", "other", 10),
+        ("2026-11-30", "k", 2),
+        ("2026-11-30", "other", 10),
+    ]
+    (month,) = read_usage(tmp_path, by=(), monthly=True)
+    assert (month.period, month.key, month.requests, month.prompt_tokens) == ("2026-11", "", 4, 23)
+
+
+def test_budgets_are_renewed_with_the_day_and_the_month(tmp_path: Path, clock: Clock) -> None:
+    ledger = UsageLedger(clock)
+    ledger.open(tmp_path)
+    keys = [key("d", daily_tokens=10), key("m", monthly_tokens=10), key("free")]
+    for one in keys:
+        count(ledger, one.name, 5, 5)
+    first = {one.name: one for one in ledger.find_spent(keys).spent}
+    assert set(first) == {"d", "m"}
+    assert datetime.fromtimestamp(first["d"].resets_at) == datetime(2026, 11, 30)
+    assert datetime.fromtimestamp(first["m"].resets_at) == datetime(2026, 12, 1)
+    clock.at = datetime(2026, 11, 30)
+    assert [one.name for one in ledger.find_spent(keys).spent] == ["m"]
+    clock.at = datetime(2026, 12, 1)
+    assert not ledger.find_spent(keys).spent
+    ledger.close()
+
+
+def test_a_restart_reads_what_is_used(tmp_path: Path, clock: Clock) -> None:
+    keys = [key("d", daily_tokens=10), key("m", monthly_tokens=11)]
+    for at in (datetime(2026, 11, 2), datetime(2026, 11, 3)):
+        clock.at = at
+        ledger = UsageLedger(clock)
+        ledger.open(tmp_path)
+        for one in keys:
+            count(ledger, one.name, 6)
+        ledger.close()
+    again = UsageLedger(clock)
+    again.open(tmp_path)
+    assert [one.name for one in again.find_spent(keys).spent] == ["m"]
+    again.close()
+
+
+def test_a_damaged_file_is_put_aside_and_nothing_is_lost(tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / FILE).write_bytes(b"this is no database" * 100)
+    ledger = UsageLedger(clock)
+    ledger.open(tmp_path)
+    count(ledger, "k", 3)
+    ledger._write(tmp_path / FILE)
+    ledger.close()
+    assert (tmp_path / f"{FILE}.broken").exists()
+    assert read_usage(tmp_path)[0].prompt_tokens == 3
