@@ -20,7 +20,7 @@ LANES = {
     "bench": "the scripts of tests/bench, and `servekit bench` under odd conditions",
     "chaos": "the experiments of `servekit chaos`, floods of poison, full disks, partitions",
     "clients": "the clients of `python -m tests.clients`, installed by pip and npm",
-    "fuzz": "property tests with new examples; schemathesis; some of `python -m tests.fuzz`; crowds",
+    "fuzz": "new examples of properties, schemathesis, crowds, some of `tests.fuzz`",
     "models": "SmolLM2 behind every engine, client and page; races for one model",
     "mutants": "each edit of `python -m tests.mutants` makes its tests fail",
     "packages": "whether pip can resolve each extra, by the package index",

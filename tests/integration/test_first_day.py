@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.supervisor.process.instances import running
+from servekit.supervisor.process.instances import list_instances
 from servekit.system import procfs
 from tests.integration.instance import PROGRAM, echo, write_config
 
@@ -110,4 +110,4 @@ def test_run_serves_a_model_for_one_conversation(tmp_path: Path) -> None:
     done = cli(tmp_path, "run", "org/name", "--engine", "echo", text="x" * 8000)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("xxx")
-    assert not [one for one in running() if "servekit-run-" in str(one.run_dir)]
+    assert not [one for one in list_instances() if "servekit-run-" in str(one.run_dir)]

@@ -96,9 +96,9 @@ def _state_of(model: Any) -> str:
 
 
 def _read_status(run_dir: Path | None) -> "Status | None":
-    from servekit.supervisor.process.instances import choose, running
+    from servekit.supervisor.process.instances import choose_run_dir, list_instances
 
-    folder = choose(run_dir, running(), os.environ)
+    folder = choose_run_dir(run_dir, list_instances(), os.environ)
     try:
         return None if folder is None else instance_lookup.read_status(folder)
     except ServekitError:

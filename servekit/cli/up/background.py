@@ -83,9 +83,9 @@ class Background:
 
     def find(self) -> Running | None:
         """Return the running instance, once it has its run directory."""
-        from servekit.supervisor.process.instances import running
+        from servekit.supervisor.process.instances import list_instances
 
-        return next((one for one in running() if one.record.pid == self.process.pid), None)
+        return next((one for one in list_instances() if one.record.pid == self.process.pid), None)
 
     def _read_status(self) -> Status | None:
         from servekit.cli.instance_lookup import read_status

@@ -65,9 +65,9 @@ def _serve(instance: "Background", run_dir: Path, system: str) -> None:
 def _find_served(model: str) -> Path | None:
     """Return the run directory of an instance that serves the model, by any of its names."""
     from servekit.cli.instance_lookup import read_status
-    from servekit.supervisor.process.instances import running
+    from servekit.supervisor.process.instances import list_instances
 
-    for one in running():
+    for one in list_instances():
         try:
             models = read_status(one.run_dir).models
         except ServekitError:

@@ -113,7 +113,7 @@ class Deployment:
 
     def restart(self, replicas: Collection[WorkerProcess]) -> None:
         """Begin to replace these replicas, as a change of version does."""
-        self.occasion = StartReason.now("operator")
+        self.occasion = StartReason.from_now("operator")
         self.circuit.reset()
         self.failed, self._outdated = (), frozenset(replicas)
         self._begin(self.slots())

@@ -117,7 +117,7 @@ class DeploymentManager:
             return Refused(
                 f"{deployment.model.name} is changing already; try again when it is done"
             )
-        journal.tell("reload", f"restart of {name}", model=deployment.model.name)
+        journal.record_event("reload", f"restart of {name}", model=deployment.model.name)
         deployment.restart(replicas)
         if wait and (why := await deployment.until_settled()):
             return Refused(f"{name} could not be restarted: {why}")

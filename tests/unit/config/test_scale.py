@@ -11,9 +11,9 @@ from servekit.config.scale import MOST, ReplicaRange, ScaleConfig
 def test_a_range_has_one_replica_at_least_while_the_model_is_loaded() -> None:
     one = ReplicaRange(min=0, max=3)
     assert one.least == 1
-    assert [one.held(count) for count in (0, 1, 2, 3, 4)] == [1, 1, 2, 3, 3]
+    assert [one.clamp(count) for count in (0, 1, 2, 3, 4)] == [1, 1, 2, 3, 3]
     two = ReplicaRange(min=2, max=2)
-    assert (two.least, two.held(0), two.held(9)) == (2, 2, 2)
+    assert (two.least, two.clamp(0), two.clamp(9)) == (2, 2, 2)
     assert ReplicaRange(max=3).min == 1
 
 

@@ -330,10 +330,12 @@ async def test_a_sent_suspect_holds_the_worker_until_it_is_alone_no_more(scene: 
     await scene.run(other)
     await scene.run(suspect)
     assert worker.held and worker.has_room and not worker.has_slot_for(ask())
-    assert worker.was_running(other) and not worker.ran(suspect), "the suspect has not begun"
+    assert worker.was_running(other) and not worker.was_running(suspect), (
+        "the suspect has not begun"
+    )
     scene.say(IsolationStarted(2))
     await until(lambda: worker.alone == 2, "it runs alone")
-    assert worker.held and worker.was_running(suspect) and not worker.ran(other)
+    assert worker.held and worker.was_running(suspect) and not worker.was_running(other)
     scene.owner.told.clear()
     scene.say(IsolationEnded())
     await until(lambda: not worker.held, "it is alone no more")

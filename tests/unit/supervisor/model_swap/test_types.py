@@ -43,7 +43,7 @@ def test_what_can_sleep_is_back_soon(tier: Residency, sleeps: bool, back_s: floa
 def test_a_tier_holds_and_needs_memory(
     tier: Residency, held: dict[str, int], need: dict[str, int]
 ) -> None:
-    assert (model(tier).held, model(tier).need) == (held, need)
+    assert (model(tier).held_memory, model(tier).needed_memory) == (held, need)
 
 
 @pytest.mark.parametrize(

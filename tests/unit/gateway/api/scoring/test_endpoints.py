@@ -34,7 +34,7 @@ def serve_only(service: Service, *tasks: Capability) -> None:
     assert info is not None
     told = replace(status, info=replace(info, serves=tasks), replicas=(worker.status(),))
     other = replace(told, name="n", info=info, replicas=(), aliases=())
-    service.router.apply(Topology((told, other)))
+    service.router.apply_topology(Topology((told, other)))
 
 
 def test_each_path_has_its_tasks(service: Service) -> None:
