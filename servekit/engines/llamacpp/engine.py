@@ -132,7 +132,7 @@ class LlamaCppEngine(LoopedEngine):
         vocabulary = self._loaded_model().vocabulary
         found = {}
         for name, key in _STATED.items():
-            value = vocabulary.stated(f"general.sampling.{key}")
+            value = vocabulary.read_metadata(f"general.sampling.{key}")
             if value:
                 found[name] = int(value) if name == "top_k" else float(value)
         return found

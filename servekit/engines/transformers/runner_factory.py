@@ -175,6 +175,8 @@ def _make_continuous(
             self_check.check_model(model, runner, attention)
         with phase("graphs"):
             runner.record_graphs()
+            if spec.device == "cuda":
+                runner.warm_up(context)
     except BaseException:
         runner.close()
         raise

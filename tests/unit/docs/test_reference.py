@@ -137,14 +137,14 @@ def test_each_field_of_the_status_is_there() -> None:
 
 
 def test_each_kind_of_event_that_is_recorded_is_there() -> None:
-    """Calls of `journal.tell`, and the events that the journal writes by itself."""
+    """Calls of `journal.record_event`, and the events that the journal writes by itself."""
     calls = [
         node
         for path in (PACKAGE / "supervisor").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call)
     ]
-    places = {"journal.tell": 0, "Event": 1}
+    places = {"journal.record_event": 0, "Event": 1}
     kinds = [
         call.args[places[name]]
         for call in calls

@@ -26,12 +26,14 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from servekit.engines.api.base import StepOutput
+from servekit.engines.api.base import Job, StepOutput
+from servekit.engines.text.sampling_params import Sampling
 from servekit.engines.transformers import prompt_scores
 from servekit.engines.transformers.batching import batch_processor, kv_cache, paged_attention
 from servekit.engines.transformers.batching import scheduler as groups
@@ -42,6 +44,9 @@ from servekit.engines.transformers.lora.batched_lora import Part
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
+from servekit.protocol.messages import SamplingParams
+
+log: Any = structlog.get_logger(__name__)
 
 # The library's logger reports every cache that it creates, in its own format.
 logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
@@ -50,6 +55,8 @@ logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
 #: their limit, so room for only a part of it is reserved; if the cache fills up anyway, the library
 #: preempts the newest request and runs it again later.
 ADMISSION_TOKENS = 128
+#: Prompts of each step of the warm-up.
+_WARM_UP_ROWS = 8
 #: Maximum number of consecutive steps that schedule nothing although there is work.
 PATIENCE = 3
 
@@ -257,6 +264,31 @@ class ContinuousRunner(CausalRunner):
         """Record the CUDA graphs of our decode steps, so that no request waits for that."""
         if self._decoder is not None and self._decoder.uses_graphs:
             self._decoder.record_graphs()
+
+    def warm_up(self, context: int) -> None:
+        """Read prompts of several sizes, so that no request waits for kernels to be loaded.
+
+        `context` is the maximum length of a request in tokens.
+        """
+        size = min(self.plan.batch_tokens, self.capacity // 2, _WARM_UP_ROWS * (context - 1))
+        while size >= _WARM_UP_ROWS * 2:
+            rows = [self._warm_up_row(size, index) for index in range(_WARM_UP_ROWS)]
+            try:
+                for row in rows:
+                    self.add(row)
+                while self.running or self.waiting:
+                    self.step()
+            except torch.OutOfMemoryError as error:  # smaller requests may never need so much
+                log.warning("warm_up_failed", tokens=size, reason=str(error))
+                for row in rows:
+                    self.cancel(row)
+            size //= 2
+
+    def _warm_up_row(self, size: int, index: int) -> Row:
+        first = size + index  # a beginning of its own, which no cached block has
+        prompt = [(first + at) % self._vocab_size for at in range(size // _WARM_UP_ROWS)]
+        job = Job(-1 - index, prompt, SamplingParams(max_tokens=1))
+        return Row(f"warm-up {first}", job, Sampling(0.0), frozenset(), 1)
 
     def drop_pages(self) -> None:
         self._mixing.step = None

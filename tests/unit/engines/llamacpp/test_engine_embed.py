@@ -58,11 +58,11 @@ def test_each_pooling_is_what_its_name_says(gguf: Make) -> None:
     text = TEXTS[2]
     states = []
     for prefix in accumulate(([token] for token in text), lambda all, new: all + new):
-        raw.begin()
+        raw.clear_batch()
         raw.put(0, 0, prefix, output=True)
-        raw.run()
+        raw.decode_batch()
         states.append(raw.embedding(0))
-        raw.forget()
+        raw.clear_cache()
     expected = {"cls": states[0], "last": states[-1], "mean": np.mean(states, axis=0)}
     for name, vector in expected.items():
         [found] = embed(gguf({"pooling": name}), [text])

@@ -35,14 +35,14 @@ class MadeUpResponse:
         self.written.append(data)
         self.ended = "last" if last else ""
 
-    def answer(self, body: bytes) -> None:
+    def send_json(self, body: bytes) -> None:
         self.written.append(body)
         self.ended = "answer"
 
-    def fail(self, error: ServekitError) -> None:
+    def send_error(self, error: ServekitError) -> None:
         self.ended = f"fail: {error.message}"
 
-    def cut(self) -> None:
+    def abort_stream(self) -> None:
         self.ended = "cut"
 
 

@@ -93,7 +93,7 @@ class Scene:
         self.lacking: list[int] = []
         self.told: list[tuple[str, dict[str, Any]]] = []
         monkeypatch.setattr(
-            journal, "tell", lambda kind, text, **more: self.told.append((text, more))
+            journal, "record_event", lambda kind, text, **more: self.told.append((text, more))
         )
         self.scaler = Scaler(
             cast(Any, self.deployments),

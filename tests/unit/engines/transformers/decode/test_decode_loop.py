@@ -189,6 +189,29 @@ def test_all_that_a_crowd_needs_is_recorded_ahead(
     assert set(keys) <= set(recorded)
 
 
+def test_a_warm_up_reads_full_steps_and_leaves_nothing(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = texts(Crowd.of(2, 12, UNWATCHED, 40).run(runner(tiny_model, wish(ahead=True))))
+    engine = runner(tiny_model, wish(ahead=True))
+    sizes: list[int] = []
+    step = engine._step_of_library
+
+    def failing() -> list[Any]:
+        sizes.append(sum(len(row.job.prompt_ids) for row in engine._rows.values()))
+        if len(sizes) == 1:
+            raise torch.OutOfMemoryError
+        return step()
+
+    monkeypatch.setattr(engine, "_step_of_library", failing)
+    engine.warm_up(512)
+    assert max(sizes) == engine.plan.batch_tokens
+    assert len(set(sizes)) > 2
+    assert (engine.running, engine.waiting, engine.kv_used) == (0, 0, 0.0)
+    monkeypatch.undo()
+    assert texts(Crowd.of(2, 12, UNWATCHED, 40).run(engine)) == expected
+
+
 def test_pages_can_be_dropped_and_made_again(tiny_model: Path) -> None:
     engine = runner(tiny_model, wish(ahead=True))
     before = texts(Crowd.of(4, 4, UNWATCHED, 20).run(engine))

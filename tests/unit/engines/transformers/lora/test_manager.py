@@ -251,7 +251,7 @@ def test_asleep_and_awake_again_it_is_the_same(
 
 def own_tensors(adapter: Adapter, shelf: Any) -> list[torch.Tensor]:
     if adapter.model is not None:
-        found: list[torch.Tensor] = shelf._skeletons.own(adapter.model)
+        found: list[torch.Tensor] = shelf._skeletons.own_tensors(adapter.model)
         return found
     if adapter.prompt is not None:
         return [adapter.prompt]
