@@ -90,7 +90,8 @@ def test_it_serves_and_leaves_nothing(tmp_path: Path) -> None:
         instance.signal(signal.SIGTERM)
         assert instance.wait() == 0
         assert instance.survivors() == []
-        assert sorted(p.name for p in instance.run_dir.iterdir()) == ["events.db", "lock", "logs", "usage.db"]
+        left = sorted(path.name for path in instance.run_dir.iterdir())
+        assert left == ["events.db", "lock", "logs", "requests", "usage.db"]
         banner = instance.log[instance.log.index("is up") :]
         assert f"{status.url}/v1" in banner
         assert f"servekit down --run-dir {instance.run_dir}" in banner

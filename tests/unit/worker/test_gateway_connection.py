@@ -45,7 +45,7 @@ class RecordingRunner:
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
         self.lending = SimpleNamespace(borrow=lambda peer, share: self.told.append(("b", share)))
-        self.ward = SimpleNamespace(greet=lambda peer: self.told.append(("ward",)))
+        self.ward = SimpleNamespace(send_state=lambda peer: self.told.append(("ward",)))
         self.engine = SimpleNamespace(spec=SimpleNamespace(name="m/0"))
 
     def accept(self, peer: GatewayConnection, request: Generate) -> None:
@@ -60,7 +60,7 @@ class RecordingRunner:
     def on_greeting(self, name: str) -> None:
         self.told.append(("greeting", name))
 
-    def forget(self, peer: GatewayConnection) -> None:
+    def cancel_peer(self, peer: GatewayConnection) -> None:
         self.told.append(("forget",))
 
 

@@ -36,7 +36,7 @@ class Scene:
         self.published = 0
         self.started: list[WorkerProcess | ForkServer] = []
         self.told: list[str] = []
-        monkeypatch.setattr(self.host, "changed", self._publish)
+        monkeypatch.setattr(self.host, "publish_change", self._publish)
         monkeypatch.setattr(journal, "tell", lambda kind, text, **_: self.told.append(text))
 
     def _publish(self) -> None:
