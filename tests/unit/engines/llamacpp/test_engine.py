@@ -386,13 +386,13 @@ def test_eight_clients_at_once(gguf_engine: Harness) -> None:
 def slow_down(one: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a request ends while the test's thread waits for a core."""
     context = one.engine._runner._context
-    run = context.run
+    run = context.decode_batch
 
     def run_slowly(*args: Any) -> Any:
         time.sleep(0.02)
         return run(*args)
 
-    monkeypatch.setattr(context, "run", run_slowly)
+    monkeypatch.setattr(context, "decode_batch", run_slowly)
 
 
 def test_cancelling_frees_the_slot_and_says_no_more(

@@ -69,7 +69,7 @@ class Scene:
             protocol=SimpleNamespace(headers=list(headers)), headers=dict(headers), extra=(),
             disconnected=False, failed=None, origin=SimpleNamespace(address="10.0.0.9"), **fields,
         )  # fmt: skip
-        exchange.fail = lambda error: setattr(exchange, "failed", error)
+        exchange.send_error = lambda error: setattr(exchange, "failed", error)
         exchange.begin_with = lambda begin: begin(exchange)
         self.middleware.exchanges[b"/v1/chat/completions"](cast(Any, exchange))
         return exchange

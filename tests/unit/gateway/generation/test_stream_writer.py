@@ -90,14 +90,14 @@ class Encoder(ResponseEncoder):
     def encode_response(self, generation: Generation, choices: list[Choice]) -> bytes:
         return b"whole:%d" % len(choices)
 
-    def opening(self, generation: Generation) -> bytes:
+    def encode_start(self, generation: Generation) -> bytes:
         return b"open "
 
-    def events(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
+    def encode_chunks(self, generation: Generation, chunks: list[GenerationChunk]) -> bytes:
         names = [type(event).__name__ for chunk in chunks for event in chunk.events]
         return f"events:{','.join(names)} ".encode()
 
-    def closing(self, generation: Generation) -> bytes:
+    def encode_end(self, generation: Generation) -> bytes:
         return b"close"
 
     def encode_late_error(self, error: ServekitError) -> bytes | None:

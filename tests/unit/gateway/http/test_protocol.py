@@ -61,7 +61,7 @@ async def test_who_is_connected_leaves_with_the_next_answer_once_the_doors_are_c
     ask = b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
     listener = socket.create_server(("127.0.0.1", 0))
     taken_over = listener.dup()  # as the next gateway has it
-    hot = {b"/hot": lambda exchange: exchange.answer(b"{}")}
+    hot = {b"/hot": lambda exchange: exchange.send_json(b"{}")}
     async with serving(nothing, listener, hot, 1000) as close_doors:
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(ask)

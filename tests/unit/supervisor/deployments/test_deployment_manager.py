@@ -37,7 +37,7 @@ class Scene:
         self.started: list[WorkerProcess | ForkServer] = []
         self.told: list[str] = []
         monkeypatch.setattr(self.host, "publish_change", self._publish)
-        monkeypatch.setattr(journal, "tell", lambda kind, text, **_: self.told.append(text))
+        monkeypatch.setattr(journal, "record_event", lambda kind, text, **_: self.told.append(text))
 
     def _publish(self) -> None:
         self.published += 1
