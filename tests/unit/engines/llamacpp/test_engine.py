@@ -470,7 +470,7 @@ def test_a_loop_that_fails_says_so_at_once(gguf: Make, monkeypatch: pytest.Monke
 
     died = threading.Event()
     one.engine.on_death = died.set
-    monkeypatch.setattr(one.engine._runner._context, "run", broken)
+    monkeypatch.setattr(one.engine._runner._context, "decode_batch", broken)
     assert died.wait(60)
     assert isinstance(one.engine.fatal, RuntimeError) and "out of luck" in str(one.engine.fatal)
     assert not one.ended(running), "it goes on in another worker"

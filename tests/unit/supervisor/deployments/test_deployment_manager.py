@@ -266,7 +266,7 @@ async def test_the_end_halts_every_deployment_and_closes_its_fork_servers(
     halted: list[str] = []
     for one in manager.served:
         name = one.model.name
-        monkeypatch.setattr(one, "halt", lambda name=name: halted.append(name))
+        monkeypatch.setattr(one, "stop_changes", lambda name=name: halted.append(name))
         monkeypatch.setattr(
             one.fork_servers, "close", lambda name=name: halted.append(f"forks of {name}")
         )
