@@ -274,6 +274,7 @@ def test_what_asks_for_nothing_is_taken_by_every_engine(
 # ---------------------------------------------------------------- langchain
 
 
+@lane
 def test_a_langchain_chain(instance: Instance) -> None:
     from langchain_core.output_parsers import StrOutputParser
     from langchain_core.prompts import ChatPromptTemplate
@@ -306,6 +307,7 @@ def test_langchain_parses_what_a_model_says(real: Instance) -> None:
 # ---------------------------------------------------------------- LiteLLM
 
 
+@lane
 def test_litellm_as_a_client(instance: Instance) -> None:
     litellm: Any = importlib.import_module("litellm")
     at: dict[str, Any] = {"api_base": f"{instance.url}/v1", "api_key": "any"}
