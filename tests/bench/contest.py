@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from tests.bench.cpu import await_calm
 from tests.bench.load import Order, Result, run
 
@@ -50,23 +52,11 @@ def contest(orders: Mapping[str, Order], plan: Plan) -> dict[str, Outcome]:
     for _ in range(plan.rounds):
         for name, order in orders.items():
             await_calm(plan.calm_within_s)
-            warm_s = min(0.5, plan.seconds)
-            timed = _with(order, plan.seconds, warm_s)
+            timed = msgspec.structs.replace(
+                order, seconds=plan.seconds, warm_s=min(0.5, plan.seconds)
+            )
             outcomes[name].results.append(run(timed))
     return outcomes
-
-
-def _with(order: Order, seconds: float, warm_s: float) -> Order:
-    return Order(
-        order.port,
-        order.path,
-        order.body,
-        order.connections,
-        order.watch,
-        order.stream,
-        seconds,
-        warm_s,
-    )
 
 
 def ratios(ours: Outcome, theirs: Outcome, value: Callable[[Result], float]) -> list[float]:

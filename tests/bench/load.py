@@ -2,8 +2,8 @@
 
     python -m tests.bench.load '{"port": 8000, "path": "/v1/completions", "body": "…", …}'
 
-It does as little per answer as it can, so that it is not what is measured: the request is made
-once, an answer is told to be whole by its length, and of a stream `\\n\\n` and MARK are counted.
+It does as little per answer as it can, so that it is not what is measured: the requests are made
+before, an answer is told to be whole by its length, and of a stream `\\n\\n` and MARK are counted.
 Its result is one line of JSON; `own_cores` says how much of a core it took: near 1, it was the
 limit.
 """
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import msgspec
 
@@ -33,6 +35,8 @@ class Order(msgspec.Struct, frozen=True):
     stream: bool = False
     seconds: float = 2.0
     warm_s: float = 0.5
+    bodies: tuple[str, ...] = ()  # asked by turns, in place of `body`
+    headers: tuple[str, ...] = ()  # of the requests, by turns: each line whole, with its end
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -90,8 +94,8 @@ class Count:
 class Client(asyncio.Protocol):
     """One connection; it asks again as soon as an answer is whole."""
 
-    def __init__(self, request: bytes, count: Count) -> None:
-        self._request = request
+    def __init__(self, requests: Iterator[bytes], count: Count) -> None:
+        self._requests = requests
         self._count = count
         self._transport: asyncio.Transport | None = None
         self._closing = False
@@ -101,7 +105,7 @@ class Client(asyncio.Protocol):
 
     def ask(self) -> None:
         assert self._transport is not None
-        self._transport.write(self._request)
+        self._transport.write(next(self._requests))
 
     def _check(self, data: bytes) -> None:
         if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
@@ -168,13 +172,13 @@ async def drive(order: Order) -> Result:
     """Open all connections, let them warm up, and count for `seconds`."""
     loop = asyncio.get_running_loop()
     count = Count()
-    request = _request(order)
+    requests = itertools.cycle(_requests(order))
     kind = StreamClient if order.stream else WholeClient
     clients: list[Client] = []
     for begin in range(0, order.connections, TOGETHER):
         some = range(begin, min(order.connections, begin + TOGETHER))
         opening = [
-            loop.create_connection(lambda: kind(request, count), "127.0.0.1", order.port)
+            loop.create_connection(lambda: kind(requests, count), "127.0.0.1", order.port)
             for _ in some
         ]
         clients += [client for _, client in await asyncio.gather(*opening)]
@@ -218,13 +222,20 @@ def _result(wall_s: float, differences: list[float]) -> Result:
     )
 
 
-def _request(order: Order) -> bytes:
-    body = order.body.encode()
-    head = (
-        f"POST {order.path} HTTP/1.1\r\nhost: 127.0.0.1:{order.port}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
+def _requests(order: Order) -> list[bytes]:
+    """Return the requests as they are written: each body with each of the headers in turn."""
+    bodies, headers = order.bodies or (order.body,), order.headers or ("",)
+    made = []
+    for number in range(max(len(bodies), len(headers))):
+        body = bodies[number % len(bodies)].encode()
+        more = headers[number % len(headers)]
+        head = (
+            f"POST {order.path} HTTP/1.1\r\nhost: 127.0.0.1:{order.port}\r\n"
+            f"content-type: application/json\r\n{more}"
+            f"content-length: {len(body)}\r\n\r\n"
+        )
+        made.append(head.encode() + body)
+    return made
 
 
 def main() -> int:
