@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import Any, cast
 
 import msgspec
-from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.api.openai.schema import (
@@ -208,6 +207,8 @@ def _by_choice(texts: list[str], param: GrammarParam) -> Grammar:
 
 def _by_grammar(text: str, param: GrammarParam) -> Grammar:
     """Return the grammar in Lark; GBNF, vLLM's EBNF, is converted."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax  # megabytes: few need it
+
     if not is_lark_syntax(text):
         if len(text) > MAX_GBNF_CHARS:
             said = f"{param}: GBNF of more than {MAX_GBNF_CHARS} characters is not taken; use Lark"
