@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import importlib
 import os
 import signal
 import ssl
@@ -57,6 +59,7 @@ httpx._transports.default.create_ssl_context = _create_ssl_context  # type: igno
 gc.disable()
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 INTEGRATION = TESTS / "integration"
 ENGINES = TESTS / "unit" / "engines"
 STYLE = TESTS / "unit" / "test_style.py"
@@ -81,6 +84,26 @@ def pytest_terminal_summary(
 ) -> None:
     for line in properties.describe_run(config):
         terminalreporter.write_line(line)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Import a share of the files first, another one in each worker of pytest-xdist.
+
+    All workers collect all files in the same order, and would compile the same modules at the same
+    moment. An import that fails is left to the collection.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    paths = (session.config.invocation_params.dir / arg for arg in session.config.args)
+    files = sorted(file for path in paths for file in path.rglob("test_*.py"))
+    first, last = (
+        len(files) * number // worker["workercount"]
+        for number in (int(worker["workerid"].removeprefix("gw")) + more for more in (0, 1))
+    )
+    for file in files[first:last]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

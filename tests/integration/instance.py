@@ -38,6 +38,8 @@ from servekit.system import procfs
 from tests.polling import T, poll
 
 PROGRAM = (sys.executable, "-m", "servekit")
+#: A worker of pytest-xdist that is slow to end is killed, without its fixtures being torn down.
+DIE_WITH_TESTS = ("setpriv", "--pdeathsig", "KILL")
 
 
 def echo(name: str, *, replicas: int = 1, **options: object) -> dict[str, Any]:
@@ -111,7 +113,7 @@ class Instance:
         up = ("up", "--config", str(config), *given, *args)
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [*program, *up],
+                [*DIE_WITH_TESTS, *program, *up],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import ollama
 import openai
@@ -100,6 +99,8 @@ def test_a_stream_and_its_counts(client: openai.OpenAI) -> None:
 
 
 def test_thoughts_and_calls_in_every_api(instance: Instance, client: openai.OpenAI) -> None:
+    import anthropic
+
     said = f"<think>\nhm\n</think>\n\nSo:\n{CALL}{END}"
     whole: Any = client.chat.completions.create(
         model="far", messages=user(said), tools=[TOOL], stop=END

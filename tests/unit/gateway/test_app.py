@@ -9,9 +9,8 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx2
 import pytest
 from msgspec.structs import replace
@@ -20,6 +19,9 @@ from servekit.gateway.app import Application
 from servekit.gateway.server import serving
 from servekit.protocol.messages import Topology
 from tests.unit.gateway.conftest import Service, until
+
+if TYPE_CHECKING:  # thousands of modules, which only a process that runs its tests needs
+    import anthropic
 
 TALK = [{"role": "user", "content": "hello"}]
 LONG = [{"role": "user", "content": "x" * 5000}]
@@ -166,6 +168,9 @@ async def settled() -> None:
 @asynccontextmanager
 async def anthropic_client(service: Service) -> AsyncIterator[anthropic.AsyncAnthropic]:
     """Anthropic's own client of a service with the models a to e."""
+
+    import anthropic
+
     [worker] = await service.up()
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
     service.router.apply_topology(Topology(tuple(replace(status, name=name) for name in "abcde")))
@@ -200,12 +205,16 @@ async def test_anthropics_client_reads_the_models_page_by_page(service: Service)
 async def test_a_wrong_page_is_refused_by_name(
     service: Service, query: dict[str, str], said: str
 ) -> None:
+    import anthropic
+
     async with anthropic_client(service) as client:
         with pytest.raises(anthropic.BadRequestError, match=said):
             await client.models.list(extra_query=query)
 
 
 async def test_anthropics_client_gets_errors_of_models_in_its_format(service: Service) -> None:
+    import anthropic
+
     async with anthropic_client(service) as client:
         with pytest.raises(anthropic.NotFoundError) as error:
             await client.models.retrieve("none")

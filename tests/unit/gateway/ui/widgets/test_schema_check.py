@@ -9,12 +9,6 @@ from typing import Any
 import pytest
 
 from servekit.errors import RequestError
-from servekit.gateway.ui.pages.structured import (
-    EXAMPLE_SCHEMA,
-    EXAMPLE_TOOLS,
-    make_tools_request,
-    schemas_of,
-)
 from servekit.gateway.ui.widgets.schema_check import (
     check_schema,
     json_of,
@@ -105,14 +99,16 @@ def test_only_patterns_are_left_out() -> None:
 
 
 def test_examples_and_tools() -> None:
-    assert check_schema(json_of(EXAMPLE_SCHEMA, "it"), "it")["type"] == "object"
-    options = make_tools_request("m", "hi", EXAMPLE_TOOLS, "auto", None)
+    from servekit.gateway.ui.pages import structured  # it imports gradio, for seconds
+
+    assert check_schema(json_of(structured.EXAMPLE_SCHEMA, "it"), "it")["type"] == "object"
+    options = structured.make_tools_request("m", "hi", structured.EXAMPLE_TOOLS, "auto", None)
     assert options.body["tools"][0]["function"]["name"] == "get_weather"
     assert "max_tokens" not in options.body
     for bad in ("{}", "[1]", '[{"function": {}}]', '[{"type": "function"}]'):
         with pytest.raises(RequestError):
-            schemas_of(json_of(bad, "the tools"))
+            structured.schemas_of(json_of(bad, "the tools"))
     with pytest.raises(RequestError, match="parameters of 'f'"):
-        make_tools_request(
+        structured.make_tools_request(
             "m", "", '[{"function": {"name": "f", "parameters": {"type": 3}}}]', "auto", 5
         )

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.routing.router import Router
-from servekit.gateway.ui.pages.dashboard import refresh_model
 from servekit.gateway.ui.pages.language import SAY_ENGLISH
 from servekit.gateway.ui.widgets import machine_tables
 from servekit.gateway.ui.widgets.metrics_history import (
@@ -198,6 +197,8 @@ def test_states_models_and_adapters_that_come_and_go() -> None:
 
 
 def test_a_change_that_was_pushed_is_newer_than_an_answer() -> None:
+    from servekit.gateway.ui.pages.dashboard import refresh_model  # it imports gradio, for seconds
+
     [told] = model(replica(rss_bytes=9, restarts=0)).values()
     [same] = model(replica(rss_bytes=1)).values()
     [died] = model(replica("backoff", restarts=1, reason="SIGKILL")).values()
