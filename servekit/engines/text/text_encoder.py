@@ -33,13 +33,14 @@ CACHE_BYTES = 16 * 2**20
 class TextEncoder:
     """The encoder of a `transformers` tokenizer; `library` is the library in use.
 
-    It begins with transformers. Any thread may use it.
+    It begins with transformers. `reserve` is the encoder for texts that fastokens refuses. Any
+    thread may use it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._reserve: Encode = self._encode_by_transformers
-        self.encode: Encode = self._reserve
+        self.reserve: Encode = self._encode_by_transformers
+        self.encode: Encode = self.reserve
         self.library = "transformers"
 
     @property
@@ -61,7 +62,7 @@ class TextEncoder:
             log.warning("tokenizer_library_unused", library="tokenizers", reason=str(error))
             return
         if self._prove("tokenizers", lambda: self._by_tokenizers(backend), probes):
-            self._reserve = self.encode
+            self.reserve = self.encode
             self._prove("fastokens", lambda: self._by_fastokens(backend), probes)
 
     def _prove(self, library: str, make: Callable[[], Encode], probes: list[_Probe]) -> bool:
@@ -124,16 +125,16 @@ class TextEncoder:
             try:
                 return list(fast.encode(text, special).ids)
             except Exception:  # of a byte without a token, which `tokenizers` leaves out
-                return self._reserve(text, special)
+                return self.reserve(text, special)
             except BaseException as error:
                 _check_is_fault(error)
                 self._retire_fastokens()
-                return self._reserve(text, special)
+                return self.reserve(text, special)
 
         return encode
 
     def _retire_fastokens(self) -> None:
-        self.encode, self.library = self._reserve, "tokenizers"
+        self.encode, self.library = self.reserve, "tokenizers"
         log.warning("tokenizer_library_unused", library="fastokens", reason="it has panicked")
 
 
