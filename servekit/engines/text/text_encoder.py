@@ -64,6 +64,7 @@ class TextEncoder:
         if self._prove("tokenizers", lambda: self._by_tokenizers(backend), probes):
             self.reserve = self.encode
             self._prove("fastokens", lambda: self._by_fastokens(backend), probes)
+        log.info("tokenizer_library_used", library=self.library)
 
     def _prove(self, library: str, make: Callable[[], Encode], probes: list[_Probe]) -> bool:
         try:
@@ -78,7 +79,6 @@ class TextEncoder:
             log.info("tokenizer_library_unused", library=library, reason=describe_error(error))
             return False
         self.encode, self.library = encode, library
-        log.info("tokenizer_library_used", library=library)
         return True
 
     def _probe(self, backend: Any) -> Iterator[_Probe]:
