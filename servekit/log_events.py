@@ -169,6 +169,8 @@ EVENTS = {
     "core_host_failed": "vLLM's engine core starts anew, as its prepared process failed: {reason}",
     "vllm_served_by_its_server": "{reason}; its own server serves instead",
     "vllm_version_untested": "vLLM {version} was not tested with servekit, only {tested}",
+    "tokenizer_library_used": "Texts are tokenised by {library}",
+    "tokenizer_library_unused": "Texts are not tokenised by {library}: {reason}",
     "structured_output_unavailable": "Structured output is not available: {reason}",
     "request_preempted": "The KV cache is full, and the request {request} is computed again later",
     "logits_not_a_number": "A request among {requests} computes values that are not numbers (NaN)",

@@ -1,14 +1,16 @@
 """Preparation of requests for the engine: token ids and compiled grammars, or a refusal.
 
-Slow work runs in threads. Long prompts are tokenised one after another in a single thread, because
-each may take a gigabyte meanwhile. Long texts to be only tokenised have another thread, and
-grammars have others. The engine limits the cost of a grammar and the number of requests that wait
-for compilation; no timeout runs here while a request waits for its turn or its prompt.
+Slow work runs in threads, so that the event loop delays no stream. Long prompts are tokenised one
+after another in a single thread, because each may take a gigabyte meanwhile. Long texts to be only
+tokenised have another thread; shorter texts and grammars have others. The engine limits the cost of
+a grammar and the number of requests that wait for compilation; no timeout runs here while a request
+waits for its turn or its prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from array import array
 from collections.abc import Callable, Sequence
@@ -22,8 +24,12 @@ from servekit.protocol.messages import ChatMessage, Continuation, Generate, Mode
 from servekit.worker.input_encoding import InputEncoder
 from servekit.worker.request_validation import check_request
 
-#: Prompts longer than this are tokenised off the event loop (about 5 ms of work).
+#: Texts longer than this wait for one another.
 LONG_PROMPT_CHARS = 16_384
+#: Texts longer than this are tokenised off the event loop, if the codec has no `quick_chars`.
+QUICK_CHARS = 4096
+#: Maximum number of threads that tokenise shorter texts, and half of the cores at most.
+TOKENIZERS = 4
 #: Maximum number of tokens listed one by one, equal to the maximum that a client may send: each is
 #: an object here and in the gateway.
 MAX_TOKENS_TOLD = 2**20
@@ -53,13 +59,16 @@ class RequestPreparer:
         self._room = room
         self._inputs = InputEncoder(engine, info)
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
+        half = len(os.sched_getaffinity(0)) // 2
+        self._readers = ThreadPoolExecutor(min(TOKENIZERS, max(1, half)), thread_name_prefix="text")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prompt")
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="tokens")
 
     def takes_long(self, request: Generate) -> bool:
         """Return whether preparation is too slow for the event loop."""
         slow = request.params.grammar is not None or bool(request.tools)
-        return slow or _request_length(request) > LONG_PROMPT_CHARS
+        quick = getattr(self._engine.codec, "quick_chars", QUICK_CHARS)
+        return slow or _request_length(request) > quick
 
     def prepare(self, request: Generate) -> Prepared:
         """Validate and prepare a request, in any thread. Raises RequestError."""
@@ -104,13 +113,9 @@ class RequestPreparer:
         prepared.constraint = await loop.run_in_executor(self._compilers, constrain)
         return prepared
 
-    def _thread_for(self, request: Generate) -> ThreadPoolExecutor | None:
-        """Return the executor for a request; None stands for the event loop's default executor.
-
-        The default executor serves short texts that are slow for another reason.
-        """
+    def _thread_for(self, request: Generate) -> ThreadPoolExecutor:
         if _request_length(request) <= LONG_PROMPT_CHARS:
-            return None
+            return self._readers
         return self._teller if request.task in ("tokenize", "detokenize") else self._reader
 
     def _prompt_ids(self, request: Generate) -> list[int]:

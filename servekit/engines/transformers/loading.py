@@ -90,6 +90,7 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
         if ranks is not None:
             ranks.mirror_forward(model)
         codec = TokenizerCodec(tokenizer)
+        codec.start_proof()
         attention = str(model.config._attn_implementation)
         with weights.explain_errors(folder, spec):
             packed = _pack_weights(model, spec, kind) if spec.device == "cpu" else ""

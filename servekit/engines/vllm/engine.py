@@ -108,6 +108,7 @@ class VllmEngine(Engine):
             )
             asked |= parse_arguments(engine_args.passed_arguments(self.spec))
             self._core = Core(asked, self.spec.model)
+        self.codec.start_proof()  # not before the core's process is forked
         self._probes = Probes(self._core)
         level = int(self.spec.options.get("sleep_level", 1))
         self._slumber = SleepControl(self._core, level, self._restore_adapters)

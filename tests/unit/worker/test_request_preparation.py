@@ -25,7 +25,11 @@ from servekit.protocol.messages import (
     ToolCall,
 )
 from servekit.protocol.transport.connection import dial_address
-from servekit.worker.request_preparation import LONG_PROMPT_CHARS, completion_limit
+from servekit.worker.request_preparation import (
+    LONG_PROMPT_CHARS,
+    QUICK_CHARS,
+    completion_limit,
+)
 from servekit.worker.worker import warm_up
 from tests.unit.engines.harness import write_tiny_llama
 from tests.unit.engines.transformers.test_embedding import bert
@@ -238,6 +242,24 @@ async def test_counting_tokens_does_not_keep_prompts_waiting(
         go.set()
     (counted,) = await tiny.answer(counting)
     assert counted.token_ids == encode("t" * (LONG_PROMPT_CHARS + 1))
+
+
+async def test_a_text_of_some_length_keeps_no_ping_waiting(
+    tiny: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec: Any = tiny.engine.codec
+    text = "t" * (max(QUICK_CHARS, codec.quick_chars) + 1)
+    encode, threads = codec.encode, []
+
+    def watched(text: str, limit: int | None = None) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return list(encode(text, limit))
+
+    monkeypatch.setattr(codec, "encode", watched)
+    await tiny.answer(tiny.send(task="tokenize", prompt=text))
+    await tiny.answer(tiny.send(task="tokenize", prompt="t"))
+    assert threads[0].startswith("text"), "off the event loop"
+    assert threads[1] == threading.current_thread().name, "a thread would take longer"
 
 
 async def test_all_that_a_template_renders_counts_as_prompt(tiny: Client) -> None:
