@@ -119,7 +119,8 @@ def up(
     plan = make_plan(make_source(path, host, port, insecure=insecure))
     folder = run_dir or plan.config.run_dir
     as_json = (log_format or plan.config.logging.format) == "json"
-    tell_fit(plan, quiet=quiet or as_json)
+    if log_file is None:  # else the process that started this one has asked
+        tell_fit(plan, quiet=quiet or as_json)
     if detach:
         flags = ["--insecure"] * insecure + ["--quiet"] * quiet
         flags += _set_flags({"--host": host, "--port": port, "--log-format": log_format or None})
@@ -183,7 +184,8 @@ def make_plan(source: "Source") -> "Plan":
 def tell_fit(plan: "Plan", *, quiet: bool = False) -> None:
     """Say what is to be fetched from the hub, and whether it fits.
 
-    With `quiet` nothing is printed. Raises ConfigError if it cannot fit; all else is the matter of each model when it starts.
+    With `quiet` nothing is printed. Raises ConfigError if it cannot fit; all else is the matter of
+    each model when it starts.
     """
     from servekit.cli.tables import fit_lines
     from servekit.config.load import error_at
