@@ -62,7 +62,7 @@ def _allow_shorthands(schema: Any) -> Any:
         for key, value in properties.items():
             pattern = _DURATION if key.endswith("_s") else _COUNT if key in COUNTS else ""
             if pattern and _is_numeric(value):
-                properties[key] = _or_text(value, pattern)
+                properties[key] = _or_text(value, pattern, "4k" if key in COUNTS else "5m")
     return found
 
 
@@ -71,11 +71,12 @@ def _is_numeric(schema: Schema) -> bool:
     return any(one.get("type") in ("number", "integer") for one in kinds)
 
 
-def _or_text(schema: Schema, pattern: str) -> Schema:
+def _or_text(schema: Schema, pattern: str, example: str) -> Schema:
     """Return the schema of a number that allows a text as well; its description stays outside."""
     outside: Schema = {key: schema[key] for key in ("description", "default") if key in schema}
     number = {key: value for key, value in schema.items() if key not in outside}
-    return outside | {"anyOf": [number, {"type": "string", "pattern": pattern}]}
+    text: Schema = {"type": "string", "pattern": pattern, "examples": [example]}
+    return outside | {"anyOf": [number, text]}
 
 
 def _options_of(engine: str) -> Schema:
