@@ -27,7 +27,8 @@ def test_a_file_with_a_real_model_chats(tmp_path: Path, name: str) -> None:
         body = {"model": "smollm2", "messages": [question], "temperature": 0, "max_tokens": 16}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert "Paris" in answer.json()["choices"][0]["message"]["content"]
-        assert httpx.get(f"{url}/ui", follow_redirects=True).status_code == 200
+        # its page is imported meanwhile, and returns 503 until then
+        instance.until("the page", lambda: httpx.get(f"{url}/ui/").status_code == 200)
 
 
 def test_the_file_that_scales_adds_a_replica_under_load(tmp_path: Path) -> None:
