@@ -4,6 +4,7 @@
 """
 
 # No string annotations: typer evaluates each several times, which slows down --help.
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -42,7 +43,11 @@ def trace_cuda(
 def doctor(
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", help="Also check the requirements of this file."),
+        typer.Option(
+            "--config",
+            "-c",
+            help="Also check the requirements of this file; by default as for `servekit up`.",
+        ),
     ] = None,
     run_dir: Annotated[
         Path | None,
@@ -53,6 +58,17 @@ def doctor(
     """Check whether this machine is fit to serve: drivers, GPUs, libraries, limits, disk, ports."""
     from servekit.diagnostics.runner import format_findings, run_checks
 
-    findings = run_checks(config, run_dir)
+    findings = run_checks(config or _find_default(), run_dir)
     sys.stdout.write(f"{format_findings(findings, as_json=as_json)}\n")
     raise typer.Exit(any(finding.level == "error" for finding in findings))
+
+
+def _find_default() -> Path | None:
+    """Return the file that `servekit up` would serve, or None if there is none."""
+    from servekit.cli.up.sources import ModelOptions, find_source
+    from servekit.errors import ConfigError
+
+    try:
+        return find_source((), None, ModelOptions(), os.environ)
+    except ConfigError:
+        return None

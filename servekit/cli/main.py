@@ -95,16 +95,18 @@ def check(
     from servekit.cli.tables import plan_tables, print_tables
     from servekit.cli.up.sources import ModelOptions, find_source
     from servekit.config.load import error_at
-    from servekit.supervisor.scheduling.fetch_checks import look_up
+    from servekit.supervisor.scheduling.fetch_checks import look_up, with_estimates
     from servekit.supervisor.scheduling.model_files import problems
 
     if file is None or config is not None:
         words = [str(file)] if file is not None else []
         file = find_source(words, config, ModelOptions(), os.environ)
     plan = serve.make_plan(serve.make_source(file))
+    looked_up = look_up(plan)
+    plan = with_estimates(plan, looked_up)
     print_tables(*plan_tables(plan))
     found = [f"{file}: {problem}" for problem in problems(plan)]
-    for told in look_up(plan):
+    for told in looked_up:
         if told.level == "error":
             found.append(error_at(file, ("models", told.index, "path"), told.said).message)
         else:

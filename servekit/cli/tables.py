@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -69,6 +69,7 @@ def plan_tables(plan: Plan) -> Sequence[RenderableType]:
         shown.append(Fitted(_named_adapters(plan)))
     if plan.estimates:
         shown.append(Fitted(_memory_table(plan), "CONTEXT", "KV / 1K TOKENS"))
+        shown += fit_lines(plan)
     shown += [Text(f"{name}: engine {choice}") for name, choice in plan.choices.items()]
     if plan.config.launcher == "local":
         shown += _vllm_lines(plan)
@@ -142,6 +143,23 @@ def _memory_table(plan: Plan) -> Table:
             Text(found.note(claim)),
         )
     return table
+
+
+def fit_lines(plan: Plan, names: Collection[str] = ()) -> Iterator[Text]:
+    """Yield how many requests of which length each model has room for; `names`: only of these."""
+    for name, found in plan.estimates.items():
+        if names and name not in names:
+            continue
+        model = next(model for model in plan.config.models if model.name == name)
+        place = next(place for place in plan.places if place.model == name)
+        total = cgroup.total_memory_bytes()
+        claim = min(place.claims, default=host_claim_bytes(model, total) or total)
+        where = f"{format_bytes(claim)} of {place.device}" if place.gpus else format_bytes(claim)
+        if told := found.describe_requests(claim):
+            yield Text(f"{name}: {where} have room for the weights and these requests: {told}")
+        elif claim and found.on_each_weights_bytes > claim and not found.partly:
+            said = f"{name}: its weights alone take more than the {where} that there are"
+            yield Text(f"{said}; choose a smaller or quantised model", style="yellow")
 
 
 def status_tables(status: Status) -> Sequence[RenderableType]:

@@ -7,6 +7,7 @@ from typing import Any
 from servekit.config.engines import plugins
 from servekit.config.engines.options import KINDS
 from servekit.config.schema import Config, ModelConfig
+from servekit.config.shorthands import COUNTS
 
 Schema = dict[str, Any]
 
@@ -28,7 +29,7 @@ def json_schema() -> Schema:
     model["properties"]["options"].pop("additionalProperties", None)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **_tidy_schema(schema),
+        **_allow_shorthands(_tidy_schema(schema)),
         "title": "servekit configuration",
     }
 
@@ -43,6 +44,39 @@ _PATH_OF_AUTO: Schema = {
         ]
     },
 }
+
+
+#: Texts that `shorthands` turns into numbers: "1h30m" and "4k".
+_DURATION = r"^(([0-9]+(\.[0-9]*)?|\.[0-9]+)\s*(ns|us|µs|ms|min|s|m|h|d)\s*)+$"
+_COUNT = r"^[0-9]+(\.[0-9]+)?\s*[kKmM]$"
+
+
+def _allow_shorthands(schema: Any) -> Any:
+    """Allow durations with a unit for keys in _s, and 4k for numbers of tokens."""
+    if isinstance(schema, list):
+        return [_allow_shorthands(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _allow_shorthands(value) for key, value in schema.items()}
+    if isinstance(properties := found.get("properties"), dict):
+        for key, value in properties.items():
+            pattern = _DURATION if key.endswith("_s") else _COUNT if key in COUNTS else ""
+            if pattern and _is_numeric(value):
+                properties[key] = _or_text(value, pattern, "4k" if key in COUNTS else "5m")
+    return found
+
+
+def _is_numeric(schema: Schema) -> bool:
+    kinds = [schema, *schema.get("anyOf", ())]
+    return any(one.get("type") in ("number", "integer") for one in kinds)
+
+
+def _or_text(schema: Schema, pattern: str, example: str) -> Schema:
+    """Return the schema of a number that allows a text as well; its description stays outside."""
+    outside: Schema = {key: schema[key] for key in ("description", "default") if key in schema}
+    number = {key: value for key, value in schema.items() if key not in outside}
+    text: Schema = {"type": "string", "pattern": pattern, "examples": [example]}
+    return outside | {"anyOf": [number, text]}
 
 
 def _options_of(engine: str) -> Schema:

@@ -24,7 +24,7 @@ _COUNT = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kKmM])")
 _BINARY = {"k": 2**10, "m": 2**20}
 _DECIMAL = {"k": 10**3, "m": 10**6}
 #: Keys with a number of tokens, and what k and m are there.
-_COUNTS = {
+COUNTS = {
     "max_context": _BINARY,
     "max_tokens": _BINARY,
     "tokens_per_minute": _DECIMAL,
@@ -51,8 +51,8 @@ def _expand(node: Node, loc: Loc, environ: Mapping[str, str]) -> Iterator[Proble
             yield from _expand_variables(node, loc, environ)
         elif key.endswith("_s"):
             node.value = _parse_span(node.value)
-        elif key in _COUNTS:
-            node.value = _parse_count(node.value, _COUNTS[key])
+        elif key in COUNTS:
+            node.value = _parse_count(node.value, COUNTS[key])
 
 
 def _expand_variables(node: Node, loc: Loc, environ: Mapping[str, str]) -> Iterator[Problem]:

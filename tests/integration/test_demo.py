@@ -1,7 +1,8 @@
-"""configs/demo.yaml serves as it stands, but for its port."""
+"""Files of configs/ serve as they stand, but for their port."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -10,14 +11,15 @@ import yaml
 
 from tests.integration.instance import Instance
 
-DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.lane("models")
 @pytest.mark.model
 @pytest.mark.timeout(600)
-def test_the_demo_chats(tmp_path: Path) -> None:
-    demo = yaml.safe_load(DEMO.read_text())
+@pytest.mark.parametrize("name", ["demo", "llamacpp"])
+def test_a_file_with_a_real_model_chats(tmp_path: Path, name: str) -> None:
+    demo = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     server = demo.pop("server") | {"port": 0, "ui": True}
     with Instance.up(tmp_path, demo.pop("models"), server=server, sections=demo) as instance:
         url = instance.until_settled(300).url
@@ -25,4 +27,17 @@ def test_the_demo_chats(tmp_path: Path) -> None:
         body = {"model": "smollm2", "messages": [question], "temperature": 0, "max_tokens": 16}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert "Paris" in answer.json()["choices"][0]["message"]["content"]
-        assert httpx.get(f"{url}/ui", follow_redirects=True).status_code == 200
+        # its page is imported meanwhile, and returns 503 until then
+        instance.until("the page", lambda: httpx.get(f"{url}/ui/").status_code == 200)
+
+
+def test_the_file_that_scales_adds_a_replica_under_load(tmp_path: Path) -> None:
+    file = yaml.safe_load((CONFIGS / "autoscaling.yaml").read_text())
+    question = {"role": "user", "content": "a" * 400}
+    body = {"model": "echo", "messages": [question], "max_tokens": 400}
+    with Instance.up(tmp_path, file["models"]) as instance:
+        url = f"{instance.until_settled(60).url}/v1/chat/completions"
+        with ThreadPoolExecutor(8) as pool:
+            answers = [pool.submit(httpx.post, url, json=body, timeout=120) for _ in range(8)]
+            assert all(one.result().status_code == 200 for one in answers)
+        assert "scaled up to" in instance.run("events").stdout

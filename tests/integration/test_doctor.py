@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.integration.instance import PROGRAM, Instance, echo, write_config
 
 
@@ -32,6 +34,16 @@ def test_a_machine_and_a_busy_port(tmp_path: Path) -> None:
     areas = {finding["area"] for finding in findings}
     assert areas >= {"versions", "torch", "gpu", "memory", "cpu", "shared memory", "limits", "disk"}
     assert not (tmp_path / "run").exists(), "it only looks"
+
+
+def test_it_finds_the_file_that_up_would_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config(tmp_path, [echo("a")])
+    monkeypatch.chdir(tmp_path)
+    _, findings = doctor("--run-dir", str(tmp_path / "run"))
+    [found] = [finding for finding in findings if finding["area"] == "configuration"]
+    assert found["said"].startswith("servekit.yaml: 1 workers")
 
 
 def test_a_port_that_its_own_instance_holds_is_fine(tmp_path: Path) -> None:

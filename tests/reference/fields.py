@@ -44,6 +44,8 @@ def kind(field: Field, name: Name = _mapping) -> str:
     if "const" in field:
         return f"`{field['const']}`"
     if branches := field.get("anyOf", field.get("oneOf")):
+        if short := next((one["examples"][0] for one in branches if "examples" in one), ""):
+            return f"{kind(branches[0], name)}; or such as `{short}`"
         kinds = [kind(branch, name) for branch in branches if branch.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))
     if field.get("type") == "array":

@@ -136,6 +136,7 @@ def pull(
     from servekit.units import format_bytes
 
     path, revision = _find_path(model, config, run_dir, revision)
+    _tell_fit(path, revision)
     command = [*module_command("servekit.engines.model_files.pull"), path, revision or ""]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
@@ -145,6 +146,20 @@ def pull(
     size = disk.size_of(path, disk.list_stored(os.environ))
     shown = "" if size is None else f": {format_bytes(size)} on disk"
     typer.echo(f"{path} is here{shown}")
+
+
+def _tell_fit(path: str, revision: str | None) -> None:
+    """Say whether a model of the hub fits here; it may be fetched for another machine."""
+    from servekit.cli.up.command import make_plan, make_source, tell_fit
+    from servekit.cli.up.sources import ModelOptions, write_for_models
+
+    word = f"{path}@{revision}" if revision else path
+    try:
+        if not path.startswith("pypi:"):
+            words = write_for_models((word,), ModelOptions(), os.environ)
+            tell_fit(make_plan(make_source(words)))
+    except ServekitError as error:
+        typer.echo(f"This machine cannot serve it: {error.message}", err=True)
 
 
 def _show_progress(path: str, lines: Any) -> str:

@@ -118,11 +118,13 @@ def up(
     port = _read_port(os.environ.get("SERVEKIT_PORT", "")) if port is None else port
     plan = make_plan(make_source(path, host, port, insecure=insecure))
     folder = run_dir or plan.config.run_dir
+    as_json = (log_format or plan.config.logging.format) == "json"
+    if log_file is None:  # else the process that started this one has asked
+        tell_fit(plan, quiet=quiet or as_json)
     if detach:
         flags = ["--insecure"] * insecure + ["--quiet"] * quiet
         flags += _set_flags({"--host": host, "--port": port, "--log-format": log_format or None})
         raise typer.Exit(_serve_in_background(plan, path, folder, flags))
-    as_json = (log_format or plan.config.logging.format) == "json"
     raise typer.Exit(_run_plan(plan, folder, quiet=quiet, as_json=as_json, log_file=log_file))
 
 
@@ -177,6 +179,29 @@ def make_plan(source: "Source") -> "Plan":
     from servekit.system.gpus import find_gpus
 
     return source.plan(find_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def tell_fit(plan: "Plan", *, quiet: bool = False) -> None:
+    """Say what is to be fetched from the hub, and whether it fits.
+
+    With `quiet` nothing is printed. Raises ConfigError if it cannot fit; all else is the matter of
+    each model when it starts.
+    """
+    from servekit.cli.tables import fit_lines
+    from servekit.config.load import error_at
+    from servekit.supervisor.scheduling.fetch_checks import look_up, with_estimates
+
+    findings = look_up(plan, sources=("hub",))
+    for told in findings:
+        if told.level == "error" and told.estimate is not None:
+            raise error_at(plan.source.path, ("models", told.index, "path"), told.said)
+        if not quiet:
+            typer.echo(f"{told.place}: {told.said}", err=True)
+    if quiet:
+        return
+    if names := [plan.config.models[told.index].name for told in findings if told.estimate]:
+        for line in fit_lines(with_estimates(plan, findings), names):
+            typer.echo(line.plain, err=True)
 
 
 def _run_plan(

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from servekit.cli.chat import command as chat
-from servekit.cli.up.command import Context, Engine, Gpus, Memory
+from servekit.cli.up.command import (
+    Context,
+    Engine,
+    Gpus,
+    Memory,
+    make_plan,
+    make_source,
+    tell_fit,
+)
 from servekit.errors import ServekitError
 
 if TYPE_CHECKING:
@@ -46,6 +54,7 @@ def run(
 
     options = ModelOptions(None, engine, gpus, memory, max_context)
     path = find_source((model,), None, options, os.environ)
+    tell_fit(make_plan(make_source(path)))
     with tempfile.TemporaryDirectory(prefix="servekit-run-") as folder:
         instance = Background.start(path, Path(folder) / "run", ["--port", "0"])
         try:

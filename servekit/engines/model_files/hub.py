@@ -89,8 +89,8 @@ def fetch_repo(
 
 def list_wanted(
     repo: str, file: str, revision: str | None, timeout_s: float
-) -> tuple[dict[str, int], list[str]]:
-    """Return the sizes of the hub's files of a model, in bytes, and the files for serving it.
+) -> tuple[dict[str, int], list[str], str]:
+    """Return the sizes of all files of a repository, in bytes, those to serve, and the commit.
 
     `file` is as in `fetch_repo`. Raises LoadError, not permanent if the hub does not answer.
     """
@@ -104,7 +104,8 @@ def list_wanted(
         message = f"The hub cannot be reached for {repo} at {wanted}: {error}"
         raise refusal or LoadError(message, permanent=False) from error
     sizes = {s.rfilename: s.size or 0 for s in info.siblings or ()}
-    return sizes, _Hub(repo, file, False, lambda _: None).select_files(list(sizes))
+    files = _Hub(repo, file, False, lambda _: None).select_files(list(sizes))
+    return sizes, files, str(info.sha)
 
 
 def find_pin(

@@ -1,16 +1,21 @@
-"""A probe for a GGUF model of the hub, run with `python -m`; prints a line of JSON.
+"""A probe for a model of the hub, run with `python -m`; prints one or two lines of JSON.
 
-For `servekit check` and `servekit doctor`, which import no engine and wait a few seconds at most;
-they also end this process. Only the list of the repository's files is fetched.
+{"level": …, "said": …}     whether the model can be fetched
+{"files": …}                its files, once their headers are in the folder that was named
+
+For commands that import no engine and wait a few seconds at most; they also end this process. The
+list of the repository's files is fetched, and the headers of the model's.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from servekit.engines.model_files import hub
+from servekit.engines.model_files import hub, remote_headers
 from servekit.engines.model_files.cache import disk_free_bytes
 from servekit.errors import LoadError
 from servekit.units import format_bytes
@@ -19,22 +24,28 @@ from servekit.units import format_bytes
 TIMEOUT_S = 5.0
 
 
-def probe_hub(repo: str, tag: str, revision: str | None) -> tuple[str, str]:
-    """Return a level (ok, warning, error) and a message on a model that is not cached.
+def probe_hub(repo: str, file: str, revision: str | None, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what there is to say of a model that is not cached, and the files of its headers.
 
-    Without `tag` the repository has to be loadable as a whole.
+    `file` is as in `hub.fetch_repo`; without it the repository has to be loadable as a whole.
     """
     from huggingface_hub import constants
 
-    wanted = f"{repo}:{tag}" if tag else repo
+    wanted = repo + (file if file[:1] == ":" else f"/{file}" if file else "")
     if constants.HF_HUB_OFFLINE:
-        return "warning", f"{wanted} is not here, and the hub was not asked: HF_HUB_OFFLINE is set."
+        said = f"{wanted} is not here, and the hub was not asked: HF_HUB_OFFLINE is set."
+        yield {"level": "warning", "said": said}
+        return
     try:
-        sizes, files = hub.list_wanted(repo, f":{tag}" if tag else "", revision, TIMEOUT_S)
+        sizes, files, commit = hub.list_wanted(repo, file, revision, TIMEOUT_S)
     except LoadError as error:
-        return "error" if error.permanent else "warning", error.message
+        yield {"level": "error" if error.permanent else "warning", "said": error.message}
+        return
     needed = sum(sizes[name] for name in files)
-    return _of_room(f"{wanted} is {files[0]}" if tag else wanted, needed)
+    level, said = _of_room(f"{wanted} is {files[0]}" if file[:1] == ":" else wanted, needed)
+    yield {"level": level, "said": said}
+    remote_headers.write_headers(repo, sizes, files, commit, folder)
+    yield {"files": files}
 
 
 def _of_room(what: str, needed_bytes: int) -> tuple[str, str]:
@@ -49,9 +60,10 @@ def _of_room(what: str, needed_bytes: int) -> tuple[str, str]:
 
 
 def main() -> None:
-    repo, tag, revision = sys.argv[1:4]
-    level, said = probe_hub(repo, tag, revision or None)
-    sys.stdout.write(json.dumps({"level": level, "said": said}) + "\n")
+    repo, file, revision, folder = sys.argv[1:5]
+    for line in probe_hub(repo, file, revision or None, Path(folder)):
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def pull(path: str, revision: str | None) -> None:
     what = source.parse_source(path)
     if isinstance(what, source.Hub):
         with contextlib.suppress(LoadError):  # the fetch itself reports it
-            sizes, files = hub.list_wanted(what.repo, what.file, revision, _TIMEOUT_S)
+            sizes, files, _ = hub.list_wanted(what.repo, what.file, revision, _TIMEOUT_S)
             _tell(total=sum(sizes[name] for name in files))
     source.fetch_source(path, revision, _report, converts=False)
 

@@ -1,30 +1,31 @@
-"""Checks that models that are not cached yet can be fetched: from wheels, or as GGUF from the hub.
+"""Checks of models that are not cached yet: can they be fetched, and do they fit?
 
-For `servekit check` and `servekit doctor`. A separate process asks the package index or the hub,
-with the worker's environment and a time limit, since neither command imports an engine.
+For `check`, `doctor`, `pull` and `up`. A separate process asks the package index or the hub, with
+the worker's environment and a time limit, since none of the commands imports an engine.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from servekit.config import paths
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.deployments.plan import Plan
-from servekit.supervisor.scheduling import local_model_files
+from servekit.supervisor.scheduling import local_model_files, memory_estimator, model_files
+from servekit.supervisor.scheduling.memory_estimator import Estimate
+from servekit.supervisor.scheduling.memory_requests import Misplaced
 from servekit.system import python_command
 
 #: Timeout of the queries, which run in parallel.
 PATIENCE_S = 8.0
 _ENGINES = {"transformers", "vllm", "llamacpp"}  # engines of other packages may fetch differently
-#: Repositories without safetensors, by their name.
-_GGUF_REPO = re.compile(r"[^/]+/[^/]+-GGUF", re.IGNORECASE)
 Level = Literal["ok", "warning", "error"]
 
 
@@ -37,6 +38,7 @@ class FetchFinding:
     source: Literal["wheel", "hub"]
     level: Level
     said: str
+    estimate: Estimate | None = None  # from the headers on the hub
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class _Query:
     name: str  # of what is looked for
     words: tuple[str, ...]  # arguments of the probe
     environ: Mapping[str, str]
+    repo: str = ""
+    file: str = ""  # of a GGUF model, or its quantisation as ":TAG"
 
 
 _PROBES = {
@@ -55,26 +59,55 @@ _PROBES = {
 }
 
 
-def look_up(plan: Plan, patience_s: float = PATIENCE_S) -> list[FetchFinding]:
+def look_up(
+    plan: Plan, patience_s: float = PATIENCE_S, sources: Collection[str] = ("wheel", "hub")
+) -> list[FetchFinding]:
     """Query each model whose files are not cached; starts no process if there is none."""
     if plan.config.launcher == "ray":  # the files are fetched on other machines
         return []
     asked = {}
     for index, model in enumerate(plan.config.models):
-        if query := _make_query(model, {**plan.source.environ, **model.env}):
+        query = _make_query(model, {**plan.source.environ, **model.env})
+        if query is not None and query.source in sources:
             asked[index] = query
     if not asked:
         return []
     with ThreadPoolExecutor(len(asked)) as pool:
-        answers = pool.map(lambda query: _run_probe(query, patience_s), asked.values())
-        return [
-            FetchFinding(
-                index, f"models[{index}].path: {plan.config.models[index].name}", source, *answer
+        return list(pool.map(lambda index: _ask(plan, index, asked[index], patience_s), asked))
+
+
+def with_estimates(plan: Plan, findings: Iterable[FetchFinding]) -> Plan:
+    """Return the plan with the estimates that the hub's headers have given."""
+    models = plan.config.models
+    told = {models[one.index].name: one.estimate for one in findings if one.estimate is not None}
+    return replace(plan, estimates={**plan.estimates, **told})
+
+
+def _ask(plan: Plan, index: int, query: _Query, patience_s: float) -> FetchFinding:
+    model = plan.config.models[index]
+    place = f"models[{index}].path: {model.name}"
+    with tempfile.TemporaryDirectory(prefix="servekit-headers-") as name:
+        folder = Path(name)
+        level, said, files = _run_probe(query, folder, patience_s)
+        found = FetchFinding(index, place, query.source, level, said)
+        if not files:
+            return found
+        path = folder if not query.file else folder / files[0]
+        if reason := model_files.problem(model, path):
+            where = query.name if path == folder else f"{query.repo}/{files[0]}"
+            return replace(found, level="error", said=reason.replace(str(path), where))
+        own = next(one for one in plan.places if one.model == model.name)
+        estimate = memory_estimator.estimate(model, own, plan.source.environ, path)
+        if estimate is None or estimate.unknown:
+            return found
+        found = replace(found, estimate=estimate)
+        try:
+            memory_estimator.check_weights_fit(
+                index, model, own, estimate, plan.config.gpus.reserve
             )
-            for (index, source), answer in zip(
-                [(index, query.source) for index, query in asked.items()], answers, strict=True
-            )
-        ]
+        except Misplaced as error:
+            return replace(found, level="error", said=f"{said} {error.message}.")
+        return found
 
 
 def _make_query(model: ModelConfig, environ: Mapping[str, str]) -> _Query | None:
@@ -82,31 +115,46 @@ def _make_query(model: ModelConfig, environ: Mapping[str, str]) -> _Query | None
     if model.engine not in _ENGINES:
         return None
     requirement = local_model_files.wheel(model.path)
-    repo, tag = paths.split_tag(model.path)
-    if not (requirement or tag or _GGUF_REPO.fullmatch(repo)):
-        return None
     if local_model_files.find_model_files(model.path, model.revision, environ) is not None:
         return None
     if requirement:
         return _Query("wheel", requirement, (requirement,), environ)
-    return _Query("hub", model.path, (repo, tag, model.revision or ""), environ)
+    if model.path.startswith("/"):
+        return None
+    path, tag = paths.split_tag(model.path)
+    repo, file = "/".join(path.split("/")[:2]), "/".join(path.split("/")[2:])
+    file = f":{tag}" if tag else file
+    return _Query("hub", model.path, (repo, file, model.revision or ""), environ, repo, file)
 
 
-def _run_probe(query: _Query, patience_s: float) -> tuple[Level, str]:
+def _run_probe(query: _Query, folder: Path, patience_s: float) -> tuple[Level, str, list[str]]:
+    """Return the probe's answer, and the files whose headers it has written into `folder`."""
     module, asked = _PROBES[query.source]
-    command = [*python_command.module_command(module), *query.words]
+    words = (*query.words, str(folder)) if query.source == "hub" else query.words
+    said = f"The {asked} could not be asked for {query.name}."
     try:
-        done = subprocess.run(
-            command,
+        output = subprocess.run(
+            [*python_command.module_command(module), *words],
             env=dict(query.environ),
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             stdin=subprocess.DEVNULL,
             timeout=patience_s,
-            check=True,
-        )
-        answer = json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        return "warning", f"The {asked} did not answer for {query.name} within {patience_s:g} s."
-    except (OSError, ValueError, subprocess.CalledProcessError):
-        return "warning", f"The {asked} could not be asked for {query.name}."
-    return answer["level"], answer["said"]
+            check=False,
+        ).stdout
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or b""
+        said = f"The {asked} did not answer for {query.name} within {patience_s:g} s."
+    except OSError:
+        output = b""
+    return _read_answer(output, said)
+
+
+def _read_answer(output: bytes, otherwise: str) -> tuple[Level, str, list[str]]:
+    """Return the whole lines of a probe that may have been ended; `otherwise` if there is none."""
+    try:
+        lines = [json.loads(line) for line in output.splitlines(True) if line.endswith(b"\n")]
+        files = lines[1]["files"] if len(lines) > 1 else []
+        return lines[0]["level"], lines[0]["said"], files
+    except (ValueError, LookupError):
+        return "warning", otherwise, []

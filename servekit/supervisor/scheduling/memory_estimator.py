@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ GRAPHS_BYTES = 2**30
 #: Defaults: tokens in one pass, and concurrent requests.
 _BATCH_TOKENS = 2048
 _SLOTS = 256
+#: Lengths of requests, in tokens, whose number is told.
+_LENGTHS = (2048, 8192, 32768)
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Bytes per number in llama.cpp's caches: blocks of 32 with their scale.
 _CACHE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
@@ -56,6 +58,8 @@ class Estimate:
     on_each_weights_bytes: int = 0
     on_each_kv_bytes: int = 0  # of one request that fills the context
     on_each_workspace_bytes: int = 0
+    on_each_requests: tuple[tuple[int, int], ...] = ()  # tokens, and bytes of one such request
+    from_gguf: bool = False
     partly: bool = False  # what does not fit stays in the host's memory
     unknown: str = ""
 
@@ -72,6 +76,13 @@ class Estimate:
             return 0
         return self.on_each_weights_bytes + min(CONTEXT_BYTES, self.on_each_workspace_bytes)
 
+    def describe_requests(self, claim_bytes: int) -> str:
+        """Return how many requests of which length fit beside the weights at once, or ""."""
+        free = claim_bytes - self.on_each_weights_bytes - self.on_each_workspace_bytes
+        counts = [(free // size, tokens) for tokens, size in self.on_each_requests if size]
+        told = [f"{count} of {tokens} tokens" for count, tokens in counts if count > 0]
+        return ", or ".join(told)
+
     def note(self, claim_bytes: int) -> str:
         """Return a remark on a claim of `claim_bytes` per GPU, or ""."""
         if self.unknown:
@@ -84,14 +95,19 @@ class Estimate:
         return f"{format_bytes(least - claim_bytes)} too few for a request that fills the context"
 
 
-def estimate(model: ModelConfig, place: Assignment, environ: Mapping[str, str]) -> Estimate | None:
+def estimate(
+    model: ModelConfig, place: Assignment, environ: Mapping[str, str], path: Path | None = None
+) -> Estimate | None:
     """Return the estimate for a replica of `model` at `place`.
 
-    None if its engine has no files, or if a server's command says how they are loaded.
+    `path` are its files, or files with their headers only; by default those on this machine. None
+    if its engine has no files, or if a server's command says how they are loaded.
     """
     if not KINDS[model.engine].formats & {"folder", "gguf"} or model.engine == "command":
         return None
-    path = local_model_files.find_model_files(model.path, model.revision, {**environ, **model.env})
+    path = path or local_model_files.find_model_files(
+        model.path, model.revision, {**environ, **model.env}
+    )
     if path is None:
         return Estimate(unknown="not fetched yet, so its size is not known")
     try:
@@ -112,7 +128,7 @@ def check_weights_fit(
         raise Misplaced(
             f"model {model.name!r} does not fit: its weights alone take {format_bytes(weights)} of "
             f"this machine's memory, and it claims {format_bytes(claim)}: "
-            f"{format_bytes(weights - claim)} too few",
+            f"{format_bytes(weights - claim)} too few{_suggest(model, place, found, claim)}",
             *("models", index, "memory"),
         )
     for gpu, claim in zip(place.gpus, place.claims, strict=True):
@@ -127,9 +143,28 @@ def check_weights_fit(
         raise Misplaced(
             f"model {model.name!r} does not fit: its weights alone take {total}"
             f"{format_bytes(weights)} of each GPU, and {has}: "
-            f"{format_bytes(weights - claim)} too few",
+            f"{format_bytes(weights - claim)} too few{_suggest(model, place, found, claim)}",
             *("models", index, "path" if model.memory is None else "memory"),
         )
+
+
+def _suggest(model: ModelConfig, place: Assignment, found: Estimate, claim: int) -> str:
+    """Return clauses on how weights that exceed a claim would fit, or ""."""
+    ways = []
+    each, needed = found.on_each_weights_bytes, found.on_each_weights_bytes + CONTEXT_BYTES
+    parts = model.gpus_per_replica
+    if model.engine == "transformers" and found.from_gguf:
+        ways.append("engine llamacpp loads this file as it is, quantised")
+    elif model.engine == "vllm" and not _quantization(model) and each // 2 < claim:
+        ways.append(f"`options: {{quantization: fp8}}` takes about {format_bytes(each // 2)}")
+    count = parts
+    while place.gpus and count < 8 and needed * parts > claim * count:
+        count *= 2
+    if count > parts and needed * parts <= claim * count:
+        split = format_bytes(each * parts // count)
+        ways.append(f"`gpus_per_replica: {count}` takes {split} of each GPU")
+    ways.append("a smaller model, or a quantised one of it (AWQ, GPTQ, GGUF)")
+    return f". What would fit: {'; '.join(ways)}"
 
 
 # ---------------------------------------------------------------- by format
@@ -170,7 +205,8 @@ def _of_gguf(model: ModelConfig, place: Assignment, path: Path) -> Estimate:
         return _spread(model, place, file.weights_bytes, shape, number, partly=True)
     stored = 4 if file.elements < _FLOAT32_BELOW else 2
     number = _BYTES.get(model.dtype, stored if place.gpus else 4)
-    return _spread(model, place, int(file.elements * number), shape, number)
+    found = _spread(model, place, int(file.elements * number), shape, number)
+    return replace(found, from_gguf=True)
 
 
 def _quantization(model: ModelConfig) -> str | None:
@@ -212,20 +248,24 @@ def _spread(
 ) -> Estimate:
     """Divide among the GPUs: weights evenly, KV caches by heads, at least one per GPU."""
     count = max(1, len(place.gpus))
-    context, one_text, kilo = 0, 0, 0
+    context = 0
     if shape is not None:
-        latent = model.engine == "vllm"
         context = min(filter(None, (shape.max_context, model.max_context)), default=0)
-        one_text = int(number * shape.numbers(context, latent=latent))
-        kilo = int(number * shape.numbers(1024, latent=latent))
+
+    def size_of(tokens: int) -> int:
+        latent = model.engine == "vllm"
+        return 0 if shape is None else int(number * shape.numbers(tokens, latent=latent))
+
+    lengths = sorted({length for length in _LENGTHS if length < context} | {context} - {0})
     parts = count if shape is None else min(count, shape.kv_heads)
     return Estimate(
         weights_bytes=weights,
-        kv_1k_bytes=kilo,
+        kv_1k_bytes=size_of(1024),
         context=context,
         on_each_weights_bytes=weights // count,
-        on_each_kv_bytes=one_text // parts,
+        on_each_kv_bytes=size_of(context) // parts,
         on_each_workspace_bytes=_workspace(model, place, shape, number) if place.gpus else 0,
+        on_each_requests=tuple((length, size_of(length) // parts) for length in lengths),
         partly=partly,
     )
 

@@ -33,6 +33,15 @@ WRONG = [
     {"models": [GOOD | {"sampling": {"top_p": 2}}]},
     {"models": [GOOD], "server": {"port": 65536}},
     {"models": [GOOD], "sever": {}},
+    {"models": [GOOD | {"idle_unload_s": "5 parsecs"}]},
+    {"models": [GOOD | {"max_context": "4x"}]},
+    {"models": [GOOD | {"replicas": "4k"}]},
+]
+SHORT = [
+    {"models": [GOOD | {"load": "on_demand", "idle_unload_s": "5m", "max_context": "4k"}]},
+    {"models": [GOOD | {"load": "on_demand", "idle_sleep_s": "1h30m", "timeout_s": "500ms"}]},
+    {"models": [GOOD | {"load": "on_demand", "idle_unload_s": "2 min", "max_context": "1.5 K"}]},
+    {"models": [{"name": "e", "engine": "echo", "options": {"step_s": "20ms"}}]},
 ]
 
 
@@ -65,6 +74,14 @@ def test_what_is_wrong_is_wrong_to_both(data: dict[str, Any], tmp_path: Path) ->
     path.write_text(yaml.safe_dump(data))
     with pytest.raises(ConfigError):
         load_config(path)
+
+
+@pytest.mark.parametrize("data", SHORT, ids=str)
+def test_shorthands_are_right_to_both(data: dict[str, Any], tmp_path: Path) -> None:
+    VALIDATOR.validate(data)
+    path = tmp_path / "short.yaml"
+    path.write_text(yaml.safe_dump(data))
+    load_config(path)
 
 
 #: What an engine cannot do without.

@@ -14,10 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from servekit.supervisor.deployments.plan import Source
-from servekit.supervisor.scheduling.fetch_checks import FetchFinding, look_up
+from servekit.engines.model_files import remote_headers
+from servekit.model_metadata import gguf
+from servekit.supervisor.deployments.plan import Plan, Source
+from servekit.supervisor.scheduling.fetch_checks import FetchFinding, look_up, with_estimates
+from servekit.supervisor.scheduling.memory_estimator import estimate
 from tests.integration.instance import write_config
-from tests.unit.engines.origins import Handler, http_server, hub_server
+from tests.unit.engines.origins import Handler, http_server, hub_server, write_tiny_gguf
+from tests.unit.model_metadata.test_kv_cache_shape import LLAMA_8B
+from tests.unit.model_metadata.test_safetensors import write
 
 NAME = "tiny_model-1.0-py3-none-any.whl"
 SIZE_BYTES = 3 * 2**20
@@ -134,7 +139,7 @@ def test_what_is_here_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
     entry.mkdir(parents=True)
     identity = ["fetched", "pypi", "tiny-model", "1.0", "m.gguf"]
     (entry / ".servekit.json").write_text(json.dumps({"identity": identity, "files": {}}))
-    assert told(tmp_path, "pypi:tiny-model==1.0/m.gguf", "o/n/m.gguf") == []
+    assert told(tmp_path, "pypi:tiny-model==1.0/m.gguf") == []
 
 
 @pytest.fixture
@@ -178,6 +183,89 @@ def test_check_names_the_line_of_a_quantisation_that_is_not_there(tmp_path: Path
         rf"{re.escape(str(config))}:\d+:\d+: models\[0\].path: test/tiny has no Q5_0; its ",
         done.stderr,
     )
+
+
+@pytest.fixture
+def whole_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A hub with a GGUF file on its branch main, and 64 MiB of safetensors on the branch llama."""
+    tiny = write_tiny_gguf(tmp_path / "tiny-Q8_0.gguf")
+    weights = tmp_path / "model.safetensors"
+    write(weights, {"all": ("BF16", [32 * 2**20])})
+    config = {**LLAMA_8B, "model_type": "llama", "torch_dtype": "bfloat16"}
+    folder = {
+        "config.json": json.dumps(config).encode(),
+        "tokenizer.json": b"{}",
+        weights.name: weights.read_bytes(),
+    }
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    commits = {"a" * 40: {tiny.name: tiny.read_bytes()}, "b" * 40: folder}
+    with hub_server(commits, {"main": "a" * 40, "llama": "b" * 40}) as (url, asked):
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        yield asked
+
+
+def estimated(folder: Path, **keys: str) -> tuple[FetchFinding, Plan]:
+    plan = Source(write_config(folder, [{"name": "m", **keys}])).plan(())
+    [found] = look_up(plan, 60.0)
+    return found, with_estimates(plan, [found])
+
+
+@pytest.mark.usefixtures("whole_hub")
+def test_a_file_is_estimated_from_the_hub_as_on_the_disk(tmp_path: Path) -> None:
+    keys = {"engine": "llamacpp", "path": "test/tiny:Q8_0"}
+    found, plan = estimated(tmp_path, **keys)
+    model, place = plan.config.models[0], plan.places[0]
+    assert found.level == "ok"
+    assert found.estimate == estimate(model, place, {}, tmp_path / "tiny-Q8_0.gguf")
+    assert plan.estimates["m"].kv_1k_bytes > 0
+
+
+def test_a_folder_is_estimated_without_its_weights(tmp_path: Path, whole_hub: list[str]) -> None:
+    found, _ = estimated(tmp_path, engine="transformers", path="test/tiny", revision="llama")
+    assert found.estimate is not None
+    assert found.estimate.weights_bytes == 4 * 32 * 2**20  # float32 on a CPU
+    assert found.estimate.context == 131072
+    assert not list((tmp_path / "hf").rglob("*.safetensors"))
+    assert not any("tokenizer" in path for path in whole_hub)
+
+
+@pytest.mark.usefixtures("whole_hub")
+def test_weights_that_do_not_fit_are_an_error_before_they_are_fetched(tmp_path: Path) -> None:
+    keys = {"engine": "transformers", "path": "test/tiny", "revision": "llama"}
+    found, _ = estimated(tmp_path, **keys, memory="100MiB")
+    assert found.level == "error"
+    assert "its weights alone take 128 MiB of this machine's memory" in found.said
+    assert "What would fit: a smaller model" in found.said
+
+
+@pytest.mark.usefixtures("whole_hub")
+def test_up_stops_before_it_fetches_what_cannot_fit(tmp_path: Path) -> None:
+    model = {"name": "m", "engine": "transformers", "path": "test/tiny", "revision": "llama"}
+    config = write_config(tmp_path, [{**model, "memory": "100MiB"}])
+    command = [sys.executable, "-m", "servekit", "up", str(config), "--port", "0"]
+    done = subprocess.run(
+        [*command, "--run-dir", str(tmp_path / "run")], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "28 MiB too few" in done.stderr) == (2, True), done.stderr
+    assert not (tmp_path / "hf").exists()
+
+
+def test_the_header_of_a_file_may_be_longer_than_the_first_part(tmp_path: Path) -> None:
+    whole = write_tiny_gguf(tmp_path / "whole.gguf").read_bytes()
+    asked: list[int] = []
+
+    def fetch(length: int) -> bytes:
+        asked.append(length)
+        return whole[:length]
+
+    written = tmp_path / "written.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(remote_headers._FIRST_BYTES, "gguf", 100)
+        remote_headers._write_header(written, len(whole), fetch)
+    assert asked[:2] == [100, 400]
+    assert asked[-1] < len(whole)
+    assert gguf.read_gguf(written) == gguf.read_gguf(tmp_path / "whole.gguf")
 
 
 def test_a_hub_that_is_not_there_is_a_warning(

@@ -17,7 +17,7 @@ from servekit.supervisor.scheduling.memory_estimator import (
     Estimate,
     estimate,
 )
-from servekit.supervisor.scheduling.memory_requests import CONTEXT_BYTES
+from servekit.supervisor.scheduling.memory_requests import CONTEXT_BYTES, Misplaced
 from servekit.supervisor.scheduling.placement import place
 from servekit.system.gpus import Gpu
 from tests.integration.instance import write_config
@@ -194,3 +194,30 @@ def test_one_that_fits_is_told_with_the_plan(tmp_path: Path) -> None:
     plan = Source(file, environ={"HOME": str(tmp_path)}).plan(gpus())
     note = plan.estimates["a"].note(20 * GIB)
     assert note.endswith("too few for a request that fills the context")
+
+
+def test_requests_that_fit_beside_the_weights(tmp_path: Path) -> None:
+    found = of(folder(tmp_path / "m"))
+    room = 80 * GIB - found.on_each_weights_bytes - found.on_each_workspace_bytes
+    count = room // (8 * 128 * 2**20)
+    assert f"{count} of 8192 tokens" in found.describe_requests(80 * GIB)
+    assert found.describe_requests(found.on_each_weights_bytes) == ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "advice"),
+    [
+        ({"engine": "transformers"}, "What would fit: `gpus_per_replica: 2` takes 7.5 GiB of each"),
+        ({"engine": "vllm"}, "What would fit: `options: {quantization: fp8}` takes about 7.5 GiB"),
+    ],
+)
+def test_advice_for_weights_that_do_not_fit(
+    tmp_path: Path, keys: dict[str, Any], advice: str
+) -> None:
+    path = folder(tmp_path / "m")
+    model = ModelConfig.model_validate({"name": "a", "path": str(path), **keys})
+    where = place([model], gpus(1, 12), 4)[0]
+    found = of(path, **keys)
+    with pytest.raises(Misplaced) as caught:
+        memory_estimator.check_weights_fit(0, model, where, found, None)
+    assert advice in caught.value.message
