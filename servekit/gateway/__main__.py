@@ -41,8 +41,10 @@ if __name__ == "__main__":
         die_with(args.parent_pid)
 
     from servekit.system import import_guard
+    from servekit.system.structlog_import import import_structlog
 
     import_guard.install_guard("gateway")
+    import_structlog()
 
     import faulthandler
     import signal

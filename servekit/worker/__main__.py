@@ -10,6 +10,7 @@ import time
 began_s = time.monotonic()  # before the imports below
 
 from servekit.system.parent_death import die_with, prefer_for_oom_kill  # noqa: E402
+from servekit.system.structlog_import import import_structlog  # noqa: E402
 
 if __name__ == "__main__":
     import argparse
@@ -38,6 +39,7 @@ if __name__ == "__main__":
     if args.parent_pid is not None:
         die_with(args.parent_pid)
     prefer_for_oom_kill()
+    import_structlog()
 
     import faulthandler
     import signal
