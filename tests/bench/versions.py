@@ -111,16 +111,20 @@ def vary_requests() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def compare_requests(versions: Mapping[str, Version], plan: Plan) -> Iterator[str]:
     bodies, headers = vary_requests()
-    same = {"bodies": bodies[:1], "headers": headers[:1]}
-    for kind, varied in (("same", same), ("varied", {"bodies": bodies, "headers": headers})):
+    for kind, asked, sent in (("same", bodies[:1], headers[:1]), ("varied", bodies, headers)):
         for connections in CONNECTIONS:
             orders = {
                 name: Order(
-                    one.port, "/v1/chat/completions", "", connections,
-                    (one.gateway, *one.workers), **varied,
+                    one.port,
+                    "/v1/chat/completions",
+                    "",
+                    connections,
+                    (one.gateway, *one.workers),
+                    bodies=asked,
+                    headers=sent,
                 )
                 for name, one in versions.items()
-            }  # fmt: skip
+            }
             outcomes = contest(orders, plan)
             what = f"{connections} connections, {kind}"
             yield row(f"requests/s, {what}", outcomes, lambda one: one.answers_per_s, "{:,.0f}")
