@@ -46,8 +46,9 @@ class StopScanner:
         """Return the length of the longest suffix of `text` that begins a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-size:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return size
+            for stop in self._stops:  # no `any`: its generator would cost more than the search
+                if stop.startswith(end):
+                    return size
         return 0
 
 

@@ -74,19 +74,19 @@ class RequestPreparer:
         """Validate and prepare a request, in any thread. Raises RequestError."""
         check_request(request, self._info, self._engine.spec)
         match request.task:
+            case "generate":  # nearly all requests, so it is compared first
+                ids, params = self._prompt_ids(request), request.params
+                if params.grammar is None and not params.bad_words:
+                    return Prepared(ids)
+                grammar = self._compile_grammar(request)
+                return Prepared(ids, grammar, self._banned_sequences(request))
             case "detokenize":
                 return self._detokenize_ids(request)
             case "tokenize":
                 return Prepared(self._tokenize_text(request))
-            case "embed" | "classify" | "score":
-                ids, types = self._inputs.encode(request)
-                return Prepared(inputs=ids, types=types)
             case _:
-                return Prepared(
-                    self._prompt_ids(request),
-                    self._compile_grammar(request),
-                    self._banned_sequences(request),
-                )
+                inputs, types = self._inputs.encode(request)
+                return Prepared(inputs=inputs, types=types)
 
     async def prepare_aside(self, request: Generate, wanted: Callable[[], bool]) -> Prepared:
         """Prepare a request in another thread. Raises RequestError.
@@ -281,13 +281,15 @@ def _request_length(request: Generate) -> int:
         times = len(request.inputs) if len(request.queries) == 1 else 1
         return sum(map(len, request.inputs)) + times * sum(map(len, request.queries))
     if request.messages is not None:
-        tools = sum(len(str(tool)) for tool in request.tools)
-        return tools + sum(map(_turn_length, request.messages))
+        turns = sum(map(_turn_length, request.messages))
+        return turns + sum(len(str(tool)) for tool in request.tools) if request.tools else turns
     if isinstance(request.prompt, str) or request.task == "detokenize":
         return len(request.prompt or ())
     return 0
 
 
 def _turn_length(message: ChatMessage) -> int:
-    calls = sum(len(call.arguments) for call in message.tool_calls)
-    return len(message.content) + len(message.reasoning or "") + calls
+    own = len(message.content) + len(message.reasoning or "")
+    if not message.tool_calls:  # nearly all messages
+        return own
+    return own + sum(len(call.arguments) for call in message.tool_calls)

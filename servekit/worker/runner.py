@@ -127,7 +127,7 @@ class Runner:
         if request.adapter and (refusal := self._refuse_adapter(request)) is not None:
             peer.fail(request.id, refusal)
             return
-        if (refusal := self._refuse_generation(request)) is not None:
+        if request.continuation and (refusal := self._refuse_generation(request)) is not None:
             peer.fail(request.id, refusal)
             return
         self._next_job += 1

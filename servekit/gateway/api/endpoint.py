@@ -62,7 +62,9 @@ class GenerationEndpoint:
     def start_answer(self, response: Response) -> None:
         """Start to answer. Raises ServekitError for a wrong request."""
         body, response.body = bytes(response.body), b""
-        parsed = self._parse(body, api_key(response.headers))
+        # where keys are required, the router sets the key's name
+        key = "" if self._router.access.closed else api_key(response.headers)
+        parsed = self._parse(body, key)
         del body  # otherwise the body stays in memory while the answer is generated
         if isinstance(parsed, bytes):
             response.send_json(parsed)

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from servekit.errors import Forbidden, RateLimited, RequestError
-from servekit.gateway.telemetry.observer import RequestObserver
+from servekit.gateway.telemetry.observer import EndObserver
 from servekit.protocol.access import SpentBudget
 from servekit.protocol.messages import Delta, KeyRule, KeyUse
 
@@ -55,7 +55,7 @@ class Bucket:
         self.limit, self._level = limit, limit - used
 
 
-class ApiKey(RequestObserver):
+class ApiKey(EndObserver):
     """The rule of one key and its use.
 
     A request is charged when it arrives, its tokens when it ends.

@@ -103,9 +103,15 @@ class AuthMiddleware:
         if not self._access.closed:
             handler(exchange)
             return
-        key = key_of(exchange.protocol.headers)
+        protocol, callers = exchange.protocol, self._access.callers
+        if (holder := protocol.holder) is not None and holder[0] is callers:
+            # the same head again, under the same rules: nearly all requests of a kept connection
+            self._serve_caller(handler, exchange, holder[1])
+            return
+        key = key_of(protocol.headers)
         caller = self._access.find_verified(key)
         if caller is not None:
+            protocol.holder = callers, caller
             self._serve_caller(handler, exchange, caller)
             return
         task = asyncio.get_running_loop().create_task(self._verify(handler, exchange, key))

@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
@@ -16,6 +16,9 @@ from servekit.gateway.http.limits import LimitedProtocol
 from servekit.gateway.http.response import CoalescingTransport, FastHandler, FastResponse
 from servekit.gateway.telemetry.metrics import OTHER
 from servekit.gateway.telemetry.request_recorder import RECORDER
+
+if TYPE_CHECKING:
+    from servekit.gateway.auth.api_key import ApiKey
 
 #: Longer heads are not kept: each connection keeps one, and clients may be malicious.
 MOST_BYTES = 8 * 1024
@@ -92,6 +95,8 @@ class Http(LimitedProtocol):
         self._exchange: FastResponse | None = None
         self._head: Head | None = None  # of the last parsed request
         self.headers_by_name: dict[bytes, bytes] = {}  # of the last fast request
+        #: The holder of the key in these headers, and the callers among which it was found.
+        self.holder: tuple[Mapping[str, ApiKey], ApiKey] | None = None
         self._within = False  # a message has begun and is incomplete
         self._idle_since_s = 0.0  # end of the last fast response; 0 once data comes
         self._heads: dict[Any, bytes] = {}
@@ -209,7 +214,7 @@ class Http(LimitedProtocol):
             super().on_headers_complete()
             return
         self.header_ends()
-        self.headers_by_name = dict(self.headers)
+        self.headers_by_name, self.holder = dict(self.headers), None
         self._exchange = exchange = FastResponse(self, handler)
         self.cycle = cast(Any, exchange)
         declared = self.headers_by_name.get(b"content-length", b"")

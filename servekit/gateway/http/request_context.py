@@ -15,7 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from servekit import logging_config
-from servekit.gateway.telemetry.observer import RequestObserver
+from servekit.gateway.telemetry.observer import EndObserver
 
 if TYPE_CHECKING:
     from servekit.gateway.routing.request import InflightRequest
@@ -44,7 +44,7 @@ def _sum_calls(one: CallFacts, other: CallFacts) -> CallFacts:
     return one[0], one[1], outcome, *tokens, one[6], one[7]
 
 
-class RequestContext(RequestObserver):
+class RequestContext(EndObserver):
     """The context of one HTTP request, shared by all calls that it makes."""
 
     __slots__ = (

@@ -373,6 +373,11 @@ class InflightRequest:
         self.done = True
         for observer in self.observers:
             observer.on_ended(self, outcome, last)
+        if self.observers:  # else no router has accepted it
+            if self.caller is not None:
+                self.caller.on_ended(self, outcome, last)
+            if self.origin is not None:
+                self.origin.on_ended(self, outcome, last)
 
     def wake(self) -> None:
         """Tell the consumer that there is news."""

@@ -179,7 +179,7 @@ class Router:
         if self.access.watchful:
             adapter = "" if asked is route else asked.status.name
             self.access.admit(call, route.status.name, adapter)
-        check_task(route, call, self.models())
+        check_task(route, call, self.models)
         if isinstance(asked, AdapterRoute):
             asked.adapt(call)
         self._admit(route, call)
@@ -189,9 +189,10 @@ class Router:
         if self.draining:
             raise ModelUnavailable("servekit is shutting down", retry_after_s=5.0)
         route.check_available()
-        if (error := self.quarantine.error(route.status, call, time.monotonic())) is not None:
+        now_s = time.monotonic()
+        if (error := self.quarantine.error(route.status, call, now_s)) is not None:
             raise error
-        if self.sources.has_suspects(time.monotonic()):
+        if self.sources.has_suspects(now_s):
             self._judge(route, call)
         queue = route.suspects if call.alone_until else route.queue
         if queue.full:
@@ -607,8 +608,8 @@ class Router:
         call.route = route
         call.on_cancel = self._cancel
         self.measures.observe(route, call)
-        for observer in call.observers:
-            observer.on_started(call)
+        if call.caller is not None:
+            call.caller.on_started(call)
         if not route.in_flight:
             route.pace.resume(self._loop.time())
         route.in_flight += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from servekit.errors import Unsupported
 from servekit.gateway.routing.model_queue import ModelQueue
@@ -28,12 +28,14 @@ def serves_any(route: ModelQueue, wanted: Iterable[Task]) -> bool:
     return info is not None and any(task in info.serves for task in wanted)
 
 
-def check_task(route: ModelQueue, call: InflightRequest, models: Iterable[ModelQueue]) -> None:
+def check_task(
+    route: ModelQueue, call: InflightRequest, list_models: Callable[[], Iterable[ModelQueue]]
+) -> None:
     """Raise Unsupported if the model of a call is known not to serve its task."""
     info = route.status.info
     task: Task = call.more.get("task", "generate") if call.more else "generate"
     if info is not None and task not in info.serves:
-        raise unable(route, info, (task,), models)
+        raise unable(route, info, (task,), list_models())
 
 
 def unable(

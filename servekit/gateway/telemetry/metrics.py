@@ -91,7 +91,7 @@ class RequestMeter(RequestObserver):
         if again:
             self._again[bool(call.emitted)] += 1
             return
-        waited = monotonic() - call.created_s
+        waited = call.started_s - call.created_s
         self._wait[bisect_left(_wait, waited)] += 1
         self._wait[-1] += waited
 
@@ -218,9 +218,7 @@ class RequestMetrics:
     def observe(self, route: ModelQueue, call: InflightRequest) -> None:
         """Set the observers of a call that `route`, a base model's queue, has accepted."""
         call.meter = meter = self._find_meter(route, call)
-        call.observers = (meter,) if call.caller is None else (meter, call.caller)
-        if call.origin is not None:
-            call.observers += (call.origin,)
+        call.observers = (meter,)
         if self.tracer is not None:
             call.observers += self.tracer.trace(call, meter.operation)
 

@@ -63,10 +63,13 @@ class Scene:
         start = next(one for one in self.sent if one["type"] == "http.response.start")
         return start["status"], dict(start["headers"])
 
-    def fast(self, headers: Any = (), **fields: Any) -> Any:
-        """Ask on the fast way; return the exchange."""
+    def fast(self, headers: Any = (), *, again: Any = None, **fields: Any) -> Any:
+        """Ask on the fast way, on the connection of the exchange `again`; return the exchange."""
+        protocol = SimpleNamespace(headers=list(headers), holder=None)
+        if again is not None:
+            protocol = again.protocol
         exchange = SimpleNamespace(
-            protocol=SimpleNamespace(headers=list(headers)), headers=dict(headers), extra=(),
+            protocol=protocol, headers=dict(headers), extra=(),
             disconnected=False, failed=None, origin=SimpleNamespace(address="10.0.0.9"), **fields,
         )  # fmt: skip
         exchange.send_error = lambda error: setattr(exchange, "failed", error)
@@ -157,6 +160,19 @@ async def test_a_key_is_verified_once_and_known_then() -> None:
     scene.fast(OURS)
     assert scene.passed == ["me", "me"], "the second time at once"
     assert ACTING.get(None) is None
+
+
+async def test_a_key_taken_away_is_refused_on_a_connection_that_it_has_used() -> None:
+    scene = Scene(KEY)
+    scene.fast(OURS)
+    await poll_async("it is verified", lambda: scene.passed)
+    known = scene.fast(OURS)
+    scene.fast((), again=known)  # nothing is read again while the head is the same
+    assert scene.passed == ["me"] * 3
+    scene.access.apply_rules(AccessRules(keys=(KeyRule("other", digest=b"x"),), salt=SALT))
+    refused = scene.fast(OURS, again=known)
+    await poll_async("it is refused", lambda: refused.failed)
+    assert isinstance(refused.failed, InvalidKey) and scene.passed == ["me"] * 3
 
 
 async def test_a_wrong_key_or_none_goes_no_further() -> None:
