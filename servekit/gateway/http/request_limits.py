@@ -43,12 +43,15 @@ def held_bytes(call: InflightRequest) -> int:
     size = _CALL_BYTES + _size(call.prompt) + _size(call.more) + len(call.body)
     for message in call.messages or ():
         size += _size(message.content) + _size(message.reasoning)
-        size += sum(_size(called.arguments) for called in message.tool_calls)
+        if message.tool_calls:
+            size += sum(_size(called.arguments) for called in message.tool_calls)
     return size
 
 
 def _size(value: Any) -> int:
     """Return the size of a decoded value with its content, in bytes; `check_depth` bounds depth."""
+    if type(value) is str:  # nearly all
+        return sys.getsizeof(value)
     if isinstance(value, dict):
         return sys.getsizeof(value) + sum(_size(key) + _size(one) for key, one in value.items())
     if isinstance(value, list | tuple):

@@ -210,10 +210,10 @@ class Router:
         self, route: ModelQueue, call: InflightRequest, size_bytes: int
     ) -> None:
         """Make room if the waiting calls of all models and this call hold too many bytes."""
-        queues = [queue for one in self.routes.values() for queue in (one.queue, one.suspects)]
         limit_bytes = self.access.rules.max_queue_bytes
-        said = f"requests that wait hold {limit_bytes // 2**20} MiB already; try later"
-        while sum(queue.size_bytes for queue in queues) + size_bytes > limit_bytes:
+        while self._queued_bytes() + size_bytes > limit_bytes:
+            said = f"requests that wait hold {limit_bytes // 2**20} MiB already; try later"
+            queues = [queue for one in self.routes.values() for queue in (one.queue, one.suspects)]
             held = [
                 (size, key, queue) for queue in queues for key, size in queue.bytes_by_key().items()
             ]
@@ -221,6 +221,13 @@ class Router:
             mine = sum(size for size, name, _ in held if name == call.key)
             spared = key == call.key or most <= mine + size_bytes
             self._refuse_full(route, said, None if spared else queue.take_newest(key))
+
+    def _queued_bytes(self) -> int:
+        """Return the memory of the waiting calls of all models, in bytes."""
+        held_bytes = 0
+        for route in self.routes.values():
+            held_bytes += route.queue.size_bytes + route.suspects.size_bytes
+        return held_bytes
 
     def _refuse_full(self, route: ModelQueue, said: str, instead: InflightRequest | None) -> None:
         """Raise QueueFull, or fail the call that leaves `instead` with it."""
