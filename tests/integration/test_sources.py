@@ -141,10 +141,10 @@ def test_the_holder_of_a_key_is_refused_and_the_others_are_not(tmp_path: Path) -
         asked = [pool.submit(complete, url, f"poison {n}", 5, BAD) for n in range(25)]
         answers = [one.result(120) for one in asked]
         took_s = time.monotonic() - began
-        codes = {answer.json()["error"]["code"] for answer in answers}
-        assert codes <= {"request_quarantined", "source_quarantined"}
+        errors = {(e := answer.json()["error"])["code"]: e["message"] for answer in answers}
+        assert errors.keys() <= {"request_quarantined", "source_quarantined"}, errors
         [refused] = [complete(url, "harmless", 5, BAD)]
-        assert refused.status_code == 429, (refused.text, codes)
+        assert refused.status_code == 429, (refused.text, errors)
         assert refused.json()["error"]["code"] == "source_quarantined"
         assert "the key 'bad'" in refused.json()["error"]["message"]
         assert 1 <= int(refused.headers["retry-after"]) <= 60
@@ -154,7 +154,7 @@ def test_the_holder_of_a_key_is_refused_and_the_others_are_not(tmp_path: Path) -
         assert all(wrong == [] for _, wrong in done), done
         taken = restarts(instance)
         print("25 unique: workers", taken, "in", round(took_s, 1), "s")
-        assert taken <= 8
+        assert taken <= 12
 
 
 @pytest.mark.lane("chaos")

@@ -17,8 +17,8 @@ crashes a moment after it is ready is in a crash loop too.
 The replicas of a model share a breaker:
 
     state      event                                              next state
-    closed     a life ended fruitless, 1st to 4th in a row        closed
-    closed     … the 5th in a row, of any of its replicas         open for `first_s`
+    closed     a life ended fruitless, fewer than 5 a replica     closed
+    closed     … as many as 5 for each replica, in a row          open for `first_s`
     open       its time is over, and a replica wants to start     half-open: that one is the probe
     open       its time is not over                               open: no replica starts
     half-open  any other replica wants to start                   half-open: that one waits
@@ -97,7 +97,7 @@ class RestartPolicy:
 class BreakerLimits:
     """The limits of a breaker; times in seconds."""
 
-    lives: float = 5  # infinity: it never opens
+    lives: float = 5  # for each replica; infinity: it never opens
     first_s: float = 10.0
     longest_s: float = 300.0
 
@@ -137,10 +137,14 @@ class BreakerPolicy:
         self.state, self.probe = "closed", ""
         self.fruitless = self._openings = 0
 
-    def fruitless_end(self, replica: str, now: float) -> None:
-        """Record a life that ended before it was of use."""
+    def fruitless_end(self, replica: str, now: float, replicas: int = 1) -> None:
+        """Record a life that ended before it was of use, of a model with so many replicas.
+
+        Requests that kill their worker are retried, so that a few of them, asked at once, take each
+        replica down some times before they are quarantined.
+        """
         self.fruitless += 1
-        if self.state == "closed" and self.fruitless >= self._limits.lives:
+        if self.state == "closed" and self.fruitless >= self._limits.lives * max(1, replicas):
             self.since = now
             self._open(now)
         elif self.state == "half-open" and replica == self.probe:
@@ -229,7 +233,7 @@ class CircuitBreaker:
 
     def record_failure(self, replica: str, reason: str) -> None:
         was, self._last_reason = self._breaker.state, reason
-        self._breaker.fruitless_end(replica, time.monotonic())
+        self._breaker.fruitless_end(replica, time.monotonic(), len(self._wake))
         if self._breaker.state == "open" != was:
             log.error("breaker_opened", model=self._model, reason=self.explain())
             journal.record_event("breaker", f"open: {self.explain()}", model=self._model)

@@ -68,3 +68,14 @@ def test_an_endpoint_that_is_down_is_no_crash_loop(keys: dict[str, Any], opens: 
         pause_s = policy.after_s(fruitful=False)
     assert (circuit.state == "open") is opens
     assert (pause_s > 1.3 * ENDPOINT_S) is opens
+
+
+def test_more_replicas_may_die_in_a_row() -> None:
+    """A few deadly requests take each of them down before they are quarantined."""
+    circuit = CircuitBreaker("m", BreakerLimits(lives=2))
+    for name in ("m/0", "m/1", "m/2"):
+        circuit.join(name, lambda: None)
+    for died in range(6):
+        assert circuit.state == "closed", died
+        circuit.record_failure(f"m/{died % 3}", "it broke")
+    assert circuit.state == "open"
