@@ -42,7 +42,7 @@ def bill(into: Path) -> dict[str, Any]:
 
 def _component(name: str, kind: ComponentType = ComponentType.LIBRARY) -> Component:
     about, version = metadata.metadata(name), metadata.version(name)
-    licence = _stated(about)
+    licence = _stated(about) or _read_title(name)
     made = [LicenseFactory().make_from_string(licence)] if licence else []
     purl = PackageURL("pypi", None, name, version)
     ref = f"{name}=={version}"
@@ -58,6 +58,13 @@ def _stated(about: Any) -> str:
     if classifiers:
         return " / ".join(classifiers)
     return str(about.get("License") or "").strip().partition("\n")[0]
+
+
+def _read_title(name: str) -> str:
+    """Return the first line of the licence file, for wheels that have nothing else."""
+    files = metadata.files(name) or ()
+    texts = [str(one.read_text()) for one in files if one.name.startswith(("LICENSE", "LICENCE"))]
+    return texts[0].strip().partition("\n")[0] if texts else ""
 
 
 def closure(name: str, *, deep: bool = True) -> set[str]:
