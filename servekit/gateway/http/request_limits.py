@@ -40,9 +40,16 @@ def check_call(call: InflightRequest, limits: RequestLimits) -> None:
 
 def held_bytes(call: InflightRequest) -> int:
     """Return the approximate memory of a waiting request, in bytes."""
-    size = _CALL_BYTES + _size(call.prompt) + _size(call.more) + len(call.body)
+    size = _CALL_BYTES + len(call.body)
+    if call.prompt is not None:
+        size += _size(call.prompt)
+    if call.more:
+        size += _size(call.more)
     for message in call.messages or ():
-        size += _size(message.content) + _size(message.reasoning)
+        content = message.content
+        size += sys.getsizeof(content) if type(content) is str else _size(content)
+        if message.reasoning:
+            size += _size(message.reasoning)
         if message.tool_calls:
             size += sum(_size(called.arguments) for called in message.tool_calls)
     return size
@@ -50,8 +57,6 @@ def held_bytes(call: InflightRequest) -> int:
 
 def _size(value: Any) -> int:
     """Return the size of a decoded value with its content, in bytes; `check_depth` bounds depth."""
-    if type(value) is str:  # nearly all
-        return sys.getsizeof(value)
     if isinstance(value, dict):
         return sys.getsizeof(value) + sum(_size(key) + _size(one) for key, one in value.items())
     if isinstance(value, list | tuple):
