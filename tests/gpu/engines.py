@@ -8,7 +8,7 @@
 - sharing: vLLM and transformers on one GPU, each within what the file gives it.
 - tensor: vLLM on one GPU and over two say the same, greedy: a small model that was trained for it
   recites what it has learnt by heart, so that no near-tie is left to rounding.
-- fp8: vLLM recites with its weights and its KV cache in 8 bits, by `quantization` and `engine_args`.
+- fp8: vLLM recites with weights and KV cache in 8 bits, by `quantization` and `engine_args`.
 """
 
 from __future__ import annotations
