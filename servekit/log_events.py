@@ -37,6 +37,7 @@ EVENTS = {
     " {limit}. Then connections are refused and nothing can be started: raise the limit"
     " (`ulimit -n`, or LimitNOFILE= of systemd)",
     "measurement_failed": "A measurement failed",
+    "tick_failed": "A periodic check failed",
     "gpu_driver_unresponsive": "The GPU driver does not answer: {reason}",
     "journal_unwritable": "Events cannot be kept in {file}: {reason}",
     "journal_recovered": "Events are kept in {file} again",

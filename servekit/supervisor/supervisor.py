@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import secrets
 import time
@@ -80,6 +79,8 @@ END_S = WORKER_GRACE_S + 2 * KILL_S
 #: The interval of ticks, and the gap between two ticks that means we were suspended.
 TICK_S = 0.2
 SLEPT_S = 2.0
+#: The longest wait for new figures before an operator gets those of the last measurement.
+_FIGURES_S = 1.0
 #: The interval at which the token budgets of keys are looked at.
 BUDGETS_EVERY_S = 1.0
 
@@ -169,9 +170,8 @@ class Supervisor:
             self._guard = OrphanGuard(self.run_dir.path, self.mark, self.environ, grace)
             last.callback(self._guard.stop_guard)
             last.callback(self._end_all)
-            last.callback(
-                self._loop.create_task(ticking(self._tick_once, self._measures.measure_due)).cancel
-            )
+            for task in (ticking(self._tick_once), self._measures.run()):
+                last.callback(self._loop.create_task(task).cancel)
             await self._admin_api.listen(self.run_dir.control)
             if self.launcher is None or await complete_before(
                 self._until_told(), self.launcher.open(self._deployments.plan)
@@ -398,9 +398,11 @@ class Supervisor:
 
     async def status_now(self) -> Status:
         """Return the status for an operator, who may ask before the first tick."""
-        with contextlib.suppress(OSError):  # no files left to read /proc with
-            self._measures.memory()
-            await self._measures.gpus()
+        # no files left to read /proc with, or it takes too long
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_FIGURES_S):
+                await self._measures.memory()
+                await self._measures.gpus()
         return self.status()
 
     def status(self) -> Status:
@@ -449,18 +451,17 @@ class Supervisor:
         )
 
 
-async def ticking(look: Callable[[bool], None], measure: Callable[[int], None]) -> None:
-    """Call `look(suspended)` and `measure(tick count)` at each tick, until cancelled."""
+async def ticking(look: Callable[[bool], None]) -> None:
+    """Call `look(suspended)` at each tick, until cancelled."""
     last = time.monotonic()
-    for count in itertools.count():
+    while True:
         now = time.monotonic()
         try:
-            measure(count)
             look(now - last > SLEPT_S)
             subreaper.reap_orphans()
-        except Exception as error:  # a figure that cannot be read must not stop the ticks
+        except Exception as error:  # one failure must not stop the ticks
             if not is_shortage(error):  # the monitor warns of that
-                log.exception("measurement_failed")
+                log.exception("tick_failed")
         last = now
         await asyncio.sleep(TICK_S)
 

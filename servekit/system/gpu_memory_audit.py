@@ -14,16 +14,21 @@ from servekit.units import format_bytes
 _census: ContextVar[dict[int, set[int]] | None] = ContextVar("_census", default=None)
 
 
-@contextmanager
-def one_look() -> Iterator[None]:
-    """Read /proc once for all calls of `group_of` in the block.
-
-    Otherwise each call reads every process of the machine.
-    """
+def pids_by_group() -> dict[int, set[int]]:
+    """Return the PIDs of all processes of the machine by process group."""
     census: dict[int, set[int]] = {}
     for process in procfs.all_processes():
         census.setdefault(process.group, set()).add(process.pid)
-    token = _census.set(census)
+    return census
+
+
+@contextmanager
+def one_look(census: dict[int, set[int]] | None = None) -> Iterator[None]:
+    """Read /proc once for all calls of `group_of` in the block, or use what was read.
+
+    Otherwise each call reads every process of the machine.
+    """
+    token = _census.set(pids_by_group() if census is None else census)
     try:
         yield
     finally:

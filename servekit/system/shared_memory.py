@@ -39,6 +39,13 @@ def changed_at() -> int:
     return 0
 
 
+def present_segments() -> frozenset[Segment]:
+    """Return the segments of all processes; none if they cannot be listed."""
+    with contextlib.suppress(OSError), os.scandir(DIRECTORY) as entries:
+        return frozenset(Segment(entry.name, entry.inode()) for entry in entries)
+    return frozenset()
+
+
 def mapped_segments(pids: Iterable[int]) -> set[Segment]:
     """Return the segments that these processes have mapped, except unlinked ones."""
     return {segment for pid in pids for segment in _mapped_by(pid)}
@@ -96,17 +103,17 @@ def sweep_segments(run_dir: Path, pids: Collection[int]) -> None:
 
 
 def _mapped_by(pid: int) -> Iterable[Segment]:
-    start = f"{DIRECTORY}/"
+    start = os.fsencode(f"{DIRECTORY}/")
     try:
-        lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
+        maps = Path(f"/proc/{pid}/maps").read_bytes()
     except OSError:
         return
-    for line in lines:
+    for line in maps.split(b"\n") if start in maps else ():
         # address, permissions, offset, device, inode, path
-        if start in line and not line.endswith(" (deleted)"):
+        if start in line and not line.endswith(b" (deleted)"):
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and fields[5].startswith(start):
-                yield Segment(fields[5].removeprefix(start), int(fields[4]))
+                yield Segment(os.fsdecode(fields[5].removeprefix(start)), int(fields[4]))
 
 
 def _inode_of(name: str) -> int | None:

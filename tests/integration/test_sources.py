@@ -158,6 +158,29 @@ def test_the_holder_of_a_key_is_refused_and_the_others_are_not(tmp_path: Path) -
 
 
 @pytest.mark.lane("chaos")
+def test_deadly_requests_of_many_addresses_are_found_one_by_one(tmp_path: Path) -> None:
+    """No two of them look alike or come from one source, so only their turns alone tell them."""
+    models = [echo("m", replicas=2, step_s=0.02, crash_on="poison", slots=16)]
+    with ThreadPoolExecutor(9) as pool, Instance.up(tmp_path, models) as instance:
+        url = instance.until_settled().url
+        over = threading.Event()
+        innocents = [pool.submit(keep_asking, url, over, address="127.0.0.2") for _ in range(3)]
+        asked = []
+        for number in range(6):
+            words = "".join(random.choices(string.ascii_letters, k=12))
+            origin = f"127.0.1.{number + 1}"
+            asked.append(pool.submit(complete, url, f"poison {words}", 5, address=origin))
+            time.sleep(0.5)  # so that each worker that comes up meets a new one
+        codes = [one.result(120).json()["error"]["code"] for one in asked]
+        assert codes == ["request_quarantined"] * len(asked)
+        assert complete(url, TEXT, 40, address="127.0.0.2").status_code == 200
+        over.set()
+        done = [one.result(90) for one in innocents]
+        print("6 addresses: workers", restarts(instance), "answered", [right for right, _ in done])
+        assert all(wrong == [] for _, wrong in done), done
+
+
+@pytest.mark.lane("chaos")
 def test_workers_killed_from_outside_are_held_against_nobody(tmp_path: Path) -> None:
     """Many clients of one address, short answers, and a kill -9 about every second."""
     models = [echo("m", replicas=2, step_s=0.01, slots=32)]

@@ -8,6 +8,8 @@ its replica and time:
   keeps it away from running streams. Without a coming successor it gets the least busy replica.
 - Never on the last replica that takes ordinary calls, as long as another is being started or runs
   another gateway's suspect. A source of suspects thus does not take the model out of service.
+  Once a worker has died of ordinary calls while a suspect waited, it waits in vain: new calls kill
+  each worker that comes up. The suspects get the next one, until one of them has killed it.
 - One suspect at a time, in turns by key as in the queue. The next one follows as soon as the
   previous one is proven or done, so that a suspect delays the others only until its first tokens.
 - The replica gets no other calls, from any gateway, until its worker accepts calls again. Calls
@@ -50,6 +52,7 @@ class ModelQueue:
             deque()
         )  # calls that wait for certain replicas, see `InflightRequest.is_choosy`
         self._on_trial: InflightRequest | None = None  # the last suspect that was sent
+        self._ordinary_death_s = 0.0  # time of the last death, 0.0 if a suspect has caused it
         self.replicas: dict[
             str, WorkerConnection
         ] = {}  # by socket: a restarted worker is a new replica
@@ -306,9 +309,10 @@ class ModelQueue:
         every = self._suitable_replicas(call) if call.is_choosy else self.replicas.values()
         able = [replica for replica in every if replica.has_room]
         best = min(able, key=lambda replica: (load(replica), replica.held), default=None)
-        if best is None or (self._recovering and load(best)) or self._is_last(best):
+        if best is None or (self._recovering and load(best)):
             return None
-        return best
+        waits_in_vain = call.not_before_s < self._ordinary_death_s
+        return None if self._is_last(best) and not waits_in_vain else best
 
     def _is_last(self, replica: WorkerConnection) -> bool:
         """Return whether no other replica takes ordinary calls, but one will soon."""
@@ -320,6 +324,10 @@ class ModelQueue:
         """Return whether another replica, which will be empty, is on its way."""
         dialling = any(r.wanted and not r.routable for r in self.replicas.values())
         return dialling or self._coming
+
+    def note_death(self, *, isolated: bool) -> None:
+        """Record a worker's death; `isolated`: a suspect ran alone in it."""
+        self._ordinary_death_s = 0.0 if isolated else time.monotonic()
 
     # ---- waiting calls
 
@@ -336,6 +344,7 @@ class ModelQueue:
             else:
                 self.queue.requeue(call)
         else:
+            call.not_before_s = max(call.not_before_s, time.monotonic())
             self.suspects.requeue(call, first=first)
 
     def order(self) -> list[InflightRequest]:

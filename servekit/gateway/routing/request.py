@@ -143,7 +143,7 @@ class InflightRequest:
         self.deaths_in_all = 0
         self.alone_until: Literal["", "proven", "done"] = ""  # not "": a suspect; what clears it
         self.suspect: Suspect | None = None  # of the deaths in which it was running
-        self.not_before_s = 0.0  # earliest start, monotonic
+        self.not_before_s = 0.0  # a suspect's earliest start, monotonic
         self.emitted: list[int] = []
         self.chars = 0
         self.answered: list[str] = []  # the text so far, if that is what an engine continues

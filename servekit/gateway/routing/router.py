@@ -334,6 +334,9 @@ class Router:
         """Retry a dead worker's calls elsewhere, before all waiting calls, or quarantine them."""
         running = {call: replica.was_running(call) for call in calls}
         sources = self._suspect(replica, calls)
+        route = self.routes.get(replica.model)
+        if route is not None and (calls or replica.wanted):
+            route.note_death(isolated=replica.alone is not None)
         for call, ran in running.items():
             decided = call.died(ran)
             if not self._resumable(replica, call):
@@ -345,7 +348,7 @@ class Router:
                 if ran and call.alone_until:
                     self._pause(call.route, call)
                 call.route.take_back(call, first=not ran)
-        if (route := self.routes.get(replica.model)) is not None:
+        if route is not None:
             for source in sources:
                 self._note_running(source)
                 self._judge_source(route, source)
@@ -504,8 +507,8 @@ class Router:
         known = same if is_shared(source) else max(judged, same)
         call.alone_until = "proven"
         call.deaths = max(call.deaths, ALONE_AT if known >= Verdict.WAITS else ALONE_AT - 1)
-        if judged is Verdict.WAITS:
-            call.not_before_s = now_s + self.sources.pause_s(source, now_s)
+        pause_s = self.sources.pause_s(source, now_s) if judged is Verdict.WAITS else 0.0
+        call.not_before_s = now_s + pause_s
 
     def _pause(self, route: ModelQueue, call: InflightRequest) -> None:
         """Let a call that is to run once more wait as the next request of its source does."""

@@ -1,8 +1,13 @@
-"""Periodic measurement of the processes: memory, open files, GPU memory, shared memory."""
+"""Periodic measurement of the processes: memory, open files, GPU memory, shared memory.
+
+The event loop does not wait for /proc: a memory map of thousands of lines takes milliseconds, many
+times that on a busy machine, and that of a process which is stuck in the kernel may take for ever.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,21 +16,23 @@ import structlog
 
 from servekit.protocol.messages import GpuStatus
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
-from servekit.supervisor.lifecycle.managed_process import ManagedProcess
+from servekit.supervisor.lifecycle.managed_process import AnyChild, ManagedProcess
 from servekit.supervisor.process.run_dir import RunDir
 from servekit.system import procfs, shared_memory, subreaper
-from servekit.system.gpu_memory_audit import one_look
+from servekit.system.gpu_memory_audit import one_look, pids_by_group
 from servekit.system.gpus import gpu_memory_by_pid, gpus_in_use
 from servekit.system.orphan_cleanup import MARK, Started
-from servekit.system.rlimits import count_open_files
+from servekit.system.rlimits import count_open_files, is_shortage
 from servekit.system.shared_memory import Segment
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: Ticks between measurements of memory and open files.
-MEMORY_EVERY_TICKS = 10
-#: Ticks between measurements that take milliseconds: NVML, the memory maps of all processes.
-REST_EVERY_TICKS = 25
+#: Interval of the looks at /dev/shm.
+_LOOK_EVERY_S = 0.2
+#: Looks between measurements of memory and open files.
+_MEMORY_EVERY = 10
+#: Looks between measurements that take milliseconds: NVML, the memory maps of all processes.
+_REST_EVERY = 25
 #: The share of the files that a process may open from which an operator is warned.
 _SCARCE = 0.9
 
@@ -45,27 +52,36 @@ class ResourceMonitor:
         self._run_dir = run_dir
         self._segments: set[Segment] = set()
         self._short_of_files: set[str] = set()
-        #: Times of the last change in /dev/shm, as seen by the last two looks.
-        self._changes = (0, 0)
+        self._shm_changed_at = -1
+        #: The segments in /dev/shm at the last two looks.
+        self._present: tuple[frozenset[Segment], ...] = (frozenset(), frozenset())
         self.descendants: tuple[Started, ...] = ()
         self.in_use: tuple[GpuStatus, ...] = ()
-        self._reading: asyncio.Task[None] | None = None
 
-    def measure_due(self, count: int) -> None:
-        """Measure what is due; call this often, with the number of ticks so far."""
-        if count % MEMORY_EVERY_TICKS == 0:
+    async def run(self) -> None:
+        """Measure what is due, until cancelled."""
+        for count in itertools.count():
+            try:
+                await self._measure_due(count)
+            except Exception as error:  # a figure that cannot be read must not stop the others
+                if not is_shortage(error):  # `_check_files` warns of that
+                    log.exception("measurement_failed")
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _measure_due(self, count: int) -> None:
+        """Measure what is due; `count` is the number of looks so far."""
+        if count % _MEMORY_EVERY == 0:
             self._check_files()
-            self.memory()
-        if count % REST_EVERY_TICKS == 0 or self._segments_changed():
-            self._note_segments()
-        if count % REST_EVERY_TICKS == 0:
-            self._note_descendants()
-            if self._reading is None or self._reading.done():
-                self._reading = asyncio.get_running_loop().create_task(self.gpus())
+            await self.memory()
+        if self._has_new_segments() or count % _REST_EVERY == 0:
+            await self._note_segments()
+        if count % _REST_EVERY == 0:
+            await self._note_descendants()
+            await self.gpus()
 
-    def memory(self) -> None:
+    async def memory(self) -> None:
         """Measure the resident memory of each process."""
-        with one_look():
+        with one_look(await asyncio.to_thread(pids_by_group)):
             for life in self._lives():
                 life.measure()
 
@@ -89,40 +105,55 @@ class ResourceMonitor:
         if self._deployments.gpus:
             self.in_use = await asyncio.to_thread(gpus_in_use, self._deployments.gpus)
             holdings = await asyncio.to_thread(gpu_memory_by_pid)
-            with one_look():
+            with one_look(await asyncio.to_thread(pids_by_group)):
                 for replica in self._deployments.replicas():
                     replica.measure_gpus(holdings)
 
-    def _note_descendants(self) -> None:
+    async def _note_descendants(self) -> None:
         """Record descendants without our mark, which could not be found after a kill -9."""
-        found = tuple(
-            Started("a descendant", process.pid, process.started)
-            for process in procfs.find_descendants(os.getpid())
-            if not subreaper.is_own(process.pid) and not procfs.has_variable(process.pid, MARK)
-        )
+        found = await asyncio.to_thread(_find_unmarked)
         if found != self.descendants:
             self.descendants = found
             self._on_descendants()
 
-    def note_segments_anew(self) -> None:
-        """Record the shared memory again, after the record was lost."""
-        self._segments = set()
-        self._note_segments()
+    def _has_new_segments(self) -> bool:
+        """Return whether a segment has appeared in the last two looks: mapping follows creation."""
+        before, present = self._present
+        if (changed_at := shared_memory.changed_at()) != self._shm_changed_at:
+            self._shm_changed_at, present = changed_at, shared_memory.present_segments()
+        self._present = self._present[1], present
+        return not present <= before
 
-    def _segments_changed(self) -> bool:
-        """Return whether /dev/shm changed at the last two looks: mapping follows creation."""
-        before, self._changes = self._changes, (*self._changes[1:], shared_memory.changed_at())
-        return len({*before, *self._changes}) > 1
-
-    def _note_segments(self) -> None:
+    async def _note_segments(self) -> None:
         """Record the shared memory segments, which could not be found after a kill -9."""
-        with one_look():
-            segments = {segment for life in self._lives() for segment in life.note_segments()}
-        if segments == self._segments:
-            return
+        children = [life.child for life in self._lives() if life.child is not None]
+        segments = await asyncio.to_thread(_read_segments, children)
+        if segments != self._segments and self._record_segments(segments):
+            self._segments = segments
+
+    def note_segments_anew(self) -> None:
+        """Record the segments again, after the record was lost."""
+        self._record_segments(self._segments)
+
+    def _record_segments(self, segments: set[Segment]) -> bool:
         try:
             shared_memory.record_segments(self._run_dir.path, segments)
         except OSError as error:
             log.warning("shared_memory_not_recorded", reason=error.strerror)
-        else:
-            self._segments = segments
+            return False
+        return True
+
+
+def _find_unmarked() -> tuple[Started, ...]:
+    """Return the descendants without our mark that are not children of ours."""
+    return tuple(
+        Started("a descendant", process.pid, process.started)
+        for process in procfs.find_descendants(os.getpid())
+        if not subreaper.is_own(process.pid) and not procfs.has_variable(process.pid, MARK)
+    )
+
+
+def _read_segments(children: Sequence[AnyChild[Any]]) -> set[Segment]:
+    """Return the segments that the children's groups have mapped so far."""
+    with one_look():
+        return {segment for child in children for segment in child.note_segments()}

@@ -270,7 +270,8 @@ class ChildProcess(Generic[Incoming]):
         """Kill the processes it started in other groups: they must not keep a GPU's memory."""
         for _ in range(_ESCAPED_LOOKS):
             with contextlib.suppress(OSError):  # no files left to read /proc with: look again
-                if not kill_marked(CHILD_MARK, self._mark) + subreaper.kill_strays(CHILD_MARK):
+                killed = await asyncio.to_thread(kill_marked, CHILD_MARK, self._mark)
+                if not killed + subreaper.kill_strays(CHILD_MARK):
                     return
             await asyncio.sleep(0.01)
 

@@ -6,15 +6,21 @@ from msgspec.structs import replace
 
 from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.request import InflightRequest
-from servekit.protocol.messages import Generate, IsolationEnded, IsolationStarted, SamplingParams
+from servekit.protocol.messages import (
+    Generate,
+    IsolationEnded,
+    IsolationStarted,
+    ReplicaStatus,
+    SamplingParams,
+)
 from tests.unit.gateway.conftest import Service, until
 from tests.unit.gateway.routing.test_router import answer, ask, scripted
 from tests.unit.gateway.scripted import ScriptedWorker
 
 
-def suspect(service: Service) -> InflightRequest:
+def suspect(service: Service, prompt: str = "ab") -> InflightRequest:
     """A call that has just lost its second worker, and waits for a turn."""
-    call = ask("ab", 6)
+    call = ask(prompt, 6)
     for _ in range(2):
         call.died()
     service.router._begin(route(service), call)
@@ -127,6 +133,37 @@ async def test_a_suspect_spares_the_last_worker_while_another_is_on_its_way(
     service.tell(worker.status(), replace(coming, state="failed"))
     assert call.replica is not None
     call.cancel()
+
+
+async def test_a_suspect_that_spared_a_worker_in_vain_gets_the_next_one(service: Service) -> None:
+    """New deadly calls kill each worker before another has come up."""
+    [first] = await scripted(service)
+    coming = replace(first.status(), name="m/1", socket="coming.sock", state="loading")
+    service.tell(first.status(), coming)
+    following, call = suspect(service, "cd"), suspect(service)
+    new = service.router.open(ask("new", 6))
+    await until(lambda: first.jobs)
+    first.kill()
+    second = await start_beside(service, coming)
+    await until(lambda: second.jobs)
+    assert [one.replica is None for one in (call, following, new)] == [False, True, True]
+    second.kill()
+    await until(lambda: call.done)
+    third = await start_beside(service, coming)
+    await until(lambda: third.jobs)
+    assert following.replica is None, "a suspect has killed the last one, so it waits again"
+    assert new.replica is not None
+    following.cancel()
+    new.cancel()
+
+
+async def start_beside(service: Service, coming: ReplicaStatus) -> ScriptedWorker:
+    """A worker beside one that is being started."""
+    service.scripted += 1
+    worker = ScriptedWorker(service.folder / f"s{service.scripted}.sock", 4)
+    await worker.start()
+    service.tell(worker.status(), coming)
+    return worker
 
 
 async def test_suspects_of_two_gateways_do_not_run_on_all_workers(service: Service) -> None:

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from servekit.supervisor.admin.resource_monitor import ResourceMonitor
+from servekit.system import shared_memory
+from servekit.system.shared_memory import Segment, recorded_segments
+from tests.polling import poll_async
+
+MINE = Segment("servekit-test", 1)
+
+
+class BigProcess:
+    """A process whose memory map cannot be read before it is `over`."""
+
+    name, pid, here = "m/0", 0, False
+
+    def __init__(self) -> None:
+        self.asked, self.over = threading.Event(), threading.Event()
+        self.holds_the_loop = False
+        self.child = self
+
+    def measure(self) -> None:
+        pass
+
+    def note_segments(self) -> set[Segment]:
+        self.asked.set()
+        self.holds_the_loop = not self.over.wait(10)
+        return {MINE}
+
+
+def monitor(folder: Path, *lives: BigProcess) -> ResourceMonitor:
+    deployments: Any = SimpleNamespace(gpus=(), replicas=lambda: ())
+    run_dir: Any = SimpleNamespace(path=folder)
+    return ResourceMonitor(deployments, lambda: cast("Any", lives), run_dir, lambda: None)
+
+
+async def test_the_event_loop_does_not_wait_for_a_memory_map(tmp_path: Path) -> None:
+    big = BigProcess()
+    one = monitor(tmp_path, big)
+    running = asyncio.create_task(one.run())
+    try:
+        await poll_async("the map is read", big.asked.is_set)
+        await asyncio.wait_for(one.memory(), 10)
+        assert recorded_segments(tmp_path) == set()
+        big.over.set()
+        await poll_async("the segment is recorded", lambda: recorded_segments(tmp_path) == {MINE})
+        assert not big.holds_the_loop
+    finally:
+        big.over.set()
+        running.cancel()
+
+
+async def test_only_a_new_segment_makes_it_read_the_maps_and_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever creates a segment maps it a moment later."""
+    monkeypatch.setattr(shared_memory, "DIRECTORY", tmp_path)
+    one = monitor(tmp_path)
+    looks = [one._has_new_segments()]
+    path = tmp_path / secrets.token_hex(6)
+    path.write_bytes(b"")
+    looks += [one._has_new_segments() for _ in range(3)]
+    path.unlink()
+    looks += [one._has_new_segments() for _ in range(3)]
+    assert looks == [False, True, True, False, False, False, False]
+
+
+async def test_a_lost_record_is_written_again(tmp_path: Path) -> None:
+    big = BigProcess()
+    big.over.set()
+    one = monitor(tmp_path, big)
+    await one._note_segments()
+    (tmp_path / shared_memory.SEGMENTS).unlink()
+    one.note_segments_anew()
+    assert recorded_segments(tmp_path) == {MINE}
