@@ -5,12 +5,12 @@
 
 Each word is a virtual environment, or what `servekit engine install` makes one of, unless it is
 there. Each gets a model: SmolLM2-135M-Instruct, in float32, on the CPU, one replica; an environment
-with xllamacpp runs llama.cpp's own server by `engine: command`. All read the same weights: the
-converted folder, and for llama.cpp the same GGUF file with its blocks unpacked to float32. So all
-must give the same greedy text, whole and streamed, chats and completions.
+with xllamacpp or SGLang runs llama.cpp's own server or SGLang's by `engine: command`. All read the
+same weights: the converted folder, and for llama.cpp the same GGUF file with its blocks unpacked to
+float32. So all must give the same greedy text, whole and streamed, chats and completions.
 
     worker   SIGKILL to the worker
-    engine   SIGKILL to the process below it: vLLM's engine core, llama.cpp's server
+    engine   SIGKILL to the process below it: vLLM's engine core, llama.cpp's server, SGLang's
     reload   of the file with a changed option: the worker is replaced, and no other
     absence  a reload without the model, whose requests are under way, and another with it
 
@@ -56,6 +56,11 @@ ENVIRONMENTS = (
     *("xllamacpp", "transformers"),
 )
 LLAMA_SERVER = str(Path(__file__).with_name("llama_server.py"))
+SGLANG = (
+    "{python} -m sglang.launch_server --model-path {path} --host {host} --port {port} --device cpu "
+    "--attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule "
+    "--dtype float32 --max-total-tokens 4096 --mem-fraction-static 0.1"
+)
 #: For the first start: vLLM is imported by three processes of each model.
 START_S = 1500.0
 #: For the replacement of one worker, while the others answer.
@@ -166,7 +171,9 @@ def find_installed(wanted: Requirement) -> Environment | None:
 
 
 def find_engine(environment: Environment) -> tuple[str, str]:
-    """Return the engine of an environment and its version; vLLM's have transformers, too."""
+    """Return the engine of an environment and its version; most have transformers, too."""
+    if version := environment.version_of("sglang"):
+        return "sglang", f"sglang {version}"
     for engine in ("vllm", "llamacpp", "transformers"):
         if version := engine_version(KINDS[engine], environment):
             return engine, version
@@ -182,10 +189,14 @@ def make_subject(number: int, python: Path, folder: Path) -> Subject:
         command = ["{python}", LLAMA_SERVER, "{path}", "{port}", "f32"]
         weights = {"engine": "command", "path": str(write_float32(folder / "smollm2.gguf"))}
         entry |= weights | {"options": {"command": command, "slots": 4}}
+        return Subject(entry["name"], version, entry)
+    path = str(resolve_folder(SMOLLM2, None, lambda progress: None))
+    if engine == "sglang":
+        options: dict[str, Any] = {"command": SGLANG, "slots": 4}
+        entry |= {"engine": "command", "path": path, "options": options}
     else:
-        options: dict[str, Any] = {"slots": 4, "kv_cache_bytes": 256 * 2**20}
+        options = {"slots": 4, "kv_cache_bytes": 256 * 2**20}
         options |= {"threads": 1} if engine == "transformers" else {}
-        path = str(resolve_folder(SMOLLM2, None, lambda progress: None))
         entry |= {"engine": engine, "path": path, "dtype": "float32", "max_context": CONTEXT}
         entry["options"] = options
     return Subject(entry["name"], version, entry)
