@@ -25,6 +25,8 @@ from servekit.system import cgroup
 from tests.unit.engines.harness import PROMPTS, Harness, make_spec, write_tiny_llama
 
 IDS = torch.tensor([list(range(3, 15))])
+#: Whether this CPU has the instructions that torch packs bfloat16 weights with.
+PACKS_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 #: Of the linear layers of `wide` in float32.
 SIZE = 4 * (2 * (3 * 1024 * 1024 + 3 * 128 * 1024) + 393 * 1024)
 
@@ -70,6 +72,10 @@ def amd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_it_says_what_the_plain_model_says(wide: Path, dtype: torch.dtype, allowed: float) -> None:
     model = load(wide, dtype)
+    if dtype is torch.bfloat16 and not PACKS_BF16:
+        with pytest.raises(LoadError, match=r"this machine's torch cannot pack them: .*bf16"):
+            pack_layers(model, spec_of(wide))
+        return
     before = logits(model)
     assert pack_layers(model, spec_of(wide)) == SIZE * dtype.itemsize // 4
     assert len(packed_in(model)) == 15  # seven in each layer, and the head
@@ -154,10 +160,11 @@ def test_rows_are_filled_up_and_cut_off_again(wide: Path, shape: tuple[int, ...]
 
 
 def test_asleep_the_copy_is_given_back(wide: Path) -> None:
-    model = load(wide, torch.bfloat16)
+    dtype = torch.bfloat16 if PACKS_BF16 else torch.float32
+    model = load(wide, dtype)
     pack_layers(model, spec_of(wide))
     before = logits(model)
-    bed = DiskReload(model, lambda: load(wide, torch.bfloat16))
+    bed = DiskReload(model, lambda: load(wide, dtype))
     for _ in range(2):
         bed.sleep()
         bed.sleep()
@@ -335,7 +342,6 @@ def test_where_it_cannot_be_had_that_is_said(
         said = said.replace("$", r"\. Without that option")
     else:
         monkeypatch.setattr(packed_linear, "_LEAST_BYTES", 2**40)
-    assert pack_layers(model, spec_of(wide, None)) == 0
     assert torch.equal(logits(model), before)
     with pytest.raises(LoadError, match=said):
         pack_layers(model, spec_of(wide))
