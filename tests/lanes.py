@@ -27,7 +27,7 @@ LANES = {
     "pages": "the chat and the other pages in Chromium, beyond one visit of each",
     "ray": "clusters of Ray",
     "residents": "models that sleep, wake and make room, where two of these meet",
-    "surroundings": "a limited cgroup, proxies, Firefox, an upgrade, kubectl; skipped where these lack",
+    "surroundings": "a limited cgroup, proxies, Firefox, upgrades, kubectl; skipped without",
     "tensor-parallel": "one model over several processes",
     "vllm": "vLLM as an engine and in an instance, where it is installed",
     "waits": "what waits for cool-downs and deadlines as long as they take by default",
