@@ -210,7 +210,7 @@ class Instance:
 
         try:
             return poll(what, alive_and_true, within_s)
-        except AssertionError as error:
+        except (AssertionError, ServekitError) as error:
             raise AssertionError(f"{error}\n{self.log}") from None
 
     def until_settled(self, within_s: float = 60.0) -> Status:
