@@ -15,7 +15,7 @@ def import_fastapi() -> None:
 
     rebuild = BaseModel.__dict__["model_rebuild"]
 
-    def rebuild_if_used(cls: type[BaseModel], **how: Any) -> bool | None:
+    def rebuild_if_used(cls: type[BaseModel], /, **how: Any) -> bool | None:
         """Rebuild for a first use, which says how, and not at the end of fastapi's module."""
         return rebuild.__func__(cls, **how) if how else None
 
