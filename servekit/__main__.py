@@ -5,6 +5,9 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command line."""
+    from servekit.system import garbage
+
+    garbage.collect_less()
     from servekit.cli.main import app
 
     app(prog_name="servekit")

@@ -131,7 +131,11 @@ def _renderers(*, json: bool, terminal: bool) -> list[structlog.typing.Processor
         return [_with_process, exceptions, structlog.processors.JSONRenderer()]
     if terminal:
         return [structlog.processors.format_exc_info, _TerminalRenderer()]
-    return [_as_message, structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0)]
+    plain = structlog.dev.plain_traceback  # by default rich's, with the values of all variables
+    return [
+        _as_message,
+        structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0, exception_formatter=plain),
+    ]
 
 
 class _TerminalRenderer:

@@ -115,8 +115,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     lanes.choose(config, items)
     properties.seed_tests(config, items)
     files: dict[Path, dict[Path, None]] = {STYLE: {}, INTEGRATION: {}, ENGINES: {}, TESTS: {}}
-    for item in items:
-        next(found for at, found in files.items() if item.path.is_relative_to(at))[item.path] = None
+    for path in dict.fromkeys(item.path for item in items):
+        next(found for at, found in files.items() if path.is_relative_to(at))[path] = None
     places = {
         path: (at == TESTS, number / len(found))
         for at, found in files.items()

@@ -27,7 +27,7 @@ LANES = {
     "pages": "the chat and the other pages in Chromium, beyond one visit of each",
     "ray": "clusters of Ray",
     "residents": "models that sleep, wake and make room, where two of these meet",
-    "surroundings": "a limited cgroup, proxies, Firefox, an upgrade; skipped where these lack",
+    "surroundings": "a limited cgroup, proxies, Firefox, upgrades, kubectl; skipped without",
     "tensor-parallel": "one model over several processes",
     "vllm": "vLLM as an engine and in an instance, where it is installed",
     "waits": "what waits for cool-downs and deadlines as long as they take by default",
@@ -38,7 +38,7 @@ ORDINARY = "ordinary"
 LANE = "lane"
 #: A run of all ordinary tests, or of all lanes, that has fewer tests than this has lost some.
 #: Raise it when tests are added; lower it in the commit that removes them.
-TESTS_AT_LEAST = {ORDINARY: 7900, "all": 454}
+TESTS_AT_LEAST = {ORDINARY: 7900, "all": 457}
 #: Tests of the ordinary run that may be skipped, with all that `.ci/run` installs in place.
 SKIPS_AT_MOST = 70
 

@@ -4,7 +4,3 @@
 has each engine's options and the Python environments that engines run in. Every part but
 `protocol`, `system` and `engines` may import from here.
 """
-
-from servekit.config.schema import Config, ModelConfig, ServerConfig
-
-__all__ = ["Config", "ModelConfig", "ServerConfig"]

@@ -15,10 +15,11 @@ from typing import Any, get_args
 from pydantic_core import ErrorDetails
 
 from servekit.config import foreign_keys
+from servekit.config.base_model import Section, read_field_docs
 from servekit.config.engines import plugins
 from servekit.config.engines.options import ENGINE_OPTIONS
 from servekit.config.scale import BRANCHES
-from servekit.config.schema import AdapterConfig, Config, ModelConfig, Section
+from servekit.config.schema import AdapterConfig, Config, ModelConfig
 from servekit.config.yaml.nodes import Loc, Node, find_node, format_place
 from servekit.errors import ConfigError
 
@@ -286,6 +287,6 @@ def _did_you_mean(word: str, valid: list[str]) -> str:
 def _purpose(loc: tuple[str | int, ...]) -> str:
     sections: dict[int, type[Section]] = {1: Config, 3: ModelConfig, 5: AdapterConfig}
     section = sections.get(len(loc))
-    field = section.model_fields.get(str(loc[-1])) if section else None
-    text = " ".join((field.description or "").split()) if field else ""
+    docs = read_field_docs(section) if section else {}
+    text = " ".join(docs.get(str(loc[-1]), "").split())
     return (text[:1].lower() + text[1:]) or "it must be written."

@@ -40,11 +40,14 @@ if __name__ == "__main__":
     if args.heir is None:
         die_with(args.parent_pid)
 
-    from servekit.system import import_guard
+    from servekit.gateway.fastapi_import import import_fastapi
+    from servekit.system import garbage, import_guard
     from servekit.system.structlog_import import import_structlog
 
+    garbage.collect_less()
     import_guard.install_guard("gateway")
     import_structlog()
+    import_fastapi()
 
     import faulthandler
     import signal

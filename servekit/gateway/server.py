@@ -326,7 +326,6 @@ def keep_out_of_collections() -> None:
     little of it.
     """
     gc.freeze()  # without a collection before, which would block the loop for tenths of a second
-    gc.set_threshold(10_000, 20, 50)
 
 
 @contextlib.asynccontextmanager

@@ -16,14 +16,14 @@ import openai
 import psutil
 import pytest
 
-from servekit.config import keys
+from tests.api_keys import new_key
 from tests.integration.instance import Instance, bearer, echo, run, write_config
 from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(120)
 
-ALICE, ALICE_HASH = keys.new_key("alice")
-BOB, BOB_HASH = keys.new_key("bob")
+ALICE, ALICE_HASH = new_key("alice")
+BOB, BOB_HASH = new_key("bob")
 CI = "the-key-of-the-pipeline"
 PLAIN = {"model": "a", "prompt": "hello", "max_tokens": 5}
 KEYS: list[dict[str, Any]] = [

@@ -15,14 +15,14 @@ import httpx
 import openai
 import pytest
 
-from servekit.config import keys
 from servekit.protocol.adapters import AdapterStatus
+from tests.api_keys import new_key
 from tests.integration.instance import Instance, bearer, echo, run, stream_completion, write_config
 
 pytestmark = pytest.mark.timeout(180)
 
-ROOT, ROOT_HASH = keys.new_key("root")
-USER, USER_HASH = keys.new_key("user")
+ROOT, ROOT_HASH = new_key("root")
+USER, USER_HASH = new_key("user")
 KEYS: list[dict[str, Any]] = [
     {"name": "root", "hash": ROOT_HASH, "admin": True},
     {"name": "user", "hash": USER_HASH, "models": ["m"]},

@@ -9,16 +9,16 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.config import keys
 from servekit.errors import LONGEST_MESSAGE
+from tests.api_keys import new_key
 from tests.integration.instance import Instance, bearer, echo, run, write_config
 from tests.integration.test_access import PLAIN
 from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(120)
 
-ROOT, ROOT_HASH = keys.new_key("root")
-USER, USER_HASH = keys.new_key("user")
+ROOT, ROOT_HASH = new_key("root")
+USER, USER_HASH = new_key("user")
 KEYS: list[dict[str, Any]] = [
     {"name": "root", "hash": ROOT_HASH, "admin": True, "models": ["a"]},
     {"name": "user", "hash": USER_HASH},

@@ -129,6 +129,7 @@ def one(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 
 
 @needs_kubectl
+@pytest.mark.lane("surroundings")
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_manifests_are_by_kubernetes_schemas(overlay: str) -> None:
     """A RayCluster's is not among them: the pods in it are tried as pods."""

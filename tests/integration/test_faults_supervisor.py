@@ -49,13 +49,13 @@ def names(instance: Instance, model: str) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def traffic(url: str, model: str) -> Iterator[list[str]]:
-    """Requests without a pause from four clients; what failed of them is in the list."""
+    """Requests from four clients all the time; what failed of them is in the list."""
     failed: list[str] = []
     done = [0]
     over = threading.Event()
 
     def client() -> None:
-        while not over.is_set():
+        while not over.wait(0.05):  # without a pause they would take a core
             try:
                 answer = complete(url, model, "hello", max_tokens=20)
                 done[0] += 1
@@ -79,39 +79,51 @@ def traffic(url: str, model: str) -> Iterator[list[str]]:
 # ---------------------------------------------------------------- stalls and why
 
 
-@pytest.mark.parametrize("how", ["hung", "holding the GIL", "stopped"])
-def test_a_worker_that_stalls_is_replaced_and_told_of(tmp_path: Path, how: str) -> None:
-    gil = how == "holding the GIL"
-    model = {**echo("a", hang_on="poison", hang_holding_gil=gil), "stall_timeout_s": 1.0}
-    with Instance.up(tmp_path, [model]) as instance:
-        url = instance.until_settled().url
-        pid = instance.replica("a/0").pid
-        if how == "stopped":
-            os.kill(pid, signal.SIGSTOP)
-        else:
-            with contextlib.suppress(httpx.TimeoutException):
-                httpx.post(
-                    f"{url}/v1/completions",
-                    json={"model": "a", "prompt": "poison", "max_tokens": 40},
-                    timeout=0.2,
-                )
-        if how == "hung":  # the client has gone and its request with it: another one needs it
-            threading.Thread(target=complete, args=(url, "a"), kwargs={"max_tokens": 40}).start()
-        instance.until("it is ended", lambda: instance.replica("a/0").pid != pid)
-        instance.until("it is replaced", lambda: instance.replica("a/0").state == "ready", 60)
-        reason = instance.replica("a/0").reason
-        assert reason.startswith("stalled: no progress" if how == "hung" else "silent: no answer")
-        told = json.loads(cli(instance, "why", "a", "--json").stdout)
-        (death,) = told["replicas"][0]["exits"]
-        assert death["what"] == reason
-        assert any("echo/engine.py" in line for line in death["stacks"]) == (how != "stopped")
-        assert complete(url, "a").status_code == 200
+@pytest.fixture(scope="module")
+def stalling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    models = [
+        {**echo(name, hang_on="poison", hang_holding_gil=name == "gil"), "stall_timeout_s": 1.0}
+        for name in ("hung", "gil", "stopped")
+    ]
+    with Instance.up(tmp_path_factory.mktemp("stalling"), models) as instance:
+        instance.until_settled()
+        yield instance
+
+
+@pytest.mark.parametrize("how", ["hung", "gil", "stopped"])
+def test_a_worker_that_stalls_is_replaced_and_told_of(stalling: Instance, how: str) -> None:
+    url, name = stalling.url, f"{how}/0"
+    pid = stalling.replica(name).pid
+    if how == "stopped":
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        with contextlib.suppress(httpx.TimeoutException):
+            httpx.post(
+                f"{url}/v1/completions",
+                json={"model": how, "prompt": "poison", "max_tokens": 40},
+                timeout=0.2,
+            )
+    if how == "hung":  # the client has gone and its request with it: another one needs it
+        threading.Thread(target=complete, args=(url, how), kwargs={"max_tokens": 40}).start()
+    stalling.until("it is ended", lambda: stalling.replica(name).pid != pid)
+    stalling.until("it is replaced", lambda: stalling.replica(name).state == "ready", 60)
+    reason = stalling.replica(name).reason
+    assert reason.startswith("stalled: no progress" if how == "hung" else "silent: no answer")
+    told = json.loads(cli(stalling, "why", how, "--json").stdout)
+    (death,) = told["replicas"][0]["exits"]
+    assert death["what"] == reason
+    assert any("echo/engine.py" in line for line in death["stacks"]) == (how != "stopped")
+    assert complete(url, how).status_code == 200
 
 
 def test_why_tells_of_a_crash_loop_and_of_names_it_does_not_know(tmp_path: Path) -> None:
     bad = {**echo("bad", exit_on_load=7), "aliases": ["worse"]}
     with Instance.up(tmp_path, [bad, echo("good")]) as instance:
         instance.until_settled()
+        given_up = instance.replica("bad/0")
+        assert (given_up.state, given_up.restarts) == ("failed", 4)
+        assert "(the last: exit code 7 before it was ready)" in given_up.reason
+        assert complete(instance.url, "good").status_code == 200
         of_all = "bad: 0 of 1 ready; last death"
         for name, begins in (
             ("bad", of_all),

@@ -21,8 +21,8 @@ import openai
 import psutil
 import pytest
 
-from servekit.config import keys
 from servekit.system import procfs
+from tests.api_keys import new_key
 from tests.integration.instance import Instance, bearer, echo, write_config
 from tests.integration.test_command import LLAMA_SERVER, odd, server_of
 from tests.integration.test_remote import free_port
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.timeout(120)
 
 SERVER = [sys.executable, str(Path(__file__).parents[1] / "media_server.py"), "--port", "{port}"]
 LIMIT_BYTES = 16 * 2**20
-ALICE, ALICE_HASH = keys.new_key("alice")
-BOB, BOB_HASH = keys.new_key("bob")
+ALICE, ALICE_HASH = new_key("alice")
+BOB, BOB_HASH = new_key("bob")
 
 
 def media(name: str, *args: str, options: dict[str, Any] | None = None, **more: Any) -> Any:

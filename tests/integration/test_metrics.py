@@ -21,8 +21,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from servekit.config import keys
 from servekit.metrics import METRICS
+from tests.api_keys import new_key
 from tests.integration.instance import Instance, bearer, echo
 from tests.integration.made_up_gpus import GIB, MadeUpGpus, on_gpu
 from tests.integration.test_adapters import named
@@ -36,8 +36,8 @@ PROMETHEUS = shutil.which("prometheus")
 needs_prometheus = pytest.mark.skipif(
     PROMETHEUS is None, reason="needs Debian's package prometheus"
 )
-SCRAPER, SCRAPER_HASH = keys.new_key("scraper")
-TEAM, TEAM_HASH = keys.new_key("team")
+SCRAPER, SCRAPER_HASH = new_key("scraper")
+TEAM, TEAM_HASH = new_key("team")
 KEYS = [
     {"name": "scraper", "hash": SCRAPER_HASH, "metrics": True},
     {"name": "team", "hash": TEAM_HASH},

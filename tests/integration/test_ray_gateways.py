@@ -26,12 +26,12 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.config import keys
 from servekit.errors import ServekitError
 from servekit.protocol.messages import GatewayStatus, GetWhy, Why
 from servekit.supervisor.admin.control_socket import query_supervisor
 from servekit.system import procfs
 from servekit.system.orphan_cleanup import read_children
+from tests.api_keys import new_key
 from tests.integration.certificates import make
 from tests.integration.instance import Instance, echo, write_config
 from tests.integration.ray_cluster import raylet_of, running
@@ -44,7 +44,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 FIRST, SECOND, LATE = "127.0.0.2", "127.0.0.3", "127.0.0.4"
-KEY, HASH = keys.new_key("alice")
+KEY, HASH = new_key("alice")
 MODELS = echo("a", replicas=2, step_s=0.02), echo("b")
 TLS = {"certificate": "server.pem", "key": "server.key"}
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from servekit.config import keys
+from tests.api_keys import new_key
 from tests.integration.instance import PROGRAM, Instance, echo
 
-HASHED, HASH = keys.new_key("hashed")
+HASHED, HASH = new_key("hashed")
 #: Each is searched for as it stands, and in base64, which is how browsers send it.
 SECRETS = {
     "hashed": HASHED,

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from servekit.config import keys
+from tests.api_keys import new_key
 from tests.integration.instance import Instance, echo, write_config
 from tests.integration.test_faults_supervisor import cli
 from tests.polling import poll
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.timeout(180)
 
 TEXT = "the quick brown fox "
 FOR_S = 15.0
-GOOD, GOOD_HASH = keys.new_key("good")
-BAD, BAD_HASH = keys.new_key("bad")
+GOOD, GOOD_HASH = new_key("good")
+BAD, BAD_HASH = new_key("bad")
 INNOCENTS = 20  # more of one address than a key may have waiting
 
 

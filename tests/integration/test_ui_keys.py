@@ -15,7 +15,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from servekit.config import keys
+from tests.api_keys import new_key
 from tests.integration.certificates import make
 from tests.integration.instance import Instance, echo
 from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away
@@ -24,9 +24,9 @@ from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
-KEY, HASH = keys.new_key("alice")
+KEY, HASH = new_key("alice")
 RULE = {"name": "alice", "hash": HASH, "requests_per_minute": 2, "models": ["a"]}
-BOB, BOB_HASH = keys.new_key("bob")
+BOB, BOB_HASH = new_key("bob")
 BOB_RULE = {"name": "bob", "hash": BOB_HASH}
 PHONE = {"viewport": {"width": 390, "height": 844}}
 

@@ -19,9 +19,9 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 
-from servekit.config import keys
 from servekit.gateway.ui.pages.language import PAGES
 from servekit.gateway.ui.widgets.log_tail import LINES
+from tests.api_keys import new_key
 from tests.integration.instance import Instance, echo
 from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
 from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away, running
@@ -29,8 +29,8 @@ from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
-ADMIN, ADMIN_HASH = keys.new_key("boss")
-GUEST, GUEST_HASH = keys.new_key("guest")
+ADMIN, ADMIN_HASH = new_key("boss")
+GUEST, GUEST_HASH = new_key("guest")
 KEYS = [
     {"name": "boss", "hash": ADMIN_HASH, "admin": True},
     {"name": "guest", "hash": GUEST_HASH, "models": ["talker", "narrow", "tooler"]},

@@ -120,6 +120,15 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
         yield instance
 
 
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    """Models that can be loaded, and one that cannot."""
+    models = [echo("a", grandchildren=1), echo("bad", load_error="no such weights"), echo("good")]
+    with Instance.up(tmp_path_factory.mktemp("mixed"), models) as instance:
+        instance.until_settled()
+        yield instance
+
+
 def test_several_gateways_share_the_port(several: Instance) -> None:
     def counted() -> int:
         return sum(gateway.requests for gateway in several.status().gateways)
@@ -336,24 +345,23 @@ def test_the_next_start_is_clean_after_kill_9(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- children die
 
 
-def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
-    with Instance.up(tmp_path, [echo("a", grandchildren=1)]) as instance:
-        before = instance.until_settled().models[0].replicas[0]
-        old = [p.pid for p in instance.survivors() if "sleep" in procfs.command_line(p.pid)]
-        assert len(old) == 1
-        os.kill(before.pid, signal.SIGKILL)
+def test_a_killed_worker_is_replaced(mixed: Instance) -> None:
+    before = mixed.replica("a/0")
+    old = [p.pid for p in mixed.survivors() if "sleep" in procfs.command_line(p.pid)]
+    assert len(old) == 1
+    os.kill(before.pid, signal.SIGKILL)
 
-        def replaced() -> bool:
-            now = instance.replica("a/0")
-            return now.state == "ready" and now.pid != before.pid
+    def replaced() -> bool:
+        now = mixed.replica("a/0")
+        return now.state == "ready" and now.pid != before.pid
 
-        instance.until("it is replaced", replaced)
-        after = instance.replica("a/0")
-        assert (after.restarts, after.reason) == (1, "killed by SIGKILL")
-        assert after.socket != before.socket
-        assert not Path(before.socket).exists()
-        assert old[0] not in [p.pid for p in instance.survivors()], "its grandchild went with it"
-        assert complete(instance.url, "a", "x", max_tokens=1).status_code == 200
+    mixed.until("it is replaced", replaced)
+    after = mixed.replica("a/0")
+    assert (after.restarts, after.reason) == (1, "killed by SIGKILL")
+    assert after.socket != before.socket
+    assert not Path(before.socket).exists()
+    assert old[0] not in [p.pid for p in mixed.survivors()], "its grandchild went with it"
+    assert complete(mixed.url, "a", "x", max_tokens=1).status_code == 200
 
 
 def test_what_a_worker_started_in_a_session_of_its_own_goes_with_it(tmp_path: Path) -> None:
@@ -376,42 +384,28 @@ def test_what_a_worker_started_in_a_session_of_its_own_goes_with_it(tmp_path: Pa
         assert len(sleepers()) == 1
 
 
-def test_a_killed_gateway_is_replaced_while_the_port_stays_ours(tmp_path: Path) -> None:
-    with Instance.up(tmp_path, [echo("a")]) as instance:
-        url = instance.until_settled().url
-        worker, pid = instance.replica("a/0").pid, instance.gateway().pid
-        os.kill(pid, signal.SIGKILL)
-        # No connection is refused: it waits in the listening socket until the new one takes it.
-        assert httpx.get(f"{url}/livez", timeout=10).status_code == 200
-        instance.until("it routes", lambda: complete(url, "a", "x").status_code == 200)
-        gateway = instance.gateway()
-        assert gateway.pid not in (0, pid)
-        assert gateway.restarts == 1
-        assert instance.replica("a/0").pid == worker
+def test_a_killed_gateway_is_replaced_while_the_port_stays_ours(mixed: Instance) -> None:
+    url = mixed.url
+    worker, pid = mixed.replica("good/0").pid, mixed.gateway().pid
+    os.kill(pid, signal.SIGKILL)
+    # No connection is refused: it waits in the listening socket until the new one takes it.
+    assert httpx.get(f"{url}/livez", timeout=10).status_code == 200
+    mixed.until("it routes", lambda: complete(url, "good", "x").status_code == 200)
+    gateway = mixed.gateway()
+    assert gateway.pid not in (0, pid)
+    assert gateway.restarts == 1
+    assert mixed.replica("good/0").pid == worker
 
 
-def test_a_model_that_cannot_load_says_why_and_others_serve(tmp_path: Path) -> None:
-    models = [echo("bad", load_error="no such weights"), echo("good")]
-    with Instance.up(tmp_path, models) as instance:
-        status = instance.until_settled()
-        bad = instance.replica("bad/0")
-        assert (bad.state, bad.reason, bad.pid, bad.restarts) == ("failed", "no such weights", 0, 0)
-        assert complete(status.url, "good", "x").status_code == 200
-        assert complete(status.url, "bad", "x").status_code == 503
-        ready = httpx.get(f"{status.url}/readyz")
-        assert ready.status_code == 503
-        assert "no such weights" in ready.text
-        assert "failed: no such weights" in instance.log
-
-
-def test_a_worker_that_exits_while_loading_is_tried_again_and_given_up(tmp_path: Path) -> None:
-    with Instance.up(tmp_path, [echo("bad", exit_on_load=7), echo("good")]) as instance:
-        instance.until_settled()
-        bad = instance.replica("bad/0")
-        assert bad.state == "failed"
-        assert "(the last: exit code 7 before it was ready)" in bad.reason
-        assert bad.restarts == 4
-        assert complete(instance.url, "good", "x").status_code == 200
+def test_a_model_that_cannot_load_says_why_and_others_serve(mixed: Instance) -> None:
+    bad = mixed.replica("bad/0")
+    assert (bad.state, bad.reason, bad.pid, bad.restarts) == ("failed", "no such weights", 0, 0)
+    assert complete(mixed.url, "good", "x").status_code == 200
+    assert complete(mixed.url, "bad", "x").status_code == 503
+    ready = httpx.get(f"{mixed.url}/readyz")
+    assert ready.status_code == 503
+    assert "no such weights" in ready.text
+    assert "failed: no such weights" in mixed.log
 
 
 # ---------------------------------------------------------------- what each process is
@@ -469,16 +463,12 @@ def test_children_get_no_fd_but_their_own(several: Instance) -> None:
     assert len(shared) == 1, "the listening socket and nothing else"
 
 
-def test_what_a_child_writes_is_logged_and_kept(tmp_path: Path) -> None:
-    with Instance.up(tmp_path, [echo("a")]) as instance:
-        instance.until_settled()
-        pid = instance.replica("a/0").pid
-        os.kill(pid, signal.SIGSEGV)  # faulthandler writes plain lines
-        instance.until(
-            "its last words are in the log", lambda: "Segmentation fault" in instance.log
-        )
-        assert "Segmentation fault" in (instance.run_dir / "logs" / "a~0.log").read_text()
-        instance.until("its reason is kept", lambda: "SIGSEGV" in instance.replica("a/0").reason)
+def test_what_a_child_writes_is_logged_and_kept(mixed: Instance) -> None:
+    os.kill(mixed.replica("good/0").pid, signal.SIGSEGV)  # faulthandler writes plain lines
+    mixed.until("its last words are in the log", lambda: "Segmentation fault" in mixed.log)
+    assert "Segmentation fault" in (mixed.run_dir / "logs" / "good~0.log").read_text()
+    mixed.until("its reason is kept", lambda: "SIGSEGV" in mixed.replica("good/0").reason)
+    mixed.until("it is replaced", lambda: mixed.replica("good/0").state == "ready")
 
 
 # ---------------------------------------------------------------- it does not start
@@ -497,12 +487,12 @@ def test_a_busy_port_is_refused_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists(), "nothing was made in vain"
 
 
-def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
-    with Instance.up(tmp_path, [echo("a")]) as instance:
-        done = cli("up", "-c", str(tmp_path / "servekit.yaml"), "--run-dir", str(instance.run_dir))
-        assert done.returncode == 1
-        assert f"in use by pid {instance.pid}" in done.stderr
-        assert complete(instance.until_settled().url, "a", "x").status_code == 200
+def test_a_run_directory_in_use_is_refused(tmp_path: Path, several: Instance) -> None:
+    config = write_config(tmp_path, [echo("a")])
+    done = cli("up", "-c", str(config), "--run-dir", str(several.run_dir))
+    assert done.returncode == 1
+    assert f"in use by pid {several.pid}" in done.stderr
+    assert complete(several.url, "a", "x").status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
-from servekit.config.keys import new_key
 from servekit.usage_store import Usage, read_usage
+from tests.api_keys import new_key
 from tests.integration.instance import Instance, bearer, echo, run, write_config
 from tests.polling import poll
 

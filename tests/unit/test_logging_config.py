@@ -109,3 +109,10 @@ def test_json_has_stable_names(number: int, expected: dict[str, object]) -> None
 def test_a_traceback_is_a_field() -> None:
     line = json.loads(run("json").splitlines()[-1])
     assert line["exception"].endswith("ZeroDivisionError: division by zero")
+
+
+def test_a_traceback_elsewhere_is_pythons_own_without_values() -> None:
+    written = run()
+    assert "Traceback (most recent call last):" in written
+    assert "ZeroDivisionError: division by zero" in written
+    assert "locals" not in written

@@ -58,10 +58,11 @@ def find_plugins() -> tuple[Plugin, ...]:
     """Return all installed plugins by name; names may repeat, or equal a built-in engine's."""
     from importlib import metadata  # a slow import
 
-    kinds = {(e.name, _package(e)): e.value for e in metadata.entry_points(group=ENGINE_KINDS)}
+    entries = metadata.entry_points()  # reads the files of all packages
+    kinds = {(e.name, _package(e)): e.value for e in entries.select(group=ENGINE_KINDS)}
     found = {
         Plugin(e.name, e.value, *_package(e), kinds.get((e.name, _package(e)), ""))
-        for e in metadata.entry_points(group=ENGINES)
+        for e in entries.select(group=ENGINES)
     }
     return tuple(sorted(found, key=lambda plugin: (plugin.name, plugin.package)))
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from servekit.config import keys
 from servekit.config.load import load_config
 from servekit.config.schema import Config
 from servekit.errors import ConfigError
+from tests.api_keys import new_key
 from tests.integration.certificates import make
 
-_, HASH = keys.new_key("alice")
+_, HASH = new_key("alice")
 
 
 def config(folder: Path, **sections: Any) -> Config:

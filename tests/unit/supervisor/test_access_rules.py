@@ -20,8 +20,9 @@ from servekit.supervisor.access_rules import (
     rules,
     secret_variables,
 )
+from tests.api_keys import new_key
 
-KEY, HASH = keys.new_key("alice")
+KEY, HASH = new_key("alice")
 CLEAR = "correct-horse-battery"
 
 

@@ -11,9 +11,10 @@ from servekit.config import keys
 from servekit.gateway.auth import key_verifier
 from servekit.gateway.auth.key_verifier import Busy, Verifier
 from servekit.protocol.messages import AccessRules, KeyRule
+from tests.api_keys import new_key
 
 SALT = b"s" * 32
-KEY, HASH = keys.new_key("alice")
+KEY, HASH = new_key("alice")
 CLEAR = b"from-the-environment"
 
 
@@ -97,7 +98,7 @@ async def test_memory_is_bounded(known: Verifier, monkeypatch: pytest.MonkeyPatc
 
 async def test_other_rules_count_at_once(known: Verifier, hashed: list[bytes]) -> None:
     assert await known.verify(KEY.encode()) == "alice"
-    other, line = keys.new_key("bob")
+    other, line = new_key("bob")
     assert await known.verify(other.encode()) is None
     known.apply_rules(rules(KeyRule("bob", hash=line)))
     assert known.find_verified(KEY.encode()) == "alice"  # without another scrypt
@@ -128,7 +129,7 @@ async def test_a_caller_that_leaves_does_not_end_it_for_the_others(known: Verifi
 
 
 async def test_a_key_that_is_being_replaced(known: Verifier) -> None:
-    second, line = keys.new_key("alice")
+    second, line = new_key("alice")
     known.apply_rules(rules(KeyRule("alice-new", hash=line)))
     assert await known.verify(second.encode()) == "alice-new"
     assert await known.verify(KEY.encode()) == "alice"

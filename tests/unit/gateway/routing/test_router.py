@@ -9,7 +9,6 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from servekit.config import keys
 from servekit.engines.echo.engine import SERVES
 from servekit.errors import (
     LONGEST_MESSAGE,
@@ -42,6 +41,7 @@ from servekit.protocol.messages import (
     SourceReport,
     Topology,
 )
+from tests.api_keys import new_key
 from tests.unit.gateway.conftest import (
     DEADLINE_S,
     ENDLESS,
@@ -732,7 +732,7 @@ async def test_an_unknown_name_is_told_with_what_may_have_been_meant(service: Se
 
 async def test_no_name_is_suggested_that_the_key_may_not_use(service: Service) -> None:
     await service.up()
-    rule = KeyRule("none", keys.new_key("none")[1], models=("other",))
+    rule = KeyRule("none", new_key("none")[1], models=("other",))
     service.router.access.apply_rules(AccessRules((rule,)))
     with pytest.raises(ModelNotFound, match=r"the models are: none yet$"):
         service.router.find("aliass")

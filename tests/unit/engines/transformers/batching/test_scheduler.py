@@ -140,7 +140,7 @@ def test_a_full_cache_holds_no_group_up(
     load(one, {name: folders[name] for name in names})
     runner: Any = one.engine._runner
     offloads = watch(runner._processor.offloading_manager)
-    asked = [(name, f"{number}: {LONG}") for number in range(14) for name in names]
+    asked = [(name, f"{number}: {LONG}") for number in range(8) for name in names]
     fields: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
     alone = [one.generate(prompt, adapter=name, **fields) for name, prompt in asked]
     jobs = [one.submit(prompt, adapter=name, **fields) for name, prompt in asked]
