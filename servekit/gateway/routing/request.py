@@ -275,7 +275,7 @@ class InflightRequest:
             self.params,
             self.prompt,
             self.messages,
-            list(self.emitted),
+            self.emitted,
             self.chars,
             request="" if self.origin is None else self.origin.name,
             trace=self.trace,

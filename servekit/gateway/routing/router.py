@@ -151,7 +151,9 @@ class Router:
             replica = None if waits else route.best(call)
             if replica is None:
                 check_fits(call, route.status.info)
-                self._make_room_in_memory(route, call, size_bytes := held_bytes(call))
+                size_bytes = held_bytes(call)
+                if self._queued_bytes() + size_bytes > self.access.rules.max_queue_bytes:
+                    self._make_room_in_memory(route, call, size_bytes)
         except RequestError as error:
             self.measures.count_refusal(self, call, error)
             raise
@@ -166,7 +168,8 @@ class Router:
             replica.run(call)
         else:
             route.queue.push(call, call.key, call.priority, call.created_s, size_bytes)
-            route.borrow()
+            if not waits:  # else they are asked for already
+                route.borrow()
             if route.on_wait is not None:
                 route.on_wait(route)
         return call
@@ -189,10 +192,10 @@ class Router:
         if self.draining:
             raise ModelUnavailable("servekit is shutting down", retry_after_s=5.0)
         route.check_available()
-        now_s = time.monotonic()
-        if (error := self.quarantine.error(route.status, call, now_s)) is not None:
+        error = self.quarantine.error(route.status, call, call.created_s)
+        if error is not None:
             raise error
-        if self.sources.has_suspects(now_s):
+        if self.sources.has_suspects(call.created_s):
             self._judge(route, call)
         queue = route.suspects if call.alone_until else route.queue
         if queue.full:
