@@ -128,8 +128,8 @@ class Http(LimitedProtocol):
             or len(body) > self.max_body_bytes
         ):
             return False
-        self._exchange = exchange = FastResponse(self, handler)
-        self.cycle = cast(Any, exchange)
+        exchange: Any = FastResponse(self, handler)
+        self._exchange = self.cycle = exchange
         exchange.body = body
         exchange.begin()
         return True
@@ -210,8 +210,8 @@ class Http(LimitedProtocol):
             return
         self.header_ends()
         self.holder = None
-        self._exchange = exchange = FastResponse(self, handler)
-        self.cycle = cast(Any, exchange)
+        exchange: Any = FastResponse(self, handler)
+        self._exchange = self.cycle = exchange
         declared = self.headers_by_name.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > self.max_body_bytes:
             exchange.send_error(too_large(self.max_body_bytes))

@@ -49,10 +49,9 @@ def held_bytes(call: InflightRequest) -> int:
     if call.more:
         size += _size(call.more)
     for message in call.messages or ():
-        content = message.content
-        size += sys.getsizeof(content) if type(content) is str else _size(content)
+        size += sys.getsizeof(message.content)
         if message.reasoning:
-            size += _size(message.reasoning)
+            size += sys.getsizeof(message.reasoning)
         if message.tool_calls:
             size += sum(_size(called.arguments) for called in message.tool_calls)
     return size

@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 STEP_S = 10.0
 
 
-#: By key: rank, item and size in bytes. The lowest rank leaves first; it is the time of arrival plus
+#: By key: rank, item and size in bytes. The lowest rank leaves first: the time of arrival plus
 #: STEP_S for each step of priority.
 _Lane = OrderedDict[str, deque[tuple[float, Item, int]]]
 

@@ -192,10 +192,10 @@ class Router:
         if self.draining:
             raise ModelUnavailable("servekit is shutting down", retry_after_s=5.0)
         route.check_available()
-        error = self.quarantine.error(route.status, call, call.created_s)
-        if error is not None:
+        now_s = call.created_s
+        if (error := self.quarantine.error(route.status, call, now_s)) is not None:
             raise error
-        if self.sources.has_suspects(call.created_s):
+        if self.sources.has_suspects(now_s):
             self._judge(route, call)
         queue = route.suspects if call.alone_until else route.queue
         if queue.full:
@@ -469,12 +469,12 @@ class Router:
         return sources - {""}
 
     def _clear(self, call: InflightRequest) -> None:
-        if self.quarantine and call.route is not None:
+        if self.quarantine.held and call.route is not None:
             self.quarantine.clear(call.route.status.name, call)
         if call.suspect is not None:
             self.sources.clear(call.suspect)
             call.suspect = None
-        if self.sources:
+        if self.sources.deaths:
             self.sources.pass_through(source_of(call), alone=bool(call.alone_until))
 
     def _charge(self, call: InflightRequest) -> None:
