@@ -365,7 +365,8 @@ _PATH = re.compile(r" - at `\$\.?(.*)`$")
 
 def decode(kind: type[Request], body: bytes) -> Request:
     """Decode and check a body. Raises RequestError that names the field."""
-    strict, lenient, unserved, asks, none = _decoders(kind)
+    # mypy takes no type for hashable, and `cast` would cost a call in each request
+    strict, lenient, unserved, asks, none = _decoders(kind)  # type: ignore[arg-type]
     try:
         try:
             request: Request = strict.decode(body)
