@@ -52,6 +52,10 @@ class StopScanner:
         return 0
 
 
+#: The search of all streams without stop strings: it holds no text.
+_NO_STOPS = StopScanner(())
+
+
 class TextStream:
     """Incremental decoder of one completion's token ids to text.
 
@@ -59,23 +63,29 @@ class TextStream:
     again, and the `sent_chars` characters that the client already has are skipped.
     """
 
-    __slots__ = ("_decoder", "_include", "_scanner", "_skip", "_stops", "decode", "stopped")
+    __slots__ = (
+        "_decoder",
+        "_include",
+        "_scanner",
+        "_skip",
+        "_stops",
+        "decode",
+        "plain",
+        "stopped",
+    )
 
     def __init__(
         self, decoder: Decoder, stops: Sequence[str], sent_chars: int = 0, include: bool = False
     ) -> None:
         """Set up the decoding; with `include`, the stop string or token remains in the text."""
         self._decoder, self.decode = decoder, decoder.push
-        self._scanner = StopScanner(stops, include)
+        self._scanner = StopScanner(stops, include) if stops else _NO_STOPS
         self._include = include
         self._skip = sent_chars
         self._stops = bool(stops)
         self.stopped = False
-
-    @property
-    def plain(self) -> bool:
-        """Return whether `push` would return the output of `decode` unchanged from here on."""
-        return not (self._skip or self._stops)
+        #: Whether `push` would return the output of `decode` unchanged from here on.
+        self.plain = not (stops or sent_chars)
 
     @property
     def stop(self) -> str:
@@ -107,6 +117,7 @@ class TextStream:
             return text
         skip = min(self._skip, len(text))
         self._skip -= skip
+        self.plain = not (self._skip or self._stops)
         return text[skip:]
 
 

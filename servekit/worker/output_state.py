@@ -32,11 +32,9 @@ class OutputState:
     """A request and its progress."""
 
     __slots__ = (
-        "adapter",
         "began",
         "begins",
         "cached",
-        "chats",
         "completion",
         "decode",
         "held",
@@ -54,8 +52,9 @@ class OutputState:
         self.peer = peer
         self.id = request.id
         self.prompt_tokens = prompt_tokens
-        self.begins: tuple[list[int], int] | None = None  # prompt and token limit, until reported
-        self.adapter, self.chats = request.adapter, request.messages is not None
+        #: Of a request that other workers may continue, until that is reported: its prompt, its
+        #: token limit, and itself.
+        self.begins: tuple[list[int], int, Generate] | None = None
         self.completion = self.began = len(request.emitted)
         self.text = text
         self.held = text.push(request.emitted) if request.emitted else ""
@@ -76,8 +75,9 @@ class OutputState:
         prompt is left out: every worker tokenises it alike.
         """
         assert self.begins is not None
-        (ids, limit), self.begins = self.begins, None
-        return Continuation(generation(self.adapter), limit, pack_ids(ids) if self.chats else b"")
+        (ids, limit, request), self.begins = self.begins, None
+        packed = b"" if request.messages is None else pack_ids(ids)
+        return Continuation(generation(request.adapter), limit, packed)
 
     def pass_on(self, output: StepOutput) -> bool:
         """Send the step's output if it is exactly one token; requires `plain`.
@@ -95,30 +95,29 @@ class OutputState:
 
     def delta(self, output: StepOutput) -> Delta:
         """Return the step's output as the message for the gateway."""
-        self.completion += len(output.token_ids)
+        ids, stream, prompt = output.token_ids, self.text, self.prompt_tokens
+        self.completion += len(ids)
         if output.cached_tokens:
-            self.cached = min(output.cached_tokens, self.prompt_tokens)
-        text = self.held + self.text.push(output.token_ids)
-        self.held = ""
-        self.plain = self.text.plain
-        finish: FinishReason | None = "stop" if self.text.stopped else output.finish
+            self.cached = min(output.cached_tokens, prompt)
+        text = stream.push(ids)
+        if self.held:
+            text, self.held = self.held + text, ""
+        self.plain = stream.plain
+        finish: FinishReason | None = "stop" if stream.stopped else output.finish
+        logprobs = output.logprobs or []
         if finish is None:
-            logprobs = output.logprobs or []
-            prompt, cached = self.prompt_tokens, self.cached
-            if cached:
-                ids = output.token_ids
-                return Delta(self.id, text, ids, None, prompt, 0, logprobs, [], "", cached)
-            return Delta(self.id, text, output.token_ids, None, prompt, 0, logprobs)
-        if not self.text.stopped:
-            text += self.text.finish(output.stop_token)
-            finish = "stop" if self.text.stopped else finish
-        prompt, completion = self.prompt_tokens, self.completion
-        logprobs, vectors, stop = output.logprobs or [], output.vectors or [], self.text.stop
-        ids, cached = output.token_ids, self.cached
-        ended = -1 if stop else output.stop_token
+            if self.cached:
+                return Delta(self.id, text, ids, None, prompt, 0, logprobs, [], "", self.cached)
+            return Delta(self.id, text, ids, None, prompt, 0, logprobs)
+        if not stream.stopped:
+            text += stream.finish(output.stop_token)
+        if stream.stopped:
+            finish, stop, ended = "stop", stream.stop, -1
+        else:
+            stop, ended = "", output.stop_token
         return Delta(
-            self.id, text, ids, finish, prompt, completion, logprobs, vectors, stop, cached,
-            stop_token=ended,
+            self.id, text, ids, finish, prompt, self.completion, logprobs, output.vectors or [],
+            stop, self.cached, stop_token=ended,
         )  # fmt: skip
 
 

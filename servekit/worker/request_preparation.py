@@ -195,7 +195,6 @@ def completion_limit(
     prompt: int,
     asked: int | None,
     limits: tuple[int, int | None],
-    *,
     clamp: bool = False,
     fills: bool = False,
 ) -> int:

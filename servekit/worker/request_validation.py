@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from servekit.errors import Unsupported
-from servekit.protocol.messages import Capability, Generate, ModelInfo, WorkerSpec
+from servekit.protocol.messages import (
+    Capability,
+    Generate,
+    ModelInfo,
+    SamplingParams,
+    WorkerSpec,
+)
 from servekit.protocol.tasks import explain_refusal
 
 #: Repetition penalties without effect.
 _NEUTRAL = (None, 1.0)
+#: The parameters that need a capability, and their values in nearly all requests.
+_optional = attrgetter(
+    "logprobs", "logit_bias", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "grammar", "stop_token_ids", "prompt_logprobs", "bad_words",
+)  # fmt: skip
+_NOTHING_ASKED = _optional(SamplingParams())
 #: A grammar derived from tools: strict ones, or one whose call is required.
 _ORDERED = ("grammar", "tools")
 
@@ -19,6 +32,8 @@ def check_request(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
     if request.task not in info.serves:
         said = explain_refusal(request.task, spec.engine, spec.model, info.serves)
         raise Unsupported(said, param="model")
+    if _optional(request.params) == _NOTHING_ASKED and not request.tools:
+        return  # nearly all requests
     for capability, param in _list_asked(request):
         if capability not in info.serves and not _is_forced(capability, request, info):
             what = "keep calls to a schema" if (capability, param) == _ORDERED else "take it"

@@ -97,6 +97,8 @@ class Runner:
         self._leaving: asyncio.Task[None] | None = None
         self._tasks: dict[int, OutputState] = {}  # job id → task
         self._next_job = 0
+        most = engine.spec.sampling.get("max_tokens")
+        self._default_max_tokens = None if most is None else int(most)
         self._stopwatch = Stopwatch()
         self._intake = RequestPreparer(engine, info, self._context_tokens)
         self._encoding: set[asyncio.Task[None]] = set()
@@ -277,31 +279,31 @@ class Runner:
     def _submit_generation(
         self, peer: GatewayConnection, request: Generate, job_id: int, prepared: Prepared
     ) -> None:
-        ids = prepared.ids
-        params = request.params
-        limits = self._token_limits(request)
+        ids, params, asked = prepared.ids, request.params, request.params.max_tokens
+        limits = self._context_tokens(request), self._default_max_tokens
         if (began := request.continuation) is not None:
             limit = limit_of_continuation(len(ids), began, limits)
         else:
-            fills = self.engine.fills_context
             limit = completion_limit(
-                len(ids), params.max_tokens, limits, clamp=params.clamp, fills=fills
+                len(ids), asked, limits, params.clamp, self.engine.fills_context
             )
-        if params.max_tokens != limit:
+        if asked != limit:
             params = replace(params, max_tokens=limit)
-        text = self._begin_output(peer, request, job_id, len(ids))
+        self._tasks[job_id] = task = self._begin_output(peer, request, len(ids))
         if params.echo or params.prompt_logprobs is not None:
             told = self._text_of(ids) if params.echo else ""
-            self._tasks[job_id].prompt = Prompt(told)
-        if len(request.emitted) >= limit or text.stopped:
+            task.prompt = Prompt(told)
+        if len(request.emitted) >= limit or task.text.stopped:
             self._deliver_outputs([StepOutput(job_id, [], "length")], stepped=False)
             return
         if began is None:
-            self._tasks[job_id].begins = ids, limit
-        emitted, constraint = list(request.emitted), prepared.constraint
+            task.begins = ids, limit, request
         self._stopwatch.note(job_id)
-        whose = request.adapter, prepared.banned, request.cache_salt
-        self.engine.submit(Job(job_id, ids, params, emitted, constraint, *whose))
+        job = Job(
+            job_id, ids, params, request.emitted, prepared.constraint,
+            request.adapter, prepared.banned, request.cache_salt,
+        )  # fmt: skip
+        self.engine.submit(job)
 
     def _ask_text_engine(
         self, engine: TextEngine, peer: GatewayConnection, request: Generate, job_id: int
@@ -316,25 +318,21 @@ class Runner:
             self._deliver_outputs([last], stepped=False)
             return
         if request.continuation is None and engine.continues(request):
-            task.begins = [], limit or 0
+            task.begins = [], limit or 0, request
         self._stopwatch.note(job_id)
         engine.ask(TextJob(job_id, request))
 
     def _begin_output(
-        self, peer: GatewayConnection, request: Generate, job_id: int, prompt_tokens: int
-    ) -> TextStream:
+        self, peer: GatewayConnection, request: Generate, prompt_tokens: int
+    ) -> OutputState:
         params, decoder = request.params, self._make_decoder(request)
         if params.max_tokens == 0:
-            text = TextStream(decoder, ())
-            self._tasks[job_id] = SilentTask(peer, request, prompt_tokens, text)
-            return text
+            return SilentTask(peer, request, prompt_tokens, TextStream(decoder, ()))
         if params.logprobs is None or not params.stop:
             text = TextStream(decoder, params.stop, request.sent_chars, params.include_stop)
-            self._tasks[job_id] = OutputState(peer, request, prompt_tokens, text)
-            return text
+            return OutputState(peer, request, prompt_tokens, text)
         counted = CountedText(decoder, params.stop, request.sent_chars, params.include_stop)
-        self._tasks[job_id] = ScoredTask(peer, request, prompt_tokens, counted)
-        return counted
+        return ScoredTask(peer, request, prompt_tokens, counted)
 
     def _text_of(self, ids: list[int]) -> str:
         decoder = self.engine.codec.decoder()
@@ -371,10 +369,6 @@ class Runner:
     def _context_tokens(self, request: Generate) -> int:
         """Return the number of tokens available to prompt and completion."""
         return self.info.max_context - self.adapters.get(request.adapter, 0)
-
-    def _token_limits(self, request: Generate) -> tuple[int, int | None]:
-        default = self.engine.spec.sampling.get("max_tokens")
-        return self._context_tokens(request), None if default is None else int(default)
 
     def cancel(self, peer: GatewayConnection, request_id: int, *, tells: bool = False) -> None:
         """Cancel a request; with `tells`, send Cancelled once it can do no harm in the engine."""

@@ -38,7 +38,7 @@ ENDLESS = 10**9
 class Stepped(EchoEngine):
     """Takes no step by itself."""
 
-    def _loop(self) -> None:
+    def _run_thread(self) -> None:
         pass
 
 

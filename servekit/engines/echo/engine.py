@@ -112,6 +112,7 @@ class EchoEngine(Engine):
         self._thread: threading.Thread | None = None
         self._tokens = 0
         self._counts = not spec.options.keys().isdisjoint(COUNTED)
+        self._provokable = any(map(spec.options.get, ("crash_on", "hang_on", "raise_on")))
         self._leaked: list[bytes] = []
         self._grandchildren: list[subprocess.Popen[bytes]] = []
         self._segment: mmap.mmap | None = None
@@ -314,9 +315,9 @@ class EchoEngine(Engine):
     # ---- misbehaviour
 
     def _misbehave_on(self, ids: list[int]) -> None:
-        options = self._options
-        if not (options.get("crash_on") or options.get("hang_on") or options.get("raise_on")):
+        if not self._provokable:
             return
+        options = self._options
         text = "".join(map(chr, ids))
         if (mark := options.get("crash_on")) and mark in text:
             os.kill(os.getpid(), signal.SIGKILL)

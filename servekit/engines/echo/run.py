@@ -95,7 +95,7 @@ class Run:
         self.told: list[PromptToken] | None = None  # prompt log probabilities, for the first output
         if params.prompt_logprobs is not None:
             self.told = _certain_prompt(job.prompt_ids, params.prompt_logprobs)
-        self.ends = frozenset(params.stop_token_ids)
+        self.ends = params.stop_token_ids
         self.cached, self.unread_s = 0, 0.0  # cached tokens, time to read others
         self.seed = (secrets.randbits(32) if params.seed is None else params.seed) if sampled else 0
 
@@ -109,8 +109,8 @@ class Run:
             tokens += self.prompt[: count - len(tokens)]
         self.done += count
         output = StepOutput(self.id, tokens, "length" if count == left else None)
-        if self.ends and not self.ends.isdisjoint(tokens):
-            at = next(at for at, token in enumerate(tokens) if token in self.ends)
+        if self.ends and (found := [at for at, token in enumerate(tokens) if token in self.ends]):
+            at = found[0]
             output.stop_token, output.finish = tokens[at], "stop"
             output.token_ids = tokens = tokens[:at]
         if self.cached:

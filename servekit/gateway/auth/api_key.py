@@ -67,6 +67,7 @@ class ApiKey(EndObserver):
         "_told_active",
         "_untold",
         "active",
+        "limited",
         "requests",
         "rule",
         "spent",
@@ -89,11 +90,8 @@ class ApiKey(EndObserver):
         self._models = None if rule.models is None else frozenset(rule.models)
         self.requests = _bucket(self.requests, rule.requests_per_minute, now_s)
         self.tokens = _bucket(self.tokens, rule.tokens_per_minute, now_s)
-
-    @property
-    def limited(self) -> bool:
-        """Return whether responses carry `x-ratelimit-…` headers."""
-        return self.requests is not None or self.tokens is not None
+        #: Whether responses carry `x-ratelimit-…` headers.
+        self.limited = self.requests is not None or self.tokens is not None
 
     def may_use(self, model: str, base: str = "") -> bool:
         """Return whether the key may use a model, given by its own name and not by an alias.
@@ -109,6 +107,8 @@ class ApiKey(EndObserver):
         """Count a new request; if it exceeds a limit, return the error and do not count it."""
         if self.spent is not None and (refused := _over_budget(self.spent)) is not None:
             return refused
+        if not self.limited:
+            return None
         now_s = time.monotonic()
         requests, tokens = self.requests, self.tokens
         if requests is not None and requests.level(now_s) < 1.0:

@@ -43,7 +43,7 @@ class Access:
         self.closed = False  # a key is needed
         #: Whether `admit` has anything to check; usually it has not.
         self.watchful = False
-        self._callers: dict[str, ApiKey] = {}
+        self.callers: dict[str, ApiKey] = {}  # by the names of their keys
         self._budgets = KeyBudgets()
         self._verifier = Verifier()
         self._listeners: list[Callable[[], None]] = []
@@ -53,15 +53,14 @@ class Access:
         if rules == self.rules:
             return
         now_s = time.monotonic()
-        callers = self._callers
-        self._callers = {}
+        callers, self.callers = self.callers, {}
         for rule in rules.keys:
             caller = callers.get(rule.name)
             if caller is None:
                 caller = ApiKey(rule, now_s)
             else:
                 caller.set_rule(rule, now_s)
-            self._callers[rule.name] = caller
+            self.callers[rule.name] = caller
         self.apply_budgets(self._budgets)
         self.rules = rules
         self.closed = bool(rules.keys)
@@ -75,17 +74,12 @@ class Access:
         """Refuse the keys whose budget is used up, and no others."""
         self._budgets = budgets
         spent = {one.name: one for one in budgets.spent}
-        for name, caller in self._callers.items():
+        for name, caller in self.callers.items():
             caller.spent = spent.get(name)
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each change of the rules."""
         self._listeners.append(listener)
-
-    @property
-    def callers(self) -> dict[str, ApiKey]:
-        """Return the callers by the names of their keys."""
-        return self._callers
 
     # ---- the other gateways
 
@@ -93,13 +87,13 @@ class Access:
         """Return the new use of keys to report to the other gateways; None if there is none."""
         if not self.closed:
             return None
-        uses = tuple(use for caller in self._callers.values() if (use := caller.use()))
+        uses = tuple(use for caller in self.callers.values() if (use := caller.use()))
         return KeyUsage(gateway, uses) if uses else None
 
     def add_usage(self, spent: KeyUsage) -> None:
         """Count the use of keys at another gateway."""
         for use in spent.uses:
-            if (caller := self._callers.get(use.name)) is not None:
+            if (caller := self.callers.get(use.name)) is not None:
                 caller.add_usage(spent.gateway, use)
 
     # ---- authentication
@@ -107,12 +101,12 @@ class Access:
     def find_verified(self, key: bytes) -> ApiKey | None:
         """Return the caller of a key that has been verified before, else None."""
         name = self._verifier.find_verified(key)
-        return None if name is None else self._callers.get(name)
+        return None if name is None else self.callers.get(name)
 
     async def verify(self, key: bytes) -> ApiKey:
         """Return the caller of a key. Raises InvalidKey, and Busy if too many keys wait."""
         name = await self._verifier.verify(key)
-        caller = None if name is None else self._callers.get(name)
+        caller = None if name is None else self.callers.get(name)
         if caller is None:
             raise InvalidKey("this API key is not known here")
         return caller
@@ -131,7 +125,7 @@ class Access:
 
     def _signed_in(self, token: str) -> ApiKey:
         name = sessions.name_in(token, self.rules, time.time())
-        caller = None if name is None else self._callers.get(name)
+        caller = None if name is None else self.callers.get(name)
         if caller is None:
             raise InvalidKey("this session is over; sign in again")
         return caller

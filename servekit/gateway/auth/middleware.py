@@ -87,12 +87,16 @@ class AuthMiddleware:
         self._forwarded = ForwardedAddress(proxies) if proxies else None
         self._strangers = CsrfCheck(rules.hosts, rules.cors) if rules.hosts else None
         for path, handler in self._handlers.items():
-            self.exchanges[path] = handler if self.open else partial(self._pass, handler)
+            if self._access.closed:
+                handler = partial(self._authenticate, handler)
+            if rules.cors or rules.hosts or proxies:
+                handler = partial(self._check_origin, handler)
+            self.exchanges[path] = handler
 
     # ---- fast responses
 
-    def _pass(self, handler: FastHandler, exchange: FastResponse) -> None:
-        """Answer a request once its key is verified, which nearly always is at once."""
+    def _check_origin(self, handler: FastHandler, exchange: FastResponse) -> None:
+        """Let `handler` go on with a request that no stranger's page sends."""
         if self._access.rules.cors:
             exchange.extra = self._cors(exchange.headers)
         if self._forwarded is not None:
@@ -100,9 +104,10 @@ class AuthMiddleware:
             origin.address = self._forwarded.find(origin.address, exchange.protocol.headers)
         if self._strangers is not None:
             self._strangers.check_request(exchange.headers)
-        if not self._access.closed:
-            handler(exchange)
-            return
+        handler(exchange)
+
+    def _authenticate(self, handler: FastHandler, exchange: FastResponse) -> None:
+        """Answer a request once its key is verified, which nearly always is at once."""
         protocol, callers = exchange.protocol, self._access.callers
         if (holder := protocol.holder) is not None and holder[0] is callers:
             # the same head again, under the same rules: nearly all requests of a kept connection

@@ -184,6 +184,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.limits = limits
         self.url = b""  # of the last request
+        self.headers_by_name: dict[bytes, bytes] = {}  # likewise
         self._max_header_bytes = limits.header_bytes
         self._header_bytes = 0  # of the current message; see _BODY and _REFUSED
         self._body_comes = False
@@ -324,7 +325,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
         Host must come exactly once: a proxy might use another of several values than we do.
         """
-        hosts = [name for name, _ in self.headers].count(b"host")
+        self.headers_by_name = by_name = dict(self.headers)
+        if len(by_name) == len(self.headers):
+            hosts = int(b"host" in by_name)
+        else:
+            hosts = [name for name, _ in self.headers].count(b"host")
         if hosts != 1 and (hosts or self.parser.get_http_version() != "1.0"):
             raise BadHttp(f"the Host header must come once, and came {hosts} times")
         if self._spare and self.url.partition(b"?")[0] not in VITAL:

@@ -41,16 +41,12 @@ class Head(NamedTuple):
     def parse(cls, data: bytes) -> Head | None:
         """Return the head of `data` if that is exactly one complete request, else None."""
         end = data.find(_END) + len(_END)
-        found = _length.findall(data, 0, end)
-        if (
-            not len(_END) <= end <= MOST_BYTES
-            or len(found) != 1
-            or end + int(found[0]) != len(data)
-        ):
+        found = _length.search(data, 0, end)
+        if found is None or end > MOST_BYTES or end + int(found[1]) != len(data):
             return None
-        at = _length.search(data)
-        assert at is not None
-        return cls(data[: at.start(1)], data[at.end(1) : end])
+        if _length.search(data, found.end(), end) is not None:
+            return None
+        return cls(data[: found.start(1)], data[found.end(1) : end])
 
     def body_of(self, data: bytes) -> bytes | None:
         """Return the body of `data` if that is one complete request with this head, else None."""
@@ -94,8 +90,7 @@ class Http(LimitedProtocol):
         # the last fast response; `cycle` may be a later, pipelined request
         self._exchange: FastResponse | None = None
         self._head: Head | None = None  # of the last parsed request
-        self.headers_by_name: dict[bytes, bytes] = {}  # of the last fast request
-        #: The holder of the key in these headers, and the callers among which it was found.
+        #: The holder of the key in the headers, and the callers among which it was found.
         self.holder: tuple[Mapping[str, ApiKey], ApiKey] | None = None
         self._within = False  # a message has begun and is incomplete
         self._idle_since_s = 0.0  # end of the last fast response; 0 once data comes
@@ -133,8 +128,8 @@ class Http(LimitedProtocol):
             or len(body) > self.max_body_bytes
         ):
             return False
-        self._exchange = exchange = FastResponse(self, handler)
-        self.cycle = cast(Any, exchange)
+        exchange: Any = FastResponse(self, handler)
+        self._exchange = self.cycle = exchange
         exchange.body = body
         exchange.begin()
         return True
@@ -214,9 +209,9 @@ class Http(LimitedProtocol):
             super().on_headers_complete()
             return
         self.header_ends()
-        self.headers_by_name, self.holder = dict(self.headers), None
-        self._exchange = exchange = FastResponse(self, handler)
-        self.cycle = cast(Any, exchange)
+        self.holder = None
+        exchange: Any = FastResponse(self, handler)
+        self._exchange = self.cycle = exchange
         declared = self.headers_by_name.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > self.max_body_bytes:
             exchange.send_error(too_large(self.max_body_bytes))

@@ -34,8 +34,11 @@ _MAPPINGS = ("properties", "patternProperties", "dependentSchemas", "$defs", "de
 
 def check_call(call: InflightRequest, limits: RequestLimits) -> None:
     """Raise RequestError if a call holds more messages or stop strings than allowed."""
-    _check(len(call.messages or ()), limits.messages, "messages", "messages")
-    _check(len(call.params.stop), limits.stop_strings, "stop", "stop_strings")
+    messages, stops = call.messages, call.params.stop
+    if messages is not None and len(messages) > limits.messages:
+        raise _too_many(len(messages), limits.messages, "messages", "messages")
+    if len(stops) > limits.stop_strings:
+        raise _too_many(len(stops), limits.stop_strings, "stop", "stop_strings")
 
 
 def held_bytes(call: InflightRequest) -> int:
@@ -46,10 +49,9 @@ def held_bytes(call: InflightRequest) -> int:
     if call.more:
         size += _size(call.more)
     for message in call.messages or ():
-        content = message.content
-        size += sys.getsizeof(content) if type(content) is str else _size(content)
+        size += sys.getsizeof(message.content)
         if message.reasoning:
-            size += _size(message.reasoning)
+            size += sys.getsizeof(message.reasoning)
         if message.tool_calls:
             size += sum(_size(called.arguments) for called in message.tool_calls)
     return size
@@ -161,10 +163,9 @@ def check_free(
         check_grammar(grammar, limits)
 
 
-def _check(count: int, most: int, param: str, key: str) -> None:
-    if count > most:
-        message = f"{param}: {count} are over the limit of {most}; see server.limits.{key}"
-        raise RequestError(message, param=param)
+def _too_many(count: int, most: int, param: str, key: str) -> RequestError:
+    message = f"{param}: {count} are over the limit of {most}; see server.limits.{key}"
+    return RequestError(message, param=param)
 
 
 def _too_deep(param: str, most: int, key: str) -> RequestError:

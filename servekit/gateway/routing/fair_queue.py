@@ -9,7 +9,7 @@ import heapq
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
@@ -19,13 +19,9 @@ Item = TypeVar("Item")
 STEP_S = 10.0
 
 
-class _Entry(NamedTuple, Generic[Item]):
-    rank: float  # lowest leaves first: arrival time plus STEP_S for each step of priority
-    item: Item
-    size_bytes: int = 0
-
-
-_Lane = OrderedDict[str, deque[_Entry[Item]]]
+#: By key: rank, item and size in bytes. The lowest rank leaves first: the time of arrival plus
+#: STEP_S for each step of priority.
+_Lane = OrderedDict[str, deque[tuple[float, Item, int]]]
 
 
 class FairQueue(Generic[Item]):
@@ -60,8 +56,11 @@ class FairQueue(Generic[Item]):
         size_bytes: int = 0,
     ) -> None:
         """Add an item that arrived at `at_s`; the caller has checked `full`."""
-        lane = self._lanes.setdefault(priority, OrderedDict())
-        lane.setdefault(key, deque()).append(_Entry(at_s + priority * STEP_S, item, size_bytes))
+        if (lane := self._lanes.get(priority)) is None:
+            lane = self._lanes[priority] = OrderedDict()
+        if (items := lane.get(key)) is None:
+            items = lane[key] = deque()
+        items.append((at_s + priority * STEP_S, item, size_bytes))
         self.size += 1
         self.size_bytes += size_bytes
 
@@ -80,21 +79,24 @@ class FairQueue(Generic[Item]):
         self.size -= 1
         if self._returned:
             return self._returned.popleft()
-        priority = min(self._lanes, key=self._rank_next)
-        lane = self._lanes[priority]
+        lanes = self._lanes
+        priority, lane = next(iter(lanes.items()))
+        if len(lanes) > 1:
+            priority = min(lanes, key=self._rank_next)
+            lane = lanes[priority]
         key, items = lane.popitem(last=False)
         _, item, size_bytes = items.popleft()
         self.size_bytes -= size_bytes
         if items:
             lane[key] = items  # moves the key behind all others
         elif not lane:
-            del self._lanes[priority]
+            del lanes[priority]
         return item
 
     def _rank_next(self, priority: int) -> tuple[float, int]:
         """Return the rank of a lane's next item and the priority, which decides between equals."""
         items = next(iter(self._lanes[priority].values()))
-        return items[0].rank, priority
+        return items[0][0], priority
 
     def crowd_out(self, key: str) -> Item | None:
         """Make room for an item of `key`: remove the newest item of the key with the most items.
@@ -128,7 +130,7 @@ class FairQueue(Generic[Item]):
         held: Counter[str] = Counter()
         for lane in self._lanes.values():
             for key, items in lane.items():
-                held[key] += sum(entry.size_bytes for entry in items)
+                held[key] += sum(size_bytes for _, _, size_bytes in items)
         return held
 
     def remove(self, item: Item, *, turn: bool = False) -> bool:
@@ -149,10 +151,10 @@ class FairQueue(Generic[Item]):
     def _take_waiting(self, item: Item, turn: bool) -> bool:
         for priority, lane in self._lanes.items():
             for key, items in lane.items():
-                for at, entry in enumerate(items):
-                    if entry.item is item:
+                for at, (_, other, size_bytes) in enumerate(items):
+                    if other is item:
                         del items[at]
-                        self.size_bytes -= entry.size_bytes
+                        self.size_bytes -= size_bytes
                         if turn:
                             lane.move_to_end(key)
                         self._forget_empty(priority, key)
@@ -170,7 +172,7 @@ class FairQueue(Generic[Item]):
         """Yield the first item of each key and the first returned one; the oldest is among them."""
         yield from islice(self._returned, 1)
         for lane in self._lanes.values():
-            yield from (items[0].item for items in lane.values())
+            yield from (items[0][1] for items in lane.values())
 
     def position(self, item: Item) -> int | None:
         """Return how many items would leave before this one; None if it is not there. O(n)."""
@@ -190,4 +192,4 @@ def _in_turns(priority: int, lane: _Lane[Item]) -> Iterator[tuple[float, int, It
     for turn in range(max(map(len, rest))):
         for items in rest:
             if turn < len(items):
-                yield items[turn].rank, priority, items[turn].item
+                yield items[turn][0], priority, items[turn][1]

@@ -91,8 +91,8 @@ class ModelQueue:
     @property
     def ready(self) -> bool:
         """Return whether a request sent now can complete."""
-        for replica in self.replicas.values():  # noqa: SIM110 - a quarter of a generator's time
-            if replica.routable:
+        for replica in self.replicas.values():
+            if replica.wanted and replica.info is not None:
                 return True
         return False
 

@@ -87,14 +87,11 @@ def is_source(entry: Quarantined) -> bool:
 
 
 class Quarantine:
-    """The quarantine entries of this gateway; false while there are none. `now_s` is monotonic."""
+    """The quarantine entries of this gateway, by model and fingerprint. `now_s` is monotonic."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, str], QuarantineEntry] = {}  # by model and fingerprint
+        self.held: dict[tuple[str, str], QuarantineEntry] = {}
         self._harmless: set[str] = set()  # likenesses that have come through meanwhile
-
-    def __bool__(self) -> bool:
-        return bool(self._held)
 
     def adopt_entries(self, entries: Iterable[Quarantined], now_s: float) -> list[Quarantined]:
         """Add entries and drop expired ones; return those that are new.
@@ -104,13 +101,13 @@ class Quarantine:
         new = []
         for entry in entries:
             at = entry.model, entry.fingerprint
-            known, until_s = self._held.get(at), now_s + entry.for_s
+            known, until_s = self.held.get(at), now_s + entry.for_s
             changed = known is not None and known.entry.generation != entry.generation
             if known is None or changed or known.until_s < until_s:
-                self._held[at] = QuarantineEntry(entry, until_s, known.like if known else "")
+                self.held[at] = QuarantineEntry(entry, until_s, known.like if known else "")
                 new += [entry] if known is None else []
-        self._held = {at: held for at, held in self._held.items() if held.until_s > now_s}
-        if not self._held:
+        self.held = {at: held for at, held in self.held.items() if held.until_s > now_s}
+        if not self.held:
             self._harmless.clear()
         return new
 
@@ -123,19 +120,19 @@ class Quarantine:
             request="" if call.origin is None else call.origin.name,
         )  # fmt: skip
         entry = self._commit(status, mark, status.quarantine_s, now_s)
-        if (held := self._held.get(at := (status.name, mark))) is not None:
+        if (held := self.held.get(at := (status.name, mark))) is not None:
             like = text_fingerprint(status.name, call)
-            self._held[at] = held._replace(like="" if like in self._harmless else like)
+            self.held[at] = held._replace(like="" if like in self._harmless else like)
         return entry
 
     def clear(self, model: str, call: InflightRequest) -> None:
         """Stop refusing requests by a likeness of which this call has come through."""
-        if any(held.like for held in self._held.values()):
+        if any(held.like for held in self.held.values()):
             like = text_fingerprint(model, call)
-            for at, held in self._held.items():
+            for at, held in self.held.items():
                 if held.like == like:
                     self._harmless.add(like)
-                    self._held[at] = held._replace(like="")
+                    self.held[at] = held._replace(like="")
 
     def commit_source(
         self, status: ModelStatus, source: str, for_s: float, now_s: float
@@ -153,15 +150,13 @@ class Quarantine:
         self, status: ModelStatus, call: InflightRequest, now_s: float
     ) -> RequestError | None:
         """Return the error if this call is refused, else None."""
-        if not self._held:
+        if not self.held:
             return None
         for mark in (source_of(call), fingerprint(status.name, call)):
-            held = self._held.get((status.name, mark))
+            held = self.held.get((status.name, mark))
             if held is not None and held.is_active(status, now_s):
                 return refusal(held.entry, held.until_s - now_s)
-        likes = [
-            held for held in self._held.values() if held.like and held.is_active(status, now_s)
-        ]
+        likes = [held for held in self.held.values() if held.like and held.is_active(status, now_s)]
         if len(likes) < ALIKE:
             return None
         like = text_fingerprint(status.name, call)

@@ -275,18 +275,19 @@ class InflightRequest:
             self.params,
             self.prompt,
             self.messages,
-            list(self.emitted),
+            self.emitted,
             self.chars,
             request="" if self.origin is None else self.origin.name,
             trace=self.trace,
             continuation=self.continuation,
             cache_salt=self.cache_salt,
+            alone_until=self.alone_until,
         )
         if self.more:
             request = replace(request, **self.more)
         if self.answered:
             request = replace(request, answered="".join(self.answered))
-        return replace(request, alone_until=self.alone_until) if self.alone_until else request
+        return request
 
     def set_position(self, place: int | None) -> None:
         """Set a new queue position, None once the call does not wait, and wake the consumer."""
@@ -308,16 +309,17 @@ class InflightRequest:
             self.emitted += delta.token_ids
         self.chars += len(delta.text)
         self.prompt_tokens, self.cached_tokens = delta.prompt_tokens, delta.cached_tokens
-        texts, ends = self.texts, delta.finish is not None
-        if texts or not ends or self._deltas:
+        texts, finish = self.texts, delta.finish
+        if texts or finish is None or self._deltas:
             texts.append(delta.text)  # else the last delta is all there is, with its text
         if self.continuation is not None and self.continuation.by_text:
             self._keep_answer(delta.text)
-        if ends or delta.logprobs or delta.prompt is not None:
+        if finish is not None or delta.logprobs or delta.prompt is not None:
             self._deltas.append(delta)
-        if delta.finish is not None:
-            self._end(delta.finish, delta)
-        if self.stream or self.done:
+        if finish is not None:
+            self._end(finish, delta)
+            self.wake()
+        elif self.stream:
             self.wake()
 
     def _note_first_token(self) -> None:
@@ -371,13 +373,14 @@ class InflightRequest:
 
     def _end(self, outcome: str, last: Delta | None) -> None:
         self.done = True
+        if not self.observers:  # no router has accepted it
+            return
         for observer in self.observers:
             observer.on_ended(self, outcome, last)
-        if self.observers:  # else no router has accepted it
-            if self.caller is not None:
-                self.caller.on_ended(self, outcome, last)
-            if self.origin is not None:
-                self.origin.on_ended(self, outcome, last)
+        if self.caller is not None:
+            self.caller.on_ended(self, outcome, last)
+        if self.origin is not None:
+            self.origin.on_ended(self, outcome, last)
 
     def wake(self) -> None:
         """Tell the consumer that there is news."""

@@ -151,7 +151,9 @@ class Router:
             replica = None if waits else route.best(call)
             if replica is None:
                 check_fits(call, route.status.info)
-                self._make_room_in_memory(route, call, size_bytes := held_bytes(call))
+                size_bytes = held_bytes(call)
+                if self._queued_bytes() + size_bytes > self.access.rules.max_queue_bytes:
+                    self._make_room_in_memory(route, call, size_bytes)
         except RequestError as error:
             self.measures.count_refusal(self, call, error)
             raise
@@ -166,7 +168,8 @@ class Router:
             replica.run(call)
         else:
             route.queue.push(call, call.key, call.priority, call.created_s, size_bytes)
-            route.borrow()
+            if not waits:  # else they are asked for already
+                route.borrow()
             if route.on_wait is not None:
                 route.on_wait(route)
         return call
@@ -189,7 +192,7 @@ class Router:
         if self.draining:
             raise ModelUnavailable("servekit is shutting down", retry_after_s=5.0)
         route.check_available()
-        now_s = time.monotonic()
+        now_s = call.created_s
         if (error := self.quarantine.error(route.status, call, now_s)) is not None:
             raise error
         if self.sources.has_suspects(now_s):
@@ -469,12 +472,12 @@ class Router:
         return sources - {""}
 
     def _clear(self, call: InflightRequest) -> None:
-        if self.quarantine and call.route is not None:
+        if self.quarantine.held and call.route is not None:
             self.quarantine.clear(call.route.status.name, call)
         if call.suspect is not None:
             self.sources.clear(call.suspect)
             call.suspect = None
-        if self.sources:
+        if self.sources.deaths:
             self.sources.pass_through(source_of(call), alone=bool(call.alone_until))
 
     def _charge(self, call: InflightRequest) -> None:

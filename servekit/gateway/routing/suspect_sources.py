@@ -198,7 +198,7 @@ class Sources:
         self.has_peers = False  # there are other gateways
         self._on_news = on_news
         self._numbers = itertools.count()
-        self._deaths: dict[str, Death] = {}  # by worker, the oldest first
+        self.deaths: dict[str, Death] = {}  # by worker, the oldest first
         self._refused: Counter[str] = Counter()  # how often
         self._charged: set[str] | None = None  # charged marks; None: not known
         self._changed: dict[str, Death] = {}  # by worker; this and the following are news
@@ -206,13 +206,9 @@ class Sources:
         self._refusals: list[str] = []
         self._announced = False
 
-    def __bool__(self) -> bool:
-        """Return whether any death is remembered."""
-        return bool(self._deaths)
-
     def has_suspects(self, now_s: float) -> bool:
         """Return whether any mark is charged with a death."""
-        if not self._deaths:
+        if not self.deaths:
             return False
         self._forget(now_s)
         return bool(self._charged_marks())
@@ -258,7 +254,7 @@ class Sources:
     def _count_passed(self, mark: str, alone: int) -> bool:
         """Count requests of a source that have come through; return whether it matters."""
         matters = False
-        for death in self._deaths.values():
+        for death in self.deaths.values():
             if mark in death:
                 matters = matters or alone > 0 or (death.sure and mark not in death.passed)
                 death.passed[mark] = death.passed.get(mark, 0) + alone
@@ -276,7 +272,7 @@ class Sources:
     def pause_s(self, mark: str, now_s: float) -> float:
         """Return the remaining pause of a source with the verdict WAITS."""
         last_s = max(
-            (one.at_s for one in self._deaths.values() if one.charged_share(mark)), default=0.0
+            (one.at_s for one in self.deaths.values() if one.charged_share(mark)), default=0.0
         )
         return max(0.0, last_s + self.whole_pause_s(mark, now_s) - now_s)
 
@@ -290,7 +286,7 @@ class Sources:
 
     def _weigh(self, mark: str, now_s: float, fade: float = _FADE) -> Charges:
         deaths = sure = vain = 0.0
-        for death in self._deaths.values():
+        for death in self.deaths.values():
             if share := death.charged_share(mark, fade):
                 share *= 0.5 ** ((now_s - death.at_s) / HALF_LIFE_S)
                 deaths += share
@@ -338,7 +334,7 @@ class Sources:
         self._charged = None
 
     def _report(self, death: Death) -> None:
-        if self.has_peers and self._deaths.get(death.worker) is death:
+        if self.has_peers and self.deaths.get(death.worker) is death:
             self._changed[death.worker] = death
             self._announce()
 
@@ -351,31 +347,31 @@ class Sources:
 
     def _charged_marks(self) -> set[str]:
         if self._charged is None:
-            self._charged = {mark for one in self._deaths.values() for mark in one.marks()}
+            self._charged = {mark for one in self.deaths.values() for mark in one.marks()}
         return self._charged
 
     def _name(self, worker: str) -> str:
         """Return a name for a death: the worker's, unless its connection was lost before."""
-        known = self._deaths.get(worker)
+        known = self.deaths.get(worker)
         is_ours = known is not None and bool(known.charged)
         return f"{worker} {next(self._numbers)}" if is_ours or not worker else worker
 
     def _remember(self, worker: str, at_s: float, sure: bool) -> Death:
         """Return the death of a worker, which another gateway may have reported already."""
-        death = self._deaths.get(worker)
+        death = self.deaths.get(worker)
         if death is None:
-            if len(self._deaths) >= _MOST_DEATHS:
+            if len(self.deaths) >= _MOST_DEATHS:
                 self._drop_oldest()
-            death = self._deaths[worker] = Death(worker, at_s, sure)
+            death = self.deaths[worker] = Death(worker, at_s, sure)
         death.sure = death.sure or sure
         return death
 
     def _forget(self, now_s: float) -> None:
-        while self._deaths and now_s - next(iter(self._deaths.values())).at_s > _FORGET_S:
+        while self.deaths and now_s - next(iter(self.deaths.values())).at_s > _FORGET_S:
             self._drop_oldest()
-        if not self._deaths:
+        if not self.deaths:
             self._refused.clear()
 
     def _drop_oldest(self) -> None:
-        del self._deaths[next(iter(self._deaths))]
+        del self.deaths[next(iter(self.deaths))]
         self._charged = None

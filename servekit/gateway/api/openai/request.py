@@ -326,11 +326,11 @@ def chat_messages(messages: Sequence[InMessage]) -> list[ChatMessage]:
 
 
 def _message(message: InMessage, at: int) -> ChatMessage:
-    where = f"messages[{at}].content"
     role = "system" if message.role == "developer" else message.role
     content = message.content
     if isinstance(content, str) and role in ("user", "system"):
         return ChatMessage(role, content, message.name)
+    where = f"messages[{at}].content"
     if content is None and not message.tool_calls:
         if message.refusal is None:
             raise RequestError(f"{where} is required", param=where)

@@ -59,13 +59,13 @@ def test_what_others_have_found_is_held_too_and_forgotten_in_time() -> None:
     quarantine.adopt_entries([Quarantined(mark, "m", 0.0, 20.0)], 0.0)
     assert quarantine.error(STATUS, ask(), 49.0) is not None
     quarantine.adopt_entries([], 51.0)
-    assert not quarantine
+    assert not quarantine.held
 
 
 def test_a_quarantine_of_no_time_is_none() -> None:
     quarantine = Quarantine()
     quarantine.commit(replace(STATUS, quarantine_s=0.0), ask(), 5.0)
-    assert not quarantine
+    assert not quarantine.held
 
 
 def test_another_generation_of_the_model_is_free_of_it() -> None:

@@ -277,6 +277,6 @@ def test_what_is_remembered_is_bounded_however_much_is_reported() -> None:
     gateways = Gateways()
     for at in range(1000):
         gateways.kill(at % 2, mark=f"address:{at}", worker=f"w{at}.sock")
-    assert all(len(one._deaths) == 64 for one in gateways.both)
+    assert all(len(one.deaths) == 64 for one in gateways.both)
     assert gateways.judge("address:0") == [Verdict.FREE] * 2
     assert not any(one.has_suspects(10_000.0) for one in gateways.both)
