@@ -239,6 +239,8 @@ async def disturb(subjects: Sequence[Subject], args: argparse.Namespace) -> None
                 await load.enter_async_context(one.scene.bystanders(args.clients, one.ask))
             for way in list(args.ways or WAYS) * args.rounds:
                 for one in (one for one in subjects if way in one.ways):
+                    if way == "absence" and len(subjects) == 1:
+                        continue  # a file has one model at least
                     began_s = time.monotonic()
                     await until_answered(subjects)
                     await WAYS[way](one, subjects)
