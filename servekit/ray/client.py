@@ -30,7 +30,7 @@ from servekit.protocol.ray_messages import (
     PlacementWaits,
     RequestFailed,
 )
-from servekit.supervisor.lifecycle.history import StartReason
+from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
 from servekit.supervisor.process.child_process import Command
 

@@ -32,7 +32,7 @@ from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.socket_handover import heir_path
 from servekit.request_log import file_of
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.history import StartReason
+from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
 from servekit.supervisor.lifecycle.remote_process import AnyChild
 from servekit.supervisor.process import environment

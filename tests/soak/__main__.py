@@ -66,39 +66,39 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def model(wish: argparse.Namespace) -> dict[str, Any]:
+def model(args: argparse.Namespace) -> dict[str, Any]:
     """The model's section of the configuration."""
-    if wish.engine == "echo":
+    if args.engine == "echo":
         # Slots for all on half of the workers: what the others leave behind finds room at once.
-        slots = math.ceil(wish.streams * wish.gateways / max(1, wish.workers // 2))
-        return echo("soak", replicas=wish.workers, step_s=STEP_S, slots=slots)
+        slots = math.ceil(args.streams * args.gateways / max(1, args.workers // 2))
+        return echo("soak", replicas=args.workers, step_s=STEP_S, slots=slots)
     path = load_config(DEMO).models[0].path
-    options = {"threads": 1, "slots": 2 * wish.streams, "kv_cache_bytes": KV_CACHE_BYTES}
-    settings = {"name": "soak", "path": path, "device": "cpu", "replicas": wish.workers}
+    options = {"threads": 1, "slots": 2 * args.streams, "kv_cache_bytes": KV_CACHE_BYTES}
+    settings = {"name": "soak", "path": path, "device": "cpu", "replicas": args.workers}
     return {**settings, "max_context": 512, "options": options}
 
 
-def questions(wish: argparse.Namespace) -> list[Question]:
+def questions(args: argparse.Namespace) -> list[Question]:
     """Answers of all lengths from echo, all of the same from a model."""
-    if wish.engine == "echo":
-        least = wish.tokens // 6
-        sizes = [least + (wish.tokens - least) * n // (QUESTIONS - 1) for n in range(QUESTIONS)]
+    if args.engine == "echo":
+        least = args.tokens // 6
+        sizes = [least + (args.tokens - least) * n // (QUESTIONS - 1) for n in range(QUESTIONS)]
         return [Question("soak", make_prompt(n), size) for n, size in enumerate(sizes)]
-    return [Question("soak", make_prompt(n, words=8), wish.tokens) for n in range(4 * wish.streams)]
+    return [Question("soak", make_prompt(n, words=8), args.tokens) for n in range(4 * args.streams)]
 
 
-async def soak(url: str, run_dir: Path, wish: argparse.Namespace) -> tuple[Load, Killer, float]:
+async def soak(url: str, run_dir: Path, args: argparse.Namespace) -> tuple[Load, Killer, float]:
     """The load, the killer, and the time of this process on the processor per second."""
     target = await Target.find(url, run_dir, None)
-    known = await learn_answers(target.client, questions(wish), at_once=wish.streams)
+    known = await learn_answers(target.client, questions(args), at_once=args.streams)
     unsure = sum(not one.sure for one in known)
     if unsure:
         print(f"{unsure} of {len(known)} questions are not answered alike twice", file=sys.stderr)
     began, used = time.monotonic(), _cpu_s()
-    async with Load(target.client, known, wish.streams) as load_:
+    async with Load(target.client, known, args.streams) as load_:
         await load_.until_busy(60.0)
-        killer = Killer(target, load_, wish.kill_every_s, wish.seed, wish.deaths)
-        await killer.run(60 * wish.minutes)
+        killer = Killer(target, load_, args.kill_every_s, args.seed, args.deaths)
+        await killer.run(60 * args.minutes)
     return load_, killer, (_cpu_s() - used) / (time.monotonic() - began)
 
 
@@ -155,20 +155,20 @@ def table(head: str, lines: Sequence[tuple[str, ...]]) -> str:
 
 
 def main() -> int:
-    wish = parse(sys.argv[1:])
+    args = parse(sys.argv[1:])
     with (
         tempfile.TemporaryDirectory(prefix="servekit-soak-") as folder,
         Instance.up(
-            Path(folder), [model(wish)], server={"gateways": wish.gateways}, env={CHAOS: "1"}
+            Path(folder), [model(args)], server={"gateways": args.gateways}, env={CHAOS: "1"}
         ) as instance,
     ):
         instance.until_settled(within_s=600.0)
-        done, killer, client = asyncio.run(soak(instance.url, instance.run_dir, wish))
+        done, killer, client = asyncio.run(soak(instance.url, instance.run_dir, args))
     tally = done.tally
     head = (
-        f"{wish.engine}: {wish.streams} streams at a time, {wish.workers} workers, "
-        f"one death every {wish.kill_every_s:g} s for {wish.minutes:g} minutes, "
-        f"answers of at most {wish.tokens} tokens"
+        f"{args.engine}: {args.streams} streams at a time, {args.workers} workers, "
+        f"one death every {args.kill_every_s:g} s for {args.minutes:g} minutes, "
+        f"answers of at most {args.tokens} tokens"
     )
     print(table(head, rows(tally, killer, client, STEP_S)))
     if tally.complaints():

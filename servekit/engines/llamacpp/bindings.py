@@ -274,14 +274,14 @@ _KINDS: dict[str, Callable[[Any], Binding]] = {
 _opened: dict[str, Binding] = {}
 
 
-def open_binding(wish: str, library: str | None = None) -> Binding:
-    """Return the binding named `wish`; "auto" means the first installed one. Raises LoadError.
+def open_binding(name_or_auto: str, library: str | None = None) -> Binding:
+    """Return the binding of that name; "auto" means the first installed one. Raises LoadError.
 
     `library` is a folder with llama.cpp's own libraries, or a file in it, to use instead.
     """
     if library is not None:
         return _open_build(library)
-    for name in MODULES if wish == "auto" else (wish,):
+    for name in MODULES if name_or_auto == "auto" else (name_or_auto,):
         if name in _opened:
             return _opened[name]
         try:
@@ -292,7 +292,7 @@ def open_binding(wish: str, library: str | None = None) -> Binding:
             raise LoadError(f"{name} is installed, but cannot be loaded: {error}.") from error
         _opened[name] = _KINDS[name](module)
         return _opened[name]
-    if wish == "llama-cpp-python":
+    if name_or_auto == "llama-cpp-python":
         raise LoadError("llama-cpp-python is not installed: pip install llama-cpp-python.")
     raise LoadError("engine llamacpp needs llama.cpp: pip install 'servekit[llamacpp]'.")
 

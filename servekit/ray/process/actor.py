@@ -139,7 +139,7 @@ class ProcessActor:
 
     # ---- calls by the driver
 
-    def look(self) -> bytes:
+    def inspect(self) -> bytes:
         """Return the node and what runs here: an encoded ActorState."""
         import ray
 
@@ -153,7 +153,7 @@ class ProcessActor:
         """Start a process: return its PID and address, or why it failed."""
         self._asked()
         order = msgspec.msgpack.decode(encoded, type=Start)
-        self.end()
+        self.kill_process()
         try:
             listening = self._sockets.open(order.listen)
         except StartError as error:
@@ -169,7 +169,7 @@ class ProcessActor:
         self._asked()
         if process.address or process.code is not None:
             return process.pid, process.address, ""
-        self.end()
+        self.kill_process()
         return 0, "", f"it did not listen within {_LISTENS_WITHIN_S:g} s"
 
     def poll(self, seen: int, wait_s: float) -> bytes:
@@ -223,7 +223,7 @@ class ProcessActor:
         rss_bytes = procfs.rss_bytes(pid, group_of(pid) - {pid}) if pid else 0
         return msgspec.msgpack.encode(Figures(gpus, pid, held, rss_bytes))
 
-    def end(self) -> None:
+    def kill_process(self) -> None:
         """Kill the process, and return when nothing of it is left."""
         process = self._process
         if process is not None and process.warden is not None:
@@ -323,7 +323,7 @@ class ProcessActor:
         limit_s = self._grace_s + _LONGER_S
         while time.monotonic() - self._asked_at < limit_s or self._running() is not None:
             time.sleep(_LOOK_EVERY_S)
-        self.end()
+        self.kill_process()
         _release_actor()
 
 

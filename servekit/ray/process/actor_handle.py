@@ -66,7 +66,7 @@ class ActorHandle:
 
     async def inspect(self) -> ActorState:
         """Return the node and what runs there. Raises Gone."""
-        answer = await self._call(self._actor.look, within_s=_ANSWER_S)
+        answer = await self._call(self._actor.inspect, within_s=_ANSWER_S)
         self.state = msgspec.msgpack.decode(answer, type=ActorState)
         return self.state
 
@@ -97,7 +97,7 @@ class ActorHandle:
     async def end(self) -> None:
         """Kill the process, and wait for its end."""
         with contextlib.suppress(Gone):
-            await self._call(self._actor.end, within_s=_ANSWER_S)
+            await self._call(self._actor.kill_process, within_s=_ANSWER_S)
 
     async def release(self) -> None:
         """Release the place, and return when Ray has done so."""
@@ -192,7 +192,7 @@ def _create_actor(label: str, there: Any, order: PlaceWorker, grace_s: float) ->
 
 async def _await_up(handle: ActorHandle) -> None:
     """Wait until the actor's process is up. Raises Gone."""
-    answer = await handle._call(handle._actor.look, within_s=_ACTOR_S)
+    answer = await handle._call(handle._actor.inspect, within_s=_ACTOR_S)
     handle.state = msgspec.msgpack.decode(answer, type=ActorState)
 
 

@@ -23,7 +23,7 @@ from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.deployment_manager import DeploymentManager
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.gateway_process import Gateway
-from servekit.supervisor.lifecycle.history import StartReason
+from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.model_swap.manager import SwapManager
 from servekit.supervisor.model_swap.memory_accounting import CPU
 from servekit.supervisor.workers.worker_process import WorkerProcess

@@ -25,7 +25,7 @@ from servekit.supervisor.adapters.rollout import Adapters
 from servekit.supervisor.deployments.config_diff import Slots, same_worker
 from servekit.supervisor.deployments.worker_pool import WorkerPool
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.history import StartReason
+from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ProcessEvent
 from servekit.supervisor.lifecycle.restart_policy import make_circuit_breaker
 from servekit.supervisor.scheduling.memory_requests import Assignment, least

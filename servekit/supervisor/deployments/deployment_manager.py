@@ -16,7 +16,7 @@ from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.deployments.worker_pool import WorkerPool
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.history import StartReason
+from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.lifecycle.managed_process import SupervisorContext
 from servekit.supervisor.workers.fork_server import ForkServer
 from servekit.supervisor.workers.worker_process import WorkerProcess

@@ -35,7 +35,7 @@ from servekit.protocol.messages import (
     WorkerState,
 )
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.history import (
+from servekit.supervisor.lifecycle.exit_history import (
     ExitHistory,
     LastSeen,
     StartReason,

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from servekit.config.engines.options import KINDS
 from servekit.protocol.residency import LoadMode, Residency, ResidencyStatus, Want, tier_text
 from servekit.supervisor.deployments.deployment import Deployment
-from servekit.supervisor.lifecycle.history import StartReason
+from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.model_swap import policy
 from servekit.supervisor.model_swap.types import UNKNOWN_S, PolicyInput
 from servekit.supervisor.scheduling.gpu_admission import NOTHING

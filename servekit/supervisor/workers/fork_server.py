@@ -27,7 +27,7 @@ from servekit.protocol import fork_server
 from servekit.protocol.fork_server import Fork, FromStandby, NotForked, Prepared
 from servekit.protocol.messages import BootFailed, Load, ReplicaStatus, Stop
 from servekit.supervisor.deployments.config_diff import same_worker
-from servekit.supervisor.lifecycle.history import StartReason
+from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess, SupervisorContext
 from servekit.supervisor.process import environment
 from servekit.supervisor.process.child_process import Command

@@ -10,7 +10,7 @@ from servekit.config.schema import ModelConfig
 from servekit.protocol.messages import ModelInfo
 from servekit.supervisor.deployments.config_diff import Slots
 from servekit.supervisor.deployments.deployment import Deployment
-from servekit.supervisor.lifecycle.history import StartReason
+from servekit.supervisor.lifecycle.exit_history import StartReason
 
 GIB = 2**30
 

@@ -18,7 +18,7 @@ from servekit.supervisor.autoscaling.capacity import NoCapacity
 from servekit.supervisor.autoscaling.policy import ScalingInput
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.event_log import journal
-from servekit.supervisor.lifecycle.history import StartReason
+from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.scheduling.memory_requests import Assignment
 from servekit.supervisor.workers.worker_process import WorkerProcess
 from servekit.system.gpus import Gpu, Slot

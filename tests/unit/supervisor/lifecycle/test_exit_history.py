@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from servekit.supervisor.lifecycle.history import ExitHistory, LastSeen, find_exhausted_memory
+from servekit.supervisor.lifecycle.exit_history import ExitHistory, LastSeen, find_exhausted_memory
 from servekit.supervisor.process.child_process import Exit
 
 KNOWN = LastSeen(pid=7, lived_s=1.5, phase="ready", served=3, running=2, rss_bytes=5, gpu_bytes=6)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from servekit.protocol.startup_messages import GatewayConnected, Phase, PhaseReport, Start
-from servekit.supervisor.lifecycle.history import StartReason, StartupTiming
+from servekit.supervisor.lifecycle.exit_history import StartReason, StartupTiming
 
 
 def begun(cause: str = "up", at_s: float = 100.0, now: float = 101.0) -> StartupTiming:
