@@ -3,15 +3,20 @@
     llama-server -m model.gguf -c 8192 -np 4          engine: llamacpp, max_context, options.slots
     vllm serve org/name --tensor-parallel-size 2      engine: vllm, gpus_per_replica
 
-Options without a counterpart are collected: a command that has some needs its own server.
+Further arguments of vLLM's engine become `options.engine_args`. Other options without a counterpart
+are collected: a command that has some needs its own server.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from servekit.vllm_source import arguments as engine_arguments
 
 #: Reads the words after an option; raises ValueError if they are none of its values.
 Read = Callable[[list[str]], Any]
@@ -66,7 +71,7 @@ def parse_server(words: list[str]) -> ServerCommand | None:
 
 def parse_vllm(arguments: list[str]) -> ServerCommand:
     """Read the arguments of `vllm serve`."""
-    return _parse(ServerCommand("vllm"), arguments, _VLLM, _vllm_name)
+    return _finish_vllm(_parse(ServerCommand("vllm"), arguments, _VLLM, _vllm_name))
 
 
 def _parse(
@@ -83,7 +88,8 @@ def _parse(
             continue
         option = options.get(name_of(flag))
         if option is None:
-            command.unknown.append(" ".join([flag, *values]))
+            if command.engine != "vllm" or not _add_engine_argument(command, flag, values):
+                command.unknown.append(" ".join([flag, *values]))
             continue
         used = {"none": 0, "one": 1, "maybe": 1, "many": len(values)}[option.values]
         for word in values[used:]:  # a positional word after an option
@@ -103,6 +109,47 @@ def _finish_llama(command: ServerCommand) -> ServerCommand:
     if kind != command.keys.get("options.cache_type", "f16"):
         command.unknown.append(f"--cache-type-v {kind}")
     return command
+
+
+def _finish_vllm(command: ServerCommand) -> ServerCommand:
+    """Count the GPUs of all pipeline stages."""
+    stages = command.keys.get("options.engine_args", {}).get("pipeline_parallel_size", 1)
+    if isinstance(stages, int) and stages > 1:
+        command.keys["gpus_per_replica"] = stages * command.keys.get("gpus_per_replica", 1)
+    return command
+
+
+def _add_engine_argument(command: ServerCommand, flag: str, values: list[str]) -> bool:
+    """Add an argument of vLLM's engine; return False if it is none, or one that servekit sets.
+
+    `--speculative-config.method ngram` is a key of the mapping `speculative_config`.
+    """
+    if re.fullmatch(r"-O\d+", flag):
+        flag, values = "-O", [flag[2:], *values]
+    flag, *keys = flag.replace("-", "_").split(".") if flag.startswith("--") else flag.split(".")
+    name = _SHORT_NAMES.get(flag, flag.removeprefix("__"))
+    says_no, name = name.startswith("no_"), name.removeprefix("no_")
+    if name.startswith("-") or name in _SERVER_ONLY or engine_arguments.explain_own(name):
+        return False
+    if values and not command.model and (says_no or name.startswith(("enable_", "disable_"))):
+        command.model = values.pop(0)
+    value: Any = [_read_json(word) for word in values]
+    if len(value) < 2:
+        value = value[0] if value else not says_no
+    *sections, last = name, *(key.replace("-", "_") for key in keys)
+    at = command.keys.setdefault("options.engine_args", {})
+    for section in sections:
+        at = at.setdefault(section, {})
+        if not isinstance(at, dict):
+            return False
+    at[last] = value
+    return True
+
+
+def _read_json(word: str) -> Any:
+    with contextlib.suppress(ValueError):
+        return json.loads(word)
+    return word
 
 
 def _split_options(words: list[str]) -> Iterator[tuple[str, list[str]]]:
@@ -296,4 +343,40 @@ _VLLM = {
     **_drop("--disable-log-requests", "--no-enable-log-requests", values="none"),
     **_drop("--disable-log-stats", "--enable-log-requests", "--enable-sleep-mode", values="none"),
     **_drop("--disable-uvicorn-access-log", "--enable-reasoning", values="none"),
+    **_drop("--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers", "--log-config-file", "--uds"),
+    **_drop("--allowed-methods", "--allowed-headers", values="many"),
+    **_drop("--disable-access-log-for-endpoints", "--max-log-len", "--h11-max-header-count"),
+    **_drop("--h11-max-incomplete-event-size", "--sse-keep-alive-interval"),
+    **_drop("--allow-credentials", "--enable-ssl-refresh", "--disable-fastapi-docs", values="none"),
+    **_drop("--enable-request-id-headers", "--enable-server-load-tracking", values="none"),
+    **_drop("--enable-prompt-tokens-details", "--enable-log-outputs", values="none"),
+    **_drop("--enable-log-deltas", "--no-enable-log-deltas", values="none"),
+    **_drop("--enable-per-request-metrics", "--enable-offline-docs", values="none"),
+}
+#: Options of vLLM's server, and none of its engine, that change answers.
+_SERVER_ONLY = frozenset(
+    {
+        *("chat_template_content_format", "default_chat_template_kwargs", "response_role"),
+        *("trust_request_chat_template", "trust_request_mm_kwargs", "tool_parser_plugin"),
+        *("tool_server", "tool_strict_level", "exclude_tools_when_tool_choice_none", "middleware"),
+        *("return_tokens_as_token_ids", "enable_force_include_usage", "fingerprint_mode"),
+        *(
+            "enable_tokenizer_info_endpoint",
+            "fingerprint_value",
+            "cohere_format",
+            "log_error_stack",
+        ),
+        *("cohere_is_reasoning_model", "enable_flash_late_interaction", "enable_scale_out"),
+        *("config", "headless", "grpc", "grpc_port", "reasoning_parser_plugin"),
+    }
+)
+_SHORT_NAMES = {
+    "-pp": "pipeline_parallel_size",
+    "-dcp": "decode_context_parallel_size",
+    "-pcp": "prefill_context_parallel_size",
+    "-ep": "enable_expert_parallel",
+    "-sc": "speculative_config",
+    "-cc": "compilation_config",
+    "-ac": "attention_config",
+    "-O": "optimization_level",
 }

@@ -58,13 +58,38 @@ def test_a_container_is_its_command(tmp_path: Path) -> None:
     assert "the container (docker run --runtime nvidia" in left_out
 
 
-def test_options_without_a_key_keep_its_own_server(tmp_path: Path) -> None:
-    config = '{"method": "ngram"}'
-    text = f"vllm serve org/name --speculative-config '{config}' --port=80 --api-key k -tp 4"
+def test_engine_arguments_are_passed_on(tmp_path: Path) -> None:
+    config = '{"method": "ngram", "num_speculative_tokens": 4}'
+    text = (
+        f"vllm serve --enable-expert-parallel org/name --speculative-config '{config}' -tp 2 -pp 2 "
+        "--kv-cache-dtype fp8 --no-async-scheduling -O3 --compilation-config.cudagraph-mode FULL "
+        "--compilation-config.mode=3 --lora-target-modules q_proj v_proj --max-log-len 20"
+    )
+    model, _, left_out = convert(tmp_path, text)
+    assert (model.engine, model.path, model.gpus_per_replica) == ("vllm", "org/name", 4)
+    assert model.options["engine_args"] == {
+        "enable_expert_parallel": True,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
+        "pipeline_parallel_size": 2,
+        "kv_cache_dtype": "fp8",
+        "async_scheduling": False,
+        "optimization_level": 3,
+        "compilation_config": {"cudagraph_mode": "FULL", "mode": 3},
+        "lora_target_modules": ["q_proj", "v_proj"],
+    }
+    assert "--max-log-len: it is about the server of vLLM" in left_out
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--chat-template-content-format openai", "--tokenizer org/other", "--no-enable-lora", "-xy 1"],
+)
+def test_options_of_its_server_keep_its_own_server(tmp_path: Path, option: str) -> None:
+    text = f"vllm serve org/name {option} --port=80 --api-key k -tp 4"
     model, _, _ = convert(tmp_path, text)
     assert (model.engine, model.path, model.gpus_per_replica) == ("command", "org/name", 4)
     assert model.options["command"] == [
-        *("vllm", "serve", "{path}", "--speculative-config", config, "-tp", "4"),
+        *("vllm", "serve", "{path}", *option.split(), "-tp", "4"),
         *("--host", "{host}", "--port", "{port}"),
     ]
 
