@@ -112,7 +112,8 @@ def test_a_dead_engine_draws_no_traffic(instance: Instance) -> None:
 
     asyncio.run(ask(instance.url))
     assert [text for prompt, text in said if text != expected(prompt, 3)] == []
-    assert len(said) > 32 and len(deaths(instance)) == 6
+    assert len(said) > 32
+    instance.until("all six deaths are told", lambda: len(deaths(instance)) == 6)
 
 
 def test_embeddings_beside_it_are_made_elsewhere(instance: Instance) -> None:
