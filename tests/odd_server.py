@@ -8,6 +8,9 @@ and never where the answer it was given has them already:
     BREAK=N    it hangs up                 STALL=N    it stops in the middle, for ever
     ERROR      500, at once                CLOSE      it hangs up after the head, the first time
     ILL=N      it says that it is broken, as vLLM does, and its health page too
+
+With `--images taken` an image is IMAGE_TOKENS of the prompt, with `ignored` none; otherwise it is
+refused. A POST to /v1/seen returns the messages of the last chat.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import time
 from typing import Any
 
 _TROUBLE = re.compile(r"(DIE|EXIT|BREAK|STALL|ILL)=(\d+)")
+IMAGE_TOKENS = 7
 #: A grandchild that outlives the server unless somebody ends it: the test sees that it is gone.
 _SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
@@ -33,6 +37,7 @@ class Server:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.closed = self.asleep = self.ill = False
+        self.seen: list[Any] = []
 
     async def serve(self) -> None:
         await asyncio.sleep(self.args.late_s)
@@ -65,18 +70,32 @@ class Server:
             case "/v1/embeddings":
                 one = {"index": 0, "embedding": [0.5, 0.25]}
                 whole(writer, {"data": [one], "usage": {"prompt_tokens": 1}})
+            case "/v1/seen":
+                whole(writer, self.seen)
             case "/v1/completions":
                 await self.count(writer, body, str(body["prompt"]), "")
             case "/v1/chat/completions" if not self.args.no_chat:
+                self.seen = body["messages"]
                 texts = [str(one["content"]) for one in body["messages"]]
+                images = sum(text.count("'image_url': {'url'") for text in texts)
+                if images and self.args.images == "refused":
+                    whole(writer, {"error": {"message": "no eyes"}}, 400)
+                    return
                 goes_on = body.get("continue_final_message") and not self.args.no_prefix
                 begun = texts.pop() if goes_on else ""
-                await self.count(writer, body, " ".join(texts), begun, chats=True)
+                tokens = images * IMAGE_TOKENS if self.args.images == "taken" else 0
+                await self.count(writer, body, " ".join(texts), begun, chats=True, more=tokens)
             case _:
                 whole(writer, {"error": {"message": f"no {page}"}}, 404)
 
     async def count(
-        self, writer: asyncio.StreamWriter, body: Any, prompt: str, begun: str, chats: bool = False
+        self,
+        writer: asyncio.StreamWriter,
+        body: Any,
+        prompt: str,
+        begun: str,
+        chats: bool = False,
+        more: int = 0,
     ) -> None:
         if "ERROR" in prompt:
             whole(writer, {"error": {"message": "told to fail"}}, 500)
@@ -105,7 +124,7 @@ class Server:
         nothing: dict[str, Any] = {"delta": {}} if chats else {"text": ""}
         last = {"index": 0, "finish_reason": "length", **nothing}
         event(writer, {"choices": [last]})
-        tokens = {"prompt_tokens": 5 + before, "completion_tokens": most}
+        tokens = {"prompt_tokens": 5 + more + before, "completion_tokens": most}
         event(writer, {"choices": [], "usage": tokens})
         writer.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
@@ -149,6 +168,7 @@ def main() -> None:
     parser.add_argument("--never-ready", action="store_true")
     parser.add_argument("--no-chat", action="store_true")
     parser.add_argument("--no-prefix", action="store_true", help="begin a new answer, always")
+    parser.add_argument("--images", choices=("taken", "ignored", "refused"), default="refused")
     parser.add_argument("--ignore-sigterm", action="store_true")
     parser.add_argument("--exit-code", type=int, help="exit at once")
     parser.add_argument("--prints", type=int, default=0, help="this many lines")

@@ -91,7 +91,7 @@ class LimitsConfig(Section):
     stop_strings: Annotated[int, Field(ge=1, le=32)] = 32
     """Most stop strings."""
     images: Annotated[int, Field(ge=0, le=1024)] = 16
-    """Has no effect: servekit serves no images. Files may still have it."""
+    """Most images of a conversation."""
     json_depth: Annotated[int, Field(ge=8, le=256)] = 64
     """Depth of nested brackets in parts without a fixed form: tools, schemas, metadata."""
     schema_depth: Annotated[int, Field(ge=1, le=64)] = 16

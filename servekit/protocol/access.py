@@ -58,6 +58,7 @@ class RequestLimits(Value, frozen=True):
 
     messages: int = 4096
     stop_strings: int = 32
+    images: int = 16
     json_depth: int = 64
     schema_depth: int = 16
 

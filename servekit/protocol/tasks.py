@@ -28,6 +28,12 @@ def explain_refusal(
     return f"model: the {engine} engine of '{model}' does not {_VERBS[task]}{hint}{others}"
 
 
+def explain_no_images(engine: str, model: str, able: str = "") -> str:
+    """Return the sentence for a model that takes no images; `able` names models that do."""
+    others = f"; models that do: {able}" if able else ""
+    return f"messages: the {engine} engine of '{model}' takes no images{others}"
+
+
 def _describe_model(task: Task, serves: Collection[Capability]) -> str:
     if tuple(serves) == ("forward",):
         return "; it serves its own endpoints only"

@@ -48,6 +48,7 @@ Capability = Literal[
     "bad_words",
     "prompt_logprobs",
     "tools",
+    "images",  # in messages
     "forced_tools",  # calls that a grammar asks for, of a model whose template has no tools
     "adapters",
 ]
@@ -129,6 +130,18 @@ class ToolCall(Value, frozen=True):
     arguments: str
 
 
+class Image(Value, frozen=True):
+    """An image of a message."""
+
+    data: bytes  # the file
+    kind: str  # "image/png"
+    at: int = 0  # how many characters of the content stand before it
+    detail: str = ""  # OpenAI's wish for its resolution
+
+    def __repr__(self) -> str:  # prompts may be logged
+        return f"Image({self.kind}, {len(self.data)} bytes)"
+
+
 class ChatMessage(Value, frozen=True):
     """A turn of a conversation, as passed to the chat template."""
 
@@ -138,6 +151,17 @@ class ChatMessage(Value, frozen=True):
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
     tool_call_id: str | None = None  # which call a tool's message answers
     reasoning: str | None = None  # an assistant's thoughts before this text
+    images: tuple[Image, ...] = ()
+
+    @property
+    def parts(self) -> list[str | Image]:
+        """Return the content's texts and images in their order."""
+        found: list[str | Image] = []
+        start = 0
+        for image in self.images:
+            found += [self.content[start : image.at], image]
+            start = image.at
+        return [part for part in (*found, self.content[start:]) if part]
 
 
 class Progress(Value, frozen=True):

@@ -51,7 +51,7 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
         hosts=_hosts(config),
         log_prompts=config.logging.prompts,
         log_requests=config.logging.requests,
-        limits=RequestLimits(**server.limits.model_dump(exclude={"images"})),
+        limits=RequestLimits(**server.limits.model_dump()),
         runtime_adapters=server.runtime_adapters,
         prefixes_by_key=bool(config.keys) and server.prefix_cache != "shared",
         open_metrics=server.open_metrics,

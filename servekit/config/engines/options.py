@@ -231,6 +231,8 @@ class OpenAIOptions(Section):
     connection."""
     chat_template_kwargs: bool = False
     """The endpoint takes arguments of a chat template, as vLLM, SGLang and servekit do."""
+    images: bool = True
+    """The endpoint's model takes images; false: requests with images are refused here."""
     headers: dict[HeaderName, HeaderValue] = Field(default_factory=dict)
     """Further headers of each request."""
 
@@ -290,6 +292,9 @@ class CommandOptions(Section):
     """POST to this page takes the memory again."""
     chat_template_kwargs: bool = True
     """The server takes arguments of a chat template, as llama-server, vLLM and SGLang do."""
+    images: bool | None = None
+    """The model takes images. By default one is sent when the model is loaded: it is believed if it
+    adds to the prompt's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +449,10 @@ _OURS = {
         neutral=frozenset({"slots", "threads", "batch_tokens"}),
     ),
     "openai": EngineKind(
-        OpenAIOptions, frozenset({"remote"}), gpu="never", neutral=frozenset({"endpoints"})
+        OpenAIOptions,
+        frozenset({"remote"}),
+        gpu="never",
+        neutral=frozenset({"endpoints", "images"}),
     ),
     "command": EngineKind(
         CommandOptions,
@@ -452,7 +460,8 @@ _OURS = {
         parallel=("tensor", "device_map", "split"),  # the command says how
         pin="index",  # vLLM reads each entry as a number
         sleeps=True,
-        neutral=frozenset({"slots", "health", "sleep", "wake", "endpoints", "key_environment"}),
+        neutral=frozenset({"slots", "health", "sleep", "wake", "endpoints", "key_environment"})
+        | {"images"},
     ),
     "echo": EngineKind(
         EchoOptions,

@@ -11,6 +11,7 @@ long prompt may take minutes, and hold up other answers. Otherwise only bytes ar
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import re
 import secrets
@@ -25,7 +26,7 @@ from msgspec import structs
 from servekit.engines.api.base import Emit, Report
 from servekit.engines.api.process_activity import Activity, report_activity
 from servekit.engines.api.text_engine import TextJob, TextOutput
-from servekit.engines.command.handshake import ServerFacts, meet_server
+from servekit.engines.command.handshake import ServerFacts, meet_server, takes_images
 from servekit.engines.command.local_transport import LocalTransport
 from servekit.engines.command.server_process import ServerProcess
 from servekit.engines.model_files import source
@@ -80,6 +81,7 @@ class CommandEngine(OpenAIEngine):
             self._stop_server()
             raise
         self._traits, self._continues_chats = met.greeted.traits, met.continues_chats
+        self._takes_images = met.takes_images
         self._watch = HealthWatcher(lists=False)
         context = self.spec.max_context or met.greeted.max_context or MAX_CONTEXT
         self._most_chars = context * CHARS_PER_TOKEN
@@ -163,7 +165,11 @@ class CommandEngine(OpenAIEngine):
     async def _meet_server(self) -> ServerFacts:
         endpoint = self._make_endpoint(RateLimiter(None, None))
         try:
-            return await meet_server(endpoint, self._traits, self._task)
+            met = await meet_server(endpoint, self._traits, self._task)
+            images = self._options.get("images")
+            if images is None:
+                images = met.chats and await takes_images(endpoint, met.greeted.traits)
+            return dataclasses.replace(met, takes_images=images)
         except Refused as refusal:
             raise to_load_error(refusal, "", "") from None
         except RequestError as error:

@@ -1,11 +1,14 @@
 """The handshake with a server: its model's name, whether it answers, and how answers continue.
 
 A server that continues the last message of a chat is told from others by trial: the second half of
-a greedy answer has to come again. Others ignore the parameters, and begin a new answer.
+a greedy answer has to come again. Others ignore the parameters, and begin a new answer. So is a
+model that takes images: an image has to add to the tokens of the prompt.
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from dataclasses import dataclass, replace
 
 from msgspec import structs
@@ -17,7 +20,7 @@ from servekit.engines.remote.reader import read_reply
 from servekit.engines.remote.request_builder import EndpointTraits, build_call
 from servekit.engines.remote.response_parser import ResponseParser
 from servekit.errors import RequestError
-from servekit.protocol.messages import ChatMessage, Generate, SamplingParams
+from servekit.protocol.messages import ChatMessage, Generate, Image, SamplingParams
 
 #: In low precision one trial may fail by a near-tie.
 _TRIALS = ("Count from one to twenty.", "Say the alphabet.")
@@ -34,6 +37,7 @@ class ServerFacts:
     greeted: EndpointFacts
     chats: bool
     continues_chats: bool  # from the text so far
+    takes_images: bool = False
 
 
 async def meet_server(endpoint: Endpoint, traits: EndpointTraits, task: str) -> ServerFacts:
@@ -86,10 +90,40 @@ async def _continues_chat(endpoint: Endpoint, traits: EndpointTraits, prompt: st
     return rest.startswith(whole[cut:])
 
 
+async def takes_images(endpoint: Endpoint, traits: EndpointTraits) -> bool:
+    """Return whether an image in a chat adds to the tokens of the prompt."""
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    tokens = []
+    for images in ((), (Image(_make_png(), "image/png"),)):
+        message = ChatMessage("user", "What is this?", images=images)
+        try:
+            answer = await _ask(endpoint, traits, Generate(0, params, messages=[message]))
+        except (Refused, RequestError):
+            return False
+        tokens.append(answer.prompt_tokens)
+    return tokens[1] > tokens[0]
+
+
+def _make_png(size: int = 64) -> bytes:
+    """Return a grey square, of a size that models with patches of 14 to 32 pixels take."""
+    rows = zlib.compress((b"\0" + b"\x80" * 3 * size) * size)
+    header = struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", rows), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in chunks
+    )
+
+
 async def _send_request(endpoint: Endpoint, traits: EndpointTraits, request: Generate) -> str:
+    """Return the text of the answer to one request."""
+    return (await _ask(endpoint, traits, request)).piece(0).text
+
+
+async def _ask(endpoint: Endpoint, traits: EndpointTraits, request: Generate) -> ResponseParser:
     """Return the answer to one request."""
     task = build_call(request, replace(traits, defaults={}))
     answer = ResponseParser(request, 0, _MOST_CHARS)
     async with endpoint.send_call(task, patient=False) as reply:
         await read_reply(reply, answer, lambda: None)
-    return answer.piece(0).text
+    return answer

@@ -72,6 +72,7 @@ class OpenAIEngine(TextEngine):
         self._options = options
         self._task = options.get("task", "generate")
         self._embeds = self._task == "embed"
+        self._takes_images = bool(options.get("images", True))
         self._traits = EndpointTraits(
             *(spec.path or spec.model, spec.sampling),
             template_arguments=options.get("chat_template_kwargs", False),
@@ -120,6 +121,8 @@ class OpenAIEngine(TextEngine):
 
     def _list_capabilities(self) -> tuple[Capability, ...]:
         serves = {"generate": _GENERATES, "embed": _EMBEDS}.get(self._task, ())
+        if self._task == "generate" and self._takes_images:
+            serves = (*serves, "images")
         return (*serves, "forward") if self._options.get("endpoints") else serves
 
     def start(self, emit: Emit) -> None:

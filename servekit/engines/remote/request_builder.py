@@ -6,6 +6,7 @@ refuses the parameters it does not know.
 
 from __future__ import annotations
 
+import binascii
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,10 +14,11 @@ from typing import Any, Literal
 import msgspec
 
 from servekit.errors import Unsupported
-from servekit.protocol.messages import ChatMessage, Generate, Grammar, SamplingParams
+from servekit.protocol.messages import ChatMessage, Generate, Grammar, Image, SamplingParams
 
-#: Approximate bytes of a body per token, for estimates.
+#: Approximate bytes of a body per token, for estimates, and tokens of an image.
 BYTES_PER_TOKEN = 4
+TOKENS_PER_IMAGE = 1000
 #: Switches of chat templates; OpenAI's API has `reasoning_effort` instead.
 _SWITCHES = {"enable_thinking", "thinking", "thinking_budget"}
 _ANY_OBJECT = '{"type":"object"}'
@@ -58,7 +60,9 @@ class EndpointCall:
     @property
     def tokens(self) -> int:
         """Estimated number of prompt tokens."""
-        return len(self.body) // BYTES_PER_TOKEN + 1
+        images = [image for one in self.request.messages or () for image in one.images]
+        text_bytes = len(self.body) - sum(len(image.data) for image in images) * 4 // 3
+        return text_bytes // BYTES_PER_TOKEN + TOKENS_PER_IMAGE * len(images) + 1
 
     def accepts(self, status: int) -> bool:
         """Return whether a response with this HTTP status is an answer."""
@@ -126,6 +130,8 @@ def _template_body(given: Mapping[str, Any], traits: EndpointTraits) -> dict[str
 
 def _message_body(message: ChatMessage) -> dict[str, Any]:
     told: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.images:
+        told["content"] = [_part_body(part) for part in message.parts]
     if message.name is not None:
         told["name"] = message.name
     if message.tool_calls:
@@ -143,6 +149,14 @@ def _message_body(message: ChatMessage) -> dict[str, Any]:
     if message.reasoning:
         told["reasoning_content"] = message.reasoning
     return told
+
+
+def _part_body(part: str | Image) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    data = binascii.b2a_base64(part.data, newline=False).decode()
+    detail = {"detail": part.detail} if part.detail else {}
+    return {"type": "image_url", "image_url": {"url": f"data:{part.kind};base64,{data}"} | detail}
 
 
 def _sampling_body(request: Generate, traits: EndpointTraits) -> dict[str, Any]:

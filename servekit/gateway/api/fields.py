@@ -45,7 +45,7 @@ ModelName = Annotated[
 EmbeddingModel = Annotated[ModelName, Meta(examples=["bge-small"])]
 Stream = Annotated[bool, doc("Send the answer in pieces, as it is generated")]
 ROLE = doc("The speaker; `developer` is treated as `system`", "user")
-CONTENT = doc("Text, or parts of type text", QUESTION)
+CONTENT = doc("Text, or parts: text, and images for models that take them", QUESTION)
 TOOLS = doc("Functions that the model may call; names have 1 to 64 letters, digits, _ or -")
 Tools = Annotated[list[dict[str, Any]], TOOLS, Meta(max_length=1024)]
 DESCRIPTION = doc("A description for the model, if its template shows it")

@@ -142,7 +142,9 @@ def _render_message(message: ChatMessage) -> str:
     text = f"{message.role}\x1f{message.content}\x1e"
     if message.tool_calls or message.reasoning or message.name or message.tool_call_id:
         more = (message.tool_calls, message.reasoning, message.name, message.tool_call_id)
-        return text + repr(_encode(more))
+        text += repr(_encode(more))
+    if message.images:
+        text += repr([(image.at, stable_hash(image.data)) for image in message.images])
     return text
 
 

@@ -46,7 +46,7 @@ from servekit.gateway.routing.suspect_sources import (
     is_shared,
     source_of,
 )
-from servekit.gateway.routing.task_check import check_task
+from servekit.gateway.routing.task_check import check_images, check_task
 from servekit.gateway.routing.timeouts import GRAIN_S, Deadlines
 from servekit.gateway.routing.worker_connection import NEARBY, WorkerConnection
 from servekit.gateway.telemetry.metrics import RequestMetrics
@@ -183,6 +183,8 @@ class Router:
             adapter = "" if asked is route else asked.status.name
             self.access.admit(call, route.status.name, adapter)
         check_task(route, call, self.models)
+        if call.messages is not None and (images := sum([len(m.images) for m in call.messages])):
+            check_images(route, images, self.access.rules.limits.images, self.models)
         if isinstance(asked, AdapterRoute):
             asked.adapt(call)
         self._admit(route, call)

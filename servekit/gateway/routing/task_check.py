@@ -1,15 +1,15 @@
-"""The check that a model serves a request's task, before the request waits in its queue."""
+"""The check that a model serves a request's task and images, before the request waits for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from servekit.errors import Unsupported
+from servekit.errors import RequestError, Unsupported
 from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol import tasks
 from servekit.protocol.messages import ModelInfo
-from servekit.protocol.types import Task
+from servekit.protocol.types import Capability, Task
 
 #: The most models that a refusal names.
 _MOST_NAMES = 8
@@ -22,8 +22,8 @@ def known_info(route: ModelQueue) -> ModelInfo | None:
     return next((one.info for one in route.replicas.values() if one.info is not None), None)
 
 
-def serves_any(route: ModelQueue, wanted: Iterable[Task]) -> bool:
-    """Return whether a model serves one of the tasks; False if that is not known yet."""
+def serves_any(route: ModelQueue, wanted: Iterable[Capability]) -> bool:
+    """Return whether a model serves any of `wanted`; False if that is not known yet."""
     info = known_info(route)
     return info is not None and any(task in info.serves for task in wanted)
 
@@ -38,12 +38,32 @@ def check_task(
         raise unable(route, info, (task,), list_models())
 
 
+def check_images(
+    route: ModelQueue, images: int, most: int, list_models: Callable[[], Iterable[ModelQueue]]
+) -> None:
+    """Raise RequestError for too many images, or for a model that is known to take none."""
+    if images > most:
+        message = (
+            f"messages: {images} images are over the limit of {most}; see server.limits.images"
+        )
+        raise RequestError(message, param="messages")
+    info = route.status.info
+    if info is not None and "images" not in info.serves:
+        able = _name_able(list_models(), ("images",))
+        said = tasks.explain_no_images(route.status.engine, route.status.name, able)
+        raise Unsupported(said, param="messages")
+
+
 def unable(
     route: ModelQueue, info: ModelInfo, wanted: tuple[Task, ...], models: Iterable[ModelQueue]
 ) -> Unsupported:
     """Return the refusal of a model that serves none of the tasks; it names models that do."""
-    able = [repr(one.status.name) for one in models if serves_any(one, wanted)]
-    named = ", ".join(able[:_MOST_NAMES]) or "none that is known"
-    status = route.status
-    said = tasks.explain_refusal(wanted[0], status.engine, status.name, info.serves, named)
+    status, able = route.status, _name_able(models, wanted)
+    said = tasks.explain_refusal(wanted[0], status.engine, status.name, info.serves, able)
     return Unsupported(said, param="model")
+
+
+def _name_able(models: Iterable[ModelQueue], wanted: Iterable[Capability]) -> str:
+    """Return the names of the models that serve any of `wanted`."""
+    able = [repr(one.status.name) for one in models if serves_any(one, wanted)]
+    return ", ".join(able[:_MOST_NAMES]) or "none that is known"

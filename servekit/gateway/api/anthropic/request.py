@@ -27,6 +27,7 @@ from servekit.gateway.api.fields import (
     Stream,
     doc,
 )
+from servekit.gateway.api.images import join_parts, make_message, read_base64
 from servekit.gateway.api.openai.request import schema_grammar
 from servekit.gateway.api.openai.schema import (
     MAX_STOPS,
@@ -37,7 +38,7 @@ from servekit.gateway.api.openai.schema import (
     TopP,
     Whole,
 )
-from servekit.protocol.messages import ChatMessage, SamplingParams, ToolCall
+from servekit.protocol.messages import ChatMessage, Image, SamplingParams, ToolCall
 
 
 def _unsupported(*harmless: Any) -> Meta:
@@ -45,11 +46,20 @@ def _unsupported(*harmless: Any) -> Meta:
     return Meta(description="Not supported", extra_json_schema={"enum": values})
 
 
+class ImageSource(msgspec.Struct):
+    """The bytes of an image."""
+
+    type: Annotated[str, doc("Always base64: nothing is fetched")]
+    data: Annotated[str, doc("A PNG, JPEG, WebP or GIF file")] = ""
+    media_type: Annotated[str, doc("Has no effect: the file's own signature counts")] = ""
+
+
 class Block(msgspec.Struct):
     """A block of content. Its `type` decides which of the fields it has."""
 
     type: str
-    """text, thinking, tool_use or tool_result; images and documents are refused."""
+    """text, image, thinking, tool_use or tool_result; documents are refused."""
+    source: Annotated[ImageSource, doc("The image")] | None = None
     text: Annotated[str, doc("The text")] | None = None
     thinking: Annotated[str, doc("The assistant's thoughts")] | None = None
     id: Annotated[str, doc("The id of the call")] = ""
@@ -231,10 +241,10 @@ def _joined(row: list[ChatMessage]) -> list[ChatMessage]:
     first = row[0]
     if len(row) == 1 or first.role not in ("user", "assistant"):
         return row
-    content = "\n".join([one.content for one in row if one.content])
+    content, images = join_parts([part for one in row for part in one.parts])
     calls = tuple(call for one in row for call in one.tool_calls)
     reasoning = "\n".join([one.reasoning for one in row if one.reasoning]) or None
-    return [replace(first, content=content, tool_calls=calls, reasoning=reasoning)]
+    return [replace(first, content=content, tool_calls=calls, reasoning=reasoning, images=images)]
 
 
 def _convert(message: Message, where: str, names: dict[str, str]) -> Iterator[ChatMessage]:
@@ -250,18 +260,18 @@ def _convert(message: Message, where: str, names: dict[str, str]) -> Iterator[Ch
 
 
 def _user(blocks: list[Block], where: str, names: dict[str, str]) -> Iterator[ChatMessage]:
-    """Yield the user's texts, with each tool result as a message of its own at its place."""
-    texts: list[str] = []
+    """Yield the user's parts, with each tool result as a message of its own at its place."""
+    parts: list[str | Image] = []
     for at, block in enumerate(blocks):
         if block.type != "tool_result":
-            texts.append(_block_text(block, f"{where}[{at}]"))
+            parts.append(_part(block, f"{where}[{at}]"))
             continue
-        if texts:
-            yield ChatMessage("user", "\n".join(texts))
-            texts = []
+        if parts:
+            yield make_message("user", parts, where)
+            parts = []
         yield _result(block, f"{where}[{at}]", names)
-    if texts or not blocks:
-        yield ChatMessage("user", "\n".join(texts))
+    if parts or not blocks:
+        yield make_message("user", parts, where)
 
 
 def _result(block: Block, where: str, names: dict[str, str]) -> ChatMessage:
@@ -270,10 +280,14 @@ def _result(block: Block, where: str, names: dict[str, str]) -> ChatMessage:
         raise RequestError(f"{where}.tool_use_id is required", param=where)
     if id not in names:
         raise RequestError(f"{where}: no tool_use block before it has the id {id!r}", param=where)
-    text = "" if block.content is None else _text(block.content, f"{where}.content")
-    if block.is_error:
-        text = f"Error: {text}"  # templates have no other place for an error
-    return ChatMessage("tool", text, names[id], (), id)
+    content = [] if block.content is None else block.content
+    parts: list[str | Image] = [content] if isinstance(content, str) else []
+    if not isinstance(content, str):
+        parts += [_part(one, f"{where}.content[{at}]") for at, one in enumerate(content)]
+    if block.is_error:  # templates have no other place for an error
+        first = parts.pop(0) if parts and isinstance(parts[0], str) else ""
+        parts.insert(0, f"Error: {first}")
+    return replace(make_message("tool", parts, where), name=names[id], tool_call_id=id)
 
 
 def _assistant(blocks: list[Block], where: str, names: dict[str, str]) -> ChatMessage:
@@ -306,9 +320,22 @@ def _text(content: str | list[Block], where: str) -> str:
     return "\n".join(_block_text(block, f"{where}[{at}]") for at, block in enumerate(content))
 
 
+def _part(block: Block, where: str) -> str | Image:
+    """Return the text or the image of a user's block."""
+    if block.type != "image":
+        return _block_text(block, where)
+    if block.source is None or block.source.type != "base64":
+        raise Unsupported(
+            f"{where}: servekit fetches no images; send the image itself, as a source of type"
+            " base64",
+            param=where,
+        )
+    return read_base64(block.source.data, f"{where}.source.data")
+
+
 def _block_text(block: Block, where: str) -> str:
     if block.type != "text":
-        raise Unsupported(f"{where}: the model takes text, not {block.type[:40]!r}", param=where)
+        raise Unsupported(f"{where}: this takes text, not {block.type[:40]!r}", param=where)
     if block.text is None:
         raise RequestError(f"{where}: a text block needs `text`", param=where)
     return block.text

@@ -96,7 +96,8 @@ class Ollama:
             return self._without_a_question(request, route, form)
         ask = self._make_request(request, route, key)
         info = route.status.info
-        if request.raw or (info is not None and not info.chat and not request.system):
+        plain = info is not None and not info.chat and not (request.system or request.images)
+        if request.raw or plain:
             ask.prompts = [request.prompt]
         else:
             ask.messages = generate_messages(request)

@@ -170,6 +170,7 @@ def _capabilities(info: ModelInfo | None) -> list[Capability]:
         return []
     has: dict[Capability, bool] = {
         "completion": "generate" in info.serves,
+        "vision": "images" in info.serves,
         "tools": "tools" in info.serves and bool(info.dialect.tools),
         "thinking": bool(info.dialect.think_end) or info.dialect.tools == "harmony",
         "embedding": "embed" in info.serves,

@@ -25,6 +25,7 @@ from servekit.gateway.api.fields import (
     Tools,
     doc,
 )
+from servekit.gateway.api.images import make_message, read_base64, read_data_uri
 from servekit.gateway.api.openai.request import schema_grammar
 from servekit.gateway.api.openai.schema import (
     INT64,
@@ -40,6 +41,7 @@ from servekit.gateway.api.openai.schema import (
 from servekit.protocol.messages import (
     ChatMessage,
     Grammar,
+    Image,
     ModelInfo,
     SamplingParams,
     ToolCall,
@@ -48,7 +50,7 @@ from servekit.protocol.messages import (
 #: Ollama accepts 10.0 for a whole number, and its clients send that.
 Whole = int | float
 Think = bool | Literal["low", "medium", "high"]
-Images = Annotated[list[Any], doc("Not supported: models take text")]
+Images = Annotated[list[str], doc("Images before the text: PNG, JPEG, WebP or GIF, in base64")]
 Stay = Annotated[
     float | str,
     doc(
@@ -274,20 +276,20 @@ def _always_thinks(info: ModelInfo) -> bool:
 
 
 def messages(given: list[InMessage]) -> list[ChatMessage]:
-    """Return the chat messages. Raises Unsupported for images."""
+    """Return the chat messages. Raises RequestError for wrong images."""
     pending = Pending()
     return [_message(message, at, pending) for at, message in enumerate(given)]
 
 
 def _message(message: InMessage, at: int, pending: Pending) -> ChatMessage:
-    refuse_images(message.images, f"messages[{at}].images")
+    images = _read_images(message.images, message.role, f"messages[{at}].images")
     calls = tuple(_calls(message, at))
     pending.add(calls)
     name, answers = message.tool_name, message.tool_call_id
     if message.role == "tool" and (call := pending.answer(name, answers)) is not None:
         name, answers = call.name, call.id
     text = message.content or ""
-    return ChatMessage(message.role, text, name, calls, answers, message.thinking)
+    return ChatMessage(message.role, text, name, calls, answers, message.thinking, images)
 
 
 class Pending:
@@ -326,20 +328,23 @@ def _calls(message: InMessage, at: int) -> Iterator[ToolCall]:
         yield ToolCall(id, call.function.name, msgspec.json.encode(arguments).decode())
 
 
-def refuse_images(images: list[Any] | None, where: str) -> None:
-    if images:
-        raise Unsupported(f"{where}: the model takes text, no images", param="images")
+def _read_images(given: list[str] | None, role: str, where: str) -> tuple[Image, ...]:
+    read = (
+        (read_data_uri if one.startswith("data:") else read_base64)(one, f"{where}[{at}]")
+        for at, one in enumerate(given or ())
+    )
+    return make_message(role, tuple(read), where).images
 
 
 def generate_messages(request: GenerateRequest) -> list[ChatMessage]:
     """Return the conversation that /api/generate makes of a prompt for a chat model."""
     system = [ChatMessage("system", request.system)] if request.system else []
-    return [*system, ChatMessage("user", request.prompt or "")]
+    images = _read_images(request.images, "user", "images")
+    return [*system, ChatMessage("user", request.prompt or "", images=images)]
 
 
 def check_generate(request: GenerateRequest) -> None:
     """Raise Unsupported for parameters that are not served."""
-    refuse_images(request.images, "images")
     for name, instead in (
         ("suffix", "leave it out"),
         ("template", "the model's own is used; raw: true goes without"),
@@ -349,3 +354,5 @@ def check_generate(request: GenerateRequest) -> None:
             raise Unsupported(f"{name} is not supported; {instead}", param=name)
     if request.raw and request.system:
         raise RequestError("raw: the prompt is taken as it is, without `system`", param="raw")
+    if request.raw and request.images:
+        raise RequestError("raw: images need the chat template", param="raw")

@@ -139,7 +139,7 @@ class OllamaRunning(Struct):
     models: Annotated[list[OllamaRunningModel], doc("The models, in the order of the file")]
 
 
-Capability = Literal["completion", "tools", "thinking", "embedding"]
+Capability = Literal["completion", "vision", "tools", "thinking", "embedding"]
 _INFO = {"general.architecture": "llama", "llama.context_length": 8192}
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from servekit.errors import RequestError, Unsupported
+from servekit.gateway.api.images import make_message, read_data_uri
 from servekit.gateway.api.openai.schema import (
     PLAIN_MAX_TOKENS,
     CalledTool,
@@ -17,6 +18,7 @@ from servekit.gateway.api.openai.schema import (
     Common,
     CompletionRequest,
     ContentPart,
+    ImageUrl,
     InMessage,
     ResponseFormat,
     StructuredOutputs,
@@ -24,7 +26,7 @@ from servekit.gateway.api.openai.schema import (
     unserved_fields,
 )
 from servekit.gateway.tool_parsing import without_unknown_formats
-from servekit.protocol.messages import ChatMessage, Grammar, SamplingParams, ToolCall
+from servekit.protocol.messages import ChatMessage, Grammar, Image, SamplingParams, ToolCall
 from servekit.protocol.types import GrammarParam
 
 Prompt = str | list[int]
@@ -321,7 +323,7 @@ def template_arguments(request: ChatRequest) -> dict[str, Any]:
 
 
 def chat_messages(messages: Sequence[InMessage]) -> list[ChatMessage]:
-    """Return the messages for the chat template. Raises RequestError for content beside text."""
+    """Return the messages for the chat template. Raises RequestError for wrong content."""
     return [_message(message, at) for at, message in enumerate(messages)]
 
 
@@ -335,8 +337,11 @@ def _message(message: InMessage, at: int) -> ChatMessage:
         if message.refusal is None:
             raise RequestError(f"{where} is required", param=where)
         content = message.refusal
+    images: tuple[Image, ...] = ()
     if isinstance(content, list):
-        content = "\n".join(_part(part, where) for part in content)
+        parts = [_part(part, f"{where}[{place}]") for place, part in enumerate(content)]
+        made = make_message(role, parts, where)
+        content, images = made.content, made.images
     return ChatMessage(
         role,
         content or "",
@@ -344,6 +349,7 @@ def _message(message: InMessage, at: int) -> ChatMessage:
         tuple(_call(call, at) for call in message.tool_calls or ()),
         message.tool_call_id,
         message.reasoning_content or message.reasoning,
+        images,
     )
 
 
@@ -359,11 +365,22 @@ def _call(call: CalledTool, at: int) -> ToolCall:
     return ToolCall(call.id, call.function.name, arguments)
 
 
-def _part(part: ContentPart, where: str) -> str:
+def _part(part: ContentPart, where: str) -> str | Image:
     if part.type == "refusal" and part.refusal is not None:
         return part.refusal
+    if part.type == "image_url":
+        return _image(part.image_url, f"{where}.image_url")
     if part.type != "text":
-        raise Unsupported(f"{where}: the model takes text, not {part.type!r}", param=where)
+        raise Unsupported(
+            f"{where}: parts are of type text or image_url, not {part.type!r}", param=where
+        )
     if part.text is None:
         raise RequestError(f"{where}: a text part needs `text`", param=where)
     return part.text
+
+
+def _image(given: ImageUrl | str | None, where: str) -> Image:
+    if given is None:
+        raise RequestError(f"{where} is required", param=where)
+    url, detail = (given, None) if isinstance(given, str) else (given.url, given.detail)
+    return read_data_uri(url, where, detail)

@@ -26,6 +26,7 @@ from servekit.gateway.api.fields import (
     Stream,
     doc,
 )
+from servekit.gateway.api.images import make_message, read_data_uri
 from servekit.gateway.api.openai.request import schema_grammar
 from servekit.gateway.api.openai.schema import (
     Count,
@@ -40,7 +41,7 @@ from servekit.gateway.api.openai.schema import (
     TopP,
 )
 from servekit.gateway.generation.generation import GenerationRequest
-from servekit.protocol.messages import ChatMessage, Grammar, SamplingParams, ToolCall
+from servekit.protocol.messages import ChatMessage, Grammar, Image, SamplingParams, ToolCall
 
 _NOT_STORED = "Refused: nothing is stored; send the whole conversation"
 Refused = Annotated[Any, Meta(description=_NOT_STORED, extra_json_schema={"enum": [None]})]
@@ -49,8 +50,10 @@ Refused = Annotated[Any, Meta(description=_NOT_STORED, extra_json_schema={"enum"
 class Part(msgspec.Struct):
     """A part of a message, or of the result of a tool."""
 
-    type: Annotated[str, doc("The type of the part: text, or a refusal")]
+    type: Annotated[str, doc("The type of the part: text, an image, or a refusal")]
     text: Annotated[str, doc("The text")] | None = None
+    image_url: Annotated[str, doc("The image itself, as `data:image/png;base64,…`")] | None = None
+    detail: Annotated[str, doc("The resolution that the model sees")] | None = None
     refusal: Annotated[str, doc("The text of a refusal")] | None = None
 
 
@@ -242,18 +245,18 @@ def _add(messages: list[ChatMessage], item: Item, where: str) -> None:
         if item.role is None:
             raise RequestError(f"{where}.role is required", param=f"{where}.role")
         role = "system" if item.role == "developer" else item.role
-        _join(messages, ChatMessage(role, _text(item.content, f"{where}.content")))
+        _join(messages, _message(role, item.content, f"{where}.content"))
     elif item.type == "reasoning":
-        text = _text(item.content or "", f"{where}.content")
-        _join(messages, ChatMessage("assistant", "", reasoning=text or None))
+        thoughts = _message("assistant", item.content or "", f"{where}.content").content
+        _join(messages, ChatMessage("assistant", "", reasoning=thoughts or None))
     elif item.type == "function_call":
         _join(messages, ChatMessage("assistant", "", tool_calls=(_call(item, where),)))
     elif item.type == "function_call_output":
         if item.call_id is None or item.output is None:
             raise RequestError(f"{where}: call_id and output are required", param=where)
-        text = _text(item.output, f"{where}.output")
-        messages.append(ChatMessage("tool", text, _name(messages, item.call_id),
-                                    tool_call_id=item.call_id))  # fmt: skip
+        result = _message("tool", item.output, f"{where}.output")
+        name = _name(messages, item.call_id)
+        messages.append(replace(result, name=name, tool_call_id=item.call_id))
     else:
         raise Unsupported(f"{where}: servekit has no items of type {item.type!r}", param=where)
 
@@ -295,19 +298,26 @@ def _name(messages: list[ChatMessage], call_id: str) -> str | None:
     return next((call.name for call in calls if call.id == call_id), None)
 
 
-def _text(content: str | list[Part] | None, where: str) -> str:
+def _message(role: str, content: str | list[Part] | None, where: str) -> ChatMessage:
     if content is None:
         raise RequestError(f"{where} is required", param=where)
     if isinstance(content, str):
-        return content
-    return "\n".join(_part(part, where) for part in content)
+        return ChatMessage(role, content)
+    parts = [_part(part, f"{where}[{at}]") for at, part in enumerate(content)]
+    return make_message(role, parts, where)
 
 
-def _part(part: Part, where: str) -> str:
+def _part(part: Part, where: str) -> str | Image:
     if part.type == "refusal" and part.refusal is not None:
         return part.refusal
+    if part.type == "input_image":
+        if part.image_url is None:  # `file_id` names an upload of OpenAI's
+            raise Unsupported(f"{where}: an image needs `image_url`", param=where)
+        return read_data_uri(part.image_url, f"{where}.image_url", part.detail)
     if part.type not in ("input_text", "output_text", "text", "reasoning_text"):
-        raise Unsupported(f"{where}: the model takes text, not {part.type!r}", param=where)
+        raise Unsupported(
+            f"{where}: parts are of type input_text or input_image, not {part.type!r}", param=where
+        )
     if part.text is None:
         raise RequestError(f"{where}: a part of type {part.type} needs `text`", param=where)
     return part.text

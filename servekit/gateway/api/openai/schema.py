@@ -115,12 +115,24 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: Ignored = None
 
 
-class ContentPart(msgspec.Struct):
-    """A part of a message: text."""
+class ImageUrl(msgspec.Struct):
+    """An image."""
 
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
-    """The type of the part; images are refused."""
+    url: str
+    """The image itself, as `data:image/png;base64,…`: PNG, JPEG, WebP or GIF. Addresses are
+    refused: nothing is fetched."""
+    detail: (
+        Annotated[str, doc("The resolution that the model sees; few servers heed it")] | None
+    ) = None
+
+
+class ContentPart(msgspec.Struct):
+    """A part of a message: text or an image."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "image_url", "refusal"]})]
+    """The type of the part."""
     text: Annotated[str, doc("The text")] | None = None
+    image_url: Annotated[ImageUrl | str, doc("The image")] | None = None
     refusal: Annotated[str, doc("The text of a refusal")] | None = None
 
 

@@ -1,0 +1,113 @@
+"""Images of a request's messages: decoded from base64, and checked by their first bytes.
+
+A gateway has no image decoder. It looks for the signature of a format and for the size that the
+file states; the engine decodes the image.
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from msgspec.structs import replace
+
+from servekit.errors import RequestError, Unsupported
+from servekit.protocol.messages import ChatMessage, Image
+
+#: An image of more pixels is refused: a few bytes of a file can stand for gigabytes in memory.
+MAX_PIXELS = 2**26
+_DATA_URI = re.compile(r"data:[^,]{0,200}?;base64,", re.IGNORECASE)
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+#: Markers of a JPEG that are followed by its size: start of frame, but not DHT, JPG and DAC.
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+#: Roles whose messages may hold images.
+_ROLES = ("user", "tool")
+
+
+def read_data_uri(address: str, where: str, detail: str | None = None) -> Image:
+    """Return the image of a `data:` URI. Raises RequestError, and Unsupported for an address."""
+    found = _DATA_URI.match(address)
+    if found is None:
+        if _SCHEME.match(address):
+            raise Unsupported(
+                f"{where}: servekit fetches no images; send the image itself, as"
+                " data:image/png;base64,…",
+                param=where,
+            )
+        raise RequestError(f"{where}: expected data:image/png;base64,…", param=where)
+    return read_base64(address[found.end() :], where, detail)
+
+
+def read_base64(text: str, where: str, detail: str | None = None) -> Image:
+    """Return an image, whose kind its bytes tell. Raises RequestError."""
+    try:
+        data = binascii.a2b_base64("".join(text.split()), strict_mode=True)
+    except ValueError:  # not ASCII, or not base64
+        raise RequestError(f"{where}: this is not base64", param=where) from None
+    kind, (width, height) = _inspect(data)
+    if not kind:
+        raise RequestError(f"{where}: this is no PNG, JPEG, WebP or GIF file", param=where)
+    if width * height > MAX_PIXELS:
+        raise RequestError(
+            f"{where}: the image has {width} × {height} pixels, and {MAX_PIXELS} are allowed",
+            param=where,
+        )
+    return Image(data, kind, detail=detail or "")
+
+
+def _inspect(data: bytes) -> tuple[str, tuple[int, int]]:
+    """Return the kind of an image and its width and height, as far as its header states them."""
+
+    def little(at: int, size: int) -> int:
+        return int.from_bytes(data[at : at + size], "little")
+
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "image/png", (int.from_bytes(data[16:20]), int.from_bytes(data[20:24]))
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return "image/gif", (little(6, 2), little(8, 2))
+    if data.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg", _size_of_jpeg(data)
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        if data[12:16] == b"VP8X":
+            return "image/webp", (little(24, 3) + 1, little(27, 3) + 1)
+        if data[12:16] == b"VP8L":
+            return "image/webp", ((little(21, 4) & 0x3FFF) + 1, (little(21, 4) >> 14 & 0x3FFF) + 1)
+        return "image/webp", (little(26, 2) & 0x3FFF, little(28, 2) & 0x3FFF)
+    return "", (0, 0)
+
+
+def _size_of_jpeg(data: bytes) -> tuple[int, int]:
+    at = 2
+    while at + 9 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker in _FRAMES:
+            return int.from_bytes(data[at + 7 : at + 9]), int.from_bytes(data[at + 5 : at + 7])
+        at += 1 if marker == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4])
+    return 0, 0
+
+
+def make_message(role: str, parts: Sequence[str | Image], where: str) -> ChatMessage:
+    """Return a message of texts and images. Raises Unsupported for images of another role."""
+    text, images = join_parts(parts)
+    if images and role not in _ROLES:
+        raise Unsupported(f"{where}: a message of the {role} holds no images", param=where)
+    return ChatMessage(role, text, images=images)
+
+
+def join_parts(parts: Iterable[str | Image]) -> tuple[str, tuple[Image, ...]]:
+    """Return the text of a message's parts, and its images with their places.
+
+    Texts that follow each other are joined by a line break.
+    """
+    texts: list[str] = []
+    images: list[Image] = []
+    size = 0
+    for before, part in pairwise((None, *parts)):
+        if isinstance(part, Image):
+            images.append(replace(part, at=size))
+        elif part is not None:
+            texts.append(f"\n{part}" if isinstance(before, str) else part)
+            size += len(texts[-1])
+    return "".join(texts), tuple(images)

@@ -1,0 +1,181 @@
+"""Images through every API to servers that take them, with odd servers that tell what they saw."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import ollama
+import openai
+import pytest
+from PIL import Image as Pillow
+
+from tests.integration.instance import Instance, echo
+from tests.integration.test_command import numbers, odd, streamed
+from tests.odd_server import IMAGE_TOKENS
+
+
+def make_file(kind: str, colour: str) -> bytes:
+    file = io.BytesIO()
+    Pillow.new("RGB", (20, 10), colour).save(file, kind)
+    return file.getvalue()
+
+
+RED, BLUE = make_file("PNG", "red"), make_file("JPEG", "blue")
+
+
+def encode(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def uri(data: bytes) -> str:
+    return f"data:image/{'png' if data is RED else 'jpeg'};base64,{encode(data)}"
+
+
+def image(data: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": uri(data)}}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+@pytest.fixture(scope="module")
+def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    models = [
+        odd("eyes", "--images", "taken", "--step-s", "0.005"),
+        odd("ignorant", "--images", "ignored"),
+        odd("blind"),
+        odd("told", "--images", "ignored", options={"images": True}),
+        echo("a"),
+    ]
+    limits = {"limits": {"images": 3}}
+    sections = {"logging": {"prompts": True}}
+    folder = tmp_path_factory.mktemp("images")
+    with Instance.up(folder, models, server=limits, sections=sections) as instance:
+        instance.until_settled()
+        yield instance
+
+
+def seen(instance: Instance, model: str = "eyes") -> Any:
+    """The messages of the last chat, as the server got them."""
+    answer = httpx.post(f"{instance.url}/v1/seen", json={"model": model})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_openai_client(instance: Instance) -> None:
+    client = openai.OpenAI(base_url=f"{instance.url}/v1", api_key="none")
+    parts: Any = [text("Which is"), image(RED), image(BLUE), text("red?"), text("Say.")]
+    parts[1]["image_url"]["detail"] = "low"
+    messages: Any = [
+        {"role": "user", "content": [image(BLUE)]},
+        {"role": "assistant", "content": "Blue."},
+        {"role": "user", "content": parts},
+    ]
+    answer = client.chat.completions.create(model="eyes", messages=messages, max_tokens=5)
+    assert answer.choices[0].message.content == numbers(5)
+    assert answer.usage is not None and answer.usage.prompt_tokens == 5 + 3 * IMAGE_TOKENS
+    whole = [*parts[:3], text("red?\nSay.")]
+    assert [one["content"] for one in seen(instance)] == [[image(BLUE)], "Blue.", whole]
+    stream = client.chat.completions.create(
+        model="eyes", messages=messages[2:], max_tokens=5, stream=True
+    )
+    assert "".join(one.choices[0].delta.content or "" for one in stream) == numbers(5)
+    assert [one["content"] for one in seen(instance)] == [whole]
+
+    asked: Any = [
+        {"type": "input_text", "text": "See"},
+        {"type": "input_image", "image_url": uri(RED)},
+    ]
+    given: Any = [{"role": "user", "content": asked}]
+    response = client.responses.create(model="eyes", input=given, max_output_tokens=5)
+    assert response.output_text == numbers(5)
+    assert [one["content"] for one in seen(instance)] == [[text("See"), image(RED)]]
+
+
+def test_the_anthropic_client(instance: Instance) -> None:
+    client = anthropic.Anthropic(base_url=instance.url, api_key="none")
+    source = {"type": "base64", "media_type": "image/gif", "data": encode(RED)}
+    result = [{"type": "text", "text": "Here"}, {"type": "image", "source": source}]
+    tool: Any = {"name": "look", "input_schema": {"type": "object"}}
+    messages: Any = [
+        {"role": "user", "content": [{"type": "image", "source": source}, text("Look.")]},
+        {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "t1", "name": "look", "input": {}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": result}]},
+    ]  # fmt: skip
+    answer = client.messages.create(model="eyes", messages=messages, max_tokens=5, tools=[tool])
+    assert answer.content[0].text == numbers(5)  # type: ignore[union-attr]
+    assert answer.usage.input_tokens == 5 + 2 * IMAGE_TOKENS
+    told = seen(instance)
+    assert told[0]["content"] == [image(RED), text("Look.")]
+    assert told[2]["content"] == [text("Here"), image(RED)] and told[2]["role"] == "tool"
+
+
+def test_the_ollama_client(instance: Instance) -> None:
+    client = ollama.Client(host=instance.url)
+    assert "vision" in (client.show("eyes").capabilities or [])
+    assert "vision" not in (client.show("blind").capabilities or [])
+    message = {"role": "user", "content": "See", "images": [RED, BLUE]}
+    answer = client.chat("eyes", messages=[message], options={"num_predict": 5})
+    assert answer.message.content == numbers(5)
+    assert [one["content"] for one in seen(instance)] == [[image(RED), image(BLUE), text("See")]]
+    made = client.generate("eyes", "See", images=[BLUE], options={"num_predict": 5}, stream=True)
+    assert "".join(one.response for one in made) == numbers(5)
+    assert [one["content"] for one in seen(instance)] == [[image(BLUE), text("See")]]
+
+
+def ask(instance: Instance, model: str, *parts: Any) -> httpx.Response:
+    body = {"model": model, "messages": [{"role": "user", "content": list(parts)}], "max_tokens": 3}
+    return httpx.post(f"{instance.url}/v1/chat/completions", json=body, timeout=60)
+
+
+@pytest.mark.parametrize("model", ["blind", "ignorant", "a"])
+def test_models_without_eyes_say_who_has_them(instance: Instance, model: str) -> None:
+    assert ask(instance, model, text("See")).status_code == 200
+    refused = ask(instance, model, text("See"), image(RED))
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "messages")
+    engine = "echo" if model == "a" else "command"
+    assert error["message"] == (
+        f"messages: the {engine} engine of '{model}' takes no images; models that do: 'eyes', 'told'"
+    )
+    assert ask(instance, "told", image(RED)).status_code == 200  # the file's word counts
+
+
+def test_too_many_and_wrong_ones(instance: Instance) -> None:
+    refused = ask(instance, "eyes", *[image(RED)] * 4)
+    assert refused.status_code == 400
+    assert "4 images are over the limit of 3; see server.limits.images" in refused.text
+    refused = ask(instance, "eyes", text("x"), {"type": "image_url", "image_url": "http://a/b.png"})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "messages[0].content[1].image_url")
+    tokens = {"model": "a", "messages": [{"role": "user", "content": [image(RED)]}]}
+    for page in ("/tokenize", "/v1/messages/count_tokens"):
+        assert httpx.post(f"{instance.url}{page}", json=tokens).status_code == 400
+
+
+def test_an_answer_goes_on_in_another_server_with_its_images(instance: Instance) -> None:
+    content = [text("DIE=7"), image(RED)]
+    said, usage = streamed(
+        instance, "chat/completions", model="eyes", messages=[{"role": "user", "content": content}]
+    )
+    assert (said, usage["prompt_tokens"]) == (numbers(20), 5 + IMAGE_TOKENS)
+    first, begun = seen(instance)
+    assert first["content"] == content and begun["role"] == "assistant"
+
+
+def test_no_image_is_in_any_file(instance: Instance) -> None:
+    assert ask(instance, "eyes", image(RED)).status_code == 200
+    files = [path for path in instance.run_dir.parent.rglob("*") if path.is_file()]
+    log = (instance.run_dir / "logs" / "gateway-0.log").read_text()
+    assert f"Image(image/png, {len(RED)} bytes)" in log
+    for path in files:
+        data = path.read_bytes()
+        assert RED not in data and encode(RED).encode() not in data, path
