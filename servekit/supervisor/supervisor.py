@@ -401,8 +401,7 @@ class Supervisor:
         # no files left to read /proc with, or it takes too long
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_FIGURES_S):
-                await self._measures.memory()
-                await self._measures.gpus()
+                await self._measures.refresh()
         return self.status()
 
     def status(self) -> Status:

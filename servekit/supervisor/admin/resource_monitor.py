@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +31,8 @@ log: Any = structlog.get_logger("servekit.supervisor")
 
 #: Interval of the looks at /dev/shm.
 _LOOK_EVERY_S = 0.2
+#: The age of figures that are fresh enough for an operator.
+_FRESH_S = 1.0
 #: Looks between measurements of memory and open files.
 _MEMORY_EVERY = 10
 #: Looks between measurements that take milliseconds: NVML, the memory maps of all processes.
@@ -55,6 +59,7 @@ class ResourceMonitor:
         self._shm_changed_at = -1
         #: The segments in /dev/shm at the last two looks.
         self._present: tuple[frozenset[Segment], ...] = (frozenset(), frozenset())
+        self._refreshed_s = -math.inf
         self.descendants: tuple[Started, ...] = ()
         self.in_use: tuple[GpuStatus, ...] = ()
 
@@ -77,6 +82,17 @@ class ResourceMonitor:
             await self._note_segments()
         if count % _REST_EVERY == 0:
             await self._note_descendants()
+            await self.gpus()
+
+    async def refresh(self) -> None:
+        """Measure what an operator is shown, unless that has just been done.
+
+        Several may ask ten times a second, and a look at all processes takes milliseconds of CPU.
+        """
+        now_s = time.monotonic()
+        if now_s - self._refreshed_s > _FRESH_S:
+            self._refreshed_s = now_s
+            await self.memory()
             await self.gpus()
 
     async def memory(self) -> None:

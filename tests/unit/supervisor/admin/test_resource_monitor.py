@@ -81,3 +81,18 @@ async def test_a_lost_record_is_written_again(tmp_path: Path) -> None:
     (tmp_path / shared_memory.SEGMENTS).unlink()
     one.note_segments_anew()
     assert recorded_segments(tmp_path) == {MINE}
+
+
+async def test_operators_who_ask_often_share_a_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = BigProcess()
+    counted: list[str] = []
+    monkeypatch.setattr(big, "measure", lambda: counted.append("measured"))
+    one = monitor(tmp_path, big)
+    for _ in range(5):
+        await one.refresh()
+    assert counted == ["measured"]
+    monkeypatch.setattr("servekit.supervisor.admin.resource_monitor._FRESH_S", 0.0)
+    await one.refresh()
+    assert len(counted) == 2
