@@ -144,7 +144,8 @@ def test_models_without_eyes_say_who_has_them(instance: Instance, model: str) ->
     assert (refused.status_code, error["param"]) == (400, "messages")
     engine = "echo" if model == "a" else "command"
     assert error["message"] == (
-        f"messages: the {engine} engine of '{model}' takes no images; models that do: 'eyes', 'told'"
+        f"messages: the {engine} engine of '{model}' takes no images; models that do: 'eyes', "
+        "'told'"
     )
     assert ask(instance, "told", image(RED)).status_code == 200  # the file's word counts
 

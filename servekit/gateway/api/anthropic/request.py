@@ -49,7 +49,7 @@ def _unsupported(*harmless: Any) -> Meta:
 class ImageSource(msgspec.Struct):
     """The bytes of an image."""
 
-    type: Annotated[str, doc("Always base64: nothing is fetched")]
+    type: Annotated[str, doc("Always base64: nothing is fetched")] = ""
     data: Annotated[str, doc("A PNG, JPEG, WebP or GIF file")] = ""
     media_type: Annotated[str, doc("Has no effect: the file's own signature counts")] = ""
 
@@ -59,7 +59,7 @@ class Block(msgspec.Struct):
 
     type: str
     """text, image, thinking, tool_use or tool_result; documents are refused."""
-    source: Annotated[ImageSource, doc("The image")] | None = None
+    source: Annotated[ImageSource | None, doc("The image")] = None
     text: Annotated[str, doc("The text")] | None = None
     thinking: Annotated[str, doc("The assistant's thoughts")] | None = None
     id: Annotated[str, doc("The id of the call")] = ""

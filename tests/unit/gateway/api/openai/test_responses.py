@@ -161,7 +161,10 @@ def test_parameters_become_our_own() -> None:
         ({"input": []}, "input"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+        ),
         ({"input": [{"type": "web_search_call"}]}, "input[0]"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
         (

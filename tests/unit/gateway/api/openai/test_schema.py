@@ -160,8 +160,11 @@ def test_refusals_name_the_field(
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "messages[0].content"),
+        (
+            {"messages": [{**USER, "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].image_url",
+        ),
+        ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
         ({"messages": [USER], "tools": {}}, "tools"),
         ({"messages": [USER], "functions": [{"name": "f"}]}, "functions"),
         ({"messages": [USER], "top_logprobs": 2}, "top_logprobs"),
