@@ -249,6 +249,8 @@ async def disturb(subjects: Sequence[Subject], args: argparse.Namespace) -> None
     finally:
         print(f"\n| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
         print("\n".join(one.row for one in subjects), flush=True)
+        longest_s = max(one.scene.longest_status_s for one in subjects if one.scene is not None)
+        print(f"\nthe supervisor's longest answer to a question for its status: {longest_s:.1f} s")
         for one in subjects:
             for said in one.account.complaints:
                 print(f"broken: {one.version}: {said}", flush=True)
