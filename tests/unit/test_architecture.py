@@ -85,6 +85,7 @@ MAY_IMPORT = {
         "log_files",
         "sanitize",
         "model_metadata",
+        "vllm_source",
         "request_log",
         "usage_store",
     },
