@@ -5,9 +5,9 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command line."""
-    from servekit.system import garbage
+    from servekit.system.lean_start import collect_less
 
-    garbage.collect_less()
+    collect_less()
     from servekit.cli.main import app
 
     app(prog_name="servekit")

@@ -48,13 +48,15 @@ def resolve(folder: Path) -> Path:
     command = [
         *(sys.executable, "-m", "uv", "pip", "compile", "-q", "pyproject.toml"),
         *("--extra", "test", "--resolution", "lowest-direct", "--override", str(torch)),
-        *("--default-index", settings.indexes[0]),
-        *(arg for url in settings.indexes[1:] for arg in ("--index", url)),
-        *(arg for link in settings.find_links for arg in ("--find-links", link)),
         *("--no-config", "--no-annotate", "--index-strategy", "unsafe-best-match"),
         *("-o", str(found)),
     ]
-    subprocess.run(command, cwd=ROOT, check=True)
+    sources = {
+        "UV_DEFAULT_INDEX": settings.indexes[0],
+        "UV_INDEX": " ".join(settings.indexes[1:]),
+        "UV_FIND_LINKS": ",".join(settings.find_links),
+    }
+    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | sources)
     return found
 
 

@@ -395,7 +395,7 @@ def _ask_supervisor(
     """Return the answer of the instance in `run_dir`, which must be of this kind."""
     import asyncio
 
-    from servekit.system.structlog_import import import_structlog
+    from servekit.system.lean_start import import_structlog
 
     import_structlog()
     from servekit.supervisor.admin.control_socket import query_supervisor

@@ -41,10 +41,10 @@ if __name__ == "__main__":
         die_with(args.parent_pid)
 
     from servekit.gateway.fastapi_import import import_fastapi
-    from servekit.system import garbage, import_guard
-    from servekit.system.structlog_import import import_structlog
+    from servekit.system import import_guard
+    from servekit.system.lean_start import collect_less, import_structlog
 
-    garbage.collect_less()
+    collect_less()
     import_guard.install_guard("gateway")
     import_structlog()
     import_fastapi()

@@ -9,8 +9,8 @@ import time
 
 began_s = time.monotonic()  # before the imports below
 
+from servekit.system.lean_start import import_structlog  # noqa: E402
 from servekit.system.parent_death import die_with, prefer_for_oom_kill  # noqa: E402
-from servekit.system.structlog_import import import_structlog  # noqa: E402
 
 if __name__ == "__main__":
     import argparse

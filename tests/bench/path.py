@@ -43,7 +43,7 @@ from servekit.protocol.messages import (
     TokenBatch,
     Topology,
 )
-from servekit.system import garbage
+from servekit.system.lean_start import collect_less
 from tests.bench.bare import Bare
 
 CLIENTS = 64
@@ -289,7 +289,7 @@ class Contestant:
 
 
 def measure(seconds: float, only: str) -> None:
-    garbage.collect_less()
+    collect_less()
     keep_out_of_collections()
     logging.disable()  # streams that are cancelled at the end
     pairs: dict[str, tuple[Callable[[int], Any], Callable[[int], Any], int]] = {

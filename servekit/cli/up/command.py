@@ -109,7 +109,7 @@ def up(
     log_file: Annotated[Path | None, typer.Option(hidden=True, allow_from_autoenv=False)] = None,
 ) -> None:
     """Serve the models of a file, or models that are named here, until told to stop."""
-    from servekit.system.structlog_import import import_structlog
+    from servekit.system.lean_start import import_structlog
 
     import_structlog()
     from servekit.cli.up.sources import ModelOptions, find_source

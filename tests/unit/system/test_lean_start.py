@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-LEAN = "from servekit.system.structlog_import import import_structlog; import_structlog()\n"
+LEAN = "from servekit.system.lean_start import import_structlog; import_structlog()\n"
 
 
 def run(code: str) -> str:
