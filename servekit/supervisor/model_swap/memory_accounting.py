@@ -50,7 +50,9 @@ def asleep(
     if not claim:
         return {}
     info = deployment.info
-    weights = 0 if info is None else info.parameters * _BYTES.get(info.dtype, 2)
+    weights = 0
+    if info is not None:
+        weights = info.weights_bytes or info.parameters * _BYTES.get(info.dtype, 2)
     return {**kept, RAM: weights * len(deployment.planned) or sum(claim.values())}
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from msgspec import structs
+from safetensors.torch import save_file
 
 from servekit.engines.api.text_engine import TextJob
 from servekit.engines.command.engine import CommandEngine
@@ -52,6 +56,21 @@ async def test_it_goes_on_after_the_text_of_another_worker(make: Any) -> None:
         assert await running.text(job) == "2; 3; 4; 5;"  # the white space was there
         last = (await running.answer(job))[-1]
         assert (last.prompt_tokens, last.completion_tokens) == (5, 6)
+
+
+async def test_it_measures_the_weights_that_the_server_has_read(tmp_path: Path) -> None:
+    spec = make_spec()
+    folder, file = tmp_path / "folder", tmp_path / "m.gguf"
+    folder.mkdir()
+    save_file({"a": torch.zeros(100)}, folder / "model.safetensors")
+    file.write_bytes(bytes(300))
+    for path, weights_bytes in ((folder, 400), (file, 300), (tmp_path / "missing", 0)):
+        engine = CommandEngine(structs.replace(spec, path=str(path)))
+        try:
+            info = await asyncio.to_thread(engine.load, lambda progress: None)
+        finally:
+            await asyncio.to_thread(engine.close)
+        assert info.weights_bytes == weights_bytes
 
 
 async def test_a_server_that_takes_no_prefix_is_found_out() -> None:

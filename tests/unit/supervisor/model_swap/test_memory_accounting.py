@@ -44,6 +44,8 @@ def test_asleep_its_weights_are_in_the_hosts_memory() -> None:
     assert memory_accounting.asleep(deployment.real, claim, {})[RAM] == 28 * GIB
     deployment.info = info(parameters=2**30, dtype="float32")
     assert memory_accounting.asleep(deployment.real, claim, {})[RAM] == 8 * GIB
+    deployment.info = info(weights_bytes=3 * GIB)  # a server's: its files are measured
+    assert memory_accounting.asleep(deployment.real, claim, {})[RAM] == 6 * GIB
     deployment.info = None  # it was never here: what it would take at most
     assert memory_accounting.asleep(deployment.real, claim, {})[RAM] == 40 * GIB
 
