@@ -100,6 +100,7 @@ def test_the_page_to_try_the_api_has_its_files(http: httpx.Client) -> None:
     assert found and set(found) == {200}
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize(
     ("method", "path"),
     [("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"),
@@ -252,6 +253,7 @@ def test_limits_and_their_headers(tmp_path: Path) -> None:
         assert int(spent.headers["retry-after"]) > 60  # 25 tokens of debt, at 20 a minute
 
 
+@pytest.mark.lane("long")
 def test_gateways_share_a_limit(tmp_path: Path) -> None:
     rule = {"name": "alice", "hash": ALICE_HASH, "requests_per_minute": 20}
     with Instance.up(
@@ -278,6 +280,7 @@ def test_gateways_share_a_limit(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- reload
 
 
+@pytest.mark.lane("long")
 def test_a_reload_changes_who_is_let_in_and_restarts_nothing(tmp_path: Path) -> None:
     models = [{**echo("a", step_s=0.02), "aliases": ["b2"]}]
     with Instance.up(tmp_path, models) as instance:
@@ -320,6 +323,7 @@ def up(folder: Path, host: str, *args: str) -> subprocess.CompletedProcess[str]:
     return run("up", "--config", str(config), "--run-dir", str(folder / "run"), *args)
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_a_public_bind_without_keys_is_refused(tmp_path: Path, host: str) -> None:
     refused = up(tmp_path, host)
@@ -331,6 +335,7 @@ def test_a_public_bind_without_keys_is_refused(tmp_path: Path, host: str) -> Non
     assert (by_flag.returncode, "there are no keys" in by_flag.stderr) == (2, True)
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize(
     ("args", "sections"), [(("--insecure",), {}), ((), {"keys": KEYS[:1]})], ids=["said", "keys"]
 )
@@ -343,6 +348,7 @@ def test_a_public_bind_that_is_meant(
         assert httpx.get(f"{instance.url}/livez").status_code == 200
 
 
+@pytest.mark.lane("long")
 def test_keys_cannot_be_taken_from_a_public_instance(tmp_path: Path) -> None:
     models, server = [echo("a")], {"host": "0.0.0.0"}
     with Instance.up(tmp_path, models, server=server, sections={"keys": KEYS[:1]}) as instance:
@@ -413,6 +419,7 @@ def test_prompts_are_logged_where_that_is_asked_for(tmp_path: Path) -> None:
         instance.until("it is logged", lambda: SECRET in instance.log)
 
 
+@pytest.mark.lane("long")
 def test_key_new(tmp_path: Path) -> None:
     made = run("key", "new", "--name", "dora")
     key, _, lines = made.stdout.partition("\n")

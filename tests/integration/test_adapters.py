@@ -127,6 +127,7 @@ class Traffic:
                 thread.join()
 
 
+@pytest.mark.lane("long")
 def test_adapters_of_the_file_are_models_of_their_own(tmp_path: Path) -> None:
     """Two gateways both know them; the `openai` client lists and uses them."""
     model = echo("m", replicas=2) | {"adapters": named(tmp_path, "loud", "lout")}
@@ -231,6 +232,7 @@ def come_and_go(instance: Instance, url: str, path: str) -> None:
     assert load(url, "loud", path).status_code == 200
 
 
+@pytest.mark.lane("long")
 def test_one_refuses_and_none_has_it(tmp_path: Path) -> None:
     models = [echo("m", replicas=3, adapter_error="loud/1", crash_on_adapter="bomb/2")]
     with Instance.up(tmp_path, models, server=OPEN) as instance:
@@ -255,6 +257,7 @@ def nobody_has(instance: Instance, url: str, name: str) -> None:
     assert name not in served(url)
 
 
+@pytest.mark.lane("long")
 def test_workers_that_restart_or_are_new_get_what_the_others_have(tmp_path: Path) -> None:
     model = echo("m", replicas=2) | {"adapters": named(tmp_path, "filed")}
     with Instance.up(tmp_path, [model], server=OPEN) as instance:
@@ -329,6 +332,7 @@ def test_a_reload_changes_adapters_in_place(tmp_path: Path) -> None:
         assert "nothing to change" in reload(instance)
 
 
+@pytest.mark.lane("long")
 def test_the_name_of_a_removed_one_of_the_file_is_free_for_its_model(tmp_path: Path) -> None:
     """Until a reload, which has what the file names."""
     models = [echo("m") | {"adapters": named(tmp_path, "loud")}, echo("n")]
@@ -359,6 +363,7 @@ def order(name: str) -> tuple[bool, str]:
     return name != "m", name
 
 
+@pytest.mark.lane("long")
 def test_an_adapter_that_fails_is_told_and_its_base_serves(tmp_path: Path) -> None:
     """At the start; one refuses, one takes its worker down. Both are loaded once they are right."""
     wrong, bomb, fine = named(tmp_path, "wrong", "bomb", "fine")
@@ -385,6 +390,7 @@ def test_an_adapter_that_fails_is_told_and_its_base_serves(tmp_path: Path) -> No
         every_worker_has(url, "wrong", 2)
 
 
+@pytest.mark.lane("long")
 def test_a_load_that_hangs_ends_and_one_that_is_slow_does_not(tmp_path: Path) -> None:
     """A slow load is no stall; the worker of one that hangs is replaced."""
     slow = echo("m", replicas=2, adapter_load_s=1.2, hang_on_adapter="stuck/0", step_s=0.001)
@@ -428,6 +434,7 @@ def test_who_may_load(tmp_path: Path) -> None:
         assert unload(url, "loud", ROOT).status_code == 200
 
 
+@pytest.mark.lane("long")
 def test_without_keys_it_takes_the_files_word_and_the_command_line_needs_none(
     tmp_path: Path,
 ) -> None:
@@ -475,6 +482,7 @@ def test_nobody_is_ready(tmp_path: Path) -> None:
         assert "no worker of 'm' is ready" in said(refused)
 
 
+@pytest.mark.lane("long")
 def test_check_tells_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     for path, words in (
@@ -498,6 +506,7 @@ def test_check_shows_them(tmp_path: Path) -> None:
     assert ["loud", "m", str(tmp_path / "loud")] in rows
 
 
+@pytest.mark.lane("long")
 def test_who_is_told_that_it_is_loaded_may_ask_any_gateway(tmp_path: Path) -> None:
     path = folder(tmp_path, "x")
     server = {"gateways": 3, **OPEN}
@@ -512,6 +521,7 @@ def test_who_is_told_that_it_is_loaded_may_ask_any_gateway(tmp_path: Path) -> No
             assert complete(url, "x").status_code == 404
 
 
+@pytest.mark.lane("long")
 def test_names_of_workers_and_paths_that_are_none_are_refused(tmp_path: Path) -> None:
     path = folder(tmp_path, "x")
     with Instance.up(tmp_path, [echo("m")], server=OPEN) as instance:

@@ -145,6 +145,7 @@ def a_bad_file_changes_nothing(folder: Path, instance: Instance) -> None:
     assert [model["name"] for model in status["models"]] == names
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("server", [{}, {"cors": ["*"]}], ids=["plain", "cors"])
 def test_without_keys_nobody_may(tmp_path: Path, server: dict[str, Any]) -> None:
     with Instance.up(tmp_path, [echo("a")], server=server) as instance:

@@ -120,6 +120,7 @@ def test_an_open_loop_has_the_rate_that_was_asked_for(instance: Instance) -> Non
     assert 4 <= run["output_tokens"]["percentiles"][0] < run["output_tokens"]["max"] <= 8
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize(
     "how",
     [
@@ -181,6 +182,7 @@ def refused(*args: str, env: Mapping[str, str] | None = None, code: int = 2) -> 
     return told.stderr
 
 
+@pytest.mark.lane("long")
 def test_bad_input_is_a_sentence(instance: Instance, tmp_path: Path) -> None:
     url = instance.url
     there = "there are: paced, fast, narrow"
@@ -258,6 +260,7 @@ def answered(instance: Instance) -> int:
     return sum(gateway.requests for gateway in instance.status().gateways)
 
 
+@pytest.mark.lane("long")
 def test_clients_end_when_their_parent_is_killed(instance: Instance) -> None:
     with started(instance.url, "-m", "paced", "-d", "60s") as process:
         children = poll("clients run", psutil.Process(process.pid).children, within_s=60)

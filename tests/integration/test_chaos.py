@@ -177,6 +177,7 @@ def test_the_command_asks_first(instance: Instance) -> None:
     assert [r.pid for r in after.models[0].replicas] == [r.pid for r in before.models[0].replicas]
 
 
+@pytest.mark.lane("long")
 def test_the_command_wants_a_name_that_there_is(instance: Instance) -> None:
     told = chaos(instance, "--yes", "--only", "nonsense")
     assert told.returncode == 2
@@ -189,6 +190,7 @@ def test_another_instances_url_is_refused(instance: Instance) -> None:
         asyncio.run(Target.find("http://127.0.0.1:9", instance.run_dir, None))
 
 
+@pytest.mark.lane("long")
 def test_a_run_directory_where_nothing_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="no servekit runs"):
         asyncio.run(Target.find("http://127.0.0.1:8000", tmp_path, None))

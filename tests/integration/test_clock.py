@@ -66,6 +66,7 @@ def lives(status: Status) -> list[tuple[str, int, str]]:
     return [*workers, *((one.name, one.pid, one.state) for one in status.gateways)]
 
 
+@pytest.mark.lane("long")
 def test_jumps_of_the_wall_clock_change_nothing(tmp_path: Path) -> None:
     clock = Clock(tmp_path)
     limited = {"name": "alice", "hash": ALICE_HASH, "requests_per_minute": 4}

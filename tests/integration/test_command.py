@@ -171,6 +171,7 @@ def test_a_killed_worker_leaves_no_server(tmp_path: Path) -> None:
         assert not instance.survivors()
 
 
+@pytest.mark.lane("long")
 def test_servers_that_never_serve_say_why(tmp_path: Path) -> None:
     models = [odd("never", "--never-ready", load_timeout_s=1.5), odd("exits", "--exit-code", "3")]
     with Instance.up(tmp_path, models) as instance:
@@ -186,6 +187,7 @@ def test_servers_that_never_serve_say_why(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.lane("long")
 def test_its_gpus_are_pinned_and_what_it_holds_is_its_models(tmp_path: Path) -> None:
     gpus = MadeUpGpus(tmp_path, count=2)
     both = odd("both", "--prints={gpus}", gpus_per_replica=2, memory="40GiB", device="cuda")

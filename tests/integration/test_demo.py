@@ -31,6 +31,7 @@ def test_a_file_with_a_real_model_chats(tmp_path: Path, name: str) -> None:
         instance.until("the page", lambda: httpx.get(f"{url}/ui/").status_code == 200)
 
 
+@pytest.mark.lane("long")
 def test_the_file_that_scales_adds_a_replica_under_load(tmp_path: Path) -> None:
     file = yaml.safe_load((CONFIGS / "autoscaling.yaml").read_text())
     question = {"role": "user", "content": "a" * 400}

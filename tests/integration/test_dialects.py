@@ -317,6 +317,7 @@ def test_all_dialects_say_the_same(tmp_path: Path) -> None:
         assert old.json() == {"text": text, "error": ""}
 
 
+@pytest.mark.lane("long")
 def test_each_dialect_is_refused_in_its_own_words_without_a_key(tmp_path: Path) -> None:
     import anthropic
 

@@ -167,6 +167,7 @@ def check(path: str, answer: httpx.Response) -> None:
         assert ENDPOINTS[path][1](answer), answer.text
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("path", ENDPOINTS)
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
@@ -185,6 +186,7 @@ DEEP = b'{"model":"m","max_tokens":1,"prompt":"a","input":"a","x":' + b"[" * 200
 SCHEMA = b'{"properties":{"a":' * 2000 + b"{}" + b"}}" * 2000
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("path", ENDPOINTS)
 @pytest.mark.parametrize(
     "body",

@@ -66,6 +66,7 @@ def serious(page: Page) -> list[str]:
     ]
 
 
+@pytest.mark.lane("long")
 def test_a_reader_finds_a_section(context: BrowserContext, url: str, problems: list[str]) -> None:
     page = context.new_page()
     page.goto(f"{url}/docs")

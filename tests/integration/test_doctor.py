@@ -23,6 +23,7 @@ def doctor(*args: str) -> tuple[int, list[dict[str, Any]]]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.lane("long")
 def test_a_machine_and_a_busy_port(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -36,6 +37,7 @@ def test_a_machine_and_a_busy_port(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists(), "it only looks"
 
 
+@pytest.mark.lane("long")
 def test_it_finds_the_file_that_up_would_find(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,6 +48,7 @@ def test_it_finds_the_file_that_up_would_find(
     assert found["said"].startswith("servekit.yaml: 1 workers")
 
 
+@pytest.mark.lane("long")
 def test_a_port_that_its_own_instance_holds_is_fine(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a")]) as instance:
         _, findings = doctor("--run-dir", str(tmp_path / "run"))

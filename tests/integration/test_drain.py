@@ -35,6 +35,7 @@ def stream(url: str, begun: threading.Event, enough: threading.Event) -> str:
     return text
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_reload_while_it_drains_is_refused_and_disturbs_nothing(
     tmp_path: Path, changed: bool
@@ -106,6 +107,7 @@ def test_what_does_not_finish_in_time_is_told_so_in_its_own_envelope(tmp_path: P
         assert "Traceback" not in instance.log
 
 
+@pytest.mark.lane("long")
 def test_nobody_waits_for_a_model_that_loads_when_it_is_told_to_end(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("loads", load_s=600)]) as instance:
         instance.until("it loads", lambda: instance.replica("loads/0").state == "loading")
@@ -117,6 +119,7 @@ def test_nobody_waits_for_a_model_that_loads_when_it_is_told_to_end(tmp_path: Pa
         assert instance.survivors() == []
 
 
+@pytest.mark.lane("long")
 def test_only_a_model_that_requests_wait_for_is_loaded_to_the_end(tmp_path: Path) -> None:
     asked = echo("asked", load_s=8) | {"load": "on_demand"}
     models = [echo("slow", step_s=0.05), echo("loads", load_s=600), asked]

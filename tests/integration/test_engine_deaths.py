@@ -92,6 +92,7 @@ def test_what_ran_beside_a_step_that_raises_is_answered_in_full(instance: Instan
     assert {(death["what"], death["code"]) for death in died} == {(CAUSE, 70)}
 
 
+@pytest.mark.lane("long")
 def test_a_dead_engine_draws_no_traffic(instance: Instance) -> None:
     """Without load it would be the least loaded."""
     said: list[tuple[str, str]] = []
@@ -116,6 +117,7 @@ def test_a_dead_engine_draws_no_traffic(instance: Instance) -> None:
     instance.until("all six deaths are told", lambda: len(deaths(instance)) == 6)
 
 
+@pytest.mark.lane("long")
 def test_embeddings_beside_it_are_made_elsewhere(instance: Instance) -> None:
     request = {"model": "a", "input": ["one", "two"]}
     bad = {"model": "a", "input": [f"text {POISON}"]}

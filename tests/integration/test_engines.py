@@ -89,6 +89,7 @@ def test_its_workers_may_die_in_the_middle_of_an_answer(
         assert sum(replica.restarts for replica in instance.model("m").replicas) == 2
 
 
+@pytest.mark.lane("long")
 def test_check_tells_what_there_is(tmp_path: Path, env: dict[str, str]) -> None:
     config = write_config(
         tmp_path, [served(tmp_path), {"name": "a", "engine": "auto", "path": "o/n"}]
@@ -105,6 +106,7 @@ def test_check_tells_what_there_is(tmp_path: Path, env: dict[str, str]) -> None:
     assert (without.returncode, "but is the text 'markov'" in without.stderr) == (2, True)
 
 
+@pytest.mark.lane("long")
 def test_check_asks_for_wheels_that_are_not_here(tmp_path: Path) -> None:
     """A network that is not there is no fault of the file's; a version that is not there is."""
     model = {"name": "m", "engine": "transformers", "path": "pypi:tiny==1.0/m.gguf"}

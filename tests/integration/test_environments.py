@@ -55,6 +55,7 @@ def test_a_worker_in_another_environment_is_served_and_continued(
         )
 
 
+@pytest.mark.lane("long")
 def test_a_reload_moves_a_model_to_another_environment(tmp_path: Path) -> None:
     first = make_environment(tmp_path / "first", ["msgspec"])
     second = make_environment(tmp_path / "second", ["msgspec"])
@@ -77,6 +78,7 @@ def test_a_reload_moves_a_model_to_another_environment(tmp_path: Path) -> None:
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
 
 
+@pytest.mark.lane("long")
 def test_an_environment_that_goes_is_the_reason_that_why_gives(tmp_path: Path) -> None:
     python = make_environment(tmp_path / "env", ["msgspec"])
     with Instance.up(tmp_path, [echo("m") | {"python": str(python)}]) as instance:

@@ -94,6 +94,7 @@ def test_a_killed_worker_costs_no_answer(tmp_path: Path, replicas: int) -> None:
         assert instance.replica("m/0").restarts == 1
 
 
+@pytest.mark.lane("long")
 def test_poison_takes_nobody_along(tmp_path: Path) -> None:
     models = [echo("m", replicas=2, step_s=0.02, crash_on="poison", slots=16)]
     with ThreadPoolExecutor(12) as pool, Instance.up(tmp_path, models) as instance:

@@ -90,6 +90,7 @@ def stalling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
         yield instance
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("how", ["hung", "gil", "stopped"])
 def test_a_worker_that_stalls_is_replaced_and_told_of(stalling: Instance, how: str) -> None:
     url, name = stalling.url, f"{how}/0"
@@ -116,6 +117,7 @@ def test_a_worker_that_stalls_is_replaced_and_told_of(stalling: Instance, how: s
     assert complete(url, how).status_code == 200
 
 
+@pytest.mark.lane("long")
 def test_why_tells_of_a_crash_loop_and_of_names_it_does_not_know(tmp_path: Path) -> None:
     bad = {**echo("bad", exit_on_load=7), "aliases": ["worse"]}
     with Instance.up(tmp_path, [bad, echo("good")]) as instance:
@@ -149,6 +151,7 @@ def lamenting(instance: Instance, name: str) -> str:
     return done.stdout if "next attempt in" in done.stdout else ""
 
 
+@pytest.mark.lane("long")
 def test_escapes_of_a_child_do_not_reach_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.stderr.write('evil \\x1b[2J\\x1b]0;title\\x07 words\\n')\n"
@@ -206,6 +209,7 @@ def test_a_reload_touches_only_what_changed_and_fails_no_request(tmp_path: Path)
         assert [model.name for model in instance.status().models] == ["a", "c", "d"]
 
 
+@pytest.mark.lane("long")
 def test_what_no_worker_sees_changes_in_place_and_replicas_by_the_difference(
     tmp_path: Path,
 ) -> None:
@@ -235,6 +239,7 @@ def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
         yield instance
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -289,6 +294,7 @@ def test_a_file_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
         assert pids(instance, "b") == before
 
 
+@pytest.mark.lane("long")
 def test_a_version_that_does_not_come_up_leaves_the_old_one_serving(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a", replicas=2)]) as instance:
         url = instance.until_settled().url
@@ -311,6 +317,7 @@ def test_a_version_that_does_not_come_up_leaves_the_old_one_serving(tmp_path: Pa
         )
 
 
+@pytest.mark.lane("long")
 def test_the_latest_of_two_reloads_wins(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a")]) as instance:
         url = instance.until_settled().url
@@ -328,6 +335,7 @@ def test_the_latest_of_two_reloads_wins(tmp_path: Path) -> None:
         assert "a/0" not in dict(names(instance, "a"))
 
 
+@pytest.mark.lane("long")
 def test_hangups_and_a_sigterm_in_a_storm_end_it_cleanly(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a")]) as instance:
         instance.until_settled()
@@ -350,6 +358,7 @@ def test_a_reload_without_an_instance_is_one_sentence(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.lane("long")
 def test_a_pid_file_with_a_strangers_pid_harms_nobody(tmp_path: Path) -> None:
     stranger = subprocess.Popen(["sleep", "600"])
     try:

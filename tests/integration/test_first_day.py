@@ -70,6 +70,7 @@ def test_chat_takes_the_first_model(folder: Path) -> None:
     assert done.stderr == "a, of a, b\n"
 
 
+@pytest.mark.lane("long")
 def test_restart_replaces_all_workers_or_one(folder: Path) -> None:
     before = workers(folder)
     done = cli(folder, "restart", "a")
@@ -91,6 +92,7 @@ def test_restart_refuses_what_is_not_there(folder: Path) -> None:
     assert "is not loaded" in cli(folder, "restart", "b").stderr
 
 
+@pytest.mark.lane("long")
 def test_logs_of_a_model_since_a_time(folder: Path) -> None:
     assert "started" in cli(folder, "logs", "a", "--since", "1h").stdout
     assert cli(folder, "logs", "a", "--since", "0.001s").stdout == ""
@@ -98,6 +100,7 @@ def test_logs_of_a_model_since_a_time(folder: Path) -> None:
     assert "not both" in cli(folder, "logs", "a", "-w", "b").stderr
 
 
+@pytest.mark.lane("long")
 def test_a_start_that_fails_says_why_and_where_the_log_is(tmp_path: Path) -> None:
     config = write_config(tmp_path, [echo("bad", load_error="no weights here")])
     done = cli(tmp_path, "up", str(config), "-d")
@@ -106,6 +109,7 @@ def test_a_start_that_fails_says_why_and_where_the_log_is(tmp_path: Path) -> Non
     assert "state/servekit/default.log" in done.stderr
 
 
+@pytest.mark.lane("long")
 def test_run_serves_a_model_for_one_conversation(tmp_path: Path) -> None:
     done = cli(tmp_path, "run", "org/name", "--engine", "echo", text="x" * 8000)
     assert done.returncode == 0, done.stderr

@@ -239,6 +239,7 @@ def test_bodies_up_to_the_limit(instance: Instance) -> None:
 # ---------------------------------------------------------------- deaths
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("trouble", ["DIE", "DIE_EARLY"])
 def test_a_request_that_kills_servers(tmp_path: Path, trouble: str) -> None:
     """Those beside it are answered elsewhere; it is refused, and equal ones are at once."""
@@ -314,6 +315,7 @@ def test_a_client_that_leaves(instance: Instance) -> None:
     instance.until("nothing runs", lambda: instance.replica("lazy/0").running == 0)
 
 
+@pytest.mark.lane("long")
 def test_a_client_that_does_not_read(instance: Instance) -> None:
     """Its server has to wait, and is not taken for stalled; nothing of it is kept here."""
     instance.until_settled()
@@ -371,6 +373,7 @@ def test_metrics_and_the_document(instance: Instance) -> None:
     assert "/v1/chat/completions" in paths
 
 
+@pytest.mark.lane("long")
 def test_a_remote_endpoint_forwards_too(tmp_path: Path) -> None:
     port = free_port()
     options = {"url": f"http://127.0.0.1:{port}/v1", "key_environment": "REMOTE_KEY", "retries": 1}
@@ -393,6 +396,7 @@ def test_a_remote_endpoint_forwards_too(tmp_path: Path) -> None:
         server.wait()
 
 
+@pytest.mark.lane("long")
 def test_two_gateways_and_a_worker_that_is_drained(tmp_path: Path) -> None:
     """Uploads and responses go on while the model is reloaded."""
     models = [media("two", replicas=2)]
@@ -409,6 +413,7 @@ def test_two_gateways_and_a_worker_that_is_drained(tmp_path: Path) -> None:
             assert [one.result().json()["file"][0] for one in asked] == 8 * [len(recording)]
 
 
+@pytest.mark.lane("long")
 def test_keys(tmp_path: Path) -> None:
     rules = [
         {"name": "alice", "hash": ALICE_HASH, "models": ["one"], "requests_per_minute": 3},

@@ -168,6 +168,7 @@ def kill_and_see_it_back(instance: Instance, name: str) -> None:
     instance.until(f"{name} is back", back, 60)
 
 
+@pytest.mark.lane("long")
 def test_it_serves_on_while_the_disk_is_full_and_logs_again_after(
     tmp_path: Path, disk: Disk
 ) -> None:
@@ -211,6 +212,7 @@ def log_again(instance: Instance) -> None:
     instance.until("ours tells of it too", lambda: "log_file_recovered" in instance.log)
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("how", ["down", "kill -9"])
 def test_it_ends_in_order_while_the_disk_is_full(tmp_path: Path, disk: Disk, how: str) -> None:
     with up(disk, tmp_path, [echo("a", replicas=2, grandchildren=1)]) as instance:

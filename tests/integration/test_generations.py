@@ -107,6 +107,7 @@ def test_what_is_under_way_is_finished_by_the_model_that_began_it(
         assert "did not" not in instance.log, "it was killed"
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("gateways", [1, 2])
 def test_where_none_of_its_generation_is_left_a_stream_says_so_and_the_rest_begins_anew(
     tmp_path: Path, gateways: int
@@ -144,6 +145,7 @@ def test_where_none_of_its_generation_is_left_a_stream_says_so_and_the_rest_begi
             assert (one.over.result(20).text, one.error) == (lap(100), {})
 
 
+@pytest.mark.lane("long")
 def test_one_of_the_same_generation_that_drains_goes_on_with_it(tmp_path: Path) -> None:
     """Two old workers drain beside two new ones; one is killed, the other has yet to do."""
     server = {"drain_timeout_s": DRAIN_S}
@@ -163,6 +165,7 @@ def test_one_of_the_same_generation_that_drains_goes_on_with_it(tmp_path: Path) 
             assert (one.over.result(60).text, one.error) == (lap(LENGTH), {})
 
 
+@pytest.mark.lane("long")
 def test_a_change_that_leaves_the_text_alone_is_gone_on_with(tmp_path: Path) -> None:
     """More slots, say: what the old worker has begun the new one may go on with."""
     with (
@@ -199,6 +202,7 @@ def adapted(folder: Path, transform: str) -> dict[str, Any]:
     return model("same") | {"adapters": [one]}
 
 
+@pytest.mark.lane("long")
 def test_an_adapter_of_the_same_name_and_other_weights_goes_on_with_nothing(
     tmp_path: Path,
 ) -> None:

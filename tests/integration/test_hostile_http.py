@@ -181,6 +181,7 @@ def test_one_prompt_may_come_in_a_list(service: Service) -> None:
 # ---------------------------------------------------------------- memory, and readers that sleep
 
 
+@pytest.mark.lane("long")
 def test_what_waits_has_a_bound_in_bytes(tmp_path: Path) -> None:
     """Many large bodies for one slot: what does not fit is refused, and the rest is not doubled."""
     limit_bytes, body_bytes = 32 * MIB, 4 * MIB
@@ -211,6 +212,7 @@ def test_what_waits_has_a_bound_in_bytes(tmp_path: Path) -> None:
             assert grown_bytes < limit_bytes + 7 * body_bytes  # the last one is being read
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize"])
 def test_half_sent_bodies_have_a_bound_together(tmp_path: Path, path: bytes) -> None:
     """The gateway keeps no more of them, and others are served, with large bodies, too."""

@@ -68,6 +68,7 @@ def complete(instance: Instance, model: str) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
+@pytest.mark.lane("long")
 @pytest.mark.timeout(240)
 def test_llama_swaps_models_are_started_by_requests(tmp_path: Path) -> None:
     theirs = tmp_path / "config.yaml"
@@ -84,6 +85,7 @@ def test_llama_swaps_models_are_started_by_requests(tmp_path: Path) -> None:
         assert complete(instance, "counter") == " 0; 1; 2;"
 
 
+@pytest.mark.lane("long")
 @pytest.mark.timeout(240)
 def test_ollamas_models_are_served_from_its_folder(tmp_path: Path) -> None:
     store = Store(tmp_path / "ollama/models")
@@ -97,6 +99,7 @@ def test_ollamas_models_are_served_from_its_folder(tmp_path: Path) -> None:
         assert answer["done"], answer
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -97,6 +97,7 @@ def test_a_guard_that_dies_is_started_again(tmp_path: Path) -> None:
         assert not procfs.command_line(second)
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("order", ["the guard first", "both at once"])
 def test_without_a_guard_our_own_end_and_the_next_start_ends_the_rest(
     tmp_path: Path, order: str

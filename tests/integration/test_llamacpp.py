@@ -101,6 +101,7 @@ def test_it_is_served_by_a_folder_of_llama_cpps_own(tmp_path: Path) -> None:
         assert info is not None and info.detail.startswith("llama.cpp 0.")
 
 
+@pytest.mark.lane("long")
 def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "odd.gguf", architecture="oddformer")
     with Instance.begun(tmp_path, [model(path)]) as instance:
@@ -129,6 +130,7 @@ def test_smollm2_answers(tmp_path: Path) -> None:
         assert set(found) == {"city"}
 
 
+@pytest.mark.lane("long")
 def test_a_quantisation_of_the_hub(tmp_path: Path) -> None:
     """As people paste it; one that is not there is said where the model is looked for."""
     data = write_tiny_gguf(tmp_path / "tiny.gguf").read_bytes()

@@ -340,6 +340,7 @@ def test_the_alarms_of_what_happened_go_off_and_no_others(live: Live, prometheus
 _NOTHING_TO_SHOW = ("Where models are", "instance", "model")
 
 
+@pytest.mark.lane("long")
 @needs_prometheus
 def test_every_panel_of_the_dashboard_shows_something(live: Live, prometheus: Asking) -> None:
     live.ask(stream=True)

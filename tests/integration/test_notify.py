@@ -58,6 +58,7 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
     manager.close()
 
 
+@pytest.mark.lane("long")
 def test_a_life_as_a_service_manager_hears_of_it(tmp_path: Path, manager: Manager) -> None:
     env = {
         "NOTIFY_SOCKET": str(tmp_path / "notify"),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.integration.instance import PROGRAM, Instance, echo, stream_completion
 from tests.polling import poll
@@ -47,6 +48,7 @@ def crowd(instance: Instance, says: bytes) -> Iterator[None]:
         yield
 
 
+@pytest.mark.lane("long")
 def test_a_crowd_cuts_off_neither_health_checks_nor_streams(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a", step_s=0.01)], program=LIMITED) as instance:
         instance.until_settled()
@@ -85,6 +87,7 @@ def no_files_left(pid: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.lane("long")
 def test_a_supervisor_and_a_worker_without_files_serve_on_and_recover(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a", replicas=2)]) as instance:
         instance.until_settled()

@@ -114,6 +114,7 @@ def test_events_are_followed(instance: Instance) -> None:
     assert [line.split()[2] for line in lines] == ["exit", "started", "ready"]
 
 
+@pytest.mark.lane("long")
 def test_what_goes_wrong_is_a_sentence_with_the_next_step(instance: Instance) -> None:
     for args, words in (
         (("logs", "--worker", "nobody"), "there are logs of: gateway/0"),
@@ -156,6 +157,7 @@ def test_ps_for_programs_keeps_its_shape(instance: Instance) -> None:
 # ---------------------------------------------------------------- logs
 
 
+@pytest.mark.lane("long")
 def test_logs_are_shown_and_followed_and_move_no_cursor(instance: Instance, tmp_path: Path) -> None:
     path = instance.run_dir / "logs" / "a~0.log"
     with path.open("ab") as file:
@@ -265,6 +267,7 @@ def busy(instance: Instance) -> bool:
     return any(gateway.in_flight for gateway in instance.status().gateways)
 
 
+@pytest.mark.lane("long")
 def test_one_question_by_a_pipe_and_by_url(instance: Instance) -> None:
     args = ("chat", "a", "--max-tokens", "4", "--temperature", "0")
     done = cli(instance, *args, input="abcdef")
@@ -277,6 +280,7 @@ def test_one_question_by_a_pipe_and_by_url(instance: Instance) -> None:
 # ---------------------------------------------------------------- completion, init
 
 
+@pytest.mark.lane("long")
 def test_names_are_completed_from_the_running_instance(instance: Instance) -> None:
     def completed(line: str, **env: str) -> list[str]:
         asked = {"_SERVEKIT_COMPLETE": "complete_bash", "COMP_WORDS": line}
@@ -293,6 +297,7 @@ def test_names_are_completed_from_the_running_instance(instance: Instance) -> No
     assert completed("servekit why ", SERVEKIT_RUN_DIR="/nonexistent") == []
 
 
+@pytest.mark.lane("long")
 def test_a_file_is_made_by_answering_questions(instance: Instance, tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     with terminal(tmp_path, instance, "init", "-o", str(path)) as shown:
@@ -324,6 +329,7 @@ def test_a_file_is_made_by_answering_questions(instance: Instance, tmp_path: Pat
 # ---------------------------------------------------------------- when it all ends
 
 
+@pytest.mark.lane("long")
 def test_a_supervisor_that_dies_while_it_is_watched(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a")]) as instance:
         instance.until_settled()

@@ -30,6 +30,7 @@ def gpu_model(path: str, gib: int, **options: Any) -> dict[str, Any]:
     return on_gpu("m", f"{gib}GiB", gib, step_s=STEP_S, **options) | {"path": path}
 
 
+@pytest.mark.lane("long")
 def test_the_old_version_has_the_drain_timeout_and_no_longer(
     tmp_path: Path, gpus: MadeUpGpus
 ) -> None:
@@ -57,6 +58,7 @@ def test_the_old_version_has_the_drain_timeout_and_no_longer(
         assert "rollout_cuts_requests" in instance.log
 
 
+@pytest.mark.lane("long")
 def test_a_version_that_cannot_be_loaded_gives_its_place_back(
     tmp_path: Path, gpus: MadeUpGpus
 ) -> None:
@@ -75,6 +77,7 @@ def test_a_version_that_cannot_be_loaded_gives_its_place_back(
         assert "no such weights" in cli(instance, "why", "m").stdout
 
 
+@pytest.mark.lane("long")
 def test_a_version_that_drains_hurries_when_the_next_one_needs_its_memory(
     tmp_path: Path, gpus: MadeUpGpus
 ) -> None:

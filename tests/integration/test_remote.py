@@ -217,6 +217,7 @@ def free_port() -> int:
         return port
 
 
+@pytest.mark.lane("long")
 def test_an_endpoint_that_comes_late_goes_and_comes_back(tmp_path: Path) -> None:
     port = free_port()
     there, here = tmp_path / "there", tmp_path / "here"
@@ -293,6 +294,7 @@ def _said(instance: Instance, *command: str) -> str:
     return run.stdout
 
 
+@pytest.mark.lane("long")
 def test_a_key_that_the_endpoint_does_not_take(upstream: Instance, tmp_path: Path) -> None:
     wrong = far("far", f"{upstream.url}/v1", "talks", key_environment="FAR_KEY")
     with Instance.begun(tmp_path, [wrong], env={"FAR_KEY": "sk-wrong-0123456789"}) as instance:

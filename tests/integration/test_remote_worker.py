@@ -28,6 +28,7 @@ def shown(pid: int) -> bytes:
     return (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
 
 
+@pytest.mark.lane("long")
 async def test_requests_are_answered_and_outlive_a_worker(tmp_path: Path) -> None:
     async with Cluster(tmp_path) as cluster:
         one, other = await asyncio.gather(

@@ -36,6 +36,7 @@ def answer(url: str) -> str:
     return str(told.json()["choices"][0]["message"]["content"]) if told.is_success else told.text
 
 
+@pytest.mark.lane("long")
 def test_an_instance_goes_on_without_its_run_directory(tmp_path: Path) -> None:
     """As logind removes it: workers and gateways that die come back, and are reached."""
     with Instance.up(tmp_path, [echo("a")], server={"gateways": 2}) as instance:
@@ -82,6 +83,7 @@ def short() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.lane("long")
 def test_by_default_it_lives_in_the_state_directory_and_is_found_by_none_of_it(
     short: Path,
 ) -> None:

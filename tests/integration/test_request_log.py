@@ -65,6 +65,7 @@ def test_each_request_has_its_line(instance: Instance) -> None:
     assert (found["nowhere"].status, found["nowhere"].endpoint) == (404, "/nowhere")
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize(
     ("args", "ids"),
     [
@@ -92,6 +93,7 @@ def test_people_get_columns_and_the_log_a_sentence(instance: Instance) -> None:
     )
 
 
+@pytest.mark.lane("long")
 def test_no_log_where_the_file_says_so(tmp_path: Path) -> None:
     sections = {"logging": {"requests": False}}
     with Instance.up(tmp_path, [echo("a")], sections=sections) as quiet:

@@ -85,6 +85,7 @@ def health(url: str) -> tuple[int, Any]:
 # ---------------------------------------------------------------- by need
 
 
+@pytest.mark.lane("long")
 def test_alternating_requests_are_served_in_groups_each_by_one_load(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [on_demand("a"), on_demand("b")]) as instance:
         instance.until_settled()
@@ -120,6 +121,7 @@ def test_models_that_can_sleep_are_woken_rather_than_loaded(tmp_path: Path) -> N
         assert health(instance.url)[0] == 200
 
 
+@pytest.mark.lane("long")
 def test_a_flood_for_one_model_joins_one_load(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [on_demand("a", load_s=1.0)]) as instance:
         instance.until_settled()
@@ -208,6 +210,7 @@ def test_who_goes_away_is_not_loaded_for(tmp_path: Path) -> None:
         assert count(instance, "model_loading", "b") == 0
 
 
+@pytest.mark.lane("long")
 def test_a_worker_killed_in_its_sleep_is_stopped_and_comes_again(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [on_demand("a", idle_sleep_s=0.3)]) as instance:
         instance.until_settled()
@@ -234,6 +237,7 @@ def test_one_that_cannot_be_put_to_sleep_is_stopped(tmp_path: Path) -> None:
         assert [count(instance, "model_loading", name) for name in "ab"] == [2, 2]
 
 
+@pytest.mark.lane("long")
 def test_at_the_end_nobody_is_kept_waiting_for_a_load(tmp_path: Path) -> None:
     models = [on_demand("a", step_s=0.05), on_demand("b")]
     with Instance.up(tmp_path, models, server={"drain_timeout_s": 20.0}) as instance:
@@ -252,6 +256,7 @@ def test_at_the_end_nobody_is_kept_waiting_for_a_load(tmp_path: Path) -> None:
         assert instance.wait() == 0
 
 
+@pytest.mark.lane("long")
 def test_an_end_while_it_loads_leaves_nothing(tmp_path: Path) -> None:
     models, server = [on_demand("a", load_s=30.0)], {"drain_timeout_s": 0.5}
     with Instance.up(tmp_path, models, server=server) as instance:
@@ -290,6 +295,7 @@ def generate(url: str, model: str, **more: Any) -> httpx.Response:
     return httpx.post(f"{url}/api/generate", json=body, timeout=PATIENCE_S)
 
 
+@pytest.mark.lane("long")
 def test_clients_of_ollama_say_how_long_a_model_stays(tmp_path: Path) -> None:
     models = [on_demand("a", idle_unload_s=600.0), echo("b")]
     with Instance.up(tmp_path, models) as instance:
@@ -354,6 +360,7 @@ def test_operators_load_and_unload_wake_and_put_to_sleep(tmp_path: Path) -> None
         assert run(instance, "load", "nobody").returncode == 2
 
 
+@pytest.mark.lane("long")
 def test_a_reload_changes_when_models_come_and_go(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [on_demand("a"), on_demand("b", memory="30%")]) as instance:
         instance.until_settled()

@@ -198,6 +198,7 @@ def test_a_reload_is_a_fresh_try_for_a_model_that_is_stopped(tmp_path: Path) -> 
         assert time.monotonic() - began < BreakerLimits().first_s
 
 
+@pytest.mark.lane("long")
 def test_one_that_finds_the_memory_held_by_a_stranger_has_room_made_for_it(
     tmp_path: Path, gpus: MadeUpGpus
 ) -> None:
@@ -285,6 +286,7 @@ def test_a_standby_ends_with_its_model_and_comes_again(tmp_path: Path) -> None:
             instance.until("it is gone, too", lambda: not states())
 
 
+@pytest.mark.lane("long")
 def test_one_that_makes_room_comes_back_from_its_standby(tmp_path: Path, gpus: MadeUpGpus) -> None:
     models = [{**on_demand_gpu(name, "60%", 0), "standby": True} for name in "ab"]
     with Instance.up(tmp_path, models, env=gpus.env) as instance:

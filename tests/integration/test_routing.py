@@ -111,6 +111,7 @@ def test_every_api_tells_what_was_cached(tmp_path: Path) -> None:
         assert fresh.usage.prompt_tokens_details is None
 
 
+@pytest.mark.lane("long")
 def test_a_session_stays_also_where_prompts_tell_nothing(tmp_path: Path) -> None:
     """A prompt too short to be looked at is found where its session is, and only there."""
     with Instance.up(tmp_path, [caching()]) as instance:

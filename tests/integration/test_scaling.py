@@ -113,6 +113,7 @@ def pids(instance: Instance) -> dict[str, int]:
     return {one.name: one.pid for model in instance.status().models for one in model.replicas}
 
 
+@pytest.mark.lane("long")
 def test_a_reload_of_the_range_touches_nothing_else(instance: Instance) -> None:
     def reload(least: int, most: int) -> str:
         model = {**MODEL, "replicas": {"min": least, "max": most}}

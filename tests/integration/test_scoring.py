@@ -135,6 +135,7 @@ def _models(instance: Instance) -> list[dict[str, Any]]:
     return listed
 
 
+@pytest.mark.lane("long")
 def test_deaths_in_the_midst_lose_nothing(instance: Instance) -> None:
     body = {"model": "reranker", "query": made.QUERY, "documents": DOCUMENTS}
     whole = post(instance, "/v1/rerank", **body).json()["results"]

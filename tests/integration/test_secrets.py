@@ -188,6 +188,7 @@ def test_a_child_has_no_secret_that_is_not_its_own(instance: Instance) -> None:
             assert SECRETS[name] not in environ, (name, line)
 
 
+@pytest.mark.lane("long")
 def test_what_it_writes_is_its_users_alone(instance: Instance) -> None:
     """The folder is 0700; what is in it would be private without that, too, but for the logs."""
     assert instance.run_dir.stat().st_mode & 0o077 == 0

@@ -38,6 +38,7 @@ def check(file: Path, gpus: MadeUpGpus) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
 
 
+@pytest.mark.lane("long")
 def test_check_shows_when_models_are_loaded_where_one_comes_and_goes(
     tmp_path: Path, gpus: MadeUpGpus
 ) -> None:
@@ -49,6 +50,7 @@ def test_check_shows_when_models_are_loaded_where_one_comes_and_goes(
     assert "LOAD" not in check(write_config(tmp_path, models[:1]), gpus).stdout
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize(("device", "each"), [("cpu", ""), ("cuda", " PER GPU")])
 def test_check_says_of_what_a_model_takes_its_share(
     tmp_path: Path, gpus: MadeUpGpus, device: str, each: str
@@ -142,6 +144,7 @@ def with_one_that_waits(
         yield instance, waiting(instance, "b/0", "a/0")
 
 
+@pytest.mark.lane("long")
 def test_one_that_waits_dies_alone_and_waits_again(tmp_path: Path, gpus: MadeUpGpus) -> None:
     with with_one_that_waits(tmp_path, gpus, 15) as (instance, waits):
         assert "waits for a/0 on GPU 0" in cli(instance, "ps").stdout
@@ -155,6 +158,7 @@ def test_one_that_waits_dies_alone_and_waits_again(tmp_path: Path, gpus: MadeUpG
         assert all(complete(instance.url, name).status_code == 200 for name in "ab")
 
 
+@pytest.mark.lane("long")
 def test_one_that_waits_is_let_in_by_the_death_of_the_other(
     tmp_path: Path, gpus: MadeUpGpus
 ) -> None:
@@ -165,6 +169,7 @@ def test_one_that_waits_is_let_in_by_the_death_of_the_other(
         assert complete(instance.url, "b").status_code == 200
 
 
+@pytest.mark.lane("long")
 def test_the_time_limit_of_a_load_does_not_run_while_it_waits(
     tmp_path: Path, gpus: MadeUpGpus
 ) -> None:
@@ -173,6 +178,7 @@ def test_the_time_limit_of_a_load_does_not_run_while_it_waits(
         assert instance.replica("b/0").pid == waits.pid
 
 
+@pytest.mark.lane("long")
 def test_one_that_waits_ends_with_its_model_and_with_the_instance(
     tmp_path: Path, gpus: MadeUpGpus
 ) -> None:
@@ -187,6 +193,7 @@ def test_one_that_waits_ends_with_its_model_and_with_the_instance(
         assert instance.wait() == 0
 
 
+@pytest.mark.lane("long")
 def test_a_plan_that_does_not_fit_is_refused_with_the_arithmetic(
     tmp_path: Path, gpus: MadeUpGpus
 ) -> None:
@@ -205,6 +212,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_arithmetic(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.lane("long")
 def test_one_that_died_comes_back_when_its_memory_is_gone(tmp_path: Path, gpus: MadeUpGpus) -> None:
     models = [on_gpu("a", "60%", 50), on_gpu("b", "40%", 30)]
     with Instance.up(tmp_path, models, env=gpus.env) as instance:
@@ -238,6 +246,7 @@ def test_a_strangers_memory_is_waited_for_and_named(tmp_path: Path, gpus: MadeUp
         instance.until("it is up", lambda: instance.replica("a/0").state == "ready", 60)
 
 
+@pytest.mark.lane("long")
 def test_one_that_takes_more_than_its_claim_is_told_of(tmp_path: Path, gpus: MadeUpGpus) -> None:
     with Instance.up(tmp_path, [on_gpu("a", "60%", 70)], env=gpus.env) as instance:
         instance.until("it is seen", lambda: instance.replica("a/0").excess, 60)
@@ -250,6 +259,7 @@ def test_one_that_takes_more_than_its_claim_is_told_of(tmp_path: Path, gpus: Mad
         assert instance.log.count("gpu_memory_over_claim") == 1
 
 
+@pytest.mark.lane("long")
 def test_a_reload_makes_room_first_where_old_and_new_do_not_fit(
     tmp_path: Path, gpus: MadeUpGpus
 ) -> None:

@@ -102,6 +102,7 @@ def test_poison_whose_client_hangs_up_at_once_takes_few_workers(
         assert taken <= 9 * gateways
 
 
+@pytest.mark.lane("long")
 def test_an_address_is_refused_whichever_gateway_it_reaches(tmp_path: Path) -> None:
     """No two of its requests look alike; the other clients have another address."""
     models = [echo("m", replicas=2, step_s=0.02, crash_on="poison", slots=16)]
@@ -126,6 +127,7 @@ def test_an_address_is_refused_whichever_gateway_it_reaches(tmp_path: Path) -> N
         assert restarts(instance) <= 12, codes
 
 
+@pytest.mark.lane("long")
 def test_the_holder_of_a_key_is_refused_and_the_others_are_not(tmp_path: Path) -> None:
     """Each request is another one by a byte, and its client waits."""
     models = [echo("m", replicas=2, step_s=0.02, crash_on="poison", slots=16)]
@@ -201,6 +203,7 @@ def test_workers_killed_from_outside_are_held_against_nobody(tmp_path: Path) -> 
         assert "source_quarantined" not in instance.log
 
 
+@pytest.mark.lane("long")
 def test_a_reload_with_another_model_lifts_a_quarantine(tmp_path: Path) -> None:
     bad: dict[str, Any] = echo("m", replicas=2, crash_on="poison")
     with Instance.up(tmp_path, [bad]) as instance:

@@ -86,6 +86,7 @@ def test_what_replaces_a_dead_worker_is_forked_and_a_worker_of_its_own(tmp_path:
         assert instance.wait() == 0
 
 
+@pytest.mark.lane("long")
 def test_without_its_standby_a_worker_comes_back_and_so_does_the_standby(
     tmp_path: Path,
 ) -> None:
@@ -100,6 +101,7 @@ def test_without_its_standby_a_worker_comes_back_and_so_does_the_standby(
         assert is_forked(kill_and_replace(instance))
 
 
+@pytest.mark.lane("long")
 def test_the_end_of_a_standby_is_not_that_of_its_workers(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [forking()]) as instance:
         prepared = until_prepared(instance)
@@ -110,6 +112,7 @@ def test_the_end_of_a_standby_is_not_that_of_its_workers(tmp_path: Path) -> None
         assert complete(instance.url, "a").status_code == 200
 
 
+@pytest.mark.lane("long")
 def test_a_standby_that_does_not_answer_is_not_waited_for_long(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [forking()]) as instance:
         prepared = until_prepared(instance)
@@ -118,6 +121,7 @@ def test_a_standby_that_does_not_answer_is_not_waited_for_long(tmp_path: Path) -
         assert "did not fork when it was asked to" in instance.log
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("stopped", [False, True])
 def test_nothing_forked_outlives_the_supervisor(tmp_path: Path, stopped: bool) -> None:
     model = forking(grandchildren=2, escaped_grandchildren=2)
@@ -134,6 +138,7 @@ def test_nothing_forked_outlives_the_supervisor(tmp_path: Path, stopped: bool) -
     assert not [one for one in started if procfs.is_alive(one.pid, one.started)]
 
 
+@pytest.mark.lane("long")
 def test_what_a_forked_worker_has_started_dies_with_it(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [forking(grandchildren=2)]) as instance:
         until_prepared(instance)
@@ -144,6 +149,7 @@ def test_what_a_forked_worker_has_started_dies_with_it(tmp_path: Path) -> None:
         instance.until("they are gone", lambda: not any(map(procfs.read_process, started)), 5)
 
 
+@pytest.mark.lane("long")
 def test_requests_are_answered_while_forked_workers_die(tmp_path: Path) -> None:
     model = {**forking(step_s=0.01), "replicas": 2}
     with Instance.up(tmp_path, [model]) as instance:
@@ -154,6 +160,7 @@ def test_requests_are_answered_while_forked_workers_die(tmp_path: Path) -> None:
         assert not failed
 
 
+@pytest.mark.lane("long")
 def test_where_a_library_initialises_cuda_on_import_workers_are_started_afresh(
     tmp_path: Path,
 ) -> None:
@@ -174,6 +181,7 @@ def test_where_a_library_initialises_cuda_on_import_workers_are_started_afresh(
         instance.until("its standby has ended", lambda: not instance.model("a").standbys)
 
 
+@pytest.mark.lane("long")
 def test_a_reload_makes_and_ends_standbys(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [forking(), echo("b")]) as instance:
         first = until_prepared(instance)

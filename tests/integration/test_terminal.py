@@ -119,6 +119,7 @@ def test_progress_then_one_banner_then_ctrl_c(tmp_path: Path) -> None:
         assert terminal.raw.rindex("\x1b[?25h") > terminal.raw.rindex("\x1b[?25l"), "cursor is back"
 
 
+@pytest.mark.lane("long")
 def test_log_lines_scroll_above_the_picture(tmp_path: Path) -> None:
     with up(tmp_path, [echo("slow", load_s=600)]) as terminal:
         terminal.until("loading")
@@ -130,6 +131,7 @@ def test_log_lines_scroll_above_the_picture(tmp_path: Path) -> None:
         assert terminal.wait() == 0
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("args", [(), ("--quiet",)])
 def test_no_color_is_honoured(tmp_path: Path, args: tuple[str, ...]) -> None:
     with up(tmp_path, [echo("a", load_s=0.3)], *args, env={"NO_COLOR": "1"}) as terminal:
@@ -144,6 +146,7 @@ def test_no_color_is_honoured(tmp_path: Path, args: tuple[str, ...]) -> None:
         assert ("╭" in terminal.text) != bool(args)
 
 
+@pytest.mark.lane("long")
 def test_the_picture_of_a_load_and_its_table(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a", step_s=0.01)]) as instance:
         url = instance.until_settled().url

@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from servekit.cli.startup_timings import covered_s
 from servekit.protocol.startup_messages import Phase, Start
 from tests.integration.instance import Instance, echo
@@ -54,6 +56,7 @@ def check_adds_up(start: Start) -> None:
     assert start.first_token_s <= start.total_s
 
 
+@pytest.mark.lane("long")
 def test_phases_add_up_to_the_time_from_up_to_the_first_token(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a", load_s=0.6)], server={"gateways": 2}) as instance:
         start = seen(instance, "a/0")
@@ -79,6 +82,7 @@ def test_a_restart_is_a_new_life_beside_the_one_before(tmp_path: Path) -> None:
         assert starts(instance, "a/0")[0] == first
 
 
+@pytest.mark.lane("long")
 def test_a_load_on_demand_counts_from_the_request(tmp_path: Path) -> None:
     models = [on_demand("a", load_s=0.3), on_demand("b", load_s=0.3)]
     with Instance.up(tmp_path, models) as instance:
@@ -94,6 +98,7 @@ def test_a_load_on_demand_counts_from_the_request(tmp_path: Path) -> None:
         assert start.total_s > 0.7 * answer.elapsed.total_seconds() - 0.2
 
 
+@pytest.mark.lane("long")
 def test_what_dies_while_it_loads_shows_how_far_it_came(tmp_path: Path) -> None:
     bad = {**echo("bad", load_s=0.3, load_error="no such thing"), "standby": False}
     dead = {**echo("dead", load_s=0.3, exit_on_load=7), "standby": False}

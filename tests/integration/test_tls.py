@@ -128,6 +128,7 @@ def test_a_renewed_certificate_needs_a_reload_only(tmp_path: Path) -> None:
         assert (refused.returncode, "has expired" in refused.stderr) == (2, True)
 
 
+@pytest.mark.lane("long")
 def test_check_says_what_is_wrong(tmp_path: Path) -> None:
     make(tmp_path, days=(-9, -1))
     config = write_config(tmp_path, [echo("a")], {"tls": TLS})

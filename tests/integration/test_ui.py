@@ -586,6 +586,7 @@ def test_a_page_without_a_slash_is_led_to_it(instance: Instance) -> None:
         assert answer.url.path == f"{path}/"
 
 
+@pytest.mark.lane("long")
 def test_the_request_as_code_can_be_read(tab: Tab) -> None:
     """Unfolded together with the settings, in a window of a laptop."""
     tab.page.set_viewport_size({"width": 1280, "height": 850})

@@ -119,6 +119,7 @@ def test_a_visitor_sees_the_models_of_its_key_only(url: str, browser: Browser) -
             assert ("b/0" in page.content()) is others
 
 
+@pytest.mark.lane("long")
 def test_a_visitor_signs_in_chats_within_its_limits_and_signs_out(
     url: str, instance: Instance, browser: Browser, tmp_path: Path
 ) -> None:

@@ -275,6 +275,7 @@ def test_calls_of_tools_are_judged(visit: Callable[..., Visitor]) -> None:
     assert serious(page.page) == []
 
 
+@pytest.mark.lane("long")
 def test_the_request_as_code_runs_and_has_no_key(
     visit: Callable[..., Visitor], tmp_path: Path
 ) -> None:
@@ -462,6 +463,7 @@ def test_language_and_theme_are_chosen_and_kept(visit: Callable[..., Visitor]) -
     expect(page["body"]).to_have_class(re.compile("dark"))
 
 
+@pytest.mark.lane("long")
 def test_the_keyboard_reaches_the_run_button(visit: Callable[..., Visitor]) -> None:
     page = visit("playground")
     page.choose("Model", "tooler")

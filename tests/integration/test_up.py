@@ -98,6 +98,7 @@ def test_it_serves_and_leaves_nothing(tmp_path: Path) -> None:
         assert "/ui" not in banner
 
 
+@pytest.mark.lane("long")
 def test_gateways_answer_while_models_load(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("slow", load_s=600)]) as instance:
         instance.until("the gateway serves", lambda: instance.gateway().state == "ready", 60)
@@ -174,6 +175,7 @@ def test_ctrl_c_finishes_what_is_in_flight(tmp_path: Path) -> None:
         assert "requests_finishing" in instance.log
 
 
+@pytest.mark.lane("long")
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
     with (
         ThreadPoolExecutor(1) as pool,
@@ -191,6 +193,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
         assert time.monotonic() - began < 4.0
 
 
+@pytest.mark.lane("long")
 def test_a_storm_of_signals_ends_it_cleanly(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a", replicas=2)]) as instance:
         instance.until_settled()
@@ -201,6 +204,7 @@ def test_a_storm_of_signals_ends_it_cleanly(tmp_path: Path) -> None:
         assert instance.survivors() == []
 
 
+@pytest.mark.lane("long")
 def test_started_by_nohup_it_outlives_its_terminal(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a")], program=("nohup", *PROGRAM)) as instance:
         url = instance.until_settled().url
@@ -224,6 +228,7 @@ def test_files_of_the_working_directory_are_no_modules_of_its_children(tmp_path:
         poll("nothing survives", lambda: not instance.survivors(), within_s=2.0)
 
 
+@pytest.mark.lane("long")
 def test_the_drain_has_a_deadline(tmp_path: Path) -> None:
     models = [echo("slow", step_s=0.2)]
     with (
@@ -237,6 +242,7 @@ def test_the_drain_has_a_deadline(tmp_path: Path) -> None:
         assert instance.wait(within_s=20) == 0
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("moment", ["at once", "while loading", "serving", "draining"])
 def test_nothing_survives_kill_9(tmp_path: Path, moment: str) -> None:
     options = {"load_s": 600} if moment == "while loading" else {}
@@ -264,6 +270,7 @@ def test_nothing_survives_kill_9(tmp_path: Path, moment: str) -> None:
         poll("nothing survives", lambda: not instance.survivors(), within_s=2.0)
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_nothing_survives_kill_9_in_the_middle_of_a_start(tmp_path: Path, count: int) -> None:
     """Killed as soon as it has started that many: the guard, the gateway, the workers."""
@@ -289,6 +296,7 @@ def living(pids: set[int]) -> set[int]:
     return {pid for pid in found if (process := procfs.read_process(pid)) and process.state != "Z"}
 
 
+@pytest.mark.lane("long")
 def test_a_worker_leaves_neither_shared_memory_nor_who_escaped_it(tmp_path: Path) -> None:
     options = {"escaped_grandchildren": 2, "shared_memory_bytes": 2**20}
     with Instance.up(tmp_path, [echo("a", **options)]) as instance:
@@ -364,6 +372,7 @@ def test_a_killed_worker_is_replaced(mixed: Instance) -> None:
     assert complete(mixed.url, "a", "x", max_tokens=1).status_code == 200
 
 
+@pytest.mark.lane("long")
 def test_what_a_worker_started_in_a_session_of_its_own_goes_with_it(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\n"
@@ -474,6 +483,7 @@ def test_what_a_child_writes_is_logged_and_kept(mixed: Instance) -> None:
 # ---------------------------------------------------------------- it does not start
 
 
+@pytest.mark.lane("long")
 def test_a_busy_port_is_refused_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
@@ -561,6 +571,7 @@ def test_ps_and_down(tmp_path: Path) -> None:
         assert str(instance.pid) in done.stdout
 
 
+@pytest.mark.lane("long")
 def test_down_now_does_not_wait(tmp_path: Path) -> None:
     with (
         ThreadPoolExecutor(1) as pool,
@@ -574,6 +585,7 @@ def test_down_now_does_not_wait(tmp_path: Path) -> None:
         assert time.monotonic() - began < 25.0, "a drain takes 30 s"
 
 
+@pytest.mark.lane("long")
 def test_down_twice_does_not_cut_off_what_is_in_flight(tmp_path: Path) -> None:
     with (
         ThreadPoolExecutor(2) as pool,
@@ -594,6 +606,7 @@ def test_down_twice_does_not_cut_off_what_is_in_flight(tmp_path: Path) -> None:
         assert instance.wait() == 0
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("command", ["ps", "down", "top", "events", "logs", "why m"])
 def test_without_an_instance_there_is_one_sentence(tmp_path: Path, command: str) -> None:
     done = cli(*command.split(), "--run-dir", str(tmp_path / "none"))
@@ -604,6 +617,7 @@ def test_without_an_instance_there_is_one_sentence(tmp_path: Path, command: str)
     )
 
 
+@pytest.mark.lane("long")
 def test_after_kill_9_ps_and_down_say_that_nothing_runs(tmp_path: Path) -> None:
     with Instance.up(tmp_path, [echo("a")]) as instance:
         instance.signal(signal.SIGKILL)
@@ -628,6 +642,7 @@ def test_version_and_schema_are_for_programs() -> None:
     assert "models" in json.loads(cli("schema").stdout)["properties"]
 
 
+@pytest.mark.lane("long")
 def test_wrong_flags_are_exit_2() -> None:
     assert cli("up").returncode == 2
     assert cli("up", "-c", "x.yaml", "--port", "70000").returncode == 2

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from servekit.usage_store import Usage, read_usage
 from tests.api_keys import new_key
@@ -30,6 +31,7 @@ def until_refused(instance: Instance, key: str) -> httpx.Response:
     return answers[-1]
 
 
+@pytest.mark.lane("long")
 def test_usage_and_budgets_outlive_a_restart(tmp_path: Path) -> None:
     made = {name: new_key(name) for name in ("alice", "bob", "carol")}
     limits = {"alice": {"daily_tokens": 15}, "bob": {"monthly_tokens": 15}, "carol": {}}

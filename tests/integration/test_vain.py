@@ -13,6 +13,7 @@ import pytest
 from tests.integration.instance import Instance, echo, write_config
 
 
+@pytest.mark.lane("long")
 def test_where_no_model_can_be_served_up_ends_with_the_reasons(tmp_path: Path) -> None:
     models = [echo("a", replicas=2, load_error="no such weights"), echo("b", load_error="no room")]
     config = write_config(tmp_path, models)
@@ -27,6 +28,7 @@ def test_where_no_model_can_be_served_up_ends_with_the_reasons(tmp_path: Path) -
     assert not list((tmp_path / "run").glob("*.sock"))
 
 
+@pytest.mark.lane("long")
 def test_where_no_gateway_can_be_imported_up_ends_with_the_reason(tmp_path: Path) -> None:
     """A user's own httptools.py, found before the real one, stands for a broken installation."""
     (tmp_path / "httptools.py").write_text("raise ImportError('httptools is broken')")

@@ -123,6 +123,7 @@ def _link(source: str, to: str) -> None:
 def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> tuple[int, str]:
     """Run pytest in the tree; its exit code, and its output. A hang counts as a failure."""
     options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S:g}"]
+    options += ["--lanes", "ordinary,long"]
     options += [word for plugin in PLUGINS for word in ("-p", plugin)]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     process = subprocess.Popen(

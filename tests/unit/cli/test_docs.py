@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from servekit.docs import pages
 
 
@@ -58,6 +60,7 @@ def test_a_terminal_gets_it_formatted() -> None:
     assert "quickstart" in on_terminal()
 
 
+@pytest.mark.lane("long")
 def test_html_is_printed_and_written(tmp_path: Path) -> None:
     assert run("gpus", "--html").stdout.startswith("<!doctype html>")
     assert run("-o", str(tmp_path / "docs"), "--html").returncode == 0

@@ -60,6 +60,7 @@ def answer(model: Harness, grammar: Grammar | None, seed: int, thinking: bool) -
     return joined(feed(read, text, [1]))
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_model_is_made_to_call(model: Harness, seed: int) -> None:
     assert "tools" in model.info.serves

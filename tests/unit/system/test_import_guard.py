@@ -71,6 +71,7 @@ def test_within_a_block_only(tmp_path: Path) -> None:
     assert python(f"{code}import torch", tmp_path).returncode == 0
 
 
+@pytest.mark.lane("long")
 @pytest.mark.slow
 def test_the_gateway_with_its_page_loads_under_it(tmp_path: Path) -> None:
     code = f"{GUARDED}import servekit.gateway.server, servekit.gateway.ui.chat_page"

@@ -163,6 +163,7 @@ async def test_an_embedding_model_warms_up_and_embeds(tmp_path: Path, bert_folde
 # ---------------------------------------------------------------- prompts that are too long
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("asked", [{"prompt": LONG}, {"messages": [ChatMessage("user", LONG)]}])
 @pytest.mark.parametrize(("limit", "clamp"), [(None, False), (3, False), (3, True)])
 async def test_a_prompt_far_too_long_is_refused_in_the_words_of_all_others(
@@ -461,6 +462,7 @@ def test_a_limit_beyond_the_context_is_lowered_only_where_that_is_wished(
     assert asked is None or f"the prompt has 100 and max_tokens is {asked}." in caught.value.message
 
 
+@pytest.mark.lane("long")
 async def test_a_known_grammar_waits_for_long_prompts_as_long_as_they_take(
     tiny: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

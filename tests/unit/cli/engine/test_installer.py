@@ -81,6 +81,7 @@ def test_a_folder_that_cannot_be_written_is_named(environ: dict[str, str]) -> No
         )
 
 
+@pytest.mark.lane("long")
 def test_nothing_is_left_of_an_installation_that_failed(
     environ: dict[str, str], home: Path
 ) -> None:

@@ -256,6 +256,7 @@ def test_what_is_no_python_is_said(tmp_path: Path) -> None:
     assert missing.returncode == 1 and "cannot start ./nothing-here" in missing.stderr
 
 
+@pytest.mark.lane("long")
 @pytest.mark.slow
 def test_real_torch_without_cuda(tmp_path: Path) -> None:
     code = "import torch\ntry:\n    torch.zeros(1).cuda()\nexcept Exception: pass\n"

@@ -141,6 +141,7 @@ def scores(harness: Harness, *prompts: list[int]) -> list[list[float]]:
     return [[round(one.logprob, 2) for one in each] for each in found]
 
 
+@pytest.mark.lane("long")
 def test_sliding_windows_say_the_same_in_a_full_cache(
     sliding: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

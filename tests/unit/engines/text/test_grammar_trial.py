@@ -92,6 +92,7 @@ def test_what_explodes_is_refused_and_leaves_the_worker_as_it_was(
     grammars.constraint(ordinary(1))
 
 
+@pytest.mark.lane("long")
 def test_what_aborts_is_refused_and_the_next_one_served(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_trial_whose_process_is_killed_is_done_again(
     assert not is_alive(before)
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_the_process_and_its_trials_end_with_the_worker(
     end: signal.Signals, tmp_path: Path
@@ -155,6 +157,7 @@ grammars.constraint(Grammar("json_schema", {EXPLOSIVE % PRIMES[0]!r}))
         poll("nothing is left", lambda: not is_alive(process) and not is_alive(trial))
 
 
+@pytest.mark.lane("long")
 def test_a_crowd_of_explosive_ones_holds_up_nobody_for_long(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:

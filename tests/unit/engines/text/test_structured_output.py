@@ -94,6 +94,7 @@ def test_the_end_waits_for_min_tokens_as_long_as_the_grammar_can(either: Harness
     assert (len(either.text(must)), either.finish(must)) == (3, "stop")
 
 
+@pytest.mark.lane("long")
 def test_a_row_with_a_grammar_leaves_the_others_their_text(either: Harness) -> None:
     plain: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
     alone = [either.generate(prompt, **plain) for prompt in PROMPTS]
@@ -106,6 +107,7 @@ def test_a_row_with_a_grammar_leaves_the_others_their_text(either: Harness) -> N
     assert len(either.text(other)) == 3
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_continuing_at_every_token_gives_the_undisturbed_text(
     either: Harness, params: dict[str, Any]

@@ -77,6 +77,7 @@ def whole(tokenizer: Any, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["bytes", "pieces"])
 def test_text_comes_back_whole_and_never_ends_in_half_a_character(

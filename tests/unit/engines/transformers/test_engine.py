@@ -98,6 +98,7 @@ def test_continuing_what_is_already_complete_just_ends(either: Harness) -> None:
     assert either.finish(job) == "length"
 
 
+@pytest.mark.lane("long")
 def test_the_end_of_sequence_stops_and_is_not_emitted(either: Harness) -> None:
     """Penalise everything that has been said until the end is all that is left to say."""
     job = either.submit(PROMPTS[0], max_tokens=480, temperature=1.0, seed=3, frequency_penalty=2.0)

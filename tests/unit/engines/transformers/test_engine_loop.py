@@ -189,6 +189,7 @@ def test_the_cache_caps_the_context(harness: Make) -> None:
     assert_alive(one)
 
 
+@pytest.mark.lane("long")
 def test_requests_that_outgrow_the_cache_together_all_end_right(
     harness: Make, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

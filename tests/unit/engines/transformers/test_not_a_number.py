@@ -44,6 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("asked", [{}, {"temperature": 1.0, "seed": 3}, {"logprobs": 2}])
 @pytest.mark.parametrize("way", WAYS)
 def test_it_fails_alone(
@@ -66,6 +67,7 @@ def test_it_fails_alone(
     assert one.engine._runner.running == 0
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("way", ["by request", "decoding by itself", "over the whole batch"])
 def test_nobody_finds_its_prefix_in_the_cache(harness: Make, poisoned: Path, way: str) -> None:
     """Tokens before the poison attend to it, too, with weight 0: their keys are NaN."""
@@ -84,6 +86,7 @@ def test_nobody_finds_its_prefix_in_the_cache(harness: Make, poisoned: Path, way
     assert one.outputs[again][0].cached_tokens == 32  # what came after it is shared
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("more", [{"logprobs": 2}, {"prompt_logprobs": 1}, {"temperature": 1.0}])
 def test_what_others_lost_is_not_seen(
     harness: Make, tiny_model: Path, poisoned: Path, more: dict[str, Any]

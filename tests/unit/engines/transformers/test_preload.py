@@ -54,6 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.lane("long")
 def test_a_fork_finds_what_was_prepared_and_says_what_a_fresh_engine_says(folder: Path) -> None:
     run(
         folder,

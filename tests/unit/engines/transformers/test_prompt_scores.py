@@ -83,6 +83,7 @@ def prompt_of(harness: Harness, job: int) -> list[PromptToken] | None:
     return harness.outputs[job][0].prompt
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("batching", ["auto", "static"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_they_are_those_of_the_plain_model(
@@ -136,6 +137,7 @@ def test_they_are_the_adapters_own(
     assert_same(prompt_of(engine, job), logs, LONG)
 
 
+@pytest.mark.lane("long")
 def test_a_request_that_makes_room_and_comes_back_tells_each_token_once(
     harness: Callable[..., Harness], tiny_model: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_top_p_that_reaches_beyond_the_candidates_is_exact() -> None:
     assert chi_square(counts, expected) < size + 6 * (2 * size) ** 0.5
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("top_k", [CANDIDATES - 1, CANDIDATES, CANDIDATES + 1, 2 * CANDIDATES])
 def test_top_k_around_the_number_of_candidates(top_k: int) -> None:
     logits = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 0.5

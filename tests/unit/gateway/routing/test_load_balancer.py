@@ -72,6 +72,7 @@ def busy_conversations(seed: int) -> Sequence[Request]:
 # ---------------------------------------------------------------- simulation
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("load", [conversations, busy_conversations])
 @pytest.mark.parametrize("other", [None, shortest_queue], ids=["round robin", "shortest queue"])
 def test_conversations_find_their_cache(load: Load, other: Router | None) -> None:
@@ -90,6 +91,7 @@ def test_gateways_agree_without_a_word(gateways: int) -> None:
     assert ours.mean_s < 0.9 * theirs.mean_s
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("load", [uniform, hot, heavy])
 def test_other_loads_are_served_as_by_the_shortest_queue_or_better(load: Load) -> None:
     ours, theirs = compare(load, shortest_queue)
@@ -97,6 +99,7 @@ def test_other_loads_are_served_as_by_the_shortest_queue_or_better(load: Load) -
     assert ours.p99_s <= 1.02 * theirs.p99_s
 
 
+@pytest.mark.lane("long")
 def test_few_long_requests_hold_up_fewer_short_ones() -> None:
     for other in (shortest_queue, None):
         ours, theirs = compare(heavy, other)

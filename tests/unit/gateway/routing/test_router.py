@@ -320,6 +320,7 @@ async def test_what_cannot_cross_the_wire_is_refused_and_holds_nothing(service: 
     assert not worker.running
 
 
+@pytest.mark.lane("long")
 async def test_many_long_requests_at_once_do_not_cost_the_worker(service: Service) -> None:
     """More than may be unsent, were all sent at once: they go one after the other."""
     await service.up(max_context=10)

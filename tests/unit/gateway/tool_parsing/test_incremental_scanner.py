@@ -27,6 +27,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("tools", sorted(FAMILIES))
 def test_no_text_makes_a_parser_slow(tools: str) -> None:
     own = "<own>" if tools == "template" else ""

@@ -140,6 +140,7 @@ def test_a_name_that_never_comes_is_given_up() -> None:
         assert read(HERMES, text, [size]) == [("text", text)]
 
 
+@pytest.mark.lane("long")
 @given(
     parts=st.lists(
         st.text(max_size=20) | st.tuples(st.text(max_size=5).map("f{}".format), OBJECTS)

@@ -20,6 +20,7 @@ async def client(ui: UI) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://test/ui", timeout=30)
 
 
+@pytest.mark.lane("long")
 async def test_questions_reach_the_router_on_its_own_loop(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -316,6 +316,7 @@ def test_a_sleeper_is_back_sooner() -> None:
 WORLDS = st.integers(0, 2**32)
 
 
+@pytest.mark.lane("long")
 @settings(max_examples=60, deadline=None)
 @given(WORLDS)
 def test_everybody_is_served_in_bounded_time(seed: int) -> None:

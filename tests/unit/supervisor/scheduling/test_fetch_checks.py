@@ -153,6 +153,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.lane("long")
 @pytest.mark.usefixtures("hub")
 def test_quantisations_that_are_there_and_that_are_not(tmp_path: Path) -> None:
     there, missing, half, nobody = told(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from servekit.engines.transformers.batching.batch_processor import LEAST_LAZY_BYTES, LazyZeros
@@ -18,6 +19,7 @@ def resident_bytes() -> int:
     return int(found[1]) * 1024
 
 
+@pytest.mark.lane("long")
 def test_they_take_memory_as_they_are_written() -> None:
     before = resident_bytes()
     with LazyZeros():

@@ -173,6 +173,7 @@ def assert_log_probabilities(plain: Any, one: Harness, prompts: list[list[int]])
     return texts
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("decode", ["auto", "graph"])
 @pytest.mark.parametrize("kind", UNUSUAL)
 def test_soft_caps_sinks_and_windows_are_the_models_own(

@@ -27,6 +27,7 @@ def load(one: Harness, folders: dict[str, Path]) -> None:
         one.engine.load_adapter(making.spec(folder))
 
 
+@pytest.mark.lane("long")
 def test_blocks_are_shared_within_an_adapter_only(
     harness: Make, tiny_model: Path, folders: dict[str, Path]
 ) -> None:
@@ -102,6 +103,7 @@ def test_tokens_differ_by_adapter_and_by_themselves() -> None:
     assert all(0 <= token < 2**31 for tokens in salted for token in tokens)
 
 
+@pytest.mark.lane("long")
 def test_groups_take_turns(harness: Make, folders: dict[str, Path]) -> None:
     """Everyone moves on all the time: at no step is one far ahead of another."""
     one = harness()
@@ -130,6 +132,7 @@ def test_a_step_is_of_one_group(harness: Make, folders: dict[str, Path]) -> None
     assert all(len(batch) == 1 for batch in seen if batch & {"ia3", "boft"})
 
 
+@pytest.mark.lane("long")
 def test_a_full_cache_holds_no_group_up(
     harness: Make, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def test_what_the_host_must_see_is_the_same_too(tiny_model: Path, calls: Counter
     assert compared > 10
 
 
+@pytest.mark.lane("long")
 def test_a_cache_that_runs_full_changes_no_text(tiny_model: Path, calls: Counter[str]) -> None:
     """Each may grow far beyond what it was admitted for: the library has to take some out."""
 

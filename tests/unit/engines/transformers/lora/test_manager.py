@@ -55,6 +55,7 @@ def test_every_kind_is_verified_and_says_how_it_runs(served: Harness) -> None:
     assert kinds.get("dora", "DORA") == "DORA" and kinds.get("butterfly", "BOFT") == "BOFT"
 
 
+@pytest.mark.lane("long")
 def test_alone_it_says_what_peft_says(served: Harness, answers: Answers) -> None:
     said = {name: [ask(served, name, prompt) for prompt in PROMPTS] for name in names(served)}
     assert said == {name: answers(name) for name in said}
@@ -87,6 +88,7 @@ def test_one_request_at_a_time_it_is_the_same(
     assert all(bare.tokens(job) == answers(name)[turn] for name, turn, job in jobs)
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("name", ["rslora", "boft", "encoder"])
 def test_long_prompts_are_read_in_chunks(
     harness: Make, adapters: dict[str, Path], answers: Answers, name: str
@@ -170,6 +172,7 @@ def test_one_that_is_wrong_does_not_keep_the_model_from_serving(
         one.close()
 
 
+@pytest.mark.lane("long")
 def test_loading_and_unloading_disturb_no_one(
     bare: Harness, adapters: dict[str, Path], answers: Answers
 ) -> None:
@@ -197,6 +200,7 @@ def test_a_name_that_is_loaded_unknown_or_in_use(bare: Harness, adapters: dict[s
     assert_alive(bare)
 
 
+@pytest.mark.lane("long")
 def test_a_name_may_come_again_for_another_adapter(
     bare: Harness, adapters: dict[str, Path], answers: Answers
 ) -> None:
@@ -208,6 +212,7 @@ def test_a_name_may_come_again_for_another_adapter(
     assert [ask(bare, "", prompt) for prompt in PROMPTS] == answers("")
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("bare", ["continuous", "static"], indirect=True)
 @pytest.mark.parametrize("name", ["lora", "prompt", "saved", "boft", "ia3"])
 def test_unloading_frees_its_memory_and_restores_the_base(
@@ -230,6 +235,7 @@ def test_unloading_frees_its_memory_and_restores_the_base(
     assert not [name for name, module in model.named_modules() if "forward" in module.__dict__]
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_asleep_and_awake_again_it_is_the_same(
     harness: Make, adapters: dict[str, Path], dtype: str

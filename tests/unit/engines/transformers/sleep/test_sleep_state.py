@@ -21,6 +21,7 @@ def said(one: Harness, **params: Any) -> list[list[int]]:
     return [one.tokens(job) for job in jobs]
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("batching", ["continuous", "static"])
 def test_it_says_the_same(harness: Make, dtype: str, batching: str) -> None:
@@ -54,6 +55,7 @@ def test_embeddings_are_the_same(harness: Make, tmp_path: Path) -> None:
     assert vectors(one, submit(one, TEXTS)) == before
 
 
+@pytest.mark.lane("long")
 def test_it_does_not_fall_asleep_over_a_request(harness: Make) -> None:
     one = harness()
     job = one.submit(PROMPTS[0], max_tokens=400, ignore_eos=True)

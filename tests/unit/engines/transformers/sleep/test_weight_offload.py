@@ -47,6 +47,7 @@ def size_of(model: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(model))
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_its_memory_is_given_back_and_it_says_the_same_again(large: Path, dtype: str) -> None:
     load = loader(large, dtype)

@@ -14,6 +14,7 @@ from tests.unit.engines.transformers.test_embedding import TEXTS, qwen3, submit,
 Opened = Callable[..., AbstractContextManager[Harness]]
 
 
+@pytest.mark.lane("long")
 def test_each_rank_holds_its_part_only(even: Path, two_ranks: Opened) -> None:
     with two_ranks(even, options={"kv_cache_bytes": 2**20}) as engine:
         cache = engine.engine._runner._processor.cache
@@ -23,6 +24,7 @@ def test_each_rank_holds_its_part_only(even: Path, two_ranks: Opened) -> None:
         assert engine.info.kv_cache_bytes == 2**20
 
 
+@pytest.mark.lane("long")
 def test_embeddings_are_as_on_one(tmp_path: Path, two_ranks: Opened) -> None:
     folder = qwen3(tmp_path)
     alone = Harness(make_spec(folder))
