@@ -92,7 +92,7 @@ class StaticRunner(CausalRunner):
 
     def _read_tokens(self, row: Row) -> torch.Tensor:
         """Read the next tokens; return the logits after the last one, float32 [1, vocabulary]."""
-        size = self._chunk if self._in_pieces() else len(self._unread)
+        size = self._count_next(row)
         now, self._unread = self._unread[:size], self._unread[size:]
         adapter = row.adapter
         own = None if adapter is None else adapter.model
@@ -114,7 +114,7 @@ class StaticRunner(CausalRunner):
             with hidden.kept():
                 outputs = model(**inputs, return_dict=True, **self._last_logits(model))
             prompt_scores.score_spans(hidden, [wanted], outputs.logits.shape[-1])
-        self._cache = model._update_model_kwargs_for_generation(outputs, {})
+        self._cache = model._update_model_kwargs_for_generation(outputs, self._cache)
         logits: torch.Tensor = outputs.logits[:, -1].float()
         return logits
 
@@ -123,6 +123,10 @@ class StaticRunner(CausalRunner):
         """Limit the logits to those of the last token, if the model supports that."""
         supports = getattr(model, "_supports_logits_to_keep", lambda: False)
         return {"logits_to_keep": 1} if supports() else {}
+
+    def _count_next(self, row: Row) -> int:
+        """Return how many tokens the next forward pass reads."""
+        return self._chunk if self._in_pieces() else len(self._unread)
 
     def _in_pieces(self) -> bool:
         """Return whether the prompt can be read in chunks; a recurrent model reads it whole."""
