@@ -7,6 +7,7 @@ cache allows reading it in chunks; a request can be cancelled between any two st
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -107,12 +108,10 @@ class StaticRunner(CausalRunner):
             use_cache=True,
             **self._cache,
         )
-        if wanted is None:
-            outputs = model(**inputs, return_dict=True)
-        else:
-            hidden = prompt_scores.Hidden(model)
-            with hidden.kept():
-                outputs = model(**inputs, return_dict=True, **self._last_logits(model))
+        hidden = None if wanted is None else prompt_scores.Hidden(model)
+        with contextlib.nullcontext() if hidden is None else hidden.kept():
+            outputs = model(**inputs, return_dict=True, **self._last_logits(model))
+        if hidden is not None and wanted is not None:
             prompt_scores.score_spans(hidden, [wanted], outputs.logits.shape[-1])
         self._cache = model._update_model_kwargs_for_generation(outputs, self._cache)
         logits: torch.Tensor = outputs.logits[:, -1].float()

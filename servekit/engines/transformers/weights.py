@@ -81,6 +81,10 @@ def load_model(
             trust_remote_code=spec.trust_remote_code,
             output_loading_info=True,
         )
+    if auto is _AUTO["see"] and model.config.is_encoder_decoder:
+        raise LoadError(
+            f"{spec.model} has an encoder for its prompt, and servekit serves decoders."
+        )
     if kind == "classify" and (missing := sorted(told["missing_keys"])):
         raise LoadError(
             f"The files of {spec.model} have no {missing[0]}; the library would classify by random"

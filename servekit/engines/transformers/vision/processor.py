@@ -13,11 +13,11 @@ from typing import Any
 import structlog
 import transformers
 from transformers.models.auto import modeling_auto, processing_auto
-from transformers.utils import is_torchvision_available
+from transformers.utils.import_utils import is_torchvision_available
 
 from servekit.engines.transformers import weights
 from servekit.engines.transformers.tensor_parallel import plan
-from servekit.errors import describe_error
+from servekit.errors import Unsupported, describe_error
 from servekit.protocol.messages import WorkerSpec
 
 log: Any = structlog.get_logger(__name__)
@@ -34,14 +34,15 @@ def load_processor(folder: Path, spec: WorkerSpec) -> Any | None:
     kind = weights.read_model_type(folder)
     if kind not in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return None
-    if plan.over_ranks(spec):
-        return warn_text_only(spec, "it is spread over its GPUs by tensor parallelism")
     try:
+        if plan.over_ranks(spec):
+            raise Unsupported("it is spread over its GPUs by tensor parallelism")
         processor = _load(folder, spec, kind)
+        if getattr(processor, "image_processor", None) is None:
+            raise Unsupported("its folder has no image processor")
     except Exception as error:  # a missing file or package, or anything that the library raises
-        return warn_text_only(spec, describe_error(error))
-    if getattr(processor, "image_processor", None) is None:
-        return warn_text_only(spec, "its folder has no image processor")
+        warn_text_only(spec, describe_error(error))
+        return None
     if spec.chat_template:
         processor.chat_template = spec.chat_template
     return processor
@@ -54,12 +55,14 @@ def warn_text_only(spec: WorkerSpec, reason: str) -> None:
 def _load(folder: Path, spec: WorkerSpec, kind: str) -> Any:
     trust = {"local_files_only": True, "trust_remote_code": spec.trust_remote_code}
     library: Any = transformers
-    named: Any = getattr(library, str(processing_auto.PROCESSOR_MAPPING_NAMES.get(kind)), None)
-    parts = getattr(named, "get_attributes", list)()
+    known: Any = processing_auto
+    named: Any = getattr(library, str(known.PROCESSOR_MAPPING_NAMES.get(kind)), None)
+    parts: list[str] = getattr(named, "get_attributes", list)()
     if is_torchvision_available() or _VIDEOS not in parts:
         return library.AutoProcessor.from_pretrained(folder, **trust)
     autos = {"image_processor": library.AutoImageProcessor, "tokenizer": library.AutoTokenizer}
     made = [None if p == _VIDEOS else autos[p].from_pretrained(folder, **trust) for p in parts]
     stated, _ = named.get_processor_dict(folder, **trust)
     unchecked = {"check_argument_for_proper_class": lambda self, name, part: None}
-    return type(named.__name__, (named,), unchecked).from_args_and_dict(made, stated)
+    without: Any = type(named.__name__, (named,), unchecked)
+    return without.from_args_and_dict(made, stated)

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from servekit.engines.transformers.vision import processor
-from servekit.errors import RequestError, Unsupported
+from servekit.errors import LoadError, RequestError, Unsupported
 from servekit.protocol.messages import ChatMessage
 from tests.unit.engines.harness import Harness, assert_alive, make_spec
 from tests.unit.engines.seeing_model import (
+    LIBRARY,
     write_idefics3,
     write_qwen2_vl,
     write_seeing_model,
@@ -157,6 +158,13 @@ def test_it_sleeps_and_wakes(folder: Path) -> None:
         engine.close()
 
 
+def test_a_text_may_name_the_token_of_an_image(seeing: Seeing) -> None:
+    ids = seeing.engine.encode_images(ONE, (), {}, False).ids
+    mark = seeing.engine.codec.decoder().push([max(set(ids), key=ids.count)])
+    named = seeing.engine._images._processor.image_token
+    assert len(seeing.answer([say("user", f"What is {named}?{mark}")])) == TOKENS
+
+
 # ---------------------------------------------------------------- faults
 
 
@@ -236,6 +244,16 @@ def test_a_text_that_writes_the_mark(eyes: Seeing) -> None:
     with pytest.raises(RequestError, match="a text has <image>, which stands for an image"):
         eyes.ask([say("user", "an <image> ", RED)])
     assert len(eyes.answer([say("user", "an <image>")])) == TOKENS  # without images it is a token
+
+
+def test_an_encoder_of_prompts_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "num_hidden_layers": 1}
+    text = sizes | {"num_layers": 1, "vocab_size": 400, "decoder_start_token_id": 0}
+    config = LIBRARY.Pix2StructConfig(text_config=text, vision_config=sizes | {"seq_len": 64})
+    LIBRARY.Pix2StructForConditionalGeneration(config).save_pretrained(tmp_path)
+    LIBRARY.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path)
+    with pytest.raises(LoadError, match="has an encoder for its prompt"):
+        Seeing(make_spec(tmp_path))
 
 
 # ---------------------------------------------------------------- what is missing
