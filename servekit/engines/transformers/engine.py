@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import structs
 from torch import Tensor
@@ -38,7 +38,6 @@ from servekit.engines.transformers.runner_factory import eos_ids, sampling_defau
 from servekit.engines.transformers.sleep.sleep_state import SleepState
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
-from servekit.engines.transformers.vision.image_prompts import ImageEncoder, make_probe
 from servekit.engines.transformers.vision.processor import warn_text_only
 from servekit.errors import (
     EngineFailed,
@@ -57,6 +56,9 @@ from servekit.protocol.messages import (
     SamplingParams,
     WorkerSpec,
 )
+
+if TYPE_CHECKING:  # it needs Pillow, which texts do not
+    from servekit.engines.transformers.vision.image_prompts import ImageEncoder
 
 #: Capabilities of every causal model.
 SERVES: tuple[Capability, ...] = (
@@ -146,6 +148,8 @@ class TransformersEngine(LoopedEngine):
     def _prove_images(self, processor: Any) -> ImageEncoder | None:
         """Return the encoder of images if the model reads one; otherwise warn, and return None."""
         try:
+            from servekit.engines.transformers.vision.image_prompts import ImageEncoder, make_probe
+
             encoder = ImageEncoder(processor, self.codec.template)
             prompt = encoder.encode([make_probe()])
             job = Job(-1, prompt.ids, SamplingParams(max_tokens=1), images=prompt.inputs)
