@@ -12,7 +12,7 @@ import asyncio
 import ipaddress
 import socket
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
@@ -33,7 +33,11 @@ _FETCHES_AT_ONCE = 32
 _MAX_ADDRESS_CHARS = 4096
 _SHOWN_CHARS = 200
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-_HEADERS = {"accept": "image/*", "accept-encoding": "identity", "connection": "close"}
+_HEADERS: dict[bytes | str, bytes | str] = {
+    "accept": "image/*",
+    "accept-encoding": "identity",
+    "connection": "close",
+}
 
 #: Names are looked up in threads of their own: a slow server of names holds up nothing else.
 _resolver = ThreadPoolExecutor(4, "names-of-image-hosts")
@@ -153,7 +157,6 @@ async def _get(url: httpx.URL, rules: ImageFetching, room: _Room) -> bytes | str
     """Return the body of an answer, or the address that it leads to."""
     backend = _CheckedBackend(rules.private_addresses)
     timeout = dict.fromkeys(("connect", "read", "write", "pool"), rules.timeout_s)
-    headers: Mapping[bytes | str, bytes | str]
     headers = {**_HEADERS, "host": url.netloc.decode(), "user-agent": f"servekit/{__version__}"}
     pool = httpcore.AsyncConnectionPool(ssl_context=_tls(), network_backend=backend)
     target = httpcore.URL(
