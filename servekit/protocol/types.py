@@ -137,6 +137,7 @@ class Image(Value, frozen=True):
     kind: str  # "image/png"
     at: int = 0  # how many characters of the content stand before it
     detail: str = ""  # OpenAI's wish for its resolution
+    address: str = ""  # of a file that is not fetched yet; a worker gets none of these
 
     def __repr__(self) -> str:  # prompts may be logged
         return f"Image({self.kind}, {len(self.data)} bytes)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import structlog
@@ -46,11 +46,11 @@ from servekit.gateway.routing.suspect_sources import (
     is_shared,
     source_of,
 )
-from servekit.gateway.routing.task_check import check_images, check_task
+from servekit.gateway.routing.task_check import check_fetched, check_images, check_task
 from servekit.gateway.routing.timeouts import GRAIN_S, Deadlines
 from servekit.gateway.routing.worker_connection import NEARBY, WorkerConnection
 from servekit.gateway.telemetry.metrics import RequestMetrics
-from servekit.protocol.messages import ModelStatus, Quarantined, SourceReport, Topology
+from servekit.protocol.messages import Image, ModelStatus, Quarantined, SourceReport, Topology
 from servekit.protocol.residency import KeepAlive, ModelDemand
 
 __all__ = ["ModelQueue", "Router", "describe"]
@@ -183,12 +183,17 @@ class Router:
             adapter = "" if asked is route else asked.status.name
             self.access.admit(call, route.status.name, adapter)
         check_task(route, call, self.models)
-        if call.messages is not None and (images := sum([len(m.images) for m in call.messages])):
-            check_images(route, images, self.access.rules.limits.images, self.models)
+        if call.messages is not None and (images := [i for m in call.messages for i in m.images]):
+            self.check_images(route, images)
+            check_fetched(images)
         if isinstance(asked, AdapterRoute):
             asked.adapt(call)
         self._admit(route, call)
         return route
+
+    def check_images(self, route: ModelQueue, images: Sequence[Image]) -> None:
+        """Raise RequestError for images that the model, or `server.limits`, does not take."""
+        check_images(route, len(images), self.access.rules.limits.images, self.models)
 
     def _admit(self, route: ModelQueue, call: InflightRequest) -> None:
         if self.draining:
