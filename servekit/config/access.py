@@ -117,6 +117,16 @@ class FetchImagesConfig(Section):
     """Size of a request's images together, in bytes."""
 
 
+class StoreResponsesConfig(Section):
+    """The responses of /v1/responses that are kept, in the run directory: for those that name one
+    as `previous_response_id`, and to be read again."""
+
+    max_bytes: Annotated[int, Field(ge=2**20, le=2**50)] = 2**30
+    """Size of all of them, compressed; the oldest make room for new ones."""
+    days: Annotated[float, Field(gt=0, le=3650)] = 30.0
+    """How long each is kept."""
+
+
 class LoggingConfig(Section):
     """The contents of the log."""
 

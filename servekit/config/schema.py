@@ -22,6 +22,7 @@ from servekit.config.access import (
     LimitsConfig,
     LoggingConfig,
     Origin,
+    StoreResponsesConfig,
     TlsConfig,
     TracingConfig,
 )
@@ -158,6 +159,9 @@ class ServerConfig(Section):
     are believed. By default none: the peer of a connection is the client."""
     fetch_images: FetchImagesConfig | None = None
     """Fetch the images that requests name by their address. By default none is fetched."""
+    store_responses: StoreResponsesConfig | None = None
+    """Keep the responses of /v1/responses, unless a request says `store: false`. By default none is
+    kept."""
     limits: LimitsConfig = LimitsConfig()
     """Limits of one request."""
     default_model: Name | None = None

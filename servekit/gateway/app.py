@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -94,14 +95,17 @@ class Application:
         ui: bool,
         legacy: bool = False,
         operators: Way | None = None,
+        responses: Path | None = None,
     ) -> None:
         """Create the routes of all APIs.
 
         `operators`: the supervisor's control socket, or a function that sends it a request.
+        `responses`: the file of stored responses; None: none is stored.
         """
         self.router = router
         anthropic, ollama = Anthropic(router, max_body_bytes), Ollama(router, max_body_bytes)
-        handlers = OpenAI(router).handlers | Responses(router).handlers
+        self.responses = Responses(router, responses)
+        handlers = OpenAI(router).handlers | self.responses.handlers
         handlers |= anthropic.handlers | ollama.handlers
         #: By path: the error formats other than OpenAI's.
         self.envelopes = anthropic.envelopes | ollama.envelopes
@@ -128,6 +132,7 @@ class Application:
             tasks = scoring_tasks.get(path, ())
             self.hot[path] = self.forwarding.before(self.hot[path], tasks)
         self.rest = build_rest(router, self.supervisor, ui=ui, hot=self.hot)
+        self.responses.add_reads(self.rest)
         describe_forwarded_routes(self.rest, self.forwarding.known_endpoints)
         self._paths = {*self.hot, *(str(getattr(one, "path", "")) for one in self.rest.routes)}
 

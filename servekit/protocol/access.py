@@ -72,6 +72,13 @@ class ImageFetching(Value, frozen=True):
     max_bytes: int = 20 * 2**20  # of all images of a request
 
 
+class ResponseStorage(Value, frozen=True):
+    """The responses that gateways keep; see `config.access.StoreResponsesConfig`."""
+
+    max_bytes: int = 0  # 0: none is kept
+    days: float = 30.0
+
+
 class Tracing(Value, frozen=True):
     """Export of trace spans; see `config.access.TracingConfig`."""
 
@@ -104,4 +111,5 @@ class AccessRules(Value, frozen=True):
     trusted_proxies: tuple[str, ...] = ()  # addresses and networks whose X-Forwarded-… holds
     prefixes_by_key: bool = False  # prefix caches are shared by requests of one key only
     fetch_images: ImageFetching = ImageFetching()
+    store_responses: ResponseStorage = ResponseStorage()
     log_requests: bool = True  # note each request for the request log

@@ -43,12 +43,14 @@ ParsePlain = Callable[[bytes], bytes]
 OpenGeneration = Callable[[Router, GenerationRequest], Coroutine[Any, Any, Generation]]
 
 
-async def open_with_images(router: Router, request: GenerationRequest) -> Generation:
-    """Return a `Generation`, with the images of its messages fetched.
+async def open_completed(router: Router, request: GenerationRequest) -> Generation:
+    """Return a `Generation`, with earlier messages read, and the images of all messages fetched.
 
     Raises RequestError, before anything is fetched if the model takes no images, or not from this
     key.
     """
+    if request.complete is not None:
+        await request.complete(request)
     rules = router.access.rules.fetch_images
     if rules.hosts and request.messages is not None and has_addresses(request.messages):
         from servekit.gateway.api.image_fetching import fetch_images
@@ -64,7 +66,7 @@ class GenerationEndpoint:
     """An endpoint whose answer is a generation, streamed or whole; `start_answer` is its `Handler`.
 
     `open_later`, if given, opens every generation. Otherwise one is opened at once, unless it has
-    images to fetch, or its model is loaded on demand and has never been loaded.
+    to be completed, or its model is loaded on demand and has never been loaded.
     """
 
     def __init__(
@@ -100,8 +102,8 @@ class GenerationEndpoint:
         response.on_gone = partial(_cancel, task)
 
     def _opens_later(self, request: GenerationRequest) -> bool:
-        """Return whether to wait for images, or for the properties of a model before its load."""
-        if self._open_later is not None:
+        """Return whether to wait for the rest of the request, or for a model's first load."""
+        if self._open_later is not None or request.complete is not None:
             return True
         if request.messages is None:
             return False
@@ -119,7 +121,7 @@ class GenerationEndpoint:
         self, response: Response, request: GenerationRequest, encoder: ResponseEncoder
     ) -> None:
         try:
-            generation = await (self._open_later or open_with_images)(self._router, request)
+            generation = await (self._open_later or open_completed)(self._router, request)
             StreamWriter(response, generation, encoder)
         except ServekitError as error:
             response.send_error(error)

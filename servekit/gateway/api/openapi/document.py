@@ -24,6 +24,7 @@ from servekit.gateway.api.ollama.response_types import (
 )
 from servekit.gateway.api.openai import embeddings, endpoints, responses
 from servekit.gateway.api.openai.response_types import Model, ModelList, OpenAIError
+from servekit.gateway.api.openai.responses_events import InputItems, Response
 from servekit.gateway.api.openapi.operation import EVENTS, Operation
 from servekit.gateway.api.openapi.schemas import Json, make_example, make_schemas
 from servekit.gateway.api.scoring import endpoints as scoring
@@ -45,6 +46,8 @@ READS: dict[str, type] = {
     "/version": Version,
     "/v1/models": ModelList,
     "/v1/models/{model}": Model,
+    "/v1/responses/{id}": Response,
+    "/v1/responses/{id}/input_items": InputItems,
     "/api/tags": OllamaModels,
     "/api/ps": OllamaRunning,
     "/api/version": OllamaVersion,

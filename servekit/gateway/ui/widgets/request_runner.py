@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from servekit.errors import RequestError
-from servekit.gateway.api.endpoint import open_with_images
+from servekit.gateway.api.endpoint import open_completed
 from servekit.gateway.api.openai.generation_request import chat_request, completion_request
 from servekit.gateway.api.openai.request import completion_prompts
 from servekit.gateway.api.openai.schema import ChatRequest, CompletionRequest, decode
@@ -125,7 +125,7 @@ class Runs:
         ask = options.make_request(visit.client)
         before = ACTING.set(caller)
         try:
-            run.opening = asyncio.ensure_future(open_with_images(self._router, ask))
+            run.opening = asyncio.ensure_future(open_completed(self._router, ask))
         finally:
             ACTING.reset(before)
         run.turn = await run.opening
