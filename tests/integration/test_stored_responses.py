@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -96,12 +96,13 @@ def test_calls_of_tools_go_on(instance: Instance, ada: openai.OpenAI) -> None:
 
 def test_a_response_is_of_its_key(ada: openai.OpenAI, bob: openai.OpenAI) -> None:
     first = ada.responses.create(model="m", input="Secret", max_output_tokens=5)
-    for attempt in (
+    attempts: list[Callable[[], object]] = [
         lambda: bob.responses.retrieve(first.id),
         lambda: bob.responses.input_items.list(first.id),
-        lambda: bob.responses.delete(first.id),
+        lambda: bob.responses.delete(first.id),  # type: ignore[no-untyped-call]
         lambda: bob.responses.create(model="m", input="x", previous_response_id=first.id),
-    ):
+    ]
+    for attempt in attempts:
         with pytest.raises(openai.NotFoundError, match="is kept here"):
             attempt()
     ada.responses.delete(first.id)
