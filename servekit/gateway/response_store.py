@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -36,6 +37,8 @@ _DAY_S = 86400.0
 _ROOM = 0.05
 #: How long a response may be on its way from another gateway into the file.
 _LATE_S = 1.0
+#: Responses that wait to be written; more are not kept.
+_MOST_PENDING_BYTES = 64 * 2**20
 _LOOK_EVERY_S = 0.05
 
 
@@ -55,13 +58,25 @@ class ResponseStore:
         self._file: sqlite3.Connection | None = None
         self._thread = ThreadPoolExecutor(1, "responses")
         self._failing = False
+        self._pending_bytes = 0
+        self._lock = threading.Lock()  # of `_pending_bytes`
 
     def save(
         self, id: str, key: str, response: bytes, asked: bytes, rules: ResponseStorage
     ) -> None:
         """Keep a response for the key of this name, and remove those that `rules` do not allow."""
+        size_bytes = len(response) + len(asked)
+        if self._pending_bytes > _MOST_PENDING_BYTES:
+            self._warn("the disk takes too long")
+            return
+        self._add_pending(size_bytes)
         stored = StoredResponse(response, asked)
-        self._submit(lambda file: _save(file, id, key, stored, rules))
+        written = self._submit(lambda file: _save(file, id, key, stored, rules))
+        written.add_done_callback(lambda _: self._add_pending(-size_bytes))
+
+    def _add_pending(self, size_bytes: int) -> None:
+        with self._lock:
+            self._pending_bytes += size_bytes
 
     async def find(self, id: str, key: str) -> StoredResponse | None:
         """Return a response of the key; None if it is not kept, or belongs to another key."""
@@ -104,14 +119,18 @@ class ResponseStore:
         return done
 
     def _fail(self, path: Path, error: Exception) -> None:
-        if not self._failing:
-            log.warning("responses_unwritable", file=str(path), reason=str(error))
-        self._failing = True
+        self._warn(str(error))
         self._close()
         damaged = isinstance(error, sqlite3.DatabaseError)
         if damaged and not isinstance(error, sqlite3.OperationalError):
+            _remove_journal(path)
             with contextlib.suppress(OSError):
                 path.replace(path.with_name(f"{path.name}.broken"))
+
+    def _warn(self, reason: str) -> None:
+        if not self._failing:
+            log.warning("responses_unwritable", file=str(self._path), reason=reason)
+        self._failing = True
 
     def _close(self) -> None:
         file, self._file = self._file, None
@@ -120,7 +139,14 @@ class ResponseStore:
                 file.close()
 
 
+def _remove_journal(path: Path) -> None:
+    for end in ("-wal", "-shm"):
+        path.with_name(path.name + end).unlink(missing_ok=True)
+
+
 def _open(path: Path) -> sqlite3.Connection:
+    if not path.exists():
+        _remove_journal(path)  # of a file that somebody has removed
     path.touch(mode=0o600)
     file = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     try:
@@ -130,6 +156,7 @@ def _open(path: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(f"it is of another version: {version}")
         for statement in (
             "PRAGMA auto_vacuum = FULL",
+            "PRAGMA journal_mode = WAL",  # no wait for the disk at each response
             "PRAGMA synchronous = NORMAL",
             "BEGIN IMMEDIATE",
             _TABLE,

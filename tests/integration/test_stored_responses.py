@@ -99,7 +99,7 @@ def test_a_response_is_of_its_key(ada: openai.OpenAI, bob: openai.OpenAI) -> Non
     attempts: list[Callable[[], object]] = [
         lambda: bob.responses.retrieve(first.id),
         lambda: bob.responses.input_items.list(first.id),
-        lambda: bob.responses.delete(first.id),  # type: ignore[no-untyped-call]
+        lambda: bob.responses.delete(first.id),
         lambda: bob.responses.create(model="m", input="x", previous_response_id=first.id),
     ]
     for attempt in attempts:

@@ -119,6 +119,22 @@ async def test_a_damaged_file_is_put_aside(store: ResponseStore, path: Path, dam
     assert is_put_aside(path) == (damage != "removed")
 
 
+async def test_a_slow_disk_costs_responses_and_no_memory(
+    store: ResponseStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_store, "_MOST_PENDING_BYTES", 1000)
+    assert await store.find("resp_0", "") is None  # the file is there
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # nobody else can write
+        for number in range(1, 4):
+            store.save(f"resp_{number}", "", bytes(800), b"[]", RULES)
+        other.execute("COMMIT")
+    found = [await store.find(f"resp_{number}", "") is not None for number in range(1, 4)]
+    assert found == [True, True, False]
+    store.save("resp_4", "", bytes(800), b"[]", RULES)
+    assert await store.find("resp_4", "") is not None
+
+
 async def test_where_no_file_can_be_nothing_is_kept_and_nobody_waits_for_it(tmp_path: Path) -> None:
     for path in (None, tmp_path / "missing" / "responses.db"):
         store = ResponseStore(path)
