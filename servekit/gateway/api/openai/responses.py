@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response as Reply
-from msgspec import structs
 
 from servekit.errors import RequestError, ServekitError, Unsupported
 from servekit.gateway.api.endpoint import GenerationEndpoint
@@ -91,6 +91,7 @@ class Responses:
     def _store(self) -> ResponseStore:
         from servekit.gateway.response_store import ResponseStore  # SQLite, which few need
 
+        assert self._path is not None
         return ResponseStore(self._path)
 
     def close(self) -> None:
@@ -102,7 +103,7 @@ class Responses:
         request = decode(ResponsesRequest, body)
         asked = ask_of(request, key)
         keeps = self._path is not None and self._rules.max_bytes > 0
-        encoder = ResponsesEncoder(request)
+        encoder = ResponsesEncoder(request, len(body))
         if keeps and request.store is not False:
             encoder.keep = partial(self._keep, encoder, _owner())
         if request.previous_response_id:
@@ -116,8 +117,9 @@ class Responses:
         return asked, encoder
 
     def _keep(self, encoder: ResponsesEncoder, owner: str, response: bytes) -> None:
-        items = [_to_json(item) for item in encoder.items]
-        self._store.save(encoder.id, owner, response, _encode(items), self._rules)
+        size_bytes = len(response) + encoder.size_bytes
+        asked = partial(_encode_items, encoder.items)
+        self._store.save(encoder.id, owner, response, asked, size_bytes, self._rules)
 
     async def _go_on(
         self,
@@ -129,24 +131,33 @@ class Responses:
         """Put the conversation of the previous response before the input."""
         assert request.previous_response_id is not None
         stored = await self._find(request.previous_response_id, owner, "previous_response_id")
-        answered = msgspec.json.decode(stored.response, type=_Answered)
-        earlier = [*msgspec.json.decode(stored.input, type=list[Item]), *answered.output]
+        earlier = await asyncio.to_thread(_decode_conversation, stored)
         encoder.items = [*earlier, *encoder.items]
+        encoder.size_bytes += len(stored.input) + len(stored.response)
         asked.messages = to_messages(request.instructions, encoder.items, len(earlier))
+        most = self._router.access.rules.limits.messages
+        if len(asked.messages) > most:
+            raise RequestError(
+                f"previous_response_id: the conversation has {len(asked.messages)} messages, over"
+                f" the limit of {most}; see server.limits.messages",
+                param="previous_response_id",
+            )
 
     async def _find(self, id: str, owner: str, param: str | None = None) -> StoredResponse:
         stored: StoredResponse | None = None
         if self._path is not None and self._rules.max_bytes:
-            stored = await self._store.find(id, owner)
+            stored = await self._store.find(id, owner, self._rules)
         if stored is None:
-            raise ResponseNotFound(f"no response {id[:100]!r} is kept here", param=param)
+            raise _not_found(id, param)
         return stored
 
     def add_reads(self, app: FastAPI) -> None:
         """Add the endpoints of stored responses."""
 
         @app.get("/v1/responses/{id}", tags=["OpenAI"], summary="A stored response")
-        async def read(id: str) -> Reply:
+        async def read(id: str, request: Request) -> Reply:
+            if request.query_params.get("stream", "false") != "false":
+                raise Unsupported("stream: a stored response is read whole", param="stream")
             return _reply((await self._find(id, _owner())).response)
 
         @app.get(
@@ -157,13 +168,14 @@ class Responses:
         )
         async def read_items(id: str, request: Request) -> Reply:
             stored = await self._find(id, _owner())
-            items = msgspec.json.decode(stored.input)
+            items = await asyncio.to_thread(msgspec.json.decode, stored.input)
             return _reply(_encode(_page(items, request.query_params)))
 
         @app.delete("/v1/responses/{id}", tags=["OpenAI"], summary="Forget a stored response")
         async def remove(id: str) -> Reply:
             await self._find(id, _owner())
-            await self._store.remove(id, _owner())
+            if not await self._store.remove(id, _owner()):
+                raise _not_found(id)
             return _reply(_encode(RemovedResponse(id, "response", True)))
 
 
@@ -182,6 +194,10 @@ class _Answered(msgspec.Struct):
     output: list[Item]
 
 
+def _not_found(id: str, param: str | None = None) -> ResponseNotFound:
+    return ResponseNotFound(f"no response {id[:100]!r} is kept here", param=param)
+
+
 def _owner() -> str:
     """Return the name of the current caller's key; "" without keys."""
     caller = ACTING.get()
@@ -192,13 +208,40 @@ def _reply(body: bytes) -> Reply:
     return Reply(body, media_type="application/json")
 
 
+def _decode_conversation(stored: StoredResponse) -> list[Item]:
+    """Return the items that led to a response, and its own."""
+    answered = msgspec.json.decode(stored.response, type=_Answered)
+    return [*msgspec.json.decode(stored.input, type=list[Item]), *answered.output]
+
+
+def _encode_items(items: list[Item]) -> bytes:
+    """Return items as OpenAI has them, each with an id of its own."""
+    found: list[Json] = []
+    taken: set[str] = set()
+    for item in items:
+        made = _to_json(item)
+        if item.id is None or item.id in taken:
+            made["id"] = new_id(_ITEM_IDS.get(item.type, "item_"))
+        taken.add(made["id"])
+        found.append(made)
+    return _encode(found)
+
+
 def _to_json(item: Item) -> Json:
-    """Return an item without its empty fields, and with an id."""
-    found = {name: value for name, value in structs.asdict(item).items() if value is not None}
-    found["id"] = item.id or new_id(_ITEM_IDS.get(item.type, "item_"))
+    """Return an item without its empty fields, and with those that clients rely on."""
+    found: Json = msgspec.to_builtins(item)
+    found = {name: value for name, value in found.items() if value is not None}
+    speaks = item.type == "message" and item.role == "assistant"
     if isinstance(item.content, str) and item.type == "message":
-        kind = "output_text" if item.role == "assistant" else "input_text"
-        found["content"] = [{"type": kind, "text": item.content}]
+        found["content"] = [{"type": "output_text" if speaks else "input_text"}]
+        found["content"][0]["text"] = item.content
+    if item.type == "reasoning":
+        found["summary"] = []
+    if speaks or item.type in ("reasoning", "function_call"):
+        found["status"] = "completed"
+    if speaks:
+        for part in found["content"]:
+            part.setdefault("annotations", [])
     return found
 
 
@@ -225,13 +268,14 @@ class ResponsesEncoder(ResponseEncoder):
     """The answer to POST /v1/responses: output items, each with its events.
 
     `keep`, if set, is called with the whole response at its end. `items` are the items that the
-    model was asked with.
+    model was asked with, of `size_bytes` in JSON.
     """
 
-    def __init__(self, request: ResponsesRequest) -> None:
+    def __init__(self, request: ResponsesRequest, size_bytes: int) -> None:
         self._request = request
         self.id = new_id("resp_")
         self.items = items_of(request)
+        self.size_bytes = size_bytes
         self.keep: Callable[[bytes], None] | None = None
         self._created = int(time.time())
         self._output: list[Json] = []
