@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
@@ -32,6 +31,7 @@ from servekit.gateway.api.openai.responses_schema import (
 )
 from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.api.openapi.operation import Operation
+from servekit.gateway.api.paging import query_parameters, read_limit
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.generation.generation import (
     Choice,
@@ -59,14 +59,11 @@ _ITEM_IDS = {
 }
 #: The most items of a page.
 _MOST_ITEMS = 100
-_PAGE_PARAMETERS = [
-    {"name": name, "in": "query", "description": description, "schema": schema}
-    for name, description, schema in (
-        ("limit", "The most items", {"type": "integer", "minimum": 1, "maximum": _MOST_ITEMS}),
-        ("after", "Only items after the one of this id", {"type": "string"}),
-        ("order", "asc or desc, the default", {"enum": ["asc", "desc"]}),
-    )
-]
+_PAGE_PARAMETERS = query_parameters(
+    ("limit", "The most items", {"type": "integer", "minimum": 1, "maximum": _MOST_ITEMS}),
+    ("after", "Only items after the one of this id", {"type": "string"}),
+    ("order", "asc or desc, the default", {"enum": ["asc", "desc"]}),
+)
 _TEXT_EVENT = (
     b"event: response.output_text.delta\n"
     b'data: {"type":"response.output_text.delta","sequence_number":'
@@ -82,6 +79,10 @@ class Responses:
         self.handlers: dict[str, Handler] = {
             "/v1/responses": GenerationEndpoint(router, self._parse).start_answer
         }
+
+    @property
+    def _keeps(self) -> bool:
+        return self._path is not None and self._rules.max_bytes > 0
 
     @property
     def _rules(self) -> ResponseStorage:
@@ -102,12 +103,11 @@ class Responses:
     def _parse(self, body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder]:
         request = decode(ResponsesRequest, body)
         asked = ask_of(request, key)
-        keeps = self._path is not None and self._rules.max_bytes > 0
         encoder = ResponsesEncoder(request, len(body))
-        if keeps and request.store is not False:
+        if self._keeps and request.store is not False:
             encoder.keep = partial(self._keep, encoder, _owner())
         if request.previous_response_id:
-            if not keeps:
+            if not self._keeps:
                 raise Unsupported(
                     "previous_response_id: no responses are kept here; send the whole conversation"
                     " as input, or set server.store_responses",
@@ -145,7 +145,7 @@ class Responses:
 
     async def _find(self, id: str, owner: str, param: str | None = None) -> StoredResponse:
         stored: StoredResponse | None = None
-        if self._path is not None and self._rules.max_bytes:
+        if self._keeps:
             stored = await self._store.find(id, owner, self._rules)
         if stored is None:
             raise _not_found(id, param)
@@ -247,11 +247,9 @@ def _to_json(item: Item) -> Json:
 
 def _page(items: list[Json], query: Mapping[str, str]) -> InputItems:
     """Return the items that `order`, `after` and `limit` ask for. Raises RequestError."""
-    order, limit = query.get("order", "desc"), query.get("limit", "20")
+    order, limit = query.get("order", "desc"), read_limit(query, 20, _MOST_ITEMS)
     if order not in ("asc", "desc"):
         raise RequestError("order: expected asc or desc", param="order")
-    if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= _MOST_ITEMS:
-        raise RequestError(f"limit: expected a number of 1 to {_MOST_ITEMS}", param="limit")
     if order == "desc":
         items = items[::-1]
     if (after := query.get("after")) is not None:
@@ -259,7 +257,7 @@ def _page(items: list[Json], query: Mapping[str, str]) -> InputItems:
         if at is None:
             raise RequestError("after: there is no such item", param="after")
         items = items[at + 1 :]
-    page = items[: int(limit)]
+    page = items[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return InputItems("list", page, first, last, len(page) < len(items))
 
