@@ -52,6 +52,8 @@ class TransformersOptions(Section):
     found."""
     max_lora_rank: Annotated[int, Field(ge=1, le=4096)] = 256
     """Highest rank of a LoRA adapter; a higher rank is refused."""
+    max_audio_s: Annotated[float, Field(gt=0, le=86_400)] = 3600.0
+    """Longest recording that a Whisper model transcribes; a longer one is refused."""
 
 
 class EchoOptions(Section):

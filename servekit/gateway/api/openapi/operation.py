@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from msgspec import Struct
 
@@ -11,6 +11,8 @@ from servekit.gateway.api.openai.response_types import OpenAIError
 
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
+JSON = "application/json"
+FORM = "multipart/form-data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +22,16 @@ class Operation:
     path: str
     summary: str
     request: type[Struct]
-    response: Any  # a struct, or a string for plain text
+    response: Any  # a struct or several, or a string for plain text
     pieces: tuple[type, ...] = ()  # the types of a stream's events, or of its lines
     tag: str = "OpenAI"
     stream: str = EVENTS  # the content type of the pieces
     error: type[Struct] = OpenAIError
+    body: str = JSON  # the content type of the request
+    texts: bool = False  # the answer may be plain text, too
 
     @property
     def plain(self) -> bool:
         """Return whether the answer is plain text."""
-        return not (isinstance(self.response, type) and issubclass(self.response, Struct))
+        kinds = (self.response, *get_args(self.response))
+        return not any(isinstance(kind, type) and issubclass(kind, Struct) for kind in kinds)
