@@ -40,9 +40,10 @@ def _describe_model(task: Task, serves: Collection[Capability]) -> str:
         return "; it serves its own endpoints only"
     if task not in ("generate", *_OTHER):
         return ""
+    if task == "transcribe" and "generate" in serves:
+        return "; it is a language model"
     if "generate" in serves and "embed" not in serves:
-        pooling = "" if task == "transcribe" else " without a pooling of its own"
-        return f"; it is a language model{pooling}"
+        return "; it is a language model without a pooling of its own"
     if "transcribe" in serves:
         return "; it is a speech model, for /v1/audio/transcriptions"
     if "score" in serves:

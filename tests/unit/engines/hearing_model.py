@@ -10,26 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    AutoFeatureExtractor,
-    AutoModelForSpeechSeq2Seq,
-    AutoTokenizer,
-    GenerationConfig,
-    WhisperConfig,
-    WhisperFeatureExtractor,
-    WhisperForConditionalGeneration,
-    WhisperTokenizer,
-)
+import transformers
 
 from tests.unit.engines.harness import byte_level_tokenizer
 
 RATE = 16_000
 WINDOW_S = 2
 LANGUAGES = ("en", "de", "fr")
-#: The library's types are untyped.
-Config: Any = WhisperConfig
-Tokenizer: Any = WhisperTokenizer
-Extractor: Any = WhisperFeatureExtractor
+library: Any = transformers  # it tells no types of these
 
 
 def write_whisper(folder: Path, *, multilingual: bool = True, times: bool = True) -> Path:
@@ -37,10 +25,10 @@ def write_whisper(folder: Path, *, multilingual: bool = True, times: bool = True
     tokenizer = _make_tokenizer()
     ids = tokenizer.convert_tokens_to_ids
     tokenizer.save_pretrained(folder)
-    Extractor(feature_size=16, chunk_length=WINDOW_S).save_pretrained(folder)
+    library.WhisperFeatureExtractor(feature_size=16, chunk_length=WINDOW_S).save_pretrained(folder)
     torch.manual_seed(11)
     end = ids("<|endoftext|>")
-    config = Config(
+    config = library.WhisperConfig(
         vocab_size=len(tokenizer),
         num_mel_bins=16,
         d_model=32,
@@ -60,7 +48,7 @@ def write_whisper(folder: Path, *, multilingual: bool = True, times: bool = True
         pad_token_id=end,
         begin_suppress_tokens=None,
     )
-    model = WhisperForConditionalGeneration(config)
+    model = library.WhisperForConditionalGeneration(config)
     stated: dict[str, Any] = {
         "max_length": 24,
         "suppress_tokens": _list_unwanted(tokenizer),
@@ -78,7 +66,7 @@ def write_whisper(folder: Path, *, multilingual: bool = True, times: bool = True
     if multilingual:
         stated["lang_to_id"] = {f"<|{code}|>": ids(f"<|{code}|>") for code in LANGUAGES}
         stated["task_to_id"] = {name: ids(f"<|{name}|>") for name in ("translate", "transcribe")}
-    model.generation_config = GenerationConfig(**stated)
+    model.generation_config = library.GenerationConfig(**stated)
     model.save_pretrained(folder)
     return folder
 
@@ -100,7 +88,7 @@ def _make_tokenizer() -> Any:
     plain = [token for token in texts if not token.startswith("<|")]
     merges = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
     vocabulary = {token: id for id, token in enumerate([*plain, "<|endoftext|>"])}
-    tokenizer = Tokenizer(vocab=vocabulary, merges=merges)
+    tokenizer = library.WhisperTokenizer(vocab=vocabulary, merges=merges)
     special = ["<|startoftranscript|>", *(f"<|{code}|>" for code in LANGUAGES)]
     special += ["<|translate|>", "<|transcribe|>", "<|startoflm|>", "<|startofprev|>"]
     special += ["<|nospeech|>", "<|notimestamps|>"]
@@ -134,10 +122,12 @@ class PlainWhisper:
     """The library alone."""
 
     def __init__(self, folder: Path) -> None:
-        self.model: Any = AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32)
+        self.model: Any = library.AutoModelForSpeechSeq2Seq.from_pretrained(
+            folder, dtype=torch.float32
+        )
         self.model.eval()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self.extractor: Any = AutoFeatureExtractor.from_pretrained(folder)
+        self.tokenizer: Any = library.AutoTokenizer.from_pretrained(folder)
+        self.extractor: Any = library.AutoFeatureExtractor.from_pretrained(folder)
 
     def hear(self, wav: bytes, **asked: Any) -> tuple[str, list[dict[str, Any]]]:
         """Return the text of a WAV file of 16 bits and one channel, and its segments."""

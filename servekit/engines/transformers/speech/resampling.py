@@ -13,7 +13,8 @@ Samples = NDArray[np.float32]
 _CROSSINGS = 16
 _ROLLOFF = 0.97
 #: Rates are rounded to multiples of this, so that filters stay small: 44,101 Hz is read as 44,100.
-_GRAIN = 50
+_GRAIN, _COARSE_GRAIN = 25, 100
+_FAST = 100_000  # Hz; higher rates are rounded to coarse multiples
 
 
 class Resampler:
@@ -24,7 +25,8 @@ class Resampler:
     """
 
     def __init__(self, old_rate: int, new_rate: int) -> None:
-        rounded = max(_GRAIN, round(old_rate / _GRAIN) * _GRAIN)
+        grain = _GRAIN if old_rate < _FAST else _COARSE_GRAIN
+        rounded = max(grain, round(old_rate / grain) * grain)
         shared = math.gcd(rounded, new_rate)
         self._old, self._new = rounded // shared, new_rate // shared
         self._read = self._written = 0

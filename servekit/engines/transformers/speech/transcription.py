@@ -160,16 +160,18 @@ class TranscriptionRunner:
 
     def step(self) -> list[tuple[SpeechRow, StepOutput]]:
         """Transcribe the next window of the recording whose turn it is."""
-        row = self._rows.popleft()
+        row = self._rows[0]
         if row.call is None:
             row.call = SteppedCall(partial(self._generate, row))
         try:
             with self._noting(row), self._attending(row.job.speech.timestamps == "word"):
                 row.call.resume()
         except (RequestError, MemoryError, torch.OutOfMemoryError, *_MISFITS) as error:
+            self._rows.popleft()
             return [(row, _describe_failure(row, error))]
-        if not row.call.done:
-            self._rows.append(row)
+        if row.call.done:
+            self._rows.popleft()
+        self._rows.rotate(-1)
         if row.cancelled or not (row.segments or row.call.done):  # silence
             return []
         return [(row, row.make_output())]

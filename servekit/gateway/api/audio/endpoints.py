@@ -21,7 +21,6 @@ from servekit.gateway.api.audio.response_types import (
     TextDone,
     TokenUsage,
     Transcription,
-    VerboseTranscription,
     Word,
 )
 from servekit.gateway.api.audio.subtitles import write_srt, write_vtt
@@ -225,9 +224,7 @@ def _count(call: TranscriptionCall) -> TokenUsage:
     return TokenUsage("tokens", read, written, read + written)
 
 
-def _describe(
-    call: TranscriptionCall, request: TranslationRequest, text: str
-) -> VerboseTranscription:
+def _describe(call: TranscriptionCall, request: TranslationRequest, text: str) -> Transcription:
     asked = _granularities(request) or ("segment",)
     transcribes = isinstance(request, TranscriptionRequest)
     temperature = request.temperature or 0.0
@@ -251,21 +248,22 @@ def _describe(
         for one in call.segments
         for word in one.words
     ]
-    return VerboseTranscription(
+    return Transcription(
+        text,
+        _measure(call),
         "transcribe" if transcribes else "translate",
         call.language,
         call.duration_s,
-        text,
         segments if "segment" in asked else UNSET,
         words if "word" in asked else UNSET,
-        _measure(call),
     )
 
 
 _PIECES = (TextDelta, TextDone, OpenAIError)
 _operation = partial(Operation, tag="audio", body=FORM, pieces=_PIECES, texts=True)
-_ANSWERS = Transcription | VerboseTranscription
 OPERATIONS = (
-    _operation(TRANSCRIPTIONS, "The text of a recording", TranscriptionRequest, _ANSWERS),
-    _operation(TRANSLATIONS, "The text of a recording, in English", TranslationRequest, _ANSWERS),
+    _operation(TRANSCRIPTIONS, "The text of a recording", TranscriptionRequest, Transcription),
+    _operation(
+        TRANSLATIONS, "The text of a recording, in English", TranslationRequest, Transcription
+    ),
 )

@@ -28,13 +28,6 @@ class TokenUsage(Struct):
     total_tokens: Annotated[int, doc("Their sum", 12)]
 
 
-class Transcription(Struct):
-    """The answer of /v1/audio/transcriptions, as json."""
-
-    text: Heard
-    usage: Annotated[DurationUsage, doc("The length of the recording")]
-
-
 class Segment(Struct):
     """A part of a transcript, mostly a sentence."""
 
@@ -60,18 +53,18 @@ class Word(Struct):
     end: Time
 
 
-class VerboseTranscription(Struct):
-    """The answer of /v1/audio/transcriptions, as verbose_json."""
+class Transcription(Struct):
+    """The answer of /v1/audio/transcriptions, as json. With verbose_json it has all fields."""
 
-    task: Literal["transcribe", "translate"]
-    language: Annotated[str, doc("The language that is spoken", "english")]
-    duration: Annotated[float, doc("Length of the recording, s", 2.4)]
     text: Heard
+    usage: Annotated[DurationUsage, doc("The length of the recording")]
+    task: Annotated[Literal["transcribe", "translate"], doc("What was done")] | UnsetType = UNSET
+    language: Annotated[str, doc("The language that is spoken", "english")] | UnsetType = UNSET
+    duration: Annotated[float, doc("Length of the recording, s", 2.4)] | UnsetType = UNSET
     segments: Annotated[list[Segment], doc("The segments, unless only words were asked for")] | (
         UnsetType
     ) = UNSET
     words: Annotated[list[Word], doc("The words, if they were asked for")] | UnsetType = UNSET
-    usage: Annotated[DurationUsage, doc("The length of the recording")] | UnsetType = UNSET
 
 
 class TextDelta(Struct, tag="transcript.text.delta", tag_field="type"):

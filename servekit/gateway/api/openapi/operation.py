@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from msgspec import Struct
 
@@ -22,7 +22,7 @@ class Operation:
     path: str
     summary: str
     request: type[Struct]
-    response: Any  # a struct or several, or a string for plain text
+    response: Any  # a struct, or a string for plain text
     pieces: tuple[type, ...] = ()  # the types of a stream's events, or of its lines
     tag: str = "OpenAI"
     stream: str = EVENTS  # the content type of the pieces
@@ -33,5 +33,4 @@ class Operation:
     @property
     def plain(self) -> bool:
         """Return whether the answer is plain text."""
-        kinds = (self.response, *get_args(self.response))
-        return not any(isinstance(kind, type) and issubclass(kind, Struct) for kind in kinds)
+        return not (isinstance(self.response, type) and issubclass(self.response, Struct))
