@@ -42,6 +42,8 @@ def read_form(content_type: bytes, body: bytes) -> Form:
             raise RequestError(f"{name[:64]}: the form has it more than once", param=name[:64])
         if name == _FILE:
             fields[name], file = "", data
+        elif not data:
+            continue  # a field of a web page that was left empty
         elif name in _LISTS:
             fields.setdefault(name, []).append(_read_text(name, data))
         else:
@@ -60,8 +62,6 @@ def _read_text(name: str, data: bytes) -> str:
 
 def _read_value(name: str, text: str) -> Any:
     """Return a number or boolean as such; a text that is none is left for the check of its type."""
-    if not text:
-        return None  # as a field of a web page that is left empty
     if name not in _VALUES:
         return text
     try:
