@@ -20,7 +20,8 @@ _languages: Any = tokenization_whisper
 #: Names of languages by code, and codes by name.
 NAMES: dict[str, str] = _languages.LANGUAGES
 CODES: dict[str, str] = _languages.TO_LANGUAGE_CODE
-MAX_AUDIO_S = 3600.0
+#: As `TransformersOptions.max_audio_s` is by default.
+MAX_AUDIO_S = 1800.0
 
 
 @dataclass(frozen=True)

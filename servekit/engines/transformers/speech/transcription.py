@@ -38,7 +38,7 @@ from servekit.protocol.messages import (
     WorkerSpec,
 )
 
-#: Recordings at once. They take turns, and each keeps its features: 150 MiB for an hour.
+#: Recordings at once. They take turns, and each keeps its features: 2 to 3 MiB for a minute.
 SLOTS = 8
 #: Errors of the library for what it cannot transcribe. Others mean that a step failed.
 _MISFITS = (ValueError, TypeError, LookupError)

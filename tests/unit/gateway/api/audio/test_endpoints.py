@@ -11,54 +11,16 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from servekit.engines.api.base import Report, SpeechJob, SpeechOutput, StepOutput
-from servekit.engines.echo.engine import EchoEngine
-from servekit.errors import RequestError
+from servekit.engines.api.base import StepOutput
 from servekit.gateway.api.audio.endpoints import TASKS, TRANSCRIPTIONS, TRANSLATIONS, Audio
 from servekit.gateway.api.audio.subtitles import write_srt, write_vtt
 from servekit.protocol.forwarding import PIECE_BYTES
-from servekit.protocol.messages import (
-    ModelInfo,
-    SpeechParams,
-    SpokenSegment,
-    SpokenWord,
-    Transcript,
-)
+from servekit.protocol.messages import SpokenSegment, Topology
 from tests.unit.gateway import conftest
 from tests.unit.gateway.conftest import EchoWorker, Service, until
+from tests.unit.gateway.hearing_engine import HearingEngine
 
 TEXT = b"one two three"
-
-
-class HearingEngine(EchoEngine):
-    """An engine that hears a word of a text file in each window, once it is told to go on."""
-
-    def load(self, report: Report) -> ModelInfo:
-        self.jobs: list[SpeechJob] = []
-        return replace(super().load(report), serves=("transcribe",))
-
-    def read_recording(self, file: bytes, speech: SpeechParams) -> object:
-        assert len(file) == speech.size_bytes
-        if b"noise" in file:
-            raise RequestError("file: it is noise", param="file")
-        return file.decode()
-
-    def transcribe(self, job: SpeechJob) -> None:
-        self.jobs.append(job)
-        if not self._options.get("waits"):
-            self.hear(job)
-
-    def hear(self, job: SpeechJob, *, first: int = 0, last: int | None = None) -> None:
-        """Emit some words of a job: all, or these windows."""
-        words = str(job.recording).split(" ")
-        outputs: list[StepOutput] = []
-        for at, word in list(enumerate(words))[first:last]:
-            spoken = (SpokenWord(word, at, at + 0.5),) if job.speech.timestamps == "word" else ()
-            segment = SpokenSegment(f" {word}", at, at + 0.75, (at,), -0.5, 1.0, spoken, 100 * at)
-            heard = Transcript((segment,), job.speech.language or "english", len(words) + 0.1)
-            finish = "stop" if at == len(words) - 1 else None
-            outputs.append(SpeechOutput(job.id, [at], finish, speech=heard, prompt_tokens=3))
-        self._emit(outputs)
 
 
 @pytest.fixture
@@ -266,7 +228,7 @@ async def test_a_model_that_cannot_names_those_that_can(service: Service) -> Non
     known = replace(status, info=info, replicas=(service.workers[0].status(),))
     hears = replace(info, serves=("transcribe",))
     other = replace(known, name="ear", info=hears, replicas=(), aliases=())
-    service.router.apply_topology(conftest.Topology((known, other)))
+    service.router.apply_topology(Topology((known, other)))
     refused = (await post(service)).json()["error"]
     assert refused["message"] == (
         "model: the echo engine of 'm' does not transcribe recordings; it is a language model;"
