@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from servekit.errors import LoadError
+
 #: A causal language model; a transformer with a pooling in the layout of sentence-transformers; a
 #: sequence classifier, which is a cross-encoder if it has one label; a Whisper model; a causal
 #: language model with eyes, as which the transformers engine loads a "generate" whose processor it
@@ -24,6 +26,15 @@ def kind_of(folder: Path) -> ModelKind:
     if architecture == _WHISPER:
         return "transcribe"
     return "generate" if modules is None else "embed"
+
+
+def refuse_speech(folder: Path, model: str) -> None:
+    """Raise LoadError for a Whisper model, in the name of an engine that has no recordings."""
+    if kind_of(folder) == "transcribe":
+        raise LoadError(
+            f"{model} hears speech, which this engine does not serve; write engine: transformers,"
+            " or engine: command for a server whose /v1/audio/transcriptions is forwarded."
+        )
 
 
 def _read_architecture(folder: Path) -> str:
