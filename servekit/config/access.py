@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 from servekit.config import keys
 from servekit.config.base_model import Section
 
+_LABEL = "[A-Za-z0-9-]+"
 _ORIGIN = r"^(\*|https?://[^/\s*]+)$"
 
 
@@ -26,6 +27,9 @@ def _hash(value: str) -> str:
 
 KeyName = Annotated[str, AfterValidator(_key_name)]
 KeyHash = Annotated[str, AfterValidator(_hash), WithJsonSchema({"type": "string"})]
+ImageHost = Annotated[
+    str, Field(pattern=rf"^(\*|(\*\.)?{_LABEL}(\.{_LABEL})*|\[[0-9A-Fa-f:]+\])(:\d{{1,5}})?$")
+]
 PerMinute = Annotated[int, Field(ge=1, le=10**12)]
 
 
@@ -96,6 +100,31 @@ class LimitsConfig(Section):
     """Depth of nested brackets in parts without a fixed form: tools, schemas, metadata."""
     schema_depth: Annotated[int, Field(ge=1, le=64)] = 16
     """Depth of nested schemas, in a JSON schema for the answer."""
+
+
+class FetchImagesConfig(Section):
+    """Images that requests name by their address, and that gateways fetch."""
+
+    hosts: Annotated[tuple[ImageHost, ...], Field(min_length=1)]
+    """Where images may be fetched: example.com, *.example.com (the hosts below it), * (every host),
+    and with a port example.com:8443; without one, 443 for https and 80 for http. Redirects are
+    followed to these hosts only."""
+    private_addresses: bool = False
+    """These hosts may have addresses of a private network, of this machine, or of a link."""
+    timeout_s: Annotated[float, Field(gt=0, le=300)] = 10.0
+    """How long the images of a request may take to arrive."""
+    max_bytes: Annotated[int, Field(ge=1024, le=48 * 2**20)] = 20 * 2**20
+    """Size of a request's images together, in bytes."""
+
+
+class StoreResponsesConfig(Section):
+    """The responses of /v1/responses that are kept, in the run directory: for those that name one
+    as `previous_response_id`, and to be read again."""
+
+    max_bytes: Annotated[int, Field(ge=2**20, le=2**50)] = 2**30
+    """Size of all of them, compressed; the oldest make room for new ones."""
+    days: Annotated[float, Field(gt=0, le=3650)] = 30.0
+    """How long each is kept."""
 
 
 class LoggingConfig(Section):

@@ -17,10 +17,12 @@ from pydantic_core import PydanticKnownError
 
 from servekit.config import memory
 from servekit.config.access import (
+    FetchImagesConfig,
     KeyConfig,
     LimitsConfig,
     LoggingConfig,
     Origin,
+    StoreResponsesConfig,
     TlsConfig,
     TracingConfig,
 )
@@ -155,6 +157,11 @@ class ServerConfig(Section):
     trusted_proxies: tuple[Network, ...] = ()
     """Addresses, or networks (10.0.0.0/8), of proxies whose X-Forwarded-For and X-Forwarded-Proto
     are believed. By default none: the peer of a connection is the client."""
+    fetch_images: FetchImagesConfig | None = None
+    """Fetch the images that requests name by their address. By default none is fetched."""
+    store_responses: StoreResponsesConfig | None = None
+    """Keep the responses of /v1/responses, unless a request says `store: false`. By default none is
+    kept."""
     limits: LimitsConfig = LimitsConfig()
     """Limits of one request."""
     default_model: Name | None = None

@@ -23,6 +23,7 @@ if __name__ == "__main__":
     parser.add_argument("--ui-socket", type=Path)
     parser.add_argument("--operators", type=Path, help="the supervisor's socket for operators")
     parser.add_argument("--request-log", type=Path)
+    parser.add_argument("--responses", type=Path, help="the file of stored responses")
     parser.add_argument("--legacy", action="store_true")
     parser.add_argument("--credentials-fd", type=int, help="where its certificate is to be read")
     parser.add_argument("--lost-s", type=float, help="after how long a silent worker is lost")
@@ -92,6 +93,7 @@ if __name__ == "__main__":
         ui=not args.no_ui,
         ui_socket=args.ui_socket,
         request_log=args.request_log,
+        responses=args.responses,
         operators=channel.put if isinstance(channel, TcpChannel) else args.operators,
         reach=Reach(identity, lost_s),
         outlive=None if args.heir is None else (args.heir, args.grace_s),

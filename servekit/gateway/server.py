@@ -77,6 +77,7 @@ class Settings:
     ui: bool
     ui_socket: Path | None  # where gateway/0 serves the UI for the others
     request_log: Path | None = None  # of this gateway; None: only the log has its requests
+    responses: Path | None = None  # the file of stored responses; None: none is stored
     operators: Way | None = None  # for operators' requests to the supervisor
     tls: Tls | None = None
     legacy: bool = False  # also serve the API of HuixiangDou's LLM server
@@ -118,6 +119,7 @@ class Gateway:
             ui=settings.ui,
             legacy=settings.legacy,
             operators=settings.operators,
+            responses=settings.responses,
         )
         access, measures = self._router.access, self._router.measures
         access.on_change(lambda: tracing.apply_rules(measures, access.rules.tracing, settings.name))
@@ -166,6 +168,7 @@ class Gateway:
                 task.cancel()
         self._tell_counts()
         await asyncio.to_thread(RECORDER.flush)
+        await asyncio.to_thread(self._app.responses.close)
         if (tracer := self._router.measures.tracer) is not None:
             await asyncio.to_thread(tracer.close)
         await self._channel.close()

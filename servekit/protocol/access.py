@@ -63,6 +63,22 @@ class RequestLimits(Value, frozen=True):
     schema_depth: int = 16
 
 
+class ImageFetching(Value, frozen=True):
+    """The images that gateways fetch; see `config.access.FetchImagesConfig`."""
+
+    hosts: tuple[str, ...] = ()  # "example.com", "*.example.com", "example.com:8443"
+    private_addresses: bool = False
+    timeout_s: float = 10.0
+    max_bytes: int = 20 * 2**20  # of all images of a request
+
+
+class ResponseStorage(Value, frozen=True):
+    """The responses that gateways keep; see `config.access.StoreResponsesConfig`."""
+
+    max_bytes: int = 0  # 0: none is kept
+    days: float = 30.0
+
+
 class Tracing(Value, frozen=True):
     """Export of trace spans; see `config.access.TracingConfig`."""
 
@@ -94,4 +110,6 @@ class AccessRules(Value, frozen=True):
     write_timeout_s: float = 60.0  # without any progress in writing an answer
     trusted_proxies: tuple[str, ...] = ()  # addresses and networks whose X-Forwarded-… holds
     prefixes_by_key: bool = False  # prefix caches are shared by requests of one key only
+    fetch_images: ImageFetching = ImageFetching()
+    store_responses: ResponseStorage = ResponseStorage()
     log_requests: bool = True  # note each request for the request log

@@ -137,6 +137,7 @@ class Image(Value, frozen=True):
     kind: str  # "image/png"
     at: int = 0  # how many characters of the content stand before it
     detail: str = ""  # OpenAI's wish for its resolution
+    address: str = ""  # of a file that is not fetched yet; a worker gets none of these
 
     def __repr__(self) -> str:  # prompts may be logged
         return f"Image({self.kind}, {len(self.data)} bytes)"
@@ -213,6 +214,11 @@ class ModelInfo(Value, frozen=True):
     token_bytes: int = 0  # of a text that one token stands for, at most; 0: not known
     weights_bytes: int = 0  # 0: as many as its parameters have in `dtype`
     labels: tuple[str, ...] = ()  # of its classes, where it serves "classify"
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the memory of its weights; 0 if it is not known."""
+        return self.weights_bytes or self.parameters * (4 if self.dtype == "float32" else 2)
 
 
 class WorkerSpec(Value, frozen=True):

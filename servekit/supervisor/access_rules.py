@@ -9,10 +9,10 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from servekit.config.access import KeyConfig
+from servekit.config.access import FetchImagesConfig, KeyConfig, StoreResponsesConfig
 from servekit.config.keys import MAX_KEY_BYTES, fast_digest
 from servekit.config.schema import Config, ModelConfig
-from servekit.protocol.access import RequestLimits, Tracing
+from servekit.protocol.access import ImageFetching, RequestLimits, ResponseStorage, Tracing
 from servekit.protocol.messages import AccessRules, KeyRule
 from servekit.supervisor.admin import systemd
 
@@ -52,6 +52,8 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
         log_prompts=config.logging.prompts,
         log_requests=config.logging.requests,
         limits=RequestLimits(**server.limits.model_dump()),
+        store_responses=_response_storage(server.store_responses),
+        fetch_images=_image_fetching(server.fetch_images),
         runtime_adapters=server.runtime_adapters,
         prefixes_by_key=bool(config.keys) and server.prefix_cache != "shared",
         open_metrics=server.open_metrics,
@@ -63,6 +65,14 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
         write_timeout_s=server.write_timeout_s,
         trusted_proxies=server.trusted_proxies,
     )
+
+
+def _response_storage(given: StoreResponsesConfig | None) -> ResponseStorage:
+    return ResponseStorage() if given is None else ResponseStorage(**given.model_dump())
+
+
+def _image_fetching(given: FetchImagesConfig | None) -> ImageFetching:
+    return ImageFetching() if given is None else ImageFetching(**given.model_dump())
 
 
 def _hosts(config: Config) -> tuple[str, ...]:

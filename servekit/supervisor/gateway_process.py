@@ -114,6 +114,7 @@ class Gateway(ManagedProcess[FromGateway]):
                 *self._ui_args(),
                 *("--operators", str(self.host.run_dir.control)),
                 *("--request-log", str(file_of(self.host.run_dir.path, self.name))),
+                *("--responses", str(self.host.run_dir.path / "responses.db")),
                 *(("--legacy",) if self._server.legacy else ()),
                 *self._remote_args(),
             ),

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from servekit.engines.api.base import Engine, TooManyTokens
-from servekit.errors import ContextLengthExceeded, RequestError
+from servekit.engines.api.base import Engine, ImagePrompt, TooManyTokens
+from servekit.errors import ContextLengthExceeded, RequestError, Unsupported
 from servekit.protocol.messages import ChatMessage, Continuation, Generate, ModelInfo
 from servekit.worker.input_encoding import InputEncoder
 from servekit.worker.request_validation import check_request
@@ -40,9 +40,10 @@ COMPILERS = 64
 
 
 class Prepared(msgspec.Struct):
-    """A prepared request: `ids` and `constraint` to generate, `inputs` to pool, or an answer."""
+    """A prepared request: `ids` to generate, with what goes with them, `inputs`, or an answer."""
 
     ids: list[int] = []
+    images: object | None = None
     constraint: object | None = None
     banned: tuple[tuple[int, ...], ...] = ()
     inputs: list[list[int]] = []
@@ -75,11 +76,9 @@ class RequestPreparer:
         check_request(request, self._info, self._engine.spec)
         match request.task:
             case "generate":  # nearly all requests, so it is compared first
-                ids, params = self._prompt_ids(request), request.params
-                if params.grammar is None and not params.bad_words:
-                    return Prepared(ids)
-                grammar = self._compile_grammar(request)
-                return Prepared(ids, grammar, self._banned_sequences(request))
+                prepared = self._prepare_prompt(request)
+                prepared.constraint = self._compile_grammar(request)
+                return prepared
             case "detokenize":
                 return self._detokenize_ids(request)
             case "tokenize":
@@ -99,7 +98,7 @@ class RequestPreparer:
 
         def prepare_prompt() -> Prepared:
             check_request(request, self._info, self._engine.spec)
-            return Prepared(self._prompt_ids(request)) if wanted() else Prepared()
+            return self._prepare_prompt(request) if wanted() else Prepared()
 
         def constrain() -> object | None:
             return self._compile_grammar(request) if wanted() else None
@@ -117,6 +116,29 @@ class RequestPreparer:
         if _request_length(request) <= LONG_PROMPT_CHARS:
             return self._readers
         return self._teller if request.task in ("tokenize", "detokenize") else self._reader
+
+    def _prepare_prompt(self, request: Generate) -> Prepared:
+        banned = self._banned_sequences(request)
+        if not _has_images(request):
+            return Prepared(self._prompt_ids(request), banned=banned)
+        if request.params.truncate_prompt:
+            raise Unsupported(
+                "truncate_prompt_tokens: a conversation with images cannot be cut",
+                param="truncate_prompt_tokens",
+            )
+        ids, inputs = self._encode_images(request)
+        if (began := request.continuation) is not None and began.prompt:
+            # The template may have told another time. The images must stay in their places.
+            first = unpack_ids(began.prompt)
+            ids = first if len(first) == len(ids) else ids
+        if request.params.prompt_logprobs is not None:
+            _check_told(len(ids), request.params.prompt_logprobs + 1)
+        return Prepared(ids, inputs, banned=banned)
+
+    def _encode_images(self, request: Generate) -> ImagePrompt:
+        return self._engine.encode_images(
+            request.messages or [], request.tools, request.template, request.continues
+        )
 
     def _prompt_ids(self, request: Generate) -> list[int]:
         """Return the prompt's ids, with an early error if it is far longer than the context."""
@@ -161,6 +183,8 @@ class RequestPreparer:
             if began.prompt:
                 return unpack_ids(began.prompt)
             limit = None  # `limit_of_continuation` decides whether it fits
+        if _has_images(request):
+            return self._encode_images(request).ids
         if request.messages is not None:
             return self._engine.codec.render_chat(
                 request.messages, request.tools, request.template, request.continues, limit
@@ -287,8 +311,14 @@ def _request_length(request: Generate) -> int:
     return 0
 
 
+def _has_images(request: Generate) -> bool:
+    return request.messages is not None and any(one.images for one in request.messages)
+
+
 def _turn_length(message: ChatMessage) -> int:
     own = len(message.content) + len(message.reasoning or "")
+    if message.images:  # to decode them takes as long as any long text
+        own += LONG_PROMPT_CHARS + 1
     if not message.tool_calls:  # nearly all messages
         return own
     return own + sum(len(call.arguments) for call in message.tool_calls)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import anthropic
@@ -17,6 +20,7 @@ from PIL import Image as Pillow
 from tests.integration.instance import Instance, echo
 from tests.integration.test_command import numbers, odd, streamed
 from tests.odd_server import IMAGE_TOKENS
+from tests.polling import poll
 
 
 def make_file(kind: str, colour: str) -> bytes:
@@ -44,8 +48,45 @@ def text(said: str) -> dict[str, Any]:
     return {"type": "text", "text": said}
 
 
+class Pictures(ThreadingHTTPServer):
+    """A server of the two pictures, which notes the paths that it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.may_answer = threading.Event()  # to /slow
+        super().__init__(("127.0.0.1", 0), _Pages)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Pages(BaseHTTPRequestHandler):
+    server: Pictures
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        if self.path == "/slow":
+            assert self.server.may_answer.wait(60)
+        data = {"/red": RED, "/blue": BLUE, "/slow": RED}.get(self.path)
+        self.send_response(404 if data is None else 200)
+        self.end_headers()
+        self.wfile.write(data or b"")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @pytest.fixture(scope="module")
-def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+def pictures() -> Iterator[Pictures]:
+    with Pictures() as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def instance(tmp_path_factory: pytest.TempPathFactory, pictures: Pictures) -> Iterator[Instance]:
     models = [
         odd("eyes", "--images", "taken", "--step-s", "0.005"),
         odd("ignorant", "--images", "ignored"),
@@ -53,10 +94,12 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
         odd("told", "--images", "ignored", options={"images": True}),
         echo("a"),
     ]
-    limits = {"limits": {"images": 3}}
+    hosts = [pictures.url.removeprefix("http://")]
+    settings: dict[str, Any] = {"limits": {"images": 3}, "max_queue_bytes": 2**20}
+    settings["fetch_images"] = {"hosts": hosts, "private_addresses": True, "timeout_s": 60}
     sections = {"logging": {"prompts": True}}
     folder = tmp_path_factory.mktemp("images")
-    with Instance.up(folder, models, server=limits, sections=sections) as instance:
+    with Instance.up(folder, models, server=settings, sections=sections) as instance:
         instance.until_settled()
         yield instance
 
@@ -154,12 +197,74 @@ def test_too_many_and_wrong_ones(instance: Instance) -> None:
     refused = ask(instance, "eyes", *[image(RED)] * 4)
     assert refused.status_code == 400
     assert "4 images are over the limit of 3; see server.limits.images" in refused.text
-    refused = ask(instance, "eyes", text("x"), {"type": "image_url", "image_url": "http://a/b.png"})
+    refused = ask(instance, "eyes", text("x"), {"type": "image_url", "image_url": "/etc/passwd"})
     error = refused.json()["error"]
     assert (refused.status_code, error["param"]) == (400, "messages[0].content[1].image_url")
     tokens = {"model": "a", "messages": [{"role": "user", "content": [image(RED)]}]}
     for page in ("/tokenize", "/v1/messages/count_tokens"):
         assert httpx.post(f"{instance.url}{page}", json=tokens).status_code == 400
+
+
+def test_images_of_allowed_hosts_are_fetched(instance: Instance, pictures: Pictures) -> None:
+    def named(path: str) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": pictures.url + path, "detail": "low"}}
+
+    given = [text("See"), named("/red"), image(BLUE), named("/blue")]
+    answer = ask(instance, "eyes", *given)
+    assert answer.json()["usage"]["prompt_tokens"] == 5 + 3 * IMAGE_TOKENS
+    fetched: list[dict[str, Any]] = [image(RED), image(BLUE)]
+    for one in fetched:
+        one["image_url"]["detail"] = "low"
+    whole = [text("See"), fetched[0], image(BLUE), fetched[1]]
+    assert [one["content"] for one in seen(instance)] == [whole]
+
+    client = anthropic.Anthropic(base_url=instance.url, api_key="none")
+    block: Any = {"type": "image", "source": {"type": "url", "url": f"{pictures.url}/red"}}
+    messages: Any = [{"role": "user", "content": [block, text("Look.")]}]
+    said = client.messages.create(model="eyes", messages=messages, max_tokens=5)
+    assert said.content[0].text == numbers(5)
+    assert seen(instance)[0]["content"] == [image(RED), text("Look.")]
+
+    part = {"type": "input_image", "image_url": f"{pictures.url}/blue"}
+    body = {"model": "eyes", "input": [{"role": "user", "content": [part]}], "stream": True}
+    streamed = httpx.post(f"{instance.url}/v1/responses", json=body, timeout=60)
+    assert "response.output_text.done" in streamed.text
+    assert seen(instance)[0]["content"] == [image(BLUE)]
+
+    missing = ask(instance, "eyes", named("/green"))
+    assert missing.status_code == 400
+    assert "/green cannot be fetched: its server answered 404" in missing.json()["error"]["message"]
+
+
+def test_nothing_is_fetched_for_a_request_that_is_refused(
+    instance: Instance, pictures: Pictures
+) -> None:
+    before = list(pictures.asked)
+    named = {"type": "image_url", "image_url": f"{pictures.url}/red"}
+    for model, parts in (("blind", [named]), ("eyes", [named] * 4), ("nobody", [named])):
+        assert ask(instance, model, *parts).status_code in (400, 404)
+    other = ask(instance, "eyes", {"type": "image_url", "image_url": "https://example.com/a.png"})
+    assert "example.com is not among the hosts of server.fetch_images" in other.text
+    tokens = {"model": "eyes", "messages": [{"role": "user", "content": [named]}]}
+    for page in ("/tokenize", "/v1/messages/count_tokens"):
+        assert httpx.post(f"{instance.url}{page}", json=tokens).status_code == 400
+    assert pictures.asked == before
+
+
+def test_requests_that_wait_for_images_hold_so_many_bytes(
+    instance: Instance, pictures: Pictures
+) -> None:
+    slow = {"type": "image_url", "image_url": f"{pictures.url}/slow"}
+    long = text("x" * 600_000)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask, instance, "eyes", long, slow)
+        poll("it is asked for", lambda: "/slow" in pictures.asked)
+        refused = ask(instance, "eyes", long, slow)
+        assert ask(instance, "eyes", text("Short"), image(RED)).status_code == 200
+        pictures.may_answer.set()
+        assert first.result().status_code == 200
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    assert ask(instance, "eyes", long, slow).status_code == 200
 
 
 def test_an_answer_goes_on_in_another_server_with_its_images(instance: Instance) -> None:

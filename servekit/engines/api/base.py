@@ -61,6 +61,8 @@ class Job:
     #: Token sequences to avoid: the last token is forbidden after the others.
     banned: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""  # jobs share prefix cache entries only with jobs of the same salt
+    #: `ImagePrompt.inputs` of a conversation with images.
+    images: object | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True)
@@ -137,6 +139,13 @@ class TokenizedText(NamedTuple):
     ids: list[int]
     types: list[int]  # token types; []: the tokenizer has none
     parts: list[int]  # 1 or 2: from that text, 0: a special token; []: not known
+
+
+class ImagePrompt(NamedTuple):
+    """A conversation with images: its token ids, and what else the engine has made of it."""
+
+    ids: list[int]
+    inputs: object
 
 
 class Codec(Protocol):
@@ -278,6 +287,20 @@ class Engine(ABC):
         grammar cannot be compiled or is too large.
         """
         raise Unsupported("this engine does not support grammars", param=grammar.param)
+
+    def encode_images(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        template: Mapping[str, Any],
+        continues: bool,
+    ) -> ImagePrompt:
+        """Render a conversation with images, as `Codec.render_chat` does, and decode the images.
+
+        Called from any thread, if `ModelInfo.serves` has "images"; may take seconds. Raises
+        RequestError for an image that cannot be decoded.
+        """
+        raise Unsupported("this engine takes no images", param="messages")
 
     def sleep(self) -> None:
         """Free the device memory and keep the weights in host memory, until `wake`.

@@ -32,6 +32,7 @@ _POLL_S = 0.2
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM}
 _TEXT = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    "video_preprocessor_config.json",  # the processors of many models do not load without it
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken"),
     *("chat_template.*", "additional_chat_templates/*"),

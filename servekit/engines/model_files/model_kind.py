@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 #: A causal language model; a transformer with a pooling in the layout of sentence-transformers; a
-#: sequence classifier, which is a cross-encoder if it has one label.
-ModelKind = Literal["generate", "embed", "classify"]
+#: sequence classifier, which is a cross-encoder if it has one label; a causal language model with
+#: eyes, as which the transformers engine loads a "generate" whose processor it has.
+ModelKind = Literal["generate", "embed", "classify", "see"]
 _CLASSIFIER = "ForSequenceClassification"
 
 

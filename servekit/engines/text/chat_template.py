@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from servekit.errors import RequestError
-from servekit.protocol.messages import ChatMessage, ToolCall
+from servekit.protocol.messages import ChatMessage, Image, ToolCall
 
 #: Template arguments that callers may set although the library has a parameter of that name.
 _OPEN = {"documents"}
@@ -192,9 +192,9 @@ class ChatTemplate:
         first, *others = messages
         if self._takes_system and first.role != "system":
             return [ChatMessage("system", text), first, *others]
-        parts = (first.content, text) if first.role == "system" else (text, first.content)
-        content = "\n\n".join(part for part in parts if part)
-        return [replace(first, content=content), *others]
+        told = ChatMessage(first.role, text)
+        joined = _join_turns(first, told) if first.role == "system" else _join_turns(told, first)
+        return [replace(first, content=joined.content, images=joined.images), *others]
 
     def render_turns(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
@@ -215,9 +215,10 @@ class ChatTemplate:
         return [self._as_dict(message, form, names) for message in messages]
 
     def _as_dict(self, message: ChatMessage, form: _Form, names: dict[str, str]) -> dict[str, Any]:
-        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        content = self._content_of(message)
+        fields: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
-            fields["content"] = message.content or form.content
+            fields["content"] = content or form.content
             fields["tool_calls"] = [self._call_dict(call, form) for call in message.tool_calls]
         name = message.name
         if message.tool_call_id is not None:
@@ -228,6 +229,24 @@ class ChatTemplate:
         if message.reasoning is not None:
             fields["reasoning_content"] = message.reasoning
         return fields
+
+    def _content_of(self, message: ChatMessage) -> str | list[dict[str, str]]:
+        if not message.images and (not message.content or self._takes_text):
+            return message.content
+        return [_part_dict(part) for part in message.parts]
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """False if the template renders content only if it comes in parts, as some with images."""
+        part = _part_dict(SENTINEL)
+        return self._renders(SENTINEL) or not self._renders([part])
+
+    def _renders(self, content: str | list[dict[str, str]]) -> bool:
+        try:
+            turn = {"role": "user", "content": content}
+            return SENTINEL in self._apply_template([turn], (), {}, continues=False)
+        except Exception:  # the template is the model's code, and may raise anything
+            return False
 
     def _call_dict(self, call: ToolCall, form: _Form) -> dict[str, Any]:
         arguments = call.arguments if form.arguments_as_text else _as_object(call.arguments)
@@ -267,6 +286,23 @@ def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([_TOOLS, *functions, "", _HOW_TO_CALL])
 
 
+def _part_dict(part: str | Image) -> dict[str, str]:
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+
+
+def _put_before(text: str, message: ChatMessage) -> ChatMessage:
+    """Put a text before a message's content; its images keep their places."""
+    images = tuple(replace(image, at=image.at + len(text)) for image in message.images)
+    return replace(message, content=text + message.content, images=images)
+
+
+def _join_turns(first: ChatMessage, second: ChatMessage) -> ChatMessage:
+    """Append the content of the second message to the first."""
+    parted = (first.content or first.images) and (second.content or second.images)
+    moved = _put_before(first.content + ("\n\n" if parted else ""), second)
+    return replace(first, content=moved.content, images=(*first.images, *moved.images))
+
+
 def _calls_in_words(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Replace tool calls by JSON text, and results by messages of the user.
 
@@ -281,7 +317,8 @@ def _calls_in_words(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         results = message.role == "tool"
         if message.role == "tool":
             name = message.name or names.get(message.tool_call_id or "", "the function")
-            message = ChatMessage("user", f"Result of {name}: {message.content}")
+            turn = ChatMessage("user", message.content, images=message.images)
+            message = _put_before(f"Result of {name}: ", turn)
         elif message.tool_calls:
             lines = [message.content] if message.content else []
             lines += [
@@ -291,7 +328,7 @@ def _calls_in_words(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
             ]  # fmt: skip
             message = replace(message, content="\n".join(lines), tool_calls=())
         if joins:
-            told[-1] = replace(told[-1], content=f"{told[-1].content}\n\n{message.content}")
+            told[-1] = _join_turns(told[-1], message)
         else:
             told.append(message)
     return told

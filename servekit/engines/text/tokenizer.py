@@ -98,7 +98,11 @@ class Prompts(ABC):
                 "This model has no chat template; use /v1/completions.", param="messages"
             )
         text = self.template.render(messages, tools, template, continues)
-        return self._ids_within(limit, text, special=False)
+        return self._ids_within(limit, text, special=self._completes(text))
+
+    def _completes(self, chat: str) -> bool:
+        """Return whether a rendered conversation gets the tokens of a text's beginning and end."""
+        return False
 
     def _ids_within(self, limit: int | None, text: str, *, special: bool) -> list[int]:
         """Return token ids; raise TooManyTokens as soon as a beginning of the text has too many.
@@ -120,9 +124,14 @@ class Prompts(ABC):
 class TokenizerCodec(Prompts):
     """A codec for a `transformers` tokenizer; see `base.Codec`."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, completes_chats: bool = False) -> None:
+        """`completes_chats`: chats without the token of a text's beginning get it.
+
+        The library's processors do so, and its tokenizers alone do not.
+        """
         super().__init__(ChatTemplate(tokenizer))
         self._tokenizer = tokenizer
+        self._completes_chats = completes_chats
         self._encoder = TextEncoder(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._special = _special_tokens(tokenizer, self._backend)
@@ -135,6 +144,9 @@ class TokenizerCodec(Prompts):
     @property
     def quick_chars(self) -> int:
         return self._encoder.quick_chars
+
+    def _completes(self, chat: str) -> bool:
+        return self._completes_chats and not begins_text(self._tokenizer, chat)
 
     def _tokenize_text(self, text: str, special: bool) -> list[int]:
         return self._encoder.encode(text, special)
@@ -175,6 +187,11 @@ class TokenizerCodec(Prompts):
         if pieces is None:
             pieces = self._kept[kept] = _BytePieces(self._backend, self._special.keys() - kept)
         return ByteDecoder(pieces)
+
+
+def begins_text(tokenizer: Any, text: str) -> bool:
+    """Return whether a rendered conversation has the token of a text's beginning already."""
+    return tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
 
 
 def _special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:

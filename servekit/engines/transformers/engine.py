@@ -1,7 +1,8 @@
 """The transformers engine: causal language models, embedding models, classifiers and rerankers.
 
 Requests share batches in `batching.continuous.ContinuousRunner` if the model allows it; otherwise
-they run one at a time in `sequential.StaticRunner`. A folder with a pooling configuration is an
+they run one at a time in `sequential.StaticRunner`, and so do requests with images, in
+`vision.image_runner`. A folder with a pooling configuration is an
 embedding model, which `embedding.EmbeddingRunner` runs; a sequence classifier is run by
 `classification.ClassificationRunner`. The loop is always that of
 `engines.api.threaded_engine.LoopedEngine`.
@@ -10,20 +11,20 @@ embedding model, which `embedding.EmbeddingRunner` runs; a sequence classifier i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import structs
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from servekit.engines.api.base import EmbedJob, Job, Report
+from servekit.engines.api.base import EmbedJob, ImagePrompt, Job, Report
 from servekit.engines.api.job_state import EmbedRow, ends_of
 from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.threaded_engine import LoopedEngine, Request
-from servekit.engines.text.sampling_params import resolve_sampling
+from servekit.engines.text.sampling_params import Sampling, resolve_sampling
 from servekit.engines.text.structured_output import Constraint
 from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
@@ -37,9 +38,27 @@ from servekit.engines.transformers.runner_factory import eos_ids, sampling_defau
 from servekit.engines.transformers.sleep.sleep_state import SleepState
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
-from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported
+from servekit.engines.transformers.vision.processor import warn_text_only
+from servekit.errors import (
+    EngineFailed,
+    LoadError,
+    RequestError,
+    Unsupported,
+    describe_error,
+)
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
-from servekit.protocol.messages import Capability, Dialect, Grammar, ModelInfo, WorkerSpec
+from servekit.protocol.messages import (
+    Capability,
+    ChatMessage,
+    Dialect,
+    Grammar,
+    ModelInfo,
+    SamplingParams,
+    WorkerSpec,
+)
+
+if TYPE_CHECKING:  # it needs Pillow, which texts do not
+    from servekit.engines.transformers.vision.image_prompts import ImageEncoder
 
 #: Capabilities of every causal model.
 SERVES: tuple[Capability, ...] = (
@@ -49,6 +68,7 @@ SERVES: tuple[Capability, ...] = (
 #: How often a thread that waits for the engine's thread checks that the engine is still running.
 _LOOK_S = 0.2
 NO_TEXT = "This model does not generate text."
+IMAGES_AND_ADAPTER = "messages: a request with an adapter has no images with this engine"
 NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 
 
@@ -61,6 +81,7 @@ class TransformersEngine(LoopedEngine):
         super().__init__(spec)
         self._runner: Runner
         self._adapters: AdapterManager | None = None
+        self._images: ImageEncoder | None = None
         self._ranks: Ranks | None = None
         self._sleep_state: SleepState
 
@@ -96,12 +117,15 @@ class TransformersEngine(LoopedEngine):
         with phase("grammars"):
             self._grammars = preload.get_grammars(tokenizer, self.vocab_size, self._eos)
         dialect = self.codec.find_dialect(self.spec, self._eos)
+        if loaded.processor is not None:
+            with phase("images"):
+                self._images = self._prove_images(loaded.processor)
         info = structs.replace(
             loaded.info, serves=self._list_capabilities(model, dialect), dialect=dialect
         )
         if plan.is_spread(self.spec):
             return info
-        runner = cast(CausalRunner, loaded.runner)
+        runner = getattr(loaded.runner, "texts", loaded.runner)  # adapters are for texts
         self._adapters = AdapterManager(model, loaded.attention, runner, self.spec, self)
         with phase("adapters"):
             adapters, refused = self._adapters.load_all(self.spec.adapters)
@@ -118,7 +142,27 @@ class TransformersEngine(LoopedEngine):
         # A tensor-parallel rank has only a part of the head, which all ranks must run together.
         scored = prompt_scores.base_of(model) is not None and not plan.over_ranks(self.spec)
         scores: tuple[Capability, ...] = ("prompt_logprobs",) if scored else ()
-        return (*SERVES, *adapters, *grammar, *tools, *scores)
+        images: tuple[Capability, ...] = ("images",) if self._images else ()
+        return (*SERVES, *adapters, *grammar, *tools, *scores, *images)
+
+    def _prove_images(self, processor: Any) -> ImageEncoder | None:
+        """Return the encoder of images if the model reads one; otherwise warn, and return None."""
+        try:
+            from servekit.engines.transformers.vision.image_prompts import ImageEncoder, make_probe
+
+            encoder = ImageEncoder(processor, self.codec.template)
+            prompt = encoder.encode([make_probe()])
+            job = Job(-1, prompt.ids, SamplingParams(max_tokens=1), images=prompt.inputs)
+            check_job(job, self._limits)
+            self._runner.add(Row("image", job, Sampling(0.0), frozenset(), 1))
+            while self._runner.running or self._runner.waiting:
+                for _, output in self._runner.step():
+                    if output.error is not None:
+                        raise RequestError(output.error)
+            return encoder
+        except Exception as error:  # of the library's processor or model: texts are served anyway
+            warn_text_only(self.spec, describe_error(error))
+            return None
 
     # ---------------------------------------------------------------- called by the worker
 
@@ -137,6 +181,8 @@ class TransformersEngine(LoopedEngine):
     def submit(self, job: Job) -> None:
         if isinstance(self._runner, embedding.PoolingRunner):
             raise Unsupported(NO_TEXT, param="model")
+        if job.images is not None and job.adapter:
+            raise Unsupported(IMAGES_AND_ADAPTER, param="messages")
         adapter = self._adapter_manager().get(job.adapter) if job.adapter else None
         check_job(job, self._limits, adapter.virtual_tokens if adapter else 0)
         sampling = resolve_sampling(job.params, self._defaults, self._head_size)
@@ -181,6 +227,17 @@ class TransformersEngine(LoopedEngine):
         if self._grammars is None:
             raise Unsupported(NO_GRAMMAR, param=grammar.param)
         return self._grammars.constraint(grammar, emitted)
+
+    def encode_images(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        template: Mapping[str, Any],
+        continues: bool,
+    ) -> ImagePrompt:
+        if self._images is None:
+            return super().encode_images(messages, tools, template, continues)
+        return self._images.encode(messages, tools, template, continues)
 
     def sleep(self) -> None:
         self.between_steps(self._sleep_state.sleep)

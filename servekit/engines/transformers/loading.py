@@ -30,6 +30,7 @@ from servekit.engines.transformers import (
     preload,
     weights,
 )
+from servekit.engines.transformers.lora.module_clone import clone_modules
 from servekit.engines.transformers.runner import Runner
 from servekit.engines.transformers.runner_factory import (
     cpu_threads,
@@ -40,6 +41,7 @@ from servekit.engines.transformers.runner_factory import (
 from servekit.engines.transformers.sleep import weight_offload
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.engines.transformers.tensor_parallel.controller import Ranks, threads_each
+from servekit.engines.transformers.vision.image_runner import add_images
 from servekit.protocol.messages import ModelInfo, WorkerSpec
 from servekit.units import format_bytes
 
@@ -53,7 +55,9 @@ class Loaded:
     """A loaded model with its runner and properties."""
 
     folder: Path
+    kind: ModelKind
     tokenizer: Any
+    processor: Any  # of a model with eyes, else None
     codec: TokenizerCodec
     model: PreTrainedModel
     attention: str  # the library's name of its implementation
@@ -81,6 +85,10 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
     try:
         with phase("tokenizer"):
             tokenizer = preload.get_tokenizer(folder, spec)
+            processor = preload.get_processor(folder, spec) if kind == "generate" else None
+        if processor is not None:
+            kind = "see"
+            tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
         with (
             phase("weights"),
             weights.explain_errors(folder, spec),
@@ -89,7 +97,7 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
             model = _load_model(folder, spec, report, kind)
         if ranks is not None:
             ranks.mirror_forward(model)
-        codec = TokenizerCodec(tokenizer)
+        codec = TokenizerCodec(tokenizer, completes_chats=processor is not None)
         codec.start_proof()
         attention = str(model.config._attn_implementation)
         with weights.explain_errors(folder, spec):
@@ -100,14 +108,14 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
         if ranks is not None:
             ranks.close()
         raise
-    return Loaded(folder, tokenizer, codec, model, attention, runner, info, ranks)
+    return Loaded(folder, kind, tokenizer, processor, codec, model, attention, runner, info, ranks)
 
 
 def make_weight_store(
     loaded: Loaded, spec: WorkerSpec, more: weight_offload.Tensors
 ) -> weight_offload.WeightStore:
     """Return the store for the model's tensors during sleep; on a GPU it also holds `more`."""
-    again = partial(_load_model, loaded.folder, spec, lambda progress: None, kind_of(loaded.folder))
+    again = partial(_load_model, loaded.folder, spec, lambda progress: None, loaded.kind)
     load_again = None if loaded.ranks else again
     return weight_offload.weight_store(loaded.model, loaded.model.device, more, load_again)
 
@@ -173,8 +181,10 @@ def _make_runner(
     if kind == "embed":
         how = pooling.read_pooling(folder, model.device)
         return embedding.make_embedding_runner(model, how, tokenizer, spec)
-    runner, info = make_causal_runner(model, spec, codec.chat, ranks)
+    # Before a batch changes the model's attention, which is not the one for images.
+    twin = clone_modules(model) if kind == "see" else None
+    texts, info = make_causal_runner(model, spec, codec.chat, ranks)
     if plan.is_spread(spec):
         refused = {adapter.name: plan.NO_ADAPTERS for adapter in spec.adapters}
         info = structs.replace(info, refused_adapters=refused)
-    return runner, info
+    return (texts, info) if twin is None else add_images(texts, model, twin, info)

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import transformers
 
-from servekit.engines.model_files.model_kind import kind_of
+from servekit.engines.model_files.model_kind import ModelKind, kind_of
 from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.text.structured_output import Grammars, try_grammars
 from servekit.engines.transformers import weights
 from servekit.engines.transformers.runner_factory import eos_ids, vocab_size
+from servekit.engines.transformers.vision import processor
 from servekit.protocol.messages import WorkerSpec
 
 
@@ -31,6 +32,7 @@ class Prepared:
     eos: frozenset[int] = frozenset()
     grammars: Grammars | None = None
     template: str = ""  # the configuration's chat template
+    processor: Any = None  # of a model that reads images
 
 
 #: A process prepares for one model.
@@ -46,19 +48,32 @@ def prepare_model(spec: WorkerSpec) -> None:
     if kind_of(folder) != "generate":
         _prepared = Prepared(folder, tokenizer, template=spec.chat_template)
         return
+    reads = processor.load_processor(folder, spec)
     with weights.explain_errors(folder, spec):
-        model = _outline_model(folder, spec)
+        model = _outline_model(folder, spec, "generate" if reads is None else "see")
         size, eos = vocab_size(model), eos_ids(model, tokenizer)
     made = try_grammars(lambda: Grammars(tokenizer, size, eos))
-    _prepared = Prepared(folder, tokenizer, size, eos, made, spec.chat_template)
+    _prepared = Prepared(folder, tokenizer, size, eos, made, spec.chat_template, reads)
 
 
 def get_tokenizer(folder: Path, spec: WorkerSpec) -> Any:
     """Return the model's tokenizer, prepared or loaded now. Raises LoadError."""
-    of = (folder, spec.chat_template)
-    if _prepared is not None and (_prepared.folder, _prepared.template) == of:
-        return _prepared.tokenizer
+    if (known := _get_prepared(folder, spec)) is not None:
+        return known.tokenizer
     return weights.load_tokenizer(folder, spec)
+
+
+def get_processor(folder: Path, spec: WorkerSpec) -> Any | None:
+    """Return the processor of a model that reads images, prepared or loaded now."""
+    if (known := _get_prepared(folder, spec)) is not None:
+        return known.processor
+    return processor.load_processor(folder, spec)
+
+
+def _get_prepared(folder: Path, spec: WorkerSpec) -> Prepared | None:
+    known = _prepared
+    of = (folder, spec.chat_template)
+    return known if known and (known.folder, known.template) == of else None
 
 
 def get_grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Grammars | None:
@@ -69,9 +84,9 @@ def get_grammars(tokenizer: Any, vocab_size: int, eos: frozenset[int]) -> Gramma
     return try_grammars(lambda: Grammars(tokenizer, vocab_size, eos))
 
 
-def _outline_model(folder: Path, spec: WorkerSpec) -> Any:
+def _outline_model(folder: Path, spec: WorkerSpec, kind: ModelKind) -> Any:
     """Return the model without weights, which imports its class and gives the embedding a shape."""
-    model = weights.outline_model(folder, spec)
+    model = weights.outline_model(folder, spec, kind)
     try:
         stated: Any = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:  # no file: the model has the library's defaults

@@ -7,6 +7,7 @@ cache allows reading it in chunks; a request can be cancelled between any two st
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class StaticRunner(CausalRunner):
 
     def _read_tokens(self, row: Row) -> torch.Tensor:
         """Read the next tokens; return the logits after the last one, float32 [1, vocabulary]."""
-        size = self._chunk if self._in_pieces() else len(self._unread)
+        size = self._count_next(row)
         now, self._unread = self._unread[:size], self._unread[size:]
         adapter = row.adapter
         own = None if adapter is None else adapter.model
@@ -107,14 +108,12 @@ class StaticRunner(CausalRunner):
             use_cache=True,
             **self._cache,
         )
-        if wanted is None:
-            outputs = model(**inputs, return_dict=True)
-        else:
-            hidden = prompt_scores.Hidden(model)
-            with hidden.kept():
-                outputs = model(**inputs, return_dict=True, **self._last_logits(model))
+        hidden = None if wanted is None else prompt_scores.Hidden(model)
+        with contextlib.nullcontext() if hidden is None else hidden.kept():
+            outputs = model(**inputs, return_dict=True, **self._last_logits(model))
+        if hidden is not None and wanted is not None:
             prompt_scores.score_spans(hidden, [wanted], outputs.logits.shape[-1])
-        self._cache = model._update_model_kwargs_for_generation(outputs, {})
+        self._cache = model._update_model_kwargs_for_generation(outputs, self._cache)
         logits: torch.Tensor = outputs.logits[:, -1].float()
         return logits
 
@@ -123,6 +122,10 @@ class StaticRunner(CausalRunner):
         """Limit the logits to those of the last token, if the model supports that."""
         supports = getattr(model, "_supports_logits_to_keep", lambda: False)
         return {"logits_to_keep": 1} if supports() else {}
+
+    def _count_next(self, row: Row) -> int:
+        """Return how many tokens the next forward pass reads."""
+        return self._chunk if self._in_pieces() else len(self._unread)
 
     def _in_pieces(self) -> bool:
         """Return whether the prompt can be read in chunks; a recurrent model reads it whole."""

@@ -31,6 +31,7 @@ _AUTO: dict[ModelKind, Any] = {
     "generate": transformers.AutoModelForCausalLM,
     "embed": transformers.AutoModel,
     "classify": transformers.AutoModelForSequenceClassification,
+    "see": transformers.AutoModelForImageTextToText,
 }
 #: Share of each GPU's free memory for weights; caches and activations need the rest.
 _WEIGHTS_FRACTION = 0.9
@@ -65,9 +66,9 @@ def load_model(
     device = device or torch.device("cuda:0" if spec.device == "cuda" else "cpu")
     for each in _list_devices(spec, device):
         device_memory.limit_memory(spec, each)
-    if kind == "generate":
+    if kind in ("generate", "see"):
         _require_a_head(folder)
-    auto = _AUTO[kind]
+    auto = _choose_auto(folder, kind)
     with explain_errors(folder, spec), _report_progress(report):
         model: transformers.PreTrainedModel
         model, told = auto.from_pretrained(
@@ -79,6 +80,10 @@ def load_model(
             local_files_only=True,
             trust_remote_code=spec.trust_remote_code,
             output_loading_info=True,
+        )
+    if auto is _AUTO["see"] and model.config.is_encoder_decoder:
+        raise LoadError(
+            f"{spec.model} has an encoder for its prompt, and servekit serves decoders."
         )
     if kind == "classify" and (missing := sorted(told["missing_keys"])):
         raise LoadError(
@@ -127,9 +132,28 @@ def outline_model(folder: Path, spec: WorkerSpec, kind: ModelKind = "generate") 
     """Return the model without weights, to import its class and shape its parameters."""
     trust = {"local_files_only": True, "trust_remote_code": spec.trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(folder, **trust)
-    auto = _AUTO[kind]
+    auto = _choose_auto(folder, kind)
     with torch.device("meta"):
         return auto.from_config(config, trust_remote_code=spec.trust_remote_code)
+
+
+def _choose_auto(folder: Path, kind: ModelKind) -> Any:
+    """Return the library's class that loads a model.
+
+    Some language models exist only with their vision part, and then generate from texts with it.
+    """
+    named, plain = read_model_type(folder), modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    seeing = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    alone = kind == "generate" and named not in plain and named in seeing
+    return _AUTO["see" if alone else kind]
+
+
+def read_model_type(folder: Path) -> str:
+    """Return the library's name of the architecture, "" if none is stated."""
+    try:
+        return str(json.loads((folder / "config.json").read_text())["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def _require_a_head(folder: Path) -> None:

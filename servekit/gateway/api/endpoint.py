@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import structlog
 
 from servekit.errors import ClientClosed, ModelNotFound, RequestError, ServekitError
+from servekit.gateway.api.images import has_addresses, list_images
 from servekit.gateway.generation.generation import (
     Generation,
     GenerationRequest,
@@ -29,6 +30,7 @@ from servekit.gateway.http.asgi import (
     session_of,
 )
 from servekit.gateway.http.response import DisconnectWatcher, Endpoint, Response
+from servekit.gateway.routing.adapter_route import base_of
 from servekit.gateway.routing.router import Router
 from servekit.protocol.messages import Delta
 
@@ -41,11 +43,30 @@ ParsePlain = Callable[[bytes], bytes]
 OpenGeneration = Callable[[Router, GenerationRequest], Coroutine[Any, Any, Generation]]
 
 
+async def open_completed(router: Router, request: GenerationRequest) -> Generation:
+    """Return a `Generation`, with earlier messages read, and the images of all messages fetched.
+
+    Raises RequestError, before anything is fetched if the model takes no images, or not from this
+    key.
+    """
+    if request.complete is not None:
+        await request.complete(request)
+    rules = router.access.rules.fetch_images
+    if rules.hosts and request.messages is not None and has_addresses(request.messages):
+        from servekit.gateway.api.image_fetching import fetch_images
+
+        route = router.find(request.model)
+        router.access.require_model(route.status.name, base_of(route))
+        router.check_images(route.base, list_images(request.messages))
+        request.messages = await fetch_images(request.messages, rules)
+    return await open_generation(router, request)
+
+
 class GenerationEndpoint:
     """An endpoint whose answer is a generation, streamed or whole; `start_answer` is its `Handler`.
 
-    `open_later`, if given, opens every generation. Otherwise one is opened at once, unless its
-    model is loaded on demand and has never been loaded.
+    `open_later`, if given, opens every generation. Otherwise one is opened at once, unless it has
+    to be completed, or its model is loaded on demand and has never been loaded.
     """
 
     def __init__(
@@ -65,6 +86,7 @@ class GenerationEndpoint:
         # where keys are required, the router sets the key's name
         key = "" if self._router.access.closed else api_key(response.headers)
         parsed = self._parse(body, key)
+        size_bytes = len(body)
         del body  # otherwise the body stays in memory while the answer is generated
         if isinstance(parsed, bytes):
             response.send_json(parsed)
@@ -72,19 +94,25 @@ class GenerationEndpoint:
         request, encoder = parsed
         if self._router.chooses:
             request.session = session_of(response.headers) or request.session
-        if not self._waits_for_load(request):
+        if not self._opens_later(request):
             StreamWriter(response, Generation(self._router, request), encoder)
             return
+        self._router.hold_incomplete(size_bytes)
         task = asyncio.get_running_loop().create_task(self._begin(response, request, encoder))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._router.release_incomplete(size_bytes))
         response.on_gone = partial(_cancel, task)
 
-    def _waits_for_load(self, request: GenerationRequest) -> bool:
-        """Return whether the model's properties are needed, and unknown before its first load."""
-        if self._open_later is not None:
+    def _opens_later(self, request: GenerationRequest) -> bool:
+        """Return whether to wait for the rest of the request, or for a model's first load."""
+        if self._open_later is not None or request.complete is not None:
             return True
-        if not self._router.has_unknown or request.messages is None:
+        if request.messages is None:
+            return False
+        if self._router.access.rules.fetch_images.hosts and has_addresses(request.messages):
+            return True
+        if not self._router.has_unknown:
             return False
         try:
             status = self._router.find(request.model).status
@@ -96,7 +124,7 @@ class GenerationEndpoint:
         self, response: Response, request: GenerationRequest, encoder: ResponseEncoder
     ) -> None:
         try:
-            generation = await (self._open_later or open_generation)(self._router, request)
+            generation = await (self._open_later or open_completed)(self._router, request)
             StreamWriter(response, generation, encoder)
         except ServekitError as error:
             response.send_error(error)

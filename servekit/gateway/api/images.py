@@ -19,7 +19,7 @@ from servekit.protocol.messages import ChatMessage, Image
 #: An image of more pixels is refused: a few bytes of a file can stand for gigabytes in memory.
 MAX_PIXELS = 2**26
 _DATA_URI = re.compile(r"data:[^,]{0,200}?;base64,", re.IGNORECASE)
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+_FETCHED = ("https://", "http://")
 #: Markers of a JPEG that are followed by its size: start of frame, but not DHT, JPG and DAC.
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 #: Roles whose messages may hold images.
@@ -27,31 +27,39 @@ _ROLES = ("user", "tool")
 
 
 def read_data_uri(address: str, where: str, detail: str | None = None) -> Image:
-    """Return the image of a `data:` URI. Raises RequestError, and Unsupported for an address."""
+    """Return the image of a `data:` URI, or of an address that is yet to be fetched.
+
+    Raises RequestError.
+    """
     found = _DATA_URI.match(address)
     if found is None:
-        if _SCHEME.match(address):
-            raise Unsupported(
-                f"{where}: servekit fetches no images; send the image itself, as"
-                " data:image/png;base64,…",
-                param=where,
-            )
+        if address[:8].lower().startswith(_FETCHED):
+            return Image(b"", "", detail=detail or "", address=address)
         raise RequestError(f"{where}: expected data:image/png;base64,…", param=where)
     return read_base64(address[found.end() :], where, detail)
 
 
 def read_base64(text: str, where: str, detail: str | None = None) -> Image:
-    """Return an image, whose kind its bytes tell. Raises RequestError."""
-    data = _decode(text, where)
+    """Return the image that base64 stands for. Raises RequestError."""
+    image = read_file(_decode(text, where), where)
+    return replace(image, detail=detail) if detail else image
+
+
+def read_file(data: bytes, where: str, param: str | None = None) -> Image:
+    """Return the image of a file, whose kind its bytes tell.
+
+    Raises RequestError, for the parameter `param`, by default `where`.
+    """
+    param = param or where
     kind, (width, height) = _inspect(data)
     if not kind:
-        raise RequestError(f"{where}: this is no PNG, JPEG, WebP or GIF file", param=where)
+        raise RequestError(f"{where}: this is no PNG, JPEG, WebP or GIF file", param=param)
     if width * height > MAX_PIXELS:
         raise RequestError(
             f"{where}: the image has {width} × {height} pixels, and {MAX_PIXELS} are allowed",
-            param=where,
+            param=param,
         )
-    return Image(data, kind, detail=detail or "")
+    return Image(data, kind)
 
 
 def _decode(text: str, where: str) -> bytes:
@@ -98,6 +106,16 @@ def _size_of_jpeg(data: bytes) -> tuple[int, int]:
             return int.from_bytes(data[at + 7 : at + 9]), int.from_bytes(data[at + 5 : at + 7])
         at += 1 if marker == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4])
     return 0, 0
+
+
+def list_images(messages: Iterable[ChatMessage]) -> list[Image]:
+    """Return the images of all messages."""
+    return [image for message in messages for image in message.images]
+
+
+def has_addresses(messages: Iterable[ChatMessage]) -> bool:
+    """Return whether any image of the messages is yet to be fetched."""
+    return any(image.address for image in list_images(messages))
 
 
 def make_message(role: str, parts: Sequence[str | Image], where: str) -> ChatMessage:

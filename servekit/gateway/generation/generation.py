@@ -12,7 +12,7 @@ that separates text, reasoning and tool calls.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -84,6 +84,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     key: str = ""
     priority: int = 0
     timeout_s: float | None = None
+    #: Completes the request before it is opened, as with an earlier conversation.
+    complete: Callable[[GenerationRequest], Awaitable[None]] | None = None
 
 
 class GenerationChunk(msgspec.Struct, gc=False):

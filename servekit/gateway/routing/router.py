@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import structlog
@@ -46,11 +46,11 @@ from servekit.gateway.routing.suspect_sources import (
     is_shared,
     source_of,
 )
-from servekit.gateway.routing.task_check import check_images, check_task
+from servekit.gateway.routing.task_check import check_fetched, check_images, check_task
 from servekit.gateway.routing.timeouts import GRAIN_S, Deadlines
 from servekit.gateway.routing.worker_connection import NEARBY, WorkerConnection
 from servekit.gateway.telemetry.metrics import RequestMetrics
-from servekit.protocol.messages import ModelStatus, Quarantined, SourceReport, Topology
+from servekit.protocol.messages import Image, ModelStatus, Quarantined, SourceReport, Topology
 from servekit.protocol.residency import KeepAlive, ModelDemand
 
 __all__ = ["ModelQueue", "Router", "describe"]
@@ -89,6 +89,7 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self.end_of_tick = EndOfTick()
         self._open: set[InflightRequest] = set()
+        self._incomplete_bytes = 0
         self._deadlines = Deadlines(self._open, self._expire)
         self._farewells = AdapterUsageTracker(self._open, unused)
         self.demand = DemandReporter(use)
@@ -183,12 +184,32 @@ class Router:
             adapter = "" if asked is route else asked.status.name
             self.access.admit(call, route.status.name, adapter)
         check_task(route, call, self.models)
-        if call.messages is not None and (images := sum([len(m.images) for m in call.messages])):
-            check_images(route, images, self.access.rules.limits.images, self.models)
+        if call.messages is not None and (images := [i for m in call.messages for i in m.images]):
+            self.check_images(route, images)
+            check_fetched(images)
         if isinstance(asked, AdapterRoute):
             asked.adapt(call)
         self._admit(route, call)
         return route
+
+    def hold_incomplete(self, size_bytes: int) -> None:
+        """Count a request that waits for its images, an earlier response or a first load.
+
+        Raises QueueFull if such requests hold too many bytes.
+        """
+        limit_bytes = self.access.rules.max_queue_bytes
+        if self._incomplete_bytes + size_bytes > limit_bytes:
+            said = f"requests that are not complete hold {limit_bytes // 2**20} MiB already"
+            raise QueueFull(f"{said}; try later", retry_after_s=1.0)
+        self._incomplete_bytes += size_bytes
+
+    def release_incomplete(self, size_bytes: int) -> None:
+        """Count a request of `hold_incomplete` no longer."""
+        self._incomplete_bytes -= size_bytes
+
+    def check_images(self, route: ModelQueue, images: Sequence[Image]) -> None:
+        """Raise RequestError for images that the model, or `server.limits`, does not take."""
+        check_images(route, len(images), self.access.rules.limits.images, self.models)
 
     def _admit(self, route: ModelQueue, call: InflightRequest) -> None:
         if self.draining:

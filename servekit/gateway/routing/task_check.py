@@ -8,7 +8,7 @@ from servekit.errors import RequestError, Unsupported
 from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol import tasks
-from servekit.protocol.messages import ModelInfo
+from servekit.protocol.messages import Image, ModelInfo
 from servekit.protocol.types import Capability, Task
 
 #: The most models that a refusal names.
@@ -52,6 +52,16 @@ def check_images(
         able = _name_able(list_models(), ("images",))
         said = tasks.explain_no_images(route.status.engine, route.status.name, able)
         raise Unsupported(said, param="messages")
+
+
+def check_fetched(images: Iterable[Image]) -> None:
+    """Raise Unsupported for an image that is given by its address, and has not been fetched."""
+    if any(image.address for image in images):
+        raise Unsupported(
+            "messages: an image is fetched only for an answer, and from the hosts of"
+            " server.fetch_images; send the image itself, as data:image/png;base64,…",
+            param="messages",
+        )
 
 
 def unable(

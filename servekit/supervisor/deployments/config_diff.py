@@ -46,7 +46,7 @@ _PLACEMENT = frozenset({"replicas", "gpus"})
 LIVE_SERVER_KEYS = frozenset(
     {"drain_timeout_s", "cors", "hosts", "limits", "runtime_adapters", "open_metrics"}
     | {"default_model", "unknown_parameters", "prefix_cache"}
-    | {"max_queue_bytes", "write_timeout_s", "trusted_proxies"}
+    | {"max_queue_bytes", "write_timeout_s", "trusted_proxies", "fetch_images", "store_responses"}
 )
 
 

@@ -128,7 +128,7 @@ async def test_the_endpoints_are_those_of_the_gateway() -> None:
     from servekit.gateway.routing.router import Router
 
     text = pages.find_page("http").path.read_text()
-    shown = set(re.findall(r"^\| `(?:GET|POST) (/[\w/.{}]*)`", text, re.MULTILINE))
+    shown = set(re.findall(r"^\| `(?:GET|POST|DELETE) (/[\w/.{}]*)`", text, re.MULTILINE))
     application = Application(Router("test"), 10**6, ui=False, legacy=True)
     served = set(application.rest.openapi()["paths"])
     assert shown - {"/ui", "/docs"} == {re.sub(r":path", "", path) for path in served}

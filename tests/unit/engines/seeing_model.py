@@ -1,13 +1,16 @@
-"""A small model with eyes: LLaVA's architecture with random weights, and SmolLM2's tokenizer."""
+"""Small models with eyes, of random weights: LLaVA, Idefics3 and Qwen2-VL."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.utils.import_utils import is_torchvision_available
 
 LIBRARY: Any = transformers  # whose types leave these models out
 PIXELS, PATCH = 56, 14
@@ -18,6 +21,14 @@ _TEMPLATE = (
     "{% for part in message['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<image>{% endif %}"
     "{% endfor %}{% endif %}"
+    "{% if not (loop.last and continue_final_message) %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+#: A template as most of such models have it: it leaves out content that is a plain text.
+_PARTS = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% elif part['type'] == 'image' %}MARK{% endif %}{% endfor %}"
     "{% if not (loop.last and continue_final_message) %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -81,3 +92,83 @@ def write_seeing_model(folder: Path, tokenizer_from: Path) -> Path:
         chat_template=_TEMPLATE,
     ).save_pretrained(folder)
     return folder
+
+
+def write_idefics3(folder: Path, tokenizer_from: Path) -> Path:
+    """Write a model that cuts larger images into tiles."""
+    if LIBRARY.__version__.startswith("5.17.") and not is_torchvision_available():
+        pytest.skip("transformers 5.17 reads the images of Idefics3 with torchvision only")
+    added = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
+    tokenizer = _load_tokenizer(tokenizer_from, added)
+    vision = {"hidden_size": 32, "intermediate_size": 64, "image_size": 32, "patch_size": 8}
+    config = LIBRARY.Idefics3Config(
+        vision_config=vision | {"num_hidden_layers": 2, "num_attention_heads": 4},
+        text_config={"model_type": "llama"} | _describe_text(tokenizer),
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    _save_loud(LIBRARY.Idefics3ForConditionalGeneration, config, folder)
+    images = LIBRARY.Idefics3ImageProcessorPil(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}
+    )
+    template = _PARTS.replace("MARK", "<image>")
+    processor = LIBRARY.Idefics3Processor(images, tokenizer, image_seq_len=4)
+    processor.chat_template = template
+    processor.save_pretrained(folder)
+    return folder
+
+
+def write_qwen2_vl(folder: Path, tokenizer_from: Path) -> Path:
+    """Write a model whose positions have three parts, and whose processor also reads videos."""
+    names = ("vision_start", "vision_end", "image_pad", "video_pad")
+    tokenizer = _load_tokenizer(tokenizer_from, [f"<|{name}|>" for name in names])
+    fields = ("vision_start", "vision_end", "image", "video")
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2}
+    config = LIBRARY.Qwen2VLConfig(
+        vision_config=vision | {"patch_size": 14},
+        text_config={"rope_parameters": rope} | _describe_text(tokenizer),
+        **{
+            f"{field}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+            for field, name in zip(fields, names, strict=True)
+        },
+    )
+    _save_loud(LIBRARY.Qwen2VLForConditionalGeneration, config, folder)
+    side = 28  # of the square that becomes a token
+    LIBRARY.Qwen2VLImageProcessorPil(min_pixels=side**2, max_pixels=16 * side**2).save_pretrained(
+        folder
+    )
+    tokenizer.chat_template = _PARTS.replace("MARK", "<|vision_start|><|image_pad|><|vision_end|>")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _load_tokenizer(folder: Path, added: Iterable[str]) -> Any:
+    tokenizer = LIBRARY.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(added)})
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+def _describe_text(tokenizer: Any) -> dict[str, Any]:
+    """The text part of a configuration."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return {"vocab_size": len(tokenizer)} | sizes | layers | tokens
+
+
+def _save_loud(kind: Any, config: Any, folder: Path) -> None:
+    """Save a model whose answers depend on the image, as its weights are large."""
+    torch.manual_seed(1)
+    model = kind(config).float()
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.ndim > 1:
+                weights.mul_(6.0)
+    model.save_pretrained(folder)

@@ -21,8 +21,15 @@ def config(**keys: Any) -> ModelConfig:
     )
 
 
-def info(*, sleeps: bool = True, dtype: str = "float16", **fields: int) -> ModelInfo:
-    return ModelInfo(100, 1, False, "echo", dtype, "cpu", sleeps=sleeps, **fields)
+def info(
+    *, sleeps: bool = True, parameters: int = 0, weights_bytes: int = 0, dtype: str = "float16"
+) -> ModelInfo:
+    return ModelInfo(
+        *(100, 1, False, "echo", dtype, "cpu"),
+        parameters,
+        sleeps=sleeps,
+        weights_bytes=weights_bytes,
+    )
 
 
 @dataclass

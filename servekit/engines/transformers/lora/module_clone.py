@@ -29,7 +29,7 @@ class ModuleClones:
     """Factory of skeletons of one model, which run with the model's plain attention."""
 
     def __init__(self, model: PreTrainedModel, attention: str | None) -> None:
-        self.base: PreTrainedModel = _clone_modules(model)
+        self.base: PreTrainedModel = clone_modules(model)
         if attention is not None:
             self.base.set_attn_implementation(attention)
         # By storage instead of address: sleeping moves the storage's memory.
@@ -37,7 +37,7 @@ class ModuleClones:
 
     def new(self) -> PreTrainedModel:
         """Return a new skeleton for an adapter."""
-        return _clone_modules(self.base)
+        return clone_modules(self.base)
 
     def shares_memory(self, tensor: Tensor) -> bool:
         """Return whether the tensor's memory is the base model's."""
@@ -74,7 +74,8 @@ def logits_of(model: Any, ids: list[int], last: int) -> Tensor:
     return logits.float()
 
 
-def _clone_modules(model: PreTrainedModel) -> PreTrainedModel:
+def clone_modules(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a second tree of a model's modules, over the same tensors."""
     memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)

@@ -27,7 +27,7 @@ from servekit.gateway.api.fields import (
     Stream,
     doc,
 )
-from servekit.gateway.api.images import join_parts, make_message, read_base64
+from servekit.gateway.api.images import join_parts, make_message, read_base64, read_data_uri
 from servekit.gateway.api.openai.request import schema_grammar
 from servekit.gateway.api.openai.schema import (
     MAX_STOPS,
@@ -49,8 +49,9 @@ def _unsupported(*harmless: Any) -> Meta:
 class ImageSource(msgspec.Struct):
     """The bytes of an image."""
 
-    type: Annotated[str, doc("Always base64: nothing is fetched")] = ""
+    type: Annotated[str, doc("base64 or url")] = ""
     data: Annotated[str, doc("A PNG, JPEG, WebP or GIF file")] = ""
+    url: Annotated[str, doc("Its address, where `server.fetch_images` allows its host")] = ""
     media_type: Annotated[str, doc("Has no effect: the file's own signature counts")] = ""
 
 
@@ -324,12 +325,10 @@ def _part(block: Block, where: str) -> str | Image:
     """Return the text or the image of a user's block."""
     if block.type != "image":
         return _block_text(block, where)
+    if block.source is not None and block.source.type == "url":
+        return read_data_uri(block.source.url, f"{where}.source.url")
     if block.source is None or block.source.type != "base64":
-        raise Unsupported(
-            f"{where}: servekit fetches no images; send the image itself, as a source of type"
-            " base64",
-            param=where,
-        )
+        raise Unsupported(f"{where}: an image's source is of type base64 or url", param=where)
     return read_base64(block.source.data, f"{where}.source.data")
 
 

@@ -1,20 +1,38 @@
-"""OpenAI's POST /v1/responses, whole and as its streamed events."""
+"""OpenAI's /v1/responses: whole, as its streamed events, and stored ones read again."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response as Reply
 
-from servekit.errors import ServekitError
+from servekit.errors import RequestError, ServekitError, Unsupported
 from servekit.gateway.api.endpoint import GenerationEndpoint
 from servekit.gateway.api.openai.response import logprob_of, new_id
-from servekit.gateway.api.openai.responses_events import EVENTS, Response
-from servekit.gateway.api.openai.responses_schema import ResponsesRequest, ask_of
+from servekit.gateway.api.openai.responses_events import (
+    EVENTS,
+    InputItems,
+    RemovedResponse,
+    Response,
+)
+from servekit.gateway.api.openai.responses_schema import (
+    Item,
+    ResponsesRequest,
+    ask_of,
+    items_of,
+    to_messages,
+)
 from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.api.openapi.operation import Operation
+from servekit.gateway.api.paging import query_parameters, read_limit
+from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.generation.generation import (
     Choice,
     Generation,
@@ -25,10 +43,27 @@ from servekit.gateway.generation.stream_writer import ResponseEncoder
 from servekit.gateway.http.response import Handler
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text, ToolCallStart
+from servekit.protocol.access import ResponseStorage
 from servekit.protocol.messages import TokenLogprob
+
+if TYPE_CHECKING:
+    from servekit.gateway.response_store import ResponseStore, StoredResponse
 
 _encode = msgspec.json.Encoder().encode
 Json = dict[str, Any]
+_ITEM_IDS = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+}
+#: The most items of a page.
+_MOST_ITEMS = 100
+_PAGE_PARAMETERS = query_parameters(
+    ("limit", "The most items", {"type": "integer", "minimum": 1, "maximum": _MOST_ITEMS}),
+    ("after", "Only items after the one of this id", {"type": "string"}),
+    ("order", "asc or desc, the default", {"enum": ["asc", "desc"]}),
+)
 _TEXT_EVENT = (
     b"event: response.output_text.delta\n"
     b'data: {"type":"response.output_text.delta","sequence_number":'
@@ -36,25 +71,210 @@ _TEXT_EVENT = (
 
 
 class Responses:
-    """The endpoint of responses, as a handler by path."""
+    """The endpoints of responses; `handlers` by path. `path` is the file of stored ones."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, path: Path | None = None) -> None:
+        self._router = router
+        self._path = path
         self.handlers: dict[str, Handler] = {
-            "/v1/responses": GenerationEndpoint(router, _parse).start_answer
+            "/v1/responses": GenerationEndpoint(router, self._parse).start_answer
         }
 
+    @property
+    def _keeps(self) -> bool:
+        return self._path is not None and self._rules.max_bytes > 0
 
-def _parse(body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder]:
-    request = decode(ResponsesRequest, body)
-    return ask_of(request, key), ResponsesEncoder(request)
+    @property
+    def _rules(self) -> ResponseStorage:
+        return self._router.access.rules.store_responses
+
+    @cached_property
+    def _store(self) -> ResponseStore:
+        from servekit.gateway.response_store import ResponseStore  # SQLite, which few need
+
+        assert self._path is not None
+        return ResponseStore(self._path)
+
+    def close(self) -> None:
+        """Write what is to be stored."""
+        if "_store" in self.__dict__:
+            self._store.close()
+
+    def _parse(self, body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder]:
+        request = decode(ResponsesRequest, body)
+        asked = ask_of(request, key)
+        encoder = ResponsesEncoder(request, len(body))
+        if self._keeps and request.store is not False:
+            encoder.keep = partial(self._keep, encoder, _owner())
+        if request.previous_response_id:
+            if not self._keeps:
+                raise Unsupported(
+                    "previous_response_id: no responses are kept here; send the whole conversation"
+                    " as input, or set server.store_responses",
+                    param="previous_response_id",
+                )
+            asked.complete = partial(self._go_on, request, encoder, _owner())
+        return asked, encoder
+
+    def _keep(self, encoder: ResponsesEncoder, owner: str, response: bytes) -> None:
+        size_bytes = len(response) + encoder.size_bytes
+        asked = partial(_encode_items, encoder.items)
+        self._store.save(encoder.id, owner, response, asked, size_bytes, self._rules)
+
+    async def _go_on(
+        self,
+        request: ResponsesRequest,
+        encoder: ResponsesEncoder,
+        owner: str,
+        asked: GenerationRequest,
+    ) -> None:
+        """Put the conversation of the previous response before the input."""
+        assert request.previous_response_id is not None
+        stored = await self._find(request.previous_response_id, owner, "previous_response_id")
+        earlier = await asyncio.to_thread(_decode_conversation, stored)
+        encoder.items = [*earlier, *encoder.items]
+        encoder.size_bytes += len(stored.input) + len(stored.response)
+        asked.messages = to_messages(request.instructions, encoder.items, len(earlier))
+        most = self._router.access.rules.limits.messages
+        if len(asked.messages) > most:
+            raise RequestError(
+                f"previous_response_id: the conversation has {len(asked.messages)} messages, over"
+                f" the limit of {most}; see server.limits.messages",
+                param="previous_response_id",
+            )
+
+    async def _find(self, id: str, owner: str, param: str | None = None) -> StoredResponse:
+        stored: StoredResponse | None = None
+        if self._keeps:
+            stored = await self._store.find(id, owner, self._rules)
+        if stored is None:
+            raise _not_found(id, param)
+        return stored
+
+    def add_reads(self, app: FastAPI) -> None:
+        """Add the endpoints of stored responses."""
+
+        @app.get("/v1/responses/{id}", tags=["OpenAI"], summary="A stored response")
+        async def read(id: str, request: Request) -> Reply:
+            if request.query_params.get("stream", "false") != "false":
+                raise Unsupported("stream: a stored response is read whole", param="stream")
+            return _reply((await self._find(id, _owner())).response)
+
+        @app.get(
+            "/v1/responses/{id}/input_items",
+            tags=["OpenAI"],
+            summary="The items that the model was asked with",
+            openapi_extra={"parameters": _PAGE_PARAMETERS},
+        )
+        async def read_items(id: str, request: Request) -> Reply:
+            stored = await self._find(id, _owner())
+            items = await asyncio.to_thread(msgspec.json.decode, stored.input)
+            return _reply(_encode(_page(items, request.query_params)))
+
+        @app.delete("/v1/responses/{id}", tags=["OpenAI"], summary="Forget a stored response")
+        async def remove(id: str) -> Reply:
+            await self._find(id, _owner())
+            if not await self._store.remove(id, _owner()):
+                raise _not_found(id)
+            return _reply(_encode(RemovedResponse(id, "response", True)))
+
+
+class ResponseNotFound(RequestError):
+    """No response of this id is kept for the key: it was not to be stored, or is too old. Send the
+    whole conversation.
+    """
+
+    status = 404
+    code = "response_not_found"
+
+
+class _Answered(msgspec.Struct):
+    """The part of a response that the conversation goes on from."""
+
+    output: list[Item]
+
+
+def _not_found(id: str, param: str | None = None) -> ResponseNotFound:
+    return ResponseNotFound(f"no response {id[:100]!r} is kept here", param=param)
+
+
+def _owner() -> str:
+    """Return the name of the current caller's key; "" without keys."""
+    caller = ACTING.get()
+    return "" if caller is None else caller.rule.name
+
+
+def _reply(body: bytes) -> Reply:
+    return Reply(body, media_type="application/json")
+
+
+def _decode_conversation(stored: StoredResponse) -> list[Item]:
+    """Return the items that led to a response, and its own."""
+    answered = msgspec.json.decode(stored.response, type=_Answered)
+    return [*msgspec.json.decode(stored.input, type=list[Item]), *answered.output]
+
+
+def _encode_items(items: list[Item]) -> bytes:
+    """Return items as OpenAI has them, each with an id of its own."""
+    found: list[Json] = []
+    taken: set[str] = set()
+    for item in items:
+        made = _to_json(item)
+        if item.id is None or item.id in taken:
+            made["id"] = new_id(_ITEM_IDS.get(item.type, "item_"))
+        taken.add(made["id"])
+        found.append(made)
+    return _encode(found)
+
+
+def _to_json(item: Item) -> Json:
+    """Return an item without its empty fields, and with those that clients rely on."""
+    found: Json = msgspec.to_builtins(item)
+    found = {name: value for name, value in found.items() if value is not None}
+    speaks = item.type == "message" and item.role == "assistant"
+    if isinstance(item.content, str) and item.type == "message":
+        found["content"] = [{"type": "output_text" if speaks else "input_text"}]
+        found["content"][0]["text"] = item.content
+    if item.type == "reasoning":
+        found["summary"] = []
+    if speaks or item.type in ("reasoning", "function_call"):
+        found["status"] = "completed"
+    if speaks:
+        for part in found["content"]:
+            part.setdefault("annotations", [])
+    return found
+
+
+def _page(items: list[Json], query: Mapping[str, str]) -> InputItems:
+    """Return the items that `order`, `after` and `limit` ask for. Raises RequestError."""
+    order, limit = query.get("order", "desc"), read_limit(query, 20, _MOST_ITEMS)
+    if order not in ("asc", "desc"):
+        raise RequestError("order: expected asc or desc", param="order")
+    if order == "desc":
+        items = items[::-1]
+    if (after := query.get("after")) is not None:
+        at = next((n for n, item in enumerate(items) if item["id"] == after), None)
+        if at is None:
+            raise RequestError("after: there is no such item", param="after")
+        items = items[at + 1 :]
+    page = items[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return InputItems("list", page, first, last, len(page) < len(items))
 
 
 class ResponsesEncoder(ResponseEncoder):
-    """The answer to POST /v1/responses: output items, each with its events."""
+    """The answer to POST /v1/responses: output items, each with its events.
 
-    def __init__(self, request: ResponsesRequest) -> None:
+    `keep`, if set, is called with the whole response at its end. `items` are the items that the
+    model was asked with, of `size_bytes` in JSON.
+    """
+
+    def __init__(self, request: ResponsesRequest, size_bytes: int) -> None:
         self._request = request
-        self._id = new_id("resp_")
+        self.id = new_id("resp_")
+        self.items = items_of(request)
+        self.size_bytes = size_bytes
+        self.keep: Callable[[bytes], None] | None = None
         self._created = int(time.time())
         self._output: list[Json] = []
         self._open = False  # the last item is still being written
@@ -77,7 +297,10 @@ class ResponsesEncoder(ResponseEncoder):
             self._begin(_function_call(call.id, call.name))
             self._output[-1]["arguments"] = call.arguments
         self._end(choice.finish)
-        return _encode(self._response(generation, _status(choice.finish)))
+        response = _encode(self._response(generation, _status(choice.finish)))
+        if self.keep is not None:
+            self.keep(response)
+        return response
 
     def _begin(self, item: Json) -> None:
         if self._output:
@@ -94,7 +317,7 @@ class ResponsesEncoder(ResponseEncoder):
         request, params = self._request, generation.request.params
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created,
             "status": status,
@@ -107,12 +330,12 @@ class ResponsesEncoder(ResponseEncoder):
             "model": generation.model,
             "output": self._output if status != "in_progress" else [],
             "parallel_tool_calls": generation.request.parallel,
-            "previous_response_id": None,
+            "previous_response_id": request.previous_response_id,
             "reasoning": {
                 "effort": request.reasoning and request.reasoning.effort,
                 "summary": None,
             },
-            "store": False,
+            "store": self.keep is not None,
             "temperature": params.temperature,
             "text": {"format": _format(request)},
             "tool_choice": msgspec.to_builtins(request.tool_choice or "auto"),
@@ -180,7 +403,10 @@ class ResponsesEncoder(ResponseEncoder):
         if not self._output:
             yield from self._turn_to("message")
         yield from self._close(status)
-        yield self._event(f"response.{status}", response=self._response(generation, status))
+        response = self._response(generation, status)
+        if self.keep is not None:
+            self.keep(_encode(response))
+        yield self._event(f"response.{status}", response=response)
 
     def _turn_to(self, kind: str) -> Iterator[bytes]:
         """Open an item of this kind, closing the item before."""
@@ -301,6 +527,4 @@ def _usage(generation: Generation) -> Json:
     }
 
 
-OPERATIONS = (
-    Operation("/v1/responses", "A response; none is stored", ResponsesRequest, Response, EVENTS),
-)
+OPERATIONS = (Operation("/v1/responses", "A response", ResponsesRequest, Response, EVENTS),)

@@ -132,7 +132,7 @@ _USAGE = {
 
 
 class Response(Struct):
-    """A response. None is stored: there is never one before it."""
+    """A response."""
 
     id: Annotated[str, doc("The id of the response", "resp_0f9c5bde0e7b35f4db8396fb")]
     object: Literal["response"]
@@ -150,9 +150,9 @@ class Response(Struct):
     model: Annotated[str, doc("The name of the model that answered", MODEL)]
     output: Annotated[list[OutputItem], doc("Thoughts, text and calls of the model, in order")]
     parallel_tool_calls: Annotated[bool, doc("As requested", True)]
-    previous_response_id: None
+    previous_response_id: Annotated[str | None, REQUESTED]
     reasoning: Annotated[ResponseReasoning, REQUESTED]
-    store: Literal[False]
+    store: Annotated[bool, doc("Whether it is kept; see `server.store_responses`", False)]
     temperature: Annotated[float | None, doc("As requested; null is the model's own")]
     text: Annotated[ResponseText, REQUESTED]
     tool_choice: Annotated[str | dict[str, Any], doc("As requested", "auto")]
@@ -241,6 +241,24 @@ class ErrorEvent(_Event, kw_only=True):
     code: Annotated[str, doc("The name of the error")]
     message: Problem
     param: None
+
+
+class InputItems(Struct):
+    """The items that the model was asked with, earlier responses included."""
+
+    object: Literal["list"]
+    data: Annotated[list[dict[str, Any]], doc("The items")]
+    first_id: Annotated[str | None, doc("The id of the first of these items")]
+    last_id: Annotated[str | None, doc("The id of the last of these items")]
+    has_more: Annotated[bool, doc("Whether there are more", False)]
+
+
+class RemovedResponse(Struct):
+    """A response that is no longer kept."""
+
+    id: Annotated[str, doc("The id of the response", "resp_0f9c5bde0e7b35f4db8396fb")]
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
 EVENTS = (

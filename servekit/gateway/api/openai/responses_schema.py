@@ -1,6 +1,6 @@
 """The body of OpenAI's POST /v1/responses, and its conversion to servekit's types.
 
-servekit keeps no conversations: parameters that refer to an earlier response are refused by name.
+Only where `server.store_responses` keeps responses can a request refer to an earlier one.
 Source: OpenAI API reference, Responses.
 """
 
@@ -43,11 +43,11 @@ from servekit.gateway.api.openai.schema import (
 from servekit.gateway.generation.generation import GenerationRequest
 from servekit.protocol.messages import ChatMessage, Grammar, Image, SamplingParams, ToolCall
 
-_NOT_STORED = "Refused: nothing is stored; send the whole conversation"
+_NOT_STORED = "Refused: send the whole conversation, or `previous_response_id`"
 Refused = Annotated[Any, Meta(description=_NOT_STORED, extra_json_schema={"enum": [None]})]
 
 
-class Part(msgspec.Struct):
+class Part(msgspec.Struct, omit_defaults=True):
     """A part of a message, or of the result of a tool."""
 
     type: Annotated[str, doc("The type of the part: text, an image, or a refusal")]
@@ -132,7 +132,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     prompt_cache_key: SessionKey | None = None
     truncation: Literal["auto", "disabled"] | None = None
     """Has no effect: an input that is too long is refused."""
-    store: Annotated[bool, doc("Has no effect: nothing is stored")] | None = None
+    store: bool | None = None
+    """false: do not keep it, where `server.store_responses` would."""
+    previous_response_id: str | None = None
+    """A kept response that the input follows, after the conversation that led to it."""
     include: list[str] | None = None
     """`message.output_text.logprobs` adds log probabilities; others have no effect."""
     service_tier: Ignored = None
@@ -144,28 +147,29 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     priority: Priority | None = None
     timeout_s: Timeout | None = None
     # refused by name if they are set:
-    previous_response_id: Refused = None
     conversation: Refused = None
     prompt: Refused = None
     background: Annotated[bool | None, Meta(extra_json_schema={"enum": [None, False]})] = None
     """Refused unless false."""
 
 
-STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
+STATEFUL = ("conversation", "prompt", "background")
 
 
 def ask_of(request: ResponsesRequest, key: str) -> GenerationRequest:
-    """Convert a body to a generation request. Raises RequestError that names the field."""
+    """Convert a body to a generation request, without the conversation before its input.
+
+    Raises RequestError that names the field.
+    """
     for name in STATEFUL:
         if getattr(request, name):
             raise Unsupported(
-                f"{name}: servekit keeps no responses; send the whole conversation as input",
-                param=name,
+                f"{name}: servekit has none; send the whole conversation as input", param=name
             )
     return GenerationRequest(
         model=request.model,
         params=_params(request),
-        messages=_messages(request),
+        messages=to_messages(request.instructions, items_of(request)),
         tools=[_tool(tool, at) for at, tool in enumerate(request.tools or ())],
         tool_choice=request.tool_choice,
         parallel=request.parallel_tool_calls is not False,
@@ -228,13 +232,17 @@ def _tool(tool: Function, at: int) -> dict[str, Any]:
 # ---------------------------------------------------------------- the conversation
 
 
-def _messages(request: ResponsesRequest) -> list[ChatMessage]:
-    messages: list[ChatMessage] = []
-    if request.instructions:
-        messages.append(ChatMessage("system", request.instructions))
+def items_of(request: ResponsesRequest) -> list[Item]:
+    """Return the items of the input."""
     if isinstance(request.input, str):
-        return [*messages, ChatMessage("user", request.input)]
-    for at, item in enumerate(request.input):
+        return [Item(role="user", content=request.input)]
+    return request.input
+
+
+def to_messages(instructions: str | None, items: list[Item], before: int = 0) -> list[ChatMessage]:
+    """Return the conversation of items, of which the first `before` are of earlier responses."""
+    messages = [ChatMessage("system", instructions)] if instructions else []
+    for at, item in enumerate(items, -before):
         _add(messages, item, f"input[{at}]")
     return messages
 

@@ -24,6 +24,7 @@ from servekit.gateway.api.ollama.response_types import (
 )
 from servekit.gateway.api.openai import embeddings, endpoints, responses
 from servekit.gateway.api.openai.response_types import Model, ModelList, OpenAIError
+from servekit.gateway.api.openai.responses_events import InputItems, RemovedResponse, Response
 from servekit.gateway.api.openapi.operation import EVENTS, Operation
 from servekit.gateway.api.openapi.schemas import Json, make_example, make_schemas
 from servekit.gateway.api.scoring import endpoints as scoring
@@ -45,10 +46,15 @@ READS: dict[str, type] = {
     "/version": Version,
     "/v1/models": ModelList,
     "/v1/models/{model}": Model,
+    "/v1/responses/{id}": Response,
+    "/v1/responses/{id}/input_items": InputItems,
     "/api/tags": OllamaModels,
     "/api/ps": OllamaRunning,
     "/api/version": OllamaVersion,
 }
+#: The types of the answers to DELETE, by path.
+REMOVALS: dict[str, type] = {"/v1/responses/{id}": RemovedResponse}
+_METHODS = {"get", "delete"}
 _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -128,8 +134,8 @@ def _extend_document(document: Json, served: Collection[str]) -> None:
     components["securitySchemes"] = _KEYS
     document["security"] = [{}, *({name: []} for name in _KEYS)]  # {}: no key
     for path, methods in document["paths"].items():
-        if "get" in methods:
-            _describe_read(path, methods["get"], contents)
+        for name in _METHODS & methods.keys():
+            _describe_read(methods[name], contents, REMOVALS if name == "delete" else READS, path)
     for operation in operations:
         described = _describe_operation(operation, contents)
         document["paths"].setdefault(operation.path, {})["post"] = described
@@ -144,7 +150,9 @@ class Contents:
             for one in operations
             for kind in (one.request, one.response, *one.pieces, one.error)
         ]
-        self.schemas, self.components = make_schemas([*kinds, *READS.values(), OpenAIError])
+        self.schemas, self.components = make_schemas(
+            [*kinds, *READS.values(), *REMOVALS.values(), OpenAIError]
+        )
 
     def describe(self, kind: Any, content_type: str = "application/json") -> Json:
         """Return the `content` of a body."""
@@ -157,12 +165,12 @@ class Contents:
         return {code: {"description": text, "content": content} for code, text in _ERRORS.items()}
 
 
-def _describe_read(path: str, read: Json, contents: Contents) -> None:
-    """Describe the answers of a GET, whose errors are servekit's instead of FastAPI's."""
+def _describe_read(read: Json, contents: Contents, kinds: Mapping[str, type], path: str) -> None:
+    """Describe the answers of a GET or DELETE, with servekit's errors instead of FastAPI's."""
     answers: Json = read["responses"]
-    if path in READS:
+    if path in kinds:
         for code in {"200", "503"} & answers.keys():
-            answers[code]["content"] = contents.describe(READS[path])
+            answers[code]["content"] = contents.describe(kinds[path])
     if "service" not in read.get("tags", ()):
         answers.pop("422", None)
         failures = contents.refusals(OllamaError if path.startswith("/api/") else OpenAIError)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from servekit.errors import RequestError
+from servekit.gateway.api.endpoint import open_completed
 from servekit.gateway.api.openai.generation_request import chat_request, completion_request
 from servekit.gateway.api.openai.request import completion_prompts
 from servekit.gateway.api.openai.schema import ChatRequest, CompletionRequest, decode
@@ -25,7 +26,6 @@ from servekit.gateway.generation.generation import (
     Generation,
     GenerationChunk,
     GenerationRequest,
-    open_generation,
 )
 from servekit.gateway.routing.router import Router
 from servekit.gateway.ui.chat_session import UPDATE_PER_ANSWER_S, UPDATE_S, Progress, Visit
@@ -125,7 +125,7 @@ class Runs:
         ask = options.make_request(visit.client)
         before = ACTING.set(caller)
         try:
-            run.opening = asyncio.ensure_future(open_generation(self._router, ask))
+            run.opening = asyncio.ensure_future(open_completed(self._router, ask))
         finally:
             ACTING.reset(before)
         run.turn = await run.opening

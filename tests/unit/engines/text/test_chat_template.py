@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from servekit.engines.text.chat_template import SENTINEL_TOOL, ChatTemplate
 from servekit.errors import RequestError
-from servekit.protocol.messages import ChatMessage, ToolCall
+from servekit.protocol.messages import ChatMessage, Image, ToolCall
 from tests.unit.engines.harness import TEMPLATE, byte_level_tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
@@ -169,3 +170,46 @@ def test_calls_and_results_are_told_in_words_too(source: str) -> None:
     said = template(source).render(turns)
     assert '<user>hi<assistant>{"name": "f", "arguments": {"a": 1, "b": "é"}}<user>' in said
     assert "<user>Result of f: 42\n\nResult of the function: 43\n\nWell?" in said
+
+
+PICTURE = Image(b"1", "image/png", at=2)
+SHOWN = {"type": "image"}
+
+
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def test_images_stand_between_the_texts() -> None:
+    seen = ChatMessage("user", "abcd", images=(PICTURE, replace(PICTURE, at=4)))
+    first, second = json.loads(template(SHOW).render([seen, ChatMessage("user", "plain")]))
+    assert first["content"] == [text_part("ab"), SHOWN, text_part("cd"), SHOWN]
+    assert second["content"] == "plain"
+
+
+def test_a_template_that_takes_parts_only_gets_parts() -> None:
+    """It would leave out a text without an error."""
+    parts = template(
+        "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %};{% endfor %}"
+    )
+    turns = [ChatMessage("user", "hi"), ChatMessage("assistant", "ho"), ChatMessage("user", "")]
+    assert parts.render(turns) == "user:hi;assistant:ho;user:;"
+    assert parts.render(turns[:2], continues=True) == "user:hi;assistant:ho"
+
+
+def test_images_keep_their_places_where_texts_are_put_before_them() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
+        "{{ raise_exception('no') }}{% endif %}{{ m.role }}:{% if m.content is string %}"
+        "{{ m.content }}{% else %}{% for part in m.content %}"
+        "{{ part.text if part.type == 'text' else '[]' }}{% endfor %}{% endif %};{% endfor %}"
+    )
+    asked = ChatMessage("user", "abcd", images=(PICTURE,))
+    called = ChatMessage("assistant", "", tool_calls=(CALL,))
+    result = ChatMessage("tool", "42", tool_call_id=CALL.id, images=(PICTURE,))
+    text = template(source).render([asked, called, result, result, asked], [SENTINEL_TOOL])
+    assert text.startswith("user:You can call these functions")
+    assert "\n\nab[]cd;assistant:" in text
+    results = ";user:Result of f: 42[]\n\nResult of f: 42[]\n\nab[]cd;"
+    assert text.endswith(results)

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
 from servekit.engines.api.base import TooManyTokens
@@ -187,6 +195,21 @@ def test_render_chat_is_the_models_template() -> None:
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi 🎉<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+def test_a_chat_begins_as_the_library_s_processors_have_it() -> None:
+    tokenizer: Any = byte_level_tokenizer()
+    begin = ("<|endoftext|>", tokenizer.convert_tokens_to_ids("<|endoftext|>"))
+    tokenizer.bos_token = begin[0]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin[0]} $A", special_tokens=[begin]
+    )
+    turns = [ChatMessage("user", "hi")]
+    plain = TokenizerCodec(tokenizer).render_chat(turns)
+    codec = TokenizerCodec(tokenizer, completes_chats=True)
+    assert codec.render_chat(turns) == [begin[1], *plain]
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    assert codec.render_chat(turns) == [begin[1], *plain]
 
 
 def test_a_refusal_of_the_template_is_the_users_to_read() -> None:

@@ -17,7 +17,9 @@ from servekit.errors import RequestError, Unsupported
 from servekit.gateway.api.images import (
     MAX_PIXELS,
     _inspect,
+    has_addresses,
     join_parts,
+    list_images,
     make_message,
     read_base64,
     read_data_uri,
@@ -74,9 +76,9 @@ def test_line_breaks_in_base64() -> None:
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("https://example.com/a.png", "servekit fetches no images; send the image itself"),
-        ("file:///etc/passwd", "servekit fetches no images"),
-        ("data:image/png,abc", "servekit fetches no images"),
+        ("file:///etc/passwd", "expected data:image/png;base64,…"),
+        ("ftp://example.com/a.png", "expected data:image/png;base64,…"),
+        ("data:image/png,abc", "expected data:image/png;base64,…"),
         ("/etc/passwd", "expected data:image/png;base64,…"),
         ("", "expected data:image/png;base64,…"),
         ("data:image/png;base64,", "this is no PNG, JPEG, WebP or GIF file"),
@@ -91,6 +93,15 @@ def test_wrong_ones(address: str, said: str) -> None:
         read_data_uri(address, "messages[0].content[1].image_url")
     assert str(caught.value).startswith("messages[0].content[1].image_url: " + said)
     assert caught.value.param == "messages[0].content[1].image_url"
+
+
+def test_an_address_is_left_to_be_fetched() -> None:
+    for address in ("https://example.com/a.png", "HTTP://example.com/a.png"):
+        image = read_data_uri(address, "here", "low")
+        assert image == Image(b"", "", detail="low", address=address)
+        message = ChatMessage("user", "", images=(PICTURE, image))
+        assert has_addresses([message]) and list_images([message]) == [PICTURE, image]
+    assert not has_addresses([ChatMessage("user", "", images=(PICTURE,))])
 
 
 def test_a_header_of_too_many_pixels() -> None:

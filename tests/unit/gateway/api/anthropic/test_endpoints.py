@@ -196,7 +196,7 @@ async def test_tokens_are_counted_without_generating(service: Service) -> None:
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"messages": []}, 400, "invalid_request_error", "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-         400, "invalid_request_error", "messages[0].content[0]: servekit fetches no images"),
+         400, "invalid_request_error", "an image's source is of type base64 or url"),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "no tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "see"}},
          400, "invalid_request_error", "'see'"),

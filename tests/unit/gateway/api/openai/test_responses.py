@@ -156,7 +156,7 @@ def test_parameters_become_our_own() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"input": []}, "input"),
         ({"input": [{"content": "x"}]}, "input[0].role"),

@@ -20,10 +20,13 @@ class Reading:
             if "properties" in schema:
                 schema["additionalProperties"] = False
 
-    def check(self, path: str, answer: Any, kind: str = "application/json") -> None:
+    def check(
+        self, path: str, answer: Any, kind: str = "application/json", method: str = ""
+    ) -> None:
         """Raise ValidationError unless it is an answer, or with `kind` a piece, of the path."""
         methods = self._document["paths"][path]
-        described = (methods.get("post") or methods["get"])["responses"]["200"]["content"][kind]
+        method = method or ("post" if "post" in methods else "get")
+        described = methods[method]["responses"]["200"]["content"][kind]
         schema = described["schema"]
         if kind == "text/event-stream":  # what the data of an event is; readers decode it
             data = schema["properties"]["data"]

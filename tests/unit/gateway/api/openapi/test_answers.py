@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,10 +11,11 @@ import jsonschema
 import pytest
 from msgspec.structs import replace
 
-from servekit.gateway.api.openapi.document import OPERATIONS, READS
+from servekit.gateway.api.openapi.document import OPERATIONS, READS, REMOVALS
 from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.app import Application
-from servekit.protocol.messages import Topology
+from servekit.protocol.access import ResponseStorage
+from servekit.protocol.messages import AccessRules, Topology
 from tests.unit.gateway.api.openapi.reading import Reading, data_of, example_of
 from tests.unit.gateway.conftest import Service
 
@@ -80,15 +82,18 @@ RICH: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.fixture
-async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    """Of a gateway whose model calls tools and thinks."""
+async def client(service: Service, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Of a gateway whose model calls tools and thinks, and which stores responses."""
     [worker] = await service.up(said={"tool_parser": "hermes", "reasoning_parser": "think"})
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
-    service.router.apply_topology(Topology((status,)))
-    application = Application(service.router, 10**6, ui=False, legacy=True)
+    rules = AccessRules(store_responses=ResponseStorage(2**20))
+    service.router.apply_topology(Topology((status,), access=rules))
+    file = tmp_path / "responses.db"
+    application = Application(service.router, 10**6, ui=False, legacy=True, responses=file)
     transport = httpx.ASGITransport(app=application)
     async with httpx.AsyncClient(transport=transport, base_url="http://servekit") as client:
         yield client
+    application.responses.close()
 
 
 async def reading(client: httpx.AsyncClient) -> Reading:
@@ -138,9 +143,15 @@ async def test_a_streamed_answer_is_as_described(
 @pytest.mark.parametrize("path", READS)
 async def test_what_is_read_is_as_described(client: httpx.AsyncClient, path: str) -> None:
     reader = await reading(client)
-    answer = await client.get(path.replace("{model}", "m"))
+    stored = await client.post("/v1/responses", json={"model": "m", "input": "hello"})
+    page = path.format(model="m", id=stored.json()["id"])
+    answer = await client.get(page)
     assert answer.status_code == 200
     reader.check(path, answer.json())
+    if path in REMOVALS:
+        answer = await client.delete(page)
+        assert answer.status_code == 200
+        reader.check(path, answer.json(), method="delete")
 
 
 async def test_a_reader_notices_what_is_missing_and_what_is_too_much(

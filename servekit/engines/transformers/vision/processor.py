@@ -1,0 +1,70 @@
+"""The processor of a model with a vision part: it makes token ids and pixel values.
+
+The library's image processors run with torchvision, or with Pillow alone, and it takes what is
+installed. Many processors have a part for videos, which needs torchvision; where that is missing
+they are loaded without the part, as no video ever comes here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import structlog
+import transformers
+from transformers.models.auto import image_processing_auto, modeling_auto, processing_auto
+from transformers.utils.import_utils import is_torchvision_available
+
+from servekit.engines.transformers import weights
+from servekit.engines.transformers.tensor_parallel import plan
+from servekit.errors import Unsupported, describe_error
+from servekit.protocol.messages import WorkerSpec
+
+log: Any = structlog.get_logger(__name__)
+
+_VIDEOS = "video_processor"
+
+
+def load_processor(folder: Path, spec: WorkerSpec) -> Any | None:
+    """Return the processor of a model that reads images and text.
+
+    None for any other model, and, with a warning, for one whose processor cannot be loaded: that
+    model serves text.
+    """
+    kind = weights.read_model_type(folder)
+    if kind not in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return None
+    try:
+        if plan.over_ranks(spec):
+            raise Unsupported("it is spread over its GPUs by tensor parallelism")
+        processor = _load(folder, spec, kind)
+        if getattr(processor, "image_processor", None) is None:
+            raise Unsupported("its folder has no image processor")
+    except Exception as error:  # a missing file or package, or anything that the library raises
+        warn_text_only(spec, describe_error(error))
+        return None
+    if spec.chat_template:
+        processor.chat_template = spec.chat_template
+    return processor
+
+
+def warn_text_only(spec: WorkerSpec, reason: str) -> None:
+    log.warning("images_unavailable", model=spec.model, reason=reason)
+
+
+def _load(folder: Path, spec: WorkerSpec, kind: str) -> Any:
+    trust = {"local_files_only": True, "trust_remote_code": spec.trust_remote_code}
+    library: Any = transformers
+    known: Any = processing_auto
+    named: Any = getattr(library, str(known.PROCESSOR_MAPPING_NAMES.get(kind)), None)
+    parts: list[str] = getattr(named, "get_attributes", list)()
+    if is_torchvision_available() or _VIDEOS not in parts:
+        return library.AutoProcessor.from_pretrained(folder, **trust)
+    # By its module: 5.17 exports a placeholder that asks for torchvision.
+    images: Any = image_processing_auto.AutoImageProcessor
+    autos = {"image_processor": images, "tokenizer": library.AutoTokenizer}
+    made = [None if p == _VIDEOS else autos[p].from_pretrained(folder, **trust) for p in parts]
+    stated, _ = named.get_processor_dict(folder, **trust)
+    unchecked = {"check_argument_for_proper_class": lambda self, name, part: None}
+    without: Any = type(named.__name__, (named,), unchecked)
+    return without.from_args_and_dict(made, stated)

@@ -1,0 +1,80 @@
+"""Pictures, conversations with them, and what the library's own `generate` says to these."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image as Pillow
+from PIL import ImageDraw
+
+from servekit.engines.transformers.vision.processor import load_processor
+from servekit.protocol.messages import ChatMessage, Image
+from tests.unit.engines.harness import make_spec
+from tests.unit.engines.seeing_model import LIBRARY
+
+KINDS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
+
+
+def paint(colour: str, size: tuple[int, int] = (60, 40), kind: str = "PNG") -> Image:
+    picture = Pillow.new("RGB", size, colour)
+    ImageDraw.Draw(picture).ellipse((2, 2, size[0] // 2, size[1] - 2), "white")
+    file = io.BytesIO()
+    picture.save(file, kind)
+    return Image(file.getvalue(), KINDS[kind])
+
+
+def say(role: str, *parts: str | Image) -> ChatMessage:
+    text, images = "", []
+    for part in parts:
+        if isinstance(part, Image):
+            images.append(Image(part.data, part.kind, at=len(text)))
+        else:
+            text += part
+    return ChatMessage(role, text, images=tuple(images))
+
+
+RED, BLUE, WIDE = paint("red"), paint("blue", kind="JPEG"), paint("green", (100, 30), "WEBP")
+ONE = [say("user", RED, "What is this?")]
+OTHER = [say("user", BLUE, "What is this?")]
+HISTORY = [
+    say("user", "Look ", RED, " and ", WIDE, " here."),
+    say("assistant", "Fine."),
+    say("user", "And now?", BLUE),
+]
+NONE = [say("user", "What is this?")]
+
+
+class Reference:
+    """Plain transformers: the model, and the processor that servekit loads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.processor: Any = load_processor(folder, make_spec(folder))
+        made = LIBRARY.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        self.model = made.eval()
+
+    def ask(self, messages: list[ChatMessage], tokens: int) -> tuple[list[int], list[int]]:
+        """The ids of the prompt, and those of the greedy answer."""
+        asked = self.processor.apply_chat_template(
+            [
+                {"role": one.role, "content": [_part(part) for part in one.parts]}
+                for one in messages
+            ],
+            tokenize=True,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        whole = self.model.generate(
+            **asked, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0].tolist()
+        count = asked["input_ids"].shape[1]
+        return whole[:count], whole[count:]
+
+
+def _part(part: str | Image) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "image", "image": Pillow.open(io.BytesIO(part.data))}
