@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, TypeGuard
 
 import msgspec
 
@@ -397,8 +397,13 @@ def conversation_of(sent: Any) -> Conversation:
     return Conversation(
         turns_of(sent.get("turns")),
         _images_of(sent.get("picked")),
-        {name: file for name, file in given.items() if isinstance(file, str)},
+        {name: file for name, file in given.items() if _is_file(file)},
     )
+
+
+def _is_file(sent: Any) -> TypeGuard[str]:
+    """Return whether it is a file; a page sends no address, which would have to be fetched."""
+    return isinstance(sent, str) and sent.startswith("data:")
 
 
 def make_question(text: str, images: Sequence[StoredImage] = ()) -> StoredMessage:
