@@ -283,7 +283,8 @@ class Gateway:
     async def _serve_ui(self) -> None:
         from servekit.gateway.ui.app import build_app
 
-        ui = await asyncio.to_thread(build_app, self._router, self._app.supervisor)
+        limit = self._settings.max_body_bytes
+        ui = await asyncio.to_thread(build_app, self._router, self._app.supervisor, limit)
         await ui.startup()
         self._app.ui = ui.app
         keep_out_of_collections()

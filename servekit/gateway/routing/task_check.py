@@ -12,7 +12,7 @@ from servekit.protocol.messages import Image, ModelInfo
 from servekit.protocol.types import Capability, Task
 
 #: The most models that a refusal names.
-_MOST_NAMES = 8
+MOST_NAMES = 8
 
 
 def known_info(route: ModelQueue) -> ModelInfo | None:
@@ -76,4 +76,4 @@ def unable(
 def _name_able(models: Iterable[ModelQueue], wanted: Iterable[Capability]) -> str:
     """Return the names of the models that serve any of `wanted`."""
     able = [repr(one.status.name) for one in models if serves_any(one, wanted)]
-    return ", ".join(able[:_MOST_NAMES]) or "none that is known"
+    return ", ".join(able[:MOST_NAMES]) or "none that is known"

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 Hook = Callable[[], Awaitable[None]]
-#: The longest body that the UI accepts: a conversation as the browser stores it.
-MAX_BODY_BYTES = 8 * 2**20
 #: The most browser sessions that Gradio keeps, at about 80 kB each. Forgetting one loses nothing.
 SESSIONS = 1000
 #: The time between two polls of Gradio's queue, s. Gradio's default is a millisecond.
@@ -61,8 +59,11 @@ class UI:
     shutdown: Hook
 
 
-def build_app(router: Router, supervisor: Supervisor) -> UI:
-    """Import Gradio and build the pages. Blocks for seconds: call it in a thread."""
+def build_app(router: Router, supervisor: Supervisor, max_body_bytes: int) -> UI:
+    """Import Gradio and build the pages. Blocks for seconds: call it in a thread.
+
+    The longest body is a conversation as the browser stores it, with its images.
+    """
     from fastapi import FastAPI
 
     from servekit.gateway.ui.chat_page import build_pages
@@ -72,11 +73,13 @@ def build_app(router: Router, supervisor: Supervisor) -> UI:
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     made = []
     for language in sorted(NAMES, key=lambda one: one == DEFAULT):  # the longer path comes first
-        blocks = build_pages(Frame(router, Say(language), supervisor, watch, runs, tail))
+        blocks = build_pages(
+            Frame(router, Say(language), supervisor, watch, runs, tail, max_body_bytes)
+        )
         _calm_gradio(blocks)
         _mount_pages(outer, blocks, get_root(language))
         made.append(blocks)
-    return UI(Shield(outer), *_make_lifespan(outer, made, watch))
+    return UI(Shield(outer, max_body_bytes), *_make_lifespan(outer, made, watch))
 
 
 def _mount_pages(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
@@ -99,7 +102,11 @@ def _mount_pages(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
             pwa=False,
             mcp_server=False,
             theme=make_theme(),
-            head=f"{ICON}<script>{here.with_name('ui.js').read_text()}</script>",
+            head=ICON
+            + "".join(
+                f"<script>{here.with_name(name).read_text()}</script>"
+                for name in ("ui.js", "images.js")
+            ),
             css_paths=[here.with_name("ui.css"), here.with_name("ui_pages.css")],
         )
     # Otherwise an open page would hold one of the six connections that a browser opens. The
@@ -151,8 +158,9 @@ def _calm_gradio(blocks: gradio.Blocks) -> None:
 class Shield:
     """Adds the pages' security headers, and refuses requests that no page makes."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
+        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -160,7 +168,7 @@ class Shield:
         if (elsewhere := _find_redirect(scope)) is not None:
             await _send_redirect(send, elsewhere)
             return
-        if _declared_bytes(scope) > MAX_BODY_BYTES:
+        if not _is_within(scope, self._max_body_bytes):
             await send_json(send, TOO_LONG, 413)
             return
 
@@ -172,13 +180,12 @@ class Shield:
         await self._app(scope, receive, shielded)
 
 
-def _declared_bytes(scope: Scope) -> int:
-    """Return the body's length; over the limit for chunked bodies, which no page sends."""
+def _is_within(scope: Scope, max_body_bytes: int) -> bool:
+    """Return whether the body has a length within the limit; no page sends chunked bodies."""
     headers = dict(scope["headers"])
-    if b"transfer-encoding" in headers:
-        return MAX_BODY_BYTES + 1
     length = headers.get(b"content-length", b"0")
-    return int(length) if length.isdigit() else MAX_BODY_BYTES + 1
+    chunked = b"transfer-encoding" in headers
+    return not chunked and length.isdigit() and int(length) <= max_body_bytes
 
 
 def _find_redirect(scope: Scope) -> str | None:

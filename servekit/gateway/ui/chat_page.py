@@ -13,12 +13,17 @@ from typing import Any, cast
 import gradio as gr
 
 from servekit.gateway.auth.api_key import ApiKey
+from servekit.gateway.ui.chat_images import render_picker, render_sight, show_turns
 from servekit.gateway.ui.chat_session import (
     THOUGHTS,
     Chats,
+    Conversation,
     Settings,
     StoredMessage,
     View,
+    conversation_of,
+    make_content,
+    make_question,
     turn_at,
     turns_of,
 )
@@ -32,7 +37,13 @@ from servekit.gateway.ui.pages import (
 )
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.pages.page_layout import NOW, QUIET, Frame, get_visit
-from servekit.gateway.ui.status_html import error_note, list_choices, progress_note, render_workers
+from servekit.gateway.ui.status_html import (
+    error_note,
+    explain_blind,
+    list_choices,
+    progress_note,
+    render_workers,
+)
 from servekit.gateway.ui.widgets.request_runner import CHAT, RequestOptions
 
 STATUS_EVERY_S = 1.0
@@ -56,6 +67,11 @@ OTHERS = {
     "dashboard": dashboard.build_page,
     "operate": admin_page.build_page,
 }
+#: Add the files of images to what a question sends: those picked, and those of the conversation.
+SEND = (
+    "(text, turns, ...more) => servekitImages.pack(turns, true).then((all) => [text, all, ...more])"
+)
+SEND_AGAIN = "(turns, ...more) => servekitImages.pack(turns, false).then((all) => [all, ...more])"
 Update = dict[Any, Any]
 Choices = list[tuple[str, str]]
 
@@ -79,6 +95,7 @@ class Parts:
     chat: gr.Chatbot
     box: gr.Textbox
     note: gr.HTML
+    sight: gr.HTML
     new: gr.Button
     workers: gr.HTML
     settings: list[gr.Number | gr.Textbox]
@@ -109,13 +126,16 @@ def _lay_out(frame: Frame) -> Parts:
         with gr.Column(elem_id="sk-main"):
             chat = _build_chat(say)
             note = gr.HTML("", elem_id="sk-note")
-            box = _build_question(say)
+            with gr.Column(elem_id="sk-ask"):
+                gr.HTML(render_picker(say, frame.max_body_bytes), elem_id="sk-images")
+                box = _build_question(say)
+            sight = gr.HTML(render_sight("", 0), elem_id="sk-sight")
         with gr.Column(elem_id="sk-side"):
             status = gr.HTML("", elem_id="sk-workers")  # depends on the visitor: see `restore`
             with gr.Accordion(say("settings"), open=False, elem_id="sk-settings"):
                 settings = _build_settings(say)
             frame.code(make_chat_request, [turns, model, *settings])
-    return Parts(model, chat, box, note, new, status, settings, turns, chosen, gr.State(""))
+    return Parts(model, chat, box, note, sight, new, status, settings, turns, chosen, gr.State(""))
 
 
 def make_chat_request(stored: Any, model: str, *settings: Any) -> RequestOptions:
@@ -123,12 +143,20 @@ def make_chat_request(stored: Any, model: str, *settings: Any) -> RequestOptions
     given = dict(zip(SETTINGS, settings, strict=True))
     system = given.pop("system")
     more = {name: value for name, value in given.items() if value is not None}
-    turns: list[dict[str, Any]] = [dict(turn) for turn in turns_of(stored)]
+    turns = turns_of(stored)
     while turns and turns[-1]["role"] != "user":
         turns.pop()
-    messages = [{"role": "system", "content": system}] if system else []
-    messages += turns or [{"role": "user", "content": "…"}]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": turn["role"], "content": _abridge(turn)} for turn in turns]
+    if not turns:
+        messages.append({"role": "user", "content": "…"})
     return RequestOptions(CHAT, {"model": model, "messages": messages, **more})
+
+
+def _abridge(turn: StoredMessage) -> str | list[dict[str, Any]]:
+    """Return a turn's content with a placeholder for each image."""
+    files = {one["id"]: f"data:image/png;base64,<{one['name']}>" for one in turn.get("images", ())}
+    return make_content(turn, files) if files else turn["content"]
 
 
 def _build_question(say: Say) -> gr.Textbox:
@@ -200,11 +228,15 @@ class Events:
         parts = self._parts
         asking = [parts.turns, parts.model, *parts.settings]
         shown = [parts.chat, parts.box, parts.note, parts.turns]
-        parts.box.submit(self.ask, [parts.box, *asking], shown, **QUIET)
-        parts.chat.example_select(self.example, asking, shown, **QUIET)
-        parts.chat.retry(self.retry, asking, shown, **QUIET)
-        parts.chat.edit(self.edit, asking, shown, **QUIET)
-        parts.chat.undo(self.undo, parts.turns, shown, **NOW)
+        parts.box.submit(self.ask, [parts.box, *asking], shown, js=SEND, **QUIET)
+        again = {"js": SEND_AGAIN, **QUIET}
+        parts.chat.example_select(self.example, asking, shown, **again)
+        parts.chat.retry(self.retry, asking, shown, **again)
+        parts.chat.edit(self.edit, asking, shown, **again)
+        undone = "(turns) => [servekitImages.undo(turns)]"
+        parts.chat.undo(self.undo, parts.turns, shown, js=undone, **NOW)
+        parts.turns.change(None, parts.turns, None, js="servekitImages.keep", **NOW)
+        parts.model.change(self.look, parts.model, parts.sight, **NOW)
         parts.box.stop(self.stop, None, None, **NOW)
         gr.on([parts.new.click, parts.chat.clear], self.clear, None, shown, **NOW)
         gr.on(
@@ -215,7 +247,7 @@ class Events:
             js="(...chosen) => [chosen]",
             **NOW,
         )
-        status = [parts.model, parts.workers, parts.seen]
+        status = [parts.model, parts.workers, parts.sight, parts.seen]
         gr.Timer(STATUS_EVERY_S).tick(self.update_page, [parts.model, parts.seen], status, **NOW)
         restored = [parts.chat, parts.workers, parts.model, *parts.settings]
         blocks.load(self.restore, [parts.turns, parts.chosen, parts.model], restored, **NOW)
@@ -224,49 +256,64 @@ class Events:
     # ---- asking
 
     async def ask(
-        self, request: gr.Request, text: str, stored: Any, model: str, *settings: Any
+        self, request: gr.Request, text: str, sent: Any, model: str, *settings: Any
     ) -> AsyncGenerator[Update, None]:
-        turns = turns_of(stored)
-        if not text.strip():
+        conversation = conversation_of(sent)
+        turns = conversation.turns
+        if not text.strip() and not conversation.picked:
             return
-        turns.append(StoredMessage(role="user", content=text))
-        async for update in self._stream_answer(turns, model, settings, request):
+        turns.append(make_question(text, conversation.picked))
+        if any("images" in turn for turn in turns):
+            caller = await self._frame.caller(request)
+            if blind := explain_blind(self._router, self._frame.say, caller, model):
+                yield {self._parts.note: error_note(blind)}  # the question stays in its field
+                return
+        async for update in self._stream_answer(conversation, model, settings, request):
             yield update
 
     async def example(
-        self, request: gr.Request, data: gr.SelectData, stored: Any, model: str, *settings: Any
+        self, request: gr.Request, data: gr.SelectData, sent: Any, model: str, *settings: Any
     ) -> AsyncGenerator[Update, None]:
-        turns = [*turns_of(stored), StoredMessage(role="user", content=str(data.value["text"]))]
-        async for update in self._stream_answer(turns, model, settings, request):
+        conversation = conversation_of(sent)
+        conversation.turns.append(make_question(str(data.value["text"])))
+        async for update in self._stream_answer(conversation, model, settings, request):
             yield update
 
     async def retry(
-        self, request: gr.Request, data: gr.RetryData, stored: Any, model: str, *settings: Any
+        self, request: gr.Request, data: gr.RetryData, sent: Any, model: str, *settings: Any
     ) -> AsyncGenerator[Update, None]:
-        turns = turns_of(stored)
-        turns = turns[: _get_turn(turns, data.index) + 1]
+        conversation = conversation_of(sent)
+        turns = conversation.turns
+        del turns[_get_turn(turns, data.index) + 1 :]
         while turns and turns[-1]["role"] != "user":
             turns.pop()
         if turns:
-            async for update in self._stream_answer(turns, model, settings, request):
+            async for update in self._stream_answer(conversation, model, settings, request):
                 yield update
 
     async def edit(
-        self, request: gr.Request, data: gr.EditData, stored: Any, model: str, *settings: Any
+        self, request: gr.Request, data: gr.EditData, sent: Any, model: str, *settings: Any
     ) -> AsyncGenerator[Update, None]:
-        turns = turns_of(stored)
-        turns = turns[: _get_turn(turns, data.index)]
-        turns.append(StoredMessage(role="user", content=str(data.value)))
-        async for update in self._stream_answer(turns, model, settings, request):
+        conversation = conversation_of(sent)
+        turns = conversation.turns
+        at = _get_turn(turns, data.index)
+        images = turns[at].get("images", []) if at < len(turns) else []
+        turns[at:] = [make_question(str(data.value), images)]
+        async for update in self._stream_answer(conversation, model, settings, request):
             yield update
 
     async def _stream_answer(
-        self, turns: list[StoredMessage], model: str, settings: tuple[Any, ...], request: gr.Request
+        self,
+        conversation: Conversation,
+        model: str,
+        settings: tuple[Any, ...],
+        request: gr.Request,
     ) -> AsyncGenerator[Update, None]:
-        who = get_visit(request)
+        who, turns = get_visit(request), conversation.turns
         chosen = Settings(**dict(zip(SETTINGS, settings, strict=True)))
-        yield {self._parts.chat: turns, self._parts.box: _build_box(busy=True, value="")}
-        views = self._chats.answer_turn(who, model or "", turns, chosen)
+        box = _build_box(busy=True, value="")
+        yield {self._parts.chat: show_turns(turns), self._parts.box: box}
+        views = self._chats.answer_turn(who, model or "", turns, chosen, conversation.files)
         async with aclosing(views):
             async for view in views:
                 yield self._show(view)
@@ -275,7 +322,7 @@ class Events:
         parts = self._parts
         note = error_note(view.error) if view.error else ""
         update: Update = {
-            parts.chat: view.turns,
+            parts.chat: show_turns(view.turns),
             parts.note: note or progress_note(view.progress, busy=view.busy, say=self._frame.say),
         }
         if view.save:
@@ -299,12 +346,14 @@ class Events:
     async def undo(self, request: gr.Request, data: gr.UndoData, stored: Any) -> Update:
         self._chats.drop_answer(str(request.session_hash))
         turns = turns_of(stored)
-        return self._shown_now(turns[: _get_turn(turns, data.index)], str(data.value))
+        at = _get_turn(turns, data.index)
+        text = turns[at]["content"] if at < len(turns) else ""
+        return self._shown_now(turns[:at], text)
 
     def _shown_now(self, turns: list[StoredMessage], text: str) -> Update:
         parts = self._parts
         box = _build_box(busy=False, value=text)
-        return {parts.chat: turns, parts.turns: turns, parts.note: "", parts.box: box}
+        return {parts.chat: show_turns(turns), parts.turns: turns, parts.note: "", parts.box: box}
 
     # ---- status
 
@@ -313,11 +362,20 @@ class Events:
         parts = self._parts
         caller = await self._frame.caller(request)
         html, models = self._workers(caller), self._choices(caller)
-        now = f"{html}{models}"
+        sight = self._sight(caller, model)
+        now = f"{html}{models}{sight}"
         if now == seen:
             return {parts.seen: gr.skip()}
         choice = self._model(models, model, model)
-        return {parts.workers: html, parts.model: choice, parts.seen: now}
+        return {parts.workers: html, parts.model: choice, parts.sight: sight, parts.seen: now}
+
+    async def look(self, request: gr.Request, model: str | None) -> str:
+        """Return whether the model that was just chosen takes images."""
+        return self._sight(await self._frame.caller(request), model)
+
+    def _sight(self, caller: ApiKey | None, model: str | None) -> str:
+        blind = explain_blind(self._router, self._frame.say, caller, model)
+        return render_sight(blind, self._router.access.rules.limits.images)
 
     def _workers(self, caller: ApiKey | None) -> str:
         return render_workers(self._router, self._frame.say, caller)
@@ -340,7 +398,7 @@ class Events:
         caller = await self._frame.caller(request)
         update: Update = {parts.workers: self._workers(caller)}
         if turns := turns_of(stored):
-            update[parts.chat] = turns
+            update[parts.chat] = show_turns(turns)
         kept = chosen if isinstance(chosen, list) and len(chosen) == 1 + len(SETTINGS) else None
         model, *settings = kept or [current, *[None] * len(SETTINGS)]
         update[parts.model] = self._model(self._choices(caller), current, model)

@@ -7,10 +7,11 @@ browser stores the conversation; the gateway keeps only the running requests, by
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NotRequired, TypedDict, TypeGuard
 
 import msgspec
 
@@ -35,11 +36,32 @@ SAVE_S = 1.0
 THOUGHTS = ("<servekit-thoughts>", "</servekit-thoughts>")
 
 
+_IMAGE_ID = re.compile(r"[0-9a-f]{32}")
+_MOST_NAME_CHARS = 200
+
+
+class StoredImage(TypedDict):
+    """An image of a message. The browser keeps the file itself by this id: see images.js."""
+
+    id: str
+    name: str
+
+
 class StoredMessage(TypedDict):
     """A message of a conversation, as stored in the browser."""
 
     role: Literal["user", "assistant"]
     content: str
+    images: NotRequired[list[StoredImage]]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What the page sends with a question: the turns so far, and the files of their images."""
+
+    turns: list[StoredMessage]
+    picked: list[StoredImage] = field(default_factory=list)  # for the next turn
+    files: Mapping[str, str] = field(default_factory=dict)  # `data:` URIs by id
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +114,16 @@ class Chats:
         self._answers: dict[str, StreamedAnswer] = {}
 
     async def answer_turn(
-        self, visit: Visit, model: str, turns: Sequence[StoredMessage], settings: Settings
+        self,
+        visit: Visit,
+        model: str,
+        turns: Sequence[StoredMessage],
+        settings: Settings,
+        files: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[View, None]:
         """Answer the last turn; when stopped, end with the text so far.
+
+        `files` has the images of the turns, as in `Conversation`; one that is missing is not sent.
 
         Cancels the request if it is stopped, dropped, replaced by a newer question of the same
         session, or closed because the browser has disconnected.
@@ -104,7 +133,8 @@ class Chats:
         answer = self._answers[session] = StreamedAnswer(list(turns), self._parser(model))
         try:
             caller = await self._router.access.charge_page_visitor(visit.authorization)
-            call = self._open(model, turns, settings, visit.client, caller)
+            request = request_of(model, turns, settings, files or {})
+            call = self._open(model, request, visit.client, caller)
             answer.call = call
             async for view in self._stream_tokens(answer, call):
                 if answer.dropped:
@@ -131,14 +161,8 @@ class Chats:
             answer.cancel()
 
     def _open(
-        self,
-        model: str,
-        turns: Sequence[StoredMessage],
-        settings: Settings,
-        client: str,
-        caller: ApiKey | None,
+        self, model: str, request: ChatRequest, client: str, caller: ApiKey | None
     ) -> InflightRequest:
-        request = request_of(model, turns, settings)
         route = self._router.find(model)
         if route.status.info is not None and not route.status.info.chat:
             raise RequestError(f"{model!r} has no chat template; use /v1/completions")
@@ -270,15 +294,22 @@ def _looked_at(reading: asyncio.Task[Any]) -> None:
         reading.exception()
 
 
-def request_of(model: str, turns: Sequence[StoredMessage], settings: Settings) -> ChatRequest:
+def request_of(
+    model: str,
+    turns: Sequence[StoredMessage],
+    settings: Settings,
+    files: Mapping[str, str] | None = None,
+) -> ChatRequest:
     """Return the conversation as a body of /v1/chat/completions, checked by the same rules.
 
     Raises RequestError with the message that HTTP clients get.
     """
     if not model:
         raise ModelUnavailable("no model is served yet")
-    messages: list[dict[str, str]] = [{"role": "system", "content": settings.system or ""}]
-    messages += [{"role": turn["role"], "content": _get_said(turn)} for turn in turns]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": settings.system or ""}]
+    messages += [
+        {"role": turn["role"], "content": make_content(turn, files or {})} for turn in turns
+    ]
     chosen = {
         name: _simplify_number(value)
         for name, value in msgspec.structs.asdict(settings).items()
@@ -288,6 +319,16 @@ def request_of(model: str, turns: Sequence[StoredMessage], settings: Settings) -
     return decode(ChatRequest, msgspec.json.encode(body))
 
 
+def make_content(turn: StoredMessage, files: Mapping[str, str]) -> str | list[dict[str, Any]]:
+    """Return a turn's content for the API: its text, after its images if there are any."""
+    said = _get_said(turn)
+    found = [files[image["id"]] for image in turn.get("images", ()) if image["id"] in files]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": u}} for u in found]
+    if not parts:
+        return said
+    return [*parts, {"type": "text", "text": said}] if said.strip() else parts
+
+
 def _get_said(turn: StoredMessage) -> str:
     """Return a turn's text without its reasoning: models should not see their earlier reasoning."""
     content = turn["content"]
@@ -295,11 +336,15 @@ def _get_said(turn: StoredMessage) -> str:
 
 
 def turn_at(turns: Sequence[StoredMessage], shown: int) -> int:
-    """Return the index of the turn at a place of the page, where reasoning has its own place."""
+    """Return the index of the turn at a place of the page.
+
+    Reasoning has a place of its own before the answer, and so have images before the text.
+    """
     places = 0
     for at, turn in enumerate(turns):
         thinks = turn["role"] == "assistant" and turn["content"].startswith(THOUGHTS[0])
-        places += 2 if thinks and _get_said(turn).strip() else 1
+        apart = thinks or "images" in turn
+        places += 2 if apart and _get_said(turn).strip() else 1
         if shown < places:
             return at
     return len(turns)
@@ -315,9 +360,55 @@ def turns_of(stored: Any) -> list[StoredMessage]:
     if not isinstance(stored, list):
         return []
     return [
-        StoredMessage(role=item["role"], content=item["content"])
+        _make_turn(item)
         for item in stored
         if isinstance(item, dict)
         and item.get("role") in ("user", "assistant")
         and isinstance(item.get("content"), str)
     ]
+
+
+def _make_turn(item: dict[str, Any]) -> StoredMessage:
+    turn = StoredMessage(role=item["role"], content=item["content"])
+    if turn["role"] == "user" and (images := _images_of(item.get("images"))):
+        turn["images"] = images
+    return turn
+
+
+def _images_of(stored: Any) -> list[StoredImage]:
+    if not isinstance(stored, list):
+        return []
+    return [
+        StoredImage(id=item["id"], name=item["name"][:_MOST_NAME_CHARS])
+        for item in stored
+        if isinstance(item, dict)
+        and isinstance(item.get("id"), str)
+        and _IMAGE_ID.fullmatch(item["id"])
+        and isinstance(item.get("name"), str)
+    ]
+
+
+def conversation_of(sent: Any) -> Conversation:
+    """Return what a page sent with a question; the stored turns alone count, too."""
+    if not isinstance(sent, dict):
+        return Conversation(turns_of(sent))
+    files = sent.get("files")
+    given = files if isinstance(files, dict) else {}
+    return Conversation(
+        turns_of(sent.get("turns")),
+        _images_of(sent.get("picked")),
+        {name: file for name, file in given.items() if _is_file(file)},
+    )
+
+
+def _is_file(sent: Any) -> TypeGuard[str]:
+    """Return whether it is a file; a page sends no address, which would have to be fetched."""
+    return isinstance(sent, str) and sent.startswith("data:")
+
+
+def make_question(text: str, images: Sequence[StoredImage] = ()) -> StoredMessage:
+    """Return a turn of the user."""
+    turn = StoredMessage(role="user", content=text)
+    if images:
+        turn["images"] = list(images)
+    return turn

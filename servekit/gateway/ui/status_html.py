@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from html import escape
 
 from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
 from servekit.gateway.routing.router import ModelQueue, Router, describe
+from servekit.gateway.routing.task_check import MOST_NAMES, known_info, serves_any
 from servekit.gateway.ui.chat_session import Progress
 from servekit.gateway.ui.pages.language import SAY_ENGLISH, Say
 from servekit.protocol.messages import ReplicaStatus
@@ -40,12 +42,36 @@ def list_choices(
 
     With keys, `caller` is the visitor's key; an unknown visitor sees none.
     """
-    named = ((one.status.name, one) for r in router.routes.values() for one in (r, *r.adapters))
     return [
-        (_make_label(route, say), name)
-        for name, route in named
-        if _can_serve(route, task) and (not router.access.closed or _may_use(caller, route))
+        (_make_label(route, say), route.status.name)
+        for route in _list_usable(router, caller)
+        if _can_serve(route, task)
     ]
+
+
+def explain_blind(router: Router, say: Say, caller: ApiKey | None, model: str | None) -> str:
+    """Return why a model takes no images, with the models that do; "" if it may take them.
+
+    `caller` as in `list_choices`.
+    """
+    if not model or not router.serves(model):
+        return ""
+    info = known_info(router.find(model))
+    if info is None or "images" in info.serves:
+        return ""
+    usable = _list_usable(router, caller)
+    able = [route.status.name for route in usable if serves_any(route, ("images",))]
+    if not able:
+        return say("images.blind_all", model=model)
+    return say("images.blind", model=model, names=", ".join(able[:MOST_NAMES]))
+
+
+def _list_usable(router: Router, caller: ApiKey | None) -> Iterator[ModelQueue]:
+    """Yield the models and adapters that a visitor may use."""
+    for model in router.routes.values():
+        for route in (model, *model.adapters):
+            if not router.access.closed or _may_use(caller, route):
+                yield route
 
 
 def _may_use(caller: ApiKey | None, route: ModelQueue) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 import transformers
-from transformers.models.auto import modeling_auto, processing_auto
+from transformers.models.auto import image_processing_auto, modeling_auto, processing_auto
 from transformers.utils.import_utils import is_torchvision_available
 
 from servekit.engines.transformers import weights
@@ -60,7 +60,9 @@ def _load(folder: Path, spec: WorkerSpec, kind: str) -> Any:
     parts: list[str] = getattr(named, "get_attributes", list)()
     if is_torchvision_available() or _VIDEOS not in parts:
         return library.AutoProcessor.from_pretrained(folder, **trust)
-    autos = {"image_processor": library.AutoImageProcessor, "tokenizer": library.AutoTokenizer}
+    # By its module: 5.17 exports a placeholder that asks for torchvision.
+    images: Any = image_processing_auto.AutoImageProcessor
+    autos = {"image_processor": images, "tokenizer": library.AutoTokenizer}
     made = [None if p == _VIDEOS else autos[p].from_pretrained(folder, **trust) for p in parts]
     stated, _ = named.get_processor_dict(folder, **trust)
     unchecked = {"check_argument_for_proper_class": lambda self, name, part: None}

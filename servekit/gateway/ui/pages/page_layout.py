@@ -56,6 +56,7 @@ class Frame:
     watch: StatusPoller
     runs: Runs
     tail: Tail
+    max_body_bytes: int
 
     # ---- the top of each page
 

@@ -29,6 +29,25 @@ ENGLISH: dict[str, str] = {
     "chat.example1": "Why is the sky blue?",
     "chat.example2": "Write a haiku about autumn.",
     "chat.example3": "Give me three tips for sleep.",
+    # ---- its images
+    "images.add": "Add images",
+    "images.picked": "Images of your message",
+    "images.added": "{name} was added.",
+    "images.remove": "Remove {name}",
+    "images.removed": "{name} was removed.",
+    "images.blind": "The model '{model}' takes no images. Models that do: {names}.",
+    "images.blind_all": "The model '{model}' takes no images, and neither does another one here.",
+    "images.kind": "{name} is no PNG, JPEG, WebP or GIF image.",
+    "images.broken": "{name} cannot be read; the file may be damaged.",
+    "images.large": "{name} is too large ({size} MB): the images of a conversation may have"
+    " {most} MB together.",
+    "images.pixels": "{name} is too large: it has {size} million pixels, and {most} are allowed.",
+    "images.many": "The limit of images in a conversation is {most}.",
+    "images.unkept": "{name} is too large to be kept in this browser. It is sent, but is lost when"
+    " the page is reloaded.",
+    "images.lost": "Some images of this conversation are no longer in this browser, and are not"
+    " sent.",
+    # ---- its settings
     "settings": "Settings",
     "system": "System prompt",
     "none": "none",

@@ -33,7 +33,8 @@ async def test_questions_reach_the_router_on_its_own_loop(
         return opened(call, timeout_s)
 
     monkeypatch.setattr(service.router, "open", watched)
-    ui = await asyncio.to_thread(build_app, service.router, Supervisor(None, service.router.access))
+    supervisor = Supervisor(None, service.router.access)
+    ui = await asyncio.to_thread(build_app, service.router, supervisor, 2**20)
     await ui.startup()
     try:
         async with await client(ui) as http:

@@ -9,14 +9,18 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.errors import ModelUnavailable, RequestError
-from servekit.gateway.api.openai.request import sampling
+from servekit.gateway.api.openai.request import chat_messages, sampling
+from servekit.gateway.ui.chat_images import show_turns
 from servekit.gateway.ui.chat_session import (
     THOUGHTS,
     Chats,
     Settings,
+    StoredImage,
     StoredMessage,
     View,
     Visit,
+    conversation_of,
+    make_question,
     request_of,
     turn_at,
     turns_of,
@@ -190,6 +194,63 @@ async def test_thoughts_are_shown_apart_and_not_sent_again(service: Service) -> 
     turns = seen[-1].turns
     again = request_of("m", [*turns, StoredMessage(role="user", content="and?")], Settings())
     assert [message.content for message in again.messages] == [text, "so", "and?"]
+
+
+IMAGE = StoredImage(id="0" * 32, name="a.png")
+URI = "data:image/png;base64,iVBORw0KGgo="
+
+
+@pytest.mark.parametrize(
+    "images",
+    ["x", [], [None], [{"id": "0" * 32}], [{"id": "../x", "name": "a"}], [{"id": 1, "name": "a"}]],
+)
+def test_malformed_images_are_left_out(images: Any) -> None:
+    turn = {"role": "user", "content": "hello ", "images": images}
+    assert turns_of([turn]) == asked()
+    assert conversation_of({"turns": [], "picked": images, "files": [URI]}).picked == []
+
+
+def test_what_a_page_sends_with_a_question() -> None:
+    turns = [make_question("what?", [IMAGE]), StoredMessage(role="assistant", content="red")]
+    files = {IMAGE["id"]: URI, "a number": 1, "an address": "http://192.0.2.1/a.png"}
+    sent = {"turns": turns, "picked": [IMAGE], "files": files}
+    conversation = conversation_of(sent)
+    assert conversation.turns == turns
+    assert (conversation.picked, conversation.files) == ([IMAGE], {IMAGE["id"]: URI})
+    assert conversation_of(turns).turns == turns
+    by_model = [{**turns[1], "images": [IMAGE]}]
+    assert turns_of(by_model) == turns[1:]  # the user's messages only have images
+
+
+def test_images_are_sent_before_their_text() -> None:
+    turns = [make_question("what?", [IMAGE]), make_question("", [IMAGE]), make_question("and?")]
+    request = request_of("m", turns, Settings(), {IMAGE["id"]: URI})
+    first, second, third = [message.content for message in chat_messages(request.messages)]
+    assert (first, second, third) == ("what?", "", "and?")
+    images = [message.images for message in chat_messages(request.messages)]
+    assert [[(one.kind, one.at) for one in group] for group in images] == [
+        [("image/png", 0)],
+        [("image/png", 0)],
+        [],
+    ]
+    without = request_of("m", turns, Settings())
+    assert [message.content for message in without.messages] == ["what?", "", "and?"]
+
+
+def test_images_have_a_place_of_their_own_in_the_page() -> None:
+    answer = StoredMessage(role="assistant", content="red")
+    turns = [make_question("what?", [IMAGE]), answer, make_question("", [IMAGE]), answer]
+    assert [turn_at(turns, shown) for shown in range(6)] == [0, 0, 1, 2, 3, 4]
+    shown = [(one["role"], isinstance(one["content"], str)) for one in show_turns(turns)]
+    assert shown == [
+        ("user", False),
+        ("user", True),
+        ("assistant", True),
+        ("user", False),
+        ("assistant", True),
+    ]
+    named = show_turns([make_question("", [StoredImage(id="1" * 32, name='"><script>')])])
+    assert "<script>" not in str(named)
 
 
 def test_thoughts_have_a_place_of_their_own_in_the_page() -> None:

@@ -6,9 +6,17 @@ import pytest
 
 from servekit.gateway.routing.router import Router
 from servekit.gateway.ui.chat_session import Progress
-from servekit.gateway.ui.status_html import error_note, list_choices, progress_note, render_workers
+from servekit.gateway.ui.pages.language import SAY_ENGLISH
+from servekit.gateway.ui.status_html import (
+    error_note,
+    explain_blind,
+    list_choices,
+    progress_note,
+    render_workers,
+)
 from servekit.protocol import messages as wire
 from servekit.protocol.adapters import AdapterStatus
+from servekit.protocol.types import Capability
 
 
 def replica(state: wire.WorkerState, **fields: object) -> wire.ReplicaStatus:
@@ -70,6 +78,25 @@ async def test_adapters_are_choices_of_their_own_and_what_fails_is_told() -> Non
         ("x · loading", "x"),
         ("y · failed", "y"),
     ]
+
+
+async def test_a_model_without_eyes_names_those_that_have_them() -> None:
+    def blind(*seeing: str) -> list[str]:
+        models = [
+            wire.ModelStatus(name, "echo", "-", 0, (), info(name in seeing)) for name in "abc"
+        ]
+        router.apply_topology(wire.Topology((*models, wire.ModelStatus("new", "echo", "-", 0, ()))))
+        return [explain_blind(router, SAY_ENGLISH, None, name) for name in ("a", "b", "new", "x")]
+
+    def info(sees: bool) -> wire.ModelInfo:
+        serves: tuple[Capability, ...] = ("generate", "images") if sees else ("generate",)
+        return wire.ModelInfo(100, 1, True, "echo", "none", "cpu", serves=serves)
+
+    router = Router("gateway/test")
+    no, others = "The model 'a' takes no images", ". Models that do: b, c."
+    assert blind("b", "c") == [no + others, "", "", ""]
+    alone = ", and neither does another one here."
+    assert blind() == [no + alone, f"The model 'b' takes no images{alone}", "", ""]
 
 
 @pytest.mark.parametrize(

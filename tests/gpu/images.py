@@ -1,0 +1,270 @@
+"""`python -m tests.gpu.images`: images in the transformers engine on a GPU.
+
+--device cpu   try the script itself, with a small model
+--only NAME    one of: texts, speed
+
+- texts: small models in float32 say what the library's own `generate` says of the same images.
+- speed: a Qwen2-VL of 2.2e9 random parameters in bfloat16: time to the first token, and tokens/s,
+  of images beside the library's `generate`; tokens/s of texts alone, and with images beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from PIL import Image as Pillow
+
+from servekit.engines.text.tokenizer import REPLACEMENT
+from servekit.protocol.messages import ChatMessage, Image
+from tests.gpu.checks import Row
+from tests.gpu.engines import entry, serving
+from tests.integration.instance import Instance
+from tests.unit.engines.harness import write_tiny_llama
+from tests.unit.engines.seeing_model import (
+    LIBRARY,
+    configure_qwen2_vl,
+    write_qwen2_vl,
+    write_seeing_model,
+)
+from tests.unit.engines.transformers.vision.pictures import HISTORY, ONE, OTHER, Reference
+
+SMALL = {"llava": write_seeing_model, "qwen2_vl": write_qwen2_vl}
+TOKENS = 24
+SIDE, IMAGE_TOKENS = 448, 256
+#: Of Qwen2-VL-2B-Instruct.
+TEXT = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "vocab_size": 151936,
+}
+VISION = {"depth": 32, "embed_dim": 1280, "num_heads": 16, "mlp_ratio": 4}
+ANSWER, TEXTS_AT_ONCE = 128, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A streamed answer: its tokens, and when the first and the last came, s after the request."""
+
+    tokens: int
+    first_s: float
+    last_s: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.images")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--only", choices=["texts", "speed"])
+    args = parser.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="servekit-gpu-") as made:
+        tiny = Path(made) / "tiny"
+        tiny.mkdir()
+        write_tiny_llama(tiny)
+        if args.only != "speed":
+            rows += show(compare_texts(Path(made), tiny, args.device))
+        if args.only != "texts":
+            rows += show(measure_speed(Path(made) / "large", tiny, args.device))
+    return 0 if all(row.ok is not False for row in rows) else 1
+
+
+def show(rows: list[Row]) -> list[Row]:
+    for row in rows:
+        bar = {None: "", True: "ok", False: "FAILED"}[row.ok]
+        print(f"{row.what:<64} {row.measured:<40} {bar}", flush=True)
+    return rows
+
+
+# ---------------------------------------------------------------- texts
+
+
+def compare_texts(folder: Path, tiny: Path, device: str) -> list[Row]:
+    paths = {name: write(folder / name, tiny) for name, write in SMALL.items()}
+    models = [
+        entry(name, "transformers", path, device, dtype="float32", memory="4GiB")
+        for name, path in paths.items()
+    ]
+    rows = []
+    with serving(models) as instance:
+        for name, path in paths.items():
+            reference = Reference(path)
+            tokenizer = reference.processor.tokenizer
+            for kind, messages in {"one": ONE, "other": OTHER, "three": HISTORY}.items():
+                _, ids = reference.ask(messages, TOKENS)
+                text = tokenizer.decode(ids, skip_special_tokens=True).rstrip(REPLACEMENT)
+                same = bool(text) and ask(instance, name, messages).rstrip(REPLACEMENT) == text
+                rows.append(
+                    Row(f"{name}, {kind}: the library's text", "same" if same else "other", same)
+                )
+    return rows
+
+
+def ask(instance: Instance, model: str, messages: list[ChatMessage]) -> str:
+    body = {
+        "model": model,
+        "messages": [{"role": one.role, "content": parts_of(one)} for one in messages],
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    answer = httpx.post(f"{instance.url}/v1/chat/completions", json=body, timeout=300)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def parts_of(message: ChatMessage) -> list[dict[str, Any]]:
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else image_part(part)
+        for part in message.parts
+    ]
+
+
+def image_part(image: Image) -> dict[str, Any]:
+    data = base64.b64encode(image.data).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:{image.kind};base64,{data}"}}
+
+
+# ---------------------------------------------------------------- speed
+
+
+def measure_speed(folder: Path, tiny: Path, device: str) -> list[Row]:
+    write_large(folder, tiny, device)
+    rows = [library_alone(folder, device)]
+    memory = "40GiB" if device == "cuda" else "2GiB"
+    model = entry("m", "transformers", folder, device, memory=memory, dtype="bfloat16")
+    with serving([model]) as instance, client_of(instance) as send:
+        for kind in ("warm-up", "measured"):
+            alone = send(["image"])
+            eight = send(["image"] * 8)
+            texts = send(["text"] * TEXTS_AT_ONCE)
+            mixed = send(["text"] * TEXTS_AT_ONCE + ["image"] * 2)
+            beside, images = mixed[:TEXTS_AT_ONCE], mixed[TEXTS_AT_ONCE:]
+            if kind == "measured":
+                rows += [
+                    Row("one image", describe(alone)),
+                    Row("eight images at once, which run one by one", describe(eight)),
+                    Row(f"{TEXTS_AT_ONCE} texts", describe(texts)),
+                    Row(f"{TEXTS_AT_ONCE} texts beside two images", describe(beside)),
+                    Row("the two images beside them", describe(images)),
+                ]
+    return rows
+
+
+def describe(answers: list[Answer]) -> str:
+    """Tokens/s of all, and the median time to the first token."""
+    rate = sum(one.tokens for one in answers) / max(one.last_s for one in answers)
+    first = statistics.median(one.first_s for one in answers)
+    longest = max(one.last_s for one in answers)
+    return f"{rate:.0f} tokens/s, TTFT {first * 1000:.0f} ms, last {longest:.2f} s"
+
+
+def write_large(folder: Path, tiny: Path, device: str) -> None:
+    folder.mkdir()
+    sizes = {"text": TEXT, "vision": VISION} if device == "cuda" else {}
+    config = configure_qwen2_vl(folder, tiny, most_tokens=IMAGE_TOKENS, **sizes)
+    torch.manual_seed(1)
+    with torch.device(device):
+        model = LIBRARY.Qwen2VLForConditionalGeneration(config).to(torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+def library_alone(folder: Path, device: str) -> Row:
+    """The library's `generate`, with its defaults, in this process."""
+    reference = Reference(folder)
+    reference.model.to(device, torch.bfloat16)
+    picture = Pillow.open(io.BytesIO(make_picture(0).data))
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "What is this?"}]
+    asked = reference.processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    ).to(device)
+    took = []
+    for tokens in (1, ANSWER, 1, ANSWER):
+        started = time.perf_counter()
+        reference.model.generate(
+            **asked, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
+        )
+        took.append(time.perf_counter() - started)
+    del reference
+    torch.cuda.empty_cache()
+    first_s, whole_s = took[-2:]
+    shown = describe([Answer(ANSWER, first_s, whole_s)])
+    return Row("one image by the library's generate, image processed before", shown)
+
+
+def make_picture(number: int) -> Image:
+    picture = Pillow.effect_noise((SIDE, SIDE), 20 + number % 60).convert("RGB")
+    file = io.BytesIO()
+    picture.save(file, "JPEG")
+    return Image(file.getvalue(), "image/jpeg")
+
+
+@contextmanager
+def client_of(instance: Instance) -> Iterator[Any]:
+    """A function that sends a chat for each of its kinds at once, and returns the answers."""
+    url, count = f"{instance.url}/v1/chat/completions", iter(range(10**6))
+
+    def make_body(kind: str) -> dict[str, Any]:
+        number = next(count)
+        parts: list[dict[str, Any]] = [{"type": "text", "text": f"{number}. What is this? " * 12}]
+        if kind == "image":
+            parts.insert(0, image_part(make_picture(number)))
+        return {
+            "model": "m",
+            "messages": [{"role": "user", "content": parts}],
+            "max_tokens": ANSWER,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    async def read(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
+        started = time.perf_counter()
+        first = last = 0.0
+        tokens = 0
+        async with client.stream("POST", url, json=body) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                last = time.perf_counter() - started
+                if event["choices"] and event["choices"][0]["delta"].get("content"):
+                    first = first or last
+                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+        assert tokens == ANSWER, tokens
+        return Answer(tokens, first, last)
+
+    async def send_all(bodies: list[dict[str, Any]]) -> list[Answer]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=300, limits=limits) as client:
+            return await asyncio.gather(*(read(client, body) for body in bodies))
+
+    yield lambda kinds: asyncio.run(send_all([make_body(kind) for kind in kinds]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
