@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec.structs import replace
 
 from servekit.engines.api.base import Report, SpeechJob, SpeechOutput, StepOutput
@@ -43,6 +45,6 @@ class HearingEngine(EchoEngine):
             spoken = (SpokenWord(word, at, at + 0.5),) if job.speech.timestamps == "word" else ()
             segment = SpokenSegment(f" {word}", at, at + 0.75, (at,), -0.5, 1.0, spoken, 100 * at)
             heard = Transcript((segment,), job.speech.language or "english", len(words) + 0.1)
-            finish = "stop" if at == len(words) - 1 else None
+            finish: Literal["stop"] | None = "stop" if at == len(words) - 1 else None
             outputs.append(SpeechOutput(job.id, [at], finish, speech=heard, prompt_tokens=3))
         self._emit(outputs)

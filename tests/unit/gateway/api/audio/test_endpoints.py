@@ -76,7 +76,7 @@ async def test_the_forms_of_an_answer(hearing: Service) -> None:
 
 async def test_all_that_is_known(hearing: Service) -> None:
     await hearing.up()
-    form = {"response_format": "verbose_json", "temperature": "0.5"}
+    form: dict[str, Any] = {"response_format": "verbose_json", "temperature": "0.5"}
     told = (await post(hearing, **form, language="german")).json()
     assert (told["task"], told["language"], told["duration"]) == ("transcribe", "german", 3.1)
     assert told["segments"][1] == {
@@ -84,7 +84,7 @@ async def test_all_that_is_known(hearing: Service) -> None:
         "temperature": 0.5, "avg_logprob": -0.5, "compression_ratio": 1.0, "no_speech_prob": None,
     }  # fmt: skip
     assert "words" not in told
-    both = {"timestamp_granularities[]": ["word", "segment"]}
+    both: dict[str, Any] = {"timestamp_granularities[]": ["word", "segment"]}
     told = (await post(hearing, **form, **both)).json()
     assert told["words"][2] == {"word": "three", "start": 2.0, "end": 2.5}
     assert len(told["segments"]) == 3
@@ -127,7 +127,7 @@ async def test_a_worker_that_dies_is_replaced(hearing: Service) -> None:
             engine_of(worker).hear(job, last=2)
     dead, alive = (first, second) if engine_of(first).jobs else (second, first)
     lost = len(engine_of(dead).jobs)
-    calls = list(hearing.router._open)
+    calls: list[Any] = list(hearing.router._open)
     await until(lambda: all(len(call.segments) == 2 for call in calls))
     dead.kill()
     await until(lambda: len(engine_of(alive).jobs) == 2)
