@@ -51,8 +51,8 @@ class SpeechRow(LogitsProcessor):
     It hears of each window, and of each token as a processor of logits that changes nothing.
     """
 
-    def __init__(self, job: SpeechJob, on_token: Callable[[], None]) -> None:
-        """`on_token` is called for each token."""
+    def __init__(self, job: SpeechJob, on_progress: Callable[[], None]) -> None:
+        """`on_progress` is called for each window and each token."""
         self.job = job
         self.cancelled = False
         self.ended: StepOutput | None = None  # never: a transcription begins at the beginning
@@ -60,7 +60,7 @@ class SpeechRow(LogitsProcessor):
         self.segments: list[SpokenSegment] = []
         self.tokens: list[int] = []
         self.call: SteppedCall | None = None
-        self._on_token = on_token
+        self._on_progress = on_progress
         self._scored = bool(job.speech.timestamps)
         self._scores: Tensor | None = None  # of the next token, [vocabulary]
         self._logprobs: list[float] = []  # of the window's tokens
@@ -92,6 +92,7 @@ class SpeechRow(LogitsProcessor):
             )
         if self.seek >= 0:
             self.call.pause()
+        self._on_progress()  # the language may have been found out meanwhile, which takes long
         self.seek, self._scores, self._logprobs = seek, None, []
         if self.job.params.temperature:
             torch.manual_seed((self._seed + seek) % 2**63)
@@ -106,7 +107,7 @@ class SpeechRow(LogitsProcessor):
         """Note a token. Raises Stopped if nobody waits for the transcript any more."""
         if self.cancelled:
             raise Stopped
-        self._on_token()
+        self._on_progress()
         if self._scored and len(scores) == 1:  # not of several beams
             if self._scores is not None:
                 self._logprobs.append(float(self._scores[input_ids[0, -1]]))

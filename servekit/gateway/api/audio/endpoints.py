@@ -232,8 +232,8 @@ def _describe(call: TranscriptionCall, request: TranslationRequest, text: str) -
         Segment(
             at,
             one.seek,
-            one.start_s,
-            one.end_s,
+            round(one.start_s, 2),
+            round(one.end_s, 2),
             one.text,
             list(one.tokens),
             temperature,
@@ -244,7 +244,7 @@ def _describe(call: TranscriptionCall, request: TranslationRequest, text: str) -
         for at, one in enumerate(call.segments)
     ]
     words = [
-        Word(word.text.strip(), word.start_s, word.end_s)
+        Word(word.text.strip(), round(word.start_s, 2), round(word.end_s, 2))
         for one in call.segments
         for word in one.words
     ]
