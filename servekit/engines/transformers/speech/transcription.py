@@ -52,7 +52,7 @@ class SpeechRow(LogitsProcessor):
     """
 
     def __init__(self, job: SpeechJob, on_progress: Callable[[], None]) -> None:
-        """`on_progress` is called for each window and each token."""
+        """`on_progress` is called for each layer of the encoder and for each token."""
         self.job = job
         self.cancelled = False
         self.ended: StepOutput | None = None  # never: a transcription begins at the beginning
@@ -60,7 +60,7 @@ class SpeechRow(LogitsProcessor):
         self.segments: list[SpokenSegment] = []
         self.tokens: list[int] = []
         self.call: SteppedCall | None = None
-        self._on_progress = on_progress
+        self.on_progress = on_progress
         self._scored = bool(job.speech.timestamps)
         self._scores: Tensor | None = None  # of the next token, [vocabulary]
         self._logprobs: list[float] = []  # of the window's tokens
@@ -92,7 +92,6 @@ class SpeechRow(LogitsProcessor):
             )
         if self.seek >= 0:
             self.call.pause()
-        self._on_progress()  # the language may have been found out meanwhile, which takes long
         self.seek, self._scores, self._logprobs = seek, None, []
         if self.job.params.temperature:
             torch.manual_seed((self._seed + seek) % 2**63)
@@ -107,7 +106,7 @@ class SpeechRow(LogitsProcessor):
         """Note a token. Raises Stopped if nobody waits for the transcript any more."""
         if self.cancelled:
             raise Stopped
-        self._on_progress()
+        self.on_progress()
         if self._scored and len(scores) == 1:  # not of several beams
             if self._scores is not None:
                 self._logprobs.append(float(self._scores[input_ids[0, -1]]))
@@ -242,10 +241,15 @@ class TranscriptionRunner:
             return found
 
         self._model._retrieve_segment = note
+        # On a slow CPU a large encoder takes longer for a window than a stalled engine is given.
+        layers = self._model.get_encoder().layers
+        hooks = [layer.register_forward_hook(lambda *_: row.on_progress()) for layer in layers]
         try:
             yield
         finally:
             del self._model._retrieve_segment
+            for hook in hooks:
+                hook.remove()
 
     @contextmanager
     def _attending(self, words: bool) -> Iterator[None]:
