@@ -21,6 +21,8 @@ from servekit.gateway.api.admin.lora import Lora
 from servekit.gateway.api.admin.metrics import add_metrics
 from servekit.gateway.api.anthropic.endpoints import Anthropic
 from servekit.gateway.api.anthropic.response import error_body
+from servekit.gateway.api.audio.endpoints import TASKS as audio_tasks
+from servekit.gateway.api.audio.endpoints import Audio
 from servekit.gateway.api.forwarding import FORWARDED_FIRST, Forwarding
 from servekit.gateway.api.health_types import (
     Health,
@@ -115,7 +117,7 @@ class Application:
             for path, handler in handlers.items()
         }
         self.hot |= Vectors(router, max_body_bytes).routes | anthropic.routes | ollama.routes
-        self.hot |= Scoring(router, max_body_bytes).routes
+        self.hot |= Scoring(router, max_body_bytes).routes | Audio(router, max_body_bytes).routes
         fast = {path.encode(): handler for path, handler in handlers.items()}
         self.gate = AuthMiddleware(router.access, fast, self.envelopes)
         self.exchanges = self.gate.exchanges
@@ -126,7 +128,7 @@ class Application:
         self.hot |= Lora(self.supervisor, router.access, max_body_bytes).routes
         self.forwarding = Forwarding(router, max_body_bytes)
         for path in FORWARDED_FIRST:
-            tasks = scoring_tasks.get(path, ())
+            tasks = (scoring_tasks | audio_tasks).get(path, ())
             self.hot[path] = self.forwarding.before(self.hot[path], tasks)
         self.rest = build_rest(router, self.supervisor, ui=ui, hot=self.hot)
         self.responses.add_reads(self.rest)

@@ -48,6 +48,7 @@ from servekit.protocol.admin_messages import (
 )
 from servekit.protocol.base import Message, Value
 from servekit.protocol.forwarding import Body, HttpPart, HttpRequest, WindowUpdate
+from servekit.protocol.speech import SpeechParams, SpokenSegment, SpokenWord, Transcript
 from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.types import (
     Capability,
@@ -141,6 +142,9 @@ __all__ = [
     "Serving",
     "Shutdown",
     "SourceReport",
+    "SpeechParams",
+    "SpokenSegment",
+    "SpokenWord",
     "Status",
     "Stop",
     "ToGateway",
@@ -151,6 +155,7 @@ __all__ = [
     "ToolCall",
     "Topology",
     "Traffic",
+    "Transcript",
     "Why",
     "WindowUpdate",
     "WorkerSpec",
@@ -339,7 +344,8 @@ class Generate(Message, frozen=True):
     emitted: list[int] = []
     sent_chars: int = 0
     answered: str = ""  # the text so far, of a continuation `by_text`
-    #: "embed", "classify" and "score" take `inputs`, "detokenize" ids, "forward" `http`.
+    #: "embed", "classify" and "score" take `inputs`, "detokenize" ids, "forward" `http`,
+    #: "transcribe" `speech`.
     task: Task = "generate"
     inputs: list[str | list[int]] = []
     tools: list[dict[str, Any]] = []  # OpenAI's definitions, as the chat template gets them
@@ -354,9 +360,17 @@ class Generate(Message, frozen=True):
     continuation: Continuation | None = None  # from the first worker, whose generation must match
     cache_salt: str = ""  # only requests with equal salts share the prefix cache
     http: HttpRequest | None = None
-    body: bytes = b""  # of `http`; if it is shorter than stated there, Body messages follow
+    #: Of `http` and `speech`; if it is shorter than stated there, Body messages follow.
+    body: bytes = b""
     queries: list[str] = []  # "score": of each of `inputs`, the documents, or one for all
     pooling: PoolingParams | None = None  # for `inputs`; None: the defaults
+    speech: SpeechParams | None = None
+
+    @property
+    def body_bytes(self) -> int:
+        """Return the size of the whole body."""
+        stated = self.http or self.speech
+        return 0 if stated is None else stated.size_bytes
 
 
 class Cancel(Message, frozen=True):

@@ -14,9 +14,10 @@ _VERBS: dict[Task, str] = {
     "forward": "forward requests",
     "classify": "classify texts",
     "score": "score or rerank documents",
+    "transcribe": "transcribe recordings",
 }
-#: Tasks of models that generate nothing.
-_POOLED = ("embed", "classify", "score")
+#: Tasks of models that answer no texts with text.
+_OTHER = ("embed", "classify", "score", "transcribe")
 
 
 def explain_refusal(
@@ -37,10 +38,14 @@ def explain_no_images(engine: str, model: str, able: str = "") -> str:
 def _describe_model(task: Task, serves: Collection[Capability]) -> str:
     if tuple(serves) == ("forward",):
         return "; it serves its own endpoints only"
-    if task not in ("generate", *_POOLED):
+    if task not in ("generate", *_OTHER):
         return ""
+    if task == "transcribe" and "generate" in serves:
+        return "; it is a language model"
     if "generate" in serves and "embed" not in serves:
         return "; it is a language model without a pooling of its own"
+    if "transcribe" in serves:
+        return "; it is a speech model, for /v1/audio/transcriptions"
     if "score" in serves:
         return "; it is a reranker, for /v1/rerank and /v1/score"
     if "classify" in serves:

@@ -13,6 +13,7 @@ from servekit.protocol.adapters import AdapterInfo, AdapterSpec, AdapterStatus
 from servekit.protocol.base import Message, Value
 from servekit.protocol.forwarding import HttpPart
 from servekit.protocol.residency import ResidencyStatus
+from servekit.protocol.speech import Transcript
 from servekit.protocol.startup_messages import Start
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -29,7 +30,16 @@ WorkerState = Literal[
 ]
 
 #: Tasks of a request.
-Task = Literal["generate", "embed", "tokenize", "detokenize", "forward", "classify", "score"]
+Task = Literal[
+    "generate",
+    "embed",
+    "tokenize",
+    "detokenize",
+    "forward",
+    "classify",
+    "score",
+    "transcribe",
+]
 #: Tasks, and parameters that not every engine supports.
 Capability = Literal[
     "generate",
@@ -39,6 +49,7 @@ Capability = Literal[
     "forward",  # requests to endpoints that servekit does not know
     "classify",  # a score for each label of a text
     "score",  # the relevance of a document to a query, read together
+    "transcribe",  # the text of a recording
     "logprobs",
     "logit_bias",
     "penalties",
@@ -380,6 +391,7 @@ class Delta(Value, frozen=True):
     http: HttpPart | None = None  # "forward": the next part of the response
     continuation: Continuation | None = None  # on the first with tokens, if more follow
     prompt: Prompt | None = None  # with the first one, if requested
+    speech: Transcript | None = None  # "transcribe": what was heard next
 
 
 class TokenBatch(Message, frozen=True):

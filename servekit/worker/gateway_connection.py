@@ -104,7 +104,7 @@ class GatewayConnection:
 
     def _on_message(self, message: GatewayToWorker) -> None:
         if isinstance(message, Generate) and self.greeted:
-            if message.http is not None and len(message.body) < message.http.size_bytes:
+            if len(message.body) < message.body_bytes:
                 self._incomplete[message.id] = message, bytearray(message.body)
             else:
                 self.runner.accept(self, message)
@@ -128,8 +128,7 @@ class GatewayConnection:
             return  # cancelled
         request, body = self._incomplete[message.id]
         body += message.data
-        assert request.http is not None
-        if len(body) >= request.http.size_bytes:
+        if len(body) >= request.body_bytes:
             del self._incomplete[message.id]
             self.runner.accept(self, replace(request, body=bytes(body)))
 

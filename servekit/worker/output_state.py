@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from servekit.engines.api.base import StepOutput
+from servekit.engines.api.base import SpeechOutput, StepOutput
 from servekit.engines.api.text_engine import TextOutput
 from servekit.errors import EngineFailed, RequestError
 from servekit.protocol.messages import (
@@ -158,6 +158,23 @@ class TextTask(OutputState):
 
     def continuation(self, generation: Callable[[str], str]) -> Continuation:
         return replace(super().continuation(generation), by_text=True)
+
+
+class SpeechTask(OutputState):
+    """A request to transcribe. Any output proves that the request is harmless."""
+
+    def __init__(self, peer: GatewayConnection, request: Generate) -> None:
+        super().__init__(peer, request, 0, TextStream(_NoDecoder(), ()))
+        self.begins = [], 0, request
+        self._tokens = 0
+
+    def delta(self, output: StepOutput) -> Delta:
+        """Return the step's output as the message for the gateway."""
+        assert isinstance(output, SpeechOutput)
+        self.completion += PROOF_TOKENS  # one window is proof: the others are like it
+        self._tokens += len(output.token_ids)
+        counts = (output.prompt_tokens, self._tokens)
+        return Delta(self.id, "", [], output.finish, *counts, speech=output.speech)
 
 
 class _NoDecoder:

@@ -1,4 +1,4 @@
-"""Preparation of requests for the engine: token ids and compiled grammars, or a refusal.
+"""Preparation of requests for the engine: token ids, grammars and recordings, or a refusal.
 
 Slow work runs in threads, so that the event loop delays no stream. Long prompts are tokenised one
 after another in a single thread, because each may take a gigabyte meanwhile. Long texts to be only
@@ -48,6 +48,7 @@ class Prepared(msgspec.Struct):
     banned: tuple[tuple[int, ...], ...] = ()
     inputs: list[list[int]] = []
     types: list[list[int]] = []  # of pairs of texts in `inputs`
+    recording: object | None = None
     text: str = ""
 
 
@@ -83,6 +84,8 @@ class RequestPreparer:
                 return self._detokenize_ids(request)
             case "tokenize":
                 return Prepared(self._tokenize_text(request))
+            case "transcribe":
+                return Prepared(recording=self._read_recording(request))
             case _:
                 inputs, types = self._inputs.encode(request)
                 return Prepared(inputs=inputs, types=types)
@@ -208,6 +211,11 @@ class RequestPreparer:
             raise _too_many_to_tell(str(len(ids)))
         return ids
 
+    def _read_recording(self, request: Generate) -> object:
+        if request.speech is None:
+            raise RequestError("there is no recording", param="file")
+        return self._engine.read_recording(request.body, request.speech)
+
     def _detokenize_ids(self, request: Generate) -> Prepared:
         ids = request.prompt if isinstance(request.prompt, list) else []
         self._inputs.check_ids(ids, "tokens")
@@ -308,7 +316,8 @@ def _request_length(request: Generate) -> int:
         return turns + sum(len(str(tool)) for tool in request.tools) if request.tools else turns
     if isinstance(request.prompt, str) or request.task == "detokenize":
         return len(request.prompt or ())
-    return 0
+    # to decode a recording takes as long as any long text
+    return LONG_PROMPT_CHARS + 1 if request.task == "transcribe" else 0
 
 
 def _has_images(request: Generate) -> bool:

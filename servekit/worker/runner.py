@@ -15,7 +15,14 @@ from typing import Any
 import structlog
 from msgspec.structs import replace
 
-from servekit.engines.api.base import Decoder, EmbedJob, Engine, Job, StepOutput
+from servekit.engines.api.base import (
+    Decoder,
+    EmbedJob,
+    Engine,
+    Job,
+    SpeechJob,
+    StepOutput,
+)
 from servekit.engines.api.text_engine import TextEngine, TextJob, TextOutput
 from servekit.errors import (
     EngineFailed,
@@ -43,6 +50,7 @@ from servekit.worker.output_state import (
     OutputState,
     ScoredTask,
     SilentTask,
+    SpeechTask,
     Stopwatch,
     TextTask,
     find_failure,
@@ -194,7 +202,7 @@ class Runner:
         Tokenisation is the base model's for every adapter.
         """
         name = request.adapter
-        if request.task in ("embed", "classify", "score"):
+        if request.task in ("embed", "classify", "score", "transcribe"):
             return Unsupported(f"the adapter {name!r} only generates text", param="model")
         if request.task == "generate" and name not in self.adapters:
             return ModelNotFound(f"the adapter {name!r} is not loaded any more", param="model")
@@ -273,6 +281,8 @@ class Runner:
                 self._submit_generation(peer, request, job_id, prepared)
             case "embed" | "classify" | "score":
                 self._submit_inputs(peer, request, job_id, prepared)
+            case "transcribe":
+                self._submit_recording(peer, request, job_id, prepared)
             case _:
                 self._answer_directly(peer, request, prepared)
 
@@ -348,6 +358,15 @@ class Runner:
         raw = request.pooling is not None and request.pooling.raw
         job = EmbedJob(job_id, prepared.inputs, prepared.types, raw)
         (self.engine.embed if request.task == "embed" else self.engine.classify)(job)
+
+    def _submit_recording(
+        self, peer: GatewayConnection, request: Generate, job_id: int, prepared: Prepared
+    ) -> None:
+        assert request.speech is not None
+        self._tasks[job_id] = SpeechTask(peer, request)
+        self._stopwatch.note(job_id)
+        job = SpeechJob(job_id, prepared.recording, request.params, request.speech)
+        self.engine.transcribe(job)
 
     def _answer_directly(
         self, peer: GatewayConnection, request: Generate, prepared: Prepared
@@ -490,8 +509,9 @@ class Runner:
             self._end_request(output.id, task)
             if output.finish is None:
                 self._cancel_job(output.id, task)  # ended by a stop string, not by the engine
-        if delta.text or delta.token_ids or delta.finish or delta.prompt or delta.http:
-            if task.begins is not None and delta.token_ids and delta.finish is None:
+        begun = delta.token_ids or delta.speech
+        if delta.text or begun or delta.finish or delta.prompt or delta.http:
+            if task.begins is not None and begun and delta.finish is None:
                 delta = replace(delta, continuation=task.continuation(self.generation))
             task.peer.add_delta(delta)
 

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import struct
 import sys
 import threading
 import time
@@ -52,6 +53,7 @@ from servekit.protocol.messages import (
     Progress,
     Ready,
     SamplingParams,
+    SpeechParams,
     Stop,
     ToWorker,
     WorkerSpec,
@@ -75,6 +77,8 @@ EXIT_ENGINE_DIED = os.EX_SOFTWARE
 REPORT_EVERY_S = 0.1
 #: A worker that has completed nothing for this long sends itself a request.
 PROBE_EVERY_S = 15.0
+#: The same for a speech model, whose encoder reads 30 s of silence for each.
+PROBE_SPEECH_EVERY_S = 300.0
 #: This many tokens count as a completed request in the restart policy: a few decode steps have
 #: succeeded, and a client has their output.
 TOKENS_OF_USE = 8
@@ -278,15 +282,16 @@ class Worker:
         await warm_up(self._channel.dial, info)
 
     async def _probe_when_idle(self, info: ModelInfo) -> None:
-        """Send a probe request whenever no other request has completed for PROBE_EVERY_S.
+        """Send a probe request whenever no other request has completed for a while.
 
         The probe keeps the health status true: an engine that would hang on the next request hangs
         on the probe, and its growing progress age makes the supervisor replace the worker before a
         client is affected.
         """
+        every_s = PROBE_SPEECH_EVERY_S if "transcribe" in info.serves else PROBE_EVERY_S
         while True:
             before, runner = self._finished, self._runner
-            await asyncio.sleep(PROBE_EVERY_S)
+            await asyncio.sleep(every_s)
             if self._finished != before or (runner is not None and (runner.busy or runner.asleep)):
                 continue
             try:
@@ -415,8 +420,18 @@ async def warm_up(
         connection.close()
 
 
+#: A tenth of a second, as WAV: one channel of 16 bits at 16 kHz.
+_SILENCE = struct.pack(
+    "<4sI8sIHHIIHH4sI3200x", b"RIFF", 3236,
+    b"WAVEfmt ", 16, 1, 1, 16_000, 32_000, 2, 16, b"data", 3200,
+)  # fmt: skip
+
+
 def _probe_request(info: ModelInfo) -> Generate:
-    """Return a request for two tokens, to pool a text, or for the health page of a server."""
+    """Return a request for two tokens, to pool a text, or for the health page of a server.
+
+    A speech model hears silence, and writes two tokens.
+    """
     if "generate" in info.serves and info.dialect.tools == FRAMED and info.chat:
         # not every server has plain completions
         messages = [ChatMessage("user", "Hello")]
@@ -427,4 +442,7 @@ def _probe_request(info: ModelInfo) -> Generate:
         return Generate(1, SamplingParams(), task="embed", inputs=["Hello"])
     if "classify" in info.serves:
         return Generate(1, SamplingParams(), task="classify", inputs=["Hello"])
+    if "transcribe" in info.serves:
+        params, speech = SamplingParams(max_tokens=2), SpeechParams(len(_SILENCE))
+        return Generate(1, params, task="transcribe", body=_SILENCE, speech=speech)
     return Generate(1, SamplingParams(), task="forward", http=HttpRequest(path=""))

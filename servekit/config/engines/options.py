@@ -29,7 +29,7 @@ class TransformersOptions(Section):
     """KV cache size, over all GPUs of a replica; by default from the memory that is available,
     cgroup limit included."""
     slots: Annotated[int | None, Field(ge=1, le=4096)] = None
-    """Requests the engine runs at once; by default 32 on a CPU, 256 on a GPU."""
+    """Requests the engine runs at once; by default 32 on a CPU, 256 on a GPU, of recordings 8."""
     threads: Annotated[int | None, Field(ge=1)] = None
     """torch threads on a CPU; by default the cores divided among the CPU workers."""
     packed_weights: bool | None = None
@@ -52,6 +52,9 @@ class TransformersOptions(Section):
     found."""
     max_lora_rank: Annotated[int, Field(ge=1, le=4096)] = 256
     """Highest rank of a LoRA adapter; a higher rank is refused."""
+    max_audio_s: Annotated[float, Field(gt=0, le=86_400)] = 1800.0
+    """Longest recording that a Whisper model transcribes; a longer one is refused. The worker takes
+    some 35 MB of memory for each minute of a recording while it reads it, one at a time."""
 
 
 class EchoOptions(Section):
@@ -407,7 +410,7 @@ _OURS = {
         parallel=("tensor", "device_map"),
         sleeps=True,
         neutral=frozenset({"max_batch_tokens", "kv_cache_bytes", "slots", "threads"})
-        | {"max_lora_rank"},
+        | {"max_lora_rank", "max_audio_s"},
     ),
     "vllm": EngineKind(
         VllmOptions,

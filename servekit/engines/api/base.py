@@ -33,7 +33,9 @@ from servekit.protocol.messages import (
     Progress,
     PromptToken,
     SamplingParams,
+    SpeechParams,
     TokenLogprob,
+    Transcript,
     WorkerSpec,
 )
 
@@ -75,6 +77,19 @@ class EmbedJob:
     raw: bool = False  # return the scores of a classifier without its activation function
 
 
+@dataclass(slots=True)
+class SpeechJob:
+    """A recording to transcribe, as `Engine.read_recording` has made it.
+
+    `params.temperature` and `params.seed` are heeded, and `params.max_tokens` limits each window.
+    """
+
+    id: int
+    recording: object = field(repr=False)
+    params: SamplingParams
+    speech: SpeechParams
+
+
 class StepOutput(msgspec.Struct, gc=False):
     """The output of one step for one job.
 
@@ -97,6 +112,16 @@ class StepOutput(msgspec.Struct, gc=False):
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; any output may set it
     prompt: list[PromptToken] | None = None  # whole prompt, with the first output, if requested
     stop_token: int = -1  # the token of `params.stop_token_ids` that ended the job, if any
+
+
+class SpeechOutput(StepOutput):
+    """The output of one step for a SpeechJob: what was heard in the recording's next window.
+
+    Its `token_ids` are only counted.
+    """
+
+    speech: Transcript | None = None
+    prompt_tokens: int = 0
 
 
 Emit = Callable[[Sequence[StepOutput]], None]
@@ -266,6 +291,18 @@ class Engine(ABC):
     def classify(self, job: EmbedJob) -> None:
         """Queue texts to classify, or pairs of texts to score; raises as `submit` does."""
         raise Unsupported("this engine does not classify", param="model")
+
+    def read_recording(self, file: bytes, speech: SpeechParams) -> object:
+        """Decode a recording for `SpeechJob.recording`, and check what is asked about it.
+
+        Called from any thread, if `ModelInfo.serves` has "transcribe"; may take seconds. Raises
+        RequestError for a file that cannot be read as audio.
+        """
+        raise Unsupported("this engine does not transcribe", param="model")
+
+    def transcribe(self, job: SpeechJob) -> None:
+        """Queue a recording to transcribe; raises as `submit` does."""
+        raise Unsupported("this engine does not transcribe", param="model")
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
         """Load and verify an adapter while jobs run; later jobs may name it.

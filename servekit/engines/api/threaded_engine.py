@@ -25,6 +25,7 @@ from servekit.engines.api.base import (
     Engine,
     Job,
     Load,
+    SpeechJob,
     StepOutput,
 )
 from servekit.errors import EngineFailed, RequestError
@@ -42,7 +43,7 @@ class Request(Protocol):
     cancelled: bool
 
     @property
-    def job(self) -> Job | EmbedJob: ...
+    def job(self) -> Job | EmbedJob | SpeechJob: ...
     @property
     def ended(self) -> StepOutput | None: ...
 
@@ -167,8 +168,12 @@ class LoopedEngine(Engine):
         if self._fails:
             raise RuntimeError(TOLD_TO_FAIL)
         outputs = self._runner.step()
-        self._progress_at = time.monotonic()
+        self._note_progress()
         self._emit_outputs(outputs)
+
+    def _note_progress(self) -> None:
+        """Show that the engine is alive; called also within steps that take long."""
+        self._progress_at = time.monotonic()
 
     def _emit_outputs(self, outputs: Sequence[tuple[Request, StepOutput]]) -> None:
         """Emit the outputs of one step, without those of jobs cancelled meanwhile.

@@ -1,11 +1,11 @@
-"""The transformers engine: causal language models, embedding models, classifiers and rerankers.
+"""The transformers engine: language models, embedding models, classifiers, and Whisper models.
 
 Requests share batches in `batching.continuous.ContinuousRunner` if the model allows it; otherwise
 they run one at a time in `sequential.StaticRunner`, and so do requests with images, in
 `vision.image_runner`. A folder with a pooling configuration is an
 embedding model, which `embedding.EmbeddingRunner` runs; a sequence classifier is run by
-`classification.ClassificationRunner`. The loop is always that of
-`engines.api.threaded_engine.LoopedEngine`.
+`classification.ClassificationRunner`, a Whisper model by `speech.transcription`. The loop is always
+that of `engines.api.threaded_engine.LoopedEngine`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from msgspec import structs
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from servekit.engines.api.base import EmbedJob, ImagePrompt, Job, Report
+from servekit.engines.api.base import EmbedJob, ImagePrompt, Job, Report, SpeechJob
 from servekit.engines.api.job_state import EmbedRow, ends_of
 from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.load_phases import phase
@@ -36,6 +36,7 @@ from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner import CausalRunner, Runner
 from servekit.engines.transformers.runner_factory import eos_ids, sampling_defaults
 from servekit.engines.transformers.sleep.sleep_state import SleepState
+from servekit.engines.transformers.speech.transcription import SpeechRow, TranscriptionRunner
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
 from servekit.engines.transformers.vision.processor import warn_text_only
@@ -54,6 +55,7 @@ from servekit.protocol.messages import (
     Grammar,
     ModelInfo,
     SamplingParams,
+    SpeechParams,
     WorkerSpec,
 )
 
@@ -65,6 +67,8 @@ SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
     *("stop_token_ids", "bad_words"),
 )
+#: Runners of models that answer no text with text.
+_OTHERS = (embedding.PoolingRunner, TranscriptionRunner)
 #: How often a thread that waits for the engine's thread checks that the engine is still running.
 _LOOK_S = 0.2
 NO_TEXT = "This model does not generate text."
@@ -103,7 +107,7 @@ class TransformersEngine(LoopedEngine):
         self._limits = Limits(self.vocab_size, context, self._head_size, fills)
         store = loading.make_weight_store(loaded, self.spec, self._other_tensors)
         self._sleep_state = SleepState(loaded.runner, store, loaded.ranks)
-        if isinstance(loaded.runner, embedding.PoolingRunner):
+        if isinstance(loaded.runner, _OTHERS):
             return loaded.info
         return self._prepare_generation(loaded)
 
@@ -178,8 +182,20 @@ class TransformersEngine(LoopedEngine):
         check_inputs(job, self._limits)
         self._take(EmbedRow(self._key(job.id), job))
 
+    def read_recording(self, file: bytes, speech: SpeechParams) -> object:
+        return self._transcription_runner().reader.read(file, speech)
+
+    def transcribe(self, job: SpeechJob) -> None:
+        self._transcription_runner()
+        self._take(SpeechRow(job, self._note_progress))
+
+    def _transcription_runner(self) -> TranscriptionRunner:
+        if not isinstance(self._runner, TranscriptionRunner):
+            raise Unsupported("This model hears no speech.", param="model")
+        return self._runner
+
     def submit(self, job: Job) -> None:
-        if isinstance(self._runner, embedding.PoolingRunner):
+        if isinstance(self._runner, _OTHERS):
             raise Unsupported(NO_TEXT, param="model")
         if job.images is not None and job.adapter:
             raise Unsupported(IMAGES_AND_ADAPTER, param="messages")

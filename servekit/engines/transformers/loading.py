@@ -39,9 +39,11 @@ from servekit.engines.transformers.runner_factory import (
     vocab_size,
 )
 from servekit.engines.transformers.sleep import weight_offload
+from servekit.engines.transformers.speech import transcription
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.engines.transformers.tensor_parallel.controller import Ranks, threads_each
 from servekit.engines.transformers.vision.image_runner import add_images
+from servekit.errors import LoadError
 from servekit.protocol.messages import ModelInfo, WorkerSpec
 from servekit.units import format_bytes
 
@@ -81,6 +83,8 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
     with phase("files"):
         folder = Path(resolve_folder(spec.path, spec.revision, report))
     kind = kind_of(folder)
+    if kind == "transcribe" and plan.is_spread(spec):
+        raise LoadError(f"{spec.model} hears speech, and such a model runs on one GPU.")
     ranks = _start_ranks(folder, spec, kind)
     try:
         with phase("tokenizer"):
@@ -101,7 +105,8 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
         codec.start_proof()
         attention = str(model.config._attn_implementation)
         with weights.explain_errors(folder, spec):
-            packed = _pack_weights(model, spec, kind) if spec.device == "cpu" else ""
+            packs = spec.device == "cpu" and kind != "transcribe"
+            packed = _pack_weights(model, spec, kind) if packs else ""
             runner, info = _make_runner(folder, spec, model, codec, tokenizer, ranks, kind)
         info = structs.replace(info, detail=info.detail + packed)
     except BaseException:
@@ -147,7 +152,8 @@ def _with_all(
 def _load_model(folder: Path, spec: WorkerSpec, report: Report, kind: ModelKind) -> PreTrainedModel:
     attention = spec.options.get("attention")
     model = weights.load_model(folder, spec, attention, report, kind=kind)
-    if spec.gpus == 1 and spec.options.get("decode") != "eager":
+    fused = spec.gpus == 1 and spec.options.get("decode") != "eager"
+    if fused and kind != "transcribe":
         with phase("kernels"):
             fused_layers.fuse_layers(model)
     return model
@@ -178,6 +184,8 @@ def _make_runner(
 ) -> tuple[Runner, ModelInfo]:
     if kind == "classify":
         return classification.make_classification_runner(model, tokenizer, spec)
+    if kind == "transcribe":
+        return transcription.make_transcription_runner(folder, model, tokenizer, spec)
     if kind == "embed":
         how = pooling.read_pooling(folder, model.device)
         return embedding.make_embedding_runner(model, how, tokenizer, spec)

@@ -31,6 +31,7 @@ _AUTO: dict[ModelKind, Any] = {
     "generate": transformers.AutoModelForCausalLM,
     "embed": transformers.AutoModel,
     "classify": transformers.AutoModelForSequenceClassification,
+    "transcribe": transformers.AutoModelForSpeechSeq2Seq,
     "see": transformers.AutoModelForImageTextToText,
 }
 #: Share of each GPU's free memory for weights; caches and activations need the rest.

@@ -23,7 +23,7 @@ from servekit.engines.api.job_state import make_embedding_output
 from servekit.engines.api.job_validation import Limits, check_job
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.process_activity import report_activity
-from servekit.engines.model_files.model_kind import ModelKind, kind_of
+from servekit.engines.model_files.model_kind import ModelKind, kind_of, refuse_speech
 from servekit.engines.model_files.source import resolve_folder as resolve_source
 from servekit.engines.text.sampling_params import resolve_sampling
 from servekit.engines.text.structured_output import Constraint, Grammars, try_grammars
@@ -95,6 +95,7 @@ class VllmEngine(Engine):
     def load(self, report: Report) -> ModelInfo:
         with phase("files"):
             folder = Path(resolve_source(self.spec.path, self.spec.revision, report))
+        refuse_speech(folder, self.spec.model)
         with phase("tokenizer"):
             tokenizer = weights.load_tokenizer(folder, self.spec)
         self.codec: TokenizerCodec = TokenizerCodec(tokenizer)

@@ -38,8 +38,6 @@ from servekit.protocol.types import Task
 
 #: Well-known endpoints, for the OpenAPI document and as labels of metrics.
 KNOWN = {
-    "/v1/audio/transcriptions": "The text of a recording",
-    "/v1/audio/translations": "The text of a recording, in English",
     "/v1/audio/speech": "A text as speech",
     "/v1/images/generations": "Images of a text",
     "/v1/images/edits": "Edited images",
@@ -47,10 +45,11 @@ KNOWN = {
     "/v1/moderations": "Whether a text is harmful",
     "/pooling": "The hidden states of texts",
 }
-#: Endpoints of servekit that a model may list nevertheless, as servers have other formats for them.
+#: Endpoints of servekit that a model may list nevertheless, as servers have other formats for them,
+#: and models of their own.
 FORWARDED_FIRST = (
     *("/tokenize", "/detokenize", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
-    *("/v1/classify", "/classify"),
+    *("/v1/classify", "/classify", "/v1/audio/transcriptions", "/v1/audio/translations"),
 )
 #: Paths that mean the same to each server: without escapes, and without segments that lead up.
 _PLAIN = re.compile(r"(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+")

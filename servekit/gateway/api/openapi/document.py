@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from servekit.gateway.api import huixiangdou
 from servekit.gateway.api.admin import lora
 from servekit.gateway.api.anthropic import endpoints as anthropic
+from servekit.gateway.api.audio import endpoints as audio
 from servekit.gateway.api.health_types import Health, Live, Version
 from servekit.gateway.api.ollama import endpoints as ollama
 from servekit.gateway.api.ollama.response_types import (
@@ -34,6 +35,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *responses.OPERATIONS,
     *embeddings.OPERATIONS,
     *scoring.OPERATIONS,
+    *audio.OPERATIONS,
     *lora.OPERATIONS,
     *anthropic.OPERATIONS,
     *ollama.OPERATIONS,
@@ -187,7 +189,10 @@ def _describe_operation(operation: Operation, contents: Contents) -> Json:
         "tags": [operation.tag],
         "summary": operation.summary,
         "operationId": "post" + operation.path.replace("/", "_"),
-        "requestBody": {"required": True, "content": contents.describe(operation.request)},
+        "requestBody": {
+            "required": True,
+            "content": contents.describe(operation.request, operation.body),
+        },
         "responses": {"200": _describe_answer(operation, contents), **failures},
     }
 
@@ -195,6 +200,8 @@ def _describe_operation(operation: Operation, contents: Contents) -> Json:
 def _describe_answer(operation: Operation, contents: Contents) -> Json:
     content_type = "text/plain" if operation.plain else "application/json"
     content = contents.describe(operation.response, content_type)
+    if operation.texts:
+        content["text/plain"] = {"schema": {"type": "string"}}
     if not operation.pieces:
         return {"description": "The answer", "content": content}
     content[operation.stream] = {"schema": _describe_piece(operation, contents)}

@@ -11,6 +11,8 @@ from servekit.gateway.api.openai.response_types import OpenAIError
 
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
+JSON = "application/json"
+FORM = "multipart/form-data"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class Operation:
     tag: str = "OpenAI"
     stream: str = EVENTS  # the content type of the pieces
     error: type[Struct] = OpenAIError
+    body: str = JSON  # the content type of the request
+    texts: bool = False  # the answer may be plain text, too
 
     @property
     def plain(self) -> bool:

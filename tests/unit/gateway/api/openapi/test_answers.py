@@ -12,12 +12,14 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.gateway.api.openapi.document import OPERATIONS, READS, REMOVALS
-from servekit.gateway.api.openapi.operation import Operation
+from servekit.gateway.api.openapi.operation import FORM, Operation
 from servekit.gateway.app import Application
 from servekit.protocol.access import ResponseStorage
 from servekit.protocol.messages import AccessRules, Topology
+from tests.unit.gateway import conftest
 from tests.unit.gateway.api.openapi.reading import Reading, data_of, example_of
 from tests.unit.gateway.conftest import Service
+from tests.unit.gateway.hearing_engine import HearingEngine
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": [1, "ä"]}}\n</tool_call>'
 SAID = [{"role": "user", "content": f"<think>Hm.</think>Let me see. {CALL}¤"}]
@@ -78,12 +80,22 @@ RICH: dict[str, list[dict[str, Any]]] = {
     "/api/generate": [{"prompt": SAID[0]["content"], "options": {"stop": ["¤"]}, "think": True}],
     "/api/embed": [{"input": ["a", "b"], "dimensions": 3}],
     "/api/embeddings": [{"prompt": ""}],
+    "/v1/audio/transcriptions": [
+        {
+            "response_format": "verbose_json",
+            "timestamp_granularities[]": ["word", "segment"],
+            "language": "german",
+        }
+    ],
 }
 
 
 @pytest.fixture
-async def client(service: Service, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """Of a gateway whose model calls tools and thinks, and which stores responses."""
+async def client(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Of a gateway whose model calls tools, thinks and hears, and which stores responses."""
+    monkeypatch.setattr(conftest, "EchoEngine", HearingEngine)
     [worker] = await service.up(said={"tool_parser": "hermes", "reasoning_parser": "think"})
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
     rules = AccessRules(store_responses=ResponseStorage(2**20))
@@ -98,6 +110,15 @@ async def client(service: Service, tmp_path: Path) -> AsyncIterator[httpx.AsyncC
 
 async def reading(client: httpx.AsyncClient) -> Reading:
     return Reading((await client.get("/openapi.json")).json())
+
+
+async def post(
+    client: httpx.AsyncClient, operation: Operation, body: dict[str, Any]
+) -> httpx.Response:
+    if operation.body != FORM:
+        return await client.post(operation.path, json=body)
+    form = {name: value for name, value in body.items() if name != "file"}
+    return await client.post(operation.path, data=form, files={"file": ("a.wav", b"one two")})
 
 
 def bodies(operation: Operation) -> list[dict[str, Any]]:
@@ -116,7 +137,7 @@ async def test_a_whole_answer_is_as_described(
     reader = await reading(client)
     for body in bodies(operation):
         whole = body | ({"stream": False} if operation.pieces else {})
-        answer = await client.post(operation.path, json=whole)
+        answer = await post(client, operation, whole)
         assert answer.status_code == 200, answer.text
         if operation.path != "/stream":
             reader.check(operation.path, answer.json())
@@ -131,7 +152,9 @@ async def test_a_streamed_answer_is_as_described(
 ) -> None:
     reader = await reading(client)
     for body in bodies(operation):
-        answer = await client.post(operation.path, json=body | {"stream": True})
+        if body.get("response_format") == "verbose_json":
+            continue  # it is not streamed
+        answer = await post(client, operation, body | {"stream": True})
         assert answer.status_code == 200, answer.text
         kind = answer.headers["content-type"].partition(";")[0]
         pieces = [answer.text] if operation.path == "/stream" else data_of(answer.text)

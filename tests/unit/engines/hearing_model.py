@@ -1,0 +1,148 @@
+"""A random Whisper with windows of two seconds, and recordings for it."""
+
+from __future__ import annotations
+
+import io
+import json
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from tests.unit.engines.harness import byte_level_tokenizer
+
+RATE = 16_000
+WINDOW_S = 2
+LANGUAGES = ("en", "de", "fr")
+library: Any = transformers  # it tells no types of these
+
+
+def write_whisper(folder: Path, *, multilingual: bool = True, times: bool = True) -> Path:
+    """Write a random Whisper with two layers, its tokenizer, and its feature extractor."""
+    tokenizer = _make_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids
+    tokenizer.save_pretrained(folder)
+    library.WhisperFeatureExtractor(feature_size=16, chunk_length=WINDOW_S).save_pretrained(folder)
+    torch.manual_seed(11)
+    end = ids("<|endoftext|>")
+    config = library.WhisperConfig(
+        vocab_size=len(tokenizer),
+        num_mel_bins=16,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_source_positions=50 * WINDOW_S,
+        max_target_positions=96,
+        median_filter_width=3,
+        init_std=0.4,
+        decoder_start_token_id=ids("<|startoftranscript|>"),
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=end,
+        begin_suppress_tokens=None,
+    )
+    model = library.WhisperForConditionalGeneration(config)
+    stated: dict[str, Any] = {
+        "max_length": 24,
+        "suppress_tokens": _list_unwanted(tokenizer),
+        "eos_token_id": end,
+        "pad_token_id": end,
+        "bos_token_id": end,
+        "decoder_start_token_id": config.decoder_start_token_id,
+        "prev_sot_token_id": ids("<|startofprev|>"),
+        "max_initial_timestamp_index": 20,
+        "is_multilingual": multilingual,
+    }
+    if times:
+        stated |= {"no_timestamps_token_id": ids("<|notimestamps|>")}
+        stated |= {"alignment_heads": [[0, 1], [1, 2]]}
+    if multilingual:
+        stated["lang_to_id"] = {f"<|{code}|>": ids(f"<|{code}|>") for code in LANGUAGES}
+        stated["task_to_id"] = {name: ids(f"<|{name}|>") for name in ("translate", "transcribe")}
+    model.generation_config = library.GenerationConfig(**stated)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _list_unwanted(tokenizer: Any) -> list[int]:
+    """Return the special tokens but the end, and the tokens that are no readable text."""
+    ids = range(tokenizer.convert_tokens_to_ids("<|notimestamps|>") + 1)
+    end = tokenizer.eos_token_id
+    return [id for id in ids if id > end or (id < end and not _is_readable(tokenizer.decode(id)))]
+
+
+def _is_readable(text: str) -> bool:
+    return text.isascii() and text.isprintable()
+
+
+def _make_tokenizer() -> Any:
+    trained = byte_level_tokenizer().backend_tokenizer
+    texts = [token for token, id in sorted(trained.get_vocab().items(), key=lambda one: one[1])]
+    plain = [token for token in texts if not token.startswith("<|")]
+    merges = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
+    vocabulary = {token: id for id, token in enumerate([*plain, "<|endoftext|>"])}
+    tokenizer = library.WhisperTokenizer(vocab=vocabulary, merges=merges)
+    special = ["<|startoftranscript|>", *(f"<|{code}|>" for code in LANGUAGES)]
+    special += ["<|translate|>", "<|transcribe|>", "<|startoflm|>", "<|startofprev|>"]
+    special += ["<|nospeech|>", "<|notimestamps|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_tokens([f"<|{at * 0.02:.2f}|>" for at in range(50 * WINDOW_S + 1)])
+    return tokenizer
+
+
+def make_samples(seconds: float, seed: int = 0, rate: int = RATE) -> np.ndarray[Any, Any]:
+    """Return a sound whose tones change, float32 from -1 to 1."""
+    random = np.random.default_rng(seed)
+    times = np.arange(int(seconds * rate)) / rate
+    tones = random.uniform(100, 3000, int(seconds * 4) + 1)
+    sound = np.sin(2 * np.pi * tones[(times * 4).astype(int)] * times)
+    noise = random.normal(0, 0.1, len(times))
+    return np.asarray((0.5 * sound + noise).clip(-1, 1), np.float32)
+
+
+def write_wav(samples: np.ndarray[Any, Any], rate: int = RATE) -> bytes:
+    """Return samples, [samples] or [samples, channels], as a WAV file of 16 bits."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1 if samples.ndim == 1 else samples.shape[1])
+        writer.setsampwidth(2)
+        writer.setframerate(rate)
+        writer.writeframes((samples * 32767).astype("<i2").tobytes())
+    return file.getvalue()
+
+
+class PlainWhisper:
+    """The library alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model: Any = library.AutoModelForSpeechSeq2Seq.from_pretrained(
+            folder, dtype=torch.float32
+        )
+        self.model.eval()
+        self.tokenizer: Any = library.AutoTokenizer.from_pretrained(folder)
+        self.extractor: Any = library.AutoFeatureExtractor.from_pretrained(folder)
+
+    def hear(self, wav: bytes, **asked: Any) -> tuple[str, list[dict[str, Any]]]:
+        """Return the text of a WAV file of 16 bits and one channel, and its segments."""
+        with wave.open(io.BytesIO(wav)) as file:
+            frames = file.readframes(file.getnframes())
+        samples = np.frombuffer(frames, "<i2").astype(np.float32) / 32768
+        is_long = len(samples) > self.extractor.n_samples
+        made = self.extractor(
+            samples, sampling_rate=RATE, return_tensors="pt",
+            truncation=False, padding="longest" if is_long else "max_length",
+        )  # fmt: skip
+        if is_long:
+            asked.setdefault("return_timestamps", True)
+        if prompt := asked.pop("prompt", ""):
+            asked["prompt_ids"] = torch.tensor(self.tokenizer.get_prompt_ids(prompt))
+        told = self.model.generate(made["input_features"], return_segments=True, **asked)
+        [text] = self.tokenizer.batch_decode(told["sequences"], skip_special_tokens=True)
+        return text, told["segments"][0]

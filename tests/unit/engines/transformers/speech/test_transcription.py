@@ -1,0 +1,259 @@
+"""Whisper models: the library's own text and times, alone and in turns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servekit.engines.api.base import SpeechJob, SpeechOutput, StepOutput
+from servekit.engines.transformers.speech.transcription import SpeechRow, TranscriptionRunner
+from servekit.errors import LoadError, RequestError, Unsupported
+from servekit.protocol.messages import SamplingParams, SpeechParams, SpokenSegment
+from tests.polling import poll
+from tests.unit.engines.harness import Harness, make_spec
+from tests.unit.engines.hearing_model import (
+    PlainWhisper,
+    make_samples,
+    write_wav,
+    write_whisper,
+)
+
+SHORT, LONG = write_wav(make_samples(1.5)), write_wav(make_samples(6, 1))
+OTHER = write_wav(make_samples(3, 2))
+
+
+class Hearer(Harness):
+    """An engine that hears."""
+
+    def hear(self, file: bytes, params: SamplingParams | None = None, **asked: Any) -> int:
+        speech = SpeechParams(len(file), file[:8] + file[-8:], **asked)
+        self._last += 1
+        recording = self.engine.read_recording(file, speech)
+        job = SpeechJob(self._last, recording, params or SamplingParams(), speech)
+        self.engine.transcribe(job)
+        return self._last
+
+    def spoken(self, job_id: int) -> list[SpeechOutput]:
+        self.tokens(job_id)
+        found: list[Any] = self.outputs[job_id]
+        return found
+
+    def segments(self, job_id: int) -> list[SpokenSegment]:
+        heard = [output.speech for output in self.spoken(job_id)]
+        return [segment for one in heard if one is not None for segment in one.segments]
+
+    def text(self, job_id: int) -> str:
+        return "".join(segment.text for segment in self.segments(job_id))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_whisper(tmp_path_factory.mktemp("whisper"))
+
+
+@pytest.fixture(scope="module")
+def english(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_whisper(tmp_path_factory.mktemp("en"), multilingual=False, times=False)
+
+
+@pytest.fixture(scope="module")
+def hearer(folder: Path) -> Iterator[Hearer]:
+    hearer = Hearer(make_spec(folder))
+    yield hearer
+    hearer.engine.close()
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> PlainWhisper:
+    return PlainWhisper(folder)
+
+
+ASKED: list[tuple[bytes, dict[str, Any], dict[str, Any]]] = [
+    (SHORT, {}, {}),
+    (LONG, {}, {}),
+    (SHORT, {"timestamps": "segment"}, {"return_timestamps": True}),
+    (LONG, {"language": "German"}, {"language": "de"}),
+    (OTHER, {"translate": True, "language": "fr"}, {"task": "translate", "language": "fr"}),
+    (OTHER, {"prompt": "The lazy dog."}, {"prompt": "The lazy dog."}),
+]
+
+
+@pytest.mark.parametrize(("file", "asked", "library"), ASKED)
+def test_it_hears_as_the_library_does(
+    hearer: Hearer,
+    plain: PlainWhisper,
+    file: bytes,
+    asked: dict[str, Any],
+    library: dict[str, Any],
+) -> None:
+    due, segments = plain.hear(file, **{"task": "transcribe"} | library)
+    job = hearer.hear(file, **asked)
+    assert hearer.text(job) == due and due
+    times = [(float(one["start"]), float(one["end"])) for one in segments]
+    assert [(one.start_s, one.end_s) for one in hearer.segments(job)] == times
+
+
+def test_recordings_in_turns_are_heard_as_alone(hearer: Hearer) -> None:
+    alone = [hearer.text(hearer.hear(file, **asked)) for file, asked, _ in ASKED]
+    assert len(set(alone)) == len(alone)
+    before = len(hearer.batches)
+    jobs = [hearer.hear(file, **asked) for file, asked, _ in ASKED]
+    assert [hearer.text(job) for job in jobs] == alone
+    ends = [output.id for batch in hearer.batches[before:] for output in batch if output.finish]
+    assert ends.index(jobs[2]) < ends.index(jobs[1]), "a short one waits for a long one"
+
+
+def test_a_segment_comes_with_its_window(hearer: Hearer) -> None:
+    outputs = hearer.spoken(hearer.hear(LONG))
+    assert len(outputs) > 3 and [one.finish for one in outputs[-2:]] == [None, "stop"]
+    told = outputs[0].speech
+    assert told is not None
+    assert told.language in ("english", "german", "french") and told.duration_s == 6
+
+
+def test_words_have_times(hearer: Hearer, plain: PlainWhisper) -> None:
+    due, library = plain.hear(LONG, task="transcribe", return_token_timestamps=True)
+    job = hearer.hear(LONG, timestamps="word")
+    segments = hearer.segments(job)
+    words = [word for segment in segments for word in segment.words]
+    assert "".join(word.text for word in words) == hearer.text(job) == due
+    assert len(words) > len(segments) == len(library)
+    assert all(0 <= word.start_s <= word.end_s <= 6.1 for word in words)
+    # what follows is heard with the attention of before
+    assert hearer.text(hearer.hear(SHORT)) == plain.hear(SHORT, task="transcribe")[0]
+
+
+def test_scores_are_told_with_times(hearer: Hearer) -> None:
+    (segment, *_) = hearer.segments(hearer.hear(SHORT, timestamps="segment"))
+    assert segment.logprob is not None and -10 < segment.logprob < 0 < segment.compression
+    (segment, *_) = hearer.segments(hearer.hear(SHORT))
+    assert segment.logprob is None
+
+
+def test_a_seed_or_the_file_determines_samples(hearer: Hearer) -> None:
+    def hear(seed: int | None, file: bytes = LONG) -> str:
+        return hearer.text(hearer.hear(file, SamplingParams(temperature=1.0, seed=seed)))
+
+    first, other, own = hear(5), hear(6), hear(None)
+    assert len({first, other, own}) == 3
+    jobs = [hearer.hear(LONG, SamplingParams(temperature=1.0, seed=seed)) for seed in (5, 6, None)]
+    assert [hearer.text(job) for job in jobs] == [first, other, own], "in turns"
+
+
+def test_a_cancelled_recording_ends_within_its_window(hearer: Hearer) -> None:
+    job = hearer.hear(write_wav(make_samples(600)))
+    hearer.until(lambda: job in hearer.outputs, "it has begun")
+    hearer.engine.cancel(job)
+    poll("it has left", lambda: not hearer.engine.load_now().running)
+    assert not any(output.finish for output in hearer.outputs[job])
+    poll("its thread ends", lambda: "transcription" not in _threads())
+    assert hearer.text(hearer.hear(SHORT))
+
+
+def _threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+def test_what_cannot_be_heard_is_refused(hearer: Hearer) -> None:
+    refusals: list[tuple[dict[str, Any], str, str]] = [
+        ({"language": "klingon"}, "language", "does not know 'klingon'; it knows de, en, fr"),
+        ({"prompt": "a <|de|> b"}, "prompt", "disallowed special token"),
+    ]
+    for asked, param, words in refusals:
+        with pytest.raises(RequestError, match=words) as refused:
+            hearer.hear(SHORT, **asked)
+        assert refused.value.param == param
+    with pytest.raises(RequestError, match="cannot be read as audio"):
+        hearer.hear(b"RIFF....WAVE")
+
+
+def test_a_long_prompt_is_cut_at_its_beginning(hearer: Hearer) -> None:
+    job = hearer.hear(SHORT, prompt="The quick brown fox. " * 500)
+    assert hearer.spoken(job)[-1].prompt_tokens == 96 // 2 - 1
+
+
+def test_a_longer_recording_than_allowed_is_refused(folder: Path) -> None:
+    engine: Any = Hearer(make_spec(folder, options={"max_audio_s": 2})).engine
+    speech = SpeechParams(len(LONG))
+    with pytest.raises(RequestError, match="longer than 2 s; send it in parts"):
+        engine.read_recording(LONG, speech)
+    engine.close()
+
+
+def test_an_english_model_without_times(english: Path) -> None:
+    hearer, plain = Hearer(make_spec(english)), PlainWhisper(english)
+    for language in ("", "en", "English"):
+        assert hearer.text(hearer.hear(SHORT, language=language)) == plain.hear(SHORT)[0]
+    for file, asked, words in (
+        (SHORT, {"translate": True}, "hears English only, and does not translate"),
+        (SHORT, {"timestamps": "segment"}, "no timestamps; it transcribes up to 2 s"),
+        (SHORT, {"timestamps": "word"}, "no timestamps; it transcribes up to 2 s"),
+        (LONG, {}, "no timestamps; it transcribes up to 2 s"),
+        (SHORT, {"language": "de"}, "it knows en"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            hearer.hear(file, **asked)
+    hearer.engine.close()
+
+
+def test_other_models_hear_nothing_and_it_writes_nothing(hearer: Hearer) -> None:
+    assert hearer.info.serves == ("transcribe", "tokenize", "detokenize")
+    with pytest.raises(Unsupported, match="does not generate text"):
+        hearer.submit("Hello")
+
+
+def test_it_runs_on_one_gpu(folder: Path) -> None:
+    with pytest.raises(LoadError, match="such a model runs on one GPU"):
+        Hearer(make_spec(folder, gpus=2, parallel="tensor"))
+
+
+def test_a_model_that_goes_round_in_circles_is_stopped(hearer: Hearer) -> None:
+    runner = hearer.engine._runner
+    assert isinstance(runner, TranscriptionRunner)
+    model = runner._model
+    kept = type(model)._retrieve_segment
+
+    def read_nothing(**window: Any) -> Any:
+        return kept(**window)[0], 0
+
+    type(model)._retrieve_segment = staticmethod(read_nothing)
+    try:
+        job = hearer.hear(LONG)
+        hearer.until(lambda: _failed(hearer.outputs.get(job, [])) is not None, "it fails")
+    finally:
+        type(model)._retrieve_segment = staticmethod(kept)
+    failed = _failed(hearer.outputs[job])
+    assert failed is not None and failed.param == "file"
+    assert "does not come further than 0.00 s" in (failed.error or "")
+    assert hearer.text(hearer.hear(SHORT))
+
+
+def _failed(outputs: list[StepOutput]) -> StepOutput | None:
+    return next((one for one in outputs if one.error), None)
+
+
+def test_sleep_and_wake(folder: Path) -> None:
+    hearer = Hearer(make_spec(folder))
+    before = hearer.text(hearer.hear(LONG))
+    hearer.engine.sleep()
+    hearer.engine.wake()
+    assert hearer.text(hearer.hear(LONG)) == before
+    hearer.engine.close()
+
+
+def test_each_layer_and_each_token_show_progress(hearer: Hearer) -> None:
+    told: list[int] = []
+    speech, windows = SpeechParams(1, language="en"), 0
+    recording = hearer.engine.read_recording(LONG, speech)
+    job = SpeechJob(1, recording, SamplingParams(max_tokens=1), speech)
+    row, runner = SpeechRow(job, lambda: told.append(1)), hearer.engine._runner
+    assert runner.running == 0
+    runner.add(row)
+    while runner.running:
+        runner.step()
+        windows += 1
+    assert windows >= 3 and len(told) == windows * (2 + 1), "two layers, and a token"
