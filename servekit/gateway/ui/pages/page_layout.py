@@ -131,15 +131,22 @@ class Frame:
         gr.Timer(MODELS_EVERY_S).tick(tick, [seen, *models], [seen, *models], **NOW)
 
     async def caller(self, request: gr.Request) -> ApiKey | None:
-        """Return the visitor's key; None if none is needed, or if the key is no longer known."""
+        """Return the visitor's key, or the owner; None for all others.
+
+        Without keys that are all visitors but the owner.
+        """
         access = self.router.access
-        if not access.closed:
-            return None
         header = (request.headers.get("authorization") or "").encode("latin-1")
         try:
             return await access.holder([(b"authorization", header)])
         except RequestError:
             return None
+
+    def hint_at_link(self, words: str, instead: str) -> str:
+        """Return how to become an administrator by a link, after `words`; else only `instead`."""
+        if not self.router.access.rules.browser_link:
+            return instead
+        return f"{words} {self.say('operate.link')}".strip()
 
     # ---- a request
 

@@ -20,6 +20,9 @@ ENGLISH: dict[str, str] = {
     "login.lead": "This servekit asks for an API key. Its owner can give you one.",
     "login.key": "API key",
     "login.wrong": "This key is unknown. Check that you entered all of it, and try again.",
+    "login.link_over": "This link has been used or has expired. The command “servekit link” prints"
+    " a new one.",
+    "login.go_on": "Go on without it",
     "login.slow": "Too many wrong keys. Try again in {seconds} s.",
     # ---- the chat
     "chat.new": "New chat",
@@ -183,9 +186,13 @@ ENGLISH: dict[str, str] = {
     "operate.adapters": "Adapters",
     "operate.forbidden": "Not allowed (403); nothing was changed:",
     "operate.you_may": "You are signed in with the key {name}, which may administer.",
+    "operate.you_own": "You are signed in by a link of this machine, and may administer.",
     "operate.you_may_not": "Read-only. To make changes, sign in with a key that has admin: true.",
     "operate.no_keys": "Read-only. This service has no API keys, so nothing can be changed over the"
     " network: use the servekit command on its machine.",
+    "operate.link": "On the machine of this service, the command “servekit link” prints a link that"
+    " makes a browser an administrator.",
+    "operate.read_only": "Read-only.",
     "adapter.name": "Adapter",
     "adapter.path": "Path",
     "adapter.path_info": "a folder on the server, or a hub id; for adding",

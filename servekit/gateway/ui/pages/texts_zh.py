@@ -20,6 +20,8 @@ CHINESE: dict[str, str] = {
     "login.lead": "访问此 servekit 需要 API 密钥，可向其管理者索取。",
     "login.key": "API 密钥",
     "login.wrong": "此密钥无效。请检查是否完整，然后重试。",
+    "login.link_over": "此链接已被使用或已过期。命令“servekit link”会给出新链接。",
+    "login.go_on": "不使用链接，继续",
     "login.slow": "错误的密钥过多，请在 {seconds} 秒后重试。",
     # ---- the chat
     "chat.new": "新对话",
@@ -181,6 +183,9 @@ CHINESE: dict[str, str] = {
     "operate.adapters": "适配器",
     "operate.forbidden": "没有权限 (403)，未做任何更改：",
     "operate.you_may": "你以密钥 {name} 登录，拥有管理权限。",
+    "operate.you_own": "你已通过本机的链接登录，拥有管理权限。",
+    "operate.link": "在本服务的主机上运行“servekit link”，会给出一个使浏览器获得管理权限的链接。",
+    "operate.read_only": "只读。",
     "operate.you_may_not": "只读。若要更改，请用带有 admin: true 的密钥登录。",
     "operate.no_keys": "只读。本服务没有设置密钥，因此不能通过网络更改："
     "请在服务器上使用 servekit 命令行。",
