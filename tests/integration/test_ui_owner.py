@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwright
 
 from tests.api_keys import new_key
-from tests.integration.instance import PROGRAM, Instance, echo
+from tests.integration.instance import PROGRAM, Instance, bearer, echo
 from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away
 from tests.integration.test_ui_keys import kill_gateway
 from tests.integration.test_ui_pages import serious, tier
@@ -32,7 +32,7 @@ FILES = [
     pytest.param({}, id="no-keys"),
     pytest.param(KEYS, id="keys", marks=pytest.mark.lane("pages")),
 ]
-PHONE = {"viewport": {"width": 390, "height": 844}}
+PHONE: dict[str, ViewportSize] = {"viewport": {"width": 390, "height": 844}}
 TOKEN = re.compile(r"token=([\w-]{32})$")
 
 
@@ -118,6 +118,53 @@ def test_a_link_lets_one_browser_operate_and_no_other(
         page.screenshot(path=tmp_path / "used.png")
         assert page.context.cookies() == []
     leaves_no_trace(instance, link)
+
+
+def test_the_owner_sees_the_last_requests_and_nobody_else_does(
+    instance: Instance, browser: Browser, tmp_path: Path
+) -> None:
+    url, link = away(lambda: instance.url), ask_for_link(instance)
+    long = "r-long" * 20
+    for model, id in (("steady", "r-fine"), ("none", "r-lost"), ("steady", long)):
+        body = {"model": model, "prompt": "a secret prompt", "max_tokens": 4}
+        named = bearer(GUEST) | {"x-request-id": id}
+        httpx.post(f"{url}/v1/completions", json=body, headers=named)
+    with visit(browser) as page:
+        page.goto(link.replace("/ui?", "/ui/requests?"))
+        table = page.locator("#sk-requests")
+        for id in ("r-fine", "r-lost", long):
+            expect(table).to_contain_text(id)
+        assert page.evaluate("document.documentElement.scrollWidth") == 1280
+        assert "secret" not in page.content()
+        assert GUEST not in page.content()  # without keys in the file, too
+        assert serious(page) == []
+        page.screenshot(path=tmp_path / "requests.png")
+        page.get_by_role("combobox", name="Status").click()
+        page.get_by_role("option", name="failed").click()
+        expect(table).not_to_contain_text("r-fine")
+        expect(table).to_contain_text("r-lost")
+        page.get_by_role("combobox", name="Model", exact=True).click()
+        page.get_by_role("option", name="steady").click()
+        expect(table).to_contain_text("No request fits")
+        page.get_by_role("combobox", name="Status").click()
+        page.get_by_role("option", name="200").click()
+        expect(table).to_contain_text("r-fine")
+        page.get_by_role("combobox", name="Total").click()
+        page.get_by_role("option", name="≥ 30 s").click()
+        expect(table).to_contain_text("No request fits")
+        page.set_viewport_size(PHONE["viewport"])
+        page.reload()
+        expect(table).to_contain_text("r-lost")
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        expect(table.locator("td", has_text="–").first).to_be_hidden()  # a row is a card there
+        page.screenshot(path=tmp_path / "phone.png")
+    with visit(browser) as page:
+        page.context.request.post(f"{url}/ui/login", form={"key": GUEST}, max_redirects=0)
+        page.goto(f"{url}/ui/requests")
+        words = "“servekit link” prints a link|a key that has admin: true"
+        expect(page.locator("#sk-requests")).to_contain_text(re.compile(words))
+        expect(page.locator("#sk-requests-model")).to_be_hidden()
+        assert "r-fine" not in page.content()
 
 
 def operates(page: Page, instance: Instance) -> None:

@@ -28,6 +28,7 @@ from servekit.gateway.ui.pages import (
     dashboard,
     embeddings,
     playground,
+    requests,
     structured,
 )
 from servekit.gateway.ui.pages.language import Say
@@ -54,6 +55,7 @@ OTHERS = {
     "embeddings": embeddings.build_page,
     "structured": structured.build_page,
     "dashboard": dashboard.build_page,
+    "requests": requests.build_page,
     "operate": admin_page.build_page,
 }
 Update = dict[Any, Any]

@@ -22,6 +22,7 @@ from servekit.gateway.ui.pages.language import NAMES, PAGES, Say, get_root
 from servekit.gateway.ui.status_html import error_note, list_choices, may_see, progress_note
 from servekit.gateway.ui.widgets.log_tail import Tail
 from servekit.gateway.ui.widgets.request_runner import RequestOptions, Runs, Shown
+from servekit.gateway.ui.widgets.request_table import RecentRequests
 from servekit.gateway.ui.widgets.status_poller import StatusPoller
 
 MODELS_EVERY_S = 5.0
@@ -56,6 +57,7 @@ class Frame:
     watch: StatusPoller
     runs: Runs
     tail: Tail
+    requests: RecentRequests
 
     # ---- the top of each page
 
@@ -147,6 +149,14 @@ class Frame:
         if not self.router.access.rules.browser_link:
             return instead
         return f"{words} {self.say('operate.link')}".strip()
+
+    def explain_admins(self, what: str) -> str:
+        """Return to others than administrators, as HTML, what it takes to see `what`."""
+        if self.router.access.closed:
+            words = self.say(f"{what}.admins")
+        else:
+            words = self.hint_at_link("", self.say(f"{what}.no_keys"))
+        return f'<p class="sk-quiet">{escape(words)}</p>'
 
     # ---- a request
 

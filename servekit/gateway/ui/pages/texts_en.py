@@ -13,6 +13,7 @@ ENGLISH: dict[str, str] = {
     "nav.embeddings": "Embeddings",
     "nav.structured": "Structured",
     "nav.dashboard": "Dashboard",
+    "nav.requests": "Requests",
     "nav.operate": "Operate",
     "nav.docs": "Docs",
     # ---- signing in
@@ -171,6 +172,29 @@ ENGLISH: dict[str, str] = {
     "died": "died and is being restarted",
     "gone": "was removed",
     "trouble": "cannot serve now",
+    # ---- requests
+    "requests.lead": "What clients asked for, how it ended and where the time went. No prompt and"
+    " no answer is here.",
+    "requests.title": "Last requests",
+    "requests.all": "all",
+    "requests.failed": "failed",
+    "requests.time": "Time (UTC)",
+    "requests.status": "Status",
+    "requests.model": "Model",
+    "requests.key": "Key",
+    "requests.endpoint": "Endpoint",
+    "requests.tokens": "Tokens in (cached) → out",
+    "requests.queue": "Queue",
+    "requests.first": "First token",
+    "requests.total": "Total",
+    "requests.id": "Request id",
+    "requests.count": "The last {shown} of {count} since {since} UTC.",
+    "requests.none": "No request yet. One appears when its answer has ended.",
+    "requests.none_fits": "No request fits.",
+    "requests.off": "The request log is turned off: logging.requests",
+    "requests.admins": "To see the requests, sign in with a key that has admin: true.",
+    "requests.no_keys": "This instance has no API keys, so its requests can be read on its own"
+    " machine only: servekit requests",
     # ---- operate
     "operate.lead": "Load and unload models and adapters, and see why a model is in its state.",
     "operate.models": "Models",
