@@ -9,6 +9,8 @@ run directory reads, with or without a running instance. No prompt and no answer
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +113,43 @@ def read_records(run_dir: Path) -> list[RequestRecord]:
             continue
         found += parse_lines(lines)
     return sorted(found, key=lambda record: record.at)
+
+
+def read_latest(run_dir: Path, most_bytes: int) -> list[RequestRecord]:
+    """Return the last records, the newest first.
+
+    `most_bytes` are read at most, of all gateways together.
+    """
+    written = (run_dir / FOLDER).glob("*.jsonl*")
+    files = {path.with_name(path.name.removesuffix(".1")) for path in written}
+    found: list[RequestRecord] = []
+    for path in files:
+        left = most_bytes // len(files)
+        for one in (path, path.with_name(f"{path.name}.1")):
+            data = _read_end(one, left)
+            left -= len(data)
+            found += parse_lines(data.splitlines())
+    return sorted(found, key=lambda record: record.at, reverse=True)
+
+
+def find_version(run_dir: Path) -> list[tuple[str, int]]:
+    """Return a value that changes with each file of the log."""
+    with contextlib.suppress(OSError):  # replaced at this moment, or absent
+        entries = [*os.scandir(run_dir / FOLDER)]
+        return sorted((entry.name, entry.stat().st_mtime_ns) for entry in entries)
+    return []
+
+
+def _read_end(path: Path, most_bytes: int) -> bytes:
+    """Return the whole lines among the last bytes of a file; none if it is not there."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - most_bytes))
+            data = file.read(most_bytes)
+    except OSError:  # replaced at this moment, or absent
+        return b""
+    return data if size <= most_bytes else data.partition(b"\n")[2]
 
 
 def parse_lines(lines: list[bytes]) -> Iterator[RequestRecord]:

@@ -21,6 +21,7 @@ from servekit.cli import (
     events,
     instance_lookup,
     keys,
+    link,
     logs,
     models,
     requests,
@@ -289,6 +290,7 @@ _register(
         "down": down,
         "reload": reload,
         "restart": models.restart,
+        "link": link.link,
     },
 )
 _register(

@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from rich.text import Text
 from servekit.cli.tables import progress_text, replica_note, state_text
 from servekit.config.engines.options import KINDS
 from servekit.log_events import OUTPUT
-from servekit.protocol.messages import ModelStatus, Progress, ReplicaStatus, Status
+from servekit.protocol.messages import Link, ModelStatus, Progress, Refused, ReplicaStatus, Status
 from servekit.sanitize import strip_controls
 
 log: Any = structlog.get_logger("servekit")
@@ -66,7 +66,12 @@ def watch(words: BannerFacts, *, quiet: bool, as_json: bool = False) -> Iterator
 
 
 class Display:
-    """The supervisor's observer, which shows its state."""
+    """The supervisor's observer, which shows its state.
+
+    `create_link` makes the one-time link that follows the banner; without it there is none.
+    """
+
+    create_link: Callable[[], Link | Refused] | None = None
 
     def __init__(
         self,
@@ -110,10 +115,16 @@ class Display:
                 return
             boxed = self._console.is_terminal
             self._console.print(banner(status, self._words, boxed=boxed), soft_wrap=not boxed)
+            if boxed and self.create_link is not None:  # the link must not get into a log
+                self._tell_link(self.create_link())
         elif self._picture is not None:
             self._picture.draw(status)
         else:
             self._tell_progress(status)
+
+    def _tell_link(self, link: Link | Refused) -> None:
+        if isinstance(link, Link):
+            self._console.print(format_link(link), soft_wrap=True)
 
     def _tell_progress(self, status: Status) -> None:
         for replica in _replicas(status):
@@ -230,6 +241,12 @@ def banner(status: Status, words: BannerFacts, *, boxed: bool) -> RenderableType
     if boxed:
         return Panel(lines, title=title, border_style="green", expand=False, padding=(0, 1))
     return Group(Text(f"{title} is up"), lines)
+
+
+def format_link(link: Link) -> str:
+    """Return the lines on a one-time link, below the banner: its box would break a long one."""
+    head = f"To administer in the browser, open this once, within {link.life_s / 60:.0f} minutes"
+    return f"{head} (`servekit link` prints another):\n{link.url}"
 
 
 def _addresses(url: str, *, ui: bool) -> Iterator[tuple[str, str]]:

@@ -157,6 +157,10 @@ class ServerConfig(Section):
     trusted_proxies: tuple[Network, ...] = ()
     """Addresses, or networks (10.0.0.0/8), of proxies whose X-Forwarded-For and X-Forwarded-Proto
     are believed. By default none: the peer of a connection is the client."""
+    browser_link: bool | None = None
+    """Whether `servekit link`, and `servekit up` on a terminal, print a one-time link: the browser
+    that opens it may administer on the pages. By default where servekit listens on loopback or has
+    `tls`; elsewhere others could read what the browser sends."""
     fetch_images: FetchImagesConfig | None = None
     """Fetch the images that requests name by their address. By default none is fetched."""
     store_responses: StoreResponsesConfig | None = None

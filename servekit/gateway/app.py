@@ -121,10 +121,10 @@ class Application:
         fast = {path.encode(): handler for path, handler in handlers.items()}
         self.gate = AuthMiddleware(router.access, fast, self.envelopes)
         self.exchanges = self.gate.exchanges
-        self.login = login.Login(router.access)
+        self.supervisor = Supervisor(operators, router.access)
+        self.login = login.Login(router.access, self.supervisor)
         self.ui: ASGIApp | None = None
         self.ui_state = "the UI is starting; reload in a moment" if ui else ""
-        self.supervisor = Supervisor(operators, router.access)
         self.hot |= Lora(self.supervisor, router.access, max_body_bytes).routes
         self.forwarding = Forwarding(router, max_body_bytes)
         for path in FORWARDED_FIRST:
@@ -170,7 +170,7 @@ class Application:
                 await hot(scope, receive, send)
             else:
                 await send_error(send, MethodNotAllowed(path, "POST"), self._envelope(path))
-        elif self.ui_state and path in login.PATHS:
+        elif self.ui_state and (path in login.PATHS or login.carries_link(scope)):
             await self.login(scope, receive, send)
         elif self.ui_state and (path == "/ui" or path.startswith("/ui/")):
             await self._ui(scope, receive, send)

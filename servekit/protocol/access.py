@@ -113,3 +113,4 @@ class AccessRules(Value, frozen=True):
     fetch_images: ImageFetching = ImageFetching()
     store_responses: ResponseStorage = ResponseStorage()
     log_requests: bool = True  # note each request for the request log
+    browser_link: bool = False  # a browser may be the owner's, by a one-time link

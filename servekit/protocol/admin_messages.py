@@ -2,9 +2,10 @@
 
 Imported by way of `servekit.protocol.messages`, which has the unions.
 
-operator → supervisor  GetStatus · Shutdown · GetWhy · Reload · Restart, and those of
+operator → supervisor  GetStatus · Shutdown · GetWhy · Reload · Restart · CreateLink, and those of
                        adapters and residency
-supervisor → operator  Status · Accepted · Refused · Why · Adapters
+gateway → supervisor   RedeemLink, as an operator
+supervisor → operator  Status · Accepted · Refused · Why · Adapters · Link
 """
 
 from __future__ import annotations
@@ -48,6 +49,23 @@ class Restart(Message, frozen=True):
 
     name: str  # a model, an alias, or a worker such as MODEL/0
     wait: bool = True
+
+
+class CreateLink(Message, frozen=True):
+    """Make a one-time link for the owner's browser. Answered by Link, or Refused."""
+
+
+class RedeemLink(Message, frozen=True):
+    """Use the token of a link up. Answered by Accepted if it was valid, else by Refused."""
+
+    token: str
+
+
+class Link(Message, frozen=True):
+    """The answer to CreateLink. The first browser that opens it administers the instance."""
+
+    url: str
+    life_s: float  # how long it may be opened
 
 
 class Why(Message, frozen=True):

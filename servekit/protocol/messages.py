@@ -18,7 +18,8 @@ facts. Fields are only ever added at the end with a default; `PROTOCOL` is raise
                            IsolationStarted · IsolationEnded
     operator → supervisor  GetStatus · Shutdown · GetWhy · Reload · Restart
                            AddAdapter · RemoveAdapter · GetAdapters · SetResidency · GetMetrics
-    supervisor → operator  Status · Accepted · Refused · Why · Adapters · Figures
+                           CreateLink · RedeemLink (of a gateway)
+    supervisor → operator  Status · Accepted · Refused · Why · Adapters · Figures · Link
 
 Modules beside this one hold the messages of adapters, residency, forwarding, operators
 (`admin_messages`), start-up (`startup_messages`) and metrics (`metrics_messages`);
@@ -37,8 +38,11 @@ from servekit.protocol import startup_messages as s
 from servekit.protocol.access import AccessRules, KeyBudgets, KeyRule, KeyUse
 from servekit.protocol.admin_messages import (
     Accepted,
+    CreateLink,
     GetStatus,
     GetWhy,
+    Link,
+    RedeemLink,
     Refused,
     Reload,
     Restart,
@@ -91,6 +95,7 @@ __all__ = [
     "Capability",
     "ChatMessage",
     "Continuation",
+    "CreateLink",
     "DeathReport",
     "Delta",
     "DeltaBatch",
@@ -119,6 +124,7 @@ __all__ = [
     "KeyUsage",
     "KeyUse",
     "Lent",
+    "Link",
     "Load",
     "Loading",
     "Message",
@@ -133,6 +139,7 @@ __all__ = [
     "PromptToken",
     "Quarantined",
     "Ready",
+    "RedeemLink",
     "Refused",
     "Reload",
     "ReplicaHistory",
@@ -465,5 +472,7 @@ ToSupervisor = (
     | _AboutAdapters
     | r.SetResidency
     | c.GetMetrics
+    | CreateLink
+    | RedeemLink
 )
-FromSupervisor = Status | Accepted | Refused | Why | a.Adapters | c.Figures
+FromSupervisor = Status | Accepted | Refused | Why | a.Adapters | c.Figures | Link

@@ -19,14 +19,16 @@ from servekit.supervisor.admin import systemd
 #: Salt of the digests of keys whose clear text we have; differs between instances.
 _SALT = secrets.token_bytes(32)
 #: Secret of the UI's sign-in sessions; kept here, because gateways are replaced.
-_SESSIONS = secrets.token_bytes(32)
+SESSIONS = secrets.token_bytes(32)
 
 _PUBLIC = (
     "others can reach {host}, and there are no keys: anyone could use all models."
     " Make one with `servekit key new`, listen on 127.0.0.1 behind a proxy, or use --insecure"
 )
-
-
+_OVERHEARD = (
+    "others can reach {host}, and without TLS they could read what the browser sends: set"
+    " `server.tls`, or `server.browser_link: true` if this is intended"
+)
 _NO_KEY = "the variable {} holds no key: a key is"
 
 
@@ -46,7 +48,7 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
     return AccessRules(
         keys=tuple(_rule(key, i, names, environ) for i, key in enumerate(config.keys)),
         salt=_SALT,
-        sessions=_SESSIONS,
+        sessions=SESSIONS,
         cors=server.cors,
         hosts=_hosts(config),
         log_prompts=config.logging.prompts,
@@ -64,6 +66,7 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
         max_queue_bytes=server.max_queue_bytes,
         write_timeout_s=server.write_timeout_s,
         trusted_proxies=server.trusted_proxies,
+        browser_link=not refuse_link(config),
     )
 
 
@@ -86,6 +89,17 @@ def refuse_public(config: Config) -> str:
     """Return why this configuration is not served without `--insecure`; "" if it is."""
     host = config.server.host
     return "" if config.keys or is_loopback(host) else _PUBLIC.format(host=host)
+
+
+def refuse_link(config: Config) -> str:
+    """Return why no browser may become the owner's by a link; "" if one may."""
+    server = config.server
+    if not server.ui:
+        return "there are no pages to open: the file says `ui: false`"
+    if server.browser_link is not None:
+        return "" if server.browser_link else "the file says `browser_link: false`"
+    private = server.tls is not None or is_loopback(server.host)
+    return "" if private else _OVERHEARD.format(host=server.host)
 
 
 def secret_variables(config: Config) -> frozenset[str]:

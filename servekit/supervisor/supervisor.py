@@ -23,6 +23,7 @@ from servekit.errors import StartError
 from servekit.protocol.messages import (
     Accepted,
     Drain,
+    Link,
     ModelStatus,
     Quarantined,
     Refused,
@@ -36,6 +37,7 @@ from servekit.ray.remote_gateways import remote_gateways
 from servekit.supervisor import access_rules
 from servekit.supervisor.admin import status as snapshot
 from servekit.supervisor.admin.adapter_service import AdapterService
+from servekit.supervisor.admin.browser_links import LINK_LIFE_S, BrowserLinks
 from servekit.supervisor.admin.control_socket import AdminApi
 from servekit.supervisor.admin.metrics import MetricsAggregator
 from servekit.supervisor.admin.resource_monitor import ResourceMonitor
@@ -140,6 +142,7 @@ class Supervisor:
         self._scaler = Scaler(self._deployments, self._gateways, self._swap_manager, rooms)
         self._usage = UsageLedger()
         self._budgets_at = 0.0  # when the budgets were looked at last
+        self._links = BrowserLinks(access_rules.SESSIONS)
         adapters = AdapterService(self._deployments, self._gateways)
         self._metrics = MetricsAggregator(
             self._gateways, self._deployments, self._quarantine, self.status, self._usage
@@ -291,6 +294,15 @@ class Supervisor:
 
     async def restart(self, name: str, wait: bool) -> Accepted | Refused:
         return await self._deployments.restart(name, wait=wait)
+
+    def create_link(self) -> Link | Refused:
+        if why := access_rules.refuse_link(self._deployments.plan.config):
+            return Refused(f"no link is given out: {why}")
+        return Link(f"{self.url}/ui?token={self._links.create()}", LINK_LIFE_S)
+
+    def redeem_link(self, token: str) -> Accepted | Refused:
+        valid = self._links.redeem(token)
+        return Accepted() if valid else Refused("this link was used, or has expired")
 
     # ---- the context of its managed processes
 

@@ -11,8 +11,11 @@ import httpx
 import pytest
 
 from servekit.request_log import RequestRecord, read_records
-from tests.integration.instance import Instance, echo, run, stream_completion
+from tests.integration.instance import Instance, bearer, echo, run, stream_completion
 from tests.polling import poll
+
+#: Clients of other services send the key that they have.
+KEY_OF_ELSEWHERE = "sk-proj-Ahgh3aiTeeQu2oo"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,8 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
 
 
 def ask(instance: Instance, id: str, body: dict[str, Any]) -> None:
-    httpx.post(f"{instance.url}/v1/completions", json=body, headers={"x-request-id": id})
+    headers = {"x-request-id": id, **bearer(KEY_OF_ELSEWHERE)}
+    httpx.post(f"{instance.url}/v1/completions", json=body, headers=headers)
 
 
 def leave(instance: Instance) -> None:
@@ -79,6 +83,13 @@ def test_each_request_has_its_line(instance: Instance) -> None:
 def test_filters(instance: Instance, args: list[str], ids: set[str]) -> None:
     done = run("requests", "--run-dir", str(instance.run_dir), "--json", *args)
     assert {json.loads(line)["id"] for line in done.stdout.splitlines()} == ids
+
+
+def test_a_key_that_nobody_asked_for_is_in_no_file(instance: Instance) -> None:
+    written = [path for path in instance.run_dir.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".jsonl" for path in written)
+    for path in (*written, instance.log_path):
+        assert KEY_OF_ELSEWHERE.encode() not in path.read_bytes()
 
 
 def test_people_get_columns_and_the_log_a_sentence(instance: Instance) -> None:

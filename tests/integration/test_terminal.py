@@ -17,9 +17,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.integration.instance import Instance, echo, write_config
+from tests.integration.instance import Instance, echo, run, write_config
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLOURS = re.compile(r"\x1b\[(?:[0-9]+;)*(?:3[0-7]|9[0-7]|38;[0-9;]+)(?:;[0-9]+)*m")
@@ -88,9 +89,13 @@ class Terminal:
 
 @contextlib.contextmanager
 def up(
-    folder: Path, models: list[dict[str, Any]], *args: str, env: Mapping[str, str] | None = None
+    folder: Path,
+    models: list[dict[str, Any]],
+    *args: str,
+    env: Mapping[str, str] | None = None,
+    server: Mapping[str, Any] | None = None,
 ) -> Iterator[Terminal]:
-    config = write_config(folder, models)
+    config = write_config(folder, models, server)
     terminal = Terminal(
         ["up", "-c", str(config), "--run-dir", str(folder / "run"), *args], env or {}
     )
@@ -117,6 +122,40 @@ def test_progress_then_one_banner_then_ctrl_c(tmp_path: Path) -> None:
         assert terminal.text.count("╭") == 1
         assert "Traceback" not in terminal.text
         assert terminal.raw.rindex("\x1b[?25h") > terminal.raw.rindex("\x1b[?25l"), "cursor is back"
+
+
+@pytest.mark.parametrize(
+    ("server", "args", "prints"),
+    [
+        ({}, (), True),
+        ({"browser_link": False}, (), False),
+        pytest.param({"host": "0.0.0.0"}, ("--insecure",), False, marks=pytest.mark.lane("long")),
+    ],
+)
+def test_a_link_for_the_browser_where_nobody_can_overhear_it(
+    tmp_path: Path, server: dict[str, Any], args: tuple[str, ...], prints: bool
+) -> None:
+    with up(tmp_path, [echo("a")], *args, server={"ui": True, **server}) as terminal:
+        terminal.until("╯")
+        if prints:
+            answer = httpx.get(terminal.until_line("/ui?token="))
+            assert (answer.status_code, answer.headers["location"]) == (303, "/ui/")
+            assert answer.headers["set-cookie"].startswith("servekit-session-")
+        terminal.type("\x03")
+        assert terminal.wait() == 0
+        assert ("token=" in terminal.text) is prints
+
+
+@pytest.mark.lane("long")
+def test_a_link_to_an_instance_in_the_background_is_not_in_its_log(tmp_path: Path) -> None:
+    with up(tmp_path, [echo("a")], "-d", server={"ui": True}) as terminal:
+        try:
+            assert terminal.wait() == 0
+            assert httpx.get(terminal.until_line("/ui?token=")).status_code == 303
+            assert "is up" in (tmp_path / "run.log").read_text()
+            assert "token=" not in (tmp_path / "run.log").read_text()
+        finally:
+            run("down", "--run-dir", str(tmp_path / "run"))
 
 
 @pytest.mark.lane("long")

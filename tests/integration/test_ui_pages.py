@@ -366,7 +366,7 @@ def test_the_admins_key_loads_a_model_and_adds_an_adapter(
     page.choose("Model", "moving · stopped")
     page["#sk-load"].click()
     expect(page["#sk-told"]).to_contain_text("moving is being loaded", timeout=WITHIN_MS)
-    poll("it is loaded", lambda: _tier(instance, "moving") == "resident", within_s=30)
+    poll("it is loaded", lambda: tier(instance, "moving") == "resident", within_s=30)
     page["#sk-adapter input, #sk-adapter textarea"].fill("loud")
     page["#sk-adapter-path input, #sk-adapter-path textarea"].fill(str(folder / "shout"))
     page["#sk-adapter-add"].click()
@@ -374,18 +374,18 @@ def test_the_admins_key_loads_a_model_and_adds_an_adapter(
     page["#sk-adapter-remove"].click()
     expect(page["#sk-adapter-told"]).to_contain_text("loud was removed", timeout=WITHIN_MS)
     page["#sk-sleep"].click()
-    poll("it sleeps", lambda: _tier(instance, "moving") == "asleep", within_s=30)
+    poll("it sleeps", lambda: tier(instance, "moving") == "asleep", within_s=30)
     page["#sk-wake"].click()
-    poll("it is awake", lambda: _tier(instance, "moving") == "resident", within_s=30)
+    poll("it is awake", lambda: tier(instance, "moving") == "resident", within_s=30)
     page["#sk-unload"].click()
-    poll("it is away", lambda: _tier(instance, "moving") == "stopped", within_s=30)
+    poll("it is away", lambda: tier(instance, "moving") == "stopped", within_s=30)
     page.choose("Model", "mortal")
     page["#sk-why"].click()
     expect(page["#sk-told"]).to_contain_text("mortal/0", timeout=WITHIN_MS)
     assert serious(page.page) == []
 
 
-def _tier(instance: Instance, name: str) -> str:
+def tier(instance: Instance, name: str) -> str:
     residence = away(lambda: instance.model(name)).residence
     return "" if residence is None else str(residence.tier)
 

@@ -1,15 +1,17 @@
 """`servekit up`: serve the models of a file, or models that are named, until told to stop."""
 
 # No string annotations: typer evaluates each several times, which slows down --help.
+import contextlib
 import os
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from servekit.cli.instance_lookup import RunDirectory
-from servekit.errors import ConfigError
+from servekit.errors import ConfigError, ServekitError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -150,7 +152,8 @@ def _set_flags(options: "Mapping[str, object]") -> list[str]:
 
 def _serve_in_background(plan: "Plan", path: Path, folder: Path | None, flags: list[str]) -> int:
     """Start an instance in the background; return 0 once it serves, 1 if a model has failed."""
-    from servekit.cli.startup_display import BannerFacts, banner
+    from servekit.cli.link import request_link
+    from servekit.cli.startup_display import BannerFacts, banner, format_link
     from servekit.cli.tables import print_tables
     from servekit.cli.up.background import Background
 
@@ -165,6 +168,9 @@ def _serve_in_background(plan: "Plan", path: Path, folder: Path | None, flags: l
     stop = _down_command(found.run_dir) if found is not None else "servekit down"
     facts = BannerFacts(plan.config.server.ui, stop, str(instance.log))
     print_tables(banner(status, facts, boxed=False))
+    if found is not None and sys.stdout.isatty():
+        with contextlib.suppress(ServekitError):  # the file wants none, or it cannot be safe
+            typer.echo(format_link(request_link(found.run_dir)))
     return int(any(one.state == "failed" for model in status.models for one in model.replicas))
 
 
@@ -239,7 +245,9 @@ def _run_supervisor(
 
     async def live() -> int:
         with watch(words, quiet=quiet, as_json=as_json) as display:
-            return await Supervisor(plan, resources, dict(os.environ), display).run()
+            supervisor = Supervisor(plan, resources, dict(os.environ), display)
+            display.create_link = supervisor.create_link
+            return await supervisor.run()
 
     return asyncio.run(live())
 

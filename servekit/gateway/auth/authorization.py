@@ -54,7 +54,7 @@ class Access:
             return
         now_s = time.monotonic()
         callers, self.callers = self.callers, {}
-        for rule in rules.keys:
+        for rule in (*rules.keys, sessions.OWNER):
             caller = callers.get(rule.name)
             if caller is None:
                 caller = ApiKey(rule, now_s)

@@ -83,7 +83,8 @@ class AuthMiddleware:
     def _on_change(self) -> None:
         rules = self._access.rules
         proxies = rules.trusted_proxies
-        self.open = not (self._access.closed or rules.cors or rules.hosts or proxies)
+        guarded = self._access.closed or rules.hosts or rules.browser_link
+        self.open = not (guarded or rules.cors or proxies)
         self._forwarded = ForwardedAddress(proxies) if proxies else None
         self._strangers = CsrfCheck(rules.hosts, rules.cors) if rules.hosts else None
         for path, handler in self._handlers.items():
@@ -169,6 +170,8 @@ class AuthMiddleware:
             if self._access.closed and path == READY:
                 with contextlib.suppress(RequestError):
                     ACTING.set(await self._caller(scope))
+            elif login.carries_link(scope):
+                pass  # `Login` answers it
             elif self._access.closed and not self._is_open(path):
                 caller = await self._caller(scope)
                 ACTING.set(caller)  # visible in this request's task only
@@ -177,6 +180,8 @@ class AuthMiddleware:
                     extra += caller.rate_limit_headers()
                     if refused is not None:
                         raise refused
+            elif not self._access.closed and _is_page(path) and login.find_session(scope):
+                login.refuse_strangers(scope)
         except RequestError as error:
             if (
                 isinstance(error, InvalidKey)

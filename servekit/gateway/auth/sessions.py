@@ -6,6 +6,9 @@ The key itself is not in the cookie. The HMAC's secret comes from the supervisor
 all gateways, so that each of them, also a restarted one, recognises a session. The HMAC covers the
 key's hash and digest, so that a session ends when its key is changed. Browsers send the cookie to
 /ui only.
+
+A one-time link (`protocol.browser_link`) gives the session of `OWNER`, with keys in the file and
+without, while the rules allow it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ COOKIE = "servekit-session"
 LIFE_S = 7 * 86400.0
 #: Scheme of the internal Authorization header that carries a session: `Session TOKEN`.
 SCHEME = b"Session "
+#: The rule of the browser that has opened a link. No key of a file can have its name.
+OWNER = KeyRule("@owner", admin=True, metrics=True)
 
 
 def issue(rule: KeyRule, rules: AccessRules, now_s: float) -> str:
@@ -33,7 +38,8 @@ def name_in(token: str, rules: AccessRules, now_s: float) -> str | None:
     """Return the name of a session's key; None if the token is invalid, expired, or without key."""
     until, _, rest = token.partition(".")
     proof, _, name = rest.partition(".")
-    rule = next((one for one in rules.keys if one.name == name), None)
+    known = (*rules.keys, OWNER) if rules.browser_link else rules.keys
+    rule = next((one for one in known if one.name == name), None)
     if rule is None or not rules.sessions or not (until.isascii() and until.isdigit()):
         return None
     expected = _proof(until, rule, rules.sessions)

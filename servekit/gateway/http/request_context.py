@@ -78,7 +78,8 @@ class RequestContext(EndObserver):
         route = call.route
         self.calls = (
             call.model[:_MOST_CHARS] if route is None else route.status.name,
-            call.key,
+            # without keys in the file `call.key` is what the client sent, perhaps a secret
+            "" if call.caller is None else call.caller.rule.name,
             outcome,
             call.prompt_tokens,
             call.cached_tokens,

@@ -22,6 +22,7 @@ from servekit.gateway.ui.pages.language import DEFAULT, NAMES, Say, get_preferre
 from servekit.gateway.ui.pages.sign_in import ICON
 from servekit.gateway.ui.widgets.log_tail import Tail
 from servekit.gateway.ui.widgets.request_runner import Runs
+from servekit.gateway.ui.widgets.request_table import RecentRequests
 from servekit.gateway.ui.widgets.status_poller import StatusPoller
 
 if TYPE_CHECKING:
@@ -69,13 +70,12 @@ def build_app(router: Router, supervisor: Supervisor, max_body_bytes: int) -> UI
     from servekit.gateway.ui.chat_page import build_pages
     from servekit.gateway.ui.pages.page_layout import Frame
 
-    watch, runs, tail = StatusPoller(router, supervisor), Runs(router), Tail(supervisor.run_dir)
+    watch, folder = StatusPoller(router, supervisor), supervisor.run_dir
+    shared = watch, Runs(router), Tail(folder), RecentRequests(folder)
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     made = []
     for language in sorted(NAMES, key=lambda one: one == DEFAULT):  # the longer path comes first
-        blocks = build_pages(
-            Frame(router, Say(language), supervisor, watch, runs, tail, max_body_bytes)
-        )
+        blocks = build_pages(Frame(router, Say(language), supervisor, *shared, max_body_bytes))
         _calm_gradio(blocks)
         _mount_pages(outer, blocks, get_root(language))
         made.append(blocks)

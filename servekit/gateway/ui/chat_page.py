@@ -33,6 +33,7 @@ from servekit.gateway.ui.pages import (
     dashboard,
     embeddings,
     playground,
+    requests,
     structured,
 )
 from servekit.gateway.ui.pages.language import Say
@@ -65,6 +66,7 @@ OTHERS = {
     "embeddings": embeddings.build_page,
     "structured": structured.build_page,
     "dashboard": dashboard.build_page,
+    "requests": requests.build_page,
     "operate": admin_page.build_page,
 }
 #: Add the files of images to what a question sends: those picked, and those of the conversation.

@@ -1,9 +1,9 @@
-"""Sign-in on the pages with an API key: /ui/login, /ui/logout, and the redirects to them.
+"""Sign-in on the pages: /ui/login, /ui/logout, the redirects to them, and one-time links.
 
 Any gateway answers these itself, before Gradio is loaded. A key is exchanged for a session cookie
 (`auth.sessions`), which is valid for the pages only, and which browsers do not send for other
 sites. Wrong keys slow their address down: API keys have 190 random bits, but a file may contain a
-weaker one.
+weaker one. A link that `servekit link` has printed is exchanged for the owner's session.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from servekit.errors import Forbidden, InvalidKey, RequestError, ServekitError
+from servekit.gateway.api.admin.endpoints import ANSWER_S, NotNow, Supervisor
 from servekit.gateway.auth import sessions
 from servekit.gateway.auth.authorization import Access
 from servekit.gateway.http.asgi import (
@@ -31,6 +32,8 @@ from servekit.gateway.http.asgi import (
 )
 from servekit.gateway.ui.pages import sign_in
 from servekit.gateway.ui.pages.language import COOKIE, NAMES, PAGES, Say, get_preferred, get_root
+from servekit.protocol.browser_link import is_genuine
+from servekit.protocol.messages import Accepted, KeyRule, RedeemLink
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -44,6 +47,8 @@ ADDRESSES = {
     for language in NAMES
     for name in PAGES
 }
+#: The parameter of a one-time link.
+LINK = "token"
 MAX_BODY_BYTES = 4096
 #: The answers are private, and the browser's Back must not show them.
 _PRIVATE = [
@@ -81,16 +86,19 @@ class Patience:
 
 
 class Login:
-    """The ASGI application behind `PATHS`: form, sign-in, sign-out and the session's owner."""
+    """The ASGI application behind `PATHS` and links: form, sign-in, sign-out, the session's key."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, supervisor: Supervisor) -> None:
         self._access = access
+        self._supervisor = supervisor
         self._patience = Patience()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
         try:
-            if path == SESSION:
+            if carries_link(scope):
+                await self._open_link(scope, send)
+            elif path == SESSION:
                 await self._send_key_name(scope, send)
             elif method == "POST":
                 refuse_strangers(scope)
@@ -111,7 +119,7 @@ class Login:
 
     async def _show(self, scope: Scope, send: Send) -> None:
         """Show the form, or redirect a visitor who needs none."""
-        query = parse_qs(scope["query_string"].decode("latin-1"))
+        query = _get_query(scope)
         page = _get_page(query)
         language = LOGIN.get(scope["path"], get_preferred(scope["headers"]))
         if (chosen := query.get("lang", [""])[0]) in NAMES:
@@ -146,7 +154,7 @@ class Login:
 
     async def _session_of(self, scope: Scope, key: str) -> str:
         """Return a session for the holder of a key. Raises Slow, InvalidKey and Busy."""
-        address = str((scope.get("client") or ("",))[0])
+        address = _get_client(scope)
         if wait_s := self._patience.wait_s(address, time.monotonic()):
             raise Slow("too many wrong keys", retry_after_s=wait_s)
         access = self._access
@@ -157,8 +165,42 @@ class Login:
             log.warning("sign_in_failed", address=address)
             raise
         self._patience.forgive(address)
-        log.info("sign_in_succeeded", key=caller.rule.name, address=address)
-        return sessions.issue(caller.rule, access.rules, time.time())
+        return self._issue_session(caller.rule, address)
+
+    def _issue_session(self, rule: KeyRule, address: str) -> str:
+        log.info("sign_in_succeeded", key=rule.name, address=address)
+        return sessions.issue(rule, self._access.rules, time.time())
+
+    async def _open_link(self, scope: Scope, send: Send) -> None:
+        """Exchange the token of a link for the owner's session, and show the page without it."""
+        language, page = ADDRESSES[scope["path"].rstrip("/")]
+        where = f"{get_root(language)}/{page}"
+        if self._name(scope) == sessions.OWNER.name:  # this browser has opened it before
+            return await _send_onward(scope, send, where)
+        say = Say(language if language != "en" else get_preferred(scope["headers"]))
+        try:
+            valid = await self._redeem(_get_query(scope)[LINK][0])
+        except ServekitError as error:
+            return await _send_page(
+                send, error.status, sign_in.render_notice(say, page, error.message), sign_in.POLICY
+            )
+        if not valid:
+            form = sign_in.render_form if self._access.closed else sign_in.render_notice
+            body = form(say, page, say("login.link_over"))
+            return await _send_page(send, Forbidden.status, body, sign_in.POLICY)
+        session = self._issue_session(sessions.OWNER, _get_client(scope))
+        return await _send_onward(scope, send, where, _make_cookie(scope, session))
+
+    async def _redeem(self, token: str) -> bool:
+        """Return whether the token was valid until now. Raises what `answer_to` raises."""
+        rules = self._access.rules
+        if not rules.browser_link or not is_genuine(token, rules.sessions):
+            return False
+        try:
+            await self._supervisor.answer_to(RedeemLink(token), Accepted, ANSWER_S)
+        except NotNow:
+            return False
+        return True
 
     async def _send_key_name(self, scope: Scope, send: Send) -> None:
         """Send the name of the signed-in key to the page's script; null for none."""
@@ -180,14 +222,26 @@ class Slow(RequestError):
 # ---- for the gate
 
 
-def find_session(scope: Scope) -> None:
-    """Copy the session cookie of a request to its authorization header, unless that has a key."""
+def carries_link(scope: Scope) -> bool:
+    """Return whether a request opens a one-time link, which `Login` answers."""
+    if scope["method"] != "GET" or scope["path"].rstrip("/") not in ADDRESSES:
+        return False
+    return LINK in _get_query(scope)
+
+
+def find_session(scope: Scope) -> bool:
+    """Copy the session cookie of a request to its authorization header, unless that has a key.
+
+    Returns whether it was copied.
+    """
     headers = scope["headers"]
     if any(name == b"authorization" for name, _ in headers):
-        return
-    if token := sessions.token_in(headers, _get_port(scope)):
+        return False
+    token = sessions.token_in(headers, _get_port(scope))
+    if token:
         session = sessions.SCHEME + token.encode("latin-1")
         scope["headers"] = [*headers, (b"authorization", session)]
+    return bool(token)
 
 
 async def redirect_to_login(scope: Scope, send: Send) -> bool:
@@ -196,11 +250,8 @@ async def redirect_to_login(scope: Scope, send: Send) -> bool:
     if scope["method"] != "GET" or b"text/html" not in headers.get(b"accept", b""):
         return False
     language, page = ADDRESSES.get(scope["path"].rstrip("/"), (get_preferred(scope["headers"]), ""))
-    if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
-        # a link on another site sends no cookie; repeat the request from this page
-        again = escape(f"{get_root(language)}/{page}")
-        page_again = f"<!doctype html><meta http-equiv=refresh content='0;url={again}'>"
-        await _send_page(send, 200, page_again.encode(), "default-src 'none'")
+    if _comes_from_elsewhere(scope):
+        await _send_onward(scope, send, f"{get_root(language)}/{page}")
     else:
         language = language if language != "en" else get_preferred(scope["headers"])
         await _send_redirect(send, _make_address(language, page))
@@ -245,6 +296,28 @@ def _get_port(scope: Scope) -> int:
 def _make_cookie(scope: Scope, token: str = "") -> tuple[bytes, bytes]:
     secure = scope.get("scheme") == "https"
     return b"set-cookie", sessions.cookie(_get_port(scope), token, secure=secure)
+
+
+def _get_client(scope: Scope) -> str:
+    return str((scope.get("client") or ("",))[0])
+
+
+def _get_query(scope: Scope) -> dict[str, list[str]]:
+    return parse_qs(scope["query_string"].decode("latin-1"))
+
+
+def _comes_from_elsewhere(scope: Scope) -> bool:
+    """Return whether a link on another site led here: the browser sends no cookie then."""
+    return dict(scope["headers"]).get(b"sec-fetch-site") in (b"cross-site", b"same-site")
+
+
+async def _send_onward(scope: Scope, send: Send, where: str, *headers: tuple[bytes, bytes]) -> None:
+    """Lead the browser to one of our pages, to which it sends its cookie."""
+    if not _comes_from_elsewhere(scope):
+        return await _send_redirect(send, where, *headers)
+    # the page itself asks for the next one, so that the request comes from here
+    body = f"<!doctype html><meta http-equiv=refresh content='0;url={escape(where)}'>".encode()
+    return await _send_page(send, 200, body, "default-src 'none'", [*headers])
 
 
 async def _send_redirect(send: Send, where: str, *headers: tuple[bytes, bytes]) -> None:

@@ -14,9 +14,11 @@ from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.protocol.adapters import AddAdapter, GetAdapters, RemoveAdapter
 from servekit.protocol.messages import (
     Accepted,
+    CreateLink,
     FromSupervisor,
     GetStatus,
     GetWhy,
+    RedeemLink,
     Refused,
     Reload,
     Restart,
@@ -129,11 +131,15 @@ class AdminApi:
                 return self._metrics.answer_metrics(message)
             case SetResidency():
                 return self._swap_manager.reside(message)
+            case CreateLink():
+                return self._supervisor.create_link()
+            case RedeemLink(token):
+                return self._supervisor.redeem_link(token)
 
     def answer_remote(self, asked: AdminRequest, send: Callable[[AdminResponse], None]) -> None:
         """Answer an operator's HTTP request that a gateway on another machine passes on."""
         question = asked.question
-        if isinstance(question, Shutdown):  # not offered over HTTP
+        if isinstance(question, Shutdown | CreateLink):  # not offered over HTTP
             send(AdminResponse(asked.id, Refused("a gateway may not request that")))
             return
         self._create_task(

@@ -25,9 +25,11 @@ from servekit.cli.tables import format_size, progress_text, replica_note, status
 from servekit.protocol.adapters import AdapterInfo, AdapterStatus
 from servekit.protocol.messages import (
     GatewayStatus,
+    Link,
     ModelInfo,
     ModelStatus,
     Progress,
+    Refused,
     ReplicaStatus,
     Status,
     WorkerState,
@@ -118,6 +120,31 @@ def test_the_banner_comes_once(display: Display) -> None:
     for state in states:
         display.on_change(status(replica("m/0", state)))
     assert printed(display).count("is up") == 1
+
+
+LINK = Link("http://127.0.0.1:8000/ui?token=" + "x" * 32, 600.0)
+
+
+@pytest.mark.parametrize(("terminal", "shows"), [(True, True), (False, False)])
+def test_the_link_is_for_terminals_as_other_output_may_be_a_log(
+    terminal: bool, shows: bool
+) -> None:
+    console = Console(width=60, file=io.StringIO(), force_terminal=terminal, highlight=False)
+    display = Display(console, None, WORDS, quiet=False)
+    display.create_link = lambda: LINK
+    for _ in range(2):
+        display.on_change(status(replica("m/0", "ready")))
+    assert printed(display).splitlines().count(LINK.url) == int(shows)  # whole, to be clicked on
+    assert ("token" in printed(display)) is shows
+
+
+def test_a_link_that_is_refused_is_not_talked_about() -> None:
+    console = Console(width=60, file=io.StringIO(), force_terminal=True)
+    display = Display(console, None, WORDS, quiet=False)
+    display.create_link = lambda: Refused("others can reach it")
+    display.on_change(status(replica("m/0", "ready")))
+    assert "servekit 1" in printed(display)
+    assert "administer" not in printed(display)
 
 
 def test_progress_is_told_by_phase_and_not_twice(display: Display) -> None:

@@ -16,6 +16,7 @@ from servekit.supervisor.access_rules import (
     check_handed,
     handed,
     public,
+    refuse_link,
     refuse_public,
     rules,
     secret_variables,
@@ -43,6 +44,27 @@ def test_prefixes_are_each_keys_own_unless_they_are_shared() -> None:
     assert rules(config(key), {}).prefixes_by_key
     assert not rules(config(key, prefix_cache="shared"), {}).prefixes_by_key
     assert not rules(config(), {}).prefixes_by_key, "whoever asks is nobody"
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        ({}, ""),
+        ({"host": "::1"}, ""),
+        ({"host": "0.0.0.0"}, "others can reach 0.0.0.0, and without TLS"),
+        ({"host": "0.0.0.0", "browser_link": True}, ""),
+        ({"host": "0.0.0.0", "tls": {"certificate": "/x", "key": "/y"}}, ""),
+        ({"browser_link": False}, "`browser_link: false`"),
+        ({"ui": False, "browser_link": True}, "there are no pages"),
+    ],
+)
+def test_a_link_is_for_browsers_that_nobody_overhears(server: dict[str, Any], said: str) -> None:
+    given = config(KeyConfig(name="alice", hash=HASH), **server)
+    why = refuse_link(given)
+    assert said in why
+    assert bool(said) is bool(why)
+    if "tls" not in server:  # whose files would be read
+        assert rules(given, {}).browser_link is not bool(said)
 
 
 def test_clear_keys_go_as_digests(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Loading and unloading of models and adapters with an admin key; and the history of workers.
 
-All visitors may look at the page. Each action checks the visitor's key at that moment, and then
-asks the supervisor, like the endpoints under /admin.
+All visitors may look at the page. Each action checks the visitor's key or session at that moment,
+and then asks the supervisor, like the endpoints under /admin.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from servekit.errors import Forbidden, RequestError, ServekitError
 from servekit.gateway.api.admin.endpoints import ANSWER_S, NothingSuch
 from servekit.gateway.api.admin.lora import CHANGE_S, AdapterRefused, require_right
 from servekit.gateway.auth.authorization import ACTING
+from servekit.gateway.auth.sessions import OWNER
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.pages.page_layout import NOW, QUIET, Frame, get_visit
 from servekit.gateway.ui.status_html import error_note, render_note
@@ -143,7 +144,9 @@ async def _run_action(
     """Run an action as the visitor, and return its outcome as HTML."""
     before = ACTING.set(None)
     try:
-        ACTING.set(await frame.router.access.charge_page_visitor(get_visit(request).authorization))
+        authorization = get_visit(request).authorization
+        caller = await frame.router.access.charge_page_visitor(authorization)
+        ACTING.set(caller or await frame.caller(request))  # the owner, without keys
         done = await do()
     except Forbidden as error:
         return error_note(f"{frame.say('operate.forbidden')} {error.message}")
@@ -157,10 +160,16 @@ async def _run_action(
 async def _note_rights(frame: Frame, request: gr.Request) -> str:
     """Return a note on whether this visitor may change anything, before he tries."""
     caller = await frame.caller(request)
+    say = frame.say
     if caller is not None and caller.rule.admin:
-        return render_note(frame.say("operate.you_may", name=caller.rule.name))
-    closed = frame.router.access.closed
-    words = frame.say("operate.you_may_not" if closed else "operate.no_keys")
+        by_link = caller.rule.name == OWNER.name
+        key = "operate.you_own" if by_link else "operate.you_may"
+        return render_note(say(key, name=caller.rule.name))
+    if frame.router.access.closed:
+        words = say("operate.you_may_not")
+        words = frame.hint_at_link(words, words)
+    else:
+        words = frame.hint_at_link(say("operate.read_only"), say("operate.no_keys"))
     return f'<p class="sk-hint">{escape(words)}</p>'
 
 

@@ -92,8 +92,7 @@ async def _list_lines(
 ) -> tuple[tuple[str, ...], str]:
     """Return the processes with logs, and the last lines; for other visitors only a sentence."""
     if caller is None or not caller.rule.admin:
-        words = frame.say("log.admins" if frame.router.access.closed else "log.no_keys")
-        return (), f'<p class="sk-quiet">{escape(words)}</p>'
+        return (), frame.explain_admins("log")
     names = tuple(await frame.tail.names())
     return names, log_tail.render_log(await frame.tail.lines(name), frame.say)
 

@@ -16,7 +16,10 @@ from servekit.gateway.ui.pages.texts_zh import CHINESE
 DEFAULT = "en"
 PATH = "/ui"
 #: The pages by address, in the order of the bar; the first is the chat.
-PAGES = ("", "compare", "playground", "embeddings", "structured", "dashboard", "operate")
+PAGES = (
+    *("", "compare", "playground", "embeddings", "structured"),
+    *("dashboard", "requests", "operate"),
+)
 TABLES: Mapping[str, Mapping[str, str]] = {"en": ENGLISH, "zh": CHINESE}
 #: The languages' own names.
 NAMES = {"en": "English", "zh": "中文"}

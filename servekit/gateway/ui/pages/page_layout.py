@@ -22,6 +22,7 @@ from servekit.gateway.ui.pages.language import NAMES, PAGES, Say, get_root
 from servekit.gateway.ui.status_html import error_note, list_choices, may_see, progress_note
 from servekit.gateway.ui.widgets.log_tail import Tail
 from servekit.gateway.ui.widgets.request_runner import RequestOptions, Runs, Shown
+from servekit.gateway.ui.widgets.request_table import RecentRequests
 from servekit.gateway.ui.widgets.status_poller import StatusPoller
 
 MODELS_EVERY_S = 5.0
@@ -56,6 +57,7 @@ class Frame:
     watch: StatusPoller
     runs: Runs
     tail: Tail
+    requests: RecentRequests
     max_body_bytes: int
 
     # ---- the top of each page
@@ -132,15 +134,30 @@ class Frame:
         gr.Timer(MODELS_EVERY_S).tick(tick, [seen, *models], [seen, *models], **NOW)
 
     async def caller(self, request: gr.Request) -> ApiKey | None:
-        """Return the visitor's key; None if none is needed, or if the key is no longer known."""
+        """Return the visitor's key, or the owner; None for all others.
+
+        Without keys that are all visitors but the owner.
+        """
         access = self.router.access
-        if not access.closed:
-            return None
         header = (request.headers.get("authorization") or "").encode("latin-1")
         try:
             return await access.holder([(b"authorization", header)])
         except RequestError:
             return None
+
+    def hint_at_link(self, words: str, instead: str) -> str:
+        """Return how to become an administrator by a link, after `words`; else only `instead`."""
+        if not self.router.access.rules.browser_link:
+            return instead
+        return f"{words} {self.say('operate.link')}".strip()
+
+    def explain_admins(self, what: str) -> str:
+        """Return to others than administrators, as HTML, what it takes to see `what`."""
+        if self.router.access.closed:
+            words = self.say(f"{what}.admins")
+        else:
+            words = self.hint_at_link("", self.say(f"{what}.no_keys"))
+        return f'<p class="sk-quiet">{escape(words)}</p>'
 
     # ---- a request
 

@@ -1,4 +1,4 @@
-"""The form for the API key: a page that needs neither Gradio nor any other file."""
+"""The form for the API key, and a notice: pages that need neither Gradio nor any other file."""
 
 from __future__ import annotations
 
@@ -34,27 +34,43 @@ POLICY = (
 
 
 def render_form(say: Say, page: str, problem: str = "") -> bytes:
-    """Return the page. `page` is the page to go on to; `problem` is shown above the form."""
+    """Return the form. `page` is the page to go on to; `problem` is shown above the form."""
     here = f"{get_root(say.language)}/login"
-    others = "".join(
-        f'<a lang="{other}" hreflang="{other}" '
-        f'href="{get_root(other)}/login?lang={other}&amp;to={page}">{name}</a>'
-        for other, name in NAMES.items()
-        if other != say.language
-    )
     alert = f'<p role="alert" id="problem">{escape(problem)}</p>' if problem else ""
     marks = ' aria-invalid="true" aria-describedby="problem hint"' if problem else ""
     title = escape(say("login.title"))
-    return (
-        f'<!doctype html><html lang="{say.language}"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title} · servekit</title>{ICON}<style>{STYLE}</style><script>{SCRIPT}</script>"
-        f"</head><body><header><b>servekit</b>{others}</header><main><h1>{title}</h1>"
+    return _render_page(
+        say,
+        page,
+        title,
         f'<p id="hint">{escape(say("login.lead"))}</p><form method="post" action="{here}">{alert}'
         f'<label for="key">{escape(say("login.key"))}</label>'
         '<input id="key" name="key" type="password" required autofocus maxlength="512" '
         'autocomplete="current-password" autocapitalize="none" spellcheck="false"'
         f"{marks or ' aria-describedby=hint'}>"
         f'<input type="hidden" name="to" value="{escape(page)}">'
-        f"<button>{title}</button></form></main></body></html>"
+        f"<button>{title}</button></form>",
+    )
+
+
+def render_notice(say: Say, page: str, problem: str) -> bytes:
+    """Return a page that says what is wrong with a link, and leads to the page without it."""
+    where = f'<a href="{get_root(say.language)}/{page}">{escape(say("login.go_on"))}</a>'
+    text = f'<p role="alert" id="problem">{escape(problem)}</p><p>{where}</p>'
+    return _render_page(say, page, escape(say("login.title")), text)
+
+
+def _render_page(say: Say, page: str, title: str, main: str) -> bytes:
+    others = "".join(
+        f'<a lang="{other}" hreflang="{other}" '
+        f'href="{get_root(other)}/login?lang={other}&amp;to={page}">{name}</a>'
+        for other, name in NAMES.items()
+        if other != say.language
+    )
+    return (
+        f'<!doctype html><html lang="{say.language}"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title} · servekit</title>{ICON}<style>{STYLE}</style><script>{SCRIPT}</script>"
+        f"</head><body><header><b>servekit</b>{others}</header><main><h1>{title}</h1>"
+        f"{main}</main></body></html>"
     ).encode()

@@ -13,6 +13,7 @@ ENGLISH: dict[str, str] = {
     "nav.embeddings": "Embeddings",
     "nav.structured": "Structured",
     "nav.dashboard": "Dashboard",
+    "nav.requests": "Requests",
     "nav.operate": "Operate",
     "nav.docs": "Docs",
     # ---- signing in
@@ -20,6 +21,9 @@ ENGLISH: dict[str, str] = {
     "login.lead": "This servekit asks for an API key. Its owner can give you one.",
     "login.key": "API key",
     "login.wrong": "This key is unknown. Check that you entered all of it, and try again.",
+    "login.link_over": "This link has been used or has expired. The command “servekit link” prints"
+    " a new one.",
+    "login.go_on": "Go on without it",
     "login.slow": "Too many wrong keys. Try again in {seconds} s.",
     # ---- the chat
     "chat.new": "New chat",
@@ -187,6 +191,29 @@ ENGLISH: dict[str, str] = {
     "died": "died and is being restarted",
     "gone": "was removed",
     "trouble": "cannot serve now",
+    # ---- requests
+    "requests.lead": "What clients asked for, how it ended and where the time went. No prompt and"
+    " no answer is here.",
+    "requests.title": "Last requests",
+    "requests.all": "all",
+    "requests.failed": "failed",
+    "requests.time": "Time (UTC)",
+    "requests.status": "Status",
+    "requests.model": "Model",
+    "requests.key": "Key",
+    "requests.endpoint": "Endpoint",
+    "requests.tokens": "Tokens in (cached) → out",
+    "requests.queue": "Queue",
+    "requests.first": "First token",
+    "requests.total": "Total",
+    "requests.id": "Request id",
+    "requests.count": "The last {shown} of {count} since {since} UTC.",
+    "requests.none": "No request yet. One appears when its answer has ended.",
+    "requests.none_fits": "No request fits.",
+    "requests.off": "The request log is turned off: logging.requests",
+    "requests.admins": "To see the requests, sign in with a key that has admin: true.",
+    "requests.no_keys": "This instance has no API keys, so its requests can be read on its own"
+    " machine only: servekit requests",
     # ---- operate
     "operate.lead": "Load and unload models and adapters, and see why a model is in its state.",
     "operate.models": "Models",
@@ -202,9 +229,13 @@ ENGLISH: dict[str, str] = {
     "operate.adapters": "Adapters",
     "operate.forbidden": "Not allowed (403); nothing was changed:",
     "operate.you_may": "You are signed in with the key {name}, which may administer.",
+    "operate.you_own": "You are signed in by a link of this machine, and may administer.",
     "operate.you_may_not": "Read-only. To make changes, sign in with a key that has admin: true.",
     "operate.no_keys": "Read-only. This service has no API keys, so nothing can be changed over the"
     " network: use the servekit command on its machine.",
+    "operate.link": "On the machine of this service, the command “servekit link” prints a link that"
+    " makes a browser an administrator.",
+    "operate.read_only": "Read-only.",
     "adapter.name": "Adapter",
     "adapter.path": "Path",
     "adapter.path_info": "a folder on the server, or a hub id; for adding",

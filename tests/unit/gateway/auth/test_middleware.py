@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import pytest
 
 from servekit.config.keys import fast_digest
 from servekit.errors import Forbidden, InvalidKey, RequestError
+from servekit.gateway.auth import sessions
 from servekit.gateway.auth.authorization import ACTING, Access
 from servekit.gateway.auth.middleware import AuthMiddleware
 from servekit.gateway.http.response import FastResponse
@@ -45,7 +47,7 @@ class Scene:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"x-own", b"1")]})
 
     async def ask(
-        self, path: str, headers: Any = (), method: str = "POST"
+        self, path: str, headers: Any = (), method: str = "POST", query: bytes = b""
     ) -> tuple[int, dict[bytes, bytes]]:
         """Ask by ASGI; return the status and the headers."""
 
@@ -58,7 +60,8 @@ class Scene:
             "method": method,
             "headers": list(headers),
         }
-        scope |= {"query_string": b"", "root_path": "", "scheme": "http", "client": None}
+        scope |= {"query_string": query, "root_path": "", "scheme": "http", "client": None}
+        self.asked = scope
         await self.middleware(cast(Any, scope), cast(Any, None), send, cast(Any, self.app))
         start = next(one for one in self.sent if one["type"] == "http.response.start")
         return start["status"], dict(start["headers"])
@@ -131,6 +134,53 @@ async def test_posts_are_charged_and_told_what_is_left(method: str, second: int)
     assert headers.get(told) == (b"0" if method == "POST" else None)
     scene.sent.clear()
     assert (await scene.ask("/v1/embeddings", OURS, method))[0] == second
+
+
+# ---------------------------------------------------------------- the owner's browser
+
+LINK = {"query": b"token=abc"}
+
+
+async def test_a_link_is_let_through_to_the_sign_in_and_nothing_else_is() -> None:
+    for path in ("/ui", "/ui/", "/ui/operate", "/ui/zh/dashboard"):
+        scene = Scene(KEY, browser_link=True)
+        assert (await scene.ask(path, (), "GET", **LINK))[0] == 200
+        assert scene.passed == [""]
+    for path, method, query in (
+        ("/ui/", "GET", b"tokens=1"),
+        ("/ui/", "POST", b"token=abc"),
+        ("/ui/", "HEAD", b"token=abc"),
+        ("/ui/gradio_api/queue/join", "GET", b"token=abc"),
+        ("/v1/models", "GET", b"token=abc"),
+    ):
+        scene = Scene(KEY, browser_link=True)
+        assert (await scene.ask(path, (), method, query=query))[0] == 401
+        assert scene.passed == []
+
+
+async def test_a_link_by_a_foreign_name_is_refused() -> None:
+    scene = Scene(hosts=("localhost",), browser_link=True)
+    assert (await scene.ask("/ui", [(b"host", b"evil.example")], "GET", **LINK))[0] == 403
+
+
+@pytest.mark.parametrize("keys", [(), (KEY,)])
+async def test_the_owners_cookie_is_for_the_pages_and_for_requests_of_its_own_site(
+    keys: tuple[KeyRule, ...],
+) -> None:
+    scene = Scene(*keys, browser_link=True, sessions=b"t" * 32)
+    assert not scene.middleware.open
+    token = sessions.issue(sessions.OWNER, scene.access.rules, time.time())
+    cookie = (b"cookie", b"servekit-session-0=" + token.encode())
+    page = "/ui/gradio_api/queue/join"
+    assert (await scene.ask(page, [cookie]))[0] == 200
+    assert scene.passed == ["@owner" if keys else ""]
+    assert dict(scene.asked["headers"])[b"authorization"] == b"Session " + token.encode()
+    for site in (b"cross-site", b"same-site"):  # another port of this host is the same site
+        scene.sent.clear()
+        assert (await scene.ask(page, [cookie, (b"sec-fetch-site", site)]))[0] == 403
+    scene.sent.clear()
+    await scene.ask("/v1/models", [cookie], "GET")
+    assert b"authorization" not in dict(scene.asked["headers"])
 
 
 # ---------------------------------------------------------------- the fast way

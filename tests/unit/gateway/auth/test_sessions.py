@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from servekit.config.keys import is_name
 from servekit.gateway.auth import sessions
 from servekit.protocol.messages import AccessRules, KeyRule
 
@@ -40,6 +41,20 @@ def test_other_rules_end_it(rules: AccessRules) -> None:
 def test_other_rights_do_not() -> None:
     rules = AccessRules(keys=(replace(ALICE, admin=True, models=("a",)),), sessions=b"s" * 32)
     assert sessions.name_in(sessions.issue(ALICE, RULES, NOW_S), rules, NOW_S) == ALICE.name
+
+
+def test_the_owners_session_holds_with_keys_and_without_while_the_rules_allow_it() -> None:
+    token = sessions.issue(sessions.OWNER, RULES, NOW_S)
+    assert sessions.name_in(token, RULES, NOW_S) is None
+    for rules in (replace(RULES, browser_link=True), replace(RULES, keys=(), browser_link=True)):
+        assert sessions.name_in(token, rules, NOW_S) == sessions.OWNER.name
+        assert sessions.name_in(token, rules, NOW_S + sessions.LIFE_S) is None
+        assert sessions.name_in(token, replace(rules, sessions=b"t" * 32), NOW_S) is None
+        assert sessions.name_in(token, replace(rules, sessions=b""), NOW_S) is None
+
+
+def test_no_key_of_a_file_has_the_owners_name() -> None:
+    assert not is_name(sessions.OWNER.name)
 
 
 def forged() -> list[str]:

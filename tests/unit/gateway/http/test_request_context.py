@@ -33,6 +33,18 @@ async def test_it_goes_to_the_worker(service: Service) -> None:
     await answer(call)
 
 
+async def test_a_key_that_nobody_asked_for_is_not_noted(service: Service) -> None:
+    """Clients of OpenAI's send the key that they have."""
+    await service.up()
+    origin = RequestContext({})
+    before = ORIGIN.set(origin)
+    call = service.router.open(ask(key="Bearer sk-of-elsewhere"))
+    ORIGIN.reset(before)
+    await answer(call)
+    assert origin.calls is not None
+    assert "sk-of-elsewhere" not in str(origin.calls)
+
+
 def test_lines_that_are_about_a_request_say_of_which() -> None:
     line = {"event": "x"}
     assert "request" not in logging_config._with_request(None, "info", dict(line))

@@ -6,13 +6,26 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from servekit.config.keys import fast_digest
 from servekit.errors import Forbidden
+from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.auth.authorization import Access
 from servekit.gateway.http.asgi import Receive, Scope, Send
 from servekit.gateway.ui import login
-from servekit.protocol.messages import AccessRules, KeyRule
+from servekit.protocol.browser_link import make_token
+from servekit.protocol.messages import (
+    Accepted,
+    AccessRules,
+    FromSupervisor,
+    KeyRule,
+    RedeemLink,
+    Refused,
+    ToSupervisor,
+)
+from servekit.supervisor.admin.browser_links import BrowserLinks
 
 KEY, SALT = "secret-of-alice", b"s" * 32
 RULE = KeyRule("alice", digest=fast_digest(KEY.encode(), SALT))
@@ -81,19 +94,31 @@ def test_a_session_is_put_where_keys_are() -> None:
     assert dict(scope["headers"])[b"authorization"] == b"Basic xyz"
 
 
-@pytest.fixture
-def client() -> httpx.AsyncClient:
+def make_client(rules: AccessRules, links: BrowserLinks | None = None) -> httpx.AsyncClient:
+    """Return a client of the sign-in; a supervisor that has made `links` stands behind it."""
     access = Access()
-    access.apply_rules(RULES)
-    answer = login.Login(access)
+    access.apply_rules(rules)
+
+    async def supervise(question: ToSupervisor, _: float) -> FromSupervisor:
+        assert isinstance(question, RedeemLink)
+        if links is None:
+            raise EOFError("the supervisor closed the connection")
+        return Accepted() if links.redeem(question.token) else Refused("used")
+
+    answer = login.Login(access, Supervisor(supervise, access))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in login.PATHS:
+        if scope["path"] in login.PATHS or login.carries_link(scope):
             await answer(scope, receive, send)
         else:
             assert await login.redirect_to_login(scope, send)
 
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://here")
+
+
+@pytest.fixture
+def client() -> httpx.AsyncClient:
+    return make_client(RULES)
 
 
 async def test_who_has_a_key_is_let_in_and_out(client: httpx.AsyncClient) -> None:
@@ -168,3 +193,63 @@ async def test_the_form_speaks_the_visitors_language(client: httpx.AsyncClient) 
     chosen = await client.get("/ui/zh/login?lang=en&to=compare")
     assert chosen.headers["location"] == "/ui/login?to=compare"
     assert chosen.headers["set-cookie"].startswith("servekit-lang=en")
+
+
+# ---- one-time links
+
+LINKED = replace(RULES, browser_link=True)
+
+
+@pytest.mark.parametrize("rules", [LINKED, replace(LINKED, keys=())])
+async def test_a_link_makes_one_browser_the_owner(rules: AccessRules) -> None:
+    links = BrowserLinks(rules.sessions)
+    client, token = make_client(rules, links), links.create()
+    with capture_logs() as said:
+        answer = await client.get(f"/ui/operate?token={token}")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/ui/operate")
+    assert token not in str(said) + str(answer.headers)
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly; SameSite=Strict" in cookie
+    owner = {"cookie": cookie.partition(";")[0]}
+    client.cookies.clear()
+    assert (await client.get("/ui/session", headers=owner)).json() == {"key": "@owner"}
+    again = await client.get(f"/ui?token={token}", headers=owner)  # this browser has it already
+    assert (again.status_code, again.headers["location"]) == (303, "/ui/")
+    stranger = await client.get(f"/ui?token={token}")
+    assert (stranger.status_code, "set-cookie" in stranger.headers) == (403, False)
+    assert "has been used or has expired" in stranger.text
+    assert ('type="password"' in stranger.text) is bool(rules.keys)
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_a_link_that_another_site_shows_asks_for_the_page_once_more(site: str) -> None:
+    """The browser would not send the new cookie with a redirect of that request."""
+    links = BrowserLinks(LINKED.sessions)
+    headers = {"sec-fetch-site": site}
+    answer = await make_client(LINKED, links).get(f"/ui?token={links.create()}", headers=headers)
+    assert answer.status_code == 200
+    assert "http-equiv=refresh content='0;url=/ui/'" in answer.text
+    assert "servekit-session" in answer.headers["set-cookie"]
+
+
+@pytest.mark.parametrize("token", ["x", "x" * 32, "é", "of another instance"])
+async def test_the_supervisor_is_not_asked_about_what_it_has_not_made(token: str) -> None:
+    """Nobody stands behind this client: a question would be answered by 503."""
+    token = make_token(b"u" * 32) if " " in token else token
+    answer = await make_client(LINKED).get("/ui/zh", params={"token": token, "to": "<x>"})
+    assert (answer.status_code, "set-cookie" in answer.headers) == (403, False)
+    assert "此链接已被使用或已过期" in answer.text
+    assert "<x>" not in answer.text
+
+
+async def test_a_link_without_a_supervisor_says_so() -> None:
+    answer = await make_client(LINKED).get(f"/ui?token={make_token(LINKED.sessions)}")
+    assert (answer.status_code, "set-cookie" in answer.headers) == (503, False)
+    assert "the supervisor closed the connection" in answer.text
+
+
+async def test_a_link_opens_nothing_where_the_rules_want_none() -> None:
+    links = BrowserLinks(RULES.sessions)
+    answer = await make_client(RULES, links).get(f"/ui?token={links.create()}")
+    assert (answer.status_code, "set-cookie" in answer.headers) == (403, False)

@@ -17,8 +17,11 @@ from servekit.protocol.adapters import (
 )
 from servekit.protocol.messages import (
     Accepted,
+    CreateLink,
     GetStatus,
     GetWhy,
+    Link,
+    RedeemLink,
     Refused,
     Reload,
     Shutdown,
@@ -52,6 +55,12 @@ class Answers:
     async def reload(self) -> Accepted | Refused:
         await asyncio.sleep(0)
         return Accepted("a added")
+
+    def create_link(self) -> Link | Refused:
+        return Link("u/ui?token=t", 600.0)
+
+    def redeem_link(self, token: str) -> Accepted | Refused:
+        return Accepted() if token == "t" else Refused("used")
 
 
 class AdapterAnswers:
@@ -111,6 +120,10 @@ async def test_operators_are_answered_and_heard(tmp_path: Path) -> None:
     assert supervisor.heard == [True, False]
     assert await query_supervisor(path, GetWhy("m")) == Why("m", "closed", ())
     assert await query_supervisor(path, Reload()) == Accepted("a added")
+    assert await query_supervisor(path, CreateLink()) == Link("u/ui?token=t", 600.0)
+    assert await query_supervisor(path, RedeemLink("t")) == Accepted()
+    with pytest.raises(ServekitError, match="used"):
+        await query_supervisor(path, RedeemLink("other"))
     with pytest.raises(ConfigError, match="no such model"):
         await query_supervisor(path, GetWhy("n"))
     operators.close()
@@ -120,10 +133,11 @@ async def test_a_gateway_may_pass_on_what_is_asked_over_http_and_no_more() -> No
     supervisor, told = Answers(), asyncio.Queue[AdminResponse]()
     operators = make_api(supervisor)
     questions: list[ToSupervisor] = [GetStatus(), GetWhy("m"), Reload(), Shutdown(True)]
+    questions += [CreateLink(), RedeemLink("t")]
     for id, question in enumerate(questions):
         operators.answer_remote(AdminRequest(id, question), told.put_nowait)
     answers = {}
-    for _ in range(4):
+    for _ in questions:
         answered = await asyncio.wait_for(told.get(), 60)
         answers[answered.id] = answered.answer
     assert answers == {
@@ -131,6 +145,8 @@ async def test_a_gateway_may_pass_on_what_is_asked_over_http_and_no_more() -> No
         1: Why("m", "closed", ()),
         2: Accepted("a added"),
         3: Refused("a gateway may not request that"),
+        4: Refused("a gateway may not request that"),
+        5: Accepted(),
     }
     assert not supervisor.heard
 
