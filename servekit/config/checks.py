@@ -48,10 +48,11 @@ def _names_of_models(root: Node) -> Iterator[tuple[Place, str]]:
         for j, alias in enumerate(_list_items(entries.get("aliases"))):
             if isinstance(alias.value, str):
                 yield ("models", i, "aliases", j), alias.value
-        for j, adapter in enumerate(_list_items(entries.get("adapters"))):
-            keys = adapter.value if isinstance(adapter.value, dict) else {}
-            if (name := keys.get("name")) and isinstance(name.value, str):
-                yield ("models", i, "adapters", j, "name"), name.value
+        for key in ("presets", "adapters"):
+            for j, one in enumerate(_list_items(entries.get(key))):
+                keys = one.value if isinstance(one.value, dict) else {}
+                if (name := keys.get("name")) and isinstance(name.value, str):
+                    yield ("models", i, key, j, "name"), name.value
 
 
 def check_paths(root: Node) -> Iterator[Problem]:

@@ -218,6 +218,22 @@ class AdapterConfig(Section):
     """Load it even if it names another base than this model; its shapes must fit."""
 
 
+class PresetConfig(Section):
+    """A model of its own to clients, with the same weights: what a request leaves out is set
+    here."""
+
+    name: Name
+    """The name requests use."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """Sampling used where a request does not say; over the model's own `sampling`."""
+    system: Annotated[str | None, Field(min_length=1)] = None
+    """The system message of chats without one."""
+    thinking: bool | None = None
+    """Whether a model that can do both thinks before it answers."""
+    template: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, as in `chat_template_kwargs` of a request."""
+
+
 class ModelConfig(Section):
     """A model and how it is served."""
 
@@ -305,6 +321,8 @@ class ModelConfig(Section):
     installed ones."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The engine's own options."""
+    presets: tuple[PresetConfig, ...] = ()
+    """Further names of the model, each with settings of its own; they cost no memory."""
     adapters: tuple[AdapterConfig, ...] = ()
     """PEFT adapters; clients use each like a model. A reload loads and unloads them in place."""
     stray_memory: Literal["alert", "fail"] = "alert"
@@ -364,9 +382,13 @@ class Config(Section):
 
 
 def names_of(config: Config) -> list[str]:
-    """Return all names that requests may use: models, aliases and adapters."""
+    """Return all names that requests may use: models, aliases, presets and adapters."""
     return [
         name
         for model in config.models
-        for name in (model.name, *model.aliases, *(one.name for one in model.adapters))
+        for name in (
+            *(model.name, *model.aliases),
+            *(preset.name for preset in model.presets),
+            *(adapter.name for adapter in model.adapters),
+        )
     ]

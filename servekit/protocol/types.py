@@ -280,6 +280,15 @@ class ScaleStatus(Value, frozen=True):
     waits: str = ""  # what prevents scaling up
 
 
+class Preset(Value, frozen=True):
+    """A further name of a model, with what its requests leave out."""
+
+    name: str
+    sampling: dict[str, float | int]  # fields of `SamplingParams`
+    system: str = ""  # the system message of chats without one
+    template: dict[str, Any] = {}  # variables of the chat template
+
+
 class ModelStatus(Value, frozen=True):
     """A model and its replicas, as seen by the supervisor."""
 
@@ -300,6 +309,7 @@ class ModelStatus(Value, frozen=True):
     scale: ScaleStatus | None = None  # None: its number of replicas is fixed
     changing: bool = False  # its replicas are being replaced: one will come, even if none is there
     endpoints: tuple[str, ...] = ()  # patterns of the endpoints that are forwarded to its server
+    presets: tuple[Preset, ...] = ()
 
 
 class TokenLogprob(Value, frozen=True):

@@ -48,6 +48,7 @@ from servekit.protocol.messages import (
     Grammar,
     ModelInfo,
     ModelStatus,
+    Preset,
     Prompt,
     SamplingParams,
     TokenLogprob,
@@ -190,11 +191,14 @@ class Generation:
 
     def __init__(self, router: Router, request: GenerationRequest) -> None:
         try:
-            status = router.find(request.model).status
+            route = router.find(request.model)
         except ModelNotFound:
             # `open` refuses it in the same words, and counts the refusal
             router.open(InflightRequest(request.model, request.params, messages=request.messages))
             raise
+        status = route.status
+        if route.preset is not None:
+            request = _fill_in(request, route.preset)
         self.model = status.name
         self.request = request
         self.end_of_tick = router.end_of_tick
@@ -392,6 +396,21 @@ async def open_generation(router: Router, request: GenerationRequest) -> Generat
         router.access.require_model(route.status.name, base_of(route))
         await router.demand.until_known(route, request.timeout_s)
     return Generation(router, request)
+
+
+def _fill_in(request: GenerationRequest, preset: Preset) -> GenerationRequest:
+    """Return the request with what it leaves out set by the preset of its model."""
+    params = request.params
+    omitted = {key: one for key, one in preset.sampling.items() if getattr(params, key) is None}
+    messages = request.messages
+    if messages and preset.system and not any(one.role == "system" for one in messages):
+        messages = [ChatMessage("system", preset.system), *messages]
+    return replace(
+        request,
+        params=replace(params, **omitted) if omitted else params,
+        messages=messages,
+        template=request.template if messages is None else {**preset.template, **request.template},
+    )
 
 
 def _is_plain(request: GenerationRequest, dialect: Dialect) -> bool:

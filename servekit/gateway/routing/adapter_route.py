@@ -1,4 +1,4 @@
-"""An adapter at this gateway: a separate model to clients, served by its base's queue."""
+"""Adapters and presets at this gateway: models to clients, served by the queue of their base."""
 
 from __future__ import annotations
 
@@ -12,42 +12,70 @@ from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol import readiness
 from servekit.protocol.adapters import AdapterStatus
-from servekit.protocol.messages import ModelStatus
+from servekit.protocol.messages import ModelStatus, Preset
 
 #: Interval at which an adapter that is no longer served is checked for remaining calls.
 _LOOK_EVERY_S = 0.05
 
 
-class AdapterRoute(ModelQueue):
-    """The base's queue under the adapter's name.
+class NamedRoute(ModelQueue):
+    """The queue of `base` under another name, which `status` has; calls queue at `base`."""
 
-    It only answers questions about the adapter's state; calls queue at `base`.
-    """
-
-    def __init__(self, base: ModelQueue, adapter: AdapterStatus) -> None:
-        named = {"name": adapter.name, "path": adapter.path, "aliases": (), "adapters": ()}
-        info = base.status.info
-        taken = adapter.info.virtual_tokens if adapter.info is not None else 0
-        if info is not None and taken:
-            info = replace(info, max_context=info.max_context - taken)
-        created = max(base.status.created, int(adapter.since))
-        super().__init__(replace(base.status, **named, info=info, created=created))
+    def __init__(self, base: ModelQueue, status: ModelStatus) -> None:
+        super().__init__(replace(status, aliases=(), adapters=(), presets=()))
         self.base = base
-        self.adapter = adapter
         self.queue, self.suspects, self.replicas = base.queue, base.suspects, base.replicas
         self.choosy = base.choosy
 
     @property
     def ready(self) -> bool:
-        return self.adapter.state == "serving" and self.base.ready
+        return self.base.ready
 
     @property
     def is_permanently_down(self) -> bool:
-        return self.adapter.state == "failed" or self.base.is_permanently_down
+        return self.base.is_permanently_down
 
     @property
     def available(self) -> bool:
-        return self._is_loaded and self.base.available
+        return self.base.available
+
+    def check_available(self) -> None:
+        """Raise ModelUnavailable unless the base is or will be ready."""
+        self.base.check_available()
+
+
+class PresetRoute(NamedRoute):
+    """A preset of a model; see `Generation`, which sets what a request leaves out."""
+
+    def __init__(self, base: ModelQueue, preset: Preset) -> None:
+        super().__init__(base, replace(base.status, name=preset.name))
+        self.preset = preset
+
+
+class AdapterRoute(NamedRoute):
+    """The base's queue under the adapter's name, with the adapter's state."""
+
+    def __init__(self, base: ModelQueue, adapter: AdapterStatus) -> None:
+        named = {"name": adapter.name, "path": adapter.path}
+        info = base.status.info
+        taken = adapter.info.virtual_tokens if adapter.info is not None else 0
+        if info is not None and taken:
+            info = replace(info, max_context=info.max_context - taken)
+        created = max(base.status.created, int(adapter.since))
+        super().__init__(base, replace(base.status, **named, info=info, created=created))
+        self.adapter = adapter
+
+    @property
+    def ready(self) -> bool:
+        return self.adapter.state == "serving" and super().ready
+
+    @property
+    def is_permanently_down(self) -> bool:
+        return self.adapter.state == "failed" or super().is_permanently_down
+
+    @property
+    def available(self) -> bool:
+        return self._is_loaded and super().available
 
     @property
     def _is_loaded(self) -> bool:
@@ -67,7 +95,7 @@ class AdapterRoute(ModelQueue):
     def check_available(self) -> None:
         """Raise ModelUnavailable unless the adapter is loaded and its base is or will be ready."""
         self.check_loaded()
-        self.base.check_available()
+        super().check_available()
 
     def adapt(self, call: InflightRequest) -> None:
         """Assign a call to this adapter. Raises ModelUnavailable."""
@@ -76,14 +104,19 @@ class AdapterRoute(ModelQueue):
 
 
 def base_of(route: ModelQueue) -> str:
-    """Return the name of an adapter's base; "" for a model that is not an adapter."""
-    return route.base.status.name if isinstance(route, AdapterRoute) else ""
+    """Return the name of an adapter's or a preset's base; "" for a model of its own."""
+    return "" if route.base is route else route.base.status.name
 
 
 def adapters_of(route: ModelQueue) -> tuple[AdapterRoute, ...]:
     """Return the routes of a model's adapters, except those that are being unloaded."""
     known = route.status.adapters
     return tuple(AdapterRoute(route, one) for one in known if one.state != "unloading")
+
+
+def presets_of(route: ModelQueue) -> tuple[PresetRoute, ...]:
+    """Return the routes of a model's presets."""
+    return tuple(PresetRoute(route, preset) for preset in route.status.presets)
 
 
 class AdapterUsageTracker:

@@ -31,7 +31,7 @@ from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.throughput import ThroughputEstimator
 from servekit.gateway.routing.worker_connection import WorkerConnection, base_generation
 from servekit.protocol import readiness
-from servekit.protocol.messages import Continuation, ModelStatus, ReplicaStatus
+from servekit.protocol.messages import Continuation, ModelStatus, Preset, ReplicaStatus
 
 #: States of a worker that probably will be ready soon, itself or its successor.
 COMING = ("starting", "loading", "backoff", "stalled")
@@ -59,6 +59,8 @@ class ModelQueue:
         self._balancer: Balancer[WorkerConnection] = Balancer()
         self._balancer.set_status(status)
         self.adapters: Sequence[ModelQueue] = ()  # routes of the model's adapters
+        self.presets: Sequence[ModelQueue] = ()  # and of its presets
+        self.preset: Preset | None = None  # of the route of one
         self.followers: set[InflightRequest] = set()  # clients want their positions
         self.pace = ThroughputEstimator()
         self.in_flight = 0

@@ -32,6 +32,7 @@ from servekit.gateway.routing.adapter_route import (
     AdapterUsageTracker,
     adapters_of,
     base_of,
+    presets_of,
 )
 from servekit.gateway.routing.fair_queue import FairQueue
 from servekit.gateway.routing.model_queue import ModelQueue, describe, unknown
@@ -101,7 +102,7 @@ class Router:
         return len(self._open)
 
     def find(self, model: str) -> ModelQueue:
-        """Return the queue of a model by name or alias, or of an adapter; by default for "".
+        """Return the queue of a model, preset or adapter by name; by default for "".
 
         Raises ModelNotFound.
         """
@@ -124,15 +125,18 @@ class Router:
         return next(usable, routes[0])
 
     def serves(self, model: str) -> bool:
-        """Return whether this is the name or alias of a model, or the name of an adapter."""
+        """Return whether this is the name or alias of a model, or of a preset or adapter."""
         return model in self._names
 
     def models(self) -> Iterator[ModelQueue]:
-        """Yield the models, and the available adapters, that the current caller may use."""
+        """Yield the models, presets and available adapters that the current caller may use."""
         for route in self.routes.values():
             name = route.status.name
             if self.access.may_use(name):
                 yield route
+            for preset in route.presets:
+                if self.access.may_use(preset.status.name, name):
+                    yield preset
             for one in route.adapters:
                 if (one.ready or one.available) and self.access.may_use(one.status.name, name):
                     yield one
@@ -282,14 +286,14 @@ class Router:
             route = self.routes.pop(status.name, None) or ModelQueue(status)
             self.routes[status.name] = route  # keeps the order of the configuration file
             route.set_status(status)
-            route.adapters = adapters_of(route)
+            route.adapters, route.presets = adapters_of(route), presets_of(route)
             self._apply_replicas(route, status, topology.gateways)
         for name in self.routes.keys() - {status.name for status in topology.models}:
             self._remove(self.routes.pop(name))
         self._names = {
             alias: one
             for route in self.routes.values()
-            for one in (route, *route.adapters)
+            for one in (route, *route.adapters, *route.presets)
             for alias in (one.status.name, *one.status.aliases)
         }
         self.chooses = any(len(status.replicas) > 1 for status in topology.models)

@@ -6,15 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from servekit.config.engines.options import CommandOptions, OpenAIOptions
-from servekit.config.schema import ModelConfig
+from servekit.config.schema import ModelConfig, PresetConfig
 from servekit.errors import did_you_mean
 from servekit.protocol.admin_messages import ModelTraffic
-from servekit.protocol.messages import GpuStatus, ModelStatus, Refused, ReplicaHistory, Why
+from servekit.protocol.messages import GpuStatus, ModelStatus, Preset, Refused, ReplicaHistory, Why
 from servekit.protocol.residency import ResidencyStatus
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.gateway_process import Gateway
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess
 from servekit.supervisor.workers.worker_process import WorkerProcess
+
+#: The names that chat templates have for the switch of thoughts.
+_THINKING = ("enable_thinking", "thinking")
 
 
 def of_model(
@@ -40,6 +43,17 @@ def of_model(
         scale=deployment.scale,
         changing=deployment.changing,
         endpoints=_list_endpoints(model),
+        presets=tuple(map(_describe_preset, model.presets)),
+    )
+
+
+def _describe_preset(preset: PresetConfig) -> Preset:
+    thinks = {} if preset.thinking is None else dict.fromkeys(_THINKING, preset.thinking)
+    return Preset(
+        name=preset.name,
+        sampling=preset.sampling.model_dump(exclude_none=True),
+        system=preset.system or "",
+        template={**thinks, **preset.template},
     )
 
 

@@ -27,7 +27,7 @@ Kind = Literal["unchanged", "updated", "adapted", "scaled", "replaced", "removed
 Slots = tuple[Slot, ...]
 
 #: Keys of a model that no worker ever sees.
-_NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s"}) | {
+_NOT_THE_WORKERS = frozenset({"aliases", "presets", "timeout_s", "max_queue", "quarantine_s"}) | {
     "stall_timeout_s",
     "load_timeout_s",
     "stray_memory",
@@ -46,7 +46,7 @@ _PLACEMENT = frozenset({"replicas", "gpus"})
 LIVE_SERVER_KEYS = frozenset(
     {"drain_timeout_s", "cors", "hosts", "limits", "runtime_adapters", "open_metrics"}
     | {"default_model", "unknown_parameters", "prefix_cache"}
-    | {"max_queue_bytes", "write_timeout_s", "trusted_proxies"}
+    | {"max_queue_bytes", "write_timeout_s", "trusted_proxies", "fetch_images", "store_responses"}
 )
 
 
