@@ -113,7 +113,7 @@ class FetchImagesConfig(Section):
     """These hosts may have addresses of a private network, of this machine, or of a link."""
     timeout_s: Annotated[float, Field(gt=0, le=300)] = 10.0
     """How long the images of a request may take to arrive."""
-    max_bytes: Annotated[int, Field(ge=1024, le=2**30)] = 20 * 2**20
+    max_bytes: Annotated[int, Field(ge=1024, le=48 * 2**20)] = 20 * 2**20
     """Size of a request's images together, in bytes."""
 
 

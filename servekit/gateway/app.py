@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,6 +41,7 @@ from servekit.gateway.api.openapi.document import (
     describe_forwarded_routes,
     describe_hot_routes,
 )
+from servekit.gateway.api.paging import query_parameters, read_limit
 from servekit.gateway.api.scoring.endpoints import TASKS as scoring_tasks
 from servekit.gateway.api.scoring.endpoints import Scoring
 from servekit.gateway.auth.authorization import ACTING
@@ -71,14 +71,11 @@ from servekit.protocol.types import Progress, Task
 
 #: The most models of a page, as Anthropic's API has it.
 _MOST_MODELS = 1000
-_PAGE_PARAMETERS = [
-    {"name": name, "in": "query", "description": description, "schema": schema}
-    for name, description, schema in (
-        ("limit", "The most models", {"type": "integer", "minimum": 1, "maximum": _MOST_MODELS}),
-        ("after_id", "Only models after this one", {"type": "string"}),
-        ("before_id", "Only models before this one", {"type": "string"}),
-    )
-]
+_PAGE_PARAMETERS = query_parameters(
+    ("limit", "The most models", {"type": "integer", "minimum": 1, "maximum": _MOST_MODELS}),
+    ("after_id", "Only models after this one", {"type": "string"}),
+    ("before_id", "Only models before this one", {"type": "string"}),
+)
 
 
 class Application:
@@ -355,7 +352,7 @@ def _add_models(app: FastAPI, router: Router) -> None:
 
 def _page(models: list[Model], query: Mapping[str, str]) -> ModelList:
     """Return the models that Anthropic's `limit`, `after_id` and `before_id` ask for; else all."""
-    limit = _read_limit(query["limit"]) if "limit" in query else len(models)
+    limit = read_limit(query, len(models), _MOST_MODELS)
     start = _position(models, query, "after_id", -1) + 1
     end = _position(models, query, "before_id", len(models))
     among = models[start:end]
@@ -363,12 +360,6 @@ def _page(models: list[Model], query: Mapping[str, str]) -> ModelList:
     page = among[max(0, len(among) - limit) :] if backwards else among[:limit]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return ModelList("list", page, has_more=len(page) < len(among), first_id=first, last_id=last)
-
-
-def _read_limit(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,4}", text) or not 1 <= int(text) <= _MOST_MODELS:
-        raise RequestError(f"limit: expected a number of 1 to {_MOST_MODELS}", param="limit")
-    return int(text)
 
 
 def _position(models: list[Model], query: Mapping[str, str], name: str, default: int) -> int:

@@ -1,19 +1,22 @@
 """The responses of /v1/responses that are kept, in an SQLite file that all gateways here share.
 
-A thread of its own reads and writes, in the order of the calls, so a response can be found as soon
-as its end is sent. The newest are kept, up to `ResponseStorage.max_bytes` and for `days`. A file
-that is damaged is put aside; on a full disk responses are not kept, and the log says so.
+One thread writes, in the order of the calls, and one reads, so that no reader waits for a writer.
+The newest are kept, up to `ResponseStorage.max_bytes` and for `days`. A file that is damaged, or of
+another version, is put aside; on a full disk responses are not kept, and the log says so. Gateways
+open the file, and put it aside, one at a time, and open it again where another is in its place.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import os
 import sqlite3
-import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,25 +24,45 @@ from typing import Any, TypeVar
 
 import structlog
 
+from servekit.errors import RequestError
 from servekit.protocol.access import ResponseStorage
 
 log: Any = structlog.get_logger("servekit.gateway")
 
 _T = TypeVar("_T")
 _VERSION = 1
-_TABLE = """CREATE TABLE IF NOT EXISTS responses (
+#: The row of `total` is the size of all responses: a sum over them would take long.
+_TABLES = (
+    """CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, key TEXT NOT NULL, created REAL NOT NULL, bytes INTEGER NOT NULL,
-    response BLOB NOT NULL, input BLOB NOT NULL)"""
-_INDEX = "CREATE INDEX IF NOT EXISTS by_age ON responses (created, bytes)"
+    response BLOB NOT NULL, input BLOB NOT NULL)""",
+    "CREATE INDEX IF NOT EXISTS by_age ON responses (created, bytes)",
+    "CREATE TABLE IF NOT EXISTS total (bytes INTEGER NOT NULL)",
+    "INSERT INTO total SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM total)",
+    """CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses
+    BEGIN UPDATE total SET bytes = bytes + NEW.bytes; END""",
+    """CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses
+    BEGIN UPDATE total SET bytes = bytes - OLD.bytes; END""",
+    f"PRAGMA user_version = {_VERSION}",
+)
 _BUSY_S = 5.0
 _DAY_S = 86400.0
 #: What is removed at once to make room, as a share of the limit.
 _ROOM = 0.05
 #: How long a response may be on its way from another gateway into the file.
 _LATE_S = 1.0
+_LOOK_EVERY_S = 0.05
 #: Responses that wait to be written; more are not kept.
 _MOST_PENDING_BYTES = 64 * 2**20
-_LOOK_EVERY_S = 0.05
+#: How long the end of a gateway waits for them.
+_GOODBYE_S = 2.0
+
+
+class ResponsesUnavailable(RequestError):
+    """The stored responses cannot be read or changed now. Try again; the log has the reason."""
+
+    status = 503
+    code = "responses_unavailable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,86 +74,161 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The responses in the file at `path`; without a path none is kept."""
+    """The responses in the file at `path`."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._file: sqlite3.Connection | None = None
-        self._thread = ThreadPoolExecutor(1, "responses")
-        self._failing = False
+    def __init__(self, path: Path) -> None:
+        self._writer, self._reader = _File(path), _File(path)
+        self._writing: dict[str, Future[None]] = {}  # by the ids of their responses
         self._pending_bytes = 0
-        self._lock = threading.Lock()  # of `_pending_bytes`
 
     def save(
-        self, id: str, key: str, response: bytes, asked: bytes, rules: ResponseStorage
+        self,
+        id: str,
+        key: str,
+        response: bytes,
+        asked: Callable[[], bytes],
+        size_bytes: int,
+        rules: ResponseStorage,
     ) -> None:
-        """Keep a response for the key of this name, and remove those that `rules` do not allow."""
-        size_bytes = len(response) + len(asked)
+        """Keep a response for the key of this name, and remove those that `rules` do not allow.
+
+        `asked` makes the JSON of the items that the model was asked with, in the thread;
+        `size_bytes` is about what both take until then.
+        """
         if self._pending_bytes > _MOST_PENDING_BYTES:
-            self._warn("the disk takes too long")
+            self._writer.warn("the disk takes too long")
             return
-        self._add_pending(size_bytes)
-        stored = StoredResponse(response, asked)
-        written = self._submit(lambda file: _save(file, id, key, stored, rules))
-        written.add_done_callback(lambda _: self._add_pending(-size_bytes))
+        self._pending_bytes += size_bytes
+        written = self._writer.submit(
+            lambda file: _save(file, id, key, StoredResponse(response, asked()), rules)
+        )
+        self._writing[id] = written
+        loop = asyncio.get_running_loop()
 
-    def _add_pending(self, size_bytes: int) -> None:
-        with self._lock:
-            self._pending_bytes += size_bytes
+        def forget() -> None:
+            self._pending_bytes -= size_bytes
+            self._writing.pop(id, None)
+            written.exception()  # the log has it
 
-    async def find(self, id: str, key: str) -> StoredResponse | None:
-        """Return a response of the key; None if it is not kept, or belongs to another key."""
+        def on_written(_: Future[None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(forget)
+
+        written.add_done_callback(on_written)
+
+    async def find(self, id: str, key: str, rules: ResponseStorage) -> StoredResponse | None:
+        """Return a response of the key; None if it is not kept, or belongs to another key.
+
+        Raises ResponsesUnavailable.
+        """
+        if (written := self._writing.get(id)) is not None:
+            with contextlib.suppress(sqlite3.Error, OSError):
+                await asyncio.shield(asyncio.wrap_future(written))
         until_s = time.monotonic() + _LATE_S
+        since = time.time() - rules.days * _DAY_S
         while True:
-            found = await self._ask(lambda file: _find(file, id, key))
+            found = await _answer(self._reader.submit(lambda file: _find(file, id, key, since)))
             if found is not None or time.monotonic() > until_s:
                 return found
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def remove(self, id: str, key: str) -> bool:
-        """Remove a response of the key. Returns whether there was one."""
-        return bool(await self._ask(lambda file: _remove(file, id, key)))
+        """Remove a response of the key. Returns whether there was one.
+
+        Raises ResponsesUnavailable.
+        """
+        return await _answer(self._writer.submit(lambda file: _remove(file, id, key)))
 
     def close(self) -> None:
-        """Write what is pending, and close the file."""
-        self._thread.submit(self._close)
-        self._thread.shutdown()
+        """Write what is pending, if the disk takes it within two seconds."""
+        self._reader.close()
+        self._writer.close()
 
-    async def _ask(self, work: Callable[[sqlite3.Connection], _T]) -> _T | None:
-        return await asyncio.wrap_future(self._submit(work))
 
-    # ---- in the thread
+async def _answer(work: Future[_T]) -> _T:
+    try:
+        return await asyncio.wrap_future(work)
+    except (sqlite3.Error, OSError) as error:
+        raise ResponsesUnavailable(f"stored responses cannot be reached now: {error}") from None
 
-    def _submit(self, work: Callable[[sqlite3.Connection], _T]) -> Future[_T | None]:
+
+class _File:
+    """A connection to the file at `path`, in a thread of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: sqlite3.Connection | None = None
+        self._identity: tuple[int, int] | None = None  # of the file that is open, or was
+        self._thread = ThreadPoolExecutor(1, "responses")
+        self._failing = False
+
+    def submit(self, work: Callable[[sqlite3.Connection], _T]) -> Future[_T]:
+        """Run `work` in the thread; its future raises sqlite3.Error and OSError."""
         return self._thread.submit(self._run, work)
 
-    def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T | None:
-        if self._path is None:
-            return None
-        try:
-            if self._file is None or not self._path.exists():
-                self._close()
-                self._file = _open(self._path)
-            done = work(self._file)
-        except (sqlite3.Error, OSError) as error:
-            self._fail(self._path, error)
-            return None
-        self._failing = False
-        return done
+    def close(self) -> None:
+        """Run what is submitted, for two seconds at most, and close the file."""
+        closed = self._thread.submit(self._close)
+        futures.wait([closed], _GOODBYE_S)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _fail(self, path: Path, error: Exception) -> None:
-        self._warn(str(error))
-        self._close()
-        damaged = isinstance(error, sqlite3.DatabaseError)
-        if damaged and not isinstance(error, sqlite3.OperationalError):
-            _remove_journal(path)
-            with contextlib.suppress(OSError):
-                path.replace(path.with_name(f"{path.name}.broken"))
-
-    def _warn(self, reason: str) -> None:
+    def warn(self, reason: str) -> None:
+        """Log that the file cannot be written, unless that was the last that was known."""
         if not self._failing:
             log.warning("responses_unwritable", file=str(self._path), reason=reason)
         self._failing = True
+
+    # ---- in the thread
+
+    def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        try:
+            if self._file is None or _identify(self._path) != self._identity:
+                self._close()
+                with _locked(self._path):
+                    self._file = self._open()
+            done = work(self._file)
+        except (sqlite3.Error, OSError) as error:
+            self.warn(str(error))
+            self._close()
+            if _is_damage(error):
+                with contextlib.suppress(OSError), _locked(self._path):
+                    self._put_aside()
+            raise
+        self._failing = False
+        return done
+
+    def _open(self) -> sqlite3.Connection:
+        self._path.touch(mode=0o600)
+        self._identity = _identify(self._path)
+        file = sqlite3.connect(
+            self._path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+        )
+        try:
+            [(version,)] = file.execute("PRAGMA user_version")
+            [(tables,)] = file.execute("SELECT count(*) FROM sqlite_schema")
+            if tables and version != _VERSION:
+                raise sqlite3.DatabaseError(f"it is of another version: {version}")
+            if not tables:
+                file.execute("PRAGMA auto_vacuum = FULL")
+                file.execute("PRAGMA journal_mode = WAL")  # no wait for the disk at each response
+            file.execute("PRAGMA synchronous = NORMAL")
+            if not tables:
+                file.execute("BEGIN IMMEDIATE")
+                for statement in _TABLES:
+                    file.execute(statement)
+                file.execute("COMMIT")
+        except sqlite3.Error:
+            file.close()
+            raise
+        return file
+
+    def _put_aside(self) -> None:
+        """Rename the damaged file, unless another gateway has done so."""
+        if _identify(self._path) != self._identity:
+            return
+        for end in ("-wal", "-shm"):
+            self._path.with_name(self._path.name + end).unlink(missing_ok=True)
+        self._path.replace(self._path.with_name(f"{self._path.name}.broken"))
 
     def _close(self) -> None:
         file, self._file = self._file, None
@@ -139,36 +237,31 @@ class ResponseStore:
                 file.close()
 
 
-def _remove_journal(path: Path) -> None:
-    for end in ("-wal", "-shm"):
-        path.with_name(path.name + end).unlink(missing_ok=True)
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    if not path.exists():
-        _remove_journal(path)  # of a file that somebody has removed
-    path.touch(mode=0o600)
-    file = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+def _identify(path: Path) -> tuple[int, int] | None:
+    """Return which file stands at `path`; None if there is none."""
     try:
-        [(version,)] = file.execute("PRAGMA user_version")
-        [(tables,)] = file.execute("SELECT count(*) FROM sqlite_schema")
-        if tables and version != _VERSION:
-            raise sqlite3.DatabaseError(f"it is of another version: {version}")
-        for statement in (
-            "PRAGMA auto_vacuum = FULL",
-            "PRAGMA journal_mode = WAL",  # no wait for the disk at each response
-            "PRAGMA synchronous = NORMAL",
-            "BEGIN IMMEDIATE",
-            _TABLE,
-            _INDEX,
-            f"PRAGMA user_version = {_VERSION}",
-            "COMMIT",
-        ):
-            file.execute(statement)
-    except sqlite3.Error:
-        file.close()
-        raise
-    return file
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait for the gateways that open the file, or put it aside."""
+    lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _is_damage(error: Exception) -> bool:
+    """Return whether SQLite cannot read the file, and not only for now."""
+    return isinstance(error, sqlite3.DatabaseError) and not isinstance(
+        error, sqlite3.OperationalError
+    )
 
 
 def _save(
@@ -196,7 +289,7 @@ def _save(
 
 def _make_room(file: sqlite3.Connection, size_bytes: int, max_bytes: int) -> None:
     """Remove the oldest responses until `size_bytes` fit, and some more."""
-    [(held,)] = file.execute("SELECT coalesce(sum(bytes), 0) FROM responses")
+    [(held,)] = file.execute("SELECT bytes FROM total")
     if held + size_bytes <= max_bytes:
         return
     excess = held + size_bytes - int(max_bytes * (1 - _ROOM))
@@ -208,9 +301,9 @@ def _make_room(file: sqlite3.Connection, size_bytes: int, max_bytes: int) -> Non
     file.execute("DELETE FROM responses")
 
 
-def _find(file: sqlite3.Connection, id: str, key: str) -> StoredResponse | None:
-    query = "SELECT response, input FROM responses WHERE id = ? AND key = ?"
-    row = file.execute(query, (id, key)).fetchone()
+def _find(file: sqlite3.Connection, id: str, key: str, since: float) -> StoredResponse | None:
+    query = "SELECT response, input FROM responses WHERE id = ? AND key = ? AND created >= ?"
+    row = file.execute(query, (id, key, since)).fetchone()
     return None if row is None else StoredResponse(*map(zlib.decompress, row))
 
 

@@ -215,6 +215,11 @@ class ModelInfo(Value, frozen=True):
     weights_bytes: int = 0  # 0: as many as its parameters have in `dtype`
     labels: tuple[str, ...] = ()  # of its classes, where it serves "classify"
 
+    @property
+    def size_bytes(self) -> int:
+        """Return the memory of its weights; 0 if it is not known."""
+        return self.weights_bytes or self.parameters * (4 if self.dtype == "float32" else 2)
+
 
 class WorkerSpec(Value, frozen=True):
     """The settings that a worker needs to load its model."""

@@ -6,6 +6,7 @@ import base64
 import io
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -19,6 +20,7 @@ from PIL import Image as Pillow
 from tests.integration.instance import Instance, echo
 from tests.integration.test_command import numbers, odd, streamed
 from tests.odd_server import IMAGE_TOKENS
+from tests.polling import poll
 
 
 def make_file(kind: str, colour: str) -> bytes:
@@ -51,6 +53,7 @@ class Pictures(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.may_answer = threading.Event()  # to /slow
         super().__init__(("127.0.0.1", 0), _Pages)
 
     @property
@@ -63,7 +66,9 @@ class _Pages(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
-        data = {"/red": RED, "/blue": BLUE}.get(self.path)
+        if self.path == "/slow":
+            assert self.server.may_answer.wait(60)
+        data = {"/red": RED, "/blue": BLUE, "/slow": RED}.get(self.path)
         self.send_response(404 if data is None else 200)
         self.end_headers()
         self.wfile.write(data or b"")
@@ -90,8 +95,8 @@ def instance(tmp_path_factory: pytest.TempPathFactory, pictures: Pictures) -> It
         echo("a"),
     ]
     hosts = [pictures.url.removeprefix("http://")]
-    settings: dict[str, Any] = {"limits": {"images": 3}}
-    settings["fetch_images"] = {"hosts": hosts, "private_addresses": True, "timeout_s": 5}
+    settings: dict[str, Any] = {"limits": {"images": 3}, "max_queue_bytes": 2**20}
+    settings["fetch_images"] = {"hosts": hosts, "private_addresses": True, "timeout_s": 60}
     sections = {"logging": {"prompts": True}}
     folder = tmp_path_factory.mktemp("images")
     with Instance.up(folder, models, server=settings, sections=sections) as instance:
@@ -244,6 +249,22 @@ def test_nothing_is_fetched_for_a_request_that_is_refused(
     for page in ("/tokenize", "/v1/messages/count_tokens"):
         assert httpx.post(f"{instance.url}{page}", json=tokens).status_code == 400
     assert pictures.asked == before
+
+
+def test_requests_that_wait_for_images_hold_so_many_bytes(
+    instance: Instance, pictures: Pictures
+) -> None:
+    slow = {"type": "image_url", "image_url": f"{pictures.url}/slow"}
+    long = text("x" * 600_000)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ask, instance, "eyes", long, slow)
+        poll("it is asked for", lambda: "/slow" in pictures.asked)
+        refused = ask(instance, "eyes", long, slow)
+        assert ask(instance, "eyes", text("Short"), image(RED)).status_code == 200
+        pictures.may_answer.set()
+        assert first.result().status_code == 200
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    assert ask(instance, "eyes", long, slow).status_code == 200
 
 
 def test_an_answer_goes_on_in_another_server_with_its_images(instance: Instance) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -139,3 +140,21 @@ def test_they_outlive_a_killed_gateway(instance: Instance, ada: openai.OpenAI) -
     )
     assert second.output_text == FIVE
     assert seen(instance) == [("user", "One"), ("assistant", FIVE), ("user", "Two")]
+
+
+def test_a_reload_turns_it_off_and_on(instance: Instance, ada: openai.OpenAI) -> None:
+    first = ada.responses.create(model="m", input="One", max_output_tokens=5)
+    file = instance.run_dir.parent / "servekit.yaml"
+    before = file.read_text()
+    settings = json.loads(before)
+    del settings["server"]["store_responses"]
+    file.write_text(json.dumps(settings))
+    instance.reload()
+    with pytest.raises(openai.NotFoundError):
+        ada.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError, match=r"set server\.store_responses"):
+        ada.responses.create(model="m", input="Two", previous_response_id=first.id)
+    assert not ada.responses.create(model="m", input="Two", max_output_tokens=5).store
+    file.write_text(before)
+    instance.reload()
+    assert ada.responses.retrieve(first.id) == first

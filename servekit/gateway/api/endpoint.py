@@ -86,6 +86,7 @@ class GenerationEndpoint:
         # where keys are required, the router sets the key's name
         key = "" if self._router.access.closed else api_key(response.headers)
         parsed = self._parse(body, key)
+        size_bytes = len(body)
         del body  # otherwise the body stays in memory while the answer is generated
         if isinstance(parsed, bytes):
             response.send_json(parsed)
@@ -96,9 +97,11 @@ class GenerationEndpoint:
         if not self._opens_later(request):
             StreamWriter(response, Generation(self._router, request), encoder)
             return
+        self._router.hold_incomplete(size_bytes)
         task = asyncio.get_running_loop().create_task(self._begin(response, request, encoder))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._router.release_incomplete(size_bytes))
         response.on_gone = partial(_cancel, task)
 
     def _opens_later(self, request: GenerationRequest) -> bool:

@@ -9,6 +9,7 @@ Proxies of the environment are not used, as they look names up by themselves.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
 import ssl
@@ -31,8 +32,16 @@ _REDIRECTS = 3
 _PORTS = {"https": 443, "http": 80}
 _FETCHES_AT_ONCE = 32
 _MAX_ADDRESS_CHARS = 4096
+_PIECES_AT_ONCE = 64
 _SHOWN_CHARS = 200
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+#: Addresses that `ipaddress` calls global: relays and translations, documentation, and the address
+#: at which Azure's machines find their host.
+_NOT_PUBLIC = tuple(
+    map(ipaddress.ip_network, ("2002::/16", "3fff::/20", "192.88.99.0/24", "168.63.129.16/32"))
+)
+#: The middle of an address of IPv6 that ends in one of IPv4.
+_ISATAP = (b"\x00\x00\x5e\xfe", b"\x02\x00\x5e\xfe")
 _HEADERS: dict[bytes | str, bytes | str] = {
     "accept": "image/*",
     "accept-encoding": "identity",
@@ -125,9 +134,9 @@ def _parse(address: str, base: httpx.URL | None = None) -> httpx.URL:
         raise Refusal(f"its address has more than {_MAX_ADDRESS_CHARS} characters")
     try:
         url = httpx.URL(address) if base is None else base.join(address)
-    except httpx.InvalidURL:
+    except (httpx.InvalidURL, ValueError):  # such as errors of `idna`
         raise Refusal("this is no address") from None
-    if url.scheme not in _PORTS or not url.host or url.userinfo:
+    if url.scheme not in _PORTS or not url.raw_host or url.userinfo:
         raise Refusal("its address has to begin with https:// or http://, and a host")
     return url
 
@@ -181,15 +190,19 @@ async def _get(url: httpx.URL, rules: ImageFetching, room: _Room) -> bytes | str
 
 async def _read(answer: httpcore.Response, room: _Room) -> bytes:
     found = bytearray()
+    pieces = 0
     async for piece in answer.aiter_stream():
         room.take(len(piece))
         found += piece
+        pieces += 1
+        if pieces % _PIECES_AT_ONCE == 0:  # thousands of tiny ones may have come at once
+            await asyncio.sleep(0)
     return bytes(found)
 
 
 @lru_cache(maxsize=1)
 def _tls() -> ssl.SSLContext:
-    return httpx.create_ssl_context(trust_env=False)
+    return httpx.create_ssl_context()
 
 
 class _CheckedBackend(httpcore.AnyIOBackend):
@@ -218,20 +231,37 @@ class _CheckedBackend(httpcore.AnyIOBackend):
                 f"{host} has an address that is not public; see"
                 " server.fetch_images.private_addresses"
             )
+        if timeout is not None:
+            timeout /= len(addresses)  # one that is silent leaves time for the others
         for address in addresses[:-1]:
-            try:
+            with contextlib.suppress(httpcore.NetworkError, httpcore.ConnectTimeout):
                 return await super().connect_tcp(address, port, timeout)
-            except httpcore.NetworkError:
-                continue
         return await super().connect_tcp(addresses[-1], port, timeout)
 
 
 def _is_public(address: str) -> bool:
-    """Return whether an address is one of the internet, for one host."""
+    """Return whether an address is one of the internet, for one host, and of another machine.
+
+    Of IPv6 only global unicast counts, without the forms that stand for an address of IPv4.
+    """
     known = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(known, ipaddress.IPv6Address) and known.ipv4_mapped is not None:
+        known = known.ipv4_mapped
+    if not known.is_global or known.is_multicast or _is_own(known):
+        return False
     if isinstance(known, ipaddress.IPv6Address):
-        embedded = known.ipv4_mapped or known.sixtofour
-        if known in _NAT64:
-            embedded = ipaddress.IPv4Address(known.packed[-4:])
-        known = embedded or known
-    return known.is_global and not known.is_multicast
+        if known not in _UNICAST or any(known in network for network in _NOT_PUBLIC):
+            return False
+        return known.packed[8:12] not in _ISATAP
+    return not any(known in network for network in _NOT_PUBLIC)
+
+
+def _is_own(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Return whether this machine has the address: only then can a socket be bound to it."""
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as found:
+            found.bind((str(address), 0))
+    except OSError:
+        return False
+    return True

@@ -90,6 +90,7 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self.end_of_tick = EndOfTick()
         self._open: set[InflightRequest] = set()
+        self._incomplete_bytes = 0
         self._deadlines = Deadlines(self._open, self._expire)
         self._farewells = AdapterUsageTracker(self._open, unused)
         self.demand = DemandReporter(use)
@@ -194,6 +195,21 @@ class Router:
             asked.adapt(call)
         self._admit(route, call)
         return route
+
+    def hold_incomplete(self, size_bytes: int) -> None:
+        """Count a request that waits for its images, an earlier response or a first load.
+
+        Raises QueueFull if such requests hold too many bytes.
+        """
+        limit_bytes = self.access.rules.max_queue_bytes
+        if self._incomplete_bytes + size_bytes > limit_bytes:
+            said = f"requests that are not complete hold {limit_bytes // 2**20} MiB already"
+            raise QueueFull(f"{said}; try later", retry_after_s=1.0)
+        self._incomplete_bytes += size_bytes
+
+    def release_incomplete(self, size_bytes: int) -> None:
+        """Count a request of `hold_incomplete` no longer."""
+        self._incomplete_bytes -= size_bytes
 
     def check_images(self, route: ModelQueue, images: Sequence[Image]) -> None:
         """Raise RequestError for images that the model, or `server.limits`, does not take."""

@@ -58,8 +58,8 @@ def check_fetched(images: Iterable[Image]) -> None:
     """Raise Unsupported for an image that is given by its address, and has not been fetched."""
     if any(image.address for image in images):
         raise Unsupported(
-            "messages: no images are fetched here: send the image itself, as"
-            " data:image/png;base64,…, or name its host in server.fetch_images",
+            "messages: an image is fetched only for an answer, and from the hosts of"
+            " server.fetch_images; send the image itself, as data:image/png;base64,…",
             param="messages",
         )
 

@@ -23,7 +23,6 @@ CPU = "cpu"
 #: Place of the host memory that is really available, less a margin.
 RAM = "ram"
 _RAM_KEPT_BYTES = 2**30
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def claims(model: ModelConfig, slots: Slots, reserve: str | None) -> dict[str, int]:
@@ -49,10 +48,7 @@ def asleep(
         return {CPU: min(claim[CPU], sum(replica.rss_bytes for replica in deployment.living))}
     if not claim:
         return {}
-    info = deployment.info
-    weights = 0
-    if info is not None:
-        weights = info.weights_bytes or info.parameters * _BYTES.get(info.dtype, 2)
+    weights = 0 if deployment.info is None else deployment.info.size_bytes
     return {**kept, RAM: weights * len(deployment.planned) or sum(claim.values())}
 
 

@@ -6,17 +6,36 @@ import asyncio
 import random
 import sqlite3
 import stat
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from servekit.gateway import response_store
-from servekit.gateway.response_store import ResponseStore, StoredResponse
+from servekit.gateway.response_store import ResponseStore, ResponsesUnavailable, StoredResponse
 from servekit.protocol.access import ResponseStorage
 
 RULES = ResponseStorage(2**20, 30.0)
+#: A gateway that stores so many responses, and finds its own.
+GATEWAY = """
+import asyncio, sys
+from pathlib import Path
+from servekit.gateway.response_store import ResponseStore
+from servekit.protocol.access import ResponseStorage
+
+async def main(path, name):
+    rules, store = ResponseStorage(2**20, 30.0), ResponseStore(Path(path))
+    sys.stdin.readline()
+    for number in range(3):
+        store.save(f"{name}_{number}", "", b"{}", lambda: b"[]", 2, rules)
+    assert all([await store.find(f"{name}_{number}", "", rules) for number in range(3)])
+    store.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
 
 
 @pytest.fixture
@@ -25,11 +44,32 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ResponseStore]:
+def make_store(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], ResponseStore]]:
     monkeypatch.setattr(response_store, "_LATE_S", 0.2)
-    made = ResponseStore(path)
-    yield made
-    made.close()
+    made: list[ResponseStore] = []
+
+    def make() -> ResponseStore:
+        made.append(ResponseStore(path))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def store(make_store: Callable[[], ResponseStore]) -> ResponseStore:
+    return make_store()
+
+
+def save(store: ResponseStore, id: str, key: str = "", response: bytes = b"{}") -> None:
+    store.save(id, key, response, lambda: b"[]", len(response) + 2, RULES)
+
+
+async def is_kept(store: ResponseStore, id: str, key: str = "") -> bool:
+    return await store.find(id, key, RULES) is not None
 
 
 def mode_of(path: Path) -> int:
@@ -53,69 +93,102 @@ def is_put_aside(path: Path) -> bool:
 
 
 async def test_it_is_found_at_once_by_its_key_alone(store: ResponseStore, path: Path) -> None:
-    store.save("resp_1", "ada", b'{"a":1}', b"[]", RULES)
-    assert await store.find("resp_1", "ada") == StoredResponse(b'{"a":1}', b"[]")
-    assert await store.find("resp_1", "bob") is None
+    save(store, "resp_1", "ada", b'{"a":1}')
+    assert await store.find("resp_1", "ada", RULES) == StoredResponse(b'{"a":1}', b"[]")
+    assert not await is_kept(store, "resp_1", "bob")
     assert not await store.remove("resp_1", "bob")
-    assert await store.find("resp_2", "ada") is None
+    assert not await is_kept(store, "resp_2", "ada")
     assert await store.remove("resp_1", "ada") and not await store.remove("resp_1", "ada")
-    assert await store.find("resp_1", "ada") is None
+    assert not await is_kept(store, "resp_1", "ada")
     assert mode_of(path) == 0o600
 
 
 async def test_another_gateway_finds_it_also_if_it_comes_late(
-    store: ResponseStore, path: Path, monkeypatch: pytest.MonkeyPatch
+    make_store: Callable[[], ResponseStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_store, "_LATE_S", 30.0)
-    other = ResponseStore(path)
-    search = asyncio.ensure_future(other.find("resp_1", ""))
+    search = asyncio.ensure_future(make_store().find("resp_1", "", RULES))
     done, _ = await asyncio.wait([search], timeout=0.2)
     assert not done
-    store.save("resp_1", "", b"{}", b"[]", RULES)
+    save(make_store(), "resp_1")
     assert await search == StoredResponse(b"{}", b"[]")
-    other.close()
+
+
+def test_gateways_that_begin_together_share_one_file(path: Path) -> None:
+    for attempt in range(4):
+        file = path.with_name(f"{attempt}.db")
+        gateways = [
+            subprocess.Popen(
+                [sys.executable, "-c", GATEWAY, str(file), name], stdin=subprocess.PIPE
+            )
+            for name in ("a", "b", "c")
+        ]
+        try:
+            for one in gateways:
+                assert one.stdin is not None
+                one.stdin.write(b"\n")
+                one.stdin.close()
+            assert [one.wait(60) for one in gateways] == [0, 0, 0]
+        finally:
+            for one in gateways:
+                one.kill()
+                one.wait()
+        with closing(sqlite3.connect(file)) as opened:
+            assert opened.execute("SELECT count(*) FROM responses").fetchone() == (9,)
+        assert not is_put_aside(file)
 
 
 async def test_the_newest_are_kept_within_the_limit(store: ResponseStore, path: Path) -> None:
     drawn = random.Random(7)
     for number in range(60):  # of 40 kB each, which do not shrink
-        store.save(f"resp_{number}", "", drawn.randbytes(40_000), b"[]", RULES)
-    assert await store.find("resp_59", "") is not None
+        save(store, f"resp_{number}", response=drawn.randbytes(40_000))
+    assert await is_kept(store, "resp_59")
     with closing(sqlite3.connect(path)) as file:
         held = [row[0] for row in file.execute("SELECT id FROM responses ORDER BY created")]
         [(total,)] = file.execute("SELECT sum(bytes) FROM responses")
+        assert file.execute("SELECT bytes FROM total").fetchone() == (total,)
     assert held == [f"resp_{number}" for number in range(60 - len(held), 60)]
     assert 2**20 * 0.9 < total <= 2**20 and size_of(path) < 2**20 * 1.1
-    store.save("resp_huge", "", drawn.randbytes(2**21), b"[]", RULES)
-    assert await store.find("resp_huge", "") is None
-    assert await store.find("resp_59", "") is not None
+    save(store, "resp_huge", response=drawn.randbytes(2**21))
+    assert not await is_kept(store, "resp_huge")
+    assert await is_kept(store, "resp_59")
 
 
 async def test_the_old_ones_go(store: ResponseStore, path: Path) -> None:
-    store.save("resp_old", "", b"{}", b"[]", RULES)
-    assert await store.find("resp_old", "") is not None
+    save(store, "resp_old")
+    assert await is_kept(store, "resp_old")
     with closing(sqlite3.connect(path)) as file, file:
         file.execute("UPDATE responses SET created = created - 86400 * 31")
-    store.save("resp_new", "", b"{}", b"[]", RULES)
-    assert await store.find("resp_old", "") is None
-    assert await store.find("resp_new", "") is not None
+    assert not await is_kept(store, "resp_old")  # also before it is removed
+    save(store, "resp_new")
+    assert await is_kept(store, "resp_new")
+    with closing(sqlite3.connect(path)) as file:
+        assert file.execute("SELECT id FROM responses").fetchall() == [("resp_new",)]
 
 
 @pytest.mark.parametrize("damage", ["no database", "another table", "removed"])
-async def test_a_damaged_file_is_put_aside(store: ResponseStore, path: Path, damage: str) -> None:
-    if damage == "no database":
-        overwrite(path, b"no database" * 1000)
-    elif damage == "another table":
+async def test_gateways_leave_a_damaged_file_together(
+    make_store: Callable[[], ResponseStore], path: Path, damage: str
+) -> None:
+    one, other = make_store(), make_store()
+    if damage == "another table":
         with closing(sqlite3.connect(path)) as file, file:
             file.execute("CREATE TABLE responses (id TEXT)")
+    elif damage == "no database":
+        overwrite(path, b"no database" * 1000)
     else:
-        store.save("resp_0", "", b"{}", b"[]", RULES)
-        assert await store.find("resp_0", "") is not None
+        save(one, "resp_0")
+        assert await is_kept(one, "resp_0") and await is_kept(other, "resp_0")
         remove(path)
-    store.save("resp_1", "", b"{}", b"[]", RULES)
-    assert await store.find("resp_0", "") is None
-    store.save("resp_2", "", b"{}", b"[]", RULES)
-    assert await store.find("resp_2", "") is not None
+    for store, id in ((one, "resp_1"), (other, "resp_2"), (one, "resp_3"), (other, "resp_4")):
+        save(store, id)
+        try:
+            await is_kept(store, id)
+        except ResponsesUnavailable:
+            assert damage != "removed"
+    for store in (one, other):
+        assert await is_kept(store, "resp_3") and await is_kept(store, "resp_4")
+        assert not await is_kept(store, "resp_0")
     assert is_put_aside(path) == (damage != "removed")
 
 
@@ -123,21 +196,38 @@ async def test_a_slow_disk_costs_responses_and_no_memory(
     store: ResponseStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_store, "_MOST_PENDING_BYTES", 1000)
-    assert await store.find("resp_0", "") is None  # the file is there
+    save(store, "resp_0")
+    assert await is_kept(store, "resp_0")
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")  # nobody else can write
         for number in range(1, 4):
-            store.save(f"resp_{number}", "", bytes(800), b"[]", RULES)
+            save(store, f"resp_{number}", response=bytes(800))
+        assert await is_kept(store, "resp_0")  # a reader does not wait for a writer
         other.execute("COMMIT")
-    found = [await store.find(f"resp_{number}", "") is not None for number in range(1, 4)]
+    found = [await is_kept(store, f"resp_{number}") for number in range(1, 4)]
     assert found == [True, True, False]
-    store.save("resp_4", "", bytes(800), b"[]", RULES)
-    assert await store.find("resp_4", "") is not None
+    save(store, "resp_4", response=bytes(800))
+    assert await is_kept(store, "resp_4")
 
 
-async def test_where_no_file_can_be_nothing_is_kept_and_nobody_waits_for_it(tmp_path: Path) -> None:
-    for path in (None, tmp_path / "missing" / "responses.db"):
-        store = ResponseStore(path)
-        store.save("resp_1", "", b"{}", b"[]", RULES)
-        assert await store.find("resp_1", "") is None
-        store.close()
+async def test_what_cannot_be_done_now_is_no_answer(
+    make_store: Callable[[], ResponseStore], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_store, "_BUSY_S", 0.1)
+    store = make_store()
+    save(store, "resp_0")
+    assert await is_kept(store, "resp_0")
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(ResponsesUnavailable, match="locked"):
+            await store.remove("resp_0", "")
+        other.execute("COMMIT")
+    assert await store.remove("resp_0", "")
+
+
+async def test_where_no_file_can_be_it_says_so(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path / "missing" / "responses.db")
+    save(store, "resp_1")
+    with pytest.raises(ResponsesUnavailable, match="No such file"):
+        await is_kept(store, "resp_1")
+    store.close()

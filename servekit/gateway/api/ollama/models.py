@@ -27,7 +27,6 @@ from servekit.protocol.messages import ModelInfo
 API_VERSION = "0.12.6"
 
 LATEST = ":latest"
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _LEVELS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 #: Engines without local weights: made-up ones, and remote endpoints.
 _NO_FILES = ("echo", "openai")
@@ -96,9 +95,7 @@ def _expires_at(route: ModelQueue) -> str:
 
 
 def _size_bytes(info: ModelInfo | None) -> int:
-    if info is None:
-        return 0
-    return info.weights_bytes or info.parameters * _BYTES.get(info.dtype, 2)
+    return 0 if info is None else info.size_bytes
 
 
 def details(route: ModelQueue) -> OllamaDetails:

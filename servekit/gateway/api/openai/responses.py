@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response as Reply
-from msgspec import structs
 
 from servekit.errors import RequestError, ServekitError, Unsupported
 from servekit.gateway.api.endpoint import GenerationEndpoint
@@ -32,6 +31,7 @@ from servekit.gateway.api.openai.responses_schema import (
 )
 from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.api.openapi.operation import Operation
+from servekit.gateway.api.paging import query_parameters, read_limit
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.generation.generation import (
     Choice,
@@ -59,14 +59,11 @@ _ITEM_IDS = {
 }
 #: The most items of a page.
 _MOST_ITEMS = 100
-_PAGE_PARAMETERS = [
-    {"name": name, "in": "query", "description": description, "schema": schema}
-    for name, description, schema in (
-        ("limit", "The most items", {"type": "integer", "minimum": 1, "maximum": _MOST_ITEMS}),
-        ("after", "Only items after the one of this id", {"type": "string"}),
-        ("order", "asc or desc, the default", {"enum": ["asc", "desc"]}),
-    )
-]
+_PAGE_PARAMETERS = query_parameters(
+    ("limit", "The most items", {"type": "integer", "minimum": 1, "maximum": _MOST_ITEMS}),
+    ("after", "Only items after the one of this id", {"type": "string"}),
+    ("order", "asc or desc, the default", {"enum": ["asc", "desc"]}),
+)
 _TEXT_EVENT = (
     b"event: response.output_text.delta\n"
     b'data: {"type":"response.output_text.delta","sequence_number":'
@@ -84,6 +81,10 @@ class Responses:
         }
 
     @property
+    def _keeps(self) -> bool:
+        return self._path is not None and self._rules.max_bytes > 0
+
+    @property
     def _rules(self) -> ResponseStorage:
         return self._router.access.rules.store_responses
 
@@ -91,6 +92,7 @@ class Responses:
     def _store(self) -> ResponseStore:
         from servekit.gateway.response_store import ResponseStore  # SQLite, which few need
 
+        assert self._path is not None
         return ResponseStore(self._path)
 
     def close(self) -> None:
@@ -101,12 +103,11 @@ class Responses:
     def _parse(self, body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder]:
         request = decode(ResponsesRequest, body)
         asked = ask_of(request, key)
-        keeps = self._path is not None and self._rules.max_bytes > 0
-        encoder = ResponsesEncoder(request)
-        if keeps and request.store is not False:
+        encoder = ResponsesEncoder(request, len(body))
+        if self._keeps and request.store is not False:
             encoder.keep = partial(self._keep, encoder, _owner())
         if request.previous_response_id:
-            if not keeps:
+            if not self._keeps:
                 raise Unsupported(
                     "previous_response_id: no responses are kept here; send the whole conversation"
                     " as input, or set server.store_responses",
@@ -116,8 +117,9 @@ class Responses:
         return asked, encoder
 
     def _keep(self, encoder: ResponsesEncoder, owner: str, response: bytes) -> None:
-        items = [_to_json(item) for item in encoder.items]
-        self._store.save(encoder.id, owner, response, _encode(items), self._rules)
+        size_bytes = len(response) + encoder.size_bytes
+        asked = partial(_encode_items, encoder.items)
+        self._store.save(encoder.id, owner, response, asked, size_bytes, self._rules)
 
     async def _go_on(
         self,
@@ -129,24 +131,33 @@ class Responses:
         """Put the conversation of the previous response before the input."""
         assert request.previous_response_id is not None
         stored = await self._find(request.previous_response_id, owner, "previous_response_id")
-        answered = msgspec.json.decode(stored.response, type=_Answered)
-        earlier = [*msgspec.json.decode(stored.input, type=list[Item]), *answered.output]
+        earlier = await asyncio.to_thread(_decode_conversation, stored)
         encoder.items = [*earlier, *encoder.items]
+        encoder.size_bytes += len(stored.input) + len(stored.response)
         asked.messages = to_messages(request.instructions, encoder.items, len(earlier))
+        most = self._router.access.rules.limits.messages
+        if len(asked.messages) > most:
+            raise RequestError(
+                f"previous_response_id: the conversation has {len(asked.messages)} messages, over"
+                f" the limit of {most}; see server.limits.messages",
+                param="previous_response_id",
+            )
 
     async def _find(self, id: str, owner: str, param: str | None = None) -> StoredResponse:
         stored: StoredResponse | None = None
-        if self._path is not None and self._rules.max_bytes:
-            stored = await self._store.find(id, owner)
+        if self._keeps:
+            stored = await self._store.find(id, owner, self._rules)
         if stored is None:
-            raise ResponseNotFound(f"no response {id[:100]!r} is kept here", param=param)
+            raise _not_found(id, param)
         return stored
 
     def add_reads(self, app: FastAPI) -> None:
         """Add the endpoints of stored responses."""
 
         @app.get("/v1/responses/{id}", tags=["OpenAI"], summary="A stored response")
-        async def read(id: str) -> Reply:
+        async def read(id: str, request: Request) -> Reply:
+            if request.query_params.get("stream", "false") != "false":
+                raise Unsupported("stream: a stored response is read whole", param="stream")
             return _reply((await self._find(id, _owner())).response)
 
         @app.get(
@@ -157,13 +168,14 @@ class Responses:
         )
         async def read_items(id: str, request: Request) -> Reply:
             stored = await self._find(id, _owner())
-            items = msgspec.json.decode(stored.input)
+            items = await asyncio.to_thread(msgspec.json.decode, stored.input)
             return _reply(_encode(_page(items, request.query_params)))
 
         @app.delete("/v1/responses/{id}", tags=["OpenAI"], summary="Forget a stored response")
         async def remove(id: str) -> Reply:
             await self._find(id, _owner())
-            await self._store.remove(id, _owner())
+            if not await self._store.remove(id, _owner()):
+                raise _not_found(id)
             return _reply(_encode(RemovedResponse(id, "response", True)))
 
 
@@ -182,6 +194,10 @@ class _Answered(msgspec.Struct):
     output: list[Item]
 
 
+def _not_found(id: str, param: str | None = None) -> ResponseNotFound:
+    return ResponseNotFound(f"no response {id[:100]!r} is kept here", param=param)
+
+
 def _owner() -> str:
     """Return the name of the current caller's key; "" without keys."""
     caller = ACTING.get()
@@ -192,23 +208,48 @@ def _reply(body: bytes) -> Reply:
     return Reply(body, media_type="application/json")
 
 
+def _decode_conversation(stored: StoredResponse) -> list[Item]:
+    """Return the items that led to a response, and its own."""
+    answered = msgspec.json.decode(stored.response, type=_Answered)
+    return [*msgspec.json.decode(stored.input, type=list[Item]), *answered.output]
+
+
+def _encode_items(items: list[Item]) -> bytes:
+    """Return items as OpenAI has them, each with an id of its own."""
+    found: list[Json] = []
+    taken: set[str] = set()
+    for item in items:
+        made = _to_json(item)
+        if item.id is None or item.id in taken:
+            made["id"] = new_id(_ITEM_IDS.get(item.type, "item_"))
+        taken.add(made["id"])
+        found.append(made)
+    return _encode(found)
+
+
 def _to_json(item: Item) -> Json:
-    """Return an item without its empty fields, and with an id."""
-    found = {name: value for name, value in structs.asdict(item).items() if value is not None}
-    found["id"] = item.id or new_id(_ITEM_IDS.get(item.type, "item_"))
+    """Return an item without its empty fields, and with those that clients rely on."""
+    found: Json = msgspec.to_builtins(item)
+    found = {name: value for name, value in found.items() if value is not None}
+    speaks = item.type == "message" and item.role == "assistant"
     if isinstance(item.content, str) and item.type == "message":
-        kind = "output_text" if item.role == "assistant" else "input_text"
-        found["content"] = [{"type": kind, "text": item.content}]
+        found["content"] = [{"type": "output_text" if speaks else "input_text"}]
+        found["content"][0]["text"] = item.content
+    if item.type == "reasoning":
+        found["summary"] = []
+    if speaks or item.type in ("reasoning", "function_call"):
+        found["status"] = "completed"
+    if speaks:
+        for part in found["content"]:
+            part.setdefault("annotations", [])
     return found
 
 
 def _page(items: list[Json], query: Mapping[str, str]) -> InputItems:
     """Return the items that `order`, `after` and `limit` ask for. Raises RequestError."""
-    order, limit = query.get("order", "desc"), query.get("limit", "20")
+    order, limit = query.get("order", "desc"), read_limit(query, 20, _MOST_ITEMS)
     if order not in ("asc", "desc"):
         raise RequestError("order: expected asc or desc", param="order")
-    if not re.fullmatch("[0-9]{1,3}", limit) or not 1 <= int(limit) <= _MOST_ITEMS:
-        raise RequestError(f"limit: expected a number of 1 to {_MOST_ITEMS}", param="limit")
     if order == "desc":
         items = items[::-1]
     if (after := query.get("after")) is not None:
@@ -216,7 +257,7 @@ def _page(items: list[Json], query: Mapping[str, str]) -> InputItems:
         if at is None:
             raise RequestError("after: there is no such item", param="after")
         items = items[at + 1 :]
-    page = items[: int(limit)]
+    page = items[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return InputItems("list", page, first, last, len(page) < len(items))
 
@@ -225,13 +266,14 @@ class ResponsesEncoder(ResponseEncoder):
     """The answer to POST /v1/responses: output items, each with its events.
 
     `keep`, if set, is called with the whole response at its end. `items` are the items that the
-    model was asked with.
+    model was asked with, of `size_bytes` in JSON.
     """
 
-    def __init__(self, request: ResponsesRequest) -> None:
+    def __init__(self, request: ResponsesRequest, size_bytes: int) -> None:
         self._request = request
         self.id = new_id("resp_")
         self.items = items_of(request)
+        self.size_bytes = size_bytes
         self.keep: Callable[[bytes], None] | None = None
         self._created = int(time.time())
         self._output: list[Json] = []

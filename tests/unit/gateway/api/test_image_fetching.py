@@ -63,6 +63,10 @@ class Server:
                 while True:
                     writer.write(bytes(65536))
                     await writer.drain()
+            case "/crumbs":
+                writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+                writer.write(b"".join(b"1\r\n%c\r\n" % one for one in PICTURE * 100))
+                writer.write(b"0\r\n\r\n")
             case "/odd":
                 writer.write(b"SSH-2.0-OpenSSH\r\n")
             case _:
@@ -149,6 +153,22 @@ async def test_what_cannot_be_fetched_says_why(server: Server, path: str, said: 
     assert said in told and "secret" not in told
 
 
+async def test_crumbs_leave_the_loop_to_others(server: Server) -> None:
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    others = asyncio.ensure_future(count_turns())
+    image = await fetch(f"http://127.0.0.1:{server.port}/crumbs", rules(server))
+    others.cancel()
+    assert image.data == PICTURE * 100
+    assert turns > len(image.data) / 64
+
+
 async def test_the_images_of_a_request_share_the_room(server: Server) -> None:
     addresses = [f"http://127.0.0.1:{server.port}/picture?{n}" for n in range(3)]
     message = ChatMessage("user", "", images=tuple(Image(b"", "", address=a) for a in addresses))
@@ -171,6 +191,14 @@ async def test_hosts_that_are_not_allowed_are_not_asked(server: Server) -> None:
             address, rules(server)
         )
     assert not server.requests
+
+
+@pytest.mark.parametrize(
+    "address", ["https://xn--a/", "https://xn--/", "http://[h0/", "http://a\x00b/"]
+)
+async def test_what_is_no_address_is_refused(server: Server, address: str) -> None:
+    told = await refusal(address, rules(server, hosts=("*",)))
+    assert "this is no address" in told or "is not known" in told
 
 
 @pytest.mark.parametrize(
@@ -265,7 +293,16 @@ async def test_a_certificate_has_to_be_trusted_and_of_that_name(
         ("::ffff:93.184.216.34", True),
         ("2002:7f00:1::", False),
         ("64:ff9b::a9fe:a9fe", False),
-        ("64:ff9b::5db8:d822", True),
+        ("64:ff9b::5db8:d822", False),
+        ("64:ff9b:1::a9fe:a9fe", False),
+        ("::127.0.0.1", False),
+        ("::ffff:0:7f00:1", False),
+        ("fec0::1", False),
+        ("2000::5efe:7f00:1", False),
+        ("5f00::1", False),
+        ("3fff::1", False),
+        ("192.88.99.1", False),
+        ("168.63.129.16", False),
     ],
 )
 def test_addresses_of_the_internet(address: str, public: bool) -> None:
