@@ -99,11 +99,7 @@ def process_names(found: Status) -> list[str]:
 
 
 def _of_models(found: Status) -> list[str]:
-    return [
-        name
-        for model in found.models
-        for name in (model.name, *model.aliases, *(preset.name for preset in model.presets))
-    ]
+    return [name for model in found.models for name in model.names]
 
 
 def _complete_names(ctx: typer.Context, incomplete: str, read: Any) -> list[str]:

@@ -219,17 +219,16 @@ class AdapterConfig(Section):
 
 
 class PresetConfig(Section):
-    """A model of its own to clients, with the same weights: what a request leaves out is set
-    here."""
+    """A further name of a model, with values for what its requests leave out."""
 
     name: Name
     """The name requests use."""
     sampling: SamplingDefaults = SamplingDefaults()
-    """Sampling used where a request does not say; over the model's own `sampling`."""
+    """Sampling parameters of requests that do not set them; the others are the model's."""
     system: Annotated[str | None, Field(min_length=1)] = None
     """The system message of chats without one."""
     thinking: bool | None = None
-    """Whether a model that can do both thinks before it answers."""
+    """Whether the model thinks before it answers, if its chat template has a switch for that."""
     template: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, as in `chat_template_kwargs` of a request."""
 
@@ -322,7 +321,8 @@ class ModelConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """The engine's own options."""
     presets: tuple[PresetConfig, ...] = ()
-    """Further names of the model, each with settings of its own; they cost no memory."""
+    """Further names of the model, each with sampling, a system message or thinking of its own. A
+    reload changes them in place."""
     adapters: tuple[AdapterConfig, ...] = ()
     """PEFT adapters; clients use each like a model. A reload loads and unloads them in place."""
     stray_memory: Literal["alert", "fail"] = "alert"
@@ -335,6 +335,11 @@ class ModelConfig(Section):
         if isinstance(value, int) and not 1 <= value <= MOST:
             raise ValueError(f"must be between 1 and {MOST}, auto, or {{min, max}}")
         return value
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return all names of the model itself: its own, aliases and presets."""
+        return (self.name, *self.aliases, *(preset.name for preset in self.presets))
 
     def engine_options(self) -> Section:
         """Return the options, validated by the engine's schema. `engine` must be resolved."""
@@ -386,9 +391,5 @@ def names_of(config: Config) -> list[str]:
     return [
         name
         for model in config.models
-        for name in (
-            *(model.name, *model.aliases),
-            *(preset.name for preset in model.presets),
-            *(adapter.name for adapter in model.adapters),
-        )
+        for name in (*model.names, *(adapter.name for adapter in model.adapters))
     ]

@@ -316,6 +316,11 @@ class ModelStatus(Value, frozen=True):
     endpoints: tuple[str, ...] = ()  # patterns of the endpoints that are forwarded to its server
     presets: tuple[Preset, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return all names of the model itself: its own, aliases and presets."""
+        return (self.name, *self.aliases, *(preset.name for preset in self.presets))
+
 
 class TokenLogprob(Value, frozen=True):
     """A sampled token, its log probability before any sampling filter, and the best tokens.

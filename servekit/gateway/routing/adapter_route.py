@@ -1,4 +1,4 @@
-"""Adapters and presets at this gateway: models to clients, served by the queue of their base."""
+"""An adapter at this gateway: a separate model to clients, served by its base's queue."""
 
 from __future__ import annotations
 
@@ -8,52 +8,21 @@ from collections.abc import Callable, Collection, Iterable
 from msgspec.structs import replace
 
 from servekit.errors import ModelUnavailable
-from servekit.gateway.routing.model_queue import ModelQueue
+from servekit.gateway.routing.model_queue import ModelQueue, NamedRoute
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol import readiness
 from servekit.protocol.adapters import AdapterStatus
-from servekit.protocol.messages import ModelStatus, Preset
+from servekit.protocol.messages import ModelStatus
 
 #: Interval at which an adapter that is no longer served is checked for remaining calls.
 _LOOK_EVERY_S = 0.05
 
 
-class NamedRoute(ModelQueue):
-    """The queue of `base` under another name, which `status` has; calls queue at `base`."""
-
-    def __init__(self, base: ModelQueue, status: ModelStatus) -> None:
-        super().__init__(replace(status, aliases=(), adapters=(), presets=()))
-        self.base = base
-        self.queue, self.suspects, self.replicas = base.queue, base.suspects, base.replicas
-        self.choosy = base.choosy
-
-    @property
-    def ready(self) -> bool:
-        return self.base.ready
-
-    @property
-    def is_permanently_down(self) -> bool:
-        return self.base.is_permanently_down
-
-    @property
-    def available(self) -> bool:
-        return self.base.available
-
-    def check_available(self) -> None:
-        """Raise ModelUnavailable unless the base is or will be ready."""
-        self.base.check_available()
-
-
-class PresetRoute(NamedRoute):
-    """A preset of a model; see `Generation`, which sets what a request leaves out."""
-
-    def __init__(self, base: ModelQueue, preset: Preset) -> None:
-        super().__init__(base, replace(base.status, name=preset.name))
-        self.preset = preset
-
-
 class AdapterRoute(NamedRoute):
-    """The base's queue under the adapter's name, with the adapter's state."""
+    """The base's queue under the adapter's name.
+
+    It only answers questions about the adapter's state; calls queue at `base`.
+    """
 
     def __init__(self, base: ModelQueue, adapter: AdapterStatus) -> None:
         named = {"name": adapter.name, "path": adapter.path}
@@ -104,7 +73,7 @@ class AdapterRoute(NamedRoute):
 
 
 def base_of(route: ModelQueue) -> str:
-    """Return the name of an adapter's or a preset's base; "" for a model of its own."""
+    """Return the name of a preset's or an adapter's base; "" for a model of its own."""
     return "" if route.base is route else route.base.status.name
 
 
@@ -112,11 +81,6 @@ def adapters_of(route: ModelQueue) -> tuple[AdapterRoute, ...]:
     """Return the routes of a model's adapters, except those that are being unloaded."""
     known = route.status.adapters
     return tuple(AdapterRoute(route, one) for one in known if one.state != "unloading")
-
-
-def presets_of(route: ModelQueue) -> tuple[PresetRoute, ...]:
-    """Return the routes of a model's presets."""
-    return tuple(PresetRoute(route, preset) for preset in route.status.presets)
 
 
 class AdapterUsageTracker:

@@ -32,10 +32,10 @@ from servekit.gateway.routing.adapter_route import (
     AdapterUsageTracker,
     adapters_of,
     base_of,
-    presets_of,
 )
 from servekit.gateway.routing.fair_queue import FairQueue
 from servekit.gateway.routing.model_queue import ModelQueue, describe, unknown
+from servekit.gateway.routing.preset_route import presets_of
 from servekit.gateway.routing.quarantine import Quarantine, fingerprint, is_source, refusal
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.retry_policy import ALONE_AT, CHANGED, NOT_RESUMED, RetryDecision
@@ -120,10 +120,10 @@ class Router:
         Models that the caller may not use are skipped. If it may use none, the first choice is
         returned, so that the refusal names it.
         """
-        first = self._names.get(self.access.rules.default_model)
-        routes = [*([first] if first is not None else []), *self.routes.values()]
-        usable = (r for r in routes if self.access.may_use(r.status.name, base_of(r)))
-        return next(usable, routes[0])
+        first = self._names.get(self.access.rules.default_model) or next(iter(self.routes.values()))
+        if self.access.may_use(first.status.name, base_of(first)):
+            return first
+        return next(self.models(), first)
 
     def serves(self, model: str) -> bool:
         """Return whether this is the name or alias of a model, or of a preset or adapter."""
@@ -151,7 +151,8 @@ class Router:
         """
         size_bytes = 0
         try:
-            route = self._admit_call(call)
+            asked = self._admit_call(call)
+            route = asked.base
             waits = call.alone_until or route.queue.size
             replica = None if waits else route.best(call)
             if replica is None:
@@ -162,7 +163,7 @@ class Router:
         except RequestError as error:
             self.measures.count_refusal(self, call, error)
             raise
-        self._begin(route, call)
+        self._begin(asked, call)
         limit_s = route.status.timeout_s
         call.limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         self._deadlines.watch(call)
@@ -180,21 +181,21 @@ class Router:
         return call
 
     def _admit_call(self, call: InflightRequest) -> ModelQueue:
-        """Admit a call, and return the queue of its (base) model."""
+        """Admit a call, and return the queue of the model, preset or adapter that it names."""
         route = (asked := self.find(call.model)).base
         if call.params.grammar is not None:
             check_grammar(call.params.grammar, self.access.rules.limits)
         if self.access.watchful:
             adapter = "" if asked is route else asked.status.name
             self.access.admit(call, route.status.name, adapter)
-        check_task(route, call, self.models)
+        check_task(asked, call, self.models)
         if call.messages is not None and (images := [i for m in call.messages for i in m.images]):
             self.check_images(route, images)
             check_fetched(images)
         if isinstance(asked, AdapterRoute):
             asked.adapt(call)
         self._admit(route, call)
-        return route
+        return asked
 
     def hold_incomplete(self, size_bytes: int) -> None:
         """Count a request that waits for its images, an earlier response or a first load.
@@ -642,12 +643,12 @@ class Router:
         self._end(call, charged=isinstance(error, RequestQuarantined))
         call.fail(error)
 
-    def _begin(self, route: ModelQueue, call: InflightRequest) -> None:
+    def _begin(self, asked: ModelQueue, call: InflightRequest) -> None:
         self.requests += 1
         self._open.add(call)
-        call.route = route
+        call.route = route = asked.base
         call.on_cancel = self._cancel
-        self.measures.observe(route, call)
+        self.measures.observe(asked, call)
         if call.caller is not None:
             call.caller.on_started(call)
         if not route.in_flight:

@@ -36,14 +36,14 @@ def may_see(router: Router, caller: ApiKey | None, model: str) -> bool:
 def list_choices(
     router: Router, say: Say = SAY_ENGLISH, caller: ApiKey | None = None, task: str = ""
 ) -> list[tuple[str, str]]:
-    """Return the models and adapters that a visitor may use and that serve `task`: (label, name).
+    """Return the models, presets and adapters that a visitor may use for `task`: (label, name).
 
     With keys, `caller` is the visitor's key; an unknown visitor sees none.
     """
-    named = ((one.status.name, one) for r in router.routes.values() for one in (r, *r.adapters))
+    routes = (one for r in router.routes.values() for one in (r, *r.presets, *r.adapters))
     return [
-        (_make_label(route, say), name)
-        for name, route in named
+        (_make_label(route, say), route.status.name)
+        for route in routes
         if _can_serve(route, task) and (not router.access.closed or _may_use(caller, route))
     ]
 
@@ -108,8 +108,16 @@ def _render_model(route: ModelQueue, say: Say) -> str:
     return (
         f'<section class="sk-model"><h3>{escape(route.status.name)}</h3><p class="sk-quiet">'
         f"{escape(' · '.join(facts))}{waiting if len(route.queue) else ''}</p>"
-        f"{_render_adapters(route, say)}<ul>{replicas}</ul></section>"
+        f"{_render_presets(route, say)}{_render_adapters(route, say)}<ul>{replicas}</ul></section>"
     )
+
+
+def _render_presets(route: ModelQueue, say: Say) -> str:
+    """Return the names of the model's presets."""
+    if not route.status.presets:
+        return ""
+    names = ", ".join(preset.name for preset in route.status.presets)
+    return f'<p class="sk-quiet">{escape(say("presets", names=names))}</p>'
 
 
 def _render_adapters(route: ModelQueue, say: Say) -> str:

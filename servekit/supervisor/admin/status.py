@@ -6,18 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from servekit.config.engines.options import CommandOptions, OpenAIOptions
-from servekit.config.schema import ModelConfig, PresetConfig
+from servekit.config.schema import ModelConfig
 from servekit.errors import did_you_mean
 from servekit.protocol.admin_messages import ModelTraffic
-from servekit.protocol.messages import GpuStatus, ModelStatus, Preset, Refused, ReplicaHistory, Why
+from servekit.protocol.messages import GpuStatus, ModelStatus, Refused, ReplicaHistory, Why
 from servekit.protocol.residency import ResidencyStatus
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.gateway_process import Gateway
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess
+from servekit.supervisor.presets import list_presets
 from servekit.supervisor.workers.worker_process import WorkerProcess
-
-#: The names that chat templates have for the switch of thoughts.
-_THINKING = ("enable_thinking", "thinking")
 
 
 def of_model(
@@ -43,17 +41,7 @@ def of_model(
         scale=deployment.scale,
         changing=deployment.changing,
         endpoints=_list_endpoints(model),
-        presets=tuple(map(_describe_preset, model.presets)),
-    )
-
-
-def _describe_preset(preset: PresetConfig) -> Preset:
-    thinks = {} if preset.thinking is None else dict.fromkeys(_THINKING, preset.thinking)
-    return Preset(
-        name=preset.name,
-        sampling=preset.sampling.model_dump(exclude_none=True),
-        system=preset.system or "",
-        template={**thinks, **preset.template},
+        presets=list_presets(model),
     )
 
 
@@ -93,7 +81,7 @@ def why(
         if named := tuple(adapter for adapter in adapters if adapter.name == name):
             return Why(model.name, explained, _stories(deployment), named)
         stories = _stories(deployment)
-        if name in (model.name, *model.aliases):
+        if name in model.names:
             return Why(
                 model.name,
                 explained,
