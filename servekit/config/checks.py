@@ -129,7 +129,7 @@ def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Proble
     yield from _check_residency(config, at)
     yield from _check_scaling(config, at)
     yield from _check_limit(config, config.sampling, (*at, "sampling"))
-    yield from _check_presets(config, at)
+    yield from _check_presets(config, at, folder)
 
 
 def _check_limit(config: ModelConfig, sampling: SamplingDefaults, at: Place) -> Iterator[Problem]:
@@ -143,15 +143,25 @@ def _check_limit(config: ModelConfig, sampling: SamplingDefaults, at: Place) -> 
 _OF_THE_SERVER = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
-def _check_presets(config: ModelConfig, at: Place) -> Iterator[Problem]:
+def _generates(config: ModelConfig, folder: Path) -> bool:
+    """Return whether a model may generate text, as far as its options and a local folder tell."""
+    pooled = config.options.get("pooling", "auto") not in ("auto", "none")
+    if pooled or config.options.get("task", "generate") != "generate":
+        return False
+    try:
+        path = paths.check_model_path(config.path, folder)
+    except ValueError:
+        return True
+    return not (Path(path.text) / "modules.json").is_file()
+
+
+def _check_presets(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
     """Find presets of models that generate nothing, and values that would reach no template."""
-    options = config.options
-    pooled = options.get("pooling", "auto") not in ("auto", "none")
-    if config.presets and (pooled or options.get("task", "generate") != "generate"):
+    if config.presets and not _generates(config, folder):
         message = "a preset is for text, and this model generates none."
         yield Problem((*at, "presets"), message, at_key=True)
         return
-    templates = options.get("chat_template_kwargs", not kind_of(config).is_remote)
+    templates = config.options.get("chat_template_kwargs", not kind_of(config).is_remote)
     for i, preset in enumerate(config.presets):
         here = (*at, "presets", i)
         yield from _check_limit(config, preset.sampling, (*here, "sampling"))

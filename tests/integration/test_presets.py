@@ -47,8 +47,8 @@ LATER = {
 def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     folder = tmp_path_factory.mktemp("presets")
     models = [odd("m", "--step-s", "0.005", presets=[FAST], aliases=["other"]), LATER]
-    server, sections = {"store_responses": {}}, {"keys": KEYS}
-    with Instance.up(folder, models, server=server, sections=sections) as instance:
+    server: dict[str, Any] = {"store_responses": {}}
+    with Instance.up(folder, models, server=server, sections={"keys": KEYS}) as instance:
         instance.until_settled()
         yield instance
 
@@ -86,8 +86,8 @@ def test_the_server_gets_what_it_sets(instance: Instance) -> None:
     ]
     options = {"temperature": 0.25, "num_predict": 2}
     question = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "count"}]
-    more = {"messages": question, "options": options, "think": True, "stream": False}
-    answer = post(instance, "/api/chat", model="fast:latest", **more)
+    more: dict[str, Any] = {"messages": question, "options": options}
+    answer = post(instance, "/api/chat", model="fast:latest", think=True, stream=False, **more)
     assert answer.json()["message"]["content"] == numbers(2)
     body = asked(instance)
     assert (body["temperature"], body["max_tokens"], body["messages"]) == (0.25, 2, question)

@@ -106,3 +106,14 @@ def test_what_an_endpoint_takes(tmp_path: Path) -> None:
     load_config(remote(tmp_path, "{name: x, template: {reasoning_effort: low}}"))
     asked = "{name: x, thinking: false, template: {a: 1}}"
     load_config(remote(tmp_path, asked, ", chat_template_kwargs: true"))
+
+
+def test_a_folder_of_an_embedding_model_has_none(tmp_path: Path) -> None:
+    folder = tmp_path / "embedder"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    path = write(tmp_path, "models: [{name: e, path: ./embedder, presets: [{name: x}]}]\n")
+    load_config(path)
+    (folder / "modules.json").write_text("[]")
+    [found] = complaints(path)
+    assert "models[0].presets: a preset is for text, and this model generates none." in found
