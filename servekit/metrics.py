@@ -95,7 +95,7 @@ METRICS: tuple[Metric, ...] = (
         (*_REQUEST, "status", "outcome"),
         "Requests to models that have ended, or were refused. `outcome` is stop, length, or an"
         " error's code, `status` the HTTP status that goes with it. Each prompt and choice"
-        " counts. `adapter` is the adapter or the preset that was asked for, `key` the name of an API"
+        " counts. `adapter` is the adapter or preset that was asked for, `key` the name of an API"
         " key; `model` is empty if no model has the name.",
     ),
     _counter(
