@@ -72,6 +72,9 @@ def test_a_model_has_all_their_names(tmp_path: Path) -> None:
         ("{name: x, thinking: low}", "must be true or false, but is the text 'low'."),
         ("{name: x, system: ''}", "must be text that is not empty"),
         ("{name: x, template: {messages: []}}", "template.messages: servekit sets this."),
+        ("{name: x, template: {a: [{b: 9223372036854775808}]}}", "of 64 bits at most."),
+        ("{name: x, template: {a: .nan}}", "template: its numbers must be finite"),
+        ("{name: x, sampling: {max_tokens: 9999999999}}", "must be less than 2147483648"),
     ],
 )
 def test_what_is_wrong_is_named_by_line(tmp_path: Path, line: str, words: str) -> None:
