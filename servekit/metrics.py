@@ -95,7 +95,8 @@ METRICS: tuple[Metric, ...] = (
         (*_REQUEST, "status", "outcome"),
         "Requests to models that have ended, or were refused. `outcome` is stop, length, or an"
         " error's code, `status` the HTTP status that goes with it. Each prompt and choice"
-        " counts. `key` is the name of an API key; `model` is empty if no model has the name.",
+        " counts. `adapter` is the adapter or preset that was asked for, `key` the name of an API"
+        " key; `model` is empty if no model has the name.",
     ),
     _counter(
         "servekit_http_requests_total",

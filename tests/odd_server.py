@@ -10,7 +10,7 @@ and never where the answer it was given has them already:
     ILL=N      it says that it is broken, as vLLM does, and its health page too
 
 With `--images taken` an image is IMAGE_TOKENS of the prompt, with `ignored` none; otherwise it is
-refused. A POST to /v1/seen returns the messages of the last chat.
+refused. A POST to /v1/seen returns the messages of the last chat, one to /v1/asked the whole body.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Server:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.closed = self.asleep = self.ill = False
-        self.seen: list[Any] = []
+        self.asked: Any = {}
 
     async def serve(self) -> None:
         await asyncio.sleep(self.args.late_s)
@@ -71,11 +71,13 @@ class Server:
                 one = {"index": 0, "embedding": [0.5, 0.25]}
                 whole(writer, {"data": [one], "usage": {"prompt_tokens": 1}})
             case "/v1/seen":
-                whole(writer, self.seen)
+                whole(writer, self.asked["messages"])
+            case "/v1/asked":
+                whole(writer, self.asked)
             case "/v1/completions":
                 await self.count(writer, body, str(body["prompt"]), "")
             case "/v1/chat/completions" if not self.args.no_chat:
-                self.seen = body["messages"]
+                self.asked = body
                 texts = [str(one["content"]) for one in body["messages"]]
                 images = sum(text.count("'image_url': {'url'") for text in texts)
                 if images and self.args.images == "refused":

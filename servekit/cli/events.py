@@ -101,9 +101,8 @@ def _resolve_name(folder: Path, name: str, *, follow: bool) -> str:
             return name
         known = {}
     else:
-        now = [*(model.name for model in status.models), *instance_lookup.process_names(status)]
-        known = {one: one for one in now}
-        known |= {alias: model.name for model in status.models for alias in model.aliases}
+        known = {name: model.name for model in status.models for name in model.names}
+        known |= {name: name for name in instance_lookup.process_names(status)}
     if name in known:
         return known[name]
     there = list(dict.fromkeys((*known, *before)))

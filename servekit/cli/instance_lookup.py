@@ -75,7 +75,7 @@ async def status_soon(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
 
 
 def complete_models(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of models, including aliases."""
+    """Return the names of models, including aliases and presets."""
     return _complete_names(ctx, incomplete, lambda found: _of_models(found))
 
 
@@ -99,7 +99,7 @@ def process_names(found: Status) -> list[str]:
 
 
 def _of_models(found: Status) -> list[str]:
-    return [name for model in found.models for name in (model.name, *model.aliases)]
+    return [name for model in found.models for name in model.names]
 
 
 def _complete_names(ctx: typer.Context, incomplete: str, read: Any) -> list[str]:

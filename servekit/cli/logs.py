@@ -108,7 +108,7 @@ def _resolve_alias(folder: Path, worker: str) -> str:
         models = instance_lookup.read_status(folder, _ANSWER_S).models
     except ServekitError:
         return worker
-    return next((model.name for model in models if worker in model.aliases), worker)
+    return next((model.name for model in models if worker in model.names), worker)
 
 
 def _check_names(folder: Path, worker: str, *, follow: bool) -> None:

@@ -120,7 +120,7 @@ async def _read_model(path: Path, model: str) -> "ModelStatus | None":
 
     status = await query_supervisor(path, GetStatus())
     models = status.models if isinstance(status, Status) else ()
-    return next((one for one in models if model in (one.name, *one.aliases)), None)
+    return next((one for one in models if model in one.names), None)
 
 
 def _describe_progress(found: "ModelStatus | None") -> str:

@@ -100,7 +100,7 @@ def _resolve_alias(folder: Path, name: str) -> str:
         models = instance_lookup.read_status(folder).models
     except ServekitError:
         return name
-    return next((model.name for model in models if name in model.aliases), name)
+    return next((model.name for model in models if name in model.names), name)
 
 
 def _follow(folder: Path) -> Iterator[list[bytes]]:

@@ -274,6 +274,9 @@ def _served(model: ModelStatus) -> Text:
     if not line.plain.endswith("\n"):
         states = ", ".join(sorted({replica.state for replica in model.replicas}))
         line.append(f"  {states}\n", style="dim")
+    for preset in model.presets:
+        line.append(f"{'':<8}{preset.name}")
+        line.append(f"  preset of {model.name}\n", style="dim")
     for adapter in model.adapters:
         line.append(f"{'':<8}{adapter.name}")
         if adapter.state == "failed":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from servekit.protocol.adapters import AdapterStatus
 from servekit.protocol.messages import (
     GatewayStatus,
     ModelStatus,
+    Preset,
     Progress,
     ReplicaStatus,
     Status,
@@ -25,6 +27,7 @@ from servekit.protocol.residency import tier_text
 from servekit.ray import node_requirements
 from servekit.sanitize import strip_controls
 from servekit.supervisor.deployments.plan import Plan
+from servekit.supervisor.presets import list_presets
 from servekit.supervisor.scheduling.memory_requests import host_claim_bytes
 from servekit.system import cgroup
 from servekit.units import format_bytes, format_duration
@@ -65,6 +68,8 @@ def plan_tables(plan: Plan) -> Sequence[RenderableType]:
     used = {gpu for place in plan.places for gpu in place.gpus}
     gpus = [f"{gpu}{'' if gpu in used else ', idle'}" for gpu in plan.gpus]
     shown: list[RenderableType] = [Fitted(_placement_table(plan), "THREADS", "DTYPE", "DEVICE")]
+    presets = {one.name: list_presets(one) for one in plan.config.models if one.presets}
+    shown += [_preset_table(presets)] if presets else []
     if any(model.adapters for model in plan.config.models):
         shown.append(Fitted(_named_adapters(plan)))
     if plan.estimates:
@@ -169,6 +174,7 @@ def status_tables(status: Status) -> Sequence[RenderableType]:
         f"{format_size(status.rss_bytes)} · up {format_duration(time.time() - status.started_at)}"
         + (" · draining" if status.draining else "")
     )
+    presets = {model.name: model.presets for model in status.models if model.presets}
     adapters = {model.name: model.adapters for model in status.models if model.adapters}
     shown: list[RenderableType] = [head]
     if any(model.residence is not None for model in status.models):
@@ -176,6 +182,7 @@ def status_tables(status: Status) -> Sequence[RenderableType]:
     if any(model.scale is not None for model in status.models):
         shown.append(Fitted(_scaling_table(status), "LAST SCALED"))
     shown.append(Fitted(_worker_table(status), "PID", "DEVICE", "RSS"))
+    shown += [_preset_table(presets)] if presets else []
     shown += [adapter_table(adapters)] if adapters else []
     return [*shown, Fitted(_gateway_table(status), "PID", "RSS")]
 
@@ -219,6 +226,26 @@ def replica_span(model: ModelStatus) -> str:
     scale = model.scale
     serving = sum(replica.state == "ready" for replica in model.replicas)
     return str(serving) if scale is None else f"{serving} ({scale.min}–{scale.max})"
+
+
+def _preset_table(presets: Mapping[str, Sequence[Preset]]) -> RenderableType:
+    """Return a table of the presets, by model, and what each sets."""
+    table = new_table("PRESET", "MODEL", "SETS")
+    for model, ours in presets.items():
+        for one in ours:
+            table.add_row(Text(one.name), Text(model), Text(strip_controls(_preset_note(one))))
+    return Fitted(table)
+
+
+def _preset_note(preset: Preset) -> str:
+    """Return what a preset sets, without the text of its system message."""
+    variables = dict(preset.template)
+    if variables.get("thinking") == variables.get("enable_thinking"):  # two names of one switch
+        variables.pop("enable_thinking", None)
+    told = [f"{name} {value}" for name, value in preset.sampling.items()]
+    told += ["system message"] if preset.system else []
+    told += [f"{name} {json.dumps(value)}" for name, value in variables.items()]
+    return ", ".join(told) or "only its name"
 
 
 def adapter_table(adapters: Mapping[str, Sequence[AdapterStatus]]) -> RenderableType:

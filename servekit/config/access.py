@@ -57,7 +57,8 @@ class KeyConfig(Section):
     max_concurrent: Annotated[int | None, Field(ge=1)] = None
     """Generations at the same time, waiting ones included; further requests get 429."""
     models: Annotated[tuple[str, ...] | None, Field(min_length=1)] = None
-    """Models that the key may use, by name or alias; other models return 403. By default all."""
+    """Models that the key may use, by name or alias, with their presets and adapters; or a preset
+    or an adapter alone. Other models return 403. By default all."""
     priority: Annotated[int, Field(ge=-10, le=10)] = 0
     """Priority of requests that state none, and the best that a request of this key can have. Lower
     is earlier."""

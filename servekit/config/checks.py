@@ -18,7 +18,13 @@ from servekit.config.engines.installed import Machine, find_module, install_comm
 from servekit.config.engines.options import KINDS, EngineKind
 from servekit.config.error_reporting import Problem, dotted_path, missing_key, shorten_text
 from servekit.config.scale import ReplicaRange
-from servekit.config.schema import AdapterConfig, Config, ModelConfig, names_of
+from servekit.config.schema import (
+    AdapterConfig,
+    Config,
+    ModelConfig,
+    SamplingDefaults,
+    names_of,
+)
 from servekit.config.yaml.nodes import Node, find_node, plain_value
 
 Place = tuple[str | int, ...]
@@ -48,10 +54,11 @@ def _names_of_models(root: Node) -> Iterator[tuple[Place, str]]:
         for j, alias in enumerate(_list_items(entries.get("aliases"))):
             if isinstance(alias.value, str):
                 yield ("models", i, "aliases", j), alias.value
-        for j, adapter in enumerate(_list_items(entries.get("adapters"))):
-            keys = adapter.value if isinstance(adapter.value, dict) else {}
-            if (name := keys.get("name")) and isinstance(name.value, str):
-                yield ("models", i, "adapters", j, "name"), name.value
+        for key in ("presets", "adapters"):
+            for j, one in enumerate(_list_items(entries.get(key))):
+                keys = one.value if isinstance(one.value, dict) else {}
+                if (name := keys.get("name")) and isinstance(name.value, str):
+                    yield ("models", i, key, j, "name"), name.value
 
 
 def check_paths(root: Node) -> Iterator[Problem]:
@@ -121,10 +128,56 @@ def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Proble
         yield from _check_gpus(config, config.gpus, at)
     yield from _check_residency(config, at)
     yield from _check_scaling(config, at)
-    longest, context = config.sampling.max_tokens, config.max_context
+    yield from _check_limit(config, config.sampling, (*at, "sampling"))
+    yield from _check_presets(config, at, folder)
+
+
+def _check_limit(config: ModelConfig, sampling: SamplingDefaults, at: Place) -> Iterator[Problem]:
+    longest, context = sampling.max_tokens, config.max_context
     if longest and context and longest >= context:
         message = f"{longest} tokens and a prompt do not fit max_context, {context}."
-        yield Problem((*at, "sampling", "max_tokens"), message)
+        yield Problem((*at, "max_tokens"), message)
+
+
+#: Template variables that servekit sets.
+_OF_THE_SERVER = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+
+def _generates(config: ModelConfig, folder: Path) -> bool:
+    """Return whether a model may generate text, as far as its options and a local folder tell."""
+    pooled = config.options.get("pooling", "auto") not in ("auto", "none")
+    if pooled or config.options.get("task", "generate") != "generate":
+        return False
+    try:
+        path = paths.check_model_path(config.path, folder)
+    except ValueError:
+        return True
+    return not (Path(path.text) / "modules.json").is_file()
+
+
+def _check_presets(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
+    """Find presets of models that generate nothing, and values that would reach no template."""
+    if config.presets and not _generates(config, folder):
+        message = "a preset is for text, and this model generates none."
+        yield Problem((*at, "presets"), message, at_key=True)
+        return
+    templates = config.options.get("chat_template_kwargs", not kind_of(config).is_remote)
+    for i, preset in enumerate(config.presets):
+        here = (*at, "presets", i)
+        yield from _check_limit(config, preset.sampling, (*here, "sampling"))
+        for name in preset.template:
+            if name in _OF_THE_SERVER:
+                yield Problem((*here, "template", name), "servekit sets this.", at_key=True)
+            elif not templates and name != "reasoning_effort":
+                yield Problem((*here, "template", name), _NO_TEMPLATE, at_key=True)
+        if preset.thinking is not None and not templates:
+            yield Problem((*here, "thinking"), _NO_TEMPLATE, at_key=True)
+
+
+_NO_TEMPLATE = (
+    "it would not reach the endpoint's chat template; if it has one, write"
+    " `chat_template_kwargs: true` in `options`, else `template: {reasoning_effort: …}`."
+)
 
 
 def _check_residency(config: ModelConfig, at: Place) -> Iterator[Problem]:

@@ -263,7 +263,8 @@ def _unknown_key(loc: tuple[str | int, ...], root: Node) -> str:
 def _home_of(key: str, loc: tuple[str | int, ...], root: Node) -> str:
     """Describe where a key that is valid elsewhere belongs, or return ""."""
     model = loc[:2] if loc[0] == "models" and len(loc) > 2 else ("models", 0)
-    homes: list[tuple[str | int, ...]] = [model, (*model, "sampling"), (*model, "options")]
+    homes: list[tuple[str | int, ...]] = [(*loc[:-1], "sampling"), model, (*model, "sampling")]
+    homes.append((*model, "options"))
     for home in [*homes, ("server",), ("gpus",), ()]:
         section = _section(home, root)
         if section and key in section.model_fields and home != loc[:-1]:

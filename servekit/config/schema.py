@@ -82,6 +82,20 @@ def _engine(value: str) -> str:
     return value
 
 
+def _variables(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse numbers that no message can carry, or no JSON."""
+    left: list[Any] = [value]
+    while left:
+        match left.pop():
+            case dict() as one:
+                left += one.values()
+            case list() as one:
+                left += one
+            case int() | float() as one if not -(2**63) <= one < 2**63:  # neither is NaN
+                raise ValueError("its numbers must be finite, and of 64 bits at most")
+    return value
+
+
 def _host(value: str) -> str:
     if not re.fullmatch(r"[0-9A-Za-z_.:%-]+", value):
         raise ValueError("must be an address or a host name, such as 0.0.0.0, without a scheme")
@@ -102,6 +116,7 @@ Gpu = Annotated[int | str, AfterValidator(_gpu)]
 Host = Annotated[str, AfterValidator(_host)]
 Network = Annotated[str, AfterValidator(_network)]
 Memory = Annotated[str, AfterValidator(_memory)]
+Variables = Annotated[dict[str, Any], AfterValidator(_variables)]
 _ENGINES = {"type": "string", "enum": ["auto", *KINDS]}
 Engine = Annotated[str, AfterValidator(_engine), WithJsonSchema(_ENGINES)]
 Device = Literal["auto", "cpu", "cuda"]
@@ -199,13 +214,13 @@ class SamplingDefaults(Section):
     """0 is greedy: always the likeliest token. Higher is more varied."""
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     """Draw from the likeliest tokens that together have this probability."""
-    top_k: Annotated[int | None, Field(ge=0)] = None
+    top_k: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     """Draw from this many likeliest tokens; 0 is off."""
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     """Draw from tokens at least this likely, relative to the likeliest."""
     repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
     """Divides the scores of tokens that have occurred; 1 is off."""
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     """Longest answer; by default up to the end of the context."""
 
 
@@ -220,6 +235,21 @@ class AdapterConfig(Section):
     """Commit, tag or branch of a hub id."""
     any_base: bool = False
     """Load it even if it names another base than this model; its shapes must fit."""
+
+
+class PresetConfig(Section):
+    """A further name of a model, with values for what its requests leave out."""
+
+    name: Name
+    """The name requests use."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """Sampling parameters of requests that do not set them; the others are the model's."""
+    system: Annotated[str | None, Field(min_length=1)] = None
+    """The system message of chats without one."""
+    thinking: bool | None = None
+    """Whether the model thinks before it answers, if its chat template has a switch for that."""
+    template: Variables = Field(default_factory=dict)
+    """Variables of the chat template, as in `chat_template_kwargs` of a request."""
 
 
 class ModelConfig(Section):
@@ -309,6 +339,9 @@ class ModelConfig(Section):
     installed ones."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The engine's own options."""
+    presets: tuple[PresetConfig, ...] = ()
+    """Further names of the model, each with sampling, a system message or thinking of its own. A
+    reload changes them in place."""
     adapters: tuple[AdapterConfig, ...] = ()
     """PEFT adapters; clients use each like a model. A reload loads and unloads them in place."""
     stray_memory: Literal["alert", "fail"] = "alert"
@@ -321,6 +354,11 @@ class ModelConfig(Section):
         if isinstance(value, int) and not 1 <= value <= MOST:
             raise ValueError(f"must be between 1 and {MOST}, auto, or {{min, max}}")
         return value
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return all names of the model itself: its own, aliases and presets."""
+        return (self.name, *self.aliases, *(preset.name for preset in self.presets))
 
     def engine_options(self) -> Section:
         """Return the options, validated by the engine's schema. `engine` must be resolved."""
@@ -368,9 +406,9 @@ class Config(Section):
 
 
 def names_of(config: Config) -> list[str]:
-    """Return all names that requests may use: models, aliases and adapters."""
+    """Return all names that requests may use: models, aliases, presets and adapters."""
     return [
         name
         for model in config.models
-        for name in (model.name, *model.aliases, *(one.name for one in model.adapters))
+        for name in (*model.names, *(adapter.name for adapter in model.adapters))
     ]

@@ -63,6 +63,9 @@ THOUGHTS: dict[str, tuple[str, str]] = {
     "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"),
 }
 
+#: The names that chat templates have for the switch for thoughts.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+
 #: `Dialect.tools` of an engine whose answers are already split into text, thoughts, and calls with
 #: ids. They are sent as text with a mark before each part; a call is CALL id NAME name ARGUMENTS
 #: json. Text without a mark belongs to the answer.

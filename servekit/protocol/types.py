@@ -296,6 +296,15 @@ class ScaleStatus(Value, frozen=True):
     waits: str = ""  # what prevents scaling up
 
 
+class Preset(Value, frozen=True):
+    """A further name of a model, with what its requests leave out."""
+
+    name: str
+    sampling: dict[str, float | int]  # fields of `SamplingParams`
+    system: str = ""  # the system message of chats without one
+    template: dict[str, Any] = {}  # variables of the chat template
+
+
 class ModelStatus(Value, frozen=True):
     """A model and its replicas, as seen by the supervisor."""
 
@@ -316,6 +325,12 @@ class ModelStatus(Value, frozen=True):
     scale: ScaleStatus | None = None  # None: its number of replicas is fixed
     changing: bool = False  # its replicas are being replaced: one will come, even if none is there
     endpoints: tuple[str, ...] = ()  # patterns of the endpoints that are forwarded to its server
+    presets: tuple[Preset, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return all names of the model itself: its own, aliases and presets."""
+        return (self.name, *self.aliases, *(preset.name for preset in self.presets))
 
 
 class TokenLogprob(Value, frozen=True):

@@ -43,6 +43,7 @@ class KeyMissing(ValueError):
 def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
     """Return the access rules for the gateways. Raises KeyMissing."""
     names = {alias: m.name for m in config.models for alias in (m.name, *m.aliases)}
+    names |= {preset.name: preset.name for m in config.models for preset in m.presets}
     names |= {adapter.name: adapter.name for m in config.models for adapter in m.adapters}
     server = config.server
     return AccessRules(

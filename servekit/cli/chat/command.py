@@ -56,7 +56,7 @@ def chat(
         str,
         typer.Argument(
             metavar="[MODEL]",
-            help="Name or alias of a model, or an adapter; by default the first that is served.",
+            help="Name or alias of a model, a preset or an adapter; by default the first model.",
             autocompletion=instance_lookup.complete_models,
         ),
     ] = "",

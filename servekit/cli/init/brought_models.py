@@ -81,7 +81,9 @@ def valid_name(text: str) -> str:
 
 
 def name_models(models: Iterable[BroughtModel]) -> None:
-    """Give models valid names, no two alike, and keep the aliases that are valid and free."""
+    """Give models valid names, no two alike; keep aliases and presets whose names are valid and
+    free.
+    """
     models = list(models)
     taken: set[str] = set()
     for model in models:
@@ -90,6 +92,10 @@ def name_models(models: Iterable[BroughtModel]) -> None:
             model.notes.append(
                 f"its name cannot be one here; requests ask for {model.keys['name']}"
             )
+    for model in models:
+        presets = model.keys.pop("presets", ())
+        if presets := [one for one in presets if _keep_alias(one["name"], model, taken)]:
+            model.keys["presets"] = presets
     for model in models:
         kept = [one for one in model.keys.pop("aliases", ()) if _keep_alias(one, model, taken)]
         if kept:

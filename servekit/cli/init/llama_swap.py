@@ -7,6 +7,7 @@
     checkEndpoint   options.health
     concurrencyLimit, or -np of llama-server   options.slots
     setParams       sampling, which a request may override here
+    setParamsByID   presets, the same
     peers           models of `engine: openai`
     apiKeys         keys, where they are variables
 
@@ -142,6 +143,8 @@ def _bring_model(
     model.notes += _capability_notes(told.get("capabilities"))
     if _makes_no_text(told, words):
         _bring_other_task(model)
+    if "task" in model.keys["options"]:  # presets are for text
+        model.keys["aliases"] += [one["name"] for one in model.keys.pop("presets", ())]
     _note_container(model, words)
     _suggest_engine(model, parsed)
     return model
@@ -272,20 +275,17 @@ def _bring_filters(model: BroughtModel, filters: object) -> None:
         if key == "setParams" and isinstance(value, dict):
             _bring_sampling(model, value)
         elif key == "setParamsByID" and isinstance(value, dict):
-            ids = [str(one) for one in value if one != model.name]
-            model.keys["aliases"] += [one for one in ids if one not in model.keys["aliases"]]
-            model.notes.append(
-                "filters.setParamsByID: its ids are aliases here, whose requests have to send their"
-                f" parameters themselves: {_in_json(value)}"
-            )
+            presets = [*_bring_presets(model, value)]
+            names = {preset["name"] for preset in presets}
+            model.keys["aliases"] = [one for one in model.keys["aliases"] if one not in names]
+            model.keys |= {"presets": presets} if presets else {}
         else:
             what = f"filters.{key}: {_in_json(value)}; a request's own parameters are passed on"
             model.notes.append(what)
 
 
 def _bring_sampling(model: BroughtModel, params: Mapping[str, Any]) -> None:
-    known = {_SAMPLING[key]: value for key, value in params.items() if key in _SAMPLING}
-    numbers = {key: v for key, v in known.items() if isinstance(v, int | float)}
+    numbers = _read_sampling(params)
     if numbers:
         model.keys["sampling"] = numbers
         model.notes.append("filters.setParams: a request may override `sampling` here")
@@ -293,6 +293,27 @@ def _bring_sampling(model: BroughtModel, params: Mapping[str, Any]) -> None:
         if _SAMPLING.get(key) not in numbers:
             model.notes.append(
                 f"filters.setParams.{key}: {_in_json(value)}; a request has to send it"
+            )
+
+
+def _read_sampling(params: Mapping[str, Any]) -> dict[str, Any]:
+    known = {_SAMPLING[key]: value for key, value in params.items() if key in _SAMPLING}
+    return {key: value for key, value in known.items() if isinstance(value, int | float)}
+
+
+def _bring_presets(model: BroughtModel, by_id: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a preset for each further name of the model that has parameters of its own."""
+    for name, params in by_id.items():
+        rest = dict(params) if isinstance(params, dict) else {}
+        if name != model.name:
+            template = rest.pop("chat_template_kwargs", {})
+            sampling = _read_sampling(rest)
+            rest = {key: value for key, value in rest.items() if _SAMPLING.get(key) not in sampling}
+            keys = {"sampling": sampling, "template": _mapping(template)}
+            yield {"name": name, **{key: value for key, value in keys.items() if value}}
+        if rest:
+            model.notes.append(
+                f"filters.setParamsByID.{name}: {_in_json(rest)}; a request has to send it"
             )
 
 
@@ -335,7 +356,8 @@ def _preload(file: SwapFile, models: list[BroughtModel]) -> None:
 
 
 def _all_names(model: BroughtModel) -> list[str]:
-    return [model.name, *model.keys.get("aliases", ())]
+    presets = (preset["name"] for preset in model.keys.get("presets", ()))
+    return [model.name, *model.keys.get("aliases", ()), *presets]
 
 
 def _bring_peers(file: SwapFile, environ: Mapping[str, str]) -> list[BroughtModel]:

@@ -75,6 +75,8 @@ def _list_rows(config: Path | None, run_dir: Path | None) -> Iterator[dict[str, 
         used.add(disk.source_of(model.path))
         state = states.get(model.name, "")
         yield _row(model.name, state, model.engine, size, model.path)
+        for preset in model.presets:
+            yield _row(preset.name, state, model.engine, None, f"a preset of {model.name}")
     for one in stored:
         if one.source not in used:
             yield _row("", "", "", one.size_bytes, one.source)
@@ -199,7 +201,7 @@ def _find_path(
 
     models = _read_models(config, None if config is not None else _read_status(run_dir))
     for one in models:
-        if model in (one.name, *one.aliases):
+        if model in one.names:
             return one.path, revision or one.revision
     if model == "demo":
         return DEMO, None

@@ -81,6 +81,6 @@ def _find_served(model: str) -> Path | None:
             models = read_status(one.run_dir).models
         except ServekitError:
             continue
-        if any(model in (found.name, *found.aliases) for found in models):
+        if any(model in found.names for found in models):
             return one.run_dir
     return None

@@ -22,8 +22,9 @@ from msgspec.structs import replace
 from servekit.errors import ModelNotFound, RequestError, Unsupported
 from servekit.gateway.http.request_limits import check_free
 from servekit.gateway.routing.adapter_route import base_of
+from servekit.gateway.routing.preset_route import PresetRoute, complete_chat, complete_params
 from servekit.gateway.routing.request import InflightRequest, Reader
-from servekit.gateway.routing.router import Router
+from servekit.gateway.routing.router import ModelQueue, Router
 from servekit.gateway.tool_parsing import (
     CallArguments,
     Event,
@@ -76,6 +77,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     tool_choice: Any = None
     parallel: bool = True  # the model may call several tools at once
     template: dict[str, Any] = {}  # extra variables of the chat template
+    template_defaults: dict[str, Any] = {}  # those of the API, for what the client leaves out
     continues: bool = False  # the last message is the beginning of the answer
     reasoning: bool = True  # separate reasoning from text
     stream: bool = True
@@ -190,11 +192,14 @@ class Generation:
 
     def __init__(self, router: Router, request: GenerationRequest) -> None:
         try:
-            status = router.find(request.model).status
+            route = router.find(request.model)
         except ModelNotFound:
             # `open` refuses it in the same words, and counts the refusal
             router.open(InflightRequest(request.model, request.params, messages=request.messages))
             raise
+        status = route.status
+        if request.template_defaults or isinstance(route, PresetRoute):
+            request = _complete(route, request)
         self.model = status.name
         self.request = request
         self.end_of_tick = router.end_of_tick
@@ -392,6 +397,15 @@ async def open_generation(router: Router, request: GenerationRequest) -> Generat
         router.access.require_model(route.status.name, base_of(route))
         await router.demand.until_known(route, request.timeout_s)
     return Generation(router, request)
+
+
+def _complete(route: ModelQueue, request: GenerationRequest) -> GenerationRequest:
+    """Return a request for `route` with all that its preset or its API sets."""
+    params, messages = complete_params(route, request.params), request.messages
+    if messages is None:
+        return replace(request, params=params)
+    messages, template = complete_chat(route, messages, request.template, request.template_defaults)
+    return replace(request, params=params, messages=messages, template=template)
 
 
 def _is_plain(request: GenerationRequest, dialect: Dialect) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from msgspec.structs import replace
 
 from servekit.errors import ModelUnavailable
-from servekit.gateway.routing.model_queue import ModelQueue
+from servekit.gateway.routing.model_queue import ModelQueue, NamedRoute
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol import readiness
 from servekit.protocol.adapters import AdapterStatus
@@ -18,36 +18,33 @@ from servekit.protocol.messages import ModelStatus
 _LOOK_EVERY_S = 0.05
 
 
-class AdapterRoute(ModelQueue):
+class AdapterRoute(NamedRoute):
     """The base's queue under the adapter's name.
 
     It only answers questions about the adapter's state; calls queue at `base`.
     """
 
     def __init__(self, base: ModelQueue, adapter: AdapterStatus) -> None:
-        named = {"name": adapter.name, "path": adapter.path, "aliases": (), "adapters": ()}
+        named = {"name": adapter.name, "path": adapter.path}
         info = base.status.info
         taken = adapter.info.virtual_tokens if adapter.info is not None else 0
         if info is not None and taken:
             info = replace(info, max_context=info.max_context - taken)
         created = max(base.status.created, int(adapter.since))
-        super().__init__(replace(base.status, **named, info=info, created=created))
-        self.base = base
+        super().__init__(base, replace(base.status, **named, info=info, created=created))
         self.adapter = adapter
-        self.queue, self.suspects, self.replicas = base.queue, base.suspects, base.replicas
-        self.choosy = base.choosy
 
     @property
     def ready(self) -> bool:
-        return self.adapter.state == "serving" and self.base.ready
+        return self.adapter.state == "serving" and super().ready
 
     @property
     def is_permanently_down(self) -> bool:
-        return self.adapter.state == "failed" or self.base.is_permanently_down
+        return self.adapter.state == "failed" or super().is_permanently_down
 
     @property
     def available(self) -> bool:
-        return self._is_loaded and self.base.available
+        return self._is_loaded and super().available
 
     @property
     def _is_loaded(self) -> bool:
@@ -67,7 +64,7 @@ class AdapterRoute(ModelQueue):
     def check_available(self) -> None:
         """Raise ModelUnavailable unless the adapter is loaded and its base is or will be ready."""
         self.check_loaded()
-        self.base.check_available()
+        super().check_available()
 
     def adapt(self, call: InflightRequest) -> None:
         """Assign a call to this adapter. Raises ModelUnavailable."""
@@ -76,8 +73,8 @@ class AdapterRoute(ModelQueue):
 
 
 def base_of(route: ModelQueue) -> str:
-    """Return the name of an adapter's base; "" for a model that is not an adapter."""
-    return route.base.status.name if isinstance(route, AdapterRoute) else ""
+    """Return the name of a preset's or an adapter's base; "" for a model of its own."""
+    return "" if route.base is route else route.base.status.name
 
 
 def adapters_of(route: ModelQueue) -> tuple[AdapterRoute, ...]:

@@ -24,6 +24,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
+from msgspec.structs import replace
+
 from servekit.errors import ModelNotFound, ModelUnavailable, did_you_mean
 from servekit.gateway.routing.fair_queue import FairQueue
 from servekit.gateway.routing.load_balancer import Balancer
@@ -59,13 +61,14 @@ class ModelQueue:
         self._balancer: Balancer[WorkerConnection] = Balancer()
         self._balancer.set_status(status)
         self.adapters: Sequence[ModelQueue] = ()  # routes of the model's adapters
+        self.presets: Sequence[ModelQueue] = ()  # and of its presets
         self.followers: set[InflightRequest] = set()  # clients want their positions
         self.pace = ThroughputEstimator()
         self.in_flight = 0
         self._tokens_done = self._tokens_told = 0  # of finished calls; as last reported
         self.was_ready = False
         self.removed = False  # from the configuration
-        self.base: ModelQueue = self  # the owner of the queue and the replicas; an adapter's base
+        self.base: ModelQueue = self  # the owner of the queue and the replicas, see `NamedRoute`
         self.expected = 0  # requests that wait for the model's first `ModelInfo`
         self.on_wait: Callable[[ModelQueue], None] | None = None  # set for swappable models
 
@@ -383,6 +386,32 @@ class ModelQueue:
             if call.place != places[call]:
                 call.set_position(places[call])
         return bool(self.followers)
+
+
+class NamedRoute(ModelQueue):
+    """The queue of `base` under another name, which `status` has; calls queue at `base`."""
+
+    def __init__(self, base: ModelQueue, status: ModelStatus) -> None:
+        super().__init__(replace(status, aliases=(), adapters=(), presets=()))
+        self.base = base
+        self.queue, self.suspects, self.replicas = base.queue, base.suspects, base.replicas
+        self.choosy = base.choosy
+
+    @property
+    def ready(self) -> bool:
+        return self.base.ready
+
+    @property
+    def is_permanently_down(self) -> bool:
+        return self.base.is_permanently_down
+
+    @property
+    def available(self) -> bool:
+        return self.base.available
+
+    def check_available(self) -> None:
+        """Raise ModelUnavailable unless the base is or will be ready."""
+        self.base.check_available()
 
 
 def _may_be(replica: ReplicaStatus, began: Continuation | None) -> bool:

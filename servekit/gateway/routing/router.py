@@ -35,6 +35,7 @@ from servekit.gateway.routing.adapter_route import (
 )
 from servekit.gateway.routing.fair_queue import FairQueue
 from servekit.gateway.routing.model_queue import ModelQueue, describe, unknown
+from servekit.gateway.routing.preset_route import presets_of
 from servekit.gateway.routing.quarantine import Quarantine, fingerprint, is_source, refusal
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.retry_policy import ALONE_AT, CHANGED, NOT_RESUMED, RetryDecision
@@ -102,7 +103,7 @@ class Router:
         return len(self._open)
 
     def find(self, model: str) -> ModelQueue:
-        """Return the queue of a model by name or alias, or of an adapter; by default for "".
+        """Return the queue of a model, preset or adapter by name; by default for "".
 
         Raises ModelNotFound.
         """
@@ -119,21 +120,24 @@ class Router:
         Models that the caller may not use are skipped. If it may use none, the first choice is
         returned, so that the refusal names it.
         """
-        first = self._names.get(self.access.rules.default_model)
-        routes = [*([first] if first is not None else []), *self.routes.values()]
-        usable = (r for r in routes if self.access.may_use(r.status.name, base_of(r)))
-        return next(usable, routes[0])
+        first = self._names.get(self.access.rules.default_model) or next(iter(self.routes.values()))
+        if self.access.may_use(first.status.name, base_of(first)):
+            return first
+        return next(self.models(), first)
 
     def serves(self, model: str) -> bool:
-        """Return whether this is the name or alias of a model, or the name of an adapter."""
+        """Return whether this is the name or alias of a model, or of a preset or adapter."""
         return model in self._names
 
     def models(self) -> Iterator[ModelQueue]:
-        """Yield the models, and the available adapters, that the current caller may use."""
+        """Yield the models, presets and available adapters that the current caller may use."""
         for route in self.routes.values():
             name = route.status.name
             if self.access.may_use(name):
                 yield route
+            for preset in route.presets:
+                if self.access.may_use(preset.status.name, name):
+                    yield preset
             for one in route.adapters:
                 if (one.ready or one.available) and self.access.may_use(one.status.name, name):
                     yield one
@@ -147,7 +151,8 @@ class Router:
         """
         size_bytes = 0
         try:
-            route = self._admit_call(call)
+            asked = self._admit_call(call)
+            route = asked.base
             waits = call.alone_until or route.queue.size
             replica = None if waits else route.best(call)
             if replica is None:
@@ -158,7 +163,7 @@ class Router:
         except RequestError as error:
             self.measures.count_refusal(self, call, error)
             raise
-        self._begin(route, call)
+        self._begin(asked, call)
         limit_s = route.status.timeout_s
         call.limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         self._deadlines.watch(call)
@@ -176,21 +181,21 @@ class Router:
         return call
 
     def _admit_call(self, call: InflightRequest) -> ModelQueue:
-        """Admit a call, and return the queue of its (base) model."""
+        """Admit a call, and return the queue of the model, preset or adapter that it names."""
         route = (asked := self.find(call.model)).base
         if call.params.grammar is not None:
             check_grammar(call.params.grammar, self.access.rules.limits)
         if self.access.watchful:
             adapter = "" if asked is route else asked.status.name
             self.access.admit(call, route.status.name, adapter)
-        check_task(route, call, self.models)
+        check_task(asked, call, self.models)
         if call.messages is not None and (images := [i for m in call.messages for i in m.images]):
             self.check_images(route, images)
             check_fetched(images)
         if isinstance(asked, AdapterRoute):
             asked.adapt(call)
         self._admit(route, call)
-        return route
+        return asked
 
     def hold_incomplete(self, size_bytes: int) -> None:
         """Count a request that waits for its images, an earlier response or a first load.
@@ -298,14 +303,14 @@ class Router:
             route = self.routes.pop(status.name, None) or ModelQueue(status)
             self.routes[status.name] = route  # keeps the order of the configuration file
             route.set_status(status)
-            route.adapters = adapters_of(route)
+            route.adapters, route.presets = adapters_of(route), presets_of(route)
             self._apply_replicas(route, status, topology.gateways)
         for name in self.routes.keys() - {status.name for status in topology.models}:
             self._remove(self.routes.pop(name))
         self._names = {
             alias: one
             for route in self.routes.values()
-            for one in (route, *route.adapters)
+            for one in (route, *route.adapters, *route.presets)
             for alias in (one.status.name, *one.status.aliases)
         }
         self.chooses = any(len(status.replicas) > 1 for status in topology.models)
@@ -638,12 +643,12 @@ class Router:
         self._end(call, charged=isinstance(error, RequestQuarantined))
         call.fail(error)
 
-    def _begin(self, route: ModelQueue, call: InflightRequest) -> None:
+    def _begin(self, asked: ModelQueue, call: InflightRequest) -> None:
         self.requests += 1
         self._open.add(call)
-        call.route = route
+        call.route = route = asked.base
         call.on_cancel = self._cancel
-        self.measures.observe(route, call)
+        self.measures.observe(asked, call)
         if call.caller is not None:
             call.caller.on_started(call)
         if not route.in_flight:

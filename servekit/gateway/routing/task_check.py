@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.routing.model_queue import ModelQueue
+from servekit.gateway.routing.preset_route import PresetRoute
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol import tasks
 from servekit.protocol.messages import Image, ModelInfo
@@ -31,9 +32,14 @@ def serves_any(route: ModelQueue, wanted: Iterable[Capability]) -> bool:
 def check_task(
     route: ModelQueue, call: InflightRequest, list_models: Callable[[], Iterable[ModelQueue]]
 ) -> None:
-    """Raise Unsupported if the model of a call is known not to serve its task."""
+    """Raise Unsupported if the model of a call is known not to serve its task.
+
+    A preset is for models that generate, whatever its call asks for.
+    """
     info = route.status.info
     task: Task = call.more.get("task", "generate") if call.more else "generate"
+    if isinstance(route, PresetRoute) and info is not None and "generate" not in info.serves:
+        task = "generate"
     if info is not None and task not in info.serves:
         raise unable(route, info, (task,), list_models())
 

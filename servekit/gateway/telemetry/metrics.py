@@ -216,33 +216,33 @@ class RequestMetrics:
         self.answers: defaultdict[tuple[str | bytes, int], int] = defaultdict(int)
 
     def observe(self, route: ModelQueue, call: InflightRequest) -> None:
-        """Set the observers of a call that `route`, a base model's queue, has accepted."""
+        """Set the observers of a call that has been accepted for `route`."""
         call.meter = meter = self._find_meter(route, call)
         call.observers = (meter,)
         if self.tracer is not None:
             call.observers += self.tracer.trace(call, meter.operation)
 
     def _find_meter(self, route: ModelQueue, call: InflightRequest) -> RequestMeter:
-        if not call.more:  # nearly all calls
+        if route.base is route and not call.more:  # nearly all calls
             of = route.status.name, "", "text_completion" if call.messages is None else "chat"
             return self._meters.get(of) or self._make(*of)
-        return self._find_labelled_meter(route.status.name, call.more.get("adapter", ""), call)
+        return self._find_labelled_meter(route, call)
 
     def count_refusal(self, router: Router, call: InflightRequest, error: RequestError) -> None:
         """Record a call that was refused on arrival."""
         try:
             route = router.find(call.model)
         except ModelNotFound:
-            model = adapter = ""
-        else:
-            model = route.base.status.name
-            adapter = "" if route.base is route else route.status.name
+            route = None
         key = "" if call.caller is None else call.caller.rule.name
-        self._find_labelled_meter(model, adapter, call).count_refusal(key, error.code)
+        self._find_labelled_meter(route, call).count_refusal(key, error.code)
         if call.origin is not None:
             call.origin.on_ended(call, error.code, None)
 
-    def _find_labelled_meter(self, model: str, adapter: str, call: InflightRequest) -> RequestMeter:
+    def _find_labelled_meter(self, route: ModelQueue | None, call: InflightRequest) -> RequestMeter:
+        """Return the meter of a call; `route` is None if no model has its name."""
+        model = "" if route is None else route.base.status.name
+        adapter = "" if route is None or route.base is route else route.status.name
         if call.messages is not None:
             operation = "chat"
         else:

@@ -29,7 +29,7 @@ from servekit.gateway.tool_parsing.tagged_calls import (
 )
 from servekit.gateway.tool_parsing.tool_call_parser import Family, calls_in_text, read_rest
 from servekit.protocol.messages import Dialect
-from servekit.protocol.tool_formats import FRAMED
+from servekit.protocol.tool_formats import FRAMED, THINKING_SWITCHES
 
 Tools = Sequence[Mapping[str, Any]]
 Make = Callable[[Dialect, TextArguments], Family]
@@ -107,7 +107,7 @@ def begins_thinking(dialect: Dialect, template: Mapping[str, Any], continues: bo
     """
     if continues or not dialect.think_end:
         return False
-    for switch in ("enable_thinking", "thinking"):
+    for switch in THINKING_SWITCHES:
         if isinstance(given := template.get(switch), bool):
             return given
     return dialect.thinks_at_once

@@ -19,9 +19,10 @@ from servekit.errors import ModelUnavailable, RequestError
 from servekit.gateway.api.openai.request import chat_messages, sampling
 from servekit.gateway.api.openai.schema import ChatRequest, decode
 from servekit.gateway.auth.api_key import ApiKey
+from servekit.gateway.routing.preset_route import complete_chat, complete_params
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
-from servekit.gateway.tool_parsing import Parser, Reasoning, Text, parser
+from servekit.gateway.tool_parsing import Parser, Reasoning, Text, begins_thinking, parser
 from servekit.protocol.types import FinishReason
 
 #: Time between two updates of one page, s. Each answer under way adds its share, which bounds the
@@ -166,17 +167,22 @@ class Chats:
         route = self._router.find(model)
         if route.status.info is not None and not route.status.info.chat:
             raise RequestError(f"{model!r} has no chat template; use /v1/completions")
-        messages = chat_messages(request.messages)
-        call = InflightRequest(model, sampling(request), messages=messages, key=client)
+        params = complete_params(route, sampling(request))
+        messages, template = complete_chat(route, chat_messages(request.messages), {})
+        more = {"template": template} if template else {}
+        call = InflightRequest(model, params, messages=messages, key=client, more=more)
         call.caller = caller
         return self._router.open(call)
 
     def _parser(self, model: str) -> Parser | None:
         """Return a parser that separates reasoning; None if the model has no reasoning format."""
-        info = self._router.find(model).status.info if self._router.serves(model) else None
+        if not self._router.serves(model):
+            return None
+        info = (route := self._router.find(model)).status.info
         if info is None or not (info.dialect.think_end or info.dialect.tools == "harmony"):
             return None
-        return parser(info.dialect, tools=False, reasoning=True)
+        begun = begins_thinking(info.dialect, complete_chat(route, [], {})[1], False)
+        return parser(info.dialect, tools=False, reasoning=True, thinking=begun)
 
     async def _stream_tokens(
         self, answer: StreamedAnswer, call: InflightRequest

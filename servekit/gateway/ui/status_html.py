@@ -38,7 +38,7 @@ def may_see(router: Router, caller: ApiKey | None, model: str) -> bool:
 def list_choices(
     router: Router, say: Say = SAY_ENGLISH, caller: ApiKey | None = None, task: str = ""
 ) -> list[tuple[str, str]]:
-    """Return the models and adapters that a visitor may use and that serve `task`: (label, name).
+    """Return the models, presets and adapters that a visitor may use for `task`: (label, name).
 
     With keys, `caller` is the visitor's key; an unknown visitor sees none.
     """
@@ -67,9 +67,9 @@ def explain_blind(router: Router, say: Say, caller: ApiKey | None, model: str | 
 
 
 def _list_usable(router: Router, caller: ApiKey | None) -> Iterator[ModelQueue]:
-    """Yield the models and adapters that a visitor may use."""
+    """Yield the models, presets and adapters that a visitor may use."""
     for model in router.routes.values():
-        for route in (model, *model.adapters):
+        for route in (model, *model.presets, *model.adapters):
             if not router.access.closed or _may_use(caller, route):
                 yield route
 
@@ -134,8 +134,16 @@ def _render_model(route: ModelQueue, say: Say) -> str:
     return (
         f'<section class="sk-model"><h3>{escape(route.status.name)}</h3><p class="sk-quiet">'
         f"{escape(' · '.join(facts))}{waiting if len(route.queue) else ''}</p>"
-        f"{_render_adapters(route, say)}<ul>{replicas}</ul></section>"
+        f"{_render_presets(route, say)}{_render_adapters(route, say)}<ul>{replicas}</ul></section>"
     )
+
+
+def _render_presets(route: ModelQueue, say: Say) -> str:
+    """Return the names of the model's presets."""
+    if not route.status.presets:
+        return ""
+    names = ", ".join(preset.name for preset in route.status.presets)
+    return f'<p class="sk-quiet">{escape(say("presets", names=names))}</p>'
 
 
 def _render_adapters(route: ModelQueue, say: Say) -> str:

@@ -90,9 +90,7 @@ class AdapterService:
         """Return the deployment of a model whose engine supports adapters. Raises ConfigError."""
         served = self._deployments.served
         for deployment in served:
-            if model in (deployment.model.name, *deployment.model.aliases) or (
-                not model and len(served) < 2
-            ):
+            if model in deployment.model.names or (not model and len(served) < 2):
                 if not KINDS[deployment.model.engine].adapters:
                     raise ConfigError(f"the engine {deployment.model.engine} has no adapters")
                 return deployment

@@ -14,6 +14,7 @@ from servekit.protocol.residency import ResidencyStatus
 from servekit.supervisor.deployments.deployment import Deployment
 from servekit.supervisor.gateway_process import Gateway
 from servekit.supervisor.lifecycle.managed_process import ManagedProcess
+from servekit.supervisor.presets import list_presets
 from servekit.supervisor.workers.worker_process import WorkerProcess
 
 
@@ -40,6 +41,7 @@ def of_model(
         scale=deployment.scale,
         changing=deployment.changing,
         endpoints=_list_endpoints(model),
+        presets=list_presets(model),
     )
 
 
@@ -79,7 +81,7 @@ def why(
         if named := tuple(adapter for adapter in adapters if adapter.name == name):
             return Why(model.name, explained, _stories(deployment), named)
         stories = _stories(deployment)
-        if name in (model.name, *model.aliases):
+        if name in model.names:
             return Why(
                 model.name,
                 explained,

@@ -28,6 +28,7 @@ Slots = tuple[Slot, ...]
 
 #: Keys of a model that no worker ever sees.
 _NOT_THE_WORKERS = frozenset({"aliases", "timeout_s", "max_queue", "quarantine_s"}) | {
+    "presets",
     "stall_timeout_s",
     "load_timeout_s",
     "stray_memory",

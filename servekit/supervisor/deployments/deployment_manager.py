@@ -126,7 +126,7 @@ class DeploymentManager:
     def _find(self, name: str) -> tuple[Deployment, list[WorkerProcess]] | None:
         """Return the deployment of a model or worker, and the workers that are meant."""
         for one in self.served:
-            if name in (one.model.name, *one.model.aliases):
+            if name in one.model.names:
                 return one, one.living
             if worker := [replica for replica in one.living if replica.name == name]:
                 return one, worker

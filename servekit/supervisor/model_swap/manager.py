@@ -261,7 +261,7 @@ class SwapManager:
 
     def _row(self, model: str) -> ModelState | None:
         for deployment, row in self._rows.items():
-            if model in (deployment.model.name, *deployment.model.aliases):
+            if model in deployment.model.names:
                 return row
         return None
 

@@ -28,6 +28,7 @@ from servekit.protocol.messages import (
     Link,
     ModelInfo,
     ModelStatus,
+    Preset,
     Progress,
     Refused,
     ReplicaStatus,
@@ -255,6 +256,22 @@ def test_why_a_gateway_is_not_there_is_shown() -> None:
     found = {line.split()[0]: " ".join(line.split()) for line in lines if line}
     assert found["gateway/n"].endswith("the port is taken")
     assert found["gateway/o"].endswith("last: killed by SIGKILL")
+
+
+def test_presets_are_shown_with_what_they_set() -> None:
+    thinks = {"enable_thinking": False, "thinking": False}
+    presets = (
+        Preset("fast", {"temperature": 0.5}, "A long text.", {**thinks, "effort": "low"}),
+        Preset("same", {}),
+    )
+    whole = status(replica("m/0", "ready"))
+    whole = replace(whole, models=(replace(whole.models[0], presets=presets),))
+    lines = "".join(shown(table) for table in status_tables(whole)).splitlines()
+    found = {line.split()[0]: " ".join(line.split()) for line in lines if line}
+    wanted = 'fast m temperature 0.5, system message, thinking false, effort "low"'
+    assert found["fast"] == wanted
+    assert found["same"] == "same m only its name"
+    assert "fast  preset of m" in shown(banner(whole, WORDS, boxed=False))
 
 
 def test_adapters_and_stray_memory_are_shown() -> None:

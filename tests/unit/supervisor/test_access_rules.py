@@ -10,7 +10,7 @@ import pytest
 
 from servekit.config import keys
 from servekit.config.access import KeyConfig
-from servekit.config.schema import Config, ModelConfig, ServerConfig
+from servekit.config.schema import Config, ModelConfig, PresetConfig, ServerConfig
 from servekit.supervisor.access_rules import (
     KeyMissing,
     check_handed,
@@ -37,6 +37,13 @@ def test_a_hash_goes_as_it_is_and_models_by_their_own_names() -> None:
     [rule] = rules(config(key), {}).keys
     assert (rule.hash, rule.digest, rule.models) == (HASH, b"", ("m",))
     assert (rule.priority, rule.admin) == (2, True)
+
+
+def test_a_preset_goes_by_its_own_name() -> None:
+    model = ModelConfig(name="m", engine="echo", presets=(PresetConfig(name="fast"),))
+    key = KeyConfig(name="alice", hash=HASH, models=("fast",))
+    [rule] = rules(Config(models=(model,), keys=(key,)), {}).keys
+    assert rule.models == ("fast",)
 
 
 def test_prefixes_are_each_keys_own_unless_they_are_shared() -> None:

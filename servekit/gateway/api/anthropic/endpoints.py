@@ -29,6 +29,7 @@ from servekit.gateway.generation.generation import GenerationRequest
 from servekit.gateway.http.asgi import Envelope
 from servekit.gateway.http.request_limits import check_free
 from servekit.gateway.http.response import Endpoint, Handler
+from servekit.gateway.routing.preset_route import complete_chat
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import check_tools, parse_tool_choice
@@ -62,6 +63,7 @@ class Anthropic:
             tool_choice=choice,
             parallel=parallel,
             template=talk.template,
+            template_defaults=talk.template_defaults,
             continues=talk.continues,
             stream=bool(request.stream),
             key=key,
@@ -75,16 +77,20 @@ class Anthropic:
         talk = conversation(request)
         choice, _ = tool_choice(request.tool_choice, request.tools)
         chosen = parse_tool_choice(check_tools(tools(request.tools)), choice).tools
-        check_free([*chosen], talk.template, None, self._router.access.rules.limits)
+        route = self._router.find(request.model)
+        messages, template = complete_chat(
+            route, talk.messages, talk.template, talk.template_defaults
+        )
+        check_free([*chosen], template, None, self._router.access.rules.limits)
         more = {
             "task": "tokenize",
-            "template": talk.template,
+            "template": template,
             "continues": talk.continues,
             "tools": [*chosen],
         }
         params = SamplingParams()
         call = InflightRequest(
-            request.model, params, messages=talk.messages, stream=False, key=key, more=more
+            request.model, params, messages=messages, stream=False, key=key, more=more
         )
         return EmbeddingCalls(self._router, [call], None), _count_of
 

@@ -39,6 +39,7 @@ from servekit.gateway.api.openai.schema import (
     Whole,
 )
 from servekit.protocol.messages import ChatMessage, Image, SamplingParams, ToolCall
+from servekit.protocol.tool_formats import THINKING_SWITCHES
 
 
 def _unsupported(*harmless: Any) -> Meta:
@@ -150,6 +151,7 @@ class Conversation:
 
     messages: list[ChatMessage]
     template: dict[str, Any]
+    template_defaults: dict[str, Any]
     continues: bool
     thinks: bool
 
@@ -188,21 +190,23 @@ def conversation(request: CountRequest) -> Conversation:
     if last.role == "assistant" and not last.content and len(messages) > 1:
         messages.pop()  # an empty beginning of the answer means none
     return Conversation(
-        messages, _template(request), messages[-1].role == "assistant", _thinks(request.thinking)
+        *(messages, _template(request), {} if request.thinking else _switch_thinking(False)),
+        *(messages[-1].role == "assistant", _thinks(request.thinking)),
     )
 
 
 def _thinks(thinking: Thinking | None) -> bool:
+    """Return whether to think; in Anthropic's API this is off by default."""
     return thinking is not None and thinking.type != "disabled"
 
 
-def _template(request: CountRequest) -> dict[str, Any]:
-    """Return the chat template's arguments. In Anthropic's API, reasoning is off by default.
+def _switch_thinking(on: bool) -> dict[str, Any]:
+    return dict.fromkeys(THINKING_SWITCHES, on)
 
-    Templates look for either of two names. A few know a budget; other templates ignore it.
-    """
-    thinks = _thinks(request.thinking)
-    given: dict[str, Any] = {"enable_thinking": thinks, "thinking": thinks}
+
+def _template(request: CountRequest) -> dict[str, Any]:
+    """Return the chat template's arguments. A few templates know a budget; others ignore it."""
+    given = _switch_thinking(_thinks(request.thinking)) if request.thinking else {}
     if request.thinking and request.thinking.type == "enabled":
         budget = request.thinking.budget_tokens
         if budget is None:

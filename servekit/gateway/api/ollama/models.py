@@ -90,7 +90,7 @@ def _expires_at(route: ModelQueue) -> str:
     stays_s = None if residence is None else residence.stays_s
     if stays_s is None or stays_s > _FOR_EVER_S:
         return _NEVER
-    idle_s = 0.0 if route.in_flight else max(0.0, time.monotonic() - route.base.pace.at)
+    idle_s = 0.0 if route.base.in_flight else max(0.0, time.monotonic() - route.base.pace.at)
     return timestamp(time.time() + max(0.0, stays_s - idle_s))
 
 

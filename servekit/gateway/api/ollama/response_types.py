@@ -100,7 +100,7 @@ class OllamaEmbedding(Struct):
 class OllamaDetails(Struct):
     """A short description of a model; empty until its first load is done."""
 
-    parent_model: Annotated[str, doc("The base model of an adapter")]
+    parent_model: Annotated[str, doc("The model of a preset, or the base model of an adapter")]
     format: Annotated[str, doc("gguf or safetensors; empty without weights here", "safetensors")]
     family: Annotated[str, doc("The architecture", "llama")]
     families: Annotated[list[str], doc("As `family`", ["llama"])]

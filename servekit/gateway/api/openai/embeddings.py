@@ -36,6 +36,7 @@ from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.http.asgi import encode_error
 from servekit.gateway.http.request_limits import check_free
 from servekit.gateway.http.response import Endpoint
+from servekit.gateway.routing.preset_route import complete_chat
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import check_tools
@@ -151,7 +152,8 @@ class Vectors:
         self, body: bytes, key: str
     ) -> tuple[EmbeddingCalls, Callable[[list[Delta]], bytes]]:
         request = decode(TokenizeRequest, body)
-        info = self._router.find(request.model).status.info
+        route = self._router.find(request.model)
+        info = route.status.info
         call = _call(request.model, key, task="tokenize")
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
@@ -163,8 +165,10 @@ class Vectors:
             )
         call.prompt = request.prompt
         if request.messages is not None:
-            call.messages = chat_messages(request.messages)
-            tools, template = check_tools(request.tools), request.chat_template_kwargs or {}
+            tools = check_tools(request.tools)
+            call.messages, template = complete_chat(
+                route, chat_messages(request.messages), request.chat_template_kwargs or {}
+            )
             check_free(tools, template, None, self._router.access.rules.limits)
             call.more |= {"tools": tools} if tools else {}
             call.more |= {"template": template} if template else {}

@@ -297,7 +297,7 @@ class Model(Struct):
     state: Annotated[str, doc("The best state of the model's workers", "ready")]
     root: Annotated[str, Meta(examples=["HuggingFaceTB/SmolLM2-135M-Instruct"])]
     """The source: `path` in the configuration file, or the source of the adapter."""
-    parent: Annotated[str | None, doc("The base model of an adapter")]
+    parent: Annotated[str | None, doc("The model of a preset, or the base model of an adapter")]
     tasks: Annotated[list[str], doc("The tasks that it serves, once known", ["generate"])]
     # Anthropic's clients read the same list:
     type: Literal["model"]

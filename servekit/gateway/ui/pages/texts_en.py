@@ -253,6 +253,7 @@ ENGLISH: dict[str, str] = {
     "context": "{count} tokens of context",
     "running": "{count} running",
     "waiting": "{count} waiting",
+    "presets": "presets: {names}",
     "adapters": "adapters: {names}",
     "restart.one": "{count} restart",
     "restart.many": "{count} restarts",

@@ -244,6 +244,7 @@ CHINESE: dict[str, str] = {
     "context": "上下文 {count} 个词元",
     "running": "{count} 个运行中",
     "waiting": "{count} 个等待中",
+    "presets": "预设：{names}",
     "adapters": "适配器：{names}",
     "restart.one": "重启 {count} 次",
     "restart.many": "重启 {count} 次",

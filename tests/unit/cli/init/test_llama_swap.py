@@ -54,8 +54,10 @@ models:
       setParams: {temperature: 0.7, provider: {zdr: true}}
       setParamsByID:
         "${MODEL_ID}": {chat_template_kwargs: {reasoning_effort: medium}}
-        "${MODEL_ID}:high": {chat_template_kwargs: {reasoning_effort: high}}
-    aliases: ["gpt-4o-mini"]
+        "${MODEL_ID}:high":
+          {chat_template_kwargs: {reasoning_effort: high}, top_k: 5, user: x}
+        "gpt-5": {}
+    aliases: ["gpt-4o-mini", "gpt-5"]
     metadata: {port: "${PORT}"}
     concurrencyLimit: 3
     capabilities: {in: [text], out: [text], context: 32000}
@@ -132,7 +134,11 @@ def test_a_model_with_everything(example: Example) -> None:
         *("--ctx-size", "16384", "--temperature", "0.7"),
         *("--chat-template-kwargs", '{"reasoning_effort": "high"}'),
     ]
-    assert model.aliases == ("gpt-4o-mini", "gpt-oss-120b:high")
+    assert model.aliases == ("gpt-4o-mini",)
+    high, plain = model.presets
+    assert (high.name, high.sampling.top_k) == ("gpt-oss-120b:high", 5)
+    assert high.template == {"reasoning_effort": "high"}
+    assert (plain.name, plain.template) == ("gpt-5", {})
     assert (model.gpus, model.gpus_per_replica, model.replicas) == ((0, 1), 2, 1)
     assert model.env == {"LLAMA_ARG": "a=b"}
     assert (model.load, model.idle_unload_s, model.load_timeout_s) == ("on_start", 60, 500)
@@ -193,7 +199,8 @@ def test_keys_stay_in_variables(example: Example) -> None:
         "gpt-oss-120b: filters.stripParams: ",
         "gpt-oss-120b: filters.setParams: a request may override",
         'gpt-oss-120b: filters.setParams.provider: {"zdr": true}',
-        "gpt-oss-120b: filters.setParamsByID: ",
+        "gpt-oss-120b: filters.setParamsByID.gpt-oss-120b: ",
+        'gpt-oss-120b: filters.setParamsByID.gpt-oss-120b:high: {"user": "x"}',
         "gpt-oss-120b: unloadTimeout: ",
         "gpt-oss-120b: metadata: ",
         "gpt-oss-120b: somethingNew: not known here",

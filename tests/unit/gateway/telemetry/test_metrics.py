@@ -40,18 +40,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     yield clock
 
 
-def route(name: str = "m") -> Any:
-    return SimpleNamespace(status=SimpleNamespace(name=name))
+def route(adapter: str = "") -> Any:
+    """The route of the model `m`, or of an adapter of it."""
+    base = SimpleNamespace(status=SimpleNamespace(name="m"))
+    base.base = base
+    return SimpleNamespace(status=SimpleNamespace(name=adapter), base=base) if adapter else base
 
 
 def begun(
-    counted: RequestMetrics, clock: Clock, *, stream: bool = True, **asked: Any
+    counted: RequestMetrics, clock: Clock, *, stream: bool = True, adapter: str = "", **asked: Any
 ) -> InflightRequest:
     """A call that the router has just taken."""
     messages = None if "prompt" in asked else [ChatMessage("user", "hi")]
     call = InflightRequest("m", SamplingParams(), messages=messages, stream=stream, **asked)
     call.created_s = clock.now
-    counted.observe(route(), call)
+    counted.observe(route(adapter), call)
     return call
 
 
@@ -210,7 +213,7 @@ def test_the_label_of_a_key_is_its_name_and_never_the_key(clock: Clock) -> None:
 
 def test_an_adapter_is_a_label_and_the_name_that_was_asked_for(clock: Clock) -> None:
     counted = RequestMetrics()
-    call = begun(counted, clock, more={"adapter": "polite"})
+    call = begun(counted, clock, adapter="polite")
     call.feed(Delta(1, "a", [1], "stop", 1, 1))
     found = told(counted)
     assert ("servekit_requests_total", ("m", "polite", "", "200", "stop")) in found
@@ -222,7 +225,7 @@ def test_adapters_without_end_share_a_label(clock: Clock) -> None:
     counted = RequestMetrics()
     for number in range(MOST_ADAPTERS + 5):
         for _ in range(2):
-            call = begun(counted, clock, more={"adapter": f"a{number}"})
+            call = begun(counted, clock, adapter=f"a{number}")
             call.feed(Delta(1, "a", [1], "stop", 1, 1))
     requests = {labels[1]: n for (m, labels), n in told(counted).items() if m.endswith("ts_total")}
     assert len(requests) == MOST_ADAPTERS + 1

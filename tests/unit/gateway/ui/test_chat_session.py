@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from servekit.errors import ModelUnavailable, RequestError
 from servekit.gateway.api.openai.request import chat_messages, sampling
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.ui.chat_images import show_turns
 from servekit.gateway.ui.chat_session import (
     THOUGHTS,
@@ -25,7 +26,7 @@ from servekit.gateway.ui.chat_session import (
     turn_at,
     turns_of,
 )
-from servekit.protocol.messages import Topology
+from servekit.protocol.messages import ChatMessage, Preset, Topology
 from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, Service, until
 
 
@@ -251,6 +252,37 @@ def test_images_have_a_place_of_their_own_in_the_page() -> None:
     ]
     named = show_turns([make_question("", [StoredImage(id="1" * 32, name='"><script>')])])
     assert "<script>" not in str(named)
+
+
+async def test_a_preset_is_asked_as_over_http(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its switch off, what an answer of a model that thinks at once begins with is text."""
+    [worker] = await service.up(said={"reasoning_parser": "think"})
+    info = worker.runner.info
+    info = replace(info, dialect=replace(info.dialect, thinks_at_once=True))
+    off = {"enable_thinking": False, "thinking": False}
+    presets = Preset("fast", {"top_k": 3}, "Be short.", off), Preset("same", {})
+    status = replace(service.router.routes["m"].status, info=info, presets=presets)
+    service.router.apply_topology(Topology((status,)))
+    calls: list[InflightRequest] = []
+    take = service.router.open
+
+    def open(call: InflightRequest) -> InflightRequest:
+        calls.append(call)
+        return take(call)
+
+    monkeypatch.setattr(service.router, "open", open)
+    said = {}
+    for model in ("fast", "same"):
+        settings = Settings(max_tokens=3)
+        answer = Chats(service.router).answer_turn(Visit("s", "ui"), model, asked("abc"), settings)
+        said[model] = [view async for view in answer][-1].turns[-1]["content"]
+    assert said == {"fast": "abc", "same": f"{THOUGHTS[0]}abc{THOUGHTS[1]}"}
+    fast, same = calls
+    assert (fast.params.top_k, fast.params.max_tokens) == (3, 3)
+    assert fast.messages is not None and fast.messages[0] == ChatMessage("system", "Be short.")
+    assert (fast.more, same.more) == ({"template": off}, {})
 
 
 def test_thoughts_have_a_place_of_their_own_in_the_page() -> None:

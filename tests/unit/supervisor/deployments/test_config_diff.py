@@ -38,6 +38,7 @@ def changes(before: list[ModelConfig], after: list[ModelConfig]) -> list[Change]
     [
         ({}, "unchanged"),
         ({"aliases": ("b",)}, "updated"),
+        ({"presets": [{"name": "x", "sampling": {"temperature": 0.0}}]}, "updated"),
         ({"timeout_s": 5.0}, "updated"),
         ({"max_queue": 5}, "updated"),
         ({"quarantine_s": 5.0}, "updated"),

@@ -102,7 +102,8 @@ def test_a_last_message_of_the_assistant_is_a_beginning(
 )
 def test_who_thinks_has_to_be_asked(thinking: Any, template: dict[str, Any]) -> None:
     said = talk(("user", "a"), thinking=thinking)
-    assert said.template == template
+    assert said.template_defaults | said.template == template
+    assert bool(said.template) is (thinking is not None), "the API's own is no wish of the client"
     assert said.thinks == template["thinking"]
 
 
