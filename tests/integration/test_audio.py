@@ -177,6 +177,7 @@ def stream(instance: Instance, file: bytes, **fields: str) -> Iterator[str]:
 @pytest.mark.parametrize("wild", [{}, {"temperature": "0.9"}])
 def test_a_transcript_outlives_its_worker(instance: Instance, wild: dict[str, str]) -> None:
     due = post(instance, LONGEST, **wild).json()["text"]
+    poll("nothing is seen to run", lambda: not _list_running(instance))
     coming = stream(instance, LONGEST, **wild)
     begun = [next(coming) for _ in range(3)]
     (busy,) = poll("it is seen to run", lambda: _list_running(instance))
@@ -191,6 +192,7 @@ def test_a_transcript_outlives_its_worker(instance: Instance, wild: dict[str, st
 
 def test_a_recording_that_is_not_streamed_outlives_its_worker(instance: Instance) -> None:
     due = post(instance, LONGEST).json()["text"]
+    poll("nothing is seen to run", lambda: not _list_running(instance))
     with ThreadPoolExecutor(1) as other:
         whole = other.submit(post, instance, LONGEST)
         (busy,) = poll("it is seen to run", lambda: _list_running(instance))

@@ -20,28 +20,41 @@ LANGUAGES = ("en", "de", "fr")
 library: Any = transformers  # it tells no types of these
 
 
-def write_whisper(folder: Path, *, multilingual: bool = True, times: bool = True) -> Path:
-    """Write a random Whisper with two layers, its tokenizer, and its feature extractor."""
-    tokenizer = _make_tokenizer()
+def write_whisper(
+    folder: Path,
+    *,
+    multilingual: bool = True,
+    times: bool = True,
+    window_s: int = WINDOW_S,
+    **sizes: Any,
+) -> Path:
+    """Write a random Whisper, by default with two layers; its tokenizer and feature extractor."""
+    tokenizer = _make_tokenizer(window_s)
     ids = tokenizer.convert_tokens_to_ids
     tokenizer.save_pretrained(folder)
-    library.WhisperFeatureExtractor(feature_size=16, chunk_length=WINDOW_S).save_pretrained(folder)
+    small = {
+        "num_mel_bins": 16,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "max_target_positions": 96,
+        "init_std": 0.4,
+    }
+    made = small | sizes
+    library.WhisperFeatureExtractor(
+        feature_size=made["num_mel_bins"], chunk_length=window_s
+    ).save_pretrained(folder)
     torch.manual_seed(11)
     end = ids("<|endoftext|>")
     config = library.WhisperConfig(
+        **made,
         vocab_size=len(tokenizer),
-        num_mel_bins=16,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        max_source_positions=50 * WINDOW_S,
-        max_target_positions=96,
+        max_source_positions=50 * window_s,
         median_filter_width=3,
-        init_std=0.4,
         decoder_start_token_id=ids("<|startoftranscript|>"),
         bos_token_id=end,
         eos_token_id=end,
@@ -82,7 +95,7 @@ def _is_readable(text: str) -> bool:
     return text.isascii() and text.isprintable()
 
 
-def _make_tokenizer() -> Any:
+def _make_tokenizer(window_s: int) -> Any:
     trained = byte_level_tokenizer().backend_tokenizer
     texts = [token for token, id in sorted(trained.get_vocab().items(), key=lambda one: one[1])]
     plain = [token for token in texts if not token.startswith("<|")]
@@ -93,7 +106,7 @@ def _make_tokenizer() -> Any:
     special += ["<|translate|>", "<|transcribe|>", "<|startoflm|>", "<|startofprev|>"]
     special += ["<|nospeech|>", "<|notimestamps|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
-    tokenizer.add_tokens([f"<|{at * 0.02:.2f}|>" for at in range(50 * WINDOW_S + 1)])
+    tokenizer.add_tokens([f"<|{at * 0.02:.2f}|>" for at in range(50 * window_s + 1)])
     return tokenizer
 
 
@@ -143,6 +156,7 @@ class PlainWhisper:
             asked.setdefault("return_timestamps", True)
         if prompt := asked.pop("prompt", ""):
             asked["prompt_ids"] = torch.tensor(self.tokenizer.get_prompt_ids(prompt))
-        told = self.model.generate(made["input_features"], return_segments=True, **asked)
+        heard = made["input_features"].to(self.model.device, self.model.dtype)
+        told = self.model.generate(heard, return_segments=True, **asked)
         [text] = self.tokenizer.batch_decode(told["sequences"], skip_special_tokens=True)
         return text, told["segments"][0]
