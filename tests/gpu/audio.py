@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -28,7 +29,8 @@ from tests.integration.instance import Instance
 from tests.unit.engines.hearing_model import PlainWhisper, make_samples, write_wav, write_whisper
 
 #: Of openai/whisper-large-v3-turbo.
-LARGE = {
+LARGE: dict[str, Any] = {
+    "window_s": 30,
     "num_mel_bins": 128,
     "d_model": 1280,
     "encoder_layers": 32,
@@ -85,7 +87,7 @@ def transcribe(instance: Instance, wav: bytes) -> str:
 def measure_speed(folder: Path, device: str) -> list[Row]:
     large = device == "cuda"
     seconds = 29.0 if large else 1.9  # one window: of random weights nothing ends sooner
-    write_whisper(folder, **({"window_s": 30} | LARGE if large else {}))
+    write_whisper(folder, **(LARGE if large else {}))
     wavs = [write_wav(make_samples(seconds, number)) for number in range(4)]
     plain = PlainWhisper(folder)
     plain.model.to(device, torch.bfloat16 if large else torch.float32)
