@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from servekit.engines.text.tokenizer import REPLACEMENT
-from servekit.protocol.messages import ChatMessage, Image
+from servekit.protocol.messages import ChatMessage, Image, ReplicaStatus
 from tests.integration.instance import Instance, echo
 from tests.polling import poll
 from tests.unit.engines.harness import write_tiny_llama
@@ -35,8 +35,8 @@ from tests.unit.engines.transformers.vision.pictures import (
 )
 
 MODELS = ("llava", "idefics3")
-#: Tokens of an answer that a worker's death interrupts: a second's worth or more.
-LONG = 1200
+#: Tokens of an answer that a worker's death interrupts: some seconds, so that the status shows it.
+LONG = 1800
 
 
 @pytest.fixture(scope="module")
@@ -151,13 +151,18 @@ def test_answers_are_the_library_s(
 
 def test_an_answer_outlives_its_worker(instance: Instance) -> None:
     due, _ = answer(instance, "llava", HISTORY, max_tokens=LONG)
+    poll("nothing is seen to run", lambda: not _list_running(instance))
     coming = stream(instance, "llava", HISTORY, max_tokens=LONG)
     begun = [next(coming) for _ in range(5)]
-    (busy,) = [one for one in instance.model("llava").replicas if one.running]
+    (busy,) = poll("it is seen to run", lambda: _list_running(instance))
     os.kill(busy.pid, signal.SIGKILL)
     assert "".join([*begun, *coming]) == due
     poll("the worker is replaced", lambda: instance.replica(busy.name).restarts > 0)
     instance.until_settled()
+
+
+def _list_running(instance: Instance) -> list[ReplicaStatus]:
+    return [replica for replica in instance.model("llava").replicas if replica.running]
 
 
 def test_clients_see_who_has_eyes(instance: Instance) -> None:
