@@ -21,7 +21,6 @@ from servekit.cli import (
     events,
     instance_lookup,
     keys,
-    link,
     logs,
     models,
     requests,
@@ -36,6 +35,7 @@ from servekit.cli.model_files import command as model_files
 from servekit.cli.service import command as service
 from servekit.cli.top import command as top
 from servekit.cli.up import command as serve
+from servekit.cli.up import link
 from servekit.cli.up import run as conversation
 from servekit.cli.up.command import ConfigFile
 from servekit.errors import ConfigError, NobodyRuns, ServekitError

@@ -186,8 +186,6 @@ class RequestPreparer:
             if began.prompt:
                 return unpack_ids(began.prompt)
             limit = None  # `limit_of_continuation` decides whether it fits
-        if _has_images(request):
-            return self._encode_images(request).ids
         if request.messages is not None:
             return self._engine.codec.render_chat(
                 request.messages, request.tools, request.template, request.continues, limit
@@ -204,7 +202,10 @@ class RequestPreparer:
 
     def _tokenize_text(self, request: Generate) -> list[int]:
         try:
-            ids = self._encode_prompt(request, MAX_TOKENS_TOLD)
+            if _has_images(request):
+                ids = self._encode_images(request).ids
+            else:
+                ids = self._encode_prompt(request, MAX_TOKENS_TOLD)
         except TooManyTokens as error:
             raise _too_many_to_tell(f"more than {error.count}") from None
         if len(ids) > MAX_TOKENS_TOLD:

@@ -152,10 +152,10 @@ def _set_flags(options: "Mapping[str, object]") -> list[str]:
 
 def _serve_in_background(plan: "Plan", path: Path, folder: Path | None, flags: list[str]) -> int:
     """Start an instance in the background; return 0 once it serves, 1 if a model has failed."""
-    from servekit.cli.link import request_link
     from servekit.cli.startup_display import BannerFacts, banner, format_link
     from servekit.cli.tables import print_tables
     from servekit.cli.up.background import Background
+    from servekit.cli.up.link import request_link
 
     instance = Background.start(path, folder, flags)
     try:

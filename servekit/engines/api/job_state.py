@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from servekit.engines.api.base import EmbedJob, Job, StepOutput
 from servekit.engines.text.sampling_params import LEAST, Sampling
@@ -222,15 +222,17 @@ class EmbedRow:
         self.left = deque(sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True))
 
 
-class EmbedRunner(ABC):
-    """A runner of embedding jobs, batch by batch; called only from the engine's thread.
+R = TypeVar("R")  # a row, as the runner has it
 
-    Requests take turns, so that a request with thousands of texts does not delay one with a single
-    text.
+
+class TurnRunner(ABC, Generic[R]):
+    """A runner whose rows take turns, so that a long one does not delay a short one.
+
+    None waits: each row has its turn.
     """
 
     def __init__(self) -> None:
-        self._rows: deque[EmbedRow] = deque()
+        self._rows: deque[R] = deque()
 
     @property
     def running(self) -> int:
@@ -244,11 +246,15 @@ class EmbedRunner(ABC):
     def kv_used(self) -> float:
         return 0.0
 
-    def add(self, row: EmbedRow) -> None:
+    def add(self, row: R) -> None:
         self._rows.append(row)
 
-    def cancel(self, row: EmbedRow) -> None:
+    def cancel(self, row: R) -> None:
         self._rows = deque(other for other in self._rows if other is not row)
+
+
+class EmbedRunner(TurnRunner[EmbedRow]):
+    """A runner of embedding jobs, batch by batch; called only from the engine's thread."""
 
     def step(self) -> list[tuple[EmbedRow, StepOutput]]:
         """Run one batch; return the rows that it has completed."""

@@ -9,7 +9,6 @@ window (`SteppedCall`); between two windows it holds nothing on the device but i
 from __future__ import annotations
 
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.models.whisper import tokenization_whisper
 
 from servekit.engines.api.base import SpeechJob, SpeechOutput, StepOutput
+from servekit.engines.api.job_state import TurnRunner
 from servekit.engines.transformers.speech.speech_reader import (
     NAMES,
     Recording,
@@ -127,34 +127,19 @@ class SpeechRow(LogitsProcessor):
         return output
 
 
-class TranscriptionRunner:
+class TranscriptionRunner(TurnRunner[SpeechRow]):
     """Runner of recordings, a window a step."""
 
     def __init__(self, model: PreTrainedModel, reader: SpeechReader, tokenizer: Any) -> None:
+        super().__init__()
         self._model: Any = model
         self.reader = reader
         self._tokenizer = tokenizer
-        self._rows: deque[SpeechRow] = deque()
         self._attention: str = self._model.config._attn_implementation
         self.capacity: int = self._model.config.max_target_positions
 
-    @property
-    def running(self) -> int:
-        return len(self._rows)
-
-    @property
-    def waiting(self) -> int:
-        return 0
-
-    @property
-    def kv_used(self) -> float:
-        return 0.0
-
-    def add(self, row: SpeechRow) -> None:
-        self._rows.append(row)
-
     def cancel(self, row: SpeechRow) -> None:
-        self._rows = deque(other for other in self._rows if other is not row)
+        super().cancel(row)
         if row.call is not None:
             row.call.stop()
 
