@@ -18,6 +18,7 @@ import pytest
 from servekit.protocol.adapters import AdapterStatus
 from tests.api_keys import new_key
 from tests.integration.instance import Instance, bearer, echo, run, stream_completion, write_config
+from tests.polling import poll
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -37,12 +37,13 @@ def build_without_apps() -> Iterator[None]:
     """
     from gradio import blocks
 
-    app = blocks.App
-    setattr(blocks, "App", _NoApp)  # noqa: B010
+    module: Any = blocks
+    app = module.App
+    module.App = _NoApp
     try:
         yield
     finally:
-        setattr(blocks, "App", app)  # noqa: B010
+        module.App = app
 
 
 class _NoApp:
