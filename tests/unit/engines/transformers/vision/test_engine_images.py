@@ -49,7 +49,11 @@ class Seeing(Harness):
         return self.tokens(self.ask(messages, **params))
 
 
-@pytest.fixture(scope="module", params=list(WRITERS))
+#: tests/integration/test_images_transformers.py has answers of idefics3 in the ordinary run.
+IN_LANE = pytest.param("idefics3", marks=pytest.mark.lane("long"))
+
+
+@pytest.fixture(scope="module", params=["llava", IN_LANE, "qwen2_vl"])
 def folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
 ) -> Path:
