@@ -12,7 +12,6 @@ import pytest
 from tests.unit.engines.contract.running import Running
 from tests.unit.engines.contract.subjects import SUBJECTS, Subject
 
-
 #: The others are in the ordinary run, and "transformers" stands for both of its kinds of batching.
 LANES = {"transformers-static": "long", "vllm": "vllm", "vllm-cpu": "vllm"}
 
