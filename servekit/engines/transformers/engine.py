@@ -24,7 +24,7 @@ from servekit.engines.api.job_state import EmbedRow, ends_of
 from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.threaded_engine import LoopedEngine, Request
-from servekit.engines.text.sampling_params import Sampling, resolve_sampling
+from servekit.engines.text.sampling_params import resolve_sampling
 from servekit.engines.text.structured_output import Constraint
 from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec

@@ -1,4 +1,4 @@
-"""Images of a prompt as the decoder reads them: in place of embeddings, with positions of their own.
+"""Images of a prompt as the decoder reads them: embeddings with positions of their own.
 
 The model's own forward runs up to its decoder, where its arguments are taken. So the vision part,
 its projection, and the places and positions of images are those of the library, for every model
