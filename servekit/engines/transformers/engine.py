@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import structlog
 from msgspec import structs
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -62,6 +63,8 @@ from servekit.protocol.messages import (
 if TYPE_CHECKING:  # they need Pillow, which texts do not
     from servekit.engines.transformers.vision.image_prompts import ImageEncoder
     from servekit.engines.transformers.vision.image_runner import ImageRunner, ImagesBeside
+
+log: Any = structlog.get_logger(__name__)
 
 #: Capabilities of every causal model.
 SERVES: tuple[Capability, ...] = (
@@ -163,12 +166,13 @@ class TransformersEngine(LoopedEngine):
                 prompt, params = encoder.encode([message]), SamplingParams(max_tokens=_PROBE_TOKENS)
                 jobs.append(Job(-1 - number, prompt.ids, params, images=prompt.inputs))
                 check_job(jobs[-1], self._limits)
-            how = cast("ImageRunner | ImagesBeside", self._runner).prove_images(jobs)
+            how: str = cast("ImageRunner | ImagesBeside", self._runner).prove_images(jobs)
         except Exception as error:  # of the library's processor or model: texts are served anyway
             warn_text_only(self.spec, describe_error(error))
             return ""
         self._images = encoder
-        return how
+        log.info("images_prepared", model=self.spec.model, detail=how)
+        return f"; {how}"
 
     # ---------------------------------------------------------------- called by the worker
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from servekit.engines.api.base import Job
 
@@ -72,8 +71,8 @@ class PromptImages:
 class ImageReader:
     """The reader of a model's images, through a tree of its modules that no batch has changed."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model: Any = model
+    def __init__(self, model: Any) -> None:
+        self._model = model
         self._decoder: nn.Module = self._model.get_decoder()
 
     @torch.no_grad()

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import structlog
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -26,8 +25,6 @@ from servekit.engines.transformers.vision.image_reader import (
 )
 from servekit.errors import RequestError, describe_error
 from servekit.protocol.messages import SamplingParams
-
-log: Any = structlog.get_logger(__name__)
 
 #: Errors of a model's Python code for inputs that do not fit together. A plain RuntimeError is one
 #: of shapes; those of a failed device are subclasses.
@@ -59,16 +56,20 @@ class ImageRunner(StaticRunner):
             return [(row, output)]
 
     def prove_images(self, jobs: Sequence[Job]) -> str:
-        """Read the images of jobs. Raises RequestError, or anything of the model."""
+        """Read the images of jobs, and return for people how images run.
+
+        Raises RequestError, or anything of the model, if it cannot read them.
+        """
         for job in jobs:
             self.logits_after(job, ())
-        return ""
+        return "images as texts"
 
     def logits_after(self, job: Job, tokens: Sequence[int]) -> Tensor:
         """Return the logits after a job's prompt and tokens, float32 [vocabulary]."""
         params = SamplingParams(max_tokens=len(tokens) + 1)
         row = _probe_row(replace(job, emitted=list(tokens), params=params))
-        row.noted = noted = []
+        noted: list[Tensor] = []
+        row.noted = noted
         self.add(row)
         while self.running or self.waiting:
             for _, output in self.step():
@@ -168,17 +169,16 @@ class ImagesBeside:
             self.texts.take_images(self._read_images)
             self._batches = True
             self._compare_logits(jobs)
-            return "; images in the batch"
+            return "images in the batch"
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # of the model in the batch, which texts do not need for this
             why = str(error) if isinstance(error, NotBatchable) else describe_error(error)
-            log.info("images_run_alone", reason=why)
         if self._batches:
             self._batches = False
             self.texts.drop_pages()
             self.texts.make_pages()
-        return f"; requests with images one at a time: {why}"
+        return f"requests with images one at a time: {why}"
 
     def _compare_logits(self, jobs: Sequence[Job]) -> None:
         rows = [_probe_row(job) for job in jobs]
