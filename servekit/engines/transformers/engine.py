@@ -1,11 +1,10 @@
 """The transformers engine: language models, embedding models, classifiers, and Whisper models.
 
 Requests share batches in `batching.continuous.ContinuousRunner` if the model allows it; otherwise
-they run one at a time in `sequential.StaticRunner`, and so do requests with images, in
-`vision.image_runner`. A folder with a pooling configuration is an
-embedding model, which `embedding.EmbeddingRunner` runs; a sequence classifier is run by
-`classification.ClassificationRunner`, a Whisper model by `speech.transcription`. The loop is always
-that of `engines.api.threaded_engine.LoopedEngine`.
+they run one at a time in `sequential.StaticRunner`. `vision.image_runner` has those with images. A
+folder with a pooling configuration is an embedding model, which `embedding.EmbeddingRunner` runs; a
+sequence classifier is run by `classification.ClassificationRunner`, a Whisper model by
+`speech.transcription`. The loop is always that of `engines.api.threaded_engine.LoopedEngine`.
 """
 
 from __future__ import annotations
