@@ -20,7 +20,7 @@ from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.transformers.vision import image_prompts
 from servekit.engines.transformers.vision.image_prompts import decode_images, make_probe
 from servekit.engines.vllm.probes import Probes
-from servekit.errors import RequestError, Unsupported, describe_error
+from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported, describe_error
 from servekit.protocol.messages import ChatMessage, WorkerSpec
 
 log: Any = structlog.get_logger(__name__)
@@ -55,12 +55,20 @@ def load_processor(config: Any, tokenizer: Any, spec: WorkerSpec) -> Any | None:
 def prove_images(
     inputs: Any, codec: TokenizerCodec, probes: Probes, spec: WorkerSpec
 ) -> ImageEncoder | None:
-    """Return the encoder of images if the model reads one; otherwise warn, and return None."""
+    """Return the encoder of images if the model reads one; otherwise warn, and return None.
+
+    Raises LoadError if the core dies of it.
+    """
     try:
         with phase("images"):
             encoder = ImageEncoder(inputs, codec)
             probes.read_images(encoder.encode([make_probe()]))
             return encoder
+    except EngineFailed as error:
+        raise LoadError(
+            f"{spec.model} died of an image: {error} With `limit_mm_per_prompt: {{image: 0}}` in the"
+            " option engine_args it serves texts."
+        ) from error
     except Exception as error:  # of the libraries or the model: texts are served anyway
         _warn_text_only(spec, error)
         return None
