@@ -18,7 +18,16 @@ from typing import Any
 import structlog
 from msgspec import structs
 
-from servekit.engines.api.base import EmbedJob, Emit, Engine, ImagePrompt, Job, Load, Report, StepOutput
+from servekit.engines.api.base import (
+    EmbedJob,
+    Emit,
+    Engine,
+    ImagePrompt,
+    Job,
+    Load,
+    Report,
+    StepOutput,
+)
 from servekit.engines.api.job_state import make_embedding_output
 from servekit.engines.api.job_validation import Limits, check_job
 from servekit.engines.api.load_phases import phase

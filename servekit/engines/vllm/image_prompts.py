@@ -66,8 +66,8 @@ def prove_images(
             return encoder
     except EngineFailed as error:
         raise LoadError(
-            f"{spec.model} died of an image: {error} With `limit_mm_per_prompt: {{image: 0}}` in the"
-            " option engine_args it serves texts."
+            f"{spec.model} died of an image: {error} With `limit_mm_per_prompt: {{image: 0}}` in"
+            " the option engine_args it serves texts."
         ) from error
     except Exception as error:  # of the libraries or the model: texts are served anyway
         _warn_text_only(spec, error)
