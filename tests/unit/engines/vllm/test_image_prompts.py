@@ -194,7 +194,7 @@ def test_texts_are_served_without_a_processor(
     far: FarProcessor, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = warned(monkeypatch)
-    far.renderer = None
+    far.renderer = SimpleNamespace()
     assert load(far, tokenizer, monkeypatch) is None
     assert len(told) == 1 and "AttributeError" in told[0]
 
