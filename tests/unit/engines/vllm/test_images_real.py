@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import torch
 from transformers.utils.import_utils import is_torchvision_available
 
 from servekit.engines.vllm.engine import VllmEngine
 from servekit.errors import RequestError
+from servekit.protocol.adapters import AdapterSpec
 from servekit.protocol.messages import ChatMessage, Grammar, Image
 from tests.unit.engines.harness import write_tiny_llama
 from tests.unit.engines.seeing_model import write_idefics3, write_qwen2_vl, write_seeing_model
@@ -59,7 +62,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def seeing(folder: Path) -> Iterator[Seeing]:
-    engine = Seeing(real.spec_of(folder, 8), VllmEngine)
+    engine = Seeing(real.spec_of(folder, 8, max_loras=1), VllmEngine)
     yield engine
     engine.close()
 
@@ -117,6 +120,24 @@ def test_the_token_of_an_image_is_no_image(seeing: Seeing) -> None:
     assert len(seeing.answer([say("user", f"What is {named}?")])) == TOKENS
     with pytest.raises(RequestError, match="stands for an image in this model's prompts"):
         seeing.ask([say("user", named, RED)])
+
+
+def test_an_adapter_reads_images(seeing: Seeing, folder: Path, tmp_path: Path) -> None:
+    """With and without it, in one batch."""
+    tuned = Reference(folder)
+    targets = r".*(language_model|text_model).*\.(q_proj|v_proj)"
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=8, target_modules=targets, init_lora_weights=False)
+    tuned.model = peft.get_peft_model(tuned.model, config)
+    tuned.model.save_pretrained(str(tmp_path))
+    seeing.engine.load_adapter(AdapterSpec("tuned", str(tmp_path)))
+    asked = [ONE, HISTORY]
+    jobs = [seeing.ask(messages, adapter=name) for messages in asked for name in ("tuned", "")]
+    answers = [seeing.tokens(job) for job in jobs]
+    assert answers[::2] == [tuned.ask(messages, TOKENS)[1] for messages in asked]
+    with tuned.model.disable_adapter():
+        assert answers[1::2] == [tuned.ask(messages, TOKENS)[1] for messages in asked]
+    assert answers[0] != answers[1]
 
 
 def test_a_schema_is_kept(seeing: Seeing) -> None:
