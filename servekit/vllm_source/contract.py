@@ -167,6 +167,9 @@ REQUIRED = (
         ),
     ),
     Required("vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin", ("_set_active_loras",)),
+    # on a CPU, rows without an adapter
+    Required("vllm.lora.ops.torch_ops.lora_ops:bgmv_shrink", ("inputs", "lora_indices_tensor")),
+    Required("vllm.lora.punica_wrapper.punica_cpu:bgmv_shrink"),
     Required("vllm.device_allocator.cumem:CuMemAllocator", ("get_instance", "get_current_usage")),
 )
 

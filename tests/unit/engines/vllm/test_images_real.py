@@ -123,7 +123,7 @@ def test_the_token_of_an_image_is_no_image(seeing: Seeing) -> None:
 
 
 def test_an_adapter_reads_images(seeing: Seeing, folder: Path, tmp_path: Path) -> None:
-    """With and without it, in one batch."""
+    """With and without it, in one batch, while it takes the only slot of adapters."""
     tuned = Reference(folder)
     targets = r".*(language_model|text_model).*\.(q_proj|v_proj)"
     torch.manual_seed(3)
