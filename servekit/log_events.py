@@ -177,6 +177,7 @@ EVENTS = {
     "request_preempted": "The KV cache is full, and the request {request} is computed again later",
     "logits_not_a_number": "A request among {requests} computes values that are not numbers (NaN)",
     "library_load_failed": "The library {path} cannot be loaded: {reason}",
+    "images_prepared": "{model} reads {detail}",
     "images_unavailable": "{model} serves text only, as its images cannot be read: {reason}",
     "model_files_unidentified": "The files of {path} cannot be identified: {reason}",
     "model_files_awaited": "Another worker prepares the same model, {entry}, and is awaited",
