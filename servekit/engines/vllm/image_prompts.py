@@ -18,7 +18,7 @@ from servekit.engines.api.base import ImagePrompt
 from servekit.engines.api.load_phases import phase
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.transformers.vision import image_prompts
-from servekit.engines.transformers.vision.image_prompts import decode_images, make_probe
+from servekit.engines.transformers.vision.image_prompts import decode_images, make_probes
 from servekit.engines.vllm.probes import Probes
 from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported, describe_error
 from servekit.protocol.messages import ChatMessage, WorkerSpec
@@ -62,7 +62,7 @@ def prove_images(
     try:
         with phase("images"):
             encoder = ImageEncoder(inputs, codec)
-            probes.read_images(encoder.encode([make_probe()]))
+            probes.read_images(encoder.encode(make_probes()[:1]))
             return encoder
     except EngineFailed as error:
         raise LoadError(
