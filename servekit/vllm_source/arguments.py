@@ -72,7 +72,12 @@ NEUTRAL = frozenset(
         *("kv_cache_metrics", "kv_cache_metrics_sample", "cudagraph_metrics", "enable_mfu_metrics"),
         *("enable_layerwise_nvtx_tracing", "enable_logging_iteration_details", "log_level"),
         *("aggregate_engine_logging", "profiler_config", "shutdown_timeout", "numa_bind"),
-        *("numa_bind_nodes", "numa_bind_cpus", "distributed_timeout_seconds"),
+        *(
+            "numa_bind_nodes",
+            "numa_bind_cpus",
+            "distributed_timeout_seconds",
+            "mm_processor_cache_gb",
+        ),
     }
 )
 

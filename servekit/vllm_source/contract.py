@@ -39,6 +39,7 @@ REQUIRED = (
             *("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_memory_bytes"),
             *("enable_prefix_caching", "enforce_eager", "enable_sleep_mode", "quantization"),
             *("structured_outputs_config", "distributed_executor_backend", "disable_log_stats"),
+            "mm_processor_cache_gb",
             *("max_num_seqs", "max_num_batched_tokens", "enable_lora", "max_loras"),
             *("max_cpu_loras", "max_lora_rank", "create_engine_config", "add_cli_args"),
         ),
@@ -54,7 +55,7 @@ REQUIRED = (
     ),
     Required("vllm.config:SchedulerConfig", ("async_scheduling", "scheduler_cls", "max_num_seqs")),
     Required("vllm.config:ParallelConfig", ("worker_cls",)),
-    Required("vllm.config:ModelConfig", ("runner",)),
+    Required("vllm.config:ModelConfig", ("runner", "is_multimodal_model")),
     Required("vllm.usage.usage_lib:UsageContext", ("OPENAI_API_SERVER",)),
     Required("vllm.v1.executor:Executor", ("get_class",)),
     Required(
@@ -81,6 +82,18 @@ REQUIRED = (
         ),
         made=True,
     ),
+    # images
+    Required(
+        "vllm.v1.engine.input_processor:InputProcessor",
+        ("vllm_config", "renderer", "model_config", "supports_mm_inputs", "process_inputs"),
+        made=True,
+    ),
+    Required("vllm.renderers.base:BaseRenderer", ("mm_processor", "process_for_engine")),
+    Required(
+        "vllm.multimodal.processing:BaseProcessingInfo",
+        ("get_supported_mm_limits", "get_hf_processor"),
+    ),
+    Required("vllm.multimodal.inputs:MultiModalFeatureSpec", ("identifier",)),
     Required("vllm.v1.engine:EngineCoreOutputs", ("outputs", "scheduler_stats")),
     Required(
         "vllm.v1.engine:EngineCoreOutput",
@@ -154,6 +167,9 @@ REQUIRED = (
         ),
     ),
     Required("vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin", ("_set_active_loras",)),
+    # on a CPU, rows without an adapter
+    Required("vllm.lora.ops.torch_ops.lora_ops:bgmv_shrink", ("inputs", "lora_indices_tensor")),
+    Required("vllm.lora.punica_wrapper.punica_cpu:bgmv_shrink"),
     Required("vllm.device_allocator.cumem:CuMemAllocator", ("get_instance", "get_current_usage")),
 )
 

@@ -18,6 +18,7 @@ import pytest
 from servekit.engines.text.tokenizer import REPLACEMENT
 from servekit.protocol.messages import ChatMessage, Image, ReplicaStatus
 from tests.integration.instance import Instance, echo
+from tests.integration.test_remote import far
 from tests.polling import poll
 from tests.unit.engines.harness import write_tiny_llama
 from tests.unit.engines.seeing_model import TOKENS_PER_IMAGE, write_idefics3, write_seeing_model
@@ -239,6 +240,38 @@ def test_tools_and_schemas(instance: Instance) -> None:
     ]
     final = client.chat.completions.create(**asked | {"messages": turns})
     assert final.usage is not None and final.usage.prompt_tokens > 2 * TOKENS_PER_IMAGE
+
+
+def test_a_remote_endpoint_sees(instance: Instance, tmp_path: Path) -> None:
+    """Another servekit asks this one: an image arrives in each API's form."""
+    due, tokens = answer(instance, "llava", ONE, ignore_eos=False)
+    data, url = base64.b64encode(RED.data).decode(), part_of(RED)["image_url"]["url"]
+    told, kind = "What is this?", RED.kind
+    block = {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}
+    forms: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+        "/v1/responses": (
+            [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": told}],
+            {"max_output_tokens": 24, "temperature": 0},
+        ),
+        "/v1/messages": ([block, part_of(told)], {"max_tokens": 24, "temperature": 0}),
+    }
+    with Instance.up(tmp_path, [far("far", f"{instance.url}/v1", "llava")]) as near:
+        near.until_settled()
+        assert answer(near, "far", ONE, ignore_eos=False) == (due, tokens)
+        assert "".join(stream(near, "far", ONE, ignore_eos=False)) == due
+        for path, (content, sampling) in forms.items():
+            turns = [{"role": "user", "content": content}]
+            body = {"model": "far", "input" if "resp" in path else "messages": turns} | sampling
+            said = httpx.post(near.url + path, json=body, timeout=120).json()
+            parts = said["output"][0]["content"] if "output" in said else said["content"]
+            assert (parts[0]["text"], said["usage"]["input_tokens"]) == (due, tokens)
+        turn = {"role": "user", "content": told, "images": [data]}
+        options = {"temperature": 0, "num_predict": 24}
+        body = {"model": "far", "messages": [turn], "stream": False, "options": options}
+        said = httpx.post(f"{near.url}/api/chat", json=body, timeout=120).json()
+        assert (said["message"]["content"], said["prompt_eval_count"]) == (due, tokens)
+        refused = ask(near, "far", [say("user", Image(RED.data[:60], RED.kind), "?")])
+        assert refused.status_code == 400 and "image 1 cannot be decoded" in refused.text
 
 
 def test_parameters_as_without_images(instance: Instance) -> None:

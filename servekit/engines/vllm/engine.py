@@ -11,14 +11,23 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
 from msgspec import structs
 
-from servekit.engines.api.base import EmbedJob, Emit, Engine, Job, Load, Report, StepOutput
+from servekit.engines.api.base import (
+    EmbedJob,
+    Emit,
+    Engine,
+    ImagePrompt,
+    Job,
+    Load,
+    Report,
+    StepOutput,
+)
 from servekit.engines.api.job_state import make_embedding_output
 from servekit.engines.api.job_validation import Limits, check_job
 from servekit.engines.api.load_phases import phase
@@ -37,6 +46,12 @@ from servekit.engines.vllm.argument_parser import parse_arguments
 from servekit.engines.vllm.causes import first_line
 from servekit.engines.vllm.core_client import Core
 from servekit.engines.vllm.embedding_batches import Texts, explain_failure
+from servekit.engines.vllm.image_prompts import (
+    ImageEncoder,
+    load_processor,
+    name_features,
+    prove_images,
+)
 from servekit.engines.vllm.probes import Probes
 from servekit.engines.vllm.request_table import GONE, Embedding, RequestTable
 from servekit.engines.vllm.sleep import Broken, SleepControl
@@ -44,6 +59,7 @@ from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported, 
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
 from servekit.protocol.messages import (
     Capability,
+    ChatMessage,
     Grammar,
     ModelInfo,
     PromptToken,
@@ -82,6 +98,7 @@ class VllmEngine(Engine):
         self._progress_at = time.monotonic()
         self._running, self._kv_used = 0, 0.0  # as last reported by the core
         self._adapters: Adapters | None = None
+        self._images: ImageEncoder | None = None
         self._prompts: dict[int, list[int]] = {}  # by job: prompts that wait for log probabilities
 
     # ---------------------------------------------------------------- loading
@@ -109,6 +126,7 @@ class VllmEngine(Engine):
             )
             asked |= parse_arguments(engine_args.passed_arguments(self.spec))
             self._core = Core(asked, self.spec.model)
+        images = None if self._embeds else load_processor(self._core.config, tokenizer, self.spec)
         self.codec.start_proof()  # not before the core's process is forked
         self._probes = Probes(self._core)
         level = int(self.spec.options.get("sleep_level", 1))
@@ -123,7 +141,7 @@ class VllmEngine(Engine):
         self._thread = threading.Thread(target=self._run_loop, name="engine", daemon=True)
         self._thread.start()  # receives the answers to the engine's own probes
         if kind == "generate":
-            return self._prepare_generation(folder, tokenizer)
+            return self._prepare_generation(folder, tokenizer, images)
         return self._prepare_pooling(kind)
 
     def _device_memory(self) -> tuple[int, int]:
@@ -166,7 +184,7 @@ class VllmEngine(Engine):
         serves = ("classify", *scores, "tokenize", "detokenize")
         return structs.replace(info, serves=serves, labels=labels)
 
-    def _prepare_generation(self, folder: Path, tokenizer: Any) -> ModelInfo:
+    def _prepare_generation(self, folder: Path, tokenizer: Any, images: Any | None) -> ModelInfo:
         self._grammars = try_grammars(
             lambda: Grammars(tokenizer, self.vocab_size, self._stated.eos)
         )
@@ -175,6 +193,10 @@ class VllmEngine(Engine):
         serves = [one for one in SERVES if not (speculates and one in UNSPECULATIVE)]
         if self._grammars is not None:
             serves.append("grammar")
+        if images is not None:
+            self._images = prove_images(images, self.codec, self._probes, self.spec)
+        if self._images is not None:
+            serves.append("images")
         grammars = self._grammars is not None
         serves += tool_capabilities(
             self.codec.template, dialect, self.spec.tool_parser, grammars=grammars
@@ -224,7 +246,8 @@ class VllmEngine(Engine):
         name = f"{job.id}#{next(self._serial)}"
         ids = [*job.prompt_ids, *job.emitted] if job.emitted else job.prompt_ids
         params = self._sampling_params(job)
-        made = requests.make_request(name, ids, lora, job.cache_salt, sampling_params=params)
+        asked = {"sampling_params": params, "mm_features": name_features(job.images, lora)}
+        made = requests.make_request(name, ids, lora, job.cache_salt, **asked)
         self._held.add_job(job.id, [name])
         if job.params.prompt_logprobs is not None:
             self._prompts[job.id] = job.prompt_ids
@@ -278,6 +301,17 @@ class VllmEngine(Engine):
             reason = "This model's tokenizer is of a kind that llguidance cannot read."
             raise Unsupported(reason, param=grammar.param)
         return self._grammars.constraint(grammar, emitted)
+
+    def encode_images(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        template: Mapping[str, Any],
+        continues: bool,
+    ) -> ImagePrompt:
+        if self._images is None:
+            return super().encode_images(messages, tools, template, continues)
+        return self._images.encode(messages, tools, template, continues)
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
         return self._loaded_adapters().load(adapter)

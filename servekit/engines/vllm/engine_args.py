@@ -93,6 +93,7 @@ def _common_arguments(spec: WorkerSpec, folder: Path, *, embeds: bool) -> dict[s
         "load_format": options.get("load_format", "auto"),
         "structured_outputs_config": {"backend": "guidance"},
         "disable_log_stats": False,  # the statistics contain the load
+        "mm_processor_cache_gb": 0,  # else this memory is taken twice, here and in the core
     }
 
 

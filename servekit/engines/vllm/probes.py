@@ -6,6 +6,7 @@ import itertools
 from concurrent.futures import Future
 from typing import Any
 
+from servekit.engines.api.base import ImagePrompt
 from servekit.engines.vllm.adapters import Scores
 from servekit.engines.vllm.core_client import Core
 from servekit.engines.vllm.requests import make_request
@@ -49,6 +50,13 @@ class Probes:
             if output.new_logprobs is not None
             for row in output.new_logprobs.logprobs[: len(output.new_token_ids)]
         ]
+
+    def read_images(self, prompt: ImagePrompt) -> None:
+        """Let the model answer a prompt with images. Raises LoadError."""
+        from vllm.sampling_params import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        self._ask_core(prompt.ids, None, sampling_params=params, mm_features=prompt.inputs)
 
     def width(self, task: str = "embed") -> int:
         """Return the size of an embedding, or with "classify" the number of labels.

@@ -37,15 +37,14 @@ _TWICE = "each counts twice, with a space before it and without"
 def make_request(name: str, ids: list[int], lora: Any, salt: str = "", **params: Any) -> Any:
     """Create an `EngineCoreRequest`, which shares prefixes with requests of the same `salt`.
 
-    `params` is one of `sampling_params` and `pooling_params`.
+    `params` is one of `sampling_params` and `pooling_params`, and `mm_features` of images.
     """
     from vllm.v1.engine import EngineCoreRequest
 
-    fields = {"sampling_params": None, "pooling_params": None} | params
+    fields = {"mm_features": None, "sampling_params": None, "pooling_params": None} | params
     return EngineCoreRequest(
         request_id=name,
         prompt_token_ids=ids,
-        mm_features=None,
         arrival_time=time.time(),
         lora_request=lora,
         cache_salt=salt or None,

@@ -28,7 +28,7 @@ from servekit.protocol.messages import ModelInfo, WorkerSpec
 
 #: Arguments that only the core's client needs, and those of adapters.
 _OF_THE_CORE = frozenset(
-    {"model", "structured_outputs_config", "disable_log_stats"}
+    {"model", "structured_outputs_config", "disable_log_stats", "mm_processor_cache_gb"}
     | {"enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"}
 )
 _ADDRESS = ("--host={host}", "--port={port}")

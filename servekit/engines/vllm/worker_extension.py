@@ -92,6 +92,30 @@ def take_up_bad_words() -> None:
     sampler.BadWordsState = BegunBadWords
 
 
+def skip_rows_of_base() -> None:
+    """Make LoRA on a CPU leave rows without an adapter alone; their index is -1.
+
+    vLLM's function takes that for the last slot, whose adapter would change the text of requests
+    without one that share its batch.
+    """
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    shrink = lora_ops.bgmv_shrink
+
+    def shrink_adapted(
+        inputs: torch.Tensor,
+        weights: torch.Tensor,
+        output: torch.Tensor,
+        indices: torch.Tensor,
+        scaling: float = 1.0,
+    ) -> None:
+        adapted = inputs * (indices >= 0).unsqueeze(1)
+        shrink(adapted, weights, output, indices, scaling)
+
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink_adapted
+
+
 class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
     """vLLM's worker of one GPU, or of the CPU."""
 
@@ -137,6 +161,8 @@ class Rank(Worker):  # type: ignore[misc] # untyped here: vLLM is not installed
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         if self.use_v2_model_runner:
             take_up_bad_words()
+        if self._on_cpu and self.vllm_config.lora_config is not None:
+            skip_rows_of_base()
         loaded = super().load_model(*args, **kwargs)
         if self._on_cpu and hasattr(topk_topp_sampler, "compiled_random_sample"):
             # up to 0.28 it ignores seeds if one request of the batch has none

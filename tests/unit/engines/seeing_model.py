@@ -233,7 +233,8 @@ def _load_tokenizer(folder: Path, added: Iterable[str]) -> Any:
 
 def _describe_text(tokenizer: Any) -> dict[str, Any]:
     """The text part of a configuration."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "max_position_embeddings": 2048}
+    # heads of 32 numbers: vLLM has no smaller ones on a CPU
     layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     tokens = {
         "bos_token_id": None,

@@ -85,3 +85,27 @@ def test_the_second_model_runner_bans_what_another_worker_has_begun(
     kernel.apply_staged_writes()
     assert (kernel.banned(0), kernel.banned(1)) == ({9, 4, 6}, {6})
     assert states.prompt_len.gpu.tolist() == [4, 4], "it is the prompt to all others"
+
+
+def test_an_adapter_leaves_rows_of_the_base_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their index is -1, which is that of the last slot in vLLM's functions for a CPU."""
+    import torch
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    from servekit.engines.vllm import worker_extension
+
+    for module in (lora_ops, punica_cpu):
+        monkeypatch.setattr(module, "bgmv_shrink", lora_ops.bgmv_shrink)
+    worker_extension.skip_rows_of_base()
+    inputs, weights = torch.ones(3, 4), torch.ones(1, 2, 4)
+    expected = [[8.0, 8.0], [0.0, 0.0], [8.0, 8.0]]
+    output = torch.ones(3, 2)
+    punica_cpu.bgmv_shrink(inputs, weights, output, torch.tensor([0, -1, 0]), 2.0)
+    assert output.tolist() == expected
+    output = torch.ones(3, 2)
+    starts, lengths = torch.tensor([0, 1, 2]), torch.tensor([1, 1, 1])
+    punica_cpu.sgmv_shrink(
+        inputs, weights, output, starts, lengths, torch.tensor([0, -1, 0]), 3, 1, 3, 2.0
+    )
+    assert output.tolist() == expected

@@ -1,0 +1,141 @@
+"""Prompts with images: vLLM's own processor puts these in their places.
+
+The processor runs in the worker, and the core gets its tensors with the request. Each image is
+known by a hash of its pixels, under which the core keeps what it has made of it, and by which its
+prefix cache tells prompts apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from servekit.engines.api.base import ImagePrompt
+from servekit.engines.api.load_phases import phase
+from servekit.engines.text.tokenizer import TokenizerCodec
+from servekit.engines.transformers.vision import image_prompts
+from servekit.engines.transformers.vision.image_prompts import decode_images, make_probes
+from servekit.engines.vllm.probes import Probes
+from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported, describe_error
+from servekit.protocol.messages import ChatMessage, WorkerSpec
+
+log: Any = structlog.get_logger(__name__)
+
+
+def load_processor(config: Any, tokenizer: Any, spec: WorkerSpec) -> Any | None:
+    """Return vLLM's `InputProcessor` of a model that reads images, and use its chat template.
+
+    None of any other model and, with a warning, if the processor cannot be loaded.
+    """
+    if not config.model_config.is_multimodal_model:
+        return None
+    try:
+        with phase("images"):
+            from vllm.v1.engine.input_processor import InputProcessor
+
+            inputs = InputProcessor(config)
+            if not inputs.supports_mm_inputs:  # `limit_mm_per_prompt` allows none
+                return None
+            info = inputs.renderer.mm_processor.info
+            if "image" not in info.get_supported_mm_limits():
+                return None
+            own = getattr(info.get_hf_processor(), "chat_template", None)
+    except Exception as error:  # a missing file or package, or anything of the libraries
+        _warn_text_only(spec, error)
+        return None
+    if own and not spec.chat_template:
+        tokenizer.chat_template = own
+    return inputs
+
+
+def prove_images(
+    inputs: Any, codec: TokenizerCodec, probes: Probes, spec: WorkerSpec
+) -> ImageEncoder | None:
+    """Return the encoder of images if the model reads one; otherwise warn, and return None.
+
+    Raises LoadError if the core dies of it.
+    """
+    try:
+        with phase("images"):
+            encoder = ImageEncoder(inputs, codec)
+            probes.read_images(encoder.encode(make_probes()[:1]))
+            return encoder
+    except EngineFailed as error:
+        raise LoadError(
+            f"{spec.model} died of an image: {error} With `limit_mm_per_prompt: {{image: 0}}` in"
+            " the option engine_args it serves texts."
+        ) from error
+    except Exception as error:  # of the libraries or the model: texts are served anyway
+        _warn_text_only(spec, error)
+        return None
+
+
+def _warn_text_only(spec: WorkerSpec, error: Exception) -> None:
+    log.warning("images_unavailable", model=spec.model, reason=describe_error(error))
+
+
+class ImageEncoder(image_prompts.ImageEncoder):
+    """The encoder of conversations with images for one core; any thread may use it."""
+
+    def __init__(self, inputs: Any, codec: TokenizerCodec) -> None:
+        """`inputs` is the result of `load_processor`.
+
+        Raises RequestError if the chat template has no place for images.
+        """
+        super().__init__(inputs.renderer.mm_processor.info.get_hf_processor(), codec.template)
+        self._inputs = inputs
+        self._codec = codec
+
+    def encode(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        template: Mapping[str, Any] | None = None,
+        continues: bool = False,
+    ) -> ImagePrompt:
+        """Return the token ids of a conversation, and the images as `mm_features` of the core."""
+        images = [image for message in messages for image in message.images]
+        with self._lock:
+            text = self._template.render(messages, tools, template, continues)
+            self._check_marks(text, len(images))
+            return self._make_prompt(self._codec.encode_plain(text), decode_images(images))
+
+    def _make_prompt(self, ids: list[int], pictures: list[Any]) -> ImagePrompt:
+        from vllm.sampling_params import SamplingParams
+
+        prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
+        unused = SamplingParams(max_tokens=1, detokenize=False)
+        try:
+            # Without the cache that leaves out tensors which the core has: it goes wrong if a
+            # request with some of them does not reach the core.
+            made = self._inputs.renderer.process_for_engine(prompt, time.time(), skip_mm_cache=True)
+            ids = made["prompt_token_ids"]
+            if len(ids) >= self._inputs.model_config.max_model_len:
+                return ImagePrompt(ids, [])  # the worker refuses it
+            request = self._inputs.process_inputs(
+                request_id="", prompt=made, params=unused, supported_tasks=("generate",)
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # processors raise anything for a size that they do not like
+            raise RequestError(
+                f"messages: the model's processor refuses these images: {describe_error(error)}",
+                param="messages",
+            ) from error
+        if len(request.mm_features or ()) != len(pictures):
+            raise Unsupported("messages: the model has no place for these images", param="messages")
+        return ImagePrompt(ids, request.mm_features)
+
+
+def name_features(features: Any, lora: Any) -> Any:
+    """Return the `mm_features` of a request, which an adapter may read in its own way."""
+    if not features or lora is None:
+        return features
+    return [
+        dataclasses.replace(one, identifier=f"{lora.lora_name}:{one.identifier}")
+        for one in features
+    ]
