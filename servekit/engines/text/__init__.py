@@ -1,4 +1,4 @@
-"""Text around tokens: tokenizer, chat template, structured output, sampling parameters.
+"""Text around tokens: tokenizer, chat template, prompts with images, structured output, sampling.
 
 Only engines and the worker may import from here.
 """

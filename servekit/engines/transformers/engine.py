@@ -60,7 +60,7 @@ from servekit.protocol.messages import (
 )
 
 if TYPE_CHECKING:  # they need Pillow, which texts do not
-    from servekit.engines.transformers.vision.image_prompts import ImageEncoder
+    from servekit.engines.text.image_prompts import ImageEncoder
     from servekit.engines.transformers.vision.image_runner import ImageRunner, ImagesBeside
 
 log: Any = structlog.get_logger(__name__)
@@ -157,7 +157,7 @@ class TransformersEngine(LoopedEngine):
     def _prepare_images(self, processor: Any) -> str:
         """Prepare for images if the model reads them, and say how; otherwise warn."""
         try:
-            from servekit.engines.transformers.vision.image_prompts import ImageEncoder, make_probes
+            from servekit.engines.text.image_prompts import ImageEncoder, make_probes
 
             encoder = ImageEncoder(processor, self.codec.template)
             jobs = []

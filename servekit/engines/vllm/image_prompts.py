@@ -16,9 +16,9 @@ import structlog
 
 from servekit.engines.api.base import ImagePrompt
 from servekit.engines.api.load_phases import phase
+from servekit.engines.text import image_prompts
+from servekit.engines.text.image_prompts import decode_images, make_probes
 from servekit.engines.text.tokenizer import TokenizerCodec
-from servekit.engines.transformers.vision import image_prompts
-from servekit.engines.transformers.vision.image_prompts import decode_images, make_probes
 from servekit.engines.vllm.probes import Probes
 from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported, describe_error
 from servekit.protocol.messages import ChatMessage, WorkerSpec

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from PIL import Image as Pillow
 
+from servekit.engines.text import image_prompts
 from servekit.engines.text.chat_template import ChatTemplate
-from servekit.engines.transformers.vision import image_prompts
-from servekit.engines.transformers.vision.image_prompts import ImageEncoder, decode_images
+from servekit.engines.text.image_prompts import ImageEncoder, decode_images
 from servekit.engines.transformers.vision.processor import load_processor
 from servekit.errors import RequestError
 from servekit.protocol.messages import ChatMessage, Image, ToolCall
