@@ -24,6 +24,8 @@ from servekit.gateway.api.ollama.response_types import (
     OllamaVersion,
 )
 from servekit.gateway.api.openai import embeddings, endpoints, responses
+from servekit.gateway.api.openai.batches import BatchList, BatchObject
+from servekit.gateway.api.openai.files import FileList, FileObject, RemovedFile
 from servekit.gateway.api.openai.response_types import Model, ModelList, OpenAIError
 from servekit.gateway.api.openai.responses_events import InputItems, RemovedResponse, Response
 from servekit.gateway.api.openapi.operation import EVENTS, Operation
@@ -50,12 +52,19 @@ READS: dict[str, type] = {
     "/v1/models/{model}": Model,
     "/v1/responses/{id}": Response,
     "/v1/responses/{id}/input_items": InputItems,
+    "/v1/files": FileList,
+    "/v1/files/{id}": FileObject,
+    "/v1/batches": BatchList,
+    "/v1/batches/{id}": BatchObject,
     "/api/tags": OllamaModels,
     "/api/ps": OllamaRunning,
     "/api/version": OllamaVersion,
 }
 #: The types of the answers to DELETE, by path.
-REMOVALS: dict[str, type] = {"/v1/responses/{id}": RemovedResponse}
+REMOVALS: dict[str, type] = {
+    "/v1/responses/{id}": RemovedResponse,
+    "/v1/files/{id}": RemovedFile,
+}
 _METHODS = {"get", "delete"}
 _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer"},
