@@ -172,8 +172,7 @@ class BatchRunner:
         async def run(number: int, line: _Line) -> None:
             try:
                 good, result = await self._answer(batch, line)
-                size = await self._store.save_result(batch.id, number, good=good, result=result)
-                batch.bytes = max(batch.bytes, size)
+                await self._save(batch, number, good, result)
             finally:
                 room.release()
 
@@ -211,7 +210,18 @@ class BatchRunner:
 
     async def _refuse(self, batch: Batch, number: int, error: LineError) -> None:
         result = _result(error.custom_id, None, {"code": error.code, "message": error.message})
-        await self._store.save_result(batch.id, number, good=False, result=result)
+        await self._save(batch, number, False, result)
+
+    async def _save(self, batch: Batch, number: int, good: bool, result: bytes) -> None:
+        """Keep the result of a line, as soon as the disk takes it."""
+        while True:
+            try:
+                size = await self._store.save_result(batch.id, number, good=good, result=result)
+            except ResponsesUnavailable:
+                await asyncio.sleep(_LOOK_EVERY_S)  # the log has it
+            else:
+                batch.bytes = max(batch.bytes, size)
+                return
 
     async def _answer(self, batch: Batch, line: _Line) -> tuple[bool, bytes]:
         """Return the result of a line, and whether it is a good one."""

@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -70,6 +71,14 @@ def until(client: openai.OpenAI, batch: Batch, *states: str) -> Batch:
     found = poll(f"the batch is {states}", look, 60)
     assert found is not None
     return found
+
+
+def until_done(client: openai.OpenAI, batch: Batch, count: int) -> None:
+    def are_done() -> bool:
+        counts = client.batches.retrieve(batch.id).request_counts
+        return counts is not None and counts.completed >= count
+
+    poll(f"{count} are done", are_done, 30)
 
 
 def read(client: openai.OpenAI, id: str | None) -> list[Any]:
@@ -185,14 +194,7 @@ def test_kills_lose_nothing_and_double_nothing(instance: Instance, ada: openai.O
     ids = [f"line{n}" for n in range(60)]
     batch = start(ada, *(chat(id, 10) for id in ids))
 
-    def have_done(count: int) -> bool:
-        try:
-            counts = ada.batches.retrieve(batch.id).request_counts
-        except openai.APIConnectionError:
-            return False
-        return counts is not None and counts.completed >= count
-
-    poll("three are done", lambda: have_done(3), 30)
+    until_done(ada, batch, 3)
     killed = [instance.gateway(at).pid for at in (0, 1)]
     for pid in killed:
         assert pid is not None
@@ -202,3 +204,22 @@ def test_kills_lose_nothing_and_double_nothing(instance: Instance, ada: openai.O
     assert counts is not None
     assert (counts.completed, counts.failed) == (60, 0)
     assert [one["custom_id"] for one in read(ada, done.output_file_id)] == ids
+
+
+def test_a_killed_supervisor_is_followed_by_one_that_goes_on(tmp_path: Path) -> None:
+    models = [odd("m", "--step-s", "0.02")]
+    server: dict[str, Any] = {"batches": {"concurrent": 2}}
+    with Instance.up(tmp_path, models, server=server) as first:
+        first.until_settled()
+        client = openai.OpenAI(base_url=f"{first.url}/v1", api_key="x", max_retries=0)
+        ids = [f"line{n}" for n in range(30)]
+        batch = start(client, *(chat(id, 10) for id in ids))
+        until_done(client, batch, 3)
+        first.process.kill()
+        first.process.wait()
+        with Instance.up(tmp_path, models, server=server) as second:
+            second.until_settled()
+            client = openai.OpenAI(base_url=f"{second.url}/v1", api_key="x", max_retries=0)
+            os.kill(second.replica("m/0").pid or 0, signal.SIGKILL)  # and a worker
+            done = until(client, batch, "completed", "failed")
+            assert [one["custom_id"] for one in read(client, done.output_file_id)] == ids

@@ -31,8 +31,15 @@ from servekit.gateway.http.asgi import ASGIApp, read_body
 from servekit.gateway.routing.router import Router
 
 #: The paths that a batch may be for, where the gateway has them.
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-ENDPOINTS += ("/v1/rerank", "/v1/score", "/v1/classify")
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/classify",
+)
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MOST_BATCHES = 100
 _MOST_BODY_BYTES = 64 * 1024
