@@ -131,7 +131,7 @@ class BatchRunner:
     async def _run_batch(self, batch: Batch) -> None:
         path, most = self._store.path(batch.record["input_file_id"]), self._max_body_bytes
         if batch.status == "validating":
-            total, errors = await asyncio.to_thread(_validate, path, most)
+            total, errors = await asyncio.to_thread(validate_file, path, most)
             if not await self._store.begin(batch, total, errors):
                 return
         status = "cancelled"
@@ -190,12 +190,12 @@ class BatchRunner:
         """Yield the lines without a result, with their numbers."""
         done = await self._store.done_lines(batch.id)
         seen: set[str] = set()
-        lines = _read_lines(path, self._max_body_bytes)
+        lines = read_lines(path, self._max_body_bytes)
         while (chunk := await asyncio.to_thread(_take, lines)) is not None:
             for number, text in chunk:
                 line: _Line | LineError
                 try:
-                    line = _parse(text, batch.record["endpoint"])
+                    line = parse_line(text, batch.record["endpoint"])
                     if line.custom_id in seen:
                         raise LineError(
                             "duplicate_custom_id",
@@ -324,7 +324,7 @@ def _result(custom_id: str | None, response: Json | None, error: Json | None) ->
     return _encode({"id": id, "custom_id": custom_id, "response": response, "error": error})
 
 
-def _read_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+def read_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     """Yield the lines that are not blank, numbered from 1; None for one that is too long."""
     with path.open("rb") as file:
         number = 0
@@ -350,11 +350,11 @@ def _take(lines: Iterator[tuple[int, bytes | None]]) -> list[tuple[int, bytes | 
     return found or None
 
 
-def _validate(path: Path, most_bytes: int) -> tuple[int, list[Json]]:
+def validate_file(path: Path, most_bytes: int) -> tuple[int, list[Json]]:
     """Return the number of lines, and why the file is no list of requests."""
     total = objects = 0
     try:
-        for _, text in _read_lines(path, most_bytes):
+        for _, text in read_lines(path, most_bytes):
             total += 1
             if not objects and (text is None or _is_object(text)):
                 objects += 1
@@ -383,7 +383,7 @@ def _is_object(text: bytes) -> bool:
         return False
 
 
-def _parse(text: bytes | None, endpoint: str) -> _Line:
+def parse_line(text: bytes | None, endpoint: str) -> _Line:
     """Return the request of a line. Raises LineError."""
     if text is None:
         raise LineError("body_too_large", "the line is over server.max_body_bytes")

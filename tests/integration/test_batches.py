@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +133,15 @@ def test_a_file_without_requests_fails(ada: openai.OpenAI) -> None:
 def test_files_and_batches_are_of_their_key(ada: openai.OpenAI, bob: openai.OpenAI) -> None:
     batch = start(ada, chat("a"))
     file = batch.input_file_id
-    for attempt in (
+    attempts: list[Callable[[], object]] = [
         lambda: bob.files.retrieve(file),
         lambda: bob.files.content(file),
         lambda: bob.files.delete(file),
         lambda: bob.batches.retrieve(batch.id),
         lambda: bob.batches.cancel(batch.id),
         lambda: bob.batches.create(input_file_id=file, endpoint=CHAT, completion_window="24h"),
-    ):
+    ]
+    for attempt in attempts:
         with pytest.raises(openai.NotFoundError, match="the key has no"):
             attempt()
     assert not [*bob.files.list(), *bob.batches.list()]
@@ -223,3 +225,26 @@ def test_a_killed_supervisor_is_followed_by_one_that_goes_on(tmp_path: Path) -> 
             os.kill(second.replica("m/0").pid or 0, signal.SIGKILL)  # and a worker
             done = until(client, batch, "completed", "failed")
             assert [one["custom_id"] for one in read(client, done.output_file_id)] == ids
+
+
+def test_a_batch_waits_while_others_do(tmp_path: Path) -> None:
+    models = [odd("m", "--step-s", "0.02", options={"slots": 1})]
+    with Instance.up(tmp_path, models, server={"batches": {"concurrent": 8}}) as instance:
+        instance.until_settled()
+        client = openai.OpenAI(base_url=f"{instance.url}/v1", api_key="x", max_retries=0)
+        batch = start(client, *(chat(f"line{n}") for n in range(60)))
+        until_done(client, batch, 3)
+
+        def count_done() -> int:
+            counts = client.batches.retrieve(batch.id).request_counts
+            return 0 if counts is None else counts.completed
+
+        before = count_done()
+        with ThreadPoolExecutor(4) as clients:
+            asked = json.loads(chat("x"))["body"]
+            calls = [
+                clients.submit(lambda: client.chat.completions.create(**asked)) for _ in range(24)
+            ]
+            assert all(call.result().choices for call in calls)
+        assert count_done() - before <= 6  # a quarter of what clients got: some were running
+        assert until(client, batch, "completed").output_file_id
