@@ -174,7 +174,9 @@ def stream(instance: Instance, file: bytes, **fields: str) -> Iterator[str]:
                 yield event["delta"]
 
 
-@pytest.mark.parametrize("wild", [{}, {"temperature": "0.9"}])
+@pytest.mark.parametrize(
+    "wild", [{}, pytest.param({"temperature": "0.9"}, marks=pytest.mark.lane("long"))]
+)
 def test_a_transcript_outlives_its_worker(instance: Instance, wild: dict[str, str]) -> None:
     due = post(instance, LONGEST, **wild).json()["text"]
     poll("nothing is seen to run", lambda: not _list_running(instance))
@@ -190,6 +192,7 @@ def test_a_transcript_outlives_its_worker(instance: Instance, wild: dict[str, st
     instance.until_settled(120)
 
 
+@pytest.mark.lane("long")
 def test_a_recording_that_is_not_streamed_outlives_its_worker(instance: Instance) -> None:
     due = post(instance, LONGEST).json()["text"]
     poll("nothing is seen to run", lambda: not _list_running(instance))

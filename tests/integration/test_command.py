@@ -98,9 +98,18 @@ def test_whole_and_streamed(instance: Instance) -> None:
     )
 
 
-@pytest.mark.parametrize("trouble", ["DIE=7", "EXIT=7", "STALL=7", "ILL=7"])
-@pytest.mark.parametrize("page", ["chat/completions", "completions"])
-def test_an_answer_goes_on_in_another_server(instance: Instance, trouble: str, page: str) -> None:
+@pytest.mark.parametrize(
+    ("page", "trouble"),
+    [
+        ("completions", "DIE=7"),
+        *(("chat/completions", trouble) for trouble in ("DIE=7", "EXIT=7", "STALL=7", "ILL=7")),
+        *(
+            pytest.param("completions", trouble, marks=pytest.mark.lane("long"))
+            for trouble in ("EXIT=7", "STALL=7", "ILL=7")
+        ),
+    ],
+)
+def test_an_answer_goes_on_in_another_server(instance: Instance, page: str, trouble: str) -> None:
     instance.until_settled()
     messages = {"messages": [{"role": "user", "content": trouble}]}
     asked = messages if page == "chat/completions" else {"prompt": trouble}

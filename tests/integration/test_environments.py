@@ -20,7 +20,7 @@ from tests.unit.engines.origins import SMOLLM2
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.mark.parametrize("standby", [False, True])
+@pytest.mark.parametrize("standby", [pytest.param(False, marks=pytest.mark.lane("long")), True])
 def test_a_worker_in_another_environment_is_served_and_continued(
     tmp_path: Path, standby: bool
 ) -> None:

@@ -67,7 +67,7 @@ def ready(url: str) -> bool:
 # ---------------------------------------------------------------- death
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.lane("long")), 2])
 def test_a_killed_worker_costs_no_answer(tmp_path: Path, replicas: int) -> None:
     laps = TEXT * 4 + "until it ends there. "
     stop = laps[-10:] + laps[:10]  # first seen where the echo begins anew

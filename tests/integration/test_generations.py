@@ -80,7 +80,7 @@ def workers(instance: Instance, state: str) -> list[ReplicaStatus]:
     return [one for one in instance.model("m").replicas if one.state == state]
 
 
-@pytest.mark.parametrize("gateways", [1, 2])
+@pytest.mark.parametrize("gateways", [pytest.param(1, marks=pytest.mark.lane("long")), 2])
 def test_what_is_under_way_is_finished_by_the_model_that_began_it(
     tmp_path: Path, gateways: int
 ) -> None:

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import anthropic
 import httpx
 import ollama
 import openai
@@ -142,6 +141,8 @@ def test_the_openai_client(instance: Instance) -> None:
 
 
 def test_the_anthropic_client(instance: Instance) -> None:
+    import anthropic  # two seconds, and every worker of pytest-xdist imports this file
+
     client = anthropic.Anthropic(base_url=instance.url, api_key="none")
     source = {"type": "base64", "media_type": "image/gif", "data": encode(RED)}
     result = [{"type": "text", "text": "Here"}, {"type": "image", "source": source}]
@@ -217,6 +218,8 @@ def test_images_of_allowed_hosts_are_fetched(instance: Instance, pictures: Pictu
         one["image_url"]["detail"] = "low"
     whole = [text("See"), fetched[0], image(BLUE), fetched[1]]
     assert [one["content"] for one in seen(instance)] == [whole]
+
+    import anthropic
 
     client = anthropic.Anthropic(base_url=instance.url, api_key="none")
     block: Any = {"type": "image", "source": {"type": "url", "url": f"{pictures.url}/red"}}

@@ -58,7 +58,10 @@ def at_work(instance: Instance) -> None:
     assert len(escaped(instance.run_dir.parent)) == 2 and len(guards(instance)) == 1
 
 
-@pytest.mark.parametrize("after_s", [0.2, 0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize(
+    "after_s",
+    [0.2, 1.0, *(pytest.param(s, marks=pytest.mark.lane("long")) for s in (0.5, 2.0, 4.0))],
+)
 def test_nothing_is_left_however_early_it_is_killed(tmp_path: Path, after_s: float) -> None:
     began = time.monotonic()
     seen: set[int] = set()

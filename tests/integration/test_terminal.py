@@ -128,7 +128,7 @@ def test_progress_then_one_banner_then_ctrl_c(tmp_path: Path) -> None:
     ("server", "args", "prints"),
     [
         ({}, (), True),
-        ({"browser_link": False}, (), False),
+        pytest.param({"browser_link": False}, (), False, marks=pytest.mark.lane("long")),
         pytest.param({"host": "0.0.0.0"}, ("--insecure",), False, marks=pytest.mark.lane("long")),
     ],
 )

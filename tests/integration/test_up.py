@@ -506,14 +506,13 @@ def test_a_run_directory_in_use_is_refused(tmp_path: Path, several: Instance) ->
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("command", "change", "words"),
     [
-        ({"replcas": 2}, "'replicas'"),
-        ({"device": "cuda", "gpus": [99]}, "GPU"),
-        ({"options": {"step": 1}}, "step"),
+        ("up", {"replcas": 2}, "'replicas'"),
+        ("check", {"device": "cuda", "gpus": [99]}, "GPU"),
+        pytest.param("up", {"options": {"step": 1}}, "step", marks=pytest.mark.lane("long")),
     ],
 )
-@pytest.mark.parametrize("command", ["up", "check"])
 def test_a_bad_file_is_exit_2_within_a_second_and_starts_nothing(
     tmp_path: Path, command: str, change: dict[str, object], words: str
 ) -> None:

@@ -1,11 +1,10 @@
 """The transformers engine: language models, embedding models, classifiers, and Whisper models.
 
 Requests share batches in `batching.continuous.ContinuousRunner` if the model allows it; otherwise
-they run one at a time in `sequential.StaticRunner`, and so do requests with images, in
-`vision.image_runner`. A folder with a pooling configuration is an
-embedding model, which `embedding.EmbeddingRunner` runs; a sequence classifier is run by
-`classification.ClassificationRunner`, a Whisper model by `speech.transcription`. The loop is always
-that of `engines.api.threaded_engine.LoopedEngine`.
+they run one at a time in `sequential.StaticRunner`. `vision.image_runner` has those with images. A
+folder with a pooling configuration is an embedding model, which `embedding.EmbeddingRunner` runs; a
+sequence classifier is run by `classification.ClassificationRunner`, a Whisper model by
+`speech.transcription`. The loop is always that of `engines.api.threaded_engine.LoopedEngine`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import structlog
 from msgspec import structs
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ from servekit.engines.api.job_state import EmbedRow, ends_of
 from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.threaded_engine import LoopedEngine, Request
-from servekit.engines.text.sampling_params import Sampling, resolve_sampling
+from servekit.engines.text.sampling_params import resolve_sampling
 from servekit.engines.text.structured_output import Constraint
 from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
@@ -59,8 +59,11 @@ from servekit.protocol.messages import (
     WorkerSpec,
 )
 
-if TYPE_CHECKING:  # it needs Pillow, which texts do not
+if TYPE_CHECKING:  # they need Pillow, which texts do not
     from servekit.engines.transformers.vision.image_prompts import ImageEncoder
+    from servekit.engines.transformers.vision.image_runner import ImageRunner, ImagesBeside
+
+log: Any = structlog.get_logger(__name__)
 
 #: Capabilities of every causal model.
 SERVES: tuple[Capability, ...] = (
@@ -69,6 +72,8 @@ SERVES: tuple[Capability, ...] = (
 )
 #: Runners of models that answer no text with text.
 _OTHERS = (embedding.PoolingRunner, TranscriptionRunner)
+#: Tokens of each conversation with images that proves a model: later tokens have other positions.
+_PROBE_TOKENS = 3
 #: How often a thread that waits for the engine's thread checks that the engine is still running.
 _LOOK_S = 0.2
 NO_TEXT = "This model does not generate text."
@@ -121,12 +126,12 @@ class TransformersEngine(LoopedEngine):
         with phase("grammars"):
             self._grammars = preload.get_grammars(tokenizer, self.vocab_size, self._eos)
         dialect = self.codec.find_dialect(self.spec, self._eos)
+        detail = loaded.info.detail
         if loaded.processor is not None:
             with phase("images"):
-                self._images = self._prove_images(loaded.processor)
-        info = structs.replace(
-            loaded.info, serves=self._list_capabilities(model, dialect), dialect=dialect
-        )
+                detail += self._prepare_images(loaded.processor)
+        serves = self._list_capabilities(model, dialect)
+        info = structs.replace(loaded.info, serves=serves, dialect=dialect, detail=detail)
         if plan.is_spread(self.spec):
             return info
         runner = getattr(loaded.runner, "texts", loaded.runner)  # adapters are for texts
@@ -149,24 +154,24 @@ class TransformersEngine(LoopedEngine):
         images: tuple[Capability, ...] = ("images",) if self._images else ()
         return (*SERVES, *adapters, *grammar, *tools, *scores, *images)
 
-    def _prove_images(self, processor: Any) -> ImageEncoder | None:
-        """Return the encoder of images if the model reads one; otherwise warn, and return None."""
+    def _prepare_images(self, processor: Any) -> str:
+        """Prepare for images if the model reads them, and say how; otherwise warn."""
         try:
-            from servekit.engines.transformers.vision.image_prompts import ImageEncoder, make_probe
+            from servekit.engines.transformers.vision.image_prompts import ImageEncoder, make_probes
 
             encoder = ImageEncoder(processor, self.codec.template)
-            prompt = encoder.encode([make_probe()])
-            job = Job(-1, prompt.ids, SamplingParams(max_tokens=1), images=prompt.inputs)
-            check_job(job, self._limits)
-            self._runner.add(Row("image", job, Sampling(0.0), frozenset(), 1))
-            while self._runner.running or self._runner.waiting:
-                for _, output in self._runner.step():
-                    if output.error is not None:
-                        raise RequestError(output.error)
-            return encoder
+            jobs = []
+            for number, message in enumerate(make_probes()):
+                prompt, params = encoder.encode([message]), SamplingParams(max_tokens=_PROBE_TOKENS)
+                jobs.append(Job(-1 - number, prompt.ids, params, images=prompt.inputs))
+                check_job(jobs[-1], self._limits)
+            how: str = cast("ImageRunner | ImagesBeside", self._runner).prove_images(jobs)
         except Exception as error:  # of the library's processor or model: texts are served anyway
             warn_text_only(self.spec, describe_error(error))
-            return None
+            return ""
+        self._images = encoder
+        log.info("images_prepared", model=self.spec.model, detail=how)
+        return f"; {how}"
 
     # ---------------------------------------------------------------- called by the worker
 

@@ -195,4 +195,4 @@ def _make_runner(
     if plan.is_spread(spec):
         refused = {adapter.name: plan.NO_ADAPTERS for adapter in spec.adapters}
         info = structs.replace(info, refused_adapters=refused)
-    return (texts, info) if twin is None else add_images(texts, model, twin, info)
+    return texts if twin is None else add_images(texts, model, twin), info

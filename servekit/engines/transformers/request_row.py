@@ -11,6 +11,7 @@ from torch import Tensor
 from servekit.engines.api.base import StepOutput
 from servekit.engines.api.job_state import Underway
 from servekit.engines.transformers.lora.adapter import Adapter
+from servekit.engines.transformers.vision.image_reader import PromptImages
 
 
 @dataclass(slots=True, eq=False)
@@ -18,6 +19,7 @@ class Row(Underway):
     """A request in flight, with its tensors on the device."""
 
     adapter: Adapter | None = None  # None: the base model
+    images: PromptImages | None = None  # of a prompt in the batch, once they are read
     noted: list[Tensor] | None = None  # collects its logits, float32 [vocabulary], if set
     private: threading.Event | None = None  # marks an internal row; set at its end
     alone: int = 0  # if not 0, no other row shares its steps; unique among rows
@@ -38,6 +40,11 @@ class Row(Underway):
     @property
     def virtual_tokens(self) -> int:
         return 0 if self.adapter is None else self.adapter.virtual_tokens
+
+    @property
+    def shift(self) -> int:
+        """Return the distance of a generated token's position from its place."""
+        return 0 if self.images is None else self.images.shift
 
     @property
     def group(self) -> int:

@@ -67,6 +67,8 @@ def load_model(
     device = device or torch.device("cuda:0" if spec.device == "cuda" else "cpu")
     for each in _list_devices(spec, device):
         device_memory.limit_memory(spec, each)
+    # cuDNN's attention plans each length anew, in each thread: 25 ms for a generated token.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if kind in ("generate", "see"):
         _require_a_head(folder)
     auto = _choose_auto(folder, kind)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.http.asgi import ASGIApp, Receive, Scope, Send, send_json
 from servekit.gateway.routing.router import Router
+from servekit.gateway.ui.lean_gradio import build_without_apps, import_gradio
 from servekit.gateway.ui.login import ADDRESSES
 from servekit.gateway.ui.pages.language import DEFAULT, NAMES, Say, get_preferred, get_root
 from servekit.gateway.ui.pages.sign_in import ICON
@@ -67,6 +68,7 @@ def build_app(router: Router, supervisor: Supervisor, max_body_bytes: int) -> UI
     """
     from fastapi import FastAPI
 
+    import_gradio()
     from servekit.gateway.ui.chat_page import build_pages
     from servekit.gateway.ui.pages.page_layout import Frame
 
@@ -75,7 +77,9 @@ def build_app(router: Router, supervisor: Supervisor, max_body_bytes: int) -> UI
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     made = []
     for language in sorted(NAMES, key=lambda one: one == DEFAULT):  # the longer path comes first
-        blocks = build_pages(Frame(router, Say(language), supervisor, *shared, max_body_bytes))
+        frame = Frame(router, Say(language), supervisor, *shared, max_body_bytes)
+        with build_without_apps():
+            blocks = build_pages(frame)
         _calm_gradio(blocks)
         _mount_pages(outer, blocks, get_root(language))
         made.append(blocks)

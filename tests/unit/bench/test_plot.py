@@ -28,8 +28,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
         check_plot(Path("a.png"))
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("loads", [1, 3])
+@pytest.mark.parametrize(("loads", "stream"), [(1, False), (3, True)])
 def test_a_png(tmp_path: Path, loads: int, stream: bool) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "a.png"

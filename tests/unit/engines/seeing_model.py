@@ -1,4 +1,4 @@
-"""Small models with eyes, of random weights: LLaVA, Idefics3 and Qwen2-VL."""
+"""Small models with eyes, of random weights: LLaVA, Idefics3, Qwen2-VL, Qwen3-VL and Gemma 3."""
 
 from __future__ import annotations
 
@@ -140,9 +140,7 @@ def configure_qwen2_vl(
 
     `most_tokens` is the limit of an image; `text` and `vision` are sizes beside the small ones.
     """
-    names = ("vision_start", "vision_end", "image_pad", "video_pad")
-    tokenizer = _load_tokenizer(tokenizer_from, [f"<|{name}|>" for name in names])
-    fields = ("vision_start", "vision_end", "image", "video")
+    tokenizer, tokens = _load_qwen_tokenizer(tokenizer_from)
     sizes = _describe_text(tokenizer) | dict(text)
     eighth = sizes["hidden_size"] // sizes["num_attention_heads"] // 8
     parts = [eighth, 3 * eighth // 2, 3 * eighth // 2]
@@ -151,18 +149,79 @@ def configure_qwen2_vl(
     config = LIBRARY.Qwen2VLConfig(
         vision_config=eyes | {"hidden_size": sizes["hidden_size"]} | dict(vision),
         text_config={"rope_parameters": rope} | sizes,
-        **{
-            f"{field}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>")
-            for field, name in zip(fields, names, strict=True)
-        },
+        **tokens,
     )
-    side = 28  # of the square that becomes a token
-    LIBRARY.Qwen2VLImageProcessorPil(
-        min_pixels=side**2, max_pixels=most_tokens * side**2
-    ).save_pretrained(folder)
-    tokenizer.chat_template = _PARTS.replace("MARK", "<|vision_start|><|image_pad|><|vision_end|>")
-    tokenizer.save_pretrained(folder)
+    _save_qwen_processor(folder, tokenizer, patch=14, most_tokens=most_tokens)
     return config
+
+
+def write_qwen3_vl(folder: Path, tokenizer_from: Path) -> Path:
+    """Write a model whose first layer, too, is given vectors for each token of an image."""
+    tokenizer, tokens = _load_qwen_tokenizer(tokenizer_from)
+    sizes = _describe_text(tokenizer) | {"head_dim": 16}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    eyes = {"depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64}
+    config = LIBRARY.Qwen3VLConfig(
+        vision_config=eyes
+        | {"out_hidden_size": sizes["hidden_size"], "deepstack_visual_indexes": [0]}
+        | {"num_position_embeddings": 64},
+        text_config=sizes | {"rope_parameters": rope | {"mrope_interleaved": True}},
+        **tokens,
+    )
+    _save_qwen_processor(folder, tokenizer, patch=16, most_tokens=16)
+    _save_loud(LIBRARY.Qwen3VLForConditionalGeneration, config, folder)
+    return folder
+
+
+def write_gemma3(folder: Path, tokenizer_from: Path) -> Path:
+    """Write a model that attends to the tokens of an image in both directions."""
+    names = {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"}
+    tokenizer = LIBRARY.AutoTokenizer.from_pretrained(
+        tokenizer_from,
+        extra_special_tokens={f"{name}_token": token for name, token in names.items()},
+    )
+    tokenizer.chat_template = None
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+    eyes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LIBRARY.Gemma3Config(
+        vision_config=eyes | {"num_attention_heads": 4, "image_size": 32, "patch_size": 8},
+        text_config=_describe_text(tokenizer) | {"head_dim": 16, "sliding_window": 64},
+        mm_tokens_per_image=4,
+        image_token_index=ids["image"],
+        boi_token_index=ids["boi"],
+        eoi_token_index=ids["eoi"],
+        tie_word_embeddings=False,
+    )
+    _save_loud(LIBRARY.Gemma3ForConditionalGeneration, config, folder)
+    images = LIBRARY.Gemma3ImageProcessorPil(
+        size={"height": 32, "width": 32}, do_pan_and_scan=False
+    )
+    template = _PARTS.replace("MARK", names["boi"])
+    processor = LIBRARY.Gemma3Processor(
+        images, tokenizer, chat_template=template, image_seq_length=4
+    )
+    processor.save_pretrained(folder)
+    return folder
+
+
+def _load_qwen_tokenizer(folder: Path) -> tuple[Any, dict[str, int]]:
+    """Return the tokenizer, and the ids in a configuration of the tokens around an image."""
+    names = ("vision_start", "vision_end", "image_pad", "video_pad")
+    tokenizer = _load_tokenizer(folder, [f"<|{name}|>" for name in names])
+    tokenizer.chat_template = _PARTS.replace("MARK", "<|vision_start|><|image_pad|><|vision_end|>")
+    fields = ("vision_start", "vision_end", "image", "video")
+    return tokenizer, {
+        f"{field}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+        for field, name in zip(fields, names, strict=True)
+    }
+
+
+def _save_qwen_processor(folder: Path, tokenizer: Any, *, patch: int, most_tokens: int) -> None:
+    side = 2 * patch  # of the square that becomes a token
+    LIBRARY.Qwen2VLImageProcessorPil(
+        min_pixels=side**2, max_pixels=most_tokens * side**2, patch_size=patch
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _load_tokenizer(folder: Path, added: Iterable[str]) -> Any:
@@ -192,4 +251,6 @@ def _save_loud(kind: Any, config: Any, folder: Path) -> None:
         for weights in model.parameters():
             if weights.ndim > 1:
                 weights.mul_(6.0)
+            if not weights.any():  # such as Gemma 3's projection of images
+                weights.normal_()
     model.save_pretrained(folder)

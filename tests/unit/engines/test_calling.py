@@ -33,6 +33,8 @@ MODELS = [
     ("Qwen-Qwen3-0.6B", [], ["<tool_call>", "</tool_call>", "<think>", "</think>"]),
     ("mistralai-Ministral-3-14B-Reasoning-2512", ["[TOOL_CALLS]", "[ARGS]", "[THINK]",
                                                   "[/THINK]"], []),
+]  # fmt: skip
+MODELS_IN_LANE = [
     ("GLM-4.7-Flash", ["<tool_call>", "</tool_call>", "<think>", "</think>"], ["<arg_key>"]),
     ("Qwen3-Coder", [], []),
     ("openai-gpt-oss-120b", ["<|channel|>", "<|message|>", "<|start|>", "<|end|>",
@@ -40,7 +42,16 @@ MODELS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=lambda model: str(model[0]))
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(model, id=model[0]) for model in MODELS),
+        *(
+            pytest.param(model, id=model[0], marks=pytest.mark.lane("long"))
+            for model in MODELS_IN_LANE
+        ),
+    ],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Harness]:
     folder = write_model(tmp_path_factory.mktemp("model"), *request.param)
     harness = Harness(make_spec(folder, max_context=8192))

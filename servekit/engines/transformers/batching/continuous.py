@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -44,6 +44,7 @@ from servekit.engines.transformers.lora.batched_lora import Part
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
+from servekit.engines.transformers.vision.batched_images import BatchedImages, ImagePart
 from servekit.protocol.messages import SamplingParams
 
 log: Any = structlog.get_logger(__name__)
@@ -98,6 +99,8 @@ class ContinuousRunner(CausalRunner):
         self._epochs = groups.Epochs()
         self._rows: dict[str, Row] = {}
         self._sampling.rows = self._rows
+        self._read_images: Callable[[Row], StepOutput | None] | None = None
+        self._images: BatchedImages | None = None
         self._idle_steps = 0
         self._step_options = decode
         self._decoder: DecodeLoop | None = None
@@ -155,11 +158,11 @@ class ContinuousRunner(CausalRunner):
     @torch.no_grad()
     def step(self) -> list[tuple[Row, StepOutput]]:
         """Run one forward pass and return its output. Any exception ends the engine."""
-        self._admit_waiting()
+        refused = self._admit_waiting()
         outputs = self._run_step()
         if any(row.broken or row.alone for row, _ in outputs):
             outputs = [(row, output) for row, output in outputs if not self._run_again(row, output)]
-        return outputs
+        return refused + outputs
 
     def _run_again(self, row: Row, output: StepOutput) -> bool:
         """Restart a row alone if its logits are NaN, which another row may have caused.
@@ -193,6 +196,8 @@ class ContinuousRunner(CausalRunner):
 
     def _decode_step(self, decoder: DecodeLoop) -> list[tuple[Row, StepOutput]]:
         self._mixing.step = None  # rows in the decode loop have no adapter
+        if self._images is not None:
+            self._images.clear()  # and have read their images
         outputs = decoder.step()
         self._full &= not any(output.finish or output.error for _, output in outputs)
         return outputs
@@ -231,6 +236,14 @@ class ContinuousRunner(CausalRunner):
                 found.append(one)
             at += count
         return found
+
+    def take_images(self, read: Callable[[Row], StepOutput | None]) -> None:
+        """Let rows have images, which `read` reads when a row begins, and puts into `row.images`.
+
+        It returns the row's end if they cannot be read. A row that is left without an end and
+        without images has gone to another runner.
+        """
+        self._read_images, self._images = read, BatchedImages(self._model)
 
     def logits_of(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Run rows to completion; return by key all their logits, float32 [tokens, vocabulary]."""
@@ -292,6 +305,8 @@ class ContinuousRunner(CausalRunner):
 
     def drop_pages(self) -> None:
         self._mixing.step = None
+        if self._images is not None:
+            self._images.clear()
         self._sampling.drop_rows()
         self._free_cache()
         if self._ranks is not None:
@@ -312,14 +327,30 @@ class ContinuousRunner(CausalRunner):
 
     # ---- inside a step
 
-    def _admit_waiting(self) -> None:
+    def _admit_waiting(self) -> list[tuple[Row, StepOutput]]:
+        """Begin the waiting rows that there is room for; return the ends of those refused.
+
+        The images of one row are read in a step, so that the others do not wait for many.
+        """
+        refused = []
+        reading = False
         while self._waiting and len(self._rows) < self.plan.slots:
             row = self._waiting[0]
             if self._rows and self._promised_tokens() + _promised_to(row) > self.capacity:
-                return
+                break
+            unread = row.job.images is not None and row.images is None
+            if unread and reading:
+                break
             self._waiting.popleft()
+            if unread and self._read_images is not None:
+                reading = True
+                if (output := self._read_images(row)) is not None:
+                    refused.append((row, output))
+                if row.images is None:
+                    continue
             self._rows[row.key] = row
             self._processor.scheduler.add_waiting_request(_request_state(row))
+        return refused
 
     def _promised_tokens(self) -> int:
         return sum(_promised_to(row) for row in self._rows.values())
@@ -344,6 +375,10 @@ class ContinuousRunner(CausalRunner):
         adapters = [self._rows[future.state.request_id].adapter for future in batch]
         parts = zip(adapters, pasts, queries, strict=True)
         self._mixing.lay_out([Part(*part) for part in parts])
+        if self._images is not None:
+            images = [self._rows[future.state.request_id].images for future in batch]
+            placed = zip(images, pasts, queries, strict=True)
+            self._images.lay_out([ImagePart(*part) for part in placed])
         own = None if adapters[0] is None else adapters[0].model
         return self._model if own is None else own
 

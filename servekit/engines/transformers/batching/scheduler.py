@@ -8,7 +8,8 @@ the next group's that has something to run. Within a step, requests of one adapt
 The library shares blocks of equal tokens between requests. But keys and values differ between
 adapters, so the tokens that identify a block are changed in an adapter-specific way at every lookup
 and registration. The same separates requests with different salts, which must not learn of each
-other, and those before and after a request with NaN logits (`Epochs`).
+other, and those before and after a request with NaN logits (`Epochs`). Tokens that stand for images
+are replaced by marks of their content.
 """
 
 from __future__ import annotations
@@ -164,10 +165,7 @@ def keep_prefixes_apart(cache: Any, rows: Mapping[str, Row], epochs: Epochs) -> 
         epochs.join(row)
         if row.unscored:  # its whole prompt has to be read
             return 0
-        changes = _changes_of(row)
-        found: int = search(
-            request_id, _salt_tokens(prompt_ids, changes) if changes else prompt_ids
-        )
+        found: int = search(request_id, _disguise_tokens(row, prompt_ids))
         row.note_cached(found)
         return found
 
@@ -180,9 +178,8 @@ def keep_prefixes_apart(cache: Any, rows: Mapping[str, Row], epochs: Epochs) -> 
 def _mark_disguised(mark: Any, rows: Mapping[str, Row]) -> Any:
     def mark_complete_blocks(state: Any, complete_blocks: Any) -> None:
         row = rows.get(state.request_id)
-        if complete_blocks and row is not None:
-            changes = _changes_of(row)
-            state = _Disguised(state, changes) if changes else state
+        if complete_blocks and row is not None and (row.images is not None or _changes_of(row)):
+            state = _Disguised(state, row)
         mark(state, complete_blocks)
 
     return mark_complete_blocks
@@ -191,11 +188,18 @@ def _mark_disguised(mark: Any, rows: Mapping[str, Row]) -> Any:
 class _Disguised:
     """A request's state as read by the cache, with other tokens."""
 
-    def __init__(self, state: Any, changes: Sequence[int]) -> None:
+    def __init__(self, state: Any, row: Row) -> None:
         self.request_id = state.request_id
         self.status = state.status
-        self.initial_tokens = _salt_tokens(state.initial_tokens + state.generated_tokens, changes)
+        self.initial_tokens = _disguise_tokens(row, state.initial_tokens + state.generated_tokens)
         self.generated_tokens: list[int] = []
+
+
+def _disguise_tokens(row: Row, tokens: list[int]) -> list[int]:
+    """Return the tokens that identify blocks of the row: with its images, adapter and salt."""
+    known = tokens if row.images is None else row.images.mark_tokens(tokens)
+    changes = _changes_of(row)
+    return _salt_tokens(known, changes) if changes else known
 
 
 def _changes_of(row: Row) -> Sequence[int]:

@@ -8,6 +8,7 @@ steps are started before the last one's tokens are known, these must yield the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,14 +39,19 @@ def check_model(model: PreTrainedModel, runner: ContinuousRunner, plain_attentio
     own_attention = str(model.config._attn_implementation)
     model.set_attn_implementation(plain_attention)
     try:
-        errors = [_relative_error(paged[row.key], _plain_logits(model, row)) for row in rows]
+        errors = [relative_error(paged[row.key], _plain_logits(model, row)) for row in rows]
     finally:
         model.set_attn_implementation(own_attention)
+    check_errors(model, errors)
+    if runner.decodes:
+        _check_unwatched(model, runner, rows)
+
+
+def check_errors(model: PreTrainedModel, errors: Sequence[float]) -> None:
+    """Raise Disagreement if relative errors of logits are more than rounding's."""
     allowed = _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
     if not max(errors) <= allowed:  # NaN is no agreement
         raise Disagreement(f"its logits are off by {max(errors):.1%} when run in pages")
-    if runner.decodes:
-        _check_unwatched(model, runner, rows)
 
 
 def _check_unwatched(model: PreTrainedModel, runner: ContinuousRunner, rows: list[Row]) -> None:
@@ -75,5 +81,5 @@ def _plain_logits(model: PreTrainedModel, row: Row) -> Tensor:
     return logits.float()
 
 
-def _relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm().clamp(min=1e-6))

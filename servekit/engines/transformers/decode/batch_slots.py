@@ -21,7 +21,9 @@ from servekit.engines.text.sampling_params import Sampling, noise_base
 from servekit.engines.transformers.request_row import Row
 
 #: Columns of `ints`. A step advances POSITION and COUNT by ALIVE, so empty slots stay unchanged.
-TOKEN, POSITION, COUNT, NOISE, LIMIT, KIND, ALIVE = range(7)
+#: SHIFT is what the model's position is ahead of POSITION, the place in the cache.
+_COLUMNS = 8
+TOKEN, POSITION, COUNT, NOISE, LIMIT, KIND, SHIFT, ALIVE = range(_COLUMNS)
 #: Columns of `floats`; FLOOR is the logarithm of min-p.
 TEMPERATURE, TOP_P, FLOOR = range(3)
 #: How a slot's token is chosen.
@@ -59,7 +61,7 @@ class BatchSlots:
     vocab_size: int
     device: torch.device
     taken: dict[str, BatchSlot] = field(default_factory=dict)  # by key, in order of arrival
-    ints: Tensor = field(init=False)  # [slots, 7] int64
+    ints: Tensor = field(init=False)  # [slots, columns] int64
     floats: Tensor = field(init=False)  # [slots, 3]
     table: Tensor = field(init=False)  # [slots, pages] int32
     _table: Any = field(init=False)
@@ -68,7 +70,7 @@ class BatchSlots:
     _paged: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.ints = torch.zeros(self.count, 7, dtype=torch.int64, device=self.device)
+        self.ints = torch.zeros(self.count, _COLUMNS, dtype=torch.int64, device=self.device)
         self.floats = torch.ones(self.count, 3, device=self.device)
         shape = (self.count, self.pages)
         self.table = torch.full(shape, self.trash, dtype=torch.int32, device=self.device)
@@ -97,7 +99,7 @@ class BatchSlots:
         if slot is not None:
             slot.taken = False
             heapq.heappush(self._free, slot.index)
-            self._moved[slot.index] = ([0] * 7, [1.0] * 3)
+            self._moved[slot.index] = ([0] * _COLUMNS, [1.0] * 3)
             self.set_pages(slot, [])
         return slot
 
@@ -138,6 +140,6 @@ def _slot_values(
     noise = noise_base(sampling.seed)
     token = row.context[-1]
     limit = sampling.top_k or vocab_size
-    ints = [token, cached, row.position, noise, limit, kind, 1]
+    ints = [token, cached, row.position, noise, limit, kind, row.shift, 1]
     floor = math.log(sampling.min_p) if sampling.min_p else -math.inf
     return ints, [1.0 if kind == GREEDY else sampling.temperature, sampling.top_p, floor]

@@ -304,7 +304,7 @@ class DecodeLoop:
         )
         logits: Tensor = self._model(
             input_ids=ints[:, batch_slots.TOKEN].unsqueeze(0),
-            position_ids=position.unsqueeze(0),
+            position_ids=(position + ints[:, batch_slots.SHIFT]).unsqueeze(0),
             attention_mask=None,
             use_cache=False,
             cache=self._holder,

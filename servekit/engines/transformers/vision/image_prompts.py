@@ -96,12 +96,15 @@ class ImageEncoder:
                 )
 
 
-def make_probe() -> ChatMessage:
-    """Return a message with a picture, to find out whether a model reads it."""
+def make_probes() -> list[ChatMessage]:
+    """Return messages with a picture each, to find out whether and how a model reads them."""
+    return [_make_probe("What is this?", "red", (64, 48)), _make_probe("And?", "blue", (48, 96))]
+
+
+def _make_probe(text: str, colour: str, size: tuple[int, int]) -> ChatMessage:
     file = io.BytesIO()
-    Pillow.new("RGB", (64, 48), "red").save(file, "PNG")
-    image = Image(file.getvalue(), "image/png")
-    return ChatMessage("user", "What is this?", images=(image,))
+    Pillow.new("RGB", size, colour).save(file, "PNG")
+    return ChatMessage("user", text, images=(Image(file.getvalue(), "image/png"),))
 
 
 def decode_images(images: Sequence[Image]) -> list[Any]:

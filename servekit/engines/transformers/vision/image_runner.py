@@ -1,23 +1,30 @@
-"""Runners of requests with images, which run one at a time, beside the batch of the others."""
+"""Runners of requests with images: in the batch of the others, or one at a time beside it."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from servekit.engines.api.base import StepOutput
+from servekit.engines.api.base import Job, StepOutput
+from servekit.engines.text.sampling_params import Sampling
+from servekit.engines.transformers.batching import self_check
+from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.sequential import StaticRunner
-from servekit.errors import describe_error
-from servekit.protocol.messages import ModelInfo
+from servekit.engines.transformers.vision.image_reader import (
+    ImageReader,
+    NotBatchable,
+    prepare_inputs,
+)
+from servekit.errors import RequestError, describe_error
+from servekit.protocol.messages import SamplingParams
 
 #: Errors of a model's Python code for inputs that do not fit together. A plain RuntimeError is one
 #: of shapes; those of a failed device are subclasses.
@@ -33,7 +40,6 @@ class ImageRunner(StaticRunner):
 
     def __init__(self, model: PreTrainedModel, capacity: int) -> None:
         super().__init__(model, capacity, chunk=0)
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._begun = False  # the row's prompt has been read
 
     def step(self) -> list[tuple[Row, StepOutput]]:
@@ -42,22 +48,34 @@ class ImageRunner(StaticRunner):
             return super().step()
         except Exception as error:
             row = self._row
-            if row is None or row.job.images is None or (output := self._refuse(error)) is None:
+            if row is None or row.job.images is None:
+                raise
+            if (output := _refuse(row, error, begun=self._begun)) is None:
                 raise
             self._drop_row()
-            output.id = row.job.id
             return [(row, output)]
 
-    def _refuse(self, error: Exception) -> StepOutput | None:
-        """Return the end of a request whose images the model cannot read; None: a step failed."""
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            return StepOutput(
-                0, [], error="There is no memory left for the images of this request."
-            )
-        if self._begun or not (isinstance(error, _MISFITS) or type(error) is RuntimeError):
-            return None
-        why = f"messages: the model cannot read these images: {describe_error(error)}"
-        return StepOutput(0, [], error=why, param="messages")
+    def prove_images(self, jobs: Sequence[Job]) -> str:
+        """Read the images of jobs, and return for people how images run.
+
+        Raises RequestError, or anything of the model, if it cannot read them.
+        """
+        for job in jobs:
+            self.logits_after(job, ())
+        return "images as texts"
+
+    def logits_after(self, job: Job, tokens: Sequence[int]) -> Tensor:
+        """Return the logits after a job's prompt and tokens, float32 [vocabulary]."""
+        params = SamplingParams(max_tokens=len(tokens) + 1)
+        row = _probe_row(replace(job, emitted=list(tokens), params=params))
+        noted: list[Tensor] = []
+        row.noted = noted
+        self.add(row)
+        while self.running or self.waiting:
+            for _, output in self.step():
+                if output.error is not None:
+                    raise RequestError(output.error)
+        return noted[0]
 
     def _begin_row(self, row: Row) -> Row:
         self._begun = False
@@ -77,41 +95,37 @@ class ImageRunner(StaticRunner):
         """Return the model's arguments for the prompt, beside its ids."""
         own = None if row.adapter is None else row.adapter.model
         model: Any = self._model if own is None else own
-        made: Any = row.job.images or {}
-        inputs = {name: _move(tensor, model) for name, tensor in made.items()}
-        if self._takes_positions:
-            ids = torch.tensor([row.context[: self._count_next(row)]], device=model.device)
-            known = inputs | {"attention_mask": torch.ones_like(ids)}
-            inputs["position_ids"] = model._prepare_position_ids_for_generation(ids, known)
-        return inputs
-
-
-def _move(value: Any, model: Any) -> Any:
-    """Return a tensor on the model's device and, if of real numbers, in its dtype."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(model.device, model.dtype if value.is_floating_point() else None)
+        ids = torch.tensor([row.context[: self._count_next(row)]], device=model.device)
+        return prepare_inputs(model, ids, row.job.images)
 
 
 class ImagesBeside:
-    """Runner of texts in a batch, and of requests with images one at a time; they take turns."""
+    """Runner of texts in a batch, and of images in the same one if that proves right.
 
-    def __init__(self, texts: CausalRunner, images: ImageRunner) -> None:
+    Otherwise, and where a model reads certain prompts by its own forward only, requests with images
+    run one at a time, and take turns with the batch.
+    """
+
+    def __init__(self, texts: ContinuousRunner, alone: ImageRunner, model: PreTrainedModel) -> None:
+        """`model` is a tree of modules that no batch has changed, that of `alone`."""
         self.texts = texts
-        self._images = images
+        self._alone = alone
+        self._model = model
+        self._reader = ImageReader(model)
+        self._batches = False
         self.capacity = texts.capacity
 
     @property
     def running(self) -> int:
-        return self.texts.running + self._images.running
+        return self.texts.running + self._alone.running
 
     @property
     def waiting(self) -> int:
-        return self.texts.waiting + self._images.waiting
+        return self.texts.waiting + self._alone.waiting
 
     @property
     def kv_used(self) -> float:
-        return max(self.texts.kv_used, self._images.kv_used)
+        return max(self.texts.kv_used, self._alone.kv_used)
 
     def add(self, row: Row) -> None:
         self._runner_of(row).add(row)
@@ -120,11 +134,12 @@ class ImagesBeside:
         self._runner_of(row).add_first(row)
 
     def cancel(self, row: Row) -> None:
-        self._runner_of(row).cancel(row)
+        self._alone.cancel(row)
+        self.texts.cancel(row)
 
     def step(self) -> list[tuple[Row, StepOutput]]:
         """Run a step of the batch, and one of the request with images that has its turn."""
-        busy = [one for one in (self.texts, self._images) if one.running or one.waiting]
+        busy = [one for one in (self.texts, self._alone) if one.running or one.waiting]
         return list(chain.from_iterable(one.step() for one in busy))
 
     def tensors(self) -> Iterable[Tensor]:
@@ -134,25 +149,88 @@ class ImagesBeside:
         self.texts.make_pages()
 
     def drop_pages(self) -> None:
-        self._images.drop_pages()
+        self._alone.drop_pages()
         self.texts.drop_pages()
 
     def close(self) -> None:
-        self._images.close()
+        self._alone.close()
         self.texts.close()
 
+    def prove_images(self, jobs: Sequence[Job]) -> str:
+        """Put images into the batch if jobs together have the logits of each alone.
+
+        Returns for people how images run. Raises RequestError, or anything of the model, if it
+        cannot read them at all.
+        """
+        self._alone.prove_images(jobs)
+        try:
+            for job in jobs:
+                self._reader.read(job)
+            self.texts.take_images(self._read_images)
+            self._batches = True
+            self._compare_logits(jobs)
+            return "images in the batch"
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:  # of the model in the batch, which texts do not need for this
+            why = str(error) if isinstance(error, NotBatchable) else describe_error(error)
+        if self._batches:
+            self._batches = False
+            self.texts.drop_pages()
+            self.texts.make_pages()
+        return f"requests with images one at a time: {why}"
+
+    def _compare_logits(self, jobs: Sequence[Job]) -> None:
+        rows = [_probe_row(job) for job in jobs]
+        try:
+            batched = self.texts.logits_of(rows)
+        finally:
+            for row in rows:  # whose step has failed
+                self.texts.cancel(row)
+        errors = []
+        for row in rows:
+            for done, found in enumerate(batched[row.key]):
+                alone = self._alone.logits_after(row.job, row.completion[:done])
+                errors.append(self_check.relative_error(found, alone))
+        self_check.check_errors(self._model, errors)
+
+    def _read_images(self, row: Row) -> StepOutput | None:
+        try:
+            row.images = self._reader.read(row.job)
+        except NotBatchable:
+            self._alone.add(row)
+        except Exception as error:
+            if (output := _refuse(row, error, begun=False)) is None:
+                raise
+            return output
+        return None
+
     def _runner_of(self, row: Row) -> CausalRunner:
-        return self.texts if row.job.images is None else self._images
+        return self._alone if row.job.images is not None and not self._batches else self.texts
+
+
+def _refuse(row: Row, error: Exception, *, begun: bool) -> StepOutput | None:
+    """Return the end of a request whose images the model cannot read; None: a step failed."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        why = "There is no memory left for the images of this request."
+        return StepOutput(row.job.id, [], error=why)
+    if begun or not (isinstance(error, _MISFITS) or type(error) is RuntimeError):
+        return None
+    why = f"messages: the model cannot read these images: {describe_error(error)}"
+    return StepOutput(row.job.id, [], error=why, param="messages")
+
+
+def _probe_row(job: Job) -> Row:
+    return Row(f"image{job.id}", job, Sampling(0.0), frozenset(), job.params.max_tokens or 1)
 
 
 def add_images(
-    texts: CausalRunner, model: PreTrainedModel, twin: PreTrainedModel, info: ModelInfo
-) -> tuple[ImageRunner | ImagesBeside, ModelInfo]:
+    texts: CausalRunner, model: PreTrainedModel, twin: PreTrainedModel
+) -> ImageRunner | ImagesBeside:
     """Return the runner that also takes rows with images.
 
     `twin` is a second tree of the model's modules, with the attention that the model came with.
     """
-    if isinstance(texts, StaticRunner):
-        return ImageRunner(model, texts.capacity), info
-    beside = ImagesBeside(texts, ImageRunner(twin, texts.capacity))
-    return beside, replace(info, detail=f"{info.detail}; with images, one request at a time")
+    if isinstance(texts, ContinuousRunner):
+        return ImagesBeside(texts, ImageRunner(twin, texts.capacity), twin)
+    return ImageRunner(model, texts.capacity)

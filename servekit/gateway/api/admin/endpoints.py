@@ -7,6 +7,8 @@ is ended on its machine.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +32,7 @@ from servekit.protocol.messages import (
     GetWhy,
     Refused,
     Reload,
+    Restart,
     Status,
     ToSupervisor,
     Why,
@@ -118,8 +121,19 @@ class Supervisor:
         """
         caller = self._access.require_admin()
         log.info("residency_requested", want=want, model=name, key=caller.rule.name)
-        request = SetResidency(name, want, wait)
-        done = await self.answer_to(request, Accepted, RESIDE_S, NothingSuch)
+        return await self._order(SetResidency(name, want, wait))
+
+    async def restart(self, name: str, wait: bool) -> Response:
+        """Replace a model's workers, or one of them, as `servekit restart NAME`.
+
+        Raises Forbidden and the errors of `answer_to`.
+        """
+        caller = self._access.require_admin()
+        log.info("restart_requested", name=name, key=caller.rule.name)
+        return await self._order(Restart(name, wait))
+
+    async def _order(self, order: SetResidency | Restart) -> Response:
+        done = await self.answer_to(order, Accepted, RESIDE_S, NothingSuch)
         return _json({"message": done.message})
 
     async def answer_to(
@@ -207,24 +221,27 @@ def add_administration(app: FastAPI, supervisor: Supervisor) -> None:
         return await supervisor.reload()
 
     for want, summary in _WANTS.items():
-        _add_reside(app, supervisor, want, summary)
+        _add_order(app, want, summary, partial(supervisor.reside, want))
+    _add_order(app, "restart", _RESTART, supervisor.restart)
 
 
-def _add_reside(app: FastAPI, supervisor: Supervisor, want: Want, summary: str) -> None:
+def _add_order(
+    app: FastAPI, verb: str, summary: str, do: Callable[[str, bool], Awaitable[Response]]
+) -> None:
     @app.post(
-        f"/admin/{want}/{{name:path}}",
+        f"/admin/{verb}/{{name:path}}",
         summary=summary,
-        name=want,
+        name=verb,
         tags=["administration"],
         response_model=dict[str, Any],
         responses=_refusals(400, 401, 403, 404, 409, 429, 503, 504) | _WRONG_WAIT,
         openapi_extra={"parameters": [_NAME, _WAIT]},
     )
-    async def reside(request: Request) -> Response:
+    async def order(request: Request) -> Response:
         wait = request.query_params.get("wait", "true")
         if wait not in ("true", "false"):
             raise RequestError("wait: expected true or false", param="wait")
-        return await supervisor.reside(want, request.path_params["name"], wait == "true")
+        return await do(request.path_params["name"], wait == "true")
 
 
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -243,6 +260,7 @@ _WANTS: dict[Want, str] = {
     "sleep": "Put a model to sleep once its requests are done, as `servekit sleep`",
     "wake": "Wake a model, as `servekit wake`",
 }
+_RESTART = "Replace the workers of a model, or one such as MODEL/0, as `servekit restart`"
 _REFUSALS = {
     400: "The file is invalid, and nothing was changed; the message gives the reason",
     401: "An API key is needed, or this one is not known",

@@ -49,21 +49,25 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
                 buttons = {
                     want: gr.Button(say(f"operate.{want}"), elem_id=f"sk-{want}") for want in WANTS
                 }
+                restart = gr.Button(say("operate.restart"), elem_id="sk-restart")
                 why = gr.Button(say("operate.why"), elem_id="sk-why")
             told = gr.HTML("", elem_id="sk-told")
-        _build_adapters(frame, model)
+        changing = [*buttons.values(), restart, why, *_build_adapters(frame, model)]
     frame.keep_choices(blocks, [model], "")
 
-    async def greet(request: gr.Request) -> str:
-        return await _note_rights(frame, request)
+    async def greet(request: gr.Request) -> list[Any]:
+        note, may_change = await _note_rights(frame, request)
+        return [note, *(gr.Button(interactive=may_change) for _ in changing)]
 
-    blocks.load(greet, None, may, **NOW)
+    blocks.load(greet, None, [may, *changing], **NOW)
     for want, button in buttons.items():
         button.click(_make_residency_action(frame, want), model, told, **QUIET)
+    restart.click(_make_restart_action(frame), model, told, **QUIET)
     why.click(_make_why_action(frame), model, told, **QUIET)
 
 
-def _build_adapters(frame: Frame, model: gr.Dropdown) -> None:
+def _build_adapters(frame: Frame, model: gr.Dropdown) -> list[gr.Button]:
+    """Lay out the card of adapters; return its buttons."""
     say = frame.say
     with gr.Column(elem_classes="sk-card"):
         gr.HTML(f"<h2>{escape(say('operate.adapters'))}</h2>")
@@ -92,6 +96,7 @@ def _build_adapters(frame: Frame, model: gr.Dropdown) -> None:
 
     add.click(added, [model, name, path], told, **QUIET)
     remove.click(removed, [name], told, **QUIET)
+    return [add, remove]
 
 
 # ---- the actions
@@ -102,6 +107,17 @@ def _make_residency_action(frame: Frame, want: Want) -> Callable[..., Awaitable[
         async def do() -> str:
             await frame.supervisor.reside(want, model or "", False)
             return frame.say(f"operate.{want}.begun", model=model)
+
+        return await _run_action(frame, request, do)
+
+    return act
+
+
+def _make_restart_action(frame: Frame) -> Callable[..., Awaitable[str]]:
+    async def act(request: gr.Request, model: str) -> str:
+        async def do() -> str:
+            await frame.supervisor.restart(model or "", False)
+            return frame.say("operate.restart.begun", model=model)
 
         return await _run_action(frame, request, do)
 
@@ -157,20 +173,20 @@ async def _run_action(
     return render_note(done) if isinstance(done, str) else write_story(done, frame.say)
 
 
-async def _note_rights(frame: Frame, request: gr.Request) -> str:
-    """Return a note on whether this visitor may change anything, before he tries."""
+async def _note_rights(frame: Frame, request: gr.Request) -> tuple[str, bool]:
+    """Return a note on whether this visitor may change anything, and whether it is so."""
     caller = await frame.caller(request)
     say = frame.say
     if caller is not None and caller.rule.admin:
         by_link = caller.rule.name == OWNER.name
         key = "operate.you_own" if by_link else "operate.you_may"
-        return render_note(say(key, name=caller.rule.name))
+        return render_note(say(key, name=caller.rule.name)), True
     if frame.router.access.closed:
         words = say("operate.you_may_not")
         words = frame.hint_at_link(words, words)
     else:
         words = frame.hint_at_link(say("operate.read_only"), say("operate.no_keys"))
-    return f'<p class="sk-hint">{escape(words)}</p>'
+    return f'<p class="sk-hint">{escape(words)}</p>', False
 
 
 # ---- why

@@ -18,7 +18,8 @@ ENGLISH: dict[str, str] = {
     "nav.docs": "Docs",
     # ---- signing in
     "login.title": "Sign in",
-    "login.lead": "This servekit asks for an API key. Its owner can give you one.",
+    "login.lead": "This servekit asks for an API key. Its owner can give you one; on its own"
+    " machine, the command “servekit link” prints a link that signs you in without one.",
     "login.key": "API key",
     "login.wrong": "This key is unknown. Check that you entered all of it, and try again.",
     "login.link_over": "This link has been used or has expired. The command “servekit link” prints"
@@ -221,11 +222,13 @@ ENGLISH: dict[str, str] = {
     "operate.unload": "Unload",
     "operate.sleep": "Sleep",
     "operate.wake": "Wake",
+    "operate.restart": "Restart",
     "operate.why": "Why?",
     "operate.load.begun": "{model} is being loaded; the dashboard shows the progress.",
     "operate.unload.begun": "{model} is unloaded once its requests are done.",
     "operate.sleep.begun": "{model} is put to sleep once its requests are done.",
     "operate.wake.begun": "{model} is being woken.",
+    "operate.restart.begun": "The workers of {model} are being replaced.",
     "operate.adapters": "Adapters",
     "operate.forbidden": "Not allowed (403); nothing was changed:",
     "operate.you_may": "You are signed in with the key {name}, which may administer.",

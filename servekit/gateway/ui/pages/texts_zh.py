@@ -18,7 +18,8 @@ CHINESE: dict[str, str] = {
     "nav.docs": "文档",
     # ---- signing in
     "login.title": "登录",
-    "login.lead": "访问此 servekit 需要 API 密钥，可向其管理者索取。",
+    "login.lead": "访问此 servekit 需要 API 密钥，可向其管理者索取；"
+    "在服务所在的机器上，命令“servekit link”会给出免密钥登录的链接。",
     "login.key": "API 密钥",
     "login.wrong": "此密钥无效。请检查是否完整，然后重试。",
     "login.link_over": "此链接已被使用或已过期。命令“servekit link”会给出新链接。",
@@ -213,11 +214,13 @@ CHINESE: dict[str, str] = {
     "operate.unload": "卸载",
     "operate.sleep": "休眠",
     "operate.wake": "唤醒",
+    "operate.restart": "重启",
     "operate.why": "为什么？",
     "operate.load.begun": "正在加载 {model}；仪表盘会显示进度。",
     "operate.unload.begun": "{model} 完成当前请求后将被卸载。",
     "operate.sleep.begun": "{model} 完成当前请求后将休眠。",
     "operate.wake.begun": "正在唤醒 {model}。",
+    "operate.restart.begun": "正在更换 {model} 的工作进程。",
     "operate.adapters": "适配器",
     "operate.forbidden": "没有权限 (403)，未做任何更改：",
     "operate.you_may": "你以密钥 {name} 登录，拥有管理权限。",

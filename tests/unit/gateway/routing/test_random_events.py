@@ -325,7 +325,7 @@ class Service(RuleBasedStateMachine):
 
 
 Service.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=settings().max_examples // 4,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -103,7 +103,9 @@ def test_a_chunk_sees_its_past_and_no_future() -> None:
     assert keys.tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("attention", [None, "sdpa", "eager"])
+@pytest.mark.parametrize(
+    "attention", [None, "sdpa", pytest.param("eager", marks=pytest.mark.lane("long"))]
+)
 def test_lengths_chunks_and_decodes_mix_in_one_batch(
     harness: Make, tiny_model: Path, attention: str | None
 ) -> None:

@@ -128,6 +128,7 @@ def test_virtual_tokens_take_room_in_the_context(served: Harness) -> None:
     served.tokens(served.submit([5] * 505, max_tokens=7))
 
 
+@pytest.mark.lane("long")
 @pytest.mark.parametrize("kinds", ALL_IN_LANE)
 def test_in_bfloat16_every_kind_is_verified_too(
     tiny_model: Path, adapters: dict[str, Path], kinds: tuple[str, ...]
@@ -144,6 +145,7 @@ def test_in_bfloat16_every_kind_is_verified_too(
         one.close()
 
 
+@pytest.mark.lane("long")
 def test_without_memory_for_copies_a_costly_one_is_grouped(
     bare: Harness, adapters: dict[str, Path], answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def test_its_memory_is_given_back_and_it_says_the_same_again(large: Path, dtype:
     assert torch.equal(logits(model), before)
 
 
+@pytest.mark.lane("long")
 def test_twice_is_as_once(large: Path) -> None:
     load = loader(large, "bfloat16")
     model = load()

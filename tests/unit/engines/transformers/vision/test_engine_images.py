@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,17 @@ import pytest
 import torch
 
 from servekit.engines.transformers.vision import processor
+from servekit.engines.transformers.vision.batched_images import BatchedImages
+from servekit.engines.transformers.vision.image_reader import NotBatchable
 from servekit.errors import LoadError, RequestError, Unsupported
 from servekit.protocol.messages import ChatMessage
 from tests.unit.engines.harness import Harness, assert_alive, make_spec
 from tests.unit.engines.seeing_model import (
     LIBRARY,
+    write_gemma3,
     write_idefics3,
     write_qwen2_vl,
+    write_qwen3_vl,
     write_seeing_model,
 )
 from tests.unit.engines.transformers.vision.pictures import (
@@ -32,7 +38,36 @@ from tests.unit.engines.transformers.vision.pictures import (
     say,
 )
 
-WRITERS = {"llava": write_seeing_model, "idefics3": write_idefics3, "qwen2_vl": write_qwen2_vl}
+WRITERS = {
+    "llava": write_seeing_model,
+    "idefics3": write_idefics3,
+    "qwen2_vl": write_qwen2_vl,
+    "qwen3_vl": write_qwen3_vl,
+    "gemma3": write_gemma3,
+}
+#: Those whose images are read outside the batch.
+ALONE = ("gemma3",)
+OPTIONS = {
+    "continuous": {"batching": "continuous"},
+    "own steps": {"batching": "continuous", "decode": "graph"},
+    "static": {"batching": "static"},
+}
+#: What differs for each architecture; the others of all pairs are rare.
+COMMON = [
+    ("llava", "continuous"),
+    ("llava", "static"),
+    ("idefics3", "continuous"),
+    ("qwen2_vl", "continuous"),
+    ("qwen2_vl", "own steps"),
+    ("qwen3_vl", "own steps"),
+    ("gemma3", "continuous"),
+]
+LONG = pytest.mark.lane("long")
+CASES = [
+    pytest.param(pair, marks=() if pair in COMMON else LONG, id="-".join(pair))
+    for pair in product(WRITERS, OPTIONS)
+    if pair != ("gemma3", "own steps")  # not all of its layers attend to the whole context
+]
 TOKENS = 24
 
 
@@ -49,28 +84,41 @@ class Seeing(Harness):
         return self.tokens(self.ask(messages, **params))
 
 
-@pytest.fixture(scope="module", params=list(WRITERS))
-def folder(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
-) -> Path:
-    return WRITERS[request.param](tmp_path_factory.mktemp(request.param), tiny_model)
+Folders = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
+def write(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Folders:
+    """A function that returns the folder of an architecture, and writes it once."""
+    return cache(lambda name: WRITERS[name](tmp_path_factory.mktemp(name), tiny_model))
 
 
-@pytest.fixture(scope="module", params=["continuous", "static"])
-def seeing(request: pytest.FixtureRequest, folder: Path) -> Iterator[Seeing]:
-    engine = Seeing(make_spec(folder, options={"batching": request.param}))
+@pytest.fixture(scope="module", params=["idefics3", "qwen2_vl"])
+def folder(request: pytest.FixtureRequest, write: Folders) -> Path:
+    return write(request.param)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def seeing(request: pytest.FixtureRequest, write: Folders) -> Iterator[Seeing]:
+    name, how = request.param
+    engine = Seeing(make_spec(write(name), options=OPTIONS[how]))
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def llava(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    return write_seeing_model(tmp_path_factory.mktemp("eyes"), tiny_model)
+def reference(seeing: Seeing) -> Reference:
+    return Reference(Path(seeing.engine.spec.path))
+
+
+@pytest.fixture(scope="module")
+def llava(write: Folders) -> Path:
+    return write("llava")
+
+
+@pytest.fixture(scope="module")
+def reference_of_llava(llava: Path) -> Reference:
+    return Reference(llava)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +151,76 @@ def test_pictures_and_texts_at_once(seeing: Seeing, reference: Reference) -> Non
     answers = [seeing.tokens(job) for job in jobs]
     assert answers == [reference.ask(messages, TOKENS)[1] for messages in asked]
     assert answers[0] != answers[1]
-    assert not any(output.cached_tokens for job in jobs[:2] for output in seeing.outputs[job])
+
+
+def test_where_images_run(seeing: Seeing) -> None:
+    detail = seeing.info.detail
+    if "one request at a time," in detail:  # texts, too
+        assert detail.endswith("; images as texts")
+    elif Path(seeing.engine.spec.path).name.startswith(ALONE):
+        assert detail.endswith("images one at a time: its decoder takes attention_mask for images")
+    else:
+        assert detail.endswith("; images in the batch")
+
+
+def test_a_crowd_of_pictures(seeing: Seeing, reference: Reference) -> None:
+    """Each of many at once is answered as alone, and sampled ones as alone."""
+    due = [reference.ask(messages, TOKENS)[1] for messages in (ONE, OTHER, HISTORY)]
+    wild = {"temperature": 1.2, "seed": 3}
+    drawn = seeing.answer(OTHER, **wild)
+    jobs = [seeing.ask(messages) for messages in (ONE, OTHER, HISTORY) * 4]
+    other = seeing.ask(OTHER, **wild)
+    assert [seeing.tokens(job) for job in jobs] == due * 4
+    assert seeing.tokens(other) == drawn
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name not in ALONE])
+def test_a_picture_is_cached_by_its_content(write: Folders, name: str) -> None:
+    engine = Seeing(make_spec(write(name), options={"batching": "continuous", "block_size": 16}))
+    try:
+        lead = "This is a text of more than some tokens before a picture. " * 2
+        asked = [[say("user", lead, image, lead, RED, "?")] for image in (WIDE, RED, WIDE)]
+        answers, cached = [], []
+        for messages in asked:
+            job = engine.ask(messages)
+            answers.append(engine.tokens(job))
+            cached.append(max(output.cached_tokens for output in engine.outputs[job]))
+        ids = engine.engine.encode_images(asked[0], (), {}, False).ids
+        first = len(engine.engine.codec.encode(lead)) + 20  # beyond it is the first picture
+        assert cached[0] == 0 < cached[1] <= first < cached[2] <= len(ids)
+        assert answers[0] == answers[2]
+    finally:
+        engine.close()
+
+
+def test_a_prompt_that_is_not_batchable_runs_alone(
+    eyes: Seeing, reference_of_llava: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(job: Any) -> Any:
+        raise NotBatchable("its decoder takes more")
+
+    monkeypatch.setattr(eyes.engine._runner._reader, "read", refuse)
+    asked = [ONE, NONE, HISTORY]
+    jobs = [eyes.ask(messages) for messages in asked]
+    left = eyes.ask(OTHER, max_tokens=400)
+    due = [reference_of_llava.ask(messages, TOKENS)[1] for messages in asked]
+    assert [eyes.tokens(job) for job in jobs] == due
+    eyes.engine.cancel(left)
+    eyes.until_idle()
+
+
+def test_a_batch_that_disagrees_is_not_used(
+    llava: Path, reference_of_llava: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images that get lost on their way into the batch make other logits, not other answers."""
+    monkeypatch.setattr(BatchedImages, "_put_rows", lambda self, module, args, out: out)
+    engine = Seeing(make_spec(llava))
+    try:
+        assert "one at a time: Disagreement: its logits are off by" in engine.info.detail
+        assert engine.answer(ONE) == reference_of_llava.ask(ONE, TOKENS)[1]
+        assert engine.answer(NONE) == reference_of_llava.ask(NONE, TOKENS)[1]
+    finally:
+        engine.close()
 
 
 def test_texts_do_not_wait_for_pictures(folder: Path) -> None:
@@ -194,13 +311,12 @@ def test_images_without_their_places_fail_alone(eyes: Seeing) -> None:
 def test_a_full_device_fails_the_request_only(
     eyes: Seeing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = eyes.engine._runner._images
     wrong: Any = torch.OutOfMemoryError("CUDA out of memory")
 
-    def fail(row: Any) -> Any:
+    def fail(job: Any) -> Any:
         raise wrong
 
-    monkeypatch.setattr(runner, "_prepare_first", fail)
+    monkeypatch.setattr(eyes.engine._runner._reader, "read", fail)
     lost = eyes.ask(ONE)
     eyes.until(lambda: eyes.ended(lost), "it fails")
     assert "no memory left" in (eyes.outputs[lost][0].error or "")
@@ -209,20 +325,24 @@ def test_a_full_device_fails_the_request_only(
     assert len(eyes.answer(ONE)) == TOKENS
 
 
-def test_a_failed_step_ends_the_engine(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("batching", ["continuous", "static"])
+def test_a_failed_step_ends_the_engine(
+    llava: Path, monkeypatch: pytest.MonkeyPatch, batching: str
+) -> None:
     """An error in the middle of an answer is no fault of its images; another worker goes on."""
-    engine = Seeing(make_spec(llava))
+    engine = Seeing(make_spec(llava, options={"batching": batching}))
     died = threading.Event()
     engine.engine.on_death = died.set
     try:
         job = engine.ask(ONE, max_tokens=400)
         engine.until(lambda: bool(engine.outputs.get(job)), "it runs")
-        runner = engine.engine._runner._images
+        runner = engine.engine._runner if batching == "static" else engine.engine._runner.texts
 
-        def fail(row: Any) -> Any:
+        def fail(*args: Any) -> Any:
             raise ValueError("a device is lost")
 
-        monkeypatch.setattr(runner, "_read_tokens", fail)
+        work = "_read_tokens" if batching == "static" else "_run_step"
+        monkeypatch.setattr(runner, work, fail)
         assert died.wait(60)
         assert not engine.ended(job)
     finally:

@@ -38,7 +38,7 @@ RULES = AccessRules(
     salt=SALT,
 )
 ENDPOINTS = [("GET", "/admin/status"), ("GET", "/admin/why/m"), ("POST", "/admin/reload")] + [
-    ("POST", f"/admin/{want}/m") for want in ("load", "unload", "sleep", "wake")
+    ("POST", f"/admin/{want}/m") for want in ("load", "unload", "sleep", "wake", "restart")
 ]
 
 
@@ -63,6 +63,11 @@ class SupervisorAnswers:
     async def reload(self) -> Accepted | Refused:
         self.asked += 1
         return self.reloaded
+
+    async def restart(self, name: str, wait: bool) -> Accepted | Refused:
+        if not name.startswith("m"):
+            return Refused(f"no model is called {name!r}", invalid=True)
+        return Accepted(f"{name}: restart, {'done' if wait else 'begun'}")
 
 
 @asynccontextmanager
@@ -121,6 +126,16 @@ async def test_models_are_loaded_from_afar(tmp_path: Path) -> None:
         unknown = await http.post("/admin/load/org/x")
         assert unknown.status_code == 404
         assert unknown.json()["error"]["message"] == "no model is called 'org/x'"
+
+
+async def test_workers_are_replaced_from_afar(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    async with supervisor_at(path, Accepted()), client(path) as http:
+        done = await http.post("/admin/restart/m%2F0")
+        assert done.json() == {"message": "m/0: restart, done"}
+        begun = await http.post("/admin/restart/m?wait=false")
+        assert begun.json() == {"message": "m: restart, begun"}
+        assert (await http.post("/admin/restart/org/x")).status_code == 404
 
 
 @pytest.mark.parametrize(("method", "path"), ENDPOINTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -9,6 +10,8 @@ import jsonschema
 
 from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.api.openapi.schemas import make_example, make_schemas
+from servekit.gateway.app import Application
+from servekit.gateway.routing.router import Router
 
 
 class Reading:
@@ -37,6 +40,17 @@ class Reading:
         """Raise ValidationError unless the answer fits a schema of the document."""
         whole = schema | {"components": self._document["components"]}
         jsonschema.validate(answer, whole, cls=jsonschema.Draft202012Validator)
+
+
+@functools.cache
+def make_document(*, legacy: bool = True) -> dict[str, Any]:
+    """Return a gateway's document, made once for all tests: it takes a fifth of a second."""
+    return Application(Router("test"), 10**6, ui=False, legacy=legacy).rest.openapi()
+
+
+@functools.cache
+def make_reading() -> Reading:
+    return Reading(make_document())
 
 
 def data_of(stream: str) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from servekit.gateway.app import Application
 from servekit.protocol.access import BatchRules, ResponseStorage
 from servekit.protocol.messages import AccessRules, Topology
 from tests.unit.gateway import conftest
-from tests.unit.gateway.api.openapi.reading import Reading, data_of, example_of
+from tests.unit.gateway.api.openapi.reading import data_of, example_of, make_document, make_reading
 from tests.unit.gateway.conftest import Service
 from tests.unit.gateway.hearing_engine import HearingEngine
 
@@ -110,10 +111,6 @@ async def client(
     application.batches.close()
 
 
-async def reading(client: httpx.AsyncClient) -> Reading:
-    return Reading((await client.get("/openapi.json")).json())
-
-
 async def post(
     client: httpx.AsyncClient, operation: Operation, body: dict[str, Any]
 ) -> httpx.Response:
@@ -132,11 +129,18 @@ def bodies(operation: Operation) -> list[dict[str, Any]]:
 ANSWERED = [operation for operation in OPERATIONS if operation.tag != "adapters"]
 
 
+async def test_the_document_that_is_served_is_the_one_that_is_read(
+    client: httpx.AsyncClient,
+) -> None:
+    served = (await client.get("/openapi.json")).json()
+    assert served == json.loads(json.dumps(make_document()))
+
+
 @pytest.mark.parametrize("operation", ANSWERED, ids=lambda operation: operation.path)
 async def test_a_whole_answer_is_as_described(
     client: httpx.AsyncClient, operation: Operation
 ) -> None:
-    reader = await reading(client)
+    reader = make_reading()
     for body in bodies(operation):
         whole = body | ({"stream": False} if operation.pieces else {})
         answer = await post(client, operation, whole)
@@ -152,7 +156,7 @@ STREAMING = [operation for operation in OPERATIONS if operation.pieces]
 async def test_a_streamed_answer_is_as_described(
     client: httpx.AsyncClient, operation: Operation
 ) -> None:
-    reader = await reading(client)
+    reader = make_reading()
     for body in bodies(operation):
         if body.get("response_format") == "verbose_json":
             continue  # it is not streamed
@@ -167,7 +171,7 @@ async def test_a_streamed_answer_is_as_described(
 
 @pytest.mark.parametrize("path", READS)
 async def test_what_is_read_is_as_described(client: httpx.AsyncClient, path: str) -> None:
-    reader = await reading(client)
+    reader = make_reading()
     if path.startswith(("/v1/files", "/v1/batches")):
         file = {"file": ("in.jsonl", b"{}")}
         stored = await client.post("/v1/files", data={"purpose": "batch"}, files=file)
@@ -193,7 +197,7 @@ async def test_what_is_read_is_as_described(client: httpx.AsyncClient, path: str
 async def test_a_reader_notices_what_is_missing_and_what_is_too_much(
     client: httpx.AsyncClient,
 ) -> None:
-    reader = await reading(client)
+    reader = make_reading()
     answer = (await client.post("/tokenize", json={"prompt": "a"})).json()
     for wrong in (answer | {"more": 1}, {"count": 1}, answer | {"tokens": ["a"]}):
         with pytest.raises(jsonschema.ValidationError):

@@ -15,17 +15,12 @@ from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.api.openapi.schemas import make_example, make_schemas
 from servekit.gateway.app import Application
 from servekit.gateway.routing.router import Router
-from tests.unit.gateway.api.openapi.reading import Reading, example_of
+from tests.unit.gateway.api.openapi.reading import example_of, make_document, make_reading
 from tests.unit.gateway.conftest import Service
 
 
-def document(router: Router, *, legacy: bool = True) -> dict[str, Any]:
-    return Application(router, 10**6, ui=False, legacy=legacy).rest.openapi()
-
-
 async def test_every_endpoint_is_described_and_nothing_else() -> None:
-    router = Router("test")
-    application = Application(router, 10**6, ui=False, legacy=True)
+    application = Application(Router("test"), 10**6, ui=False, legacy=True)
     described = {
         path for path, methods in application.rest.openapi()["paths"].items() if "post" in methods
     }
@@ -34,7 +29,7 @@ async def test_every_endpoint_is_described_and_nothing_else() -> None:
     assert {"/admin/reload", "/admin/load/{name}", "/admin/sleep/{name}"} <= admin
     assert described - admin - set(WRITES) == set(application.hot) - refused
     assert set(WRITES) <= described
-    assert "/inference" not in document(router, legacy=False)["paths"]
+    assert "/inference" not in make_document(legacy=False)["paths"]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)
@@ -44,7 +39,7 @@ def test_the_example_is_a_body_that_is_taken(operation: Operation) -> None:
 
 
 async def test_limits_are_stated() -> None:
-    described = document(Router("test"))
+    described = make_document()
     schemas = described["components"]["schemas"]
     chat = next(schema for name, schema in schemas.items() if name.endswith("schema.ChatRequest"))
     text = json.dumps(chat["properties"])
@@ -54,7 +49,7 @@ async def test_limits_are_stated() -> None:
 
 
 async def test_every_reference_leads_somewhere() -> None:
-    described = document(Router("test"))
+    described = make_document()
     known = described["components"]["schemas"]
 
     def references(value: Any) -> set[str]:
@@ -68,7 +63,7 @@ async def test_every_reference_leads_somewhere() -> None:
 
 
 async def test_every_object_and_every_field_is_described() -> None:
-    described = document(Router("test"))
+    described = make_document()
     bare = [
         f"{kind}.{name}"
         for kind, schema in described["components"]["schemas"].items()
@@ -81,15 +76,15 @@ async def test_every_object_and_every_field_is_described() -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)
 async def test_the_example_of_an_answer_fits(operation: Operation) -> None:
-    described = document(Router("test"))
+    described = make_document()
     responses = described["paths"][operation.path]["post"]["responses"]
     kind = "text/plain" if operation.plain else "application/json"
-    Reading(described).check(operation.path, responses["200"]["content"][kind]["example"], kind)
+    make_reading().check(operation.path, responses["200"]["content"][kind]["example"], kind)
 
 
 async def test_the_examples_of_what_is_read_and_of_errors_fit() -> None:
-    described = document(Router("test"))
-    reader = Reading(described)
+    described = make_document()
+    reader = make_reading()
     for path in READS:
         content = described["paths"][path]["get"]["responses"]["200"]["content"]
         reader.check(path, content["application/json"]["example"], method="get")
@@ -105,7 +100,7 @@ async def test_errors_look_as_described(service: Service, operation: Operation) 
 
     await service.up()
     application = Application(service.router, 10**6, ui=False, legacy=True)
-    described = application.rest.openapi()
+    described = make_document()
     transport = httpx.ASGITransport(app=application)
     async with httpx.AsyncClient(transport=transport, base_url="http://servekit") as client:
         answer = await client.post(operation.path, content=b"{")
