@@ -47,7 +47,8 @@ EVENTS = {
     "{completion_tokens} tokens] in {total_s} s",
     "requests_not_shown": "{count} further requests in this second; `servekit requests` has all but"
     " {lost} of them",
-    "responses_unwritable": "Responses cannot be kept in {file}: {reason}",
+    "responses_unwritable": "Responses or batches cannot be kept in {file}: {reason}",
+    "batch_interrupted": "The batch {batch} was interrupted, and goes on: {reason}",
     "usage_unwritable": "The usage of keys cannot be kept in {file}: {reason}",
     "request_log_unwritable": "The request log {file} cannot be written: {reason}",
     "requests_finishing": "Requests to finish: {in_flight}. Press Ctrl-C again to stop now",

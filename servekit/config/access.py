@@ -128,6 +128,22 @@ class StoreResponsesConfig(Section):
     """How long each is kept."""
 
 
+class BatchesConfig(Section):
+    """The files of /v1/files and the batches of /v1/batches, in the run directory. Requests of
+    batches run when no other request waits for their model."""
+
+    max_bytes: Annotated[int, Field(ge=2**20, le=2**50)] = 2**30
+    """Size of all files of a key, in bytes; more is 413."""
+    max_files: Annotated[int, Field(ge=1, le=10**6)] = 1000
+    """Files of a key, those that batches write included; more is 429."""
+    max_batches: Annotated[int, Field(ge=1, le=1000)] = 16
+    """Batches of a key that are not done; more is 429."""
+    days: Annotated[float, Field(gt=0, le=3650)] = 30.0
+    """How long files, and batches that are done, are kept."""
+    concurrent: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Requests of batches that each gateway runs at the same time."""
+
+
 class LoggingConfig(Section):
     """The contents of the log."""
 

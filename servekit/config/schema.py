@@ -17,6 +17,7 @@ from pydantic_core import PydanticKnownError
 
 from servekit.config import memory
 from servekit.config.access import (
+    BatchesConfig,
     FetchImagesConfig,
     KeyConfig,
     LimitsConfig,
@@ -181,6 +182,8 @@ class ServerConfig(Section):
     store_responses: StoreResponsesConfig | None = None
     """Keep the responses of /v1/responses, unless a request says `store: false`. By default none is
     kept."""
+    batches: BatchesConfig | None = None
+    """Serve /v1/files and /v1/batches. By default they do not exist."""
     limits: LimitsConfig = LimitsConfig()
     """Limits of one request."""
     default_model: Name | None = None

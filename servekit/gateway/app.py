@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+import structlog
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from fastapi_offline import FastAPIOffline
@@ -34,6 +35,7 @@ from servekit.gateway.api.health_types import (
 )
 from servekit.gateway.api.huixiangdou import Legacy
 from servekit.gateway.api.ollama.endpoints import Ollama, add_reads
+from servekit.gateway.api.openai.batches import Batches
 from servekit.gateway.api.openai.embeddings import Vectors
 from servekit.gateway.api.openai.endpoints import OpenAI
 from servekit.gateway.api.openai.response_types import Model, ModelList
@@ -71,6 +73,8 @@ from servekit.gateway.ui import login
 from servekit.protocol.transport.rpc import Way
 from servekit.protocol.types import Progress, Task
 
+log: Any = structlog.get_logger("servekit.gateway")
+
 #: The most models of a page, as Anthropic's API has it.
 _MOST_MODELS = 1000
 _PAGE_PARAMETERS = query_parameters(
@@ -99,7 +103,8 @@ class Application:
         """Create the routes of all APIs.
 
         `operators`: the supervisor's control socket, or a function that sends it a request.
-        `responses`: the file of stored responses; None: none is stored.
+        `responses`: the file of stored responses, beside which files and batches are kept; None:
+        nothing is.
         """
         self.router = router
         anthropic, ollama = Anthropic(router, max_body_bytes), Ollama(router, max_body_bytes)
@@ -132,6 +137,10 @@ class Application:
             self.hot[path] = self.forwarding.before(self.hot[path], tasks)
         self.rest = build_rest(router, self.supervisor, ui=ui, hot=self.hot)
         self.responses.add_reads(self.rest)
+        folder = None if responses is None else responses.with_name("files")
+        asked = ErrorMiddleware(self._http, log, self.envelopes, self.count)
+        self.batches = Batches(router, folder, asked, max_body_bytes)
+        self.batches.add_routes(self.rest, self.hot)
         describe_forwarded_routes(self.rest, self.forwarding.known_endpoints)
         self._paths = {*self.hot, *(str(getattr(one, "path", "")) for one in self.rest.routes)}
 

@@ -15,7 +15,7 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -59,7 +59,8 @@ _GOODBYE_S = 2.0
 
 
 class ResponsesUnavailable(RequestError):
-    """The stored responses cannot be read or changed now. Try again; the log has the reason."""
+    """Stored responses, files and batches cannot be read or changed now. Try again; the log has the
+    reason."""
 
     status = 503
     code = "responses_unavailable"
@@ -77,7 +78,7 @@ class ResponseStore:
     """The responses in the file at `path`."""
 
     def __init__(self, path: Path) -> None:
-        self._writer, self._reader = _File(path), _File(path)
+        self._writer, self._reader = (StoreFile(path, _TABLES, _VERSION) for _ in range(2))
         self._writing: dict[str, Future[None]] = {}  # by the ids of their responses
         self._pending_bytes = 0
 
@@ -127,7 +128,7 @@ class ResponseStore:
         until_s = time.monotonic() + _LATE_S
         since = time.time() - rules.days * _DAY_S
         while True:
-            found = await _answer(self._reader.submit(lambda file: _find(file, id, key, since)))
+            found = await answer(self._reader.submit(lambda file: _find(file, id, key, since)))
             if found is not None or time.monotonic() > until_s:
                 return found
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -137,7 +138,7 @@ class ResponseStore:
 
         Raises ResponsesUnavailable.
         """
-        return await _answer(self._writer.submit(lambda file: _remove(file, id, key)))
+        return await answer(self._writer.submit(lambda file: _remove(file, id, key)))
 
     def close(self) -> None:
         """Write what is pending, if the disk takes it within two seconds."""
@@ -145,18 +146,23 @@ class ResponseStore:
         self._writer.close()
 
 
-async def _answer(work: Future[_T]) -> _T:
+async def answer(work: Future[_T]) -> _T:
+    """Return what the thread of a file returns. Raises ResponsesUnavailable."""
     try:
         return await asyncio.wrap_future(work)
     except (sqlite3.Error, OSError) as error:
-        raise ResponsesUnavailable(f"stored responses cannot be reached now: {error}") from None
+        raise ResponsesUnavailable(f"what is stored cannot be reached now: {error}") from None
 
 
-class _File:
-    """A connection to the file at `path`, in a thread of its own."""
+class StoreFile:
+    """A connection to the SQLite file at `path`, in a thread of its own.
 
-    def __init__(self, path: Path) -> None:
+    `tables` are the statements that make a new file, `version` is its `user_version`.
+    """
+
+    def __init__(self, path: Path, tables: Sequence[str], version: int) -> None:
         self._path = path
+        self._tables, self._version = tables, version
         self._file: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None  # of the file that is open, or was
         self._thread = ThreadPoolExecutor(1, "responses")
@@ -206,7 +212,7 @@ class _File:
         try:
             [(version,)] = file.execute("PRAGMA user_version")
             [(tables,)] = file.execute("SELECT count(*) FROM sqlite_schema")
-            if tables and version != _VERSION:
+            if tables and version != self._version:
                 raise sqlite3.DatabaseError(f"it is of another version: {version}")
             if not tables:
                 file.execute("PRAGMA auto_vacuum = FULL")
@@ -214,7 +220,7 @@ class _File:
             file.execute("PRAGMA synchronous = NORMAL")
             if not tables:
                 file.execute("BEGIN IMMEDIATE")
-                for statement in _TABLES:
+                for statement in self._tables:
                     file.execute(statement)
                 file.execute("COMMIT")
         except sqlite3.Error:
@@ -264,6 +270,19 @@ def _is_damage(error: Exception) -> bool:
     )
 
 
+@contextlib.contextmanager
+def transaction(file: sqlite3.Connection) -> Iterator[None]:
+    """Write all that is within, or nothing."""
+    file.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        file.execute("COMMIT")
+    except BaseException:
+        if file.in_transaction:
+            file.execute("ROLLBACK")
+        raise
+
+
 def _save(
     file: sqlite3.Connection, id: str, key: str, stored: StoredResponse, rules: ResponseStorage
 ) -> None:
@@ -272,19 +291,13 @@ def _save(
     if size_bytes > rules.max_bytes:
         return
     now_s = time.time()
-    file.execute("BEGIN IMMEDIATE")
-    try:
+    with transaction(file):
         file.execute("DELETE FROM responses WHERE created < ?", (now_s - rules.days * _DAY_S,))
         _make_room(file, size_bytes, rules.max_bytes)
         file.execute(
             "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)",
             (id, key, now_s, size_bytes, response, asked),
         )
-        file.execute("COMMIT")
-    except sqlite3.Error:
-        if file.in_transaction:
-            file.execute("ROLLBACK")
-        raise
 
 
 def _make_room(file: sqlite3.Connection, size_bytes: int, max_bytes: int) -> None:

@@ -158,17 +158,20 @@ class Gateway:
             keep_out_of_collections()
             self._channel.send(Serving())
             tasks = [self._loop.create_task(self._report())]
+            batches = self._loop.create_task(self._app.batches.run())
             if self._settings.ui:
                 tasks.append(self._loop.create_task(self._bring_up_ui()))
             await self._stop
             if self._router.in_flight:
                 self._router.fail_all()
                 await asyncio.sleep(_LAST_WORDS_S)
-            for task in tasks:
+            for task in (*tasks, batches):
                 task.cancel()
         self._tell_counts()
         await asyncio.to_thread(RECORDER.flush)
+        await asyncio.wait((batches,))
         await asyncio.to_thread(self._app.responses.close)
+        await asyncio.to_thread(self._app.batches.close)
         if (tracer := self._router.measures.tracer) is not None:
             await asyncio.to_thread(tracer.close)
         await self._channel.close()

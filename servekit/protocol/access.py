@@ -79,6 +79,16 @@ class ResponseStorage(Value, frozen=True):
     days: float = 30.0
 
 
+class BatchRules(Value, frozen=True):
+    """Files and batches; see `config.access.BatchesConfig`."""
+
+    max_bytes: int = 0  # of the files of a key; 0: there are no files and no batches
+    max_files: int = 0
+    max_batches: int = 0
+    days: float = 30.0
+    concurrent: int = 0
+
+
 class Tracing(Value, frozen=True):
     """Export of trace spans; see `config.access.TracingConfig`."""
 
@@ -114,3 +124,4 @@ class AccessRules(Value, frozen=True):
     store_responses: ResponseStorage = ResponseStorage()
     log_requests: bool = True  # note each request for the request log
     browser_link: bool = False  # a browser may be the owner's, by a one-time link
+    batches: BatchRules = BatchRules()

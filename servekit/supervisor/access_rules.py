@@ -12,7 +12,13 @@ from pathlib import Path
 from servekit.config.access import FetchImagesConfig, KeyConfig, StoreResponsesConfig
 from servekit.config.keys import MAX_KEY_BYTES, fast_digest
 from servekit.config.schema import Config, ModelConfig
-from servekit.protocol.access import ImageFetching, RequestLimits, ResponseStorage, Tracing
+from servekit.protocol.access import (
+    BatchRules,
+    ImageFetching,
+    RequestLimits,
+    ResponseStorage,
+    Tracing,
+)
 from servekit.protocol.messages import AccessRules, KeyRule
 from servekit.supervisor.admin import systemd
 
@@ -56,6 +62,7 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
         log_requests=config.logging.requests,
         limits=RequestLimits(**server.limits.model_dump()),
         store_responses=_response_storage(server.store_responses),
+        batches=BatchRules(**server.batches.model_dump()) if server.batches else BatchRules(),
         fetch_images=_image_fetching(server.fetch_images),
         runtime_adapters=server.runtime_adapters,
         prefixes_by_key=bool(config.keys) and server.prefix_cache != "shared",

@@ -107,6 +107,8 @@ class RequestContext(EndObserver):
 
 #: Context of the current request, within its task or callback.
 ORIGIN: ContextVar[RequestContext | None] = ContextVar("origin", default=None)
+#: Whether the current request is of a batch, and waits for all others.
+BATCHED: ContextVar[bool] = ContextVar("batched", default=False)
 
 
 def _of_line() -> str:

@@ -26,6 +26,7 @@ from servekit.errors import (
 )
 from servekit.gateway.auth.authorization import Access
 from servekit.gateway.demand_reporter import DemandReporter
+from servekit.gateway.http.request_context import BATCHED
 from servekit.gateway.http.request_limits import check_fits, check_grammar, held_bytes
 from servekit.gateway.routing.adapter_route import (
     AdapterRoute,
@@ -57,6 +58,9 @@ from servekit.protocol.residency import KeepAlive, ModelDemand
 __all__ = ["ModelQueue", "Router", "describe"]
 
 log: Any = structlog.get_logger("servekit.gateway")
+
+#: Priority of the requests of batches: hours of waiting behind any that a client can ask for.
+_LAST = 1000
 
 
 class Router:
@@ -188,6 +192,8 @@ class Router:
         if self.access.watchful:
             adapter = "" if asked is route else asked.status.name
             self.access.admit(call, route.status.name, adapter)
+        if BATCHED.get():
+            call.priority = _LAST
         check_task(asked, call, self.models)
         if call.messages is not None and (images := [i for m in call.messages for i in m.images]):
             self.check_images(route, images)

@@ -24,6 +24,8 @@ from servekit.gateway.api.ollama.response_types import (
     OllamaVersion,
 )
 from servekit.gateway.api.openai import embeddings, endpoints, responses
+from servekit.gateway.api.openai.batches import BatchList, BatchObject
+from servekit.gateway.api.openai.files import FileList, FileObject, RemovedFile
 from servekit.gateway.api.openai.response_types import Model, ModelList, OpenAIError
 from servekit.gateway.api.openai.responses_events import InputItems, RemovedResponse, Response
 from servekit.gateway.api.openapi.operation import EVENTS, Operation
@@ -50,13 +52,26 @@ READS: dict[str, type] = {
     "/v1/models/{model}": Model,
     "/v1/responses/{id}": Response,
     "/v1/responses/{id}/input_items": InputItems,
+    "/v1/files": FileList,
+    "/v1/files/{id}": FileObject,
+    "/v1/batches": BatchList,
+    "/v1/batches/{id}": BatchObject,
     "/api/tags": OllamaModels,
     "/api/ps": OllamaRunning,
     "/api/version": OllamaVersion,
 }
 #: The types of the answers to DELETE, by path.
-REMOVALS: dict[str, type] = {"/v1/responses/{id}": RemovedResponse}
-_METHODS = {"get", "delete"}
+REMOVALS: dict[str, type] = {
+    "/v1/responses/{id}": RemovedResponse,
+    "/v1/files/{id}": RemovedFile,
+}
+#: The types of the answers to POST that FastAPI serves, by path.
+WRITES: dict[str, type] = {
+    "/v1/files": FileObject,
+    "/v1/batches": BatchObject,
+    "/v1/batches/{id}/cancel": BatchObject,
+}
+_METHODS: dict[str, Mapping[str, type]] = {"get": READS, "delete": REMOVALS, "post": WRITES}
 _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -136,8 +151,9 @@ def _extend_document(document: Json, served: Collection[str]) -> None:
     components["securitySchemes"] = _KEYS
     document["security"] = [{}, *({name: []} for name in _KEYS)]  # {}: no key
     for path, methods in document["paths"].items():
-        for name in _METHODS & methods.keys():
-            _describe_read(methods[name], contents, REMOVALS if name == "delete" else READS, path)
+        for name in _METHODS.keys() & methods.keys():
+            if name != "post" or path in WRITES:
+                _describe_read(methods[name], contents, _METHODS[name], path)
     for operation in operations:
         described = _describe_operation(operation, contents)
         document["paths"].setdefault(operation.path, {})["post"] = described
@@ -153,7 +169,7 @@ class Contents:
             for kind in (one.request, one.response, *one.pieces, one.error)
         ]
         self.schemas, self.components = make_schemas(
-            [*kinds, *READS.values(), *REMOVALS.values(), OpenAIError]
+            [*kinds, *(one for made in _METHODS.values() for one in made.values()), OpenAIError]
         )
 
     def describe(self, kind: Any, content_type: str = "application/json") -> Json:
@@ -168,7 +184,7 @@ class Contents:
 
 
 def _describe_read(read: Json, contents: Contents, kinds: Mapping[str, type], path: str) -> None:
-    """Describe the answers of a GET or DELETE, with servekit's errors instead of FastAPI's."""
+    """Describe the answers of FastAPI's endpoint, with servekit's errors instead of its own."""
     answers: Json = read["responses"]
     if path in kinds:
         for code in {"200", "503"} & answers.keys():

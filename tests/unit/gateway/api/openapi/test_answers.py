@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from servekit.gateway.api.openapi.document import OPERATIONS, READS, REMOVALS
 from servekit.gateway.api.openapi.operation import FORM, Operation
 from servekit.gateway.app import Application
-from servekit.protocol.access import ResponseStorage
+from servekit.protocol.access import BatchRules, ResponseStorage
 from servekit.protocol.messages import AccessRules, Topology
 from tests.unit.gateway import conftest
 from tests.unit.gateway.api.openapi.reading import data_of, example_of, make_document, make_reading
@@ -99,7 +99,8 @@ async def client(
     monkeypatch.setattr(conftest, "EchoEngine", HearingEngine)
     [worker] = await service.up(said={"tool_parser": "hermes", "reasoning_parser": "think"})
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
-    rules = AccessRules(store_responses=ResponseStorage(2**20))
+    batches = BatchRules(2**20, 10, 10, 1.0, 1)
+    rules = AccessRules(store_responses=ResponseStorage(2**20), batches=batches)
     service.router.apply_topology(Topology((status,), access=rules))
     file = tmp_path / "responses.db"
     application = Application(service.router, 10**6, ui=False, legacy=True, responses=file)
@@ -107,6 +108,7 @@ async def client(
     async with httpx.AsyncClient(transport=transport, base_url="http://servekit") as client:
         yield client
     application.responses.close()
+    application.batches.close()
 
 
 async def post(
@@ -170,11 +172,22 @@ async def test_a_streamed_answer_is_as_described(
 @pytest.mark.parametrize("path", READS)
 async def test_what_is_read_is_as_described(client: httpx.AsyncClient, path: str) -> None:
     reader = make_reading()
-    stored = await client.post("/v1/responses", json={"model": "m", "input": "hello"})
+    if path.startswith(("/v1/files", "/v1/batches")):
+        file = {"file": ("in.jsonl", b"{}")}
+        stored = await client.post("/v1/files", data={"purpose": "batch"}, files=file)
+    else:
+        stored = await client.post("/v1/responses", json={"model": "m", "input": "hello"})
+    if path.startswith("/v1/batches"):
+        asked = {"endpoint": "/v1/completions", "completion_window": "24h"}
+        made = asked | {"input_file_id": stored.json()["id"]}
+        stored = await client.post("/v1/batches", json=made)
+        reader.check("/v1/batches", stored.json())
+        answer = await client.post(f"/v1/batches/{stored.json()['id']}/cancel")
+        reader.check("/v1/batches/{id}/cancel", answer.json())
     page = path.format(model="m", id=stored.json()["id"])
     answer = await client.get(page)
     assert answer.status_code == 200
-    reader.check(path, answer.json())
+    reader.check(path, answer.json(), method="get")
     if path in REMOVALS:
         answer = await client.delete(page)
         assert answer.status_code == 200

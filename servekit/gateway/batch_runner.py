@@ -1,0 +1,418 @@
+"""The requests of batches, which run through the gateway's own application as a client's do.
+
+A line waits until no other request waits for its model and a worker has a free slot; what then
+comes from clients goes before it in every queue. Refusals that pass (429 and 503) are tried again
+until the batch expires.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from servekit.errors import ModelNotFound, ServekitError
+from servekit.gateway.api.openai.response import new_id
+from servekit.gateway.auth.authorization import ACTING
+from servekit.gateway.batch_store import Batch, BatchStore
+from servekit.gateway.http.asgi import ASGIApp, encode_error
+from servekit.gateway.http.request_context import BATCHED
+from servekit.gateway.response_store import ResponsesUnavailable
+from servekit.gateway.routing.router import Router
+from servekit.protocol.access import BatchRules
+
+log: Any = structlog.get_logger("servekit.gateway")
+
+Json = dict[str, Any]
+_LOOK_EVERY_S = 1.0
+_SWEEP_EVERY_S = 60.0
+#: How often a line looks whether its model is idle.
+_IDLE_EVERY_S = 0.05
+_LONGEST_PAUSE_S = 30.0
+_MOST_LINES = 50_000
+_MOST_ID_CHARS = 512
+_AGAIN = (429, 503)
+_encode = msgspec.json.Encoder().encode
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Body(msgspec.Struct):
+    model: str = ""
+    stream: bool | None = None
+
+
+class LineError(Exception):
+    """A line that is no request; `custom_id` is its own, if it has one."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.custom_id = code, message, custom_id
+
+
+class BatchRunner:
+    """Runs the batches that this gateway holds.
+
+    `find` opens their store, once there is one. `app` answers a request of a caller (`ACTING`).
+    """
+
+    def __init__(
+        self, router: Router, find: Callable[[], BatchStore], app: ASGIApp, max_body_bytes: int
+    ) -> None:
+        self._router, self._find, self._app = router, find, app
+        self._max_body_bytes = max_body_bytes
+        self._running = 0
+        self._freed = asyncio.Event()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._cancelling: dict[str, asyncio.Event] = {}
+
+    @property
+    def _store(self) -> BatchStore:
+        return self._find()
+
+    @property
+    def _rules(self) -> BatchRules:
+        return self._router.access.rules.batches
+
+    async def run(self) -> None:
+        """Run batches for as long as the rules allow them, until cancelled."""
+        swept_s = 0.0
+        try:
+            while True:
+                with contextlib.suppress(ResponsesUnavailable):  # the log has it
+                    if self._rules.max_bytes and not self._router.draining:
+                        await self._look()
+                        if time.monotonic() - swept_s > _SWEEP_EVERY_S:
+                            swept_s = time.monotonic()
+                            await self._store.sweep(self._rules)
+                await asyncio.sleep(_LOOK_EVERY_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _look(self) -> None:
+        held = {batch.id: batch for batch in await self._store.claim()}
+        for id, task in list(self._tasks.items()):
+            if id not in held:
+                task.cancel()  # another gateway has it
+            elif held[id].status == "cancelling":
+                self._cancelling[id].set()
+        for id, batch in held.items():
+            if id not in self._tasks:
+                self._cancelling[id] = asyncio.Event()
+                self._tasks[id] = asyncio.get_running_loop().create_task(self._work(batch))
+
+    async def _work(self, batch: Batch) -> None:
+        """Run a batch to its end, or until it cannot go on now: then it is claimed again."""
+        try:
+            await self._run_batch(batch)
+        except asyncio.CancelledError:
+            raise
+        except (ResponsesUnavailable, ExceptionGroup) as error:
+            if not isinstance(error, ResponsesUnavailable):
+                log.warning("batch_interrupted", batch=batch.id, reason=repr(error.exceptions[0]))
+            await asyncio.sleep(_LOOK_EVERY_S)
+        finally:
+            del self._tasks[batch.id], self._cancelling[batch.id]
+
+    async def _run_batch(self, batch: Batch) -> None:
+        path, most = self._store.path(batch.record["input_file_id"]), self._max_body_bytes
+        if batch.status == "validating":
+            total, errors = await asyncio.to_thread(validate_file, path, most)
+            if not await self._store.begin(batch, total, errors):
+                return
+        status = "cancelled"
+        if batch.status != "cancelling":
+            status = await self._run_until(batch, path)
+        await self._store.finish(batch.id, status, self._rules)
+
+    async def _run_until(self, batch: Batch, path: Path) -> str:
+        """Run the lines, until the batch is cancelled or expires; return how it ended."""
+        loop = asyncio.get_running_loop()
+        lines = loop.create_task(self._run_lines(batch, path))
+        cancelled = loop.create_task(self._cancelling[batch.id].wait())
+        try:
+            left_s = max(0.0, batch.expires - time.time())
+            await asyncio.wait(
+                (lines, cancelled), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            ended = lines.done()
+            for task in (lines, cancelled):
+                task.cancel()
+            await asyncio.gather(lines, cancelled, return_exceptions=True)
+        if ended:
+            lines.result()
+            return "completed"
+        if cancelled.done() and not cancelled.cancelled():
+            return "cancelled"
+        error = "batch_expired", "the completion window ended before this request was executed"
+        async for number, line in self._lines_left(batch, path):
+            custom_id = line.custom_id
+            await self._refuse(batch, number, LineError(*error, custom_id))
+        return "expired"
+
+    async def _run_lines(self, batch: Batch, path: Path) -> None:
+        BATCHED.set(True)  # in this task, and those that it starts
+        room = asyncio.Semaphore(max(1, self._rules.concurrent))
+
+        async def run(number: int, line: _Line) -> None:
+            try:
+                good, result = await self._answer(batch, line)
+                await self._save(batch, number, good, result)
+            finally:
+                room.release()
+
+        async with asyncio.TaskGroup() as group:
+            async for number, line in self._lines_left(batch, path):
+                if isinstance(line, LineError):
+                    await self._refuse(batch, number, line)
+                    continue
+                await room.acquire()
+                group.create_task(run(number, line))
+
+    async def _lines_left(
+        self, batch: Batch, path: Path
+    ) -> AsyncIterator[tuple[int, _Line | LineError]]:
+        """Yield the lines without a result, with their numbers."""
+        done = await self._store.done_lines(batch.id)
+        seen: set[str] = set()
+        lines = read_lines(path, self._max_body_bytes)
+        while (chunk := await asyncio.to_thread(_take, lines)) is not None:
+            for number, text in chunk:
+                line: _Line | LineError
+                try:
+                    line = parse_line(text, batch.record["endpoint"])
+                    if line.custom_id in seen:
+                        raise LineError(
+                            "duplicate_custom_id",
+                            "custom_id: an earlier line has the same",
+                            line.custom_id,
+                        )
+                    seen.add(line.custom_id)
+                except LineError as error:
+                    line = error
+                if number not in done:
+                    yield number, line
+
+    async def _refuse(self, batch: Batch, number: int, error: LineError) -> None:
+        result = _result(error.custom_id, None, {"code": error.code, "message": error.message})
+        await self._save(batch, number, False, result)
+
+    async def _save(self, batch: Batch, number: int, good: bool, result: bytes) -> None:
+        """Keep the result of a line, as soon as the disk takes it."""
+        while True:
+            try:
+                size = await self._store.save_result(batch.id, number, good=good, result=result)
+            except ResponsesUnavailable:
+                await asyncio.sleep(_LOOK_EVERY_S)  # the log has it
+            else:
+                batch.bytes = max(batch.bytes, size)
+                return
+
+    async def _answer(self, batch: Batch, line: _Line) -> tuple[bool, bytes]:
+        """Return the result of a line, and whether it is a good one."""
+        if batch.bytes > self._rules.max_bytes:
+            code, said = "storage_full", "the results of the batch exceed server.batches.max_bytes"
+            return False, _result(line.custom_id, None, {"code": code, "message": said})
+        model = msgspec.json.decode(line.body, type=_Body).model
+        while True:
+            caller = self._router.access.callers.get(batch.key)
+            ACTING.set(caller)
+            await self._wait_until_idle(model)
+            try:
+                refused = None if caller is None else caller.charge_request()
+                if refused is None:
+                    status, headers, body = await self._ask(line)
+                else:
+                    status, body = encode_error(refused)
+                    headers = {b"retry-after": b"%d" % (getattr(refused, "retry_after_s", 0) or 1)}
+            finally:
+                self._running -= 1
+                self._freed.set()
+            if status not in _AGAIN:
+                break
+            wait = headers.get(b"retry-after", b"1")
+            pause_s = min(_LONGEST_PAUSE_S, float(wait) if wait.isdigit() else 1.0)
+            await asyncio.sleep(pause_s)
+        response = {
+            "status_code": status,
+            "request_id": headers.get(b"x-request-id", b"").decode("latin-1"),
+            "body": msgspec.Raw(body),
+        }
+        return status == 200, _result(line.custom_id, response, None)
+
+    async def _wait_until_idle(self, model: str) -> None:
+        """Wait until the model has nothing better to do, and take a place among those that run."""
+        while self._running >= self._rules.concurrent or not self._is_idle(model):
+            self._freed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._freed.wait(), _IDLE_EVERY_S)
+        self._running += 1
+
+    def _is_idle(self, model: str) -> bool:
+        if self._router.draining:
+            return False
+        try:
+            route = self._router.find(model).base
+        except ModelNotFound:
+            return True  # it is refused at once
+        if route.ready:
+            return not route.waiting and route.has_room
+        residence = route.status.residence
+        loads = residence is not None and residence.tier != "resident"
+        return loads and not route.is_permanently_down and not route.waiting
+
+    async def _ask(self, line: _Line) -> tuple[int, dict[bytes, bytes], bytes]:
+        """Return the status, the headers and the body of the application's answer."""
+        body = bytes(line.body)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+        ]
+        scope: Json = {
+            "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http",
+            "path": line.url, "raw_path": line.url.encode(), "root_path": "", "query_string": b"",
+            "headers": headers, "client": None, "server": None,
+        }  # fmt: skip
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
+        status, told, parts = 0, {}, bytearray()
+
+        async def receive() -> Json:
+            if not unread:
+                await asyncio.Event().wait()  # this client stays
+            return unread.pop()
+
+        async def send(message: Any) -> None:
+            nonlocal status, told
+            if message["type"] == "http.response.start":
+                status, told = message["status"], dict(message["headers"])
+            else:
+                parts.extend(message.get("body", b""))
+
+        # in a task of its own, whose context the request may change
+        asked = asyncio.get_running_loop().create_task(_as_task(self._app, scope, receive, send))
+        try:
+            await asked
+        finally:
+            asked.cancel()
+        if not status:
+            status, answered = encode_error(ServekitError("an internal error; see the logs"))
+            return status, told, answered
+        return status, told, bytes(parts)
+
+
+async def _as_task(app: ASGIApp, scope: Json, receive: Any, send: Any) -> None:
+    await app(scope, receive, send)
+
+
+def _result(custom_id: str | None, response: Json | None, error: Json | None) -> bytes:
+    id = new_id("batch_req_")
+    return _encode({"id": id, "custom_id": custom_id, "response": response, "error": error})
+
+
+def read_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the lines that are not blank, numbered from 1; None for one that is too long."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(most_bytes + 1):
+            number += 1
+            if len(line) > most_bytes and not line.endswith(b"\n"):
+                while (rest := file.readline(most_bytes)) and not rest.endswith(b"\n"):
+                    pass
+                yield number, None
+            elif text := line.strip():
+                yield number, text
+
+
+def _take(lines: Iterator[tuple[int, bytes | None]]) -> list[tuple[int, bytes | None]] | None:
+    """Return the next lines, some of them or one that is long; None at the end."""
+    found: list[tuple[int, bytes | None]] = []
+    size_bytes = 0
+    for number, text in lines:
+        found.append((number, text))
+        size_bytes += len(text or b"")
+        if size_bytes > 2**18 or len(found) >= 64:
+            break
+    return found or None
+
+
+def validate_file(path: Path, most_bytes: int) -> tuple[int, list[Json]]:
+    """Return the number of lines, and why the file is no list of requests."""
+    total = objects = 0
+    try:
+        for _, text in read_lines(path, most_bytes):
+            total += 1
+            if not objects and (text is None or _is_object(text)):
+                objects += 1
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        return 0, [_file_error("invalid_file", f"the file cannot be read: {reason}")]
+    if not total:
+        return 0, [_file_error("empty_file", "the file has no lines; write one request in each")]
+    if not objects:
+        said = "no line of the file is a JSON object; write one request in each line (JSONL)"
+        return 0, [_file_error("invalid_json_line", said, 1)]
+    if total > _MOST_LINES:
+        said = f"the file has {total} requests, over the limit of {_MOST_LINES}; send several files"
+        return 0, [_file_error("too_many_requests", said)]
+    return total, []
+
+
+def _file_error(code: str, message: str, line: int | None = None) -> Json:
+    return {"code": code, "message": message, "param": "input_file_id", "line": line}
+
+
+def _is_object(text: bytes) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False
+
+
+def parse_line(text: bytes | None, endpoint: str) -> _Line:
+    """Return the request of a line. Raises LineError."""
+    if text is None:
+        raise LineError("body_too_large", "the line is over server.max_body_bytes")
+    try:
+        line = msgspec.json.decode(text, type=_Line)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise LineError("invalid_line", f"the line is no request: {error}", _id_of(text)) from None
+    if not 0 < len(line.custom_id) <= _MOST_ID_CHARS:
+        said = f"custom_id: expected 1 to {_MOST_ID_CHARS} characters"
+        raise LineError("invalid_custom_id", said, line.custom_id[:_MOST_ID_CHARS])
+    if line.method != "POST":
+        raise LineError("invalid_method", "method: expected POST", line.custom_id)
+    if line.url != endpoint:
+        said = f"url: the batch is for {endpoint}, and not for {line.url[:100]!r}"
+        raise LineError("mismatched_endpoint", said, line.custom_id)
+    try:
+        body = msgspec.json.decode(line.body, type=_Body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise LineError("invalid_body", f"body: {error}", line.custom_id) from None
+    if body.stream:
+        said = "stream: a batch has whole answers; leave it out"
+        raise LineError("unsupported_parameter", said, line.custom_id)
+    return line
+
+
+def _id_of(text: bytes) -> str | None:
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    id = found.get("custom_id") if isinstance(found, dict) else None
+    return id[:_MOST_ID_CHARS] if isinstance(id, str) else None

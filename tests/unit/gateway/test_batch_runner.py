@@ -1,0 +1,59 @@
+"""The lines of a batch's file: which are requests, and which file has none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from servekit.gateway.batch_runner import LineError, parse_line, read_lines, validate_file
+
+CHAT = "/v1/chat/completions"
+
+
+def line(**changed: object) -> bytes:
+    whole = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"model": "m"}}
+    return json.dumps(whole | changed).encode()
+
+
+def test_long_lines_are_passed_over_and_blank_ones_do_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "in"
+    file.write_bytes(b"\n".join((b"x" * 10, b"", b"y" * 11, b"z" * 35, b"last")))
+    assert list(read_lines(file, 10)) == [(1, b"x" * 10), (3, None), (4, None), (5, b"last")]
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [(b"", "empty_file"), (b"[1]\n2\n", "invalid_json_line"), (b"[" * 9000, "invalid_json_line"),
+     (line() + b"\n" + b"{}\n" * 50_000, "too_many_requests")],
+)  # fmt: skip
+def test_a_file_without_requests(tmp_path: Path, content: bytes, code: str) -> None:
+    file = tmp_path / "in"
+    file.write_bytes(content)
+    _, [error] = validate_file(file, 10**6)
+    assert error["code"] == code
+
+
+def test_a_file_that_is_gone(tmp_path: Path) -> None:
+    _, [error] = validate_file(tmp_path / "none", 10**6)
+    assert error["code"] == "invalid_file"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "id"),
+    [(None, "body_too_large", None), (b"[]", "invalid_line", None),
+     (b'{"custom_id": 1}', "invalid_line", None), (b'{"custom_id": "a"}', "invalid_line", "a"),
+     (line(custom_id=""), "invalid_custom_id", ""), (line(method="GET"), "invalid_method", "a"),
+     (line(url="/v1/embeddings"), "mismatched_endpoint", "a"),
+     (line(body=1), "invalid_body", "a"), (line(body={"model": 1}), "invalid_body", "a"),
+     (b"\xff", "invalid_line", None), (line(body={"stream": True}), "unsupported_parameter", "a")],
+)  # fmt: skip
+def test_a_line_that_is_no_request(text: bytes | None, code: str, id: str | None) -> None:
+    with pytest.raises(LineError) as found:
+        parse_line(text, CHAT)
+    assert (found.value.code, found.value.custom_id) == (code, id)
+
+
+def test_a_line_that_is_one() -> None:
+    assert json.loads(bytes(parse_line(line(), CHAT).body)) == {"model": "m"}

@@ -1,0 +1,115 @@
+"""Files and batches on the disk: leases, results once, and what is removed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from servekit.gateway import batch_store
+from servekit.gateway.batch_store import (
+    Batch,
+    BatchStore,
+    FileNotFound,
+    StoredFile,
+    TooManyStored,
+    TooMuchStored,
+)
+from servekit.protocol.access import BatchRules
+
+RULES = BatchRules(max_bytes=100, max_files=3, max_batches=1, days=1.0, concurrent=2)
+
+
+@pytest.fixture
+def make_store(tmp_path: Path) -> Iterator[Callable[[], BatchStore]]:
+    made: list[BatchStore] = []
+
+    def make() -> BatchStore:
+        made.append(BatchStore(tmp_path / "files"))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+async def add_file(store: BatchStore, id: str, content: bytes, key: str = "") -> None:
+    path, now_s = store.make_path(), time.time()
+    path.write_bytes(content)
+    file = StoredFile(id, key, "batch", "in", len(content), now_s, now_s + 60)
+    await store.add_file(path, file, RULES)
+
+
+def batch(id: str = "batch_1", status: str = "validating") -> Batch:
+    record = {"input_file_id": "file-1"}
+    return Batch(id, "", time.time(), time.time() + 60, status, record, 0, 0, 0, 0)
+
+
+async def test_one_gateway_runs_a_batch_and_keeps_each_result_once(
+    make_store: Callable[[], BatchStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = make_store(), make_store()
+    await one.add_batch(batch(), RULES)
+    with pytest.raises(TooManyStored, match="max_batches"):
+        await one.add_batch(batch("batch_2"), RULES)
+    assert [held.id for held in await one.claim()] == ["batch_1"]
+    assert not await other.claim()
+    assert not await other.begin(batch(), 2, [])
+    assert await one.begin(batch(), 2, [])
+    for _ in range(2):
+        await one.save_result("batch_1", 1, good=True, result=b"first")
+    await other.save_result("batch_1", 2, good=True, result=b"stray")
+
+    monkeypatch.setattr(batch_store, "LEASE_S", -1.0)  # the first gateway is silent
+    assert [held.id for held in await other.claim()] == ["batch_1"]
+    await one.save_result("batch_1", 2, good=True, result=b"late")
+    await one.finish("batch_1", "completed", RULES)
+    assert await other.done_lines("batch_1") == {1}
+    await other.save_result("batch_1", 2, good=False, result=b"second")
+    await other.finish("batch_1", "completed", RULES)
+    done = await one.find_batch("batch_1", "")
+    assert (done.status, done.total, done.completed, done.failed) == ("completed", 2, 1, 1)
+    assert one.path(done.record["output_file_id"]).read_bytes() == b"first\n"
+    assert one.path(done.record["error_file_id"]).read_bytes() == b"second\n"
+    assert not await other.claim()
+
+
+async def test_the_files_of_a_key_are_bounded(make_store: Callable[[], BatchStore]) -> None:
+    store = make_store()
+    await add_file(store, "file-1", b"x" * 60)
+    assert await store.check_room("", RULES) == 40
+    with pytest.raises(TooMuchStored, match="max_bytes"):
+        await add_file(store, "file-2", b"x" * 41)
+    await add_file(store, "file-3", b"x", key="other")
+    with pytest.raises(FileNotFound):
+        await store.find_file("file-3", "")
+    await add_file(store, "file-4", b"x")
+    await add_file(store, "file-5", b"x")
+    with pytest.raises(TooManyStored, match="max_files"):
+        await store.check_room("", RULES)
+
+
+async def test_what_is_old_or_loose_goes_and_what_is_read_stays(
+    make_store: Callable[[], BatchStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store()
+    await add_file(store, "file-1", b"x")
+    await add_file(store, "file-2", b"x")
+    await store.add_batch(batch(), RULES)
+    await store.remove_file("file-1")
+    assert store.path("file-1").exists()  # the batch reads it
+    loose = store.make_path()
+    for path in (loose, store.path("file-1"), store.path("file-2")):
+        os.utime(path, (0, 0))
+    await store.sweep(RULES)
+    assert not loose.exists()
+    assert store.path("file-1").exists()
+    assert store.path("file-2").exists()
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 120)
+    await store.sweep(RULES)
+    assert not store.path("file-2").exists()
+    assert not await store.list_files("", None)
