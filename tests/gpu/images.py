@@ -2,6 +2,7 @@
 
 --device cpu   try the script itself, with a small model
 --only NAME    one of: texts, speed
+--engines ...  of speed: transformers, vllm, and server, which is vLLM's own behind servekit
 
 - texts: small models in float32 say what the library's own `generate` says of the same images.
 - speed: a Qwen2-VL of 2.2e9 random parameters in bfloat16: time to the first token, and tokens/s,
@@ -57,6 +58,11 @@ TEXT = {
     "vocab_size": 151936,
 }
 VISION = {"depth": 32, "embed_dim": 1280, "num_heads": 16, "mlp_ratio": 4}
+ENGINES: dict[str, dict[str, Any]] = {
+    "transformers": {"engine": "transformers"},
+    "vllm": {"engine": "vllm"},
+    "server": {"engine": "vllm", "options": {"api": "server"}},
+}
 ANSWER, TEXTS_AT_ONCE = 128, 64
 
 
@@ -72,6 +78,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.images")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--only", choices=["texts", "speed"])
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=["transformers"])
     args = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="servekit-gpu-") as made:
@@ -81,7 +88,7 @@ def main() -> int:
         if args.only != "speed":
             rows += show(compare_texts(Path(made), tiny, args.device))
         if args.only != "texts":
-            rows += show(measure_speed(Path(made) / "large", tiny, args.device))
+            rows += show(measure_speed(Path(made) / "large", tiny, args.device, args.engines))
     return 0 if all(row.ok is not False for row in rows) else 1
 
 
@@ -144,28 +151,34 @@ def image_part(image: Image) -> dict[str, Any]:
 # ---------------------------------------------------------------- speed
 
 
-def measure_speed(folder: Path, tiny: Path, device: str) -> list[Row]:
+def measure_speed(folder: Path, tiny: Path, device: str, engines: list[str]) -> list[Row]:
     write_large(folder, tiny, device)
     rows = [library_alone(folder, device)]
     memory = "40GiB" if device == "cuda" else "2GiB"
-    model = entry("m", "transformers", folder, device, memory=memory, dtype="bfloat16")
+    for engine in engines:
+        model = entry(
+            "m", path=folder, device=device, memory=memory, dtype="bfloat16", **ENGINES[engine]
+        )
+        rows += measure_engine(engine, model)
+    return rows
+
+
+def measure_engine(engine: str, model: dict[str, Any]) -> list[Row]:
     with serving([model]) as instance, client_of(instance) as send:
-        for kind in ("warm-up", "measured"):
+        for _ in ("warm-up", "measured"):
             first = send(["image"], tokens=1)
             alone = send(["image"])
             eight = send(["image"] * 8)
             texts = send(["text"] * TEXTS_AT_ONCE)
             mixed = send(["text"] * TEXTS_AT_ONCE + ["image"] * 2)
-            beside, images = mixed[:TEXTS_AT_ONCE], mixed[TEXTS_AT_ONCE:]
-            if kind == "measured":
-                rows += [
-                    Row("one image", describe(alone, first_s=first[0].last_s)),
-                    Row("eight images at once", describe(eight)),
-                    Row(f"{TEXTS_AT_ONCE} texts", describe(texts)),
-                    Row(f"{TEXTS_AT_ONCE} texts beside two images", describe(beside)),
-                    Row("the two images beside them", describe(images)),
-                ]
-    return rows
+    beside, images = mixed[:TEXTS_AT_ONCE], mixed[TEXTS_AT_ONCE:]
+    return [
+        Row(f"{engine}: one image", describe(alone, first_s=first[0].last_s)),
+        Row(f"{engine}: eight images at once", describe(eight)),
+        Row(f"{engine}: {TEXTS_AT_ONCE} texts", describe(texts)),
+        Row(f"{engine}: {TEXTS_AT_ONCE} texts beside two images", describe(beside)),
+        Row(f"{engine}: the two images beside them", describe(images)),
+    ]
 
 
 def describe(answers: list[Answer], first_s: float | None = None) -> str:
