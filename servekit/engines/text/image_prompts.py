@@ -46,29 +46,29 @@ class ImageEncoder:
         template: Mapping[str, Any] | None = None,
         continues: bool = False,
     ) -> ImagePrompt:
-        """Return the token ids and the tensors of a conversation, as `Engine.encode_images`."""
+        """Return the token ids and the images of a conversation, as `Engine.encode_images`."""
         images = [image for message in messages for image in message.images]
         with self._lock:
             text = self._template.render(messages, tools, template, continues)
             self._check_marks(text, len(images))
-            made = self._process(text, decode_images(images))
-        ids = made.pop("input_ids")[0].tolist()
-        made.pop("attention_mask", None)  # of ones
-        return ImagePrompt(ids, made)
+            pictures = decode_images(images)
+            try:
+                return self._make_prompt(text, pictures)
+            except (MemoryError, RequestError):
+                raise
+            except Exception as error:  # processors raise anything for a size that they dislike
+                why = f"the model's processor refuses these images: {describe_error(error)}"
+                raise RequestError(f"messages: {why}", param="messages") from error
 
-    def _process(self, text: str, pictures: list[Any]) -> dict[str, Any]:
+    def _make_prompt(self, text: str, pictures: list[Any]) -> ImagePrompt:
+        """Return the prompt of a rendered conversation and its decoded images."""
         asked: dict[str, Any] = {"return_tensors": "pt"}
         if begins_text(self._processor.tokenizer, text):
             asked["add_special_tokens"] = False
-        try:
-            return dict(self._processor(text=[text], images=[pictures], **asked))
-        except MemoryError:
-            raise
-        except Exception as error:  # processors raise anything for a size that they do not like
-            raise RequestError(
-                f"messages: the model's processor refuses these images: {describe_error(error)}",
-                param="messages",
-            ) from error
+        made = dict(self._processor(text=[text], images=[pictures], **asked))
+        ids = made.pop("input_ids")[0].tolist()
+        made.pop("attention_mask", None)  # of ones
+        return ImagePrompt(ids, made)
 
     def _find_marks(self) -> list[str]:
         """Return the added tokens that the template writes for each image, and only for images."""

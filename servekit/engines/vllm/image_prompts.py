@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -17,11 +16,11 @@ import structlog
 from servekit.engines.api.base import ImagePrompt
 from servekit.engines.api.load_phases import phase
 from servekit.engines.text import image_prompts
-from servekit.engines.text.image_prompts import decode_images, make_probes
+from servekit.engines.text.image_prompts import make_probes
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.vllm.probes import Probes
-from servekit.errors import EngineFailed, LoadError, RequestError, Unsupported, describe_error
-from servekit.protocol.messages import ChatMessage, WorkerSpec
+from servekit.errors import EngineFailed, LoadError, Unsupported, describe_error
+from servekit.protocol.messages import WorkerSpec
 
 log: Any = structlog.get_logger(__name__)
 
@@ -90,42 +89,22 @@ class ImageEncoder(image_prompts.ImageEncoder):
         self._inputs = inputs
         self._codec = codec
 
-    def encode(
-        self,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Mapping[str, Any]] = (),
-        template: Mapping[str, Any] | None = None,
-        continues: bool = False,
-    ) -> ImagePrompt:
-        """Return the token ids of a conversation, and the images as `mm_features` of the core."""
-        images = [image for message in messages for image in message.images]
-        with self._lock:
-            text = self._template.render(messages, tools, template, continues)
-            self._check_marks(text, len(images))
-            return self._make_prompt(self._codec.encode_plain(text), decode_images(images))
-
-    def _make_prompt(self, ids: list[int], pictures: list[Any]) -> ImagePrompt:
+    def _make_prompt(self, text: str, pictures: list[Any]) -> ImagePrompt:
+        """Return the prompt, with the images as `mm_features` of the core."""
         from vllm.sampling_params import SamplingParams
 
+        ids = self._codec.encode_plain(text)
         prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
         unused = SamplingParams(max_tokens=1, detokenize=False)
-        try:
-            # Without the cache that leaves out tensors which the core has: it goes wrong if a
-            # request with some of them does not reach the core.
-            made = self._inputs.renderer.process_for_engine(prompt, time.time(), skip_mm_cache=True)
-            ids = made["prompt_token_ids"]
-            if len(ids) >= self._inputs.model_config.max_model_len:
-                return ImagePrompt(ids, [])  # the worker refuses it
-            request = self._inputs.process_inputs(
-                request_id="", prompt=made, params=unused, supported_tasks=("generate",)
-            )
-        except MemoryError:
-            raise
-        except Exception as error:  # processors raise anything for a size that they do not like
-            raise RequestError(
-                f"messages: the model's processor refuses these images: {describe_error(error)}",
-                param="messages",
-            ) from error
+        # Without the cache that leaves out tensors which the core has: it goes wrong if a request
+        # with some of them does not reach the core.
+        made = self._inputs.renderer.process_for_engine(prompt, time.time(), skip_mm_cache=True)
+        ids = made["prompt_token_ids"]
+        if len(ids) >= self._inputs.model_config.max_model_len:
+            return ImagePrompt(ids, [])  # the worker refuses it
+        request = self._inputs.process_inputs(
+            request_id="", prompt=made, params=unused, supported_tasks=("generate",)
+        )
         if len(request.mm_features or ()) != len(pictures):
             raise Unsupported("messages: the model has no place for these images", param="messages")
         return ImagePrompt(ids, request.mm_features)

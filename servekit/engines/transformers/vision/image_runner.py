@@ -164,11 +164,12 @@ class ImagesBeside:
         """
         self._alone.prove_images(jobs)
         try:
-            for job in jobs:
-                self._reader.read(job)
+            rows = [_probe_row(job) for job in jobs]
+            for row in rows:
+                row.images = self._reader.read(row.job)
             self.texts.take_images(self._read_images)
             self._batches = True
-            self._compare_logits(jobs)
+            self._compare_logits(rows)
             return "images in the batch"
         except (torch.OutOfMemoryError, MemoryError):
             raise
@@ -180,8 +181,7 @@ class ImagesBeside:
             self.texts.make_pages()
         return f"requests with images one at a time: {why}"
 
-    def _compare_logits(self, jobs: Sequence[Job]) -> None:
-        rows = [_probe_row(job) for job in jobs]
+    def _compare_logits(self, rows: Sequence[Row]) -> None:
         try:
             batched = self.texts.logits_of(rows)
         finally:
