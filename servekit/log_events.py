@@ -48,6 +48,7 @@ EVENTS = {
     "requests_not_shown": "{count} further requests in this second; `servekit requests` has all but"
     " {lost} of them",
     "responses_unwritable": "Responses or batches cannot be kept in {file}: {reason}",
+    "background_interrupted": "The response {response} was interrupted, and goes on",
     "batch_interrupted": "The batch {batch} was interrupted, and goes on: {reason}",
     "usage_unwritable": "The usage of keys cannot be kept in {file}: {reason}",
     "request_log_unwritable": "The request log {file} cannot be written: {reason}",

@@ -138,8 +138,9 @@ class Application:
         self.rest = build_rest(router, self.supervisor, ui=ui, hot=self.hot)
         self.responses.add_reads(self.rest)
         folder = None if responses is None else responses.with_name("files")
-        asked = ErrorMiddleware(self._http, log, self.envelopes, self.count)
-        self.batches = Batches(router, folder, asked, max_body_bytes)
+        #: Answers a request of a caller that is known (`ACTING`).
+        self.internal = ErrorMiddleware(self._http, log, self.envelopes, self.count)
+        self.batches = Batches(router, folder, self.internal, max_body_bytes)
         self.batches.add_routes(self.rest, self.hot)
         describe_forwarded_routes(self.rest, self.forwarding.known_endpoints)
         self._paths = {*self.hot, *(str(getattr(one, "path", "")) for one in self.rest.routes)}

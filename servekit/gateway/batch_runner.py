@@ -22,8 +22,10 @@ from servekit.errors import ModelNotFound, ServekitError
 from servekit.gateway.api.openai.response import new_id
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.batch_store import Batch, BatchStore
-from servekit.gateway.http.asgi import ASGIApp, encode_error
+from servekit.gateway.http.asgi import ASGIApp, encode_error, error_headers
+from servekit.gateway.http.internal_request import InternalAnswer, post_internally
 from servekit.gateway.http.request_context import BATCHED
+from servekit.gateway.leases import LOOK_EVERY_S, LeaseRunner
 from servekit.gateway.response_store import ResponsesUnavailable
 from servekit.gateway.routing.router import Router
 from servekit.protocol.access import BatchRules
@@ -31,14 +33,11 @@ from servekit.protocol.access import BatchRules
 log: Any = structlog.get_logger("servekit.gateway")
 
 Json = dict[str, Any]
-_LOOK_EVERY_S = 1.0
 _SWEEP_EVERY_S = 60.0
 #: How often a line looks whether its model is idle.
 _IDLE_EVERY_S = 0.05
-_LONGEST_PAUSE_S = 30.0
 _MOST_LINES = 50_000
 _MOST_ID_CHARS = 512
-_AGAIN = (429, 503)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -62,7 +61,7 @@ class LineError(Exception):
         self.code, self.message, self.custom_id = code, message, custom_id
 
 
-class BatchRunner:
+class BatchRunner(LeaseRunner[Batch]):
     """Runs the batches that this gateway holds.
 
     `find` opens their store, once there is one. `app` answers a request of a caller (`ACTING`).
@@ -71,12 +70,13 @@ class BatchRunner:
     def __init__(
         self, router: Router, find: Callable[[], BatchStore], app: ASGIApp, max_body_bytes: int
     ) -> None:
+        super().__init__()
         self._router, self._find, self._app = router, find, app
         self._max_body_bytes = max_body_bytes
         self._running = 0
         self._freed = asyncio.Event()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelling: dict[str, asyncio.Event] = {}
+        self._swept_s = 0.0
 
     @property
     def _store(self) -> BatchStore:
@@ -86,37 +86,20 @@ class BatchRunner:
     def _rules(self) -> BatchRules:
         return self._router.access.rules.batches
 
-    async def run(self) -> None:
-        """Run batches for as long as the rules allow them, until cancelled."""
-        swept_s = 0.0
-        try:
-            while True:
-                with contextlib.suppress(ResponsesUnavailable):  # the log has it
-                    if self._rules.max_bytes and not self._router.draining:
-                        await self._look()
-                        if time.monotonic() - swept_s > _SWEEP_EVERY_S:
-                            swept_s = time.monotonic()
-                            await self._store.sweep(self._rules)
-                await asyncio.sleep(_LOOK_EVERY_S)
-        finally:
-            for task in self._tasks.values():
-                task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+    async def claim(self) -> list[Batch] | None:
+        if not self._rules.max_bytes or self._router.draining:
+            return None
+        if time.monotonic() - self._swept_s > _SWEEP_EVERY_S:
+            self._swept_s = time.monotonic()
+            await self._store.sweep(self._rules)
+        held = await self._store.claim()
+        for batch in held:
+            if batch.status == "cancelling" and batch.id in self._cancelling:
+                self._cancelling[batch.id].set()
+        return held
 
-    async def _look(self) -> None:
-        held = {batch.id: batch for batch in await self._store.claim()}
-        for id, task in list(self._tasks.items()):
-            if id not in held:
-                task.cancel()  # another gateway has it
-            elif held[id].status == "cancelling":
-                self._cancelling[id].set()
-        for id, batch in held.items():
-            if id not in self._tasks:
-                self._cancelling[id] = asyncio.Event()
-                self._tasks[id] = asyncio.get_running_loop().create_task(self._work(batch))
-
-    async def _work(self, batch: Batch) -> None:
-        """Run a batch to its end, or until it cannot go on now: then it is claimed again."""
+    async def work(self, batch: Batch) -> None:
+        self._cancelling[batch.id] = asyncio.Event()
         try:
             await self._run_batch(batch)
         except asyncio.CancelledError:
@@ -124,9 +107,9 @@ class BatchRunner:
         except (ResponsesUnavailable, ExceptionGroup) as error:
             if not isinstance(error, ResponsesUnavailable):
                 log.warning("batch_interrupted", batch=batch.id, reason=repr(error.exceptions[0]))
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S)
         finally:
-            del self._tasks[batch.id], self._cancelling[batch.id]
+            del self._cancelling[batch.id]
 
     async def _run_batch(self, batch: Batch) -> None:
         path, most = self._store.path(batch.record["input_file_id"]), self._max_body_bytes
@@ -218,7 +201,7 @@ class BatchRunner:
             try:
                 size = await self._store.save_result(batch.id, number, good=good, result=result)
             except ResponsesUnavailable:
-                await asyncio.sleep(_LOOK_EVERY_S)  # the log has it
+                await asyncio.sleep(LOOK_EVERY_S)  # the log has it
             else:
                 batch.bytes = max(batch.bytes, size)
                 return
@@ -236,24 +219,21 @@ class BatchRunner:
             try:
                 refused = None if caller is None else caller.charge_request()
                 if refused is None:
-                    status, headers, body = await self._ask(line)
+                    answer = await post_internally(self._app, line.url, bytes(line.body))
                 else:
-                    status, body = encode_error(refused)
-                    headers = {b"retry-after": b"%d" % (getattr(refused, "retry_after_s", 0) or 1)}
+                    answer = _refuse(refused)
             finally:
                 self._running -= 1
                 self._freed.set()
-            if status not in _AGAIN:
+            if (pause_s := answer.pause_s) is None:
                 break
-            wait = headers.get(b"retry-after", b"1")
-            pause_s = min(_LONGEST_PAUSE_S, float(wait) if wait.isdigit() else 1.0)
             await asyncio.sleep(pause_s)
         response = {
-            "status_code": status,
-            "request_id": headers.get(b"x-request-id", b"").decode("latin-1"),
-            "body": msgspec.Raw(body),
+            "status_code": answer.status,
+            "request_id": answer.headers.get(b"x-request-id", b"").decode("latin-1"),
+            "body": msgspec.Raw(answer.body),
         }
-        return status == 200, _result(line.custom_id, response, None)
+        return answer.status == 200, _result(line.custom_id, response, None)
 
     async def _wait_until_idle(self, model: str) -> None:
         """Wait until the model has nothing better to do, and take a place among those that run."""
@@ -276,47 +256,10 @@ class BatchRunner:
         loads = residence is not None and residence.tier != "resident"
         return loads and not route.is_permanently_down and not route.waiting
 
-    async def _ask(self, line: _Line) -> tuple[int, dict[bytes, bytes], bytes]:
-        """Return the status, the headers and the body of the application's answer."""
-        body = bytes(line.body)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-        ]
-        scope: Json = {
-            "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http",
-            "path": line.url, "raw_path": line.url.encode(), "root_path": "", "query_string": b"",
-            "headers": headers, "client": None, "server": None,
-        }  # fmt: skip
-        unread = [{"type": "http.request", "body": body, "more_body": False}]
-        status, told, parts = 0, {}, bytearray()
 
-        async def receive() -> Json:
-            if not unread:
-                await asyncio.Event().wait()  # this client stays
-            return unread.pop()
-
-        async def send(message: Any) -> None:
-            nonlocal status, told
-            if message["type"] == "http.response.start":
-                status, told = message["status"], dict(message["headers"])
-            else:
-                parts.extend(message.get("body", b""))
-
-        # in a task of its own, whose context the request may change
-        asked = asyncio.get_running_loop().create_task(_as_task(self._app, scope, receive, send))
-        try:
-            await asked
-        finally:
-            asked.cancel()
-        if not status:
-            status, answered = encode_error(ServekitError("an internal error; see the logs"))
-            return status, told, answered
-        return status, told, bytes(parts)
-
-
-async def _as_task(app: ASGIApp, scope: Json, receive: Any, send: Any) -> None:
-    await app(scope, receive, send)
+def _refuse(error: ServekitError) -> InternalAnswer:
+    status, body = encode_error(error)
+    return InternalAnswer(status, dict(error_headers(error)), body)
 
 
 def _result(custom_id: str | None, response: Json | None, error: Json | None) -> bytes:

@@ -1,9 +1,8 @@
 """Files and batches: their records in an SQLite file that all gateways here share, and the files.
 
-A gateway runs a batch while it holds its lease, which it renews every second; every change of a
-running batch names the lease's owner, so that a gateway that was thought dead changes nothing. The
-result of a line, and the counts of its batch, are one transaction. The output is written at the
-end, under a name that follows from the batch's: what dies in between writes it again.
+A gateway runs a batch while it holds its lease (`leases`). The result of a line, and the counts of
+its batch, are one transaction. The output is written at the end, under a name that follows from the
+batch's: what dies in between writes it again.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from servekit.errors import RequestError
+from servekit.gateway.leases import claim_rows, end_leases
 from servekit.gateway.response_store import StoreFile, answer, transaction
 from servekit.protocol.access import BatchRules
 
@@ -39,8 +39,6 @@ _TABLES = (
     f"PRAGMA user_version = {_VERSION}",
 )
 _ACTIVE = "status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
-#: How long a gateway that is silent keeps its batches.
-LEASE_S = 6.0
 #: The most batches that a gateway runs at once.
 _MOST_HELD = 32
 _DAY_S = 86400.0
@@ -119,11 +117,7 @@ class BatchStore:
 
     def close(self) -> None:
         """Give up all leases, so that another gateway goes on at once."""
-        self._file.submit(
-            lambda db: db.execute(
-                "UPDATE batches SET leased_until = 0 WHERE owner = ?", (self._owner,)
-            )
-        )
+        self._file.submit(lambda db: end_leases(db, "batches", self._owner))
         self._file.close()
 
     def path(self, id: str) -> Path:
@@ -235,12 +229,7 @@ class BatchStore:
         """Renew the leases of this gateway, take batches that nobody runs, and return all held."""
 
         def claim(db: sqlite3.Connection) -> list[Batch]:
-            now_s = time.time()
-            free = f"{_ACTIVE} AND (owner = ?1 OR leased_until < ?2 OR leased_until > ?3 + ?4)"
-            chosen = f"SELECT id FROM batches WHERE {free} ORDER BY owner <> ?1, created LIMIT ?5"
-            query = f"UPDATE batches SET owner = ?1, leased_until = ?3 WHERE id IN ({chosen})"
-            # a lease of the far future is of a clock that has jumped back
-            db.execute(query, (self._owner, now_s, now_s + LEASE_S, LEASE_S, _MOST_HELD))
+            claim_rows(db, "batches", _ACTIVE, "created", self._owner, _MOST_HELD)
             return _batches(db, f"owner = ? AND {_ACTIVE}", self._owner)
 
         return await self._run(claim)

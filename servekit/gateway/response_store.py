@@ -30,7 +30,7 @@ from servekit.protocol.access import ResponseStorage
 log: Any = structlog.get_logger("servekit.gateway")
 
 _T = TypeVar("_T")
-_VERSION = 1
+_VERSION = 2
 #: The row of `total` is the size of all responses: a sum over them would take long.
 _TABLES = (
     """CREATE TABLE IF NOT EXISTS responses (
@@ -43,6 +43,12 @@ _TABLES = (
     BEGIN UPDATE total SET bytes = bytes + NEW.bytes; END""",
     """CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses
     BEGIN UPDATE total SET bytes = bytes - OLD.bytes; END""",
+    # since version 2: those that are not done
+    """CREATE TABLE IF NOT EXISTS background (
+    id TEXT PRIMARY KEY, key TEXT NOT NULL, created REAL NOT NULL, bytes INTEGER NOT NULL,
+    response BLOB NOT NULL, input BLOB NOT NULL, body BLOB NOT NULL,
+    owner TEXT NOT NULL, leased_until REAL NOT NULL)""",
+    "CREATE INDEX IF NOT EXISTS by_key ON background (key, created)",
     f"PRAGMA user_version = {_VERSION}",
 )
 _BUSY_S = 5.0
@@ -68,17 +74,21 @@ class ResponsesUnavailable(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as its client got it, and the items that the model was asked with, as JSON."""
+    """A response as its client got it, and the items that the model was asked with, as JSON.
+
+    `status` is that of a response that is not done, which `response` was before; "" if it is done.
+    """
 
     response: bytes
     input: bytes
+    status: str = ""
 
 
 class ResponseStore:
     """The responses in the file at `path`."""
 
     def __init__(self, path: Path) -> None:
-        self._writer, self._reader = (StoreFile(path, _TABLES, _VERSION) for _ in range(2))
+        self._writer, self._reader = open_responses(path), open_responses(path)
         self._writing: dict[str, Future[None]] = {}  # by the ids of their responses
         self._pending_bytes = 0
 
@@ -146,6 +156,11 @@ class ResponseStore:
         self._writer.close()
 
 
+def open_responses(path: Path) -> StoreFile:
+    """Return a connection to the file of stored responses."""
+    return StoreFile(path, _TABLES, _VERSION)
+
+
 async def answer(work: Future[_T]) -> _T:
     """Return what the thread of a file returns. Raises ResponsesUnavailable."""
     try:
@@ -157,7 +172,8 @@ async def answer(work: Future[_T]) -> _T:
 class StoreFile:
     """A connection to the SQLite file at `path`, in a thread of its own.
 
-    `tables` are the statements that make a new file, `version` is its `user_version`.
+    `tables` are the statements that make a new file, or bring one of an earlier version up to
+    `version`, its `user_version`.
     """
 
     def __init__(self, path: Path, tables: Sequence[str], version: int) -> None:
@@ -212,17 +228,16 @@ class StoreFile:
         try:
             [(version,)] = file.execute("PRAGMA user_version")
             [(tables,)] = file.execute("SELECT count(*) FROM sqlite_schema")
-            if tables and version != self._version:
+            if tables and not 0 < version <= self._version:
                 raise sqlite3.DatabaseError(f"it is of another version: {version}")
             if not tables:
                 file.execute("PRAGMA auto_vacuum = FULL")
                 file.execute("PRAGMA journal_mode = WAL")  # no wait for the disk at each response
             file.execute("PRAGMA synchronous = NORMAL")
-            if not tables:
-                file.execute("BEGIN IMMEDIATE")
-                for statement in self._tables:
-                    file.execute(statement)
-                file.execute("COMMIT")
+            if version < self._version:
+                with transaction(file):
+                    for statement in self._tables:
+                        file.execute(statement)
         except sqlite3.Error:
             file.close()
             raise
@@ -286,18 +301,24 @@ def transaction(file: sqlite3.Connection) -> Iterator[None]:
 def _save(
     file: sqlite3.Connection, id: str, key: str, stored: StoredResponse, rules: ResponseStorage
 ) -> None:
+    with transaction(file):
+        insert_response(file, id, key, stored, rules)
+
+
+def insert_response(
+    file: sqlite3.Connection, id: str, key: str, stored: StoredResponse, rules: ResponseStorage
+) -> bool:
+    """Store a response in a transaction, unless it is too large. Returns whether it was not."""
     response, asked = zlib.compress(stored.response, 1), zlib.compress(stored.input, 1)
     size_bytes = len(response) + len(asked)
     if size_bytes > rules.max_bytes:
-        return
+        return False
     now_s = time.time()
-    with transaction(file):
-        file.execute("DELETE FROM responses WHERE created < ?", (now_s - rules.days * _DAY_S,))
-        _make_room(file, size_bytes, rules.max_bytes)
-        file.execute(
-            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)",
-            (id, key, now_s, size_bytes, response, asked),
-        )
+    file.execute("DELETE FROM responses WHERE created < ?", (now_s - rules.days * _DAY_S,))
+    _make_room(file, size_bytes, rules.max_bytes)
+    values = id, key, now_s, size_bytes, response, asked
+    file.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?)", values)
+    return True
 
 
 def _make_room(file: sqlite3.Connection, size_bytes: int, max_bytes: int) -> None:
@@ -315,11 +336,21 @@ def _make_room(file: sqlite3.Connection, size_bytes: int, max_bytes: int) -> Non
 
 
 def _find(file: sqlite3.Connection, id: str, key: str, since: float) -> StoredResponse | None:
-    query = "SELECT response, input FROM responses WHERE id = ? AND key = ? AND created >= ?"
-    row = file.execute(query, (id, key, since)).fetchone()
-    return None if row is None else StoredResponse(*map(zlib.decompress, row))
+    query = (
+        "SELECT response, input, '' FROM responses WHERE id = ?1 AND key = ?2 AND created >= ?3"
+        " UNION ALL SELECT response, input, iif(owner = '', 'queued', 'in_progress')"
+        " FROM background WHERE id = ?1 AND key = ?2"
+    )
+    if (row := file.execute(query, (id, key, since)).fetchone()) is None:
+        return None
+    response, asked, status = row
+    return StoredResponse(zlib.decompress(response), zlib.decompress(asked), status)
 
 
 def _remove(file: sqlite3.Connection, id: str, key: str) -> bool:
-    query = "DELETE FROM responses WHERE id = ? AND key = ?"
-    return file.execute(query, (id, key)).rowcount > 0
+    found = 0
+    with transaction(file):
+        for table in ("responses", "background"):
+            query = f"DELETE FROM {table} WHERE id = ? AND key = ?"
+            found += file.execute(query, (id, key)).rowcount
+    return found > 0

@@ -158,18 +158,21 @@ class Gateway:
             keep_out_of_collections()
             self._channel.send(Serving())
             tasks = [self._loop.create_task(self._report())]
-            batches = self._loop.create_task(self._app.batches.run())
+            later = [
+                self._loop.create_task(self._app.batches.run()),
+                self._loop.create_task(self._app.responses.run(self._app.internal)),
+            ]
             if self._settings.ui:
                 tasks.append(self._loop.create_task(self._bring_up_ui()))
             await self._stop
             if self._router.in_flight:
                 self._router.fail_all()
                 await asyncio.sleep(_LAST_WORDS_S)
-            for task in (*tasks, batches):
+            for task in (*tasks, *later):
                 task.cancel()
         self._tell_counts()
         await asyncio.to_thread(RECORDER.flush)
-        await asyncio.wait((batches,))
+        await asyncio.wait(later)
         await asyncio.to_thread(self._app.responses.close)
         await asyncio.to_thread(self._app.batches.close)
         if (tracer := self._router.measures.tracer) is not None:

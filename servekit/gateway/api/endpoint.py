@@ -36,8 +36,12 @@ from servekit.protocol.messages import Delta
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-#: Parses a body and the client's key into a request and its answer format, or into the answer.
-ParseGeneration = Callable[[bytes, str], tuple[GenerationRequest, ResponseEncoder] | bytes]
+#: Parses a body and the client's key into a request and its answer format, or into the answer, or
+#: what makes the answer.
+ParseGeneration = Callable[
+    [bytes, str],
+    tuple[GenerationRequest, ResponseEncoder] | bytes | Callable[[], Coroutine[Any, Any, bytes]],
+]
 ParseCalls = Callable[[bytes, str], tuple["Calls", Callable[[list[Delta]], bytes]]]
 ParsePlain = Callable[[bytes], bytes]
 OpenGeneration = Callable[[Router, GenerationRequest], Coroutine[Any, Any, Generation]]
@@ -91,14 +95,23 @@ class GenerationEndpoint:
         if isinstance(parsed, bytes):
             response.send_json(parsed)
             return
+        if not isinstance(parsed, tuple):
+            self._start(response, size_bytes, partial(_send_later, response, parsed))
+            return
         request, encoder = parsed
         if self._router.chooses:
             request.session = session_of(response.headers) or request.session
         if not self._opens_later(request):
             StreamWriter(response, Generation(self._router, request), encoder)
             return
+        self._start(response, size_bytes, partial(self._begin, response, request, encoder))
+
+    def _start(
+        self, response: Response, size_bytes: int, work: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Run `work` in a task, which ends when the client is gone. Raises QueueFull."""
         self._router.hold_incomplete(size_bytes)
-        task = asyncio.get_running_loop().create_task(self._begin(response, request, encoder))
+        task = asyncio.get_running_loop().create_task(_answer_errors(response, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: self._router.release_incomplete(size_bytes))
@@ -123,14 +136,22 @@ class GenerationEndpoint:
     async def _begin(
         self, response: Response, request: GenerationRequest, encoder: ResponseEncoder
     ) -> None:
-        try:
-            generation = await (self._open_later or open_completed)(self._router, request)
-            StreamWriter(response, generation, encoder)
-        except ServekitError as error:
-            response.send_error(error)
-        except Exception:
-            log.exception("unexpected_error")
-            response.send_error(ServekitError("an internal error; see the logs"))
+        generation = await (self._open_later or open_completed)(self._router, request)
+        StreamWriter(response, generation, encoder)
+
+
+async def _send_later(response: Response, answer: Callable[[], Coroutine[Any, Any, bytes]]) -> None:
+    response.send_json(await answer())
+
+
+async def _answer_errors(response: Response, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    try:
+        await work()
+    except ServekitError as error:
+        response.send_error(error)
+    except Exception:
+        log.exception("unexpected_error")
+        response.send_error(ServekitError("an internal error; see the logs"))
 
 
 def _cancel(task: asyncio.Task[None]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.gateway import batch_store
+from servekit.gateway import leases
 from servekit.gateway.batch_store import (
     Batch,
     BatchStore,
@@ -63,7 +63,7 @@ async def test_one_gateway_runs_a_batch_and_keeps_each_result_once(
         await one.save_result("batch_1", 1, good=True, result=b"first")
     await other.save_result("batch_1", 2, good=True, result=b"stray")
 
-    monkeypatch.setattr(batch_store, "LEASE_S", -1.0)  # the first gateway is silent
+    monkeypatch.setattr(leases, "LEASE_S", -1.0)  # the first gateway is silent
     assert [held.id for held in await other.claim()] == ["batch_1"]
     await one.save_result("batch_1", 2, good=True, result=b"late")
     await one.finish("batch_1", "completed", RULES)

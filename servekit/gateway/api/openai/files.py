@@ -212,6 +212,13 @@ async def _receive(request: Request, store: BatchStore, room: int, rules: BatchR
     return file
 
 
+def _join_header(held: bytes, more: bytes) -> bytes:
+    """Return more of a part's header, which older parsers do not bound. Raises RequestError."""
+    if len(held) + len(more) > _MOST_FIELD_BYTES:
+        raise RequestError("the form cannot be read: a header of a part is too long")
+    return held + more
+
+
 class _Form:
     """A form whose part `file` goes to `out`, up to `room` bytes."""
 
@@ -254,10 +261,10 @@ class _Form:
         self._part = ""
 
     def _add_header(self, data: bytes, start: int, end: int) -> None:
-        self._header += data[start:end]
+        self._header = _join_header(self._header, data[start:end])
 
     def _add_value(self, data: bytes, start: int, end: int) -> None:
-        self._value += data[start:end]
+        self._value = _join_header(self._value, data[start:end])
 
     def _end_header(self) -> None:
         if self._header.lower() == b"content-disposition":

@@ -1,10 +1,10 @@
-"""OpenAI's /v1/responses: whole, as its streamed events, and stored ones read again."""
+"""OpenAI's /v1/responses: whole, as its streamed events, in the background, and stored ones."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from fastapi.responses import Response as Reply
 
 from servekit.errors import RequestError, ServekitError, Unsupported
 from servekit.gateway.api.endpoint import GenerationEndpoint
+from servekit.gateway.api.images import list_images
 from servekit.gateway.api.openai.response import logprob_of, new_id
 from servekit.gateway.api.openai.responses_events import (
     EVENTS,
@@ -40,13 +41,16 @@ from servekit.gateway.generation.generation import (
     GenerationRequest,
 )
 from servekit.gateway.generation.stream_writer import ResponseEncoder
+from servekit.gateway.http.asgi import ASGIApp
 from servekit.gateway.http.response import Handler
+from servekit.gateway.routing.adapter_route import base_of
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text, ToolCallStart
 from servekit.protocol.access import ResponseStorage
 from servekit.protocol.messages import TokenLogprob
 
 if TYPE_CHECKING:
+    from servekit.gateway.background_store import BackgroundStore
     from servekit.gateway.response_store import ResponseStore, StoredResponse
 
 _encode = msgspec.json.Encoder().encode
@@ -71,7 +75,10 @@ _TEXT_EVENT = (
 
 
 class Responses:
-    """The endpoints of responses; `handlers` by path. `path` is the file of stored ones."""
+    """The endpoints of responses, and those in the background; `handlers` by path.
+
+    `path` is the file of stored ones.
+    """
 
     def __init__(self, router: Router, path: Path | None = None) -> None:
         self._router = router
@@ -79,6 +86,7 @@ class Responses:
         self.handlers: dict[str, Handler] = {
             "/v1/responses": GenerationEndpoint(router, self._parse).start_answer
         }
+        self._wake: Callable[[], None] = lambda: None
 
     @property
     def _keeps(self) -> bool:
@@ -95,15 +103,36 @@ class Responses:
         assert self._path is not None
         return ResponseStore(self._path)
 
-    def close(self) -> None:
-        """Write what is to be stored."""
-        if "_store" in self.__dict__:
-            self._store.close()
+    @cached_property
+    def _background(self) -> BackgroundStore:
+        from servekit.gateway.background_store import BackgroundStore
 
-    def _parse(self, body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder]:
+        assert self._path is not None
+        return BackgroundStore(self._path)
+
+    async def run(self, app: ASGIApp) -> None:
+        """Run responses in the background, by requests to `app`, until cancelled."""
+        if self._path is not None:
+            from servekit.gateway.background_runner import BackgroundRunner
+
+            runner = BackgroundRunner(self._router, lambda: self._background, app)
+            self._wake = runner.woken.set
+            await runner.run()
+
+    def close(self) -> None:
+        """Write what is to be stored, and let other gateways go on with what is not done."""
+        for name in ("_store", "_background"):
+            if name in self.__dict__:
+                getattr(self, name).close()
+
+    def _parse(
+        self, body: bytes, key: str
+    ) -> tuple[GenerationRequest, ResponseEncoder] | Callable[[], Coroutine[Any, Any, bytes]]:
         request = decode(ResponsesRequest, body)
         asked = ask_of(request, key)
         encoder = ResponsesEncoder(request, len(body))
+        if request.background:
+            self._check_background(request)
         if self._keeps and request.store is not False:
             encoder.keep = partial(self._keep, encoder, _owner())
         if request.previous_response_id:
@@ -114,7 +143,46 @@ class Responses:
                     param="previous_response_id",
                 )
             asked.complete = partial(self._go_on, request, encoder, _owner())
+        if request.background:
+            return partial(self._queue, body, request, asked, encoder, _owner())
         return asked, encoder
+
+    def _check_background(self, request: ResponsesRequest) -> None:
+        said = ""
+        if not self._keeps:
+            said = "no responses are kept here; set server.store_responses, or wait for the answer"
+        elif request.store is False:
+            said = "such a response is stored; leave out store: false"
+        elif request.stream:
+            said = "such a response is read by GET /v1/responses/ID; leave out stream"
+        if said:
+            raise Unsupported(f"background: {said}", param="background")
+
+    async def _queue(
+        self,
+        body: bytes,
+        request: ResponsesRequest,
+        asked: GenerationRequest,
+        encoder: ResponsesEncoder,
+        owner: str,
+    ) -> bytes:
+        """Store a response that is to run in the background, and return what its client gets."""
+        from servekit.gateway.background_store import BackgroundResponse
+
+        if asked.complete is not None:
+            await asked.complete(asked)
+        route = self._router.find(asked.model)
+        self._router.access.require_model(route.status.name, base_of(route))
+        self._router.check_images(route.base, list_images(asked.messages or ()))
+        shown = encoder.encode_queued(asked, route.status.name)
+        again = msgspec.json.decode(body) | {"store": False}
+        for name in ("input", "previous_response_id", "background"):
+            again.pop(name, None)
+        items = await asyncio.to_thread(_encode_items, encoder.items)
+        response = BackgroundResponse(encoder.id, owner, time.time(), shown, items, _encode(again))
+        await self._background.add(response, self._rules)
+        self._wake()
+        return shown
 
     def _keep(self, encoder: ResponsesEncoder, owner: str, response: bytes) -> None:
         size_bytes = len(response) + encoder.size_bytes
@@ -131,6 +199,11 @@ class Responses:
         """Put the conversation of the previous response before the input."""
         assert request.previous_response_id is not None
         stored = await self._find(request.previous_response_id, owner, "previous_response_id")
+        if stored.status:
+            raise NotDone(
+                "previous_response_id: this response is not done; wait for it",
+                param="previous_response_id",
+            )
         earlier = await asyncio.to_thread(_decode_conversation, stored)
         encoder.items = [*earlier, *encoder.items]
         encoder.size_bytes += len(stored.input) + len(stored.response)
@@ -158,7 +231,7 @@ class Responses:
         async def read(id: str, request: Request) -> Reply:
             if request.query_params.get("stream", "false") != "false":
                 raise Unsupported("stream: a stored response is read whole", param="stream")
-            return _reply((await self._find(id, _owner())).response)
+            return _reply(await self._read(id))
 
         @app.get(
             "/v1/responses/{id}/input_items",
@@ -176,7 +249,28 @@ class Responses:
             await self._find(id, _owner())
             if not await self._store.remove(id, _owner()):
                 raise _not_found(id)
+            self._wake()
             return _reply(_encode(RemovedResponse(id, "response", True)))
+
+        @app.post(
+            "/v1/responses/{id}/cancel", tags=["OpenAI"], summary="Cancel one in the background"
+        )
+        async def cancel(id: str) -> Reply:
+            from servekit.gateway.background_store import NotInBackground
+
+            stored = await self._find(id, _owner())
+            if not stored.status and not msgspec.json.decode(stored.response)["background"]:
+                raise NotInBackground(f"{id[:100]!r} is not in the background")
+            await self._background.cancel(id, _owner(), self._rules)
+            self._wake()
+            return _reply(await self._read(id))
+
+    async def _read(self, id: str) -> bytes:
+        """Return a response as its client gets it."""
+        stored = await self._find(id, _owner())
+        if not stored.status:
+            return stored.response
+        return _encode(msgspec.json.decode(stored.response) | {"status": stored.status})
 
 
 class ResponseNotFound(RequestError):
@@ -186,6 +280,12 @@ class ResponseNotFound(RequestError):
 
     status = 404
     code = "response_not_found"
+
+
+class NotDone(RequestError):
+    """The response that is named runs in the background. Wait until it is done."""
+
+    code = "response_not_done"
 
 
 class _Answered(msgspec.Struct):
@@ -311,10 +411,20 @@ class ResponsesEncoder(ResponseEncoder):
         if self._output:
             self._output[-1]["status"] = _status(finish)
 
-    def _response(
-        self, generation: Generation, status: str, error: ServekitError | None = None
-    ) -> Json:
-        request, params = self._request, generation.request.params
+    def encode_queued(self, asked: GenerationRequest, model: str) -> bytes:
+        """Return the response before it runs in the background."""
+        shown = self._describe(asked, model, "queued")
+        return _encode(shown | {"background": True, "store": True})
+
+    def _response(self, generation: Generation, status: str) -> Json:
+        shown = self._describe(generation.request, generation.model, status)
+        if status != "in_progress":
+            shown |= {"output": self._output, "usage": _usage(generation)}
+        return shown
+
+    def _describe(self, asked: GenerationRequest, model: str, status: str) -> Json:
+        """Return a response without its output."""
+        request, params = self._request, asked.params
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self.id,
@@ -322,14 +432,14 @@ class ResponsesEncoder(ResponseEncoder):
             "created_at": self._created,
             "status": status,
             "background": False,
-            "error": None if error is None else {"code": error.code, "message": error.message},
+            "error": None,
             "incomplete_details": incomplete,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
-            "model": generation.model,
-            "output": self._output if status != "in_progress" else [],
-            "parallel_tool_calls": generation.request.parallel,
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": asked.parallel,
             "previous_response_id": request.previous_response_id,
             "reasoning": {
                 "effort": request.reasoning and request.reasoning.effort,
@@ -342,7 +452,7 @@ class ResponsesEncoder(ResponseEncoder):
             "tools": msgspec.to_builtins(request.tools or []),
             "top_p": params.top_p,
             "truncation": "disabled",
-            "usage": _usage(generation) if status in ("completed", "incomplete") else None,
+            "usage": None,
             "user": request.user,
         }
 

@@ -138,10 +138,10 @@ class Response(Struct):
     object: Literal["response"]
     created_at: UnixTime
     status: Annotated[
-        Literal["in_progress", "completed", "incomplete", "failed"],
+        Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"],
         doc("The progress", "completed"),
     ]
-    background: Literal[False]
+    background: Annotated[bool, doc("As requested", False)]
     error: Annotated[ResponseError | None, doc("What went wrong")]
     incomplete_details: Annotated[IncompleteDetails | None, doc("Why it is incomplete")]
     instructions: Annotated[str | None, REQUESTED]

@@ -134,6 +134,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Has no effect: an input that is too long is refused."""
     store: bool | None = None
     """false: do not keep it, where `server.store_responses` would."""
+    background: bool | None = None
+    """true: answer at once, and run it later, where `server.store_responses` is set. Read it by its
+    id."""
     previous_response_id: str | None = None
     """A kept response that the input follows, after the conversation that led to it."""
     include: list[str] | None = None
@@ -149,11 +152,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     # refused by name if they are set:
     conversation: Refused = None
     prompt: Refused = None
-    background: Annotated[bool | None, Meta(extra_json_schema={"enum": [None, False]})] = None
-    """Refused unless false."""
 
 
-STATEFUL = ("conversation", "prompt", "background")
+STATEFUL = ("conversation", "prompt")
 
 
 def ask_of(request: ResponsesRequest, key: str) -> GenerationRequest:

@@ -67,6 +67,7 @@ REMOVALS: dict[str, type] = {
 }
 #: The types of the answers to POST that FastAPI serves, by path.
 WRITES: dict[str, type] = {
+    "/v1/responses/{id}/cancel": Response,
     "/v1/files": FileObject,
     "/v1/batches": BatchObject,
     "/v1/batches/{id}/cancel": BatchObject,

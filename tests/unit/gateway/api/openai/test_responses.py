@@ -157,7 +157,6 @@ def test_parameters_become_our_own() -> None:
     ("fields", "param"),
     [
         ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
         ({"input": []}, "input"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),

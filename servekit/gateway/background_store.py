@@ -1,0 +1,187 @@
+"""Responses with `background: true` that are not done, in the file of stored responses.
+
+A gateway runs one while it holds its lease (`leases`). The row of a response that is not done goes
+in the transaction that stores the response: each is answered once, whatever dies.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from servekit.errors import RequestError
+from servekit.gateway.leases import claim_rows, end_leases
+from servekit.gateway.response_store import (
+    StoredResponse,
+    StoreFile,
+    answer,
+    insert_response,
+    open_responses,
+    transaction,
+)
+from servekit.protocol.access import ResponseStorage
+
+Json = dict[str, Any]
+_T = TypeVar("_T")
+#: The most responses of a key that are not done.
+_MOST_OF_KEY = 1000
+#: The most that a gateway runs at once.
+_MOST_HELD = 64
+#: The keys take turns.
+_TURN = (
+    "(SELECT count(*) FROM background AS other"
+    " WHERE other.key = background.key AND other.created < background.created), created"
+)
+
+
+class TooManyInBackground(RequestError):
+    """The key has too many responses with `background: true` that are not done, or they hold more
+    than server.store_responses.max_bytes. Wait for some, or cancel some.
+    """
+
+    status = 429
+    code = "too_many_in_background"
+
+
+class NotInBackground(RequestError):
+    """Only a response with `background: true` can be cancelled. End the others by closing the
+    connection.
+    """
+
+    code = "not_in_background"
+
+
+class BackgroundResponse(msgspec.Struct):
+    """A response that is not done.
+
+    `shown` is the response as its client gets it, `body` the request without its input.
+    """
+
+    id: str
+    key: str
+    created: float
+    shown: bytes
+    input: bytes
+    body: bytes
+
+
+class HeldResponse(msgspec.Struct):
+    """The id of a response that this gateway runs."""
+
+    id: str
+
+
+class BackgroundStore:
+    """The responses that are not done, in the file of stored responses at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: StoreFile = open_responses(path)
+        self._owner = secrets.token_hex(8)
+
+    async def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        return await answer(self._file.submit(work))
+
+    def close(self) -> None:
+        """Give up all leases, so that another gateway goes on at once."""
+        self._file.submit(lambda file: end_leases(file, "background", self._owner))
+        self._file.close()
+
+    async def add(self, response: BackgroundResponse, rules: ResponseStorage) -> None:
+        """Add a response that is to run. Raises TooManyInBackground."""
+        parts = response.shown, response.input, response.body
+        packed = [zlib.compress(part, 1) for part in parts]
+        size_bytes = sum(map(len, packed))
+
+        def add(file: sqlite3.Connection) -> None:
+            with transaction(file):
+                query = "SELECT count(*) FROM background WHERE key = ?"
+                [(count,)] = file.execute(query, (response.key,))
+                [(held,)] = file.execute("SELECT ifnull(sum(bytes), 0) FROM background")
+                if count >= _MOST_OF_KEY or held + size_bytes > rules.max_bytes:
+                    raise TooManyInBackground(
+                        f"background: {count} responses of the key are not done, and those of all"
+                        f" keys hold {held} bytes; wait for some, or cancel some",
+                        param="background",
+                        retry_after_s=10.0,
+                    )
+                query = "INSERT INTO background VALUES (?, ?, ?, ?, ?, ?, ?, '', 0)"
+                values = response.id, response.key, response.created, size_bytes
+                file.execute(query, (*values, *packed))
+
+        await self._run(add)
+
+    async def claim(self) -> list[HeldResponse]:
+        """Renew the leases of this gateway, take what nobody runs, and return all held."""
+
+        def claim(file: sqlite3.Connection) -> list[HeldResponse]:
+            if file.execute("SELECT 1 FROM background LIMIT 1").fetchone() is None:
+                return []
+            claim_rows(file, "background", "1", _TURN, self._owner, _MOST_HELD)
+            rows = file.execute("SELECT id FROM background WHERE owner = ?", (self._owner,))
+            return [HeldResponse(id) for (id,) in rows]
+
+        return await self._run(claim)
+
+    async def read(self, id: str) -> BackgroundResponse | None:
+        """Return a response that this gateway holds; None if it holds it no longer."""
+
+        def read(file: sqlite3.Connection) -> BackgroundResponse | None:
+            columns = "key, created, response, input, body"
+            query = f"SELECT {columns} FROM background WHERE id = ? AND owner = ?"
+            if (row := file.execute(query, (id, self._owner)).fetchone()) is None:
+                return None
+            key, created, *packed = row
+            return BackgroundResponse(id, key, created, *map(zlib.decompress, packed))
+
+        return await self._run(read)
+
+    async def finish(
+        self, done: BackgroundResponse, response: Json, rules: ResponseStorage
+    ) -> None:
+        """Store how a response ended, while this gateway holds it."""
+        stored = StoredResponse(_encode(response), done.input)
+
+        def finish(file: sqlite3.Connection) -> None:
+            with transaction(file):
+                query = "DELETE FROM background WHERE id = ? AND owner = ?"
+                if file.execute(query, (done.id, self._owner)).rowcount:
+                    _store(file, done.id, done.key, stored, rules)
+
+        await self._run(finish)
+
+    async def cancel(self, id: str, key: str, rules: ResponseStorage) -> None:
+        """Store a response of the key as cancelled, unless it is done."""
+
+        def cancel(file: sqlite3.Connection) -> None:
+            with transaction(file):
+                query = "DELETE FROM background WHERE id = ? AND key = ? RETURNING response, input"
+                for row in file.execute(query, (id, key)).fetchall():
+                    shown, asked = map(zlib.decompress, row)
+                    cancelled = msgspec.json.decode(shown) | {"status": "cancelled"}
+                    _store(file, id, key, StoredResponse(_encode(cancelled), asked), rules)
+
+        await self._run(cancel)
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def _store(
+    file: sqlite3.Connection, id: str, key: str, stored: StoredResponse, rules: ResponseStorage
+) -> None:
+    """Store a response; one that is too large is stored as one that failed."""
+    if insert_response(file, id, key, stored, rules):
+        return
+    error = {
+        "code": "storage_full",
+        "message": "the response is over server.store_responses.max_bytes",
+    }
+    failed: Json = {"status": "failed", "error": error, "output": [], "usage": None}
+    response = _encode(msgspec.json.decode(stored.response) | failed)
+    insert_response(file, id, key, StoredResponse(response, b"[]"), rules)

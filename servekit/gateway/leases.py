@@ -1,0 +1,98 @@
+"""Stored work that several gateways share: each runs what it holds the lease of.
+
+A gateway renews its leases every second; work whose lease has ended is another gateway's. Every
+change of a row names the lease's owner, so that a gateway that was thought dead changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from servekit.gateway.response_store import ResponsesUnavailable
+
+#: How long a gateway that is silent keeps what it holds.
+LEASE_S = 6.0
+LOOK_EVERY_S = 1.0
+
+
+class Leased(Protocol):
+    """A row that is leased."""
+
+    @property
+    def id(self) -> str: ...
+
+
+_Row = TypeVar("_Row", bound=Leased)
+
+
+def claim_rows(
+    file: sqlite3.Connection, table: str, active: str, order: str, owner: str, most: int
+) -> None:
+    """Renew the leases of `owner`, and give it rows that nobody runs, up to `most` in all.
+
+    `active` is the condition on rows that can run, `order` ranks those that are taken.
+    """
+    now_s = time.time()
+    # a lease of the far future is of a clock that has jumped back
+    free = f"{active} AND (owner = ?1 OR leased_until < ?2 OR leased_until > ?3 + ?4)"
+    chosen = f"SELECT id FROM {table} WHERE {free} ORDER BY owner <> ?1, {order} LIMIT ?5"
+    query = f"UPDATE {table} SET owner = ?1, leased_until = ?3 WHERE id IN ({chosen})"
+    file.execute(query, (owner, now_s, now_s + LEASE_S, LEASE_S, most))
+
+
+def end_leases(file: sqlite3.Connection, table: str, owner: str) -> None:
+    """Let other gateways go on at once."""
+    file.execute(f"UPDATE {table} SET leased_until = 0 WHERE owner = ?", (owner,))
+
+
+class LeaseRunner(Generic[_Row]):
+    """Runs the rows that this gateway holds, each in a task."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        #: Set to look at once.
+        self.woken = asyncio.Event()
+
+    async def claim(self) -> Sequence[_Row] | None:
+        """Return all rows that this gateway holds; None if it is not to run any now."""
+        raise NotImplementedError
+
+    async def work(self, row: _Row) -> None:
+        """Run a row to its end, or until it cannot go on now: then it is claimed again."""
+        raise NotImplementedError
+
+    async def run(self) -> None:
+        """Run rows until cancelled."""
+        try:
+            while True:
+                self.woken.clear()
+                with contextlib.suppress(ResponsesUnavailable):  # the log has it
+                    if (held := await self.claim()) is not None:
+                        self._follow(held)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.woken.wait(), LOOK_EVERY_S)
+        finally:
+            running = list(self._tasks.values())
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def _follow(self, held: Sequence[_Row]) -> None:
+        ids = {row.id for row in held}
+        for id, task in self._tasks.items():
+            if id not in ids:
+                task.cancel()  # it is another gateway's, or gone
+        for row in held:
+            if row.id not in self._tasks:
+                task = asyncio.get_running_loop().create_task(self.work(row))
+                self._tasks[row.id] = task
+                task.add_done_callback(partial(self._forget, row.id))
+
+    def _forget(self, id: str, _: asyncio.Task[None]) -> None:
+        del self._tasks[id]

@@ -1,0 +1,158 @@
+"""Responses in the background through the openai client, with kills in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+from tests.api_keys import new_key
+from tests.integration.instance import Instance
+from tests.integration.test_command import numbers, odd
+from tests.integration.test_images import RED, uri
+from tests.polling import poll
+
+(ADA, ADA_HASH), (BOB, BOB_HASH) = new_key("ada"), new_key("bob")
+FIVE = numbers(5)
+MODELS = [odd("m", "--images", "taken", "--step-s", "0.02")]
+
+
+@pytest.fixture(scope="module")
+def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    folder = tmp_path_factory.mktemp("background")
+    server = {"store_responses": {}, "gateways": 2}
+    keys = [{"name": "ada", "hash": ADA_HASH}, {"name": "bob", "hash": BOB_HASH}]
+    with Instance.up(folder, MODELS, server=server, sections={"keys": keys}) as instance:
+        instance.until_settled()
+        yield instance
+
+
+def client_of(instance: Instance, key: str = "x") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{instance.url}/v1", api_key=key, max_retries=2)
+
+
+@pytest.fixture
+def ada(instance: Instance) -> openai.OpenAI:
+    return client_of(instance, ADA)
+
+
+def start(client: openai.OpenAI, tokens: int = 5, **more: Any) -> Response:
+    fields: Any = {"model": "m", "input": "One", "max_output_tokens": tokens} | more
+    response: Response = client.responses.create(background=True, **fields)
+    assert (response.status, response.background, response.output) == ("queued", True, [])
+    return response
+
+
+def until(client: openai.OpenAI, response: Response, *states: str) -> Response:
+    def look() -> Response | None:
+        try:
+            now = client.responses.retrieve(response.id)
+        except openai.APIConnectionError:
+            return None
+        return now if now.status in states else None
+
+    found = poll(f"the response is {states}", look, 60)
+    assert found is not None
+    return found
+
+
+def test_an_answer_is_read_later_and_a_conversation_goes_on(ada: openai.OpenAI) -> None:
+    picture: Any = {"type": "input_image", "image_url": uri(RED)}
+    asked: Any = [{"role": "user", "content": [{"type": "input_text", "text": "One"}, picture]}]
+    first = start(ada, input=asked, instructions="Be short.", metadata={"a": "b"})
+    done = until(ada, first, "incomplete", "failed")
+    same = {"status", "output", "usage", "incomplete_details", "temperature"}
+    assert done.to_dict().keys() == first.to_dict().keys()
+    told = {name: value for name, value in done.to_dict().items() if name not in same}
+    assert told == {name: first.to_dict()[name] for name in told}
+    assert (done.output_text, done.usage and done.usage.output_tokens) == (FIVE, 5)
+
+    second = start(ada, input="Two", previous_response_id=first.id)
+    done = until(ada, second, "incomplete", "failed")
+    assert (done.output_text, done.previous_response_id) == (FIVE, first.id)
+    kinds = [item.type for item in ada.responses.input_items.list(second.id, order="asc")]
+    assert kinds == ["message"] * 3
+
+
+def test_it_is_cancelled_or_deleted_while_it_runs(instance: Instance, ada: openai.OpenAI) -> None:
+    long = start(ada, 100_000)
+    until(ada, long, "in_progress")
+    with pytest.raises(openai.BadRequestError, match="is not done"):
+        ada.responses.create(model="m", input="Two", previous_response_id=long.id)
+    assert [item.type for item in ada.responses.input_items.list(long.id)] == ["message"]
+    for _ in range(2):
+        cancelled = ada.responses.cancel(long.id)
+        assert (cancelled.status, cancelled.output) == ("cancelled", [])
+    assert ada.responses.retrieve(long.id) == cancelled
+    other = start(ada, 100_000)
+    until(ada, other, "in_progress")
+    ada.responses.delete(other.id)
+    with pytest.raises(openai.NotFoundError):
+        ada.responses.retrieve(other.id)
+    instance.until("nothing runs", lambda: instance.replica("m/0").running == 0)
+    done = until(ada, start(ada), "incomplete")
+    assert ada.responses.cancel(done.id) == done
+    plain = ada.responses.create(model="m", input="One", max_output_tokens=5)
+    with pytest.raises(openai.BadRequestError, match="is not in the background"):
+        ada.responses.cancel(plain.id)
+
+
+def test_it_is_of_its_key(instance: Instance, ada: openai.OpenAI) -> None:
+    bob = client_of(instance, BOB)
+    response = start(ada, 100_000)
+    for attempt in (bob.responses.retrieve, bob.responses.cancel, bob.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            attempt(response.id)
+    ada.responses.cancel(response.id)
+
+
+def test_what_cannot_run_is_refused_or_fails_with_a_reason(ada: openai.OpenAI) -> None:
+    wrong: Any
+    for wrong, said in (
+        ({"store": False}, "leave out store"),
+        ({"stream": True}, "leave out stream"),
+        ({"model": "none"}, "none"),
+        ({"previous_response_id": "resp_none"}, "no response"),
+    ):
+        with pytest.raises(openai.APIStatusError, match=said) as caught:
+            ada.responses.create(**{"model": "m", "input": "One", "background": True} | wrong)
+        assert caught.value.status_code in (400, 404)
+    failed = until(ada, start(ada, tool_choice="required"), "failed", "completed", "incomplete")
+    assert failed.status == "failed"
+    assert failed.error is not None
+    assert failed.error.code == "invalid_request"
+    assert "tool_choice" in failed.error.message
+
+
+def test_kills_of_gateways_and_of_the_worker_lose_none(
+    instance: Instance, ada: openai.OpenAI
+) -> None:
+    started = [start(ada, 50) for _ in range(8)]
+    until(ada, started[0], "in_progress")
+    for pid in (instance.replica("m/0").pid, *(instance.gateway(at).pid for at in (0, 1))):
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+    for one in started:
+        assert until(ada, one, "incomplete", "failed").output_text == numbers(50)
+
+
+@pytest.mark.lane("long")
+def test_a_killed_supervisor_is_followed_by_one_that_goes_on(tmp_path: Path) -> None:
+    server: dict[str, Any] = {"store_responses": {}}
+    with Instance.up(tmp_path, MODELS, server=server) as first:
+        first.until_settled()
+        started = [start(client_of(first), 100) for _ in range(3)]
+        until(client_of(first), started[0], "in_progress")
+        first.process.kill()
+        first.process.wait()
+        with Instance.up(tmp_path, MODELS, server=server) as second:
+            second.until_settled()
+            for one in started:
+                done = until(client_of(second), one, "incomplete", "failed")
+                assert done.output_text == numbers(100)

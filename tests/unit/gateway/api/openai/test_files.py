@@ -1,0 +1,36 @@
+"""The form of an uploaded file: its parts, and what is refused."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from servekit.errors import RequestError
+from servekit.gateway.api.openai.files import _Form
+
+PURPOSE = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+FILE = (
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{}\r\n--b--\r\n'
+)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 1000])
+def test_a_form_is_read_in_pieces_of_any_size(piece_bytes: int) -> None:
+    out = io.BytesIO()
+    form, body = _Form(b"b", out, 100), PURPOSE + FILE
+    for at in range(0, len(body), piece_bytes):
+        form.write(body[at : at + piece_bytes])
+    form.finish(b"")
+    assert (out.getvalue(), form.size_bytes, form.name) == (b"{}", 2, "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [b"X-A: " + b"a" * 10_000, b"a" * 10_000, b"X-A: " + b"a" * 5000 + b"\r\n\r\n"],
+)
+def test_a_header_without_end_is_refused(endless: bytes) -> None:
+    form = _Form(b"b", io.BytesIO(), 100)
+    with pytest.raises(RequestError, match="header"):
+        for byte in b"--b\r\n" + endless:
+            form.write(bytes([byte]))
