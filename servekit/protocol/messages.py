@@ -63,7 +63,7 @@ from servekit.protocol.types import (
     GatewayStatus,
     GpuStatus,
     Grammar,
-    Image,
+    Media,
     ModelInfo,
     ModelStatus,
     PoolingParams,
@@ -117,7 +117,6 @@ __all__ = [
     "Hello",
     "HttpPart",
     "HttpRequest",
-    "Image",
     "IsolationEnded",
     "IsolationStarted",
     "KeyBudgets",
@@ -128,6 +127,7 @@ __all__ = [
     "Link",
     "Load",
     "Loading",
+    "Media",
     "Message",
     "ModelInfo",
     "ModelStatus",
@@ -172,7 +172,7 @@ __all__ = [
     "WorkerToGateway",
 ]
 
-PROTOCOL = 9
+PROTOCOL = 10
 #: New tokens after which a request is no longer suspected of killing workers.
 PROOF_TOKENS = 2
 #: Stands for each token of an engine that does not know its token ids.

@@ -141,7 +141,7 @@ class ToolCall(Value, frozen=True):
     arguments: str
 
 
-class Image(Value, frozen=True):
+class Media(Value, frozen=True):
     """An image of a message."""
 
     data: bytes  # the file
@@ -151,7 +151,7 @@ class Image(Value, frozen=True):
     address: str = ""  # of a file that is not fetched yet; a worker gets none of these
 
     def __repr__(self) -> str:  # prompts may be logged
-        return f"Image({self.kind}, {len(self.data)} bytes)"
+        return f"Media({self.kind}, {len(self.data)} bytes)"
 
 
 class ChatMessage(Value, frozen=True):
@@ -163,14 +163,14 @@ class ChatMessage(Value, frozen=True):
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
     tool_call_id: str | None = None  # which call a tool's message answers
     reasoning: str | None = None  # an assistant's thoughts before this text
-    images: tuple[Image, ...] = ()
+    media: tuple[Media, ...] = ()
 
     @property
-    def parts(self) -> list[str | Image]:
+    def parts(self) -> list[str | Media]:
         """Return the content's texts and images in their order."""
-        found: list[str | Image] = []
+        found: list[str | Media] = []
         start = 0
-        for image in self.images:
+        for image in self.media:
             found += [self.content[start : image.at], image]
             start = image.at
         return [part for part in (*found, self.content[start:]) if part]

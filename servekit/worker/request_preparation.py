@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from servekit.engines.api.base import Engine, ImagePrompt, TooManyTokens
+from servekit.engines.api.base import Engine, MediaPrompt, TooManyTokens
 from servekit.errors import ContextLengthExceeded, RequestError, Unsupported
 from servekit.protocol.messages import ChatMessage, Continuation, Generate, ModelInfo
 from servekit.worker.input_encoding import InputEncoder
@@ -43,7 +43,7 @@ class Prepared(msgspec.Struct):
     """A prepared request: `ids` to generate, with what goes with them, `inputs`, or an answer."""
 
     ids: list[int] = []
-    images: object | None = None
+    media: object | None = None
     constraint: object | None = None
     banned: tuple[tuple[int, ...], ...] = ()
     inputs: list[list[int]] = []
@@ -129,7 +129,7 @@ class RequestPreparer:
                 "truncate_prompt_tokens: a conversation with images cannot be cut",
                 param="truncate_prompt_tokens",
             )
-        ids, inputs = self._encode_images(request)
+        ids, inputs = self._encode_media(request)
         if (began := request.continuation) is not None and began.prompt:
             # The template may have told another time. The images must stay in their places.
             first = unpack_ids(began.prompt)
@@ -138,8 +138,8 @@ class RequestPreparer:
             _check_told(len(ids), request.params.prompt_logprobs + 1)
         return Prepared(ids, inputs, banned=banned)
 
-    def _encode_images(self, request: Generate) -> ImagePrompt:
-        return self._engine.encode_images(
+    def _encode_media(self, request: Generate) -> MediaPrompt:
+        return self._engine.encode_media(
             request.messages or [], request.tools, request.template, request.continues
         )
 
@@ -203,7 +203,7 @@ class RequestPreparer:
     def _tokenize_text(self, request: Generate) -> list[int]:
         try:
             if _has_images(request):
-                ids = self._encode_images(request).ids
+                ids = self._encode_media(request).ids
             else:
                 ids = self._encode_prompt(request, MAX_TOKENS_TOLD)
         except TooManyTokens as error:
@@ -322,12 +322,12 @@ def _request_length(request: Generate) -> int:
 
 
 def _has_images(request: Generate) -> bool:
-    return request.messages is not None and any(one.images for one in request.messages)
+    return request.messages is not None and any(one.media for one in request.messages)
 
 
 def _turn_length(message: ChatMessage) -> int:
     own = len(message.content) + len(message.reasoning or "")
-    if message.images:  # to decode them takes as long as any long text
+    if message.media:  # to decode them takes as long as any long text
         own += LONG_PROMPT_CHARS + 1
     if not message.tool_calls:  # nearly all messages
         return own

@@ -32,7 +32,7 @@ def check_request(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
     if request.task not in info.serves:
         said = explain_refusal(request.task, spec.engine, spec.model, info.serves)
         raise Unsupported(said, param="model")
-    if "images" not in info.serves and any(one.images for one in request.messages or ()):
+    if "images" not in info.serves and any(one.media for one in request.messages or ()):
         raise Unsupported(explain_no_images(spec.engine, spec.model), param="messages")
     if _optional(request.params) == _NOTHING_ASKED and not request.tools:
         return  # nearly all requests

@@ -311,7 +311,7 @@ class Runner:
         self._stopwatch.note(job_id)
         job = Job(
             job_id, ids, params, request.emitted, prepared.constraint,
-            request.adapter, prepared.banned, request.cache_salt, prepared.images,
+            request.adapter, prepared.banned, request.cache_salt, prepared.media,
         )  # fmt: skip
         self.engine.submit(job)
 

@@ -30,7 +30,7 @@ import torch
 from PIL import Image as Pillow
 
 from servekit.engines.text.tokenizer import REPLACEMENT
-from servekit.protocol.messages import ChatMessage, Image
+from servekit.protocol.messages import ChatMessage, Media
 from tests.gpu.checks import Row
 from tests.gpu.engines import entry, serving
 from tests.integration.instance import Instance
@@ -143,7 +143,7 @@ def parts_of(message: ChatMessage) -> list[dict[str, Any]]:
     ]
 
 
-def image_part(image: Image) -> dict[str, Any]:
+def image_part(image: Media) -> dict[str, Any]:
     data = base64.b64encode(image.data).decode()
     return {"type": "image_url", "image_url": {"url": f"data:{image.kind};base64,{data}"}}
 
@@ -226,11 +226,11 @@ def library_alone(folder: Path, device: str) -> Row:
     return Row("one image by the library's generate, image processed before", shown)
 
 
-def make_picture(number: int) -> Image:
+def make_picture(number: int) -> Media:
     picture = Pillow.effect_noise((SIDE, SIDE), 20 + number % 60).convert("RGB")
     file = io.BytesIO()
     picture.save(file, "JPEG")
-    return Image(file.getvalue(), "image/jpeg")
+    return Media(file.getvalue(), "image/jpeg")
 
 
 @contextmanager

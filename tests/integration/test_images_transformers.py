@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from servekit.engines.text.tokenizer import REPLACEMENT
-from servekit.protocol.messages import ChatMessage, Image, ReplicaStatus
+from servekit.protocol.messages import ChatMessage, Media, ReplicaStatus
 from tests.integration.instance import Instance, echo
 from tests.integration.test_remote import far
 from tests.polling import poll
@@ -77,7 +77,7 @@ def references(folders: dict[str, Path]) -> dict[str, Reference]:
     return {name: Reference(folders[name]) for name in MODELS}
 
 
-def part_of(part: str | Image) -> dict[str, Any]:
+def part_of(part: str | Media) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     data = base64.b64encode(part.data).decode()
@@ -199,8 +199,8 @@ def test_twenty_images_and_no_more(instance: Instance) -> None:
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ([say("user", Image(RED.data[:60], RED.kind), "?")], "image 1 cannot be decoded"),
-        ([say("user", RED, "?"), say("user", Image(BLUE.data[:400], BLUE.kind))], "image 2 cannot"),
+        ([say("user", Media(RED.data[:60], RED.kind), "?")], "image 1 cannot be decoded"),
+        ([say("user", RED, "?"), say("user", Media(BLUE.data[:400], BLUE.kind))], "image 2 cannot"),
         ([say("user", "an <image>", RED)], "a text has <image>, which stands for an image"),
     ],
 )
@@ -270,7 +270,7 @@ def test_a_remote_endpoint_sees(instance: Instance, tmp_path: Path) -> None:
         body = {"model": "far", "messages": [turn], "stream": False, "options": options}
         said = httpx.post(f"{near.url}/api/chat", json=body, timeout=120).json()
         assert (said["message"]["content"], said["prompt_eval_count"]) == (due, tokens)
-        refused = ask(near, "far", [say("user", Image(RED.data[:60], RED.kind), "?")])
+        refused = ask(near, "far", [say("user", Media(RED.data[:60], RED.kind), "?")])
         assert refused.status_code == 400 and "image 1 cannot be decoded" in refused.text
 
 

@@ -63,8 +63,8 @@ class Job:
     #: Token sequences to avoid: the last token is forbidden after the others.
     banned: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""  # jobs share prefix cache entries only with jobs of the same salt
-    #: `ImagePrompt.inputs` of a conversation with images.
-    images: object | None = field(default=None, repr=False)
+    #: `MediaPrompt.inputs` of a conversation with images.
+    media: object | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ class TokenizedText(NamedTuple):
     parts: list[int]  # 1 or 2: from that text, 0: a special token; []: not known
 
 
-class ImagePrompt(NamedTuple):
+class MediaPrompt(NamedTuple):
     """A conversation with images: its token ids, and what else the engine has made of it."""
 
     ids: list[int]
@@ -325,13 +325,13 @@ class Engine(ABC):
         """
         raise Unsupported("this engine does not support grammars", param=grammar.param)
 
-    def encode_images(
+    def encode_media(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
         template: Mapping[str, Any],
         continues: bool,
-    ) -> ImagePrompt:
+    ) -> MediaPrompt:
         """Render a conversation with images, as `Codec.render_chat` does, and decode the images.
 
         Called from any thread, if `ModelInfo.serves` has "images"; may take seconds. Raises

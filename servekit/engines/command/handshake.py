@@ -20,7 +20,7 @@ from servekit.engines.remote.reader import read_reply
 from servekit.engines.remote.request_builder import EndpointTraits, build_call
 from servekit.engines.remote.response_parser import ResponseParser
 from servekit.errors import RequestError
-from servekit.protocol.messages import ChatMessage, Generate, Image, SamplingParams
+from servekit.protocol.messages import ChatMessage, Generate, Media, SamplingParams
 
 #: In low precision one trial may fail by a near-tie.
 _TRIALS = ("Count from one to twenty.", "Say the alphabet.")
@@ -94,8 +94,8 @@ async def takes_images(endpoint: Endpoint, traits: EndpointTraits) -> bool:
     """Return whether an image in a chat adds to the tokens of the prompt."""
     params = SamplingParams(max_tokens=1, temperature=0.0)
     tokens = []
-    for images in ((), (Image(_make_png(), "image/png"),)):
-        message = ChatMessage("user", "What is this?", images=images)
+    for images in ((), (Media(_make_png(), "image/png"),)):
+        message = ChatMessage("user", "What is this?", media=images)
         try:
             answer = await _ask(endpoint, traits, Generate(0, params, messages=[message]))
         except (Refused, RequestError):

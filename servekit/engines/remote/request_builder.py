@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from servekit.errors import Unsupported
-from servekit.protocol.messages import ChatMessage, Generate, Grammar, Image, SamplingParams
+from servekit.protocol.messages import ChatMessage, Generate, Grammar, Media, SamplingParams
 
 #: Approximate bytes of a body per token, for estimates, and tokens of an image.
 BYTES_PER_TOKEN = 4
@@ -60,7 +60,7 @@ class EndpointCall:
     @property
     def tokens(self) -> int:
         """Estimated number of prompt tokens."""
-        images = [image for one in self.request.messages or () for image in one.images]
+        images = [image for one in self.request.messages or () for image in one.media]
         text_bytes = len(self.body) - sum(len(image.data) for image in images) * 4 // 3
         return text_bytes // BYTES_PER_TOKEN + TOKENS_PER_IMAGE * len(images) + 1
 
@@ -130,7 +130,7 @@ def _template_body(given: Mapping[str, Any], traits: EndpointTraits) -> dict[str
 
 def _message_body(message: ChatMessage) -> dict[str, Any]:
     told: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.images:
+    if message.media:
         told["content"] = [_part_body(part) for part in message.parts]
     if message.name is not None:
         told["name"] = message.name
@@ -151,7 +151,7 @@ def _message_body(message: ChatMessage) -> dict[str, Any]:
     return told
 
 
-def _part_body(part: str | Image) -> dict[str, Any]:
+def _part_body(part: str | Media) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     data = binascii.b2a_base64(part.data, newline=False).decode()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from servekit.errors import RequestError
-from servekit.protocol.messages import ChatMessage, Image, ToolCall
+from servekit.protocol.messages import ChatMessage, Media, ToolCall
 
 #: Template arguments that callers may set although the library has a parameter of that name.
 _OPEN = {"documents"}
@@ -194,7 +194,7 @@ class ChatTemplate:
             return [ChatMessage("system", text), first, *others]
         told = ChatMessage(first.role, text)
         joined = _join_turns(first, told) if first.role == "system" else _join_turns(told, first)
-        return [replace(first, content=joined.content, images=joined.images), *others]
+        return [replace(first, content=joined.content, media=joined.media), *others]
 
     def render_turns(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
@@ -231,7 +231,7 @@ class ChatTemplate:
         return fields
 
     def _content_of(self, message: ChatMessage) -> str | list[dict[str, str]]:
-        if not message.images and (not message.content or self._takes_text):
+        if not message.media and (not message.content or self._takes_text):
             return message.content
         return [_part_dict(part) for part in message.parts]
 
@@ -286,21 +286,21 @@ def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([_TOOLS, *functions, "", _HOW_TO_CALL])
 
 
-def _part_dict(part: str | Image) -> dict[str, str]:
+def _part_dict(part: str | Media) -> dict[str, str]:
     return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
 
 
 def _put_before(text: str, message: ChatMessage) -> ChatMessage:
     """Put a text before a message's content; its images keep their places."""
-    images = tuple(replace(image, at=image.at + len(text)) for image in message.images)
-    return replace(message, content=text + message.content, images=images)
+    images = tuple(replace(image, at=image.at + len(text)) for image in message.media)
+    return replace(message, content=text + message.content, media=images)
 
 
 def _join_turns(first: ChatMessage, second: ChatMessage) -> ChatMessage:
     """Append the content of the second message to the first."""
-    parted = (first.content or first.images) and (second.content or second.images)
+    parted = (first.content or first.media) and (second.content or second.media)
     moved = _put_before(first.content + ("\n\n" if parted else ""), second)
-    return replace(first, content=moved.content, images=(*first.images, *moved.images))
+    return replace(first, content=moved.content, media=(*first.media, *moved.media))
 
 
 def _calls_in_words(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -317,7 +317,7 @@ def _calls_in_words(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         results = message.role == "tool"
         if message.role == "tool":
             name = message.name or names.get(message.tool_call_id or "", "the function")
-            turn = ChatMessage("user", message.content, images=message.images)
+            turn = ChatMessage("user", message.content, media=message.media)
             message = _put_before(f"Result of {name}: ", turn)
         elif message.tool_calls:
             lines = [message.content] if message.content else []

@@ -19,7 +19,7 @@ from msgspec import structs
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from servekit.engines.api.base import EmbedJob, ImagePrompt, Job, Report, SpeechJob
+from servekit.engines.api.base import EmbedJob, Job, MediaPrompt, Report, SpeechJob
 from servekit.engines.api.job_state import EmbedRow, ends_of
 from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.load_phases import phase
@@ -60,7 +60,7 @@ from servekit.protocol.messages import (
 )
 
 if TYPE_CHECKING:  # they need Pillow, which texts do not
-    from servekit.engines.text.image_prompts import ImageEncoder
+    from servekit.engines.text.media_prompts import MediaEncoder
     from servekit.engines.transformers.vision.image_runner import ImageRunner, ImagesBeside
 
 log: Any = structlog.get_logger(__name__)
@@ -90,7 +90,7 @@ class TransformersEngine(LoopedEngine):
         super().__init__(spec)
         self._runner: Runner
         self._adapters: AdapterManager | None = None
-        self._images: ImageEncoder | None = None
+        self._images: MediaEncoder | None = None
         self._ranks: Ranks | None = None
         self._sleep_state: SleepState
 
@@ -157,13 +157,13 @@ class TransformersEngine(LoopedEngine):
     def _prepare_images(self, processor: Any) -> str:
         """Prepare for images if the model reads them, and say how; otherwise warn."""
         try:
-            from servekit.engines.text.image_prompts import ImageEncoder, make_probes
+            from servekit.engines.text.media_prompts import MediaEncoder, make_probes
 
-            encoder = ImageEncoder(processor, self.codec.template)
+            encoder = MediaEncoder(processor, self.codec.template)
             jobs = []
             for number, message in enumerate(make_probes()):
                 prompt, params = encoder.encode([message]), SamplingParams(max_tokens=_PROBE_TOKENS)
-                jobs.append(Job(-1 - number, prompt.ids, params, images=prompt.inputs))
+                jobs.append(Job(-1 - number, prompt.ids, params, media=prompt.inputs))
                 check_job(jobs[-1], self._limits)
             how: str = cast("ImageRunner | ImagesBeside", self._runner).prove_images(jobs)
         except Exception as error:  # of the library's processor or model: texts are served anyway
@@ -202,7 +202,7 @@ class TransformersEngine(LoopedEngine):
     def submit(self, job: Job) -> None:
         if isinstance(self._runner, _OTHERS):
             raise Unsupported(NO_TEXT, param="model")
-        if job.images is not None and job.adapter:
+        if job.media is not None and job.adapter:
             raise Unsupported(IMAGES_AND_ADAPTER, param="messages")
         adapter = self._adapter_manager().get(job.adapter) if job.adapter else None
         check_job(job, self._limits, adapter.virtual_tokens if adapter else 0)
@@ -249,15 +249,15 @@ class TransformersEngine(LoopedEngine):
             raise Unsupported(NO_GRAMMAR, param=grammar.param)
         return self._grammars.constraint(grammar, emitted)
 
-    def encode_images(
+    def encode_media(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
         template: Mapping[str, Any],
         continues: bool,
-    ) -> ImagePrompt:
+    ) -> MediaPrompt:
         if self._images is None:
-            return super().encode_images(messages, tools, template, continues)
+            return super().encode_media(messages, tools, template, continues)
         return self._images.encode(messages, tools, template, continues)
 
     def sleep(self) -> None:

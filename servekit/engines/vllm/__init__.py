@@ -16,7 +16,7 @@ list per step, for all requests.
     engine               the life cycle of the core, and the loop
     embedding_batches    the sender of embedding jobs
     probes               requests of the engine itself
-    image_prompts        conversations with images, by vLLM's processors
+    media_prompts        conversations with images, by vLLM's processors
     sleep                sleep and wake-up
     generation_defaults  stop tokens and sampling of the model's files
     adapters             LoRA

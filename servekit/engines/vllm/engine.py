@@ -22,9 +22,9 @@ from servekit.engines.api.base import (
     EmbedJob,
     Emit,
     Engine,
-    ImagePrompt,
     Job,
     Load,
+    MediaPrompt,
     Report,
     StepOutput,
 )
@@ -46,8 +46,8 @@ from servekit.engines.vllm.argument_parser import parse_arguments
 from servekit.engines.vllm.causes import first_line
 from servekit.engines.vllm.core_client import Core
 from servekit.engines.vllm.embedding_batches import Texts, explain_failure
-from servekit.engines.vllm.image_prompts import (
-    ImageEncoder,
+from servekit.engines.vllm.media_prompts import (
+    MediaEncoder,
     load_processor,
     name_features,
     prove_images,
@@ -98,7 +98,7 @@ class VllmEngine(Engine):
         self._progress_at = time.monotonic()
         self._running, self._kv_used = 0, 0.0  # as last reported by the core
         self._adapters: Adapters | None = None
-        self._images: ImageEncoder | None = None
+        self._images: MediaEncoder | None = None
         self._prompts: dict[int, list[int]] = {}  # by job: prompts that wait for log probabilities
 
     # ---------------------------------------------------------------- loading
@@ -246,7 +246,7 @@ class VllmEngine(Engine):
         name = f"{job.id}#{next(self._serial)}"
         ids = [*job.prompt_ids, *job.emitted] if job.emitted else job.prompt_ids
         params = self._sampling_params(job)
-        asked = {"sampling_params": params, "mm_features": name_features(job.images, lora)}
+        asked = {"sampling_params": params, "mm_features": name_features(job.media, lora)}
         made = requests.make_request(name, ids, lora, job.cache_salt, **asked)
         self._held.add_job(job.id, [name])
         if job.params.prompt_logprobs is not None:
@@ -302,15 +302,15 @@ class VllmEngine(Engine):
             raise Unsupported(reason, param=grammar.param)
         return self._grammars.constraint(grammar, emitted)
 
-    def encode_images(
+    def encode_media(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
         template: Mapping[str, Any],
         continues: bool,
-    ) -> ImagePrompt:
+    ) -> MediaPrompt:
         if self._images is None:
-            return super().encode_images(messages, tools, template, continues)
+            return super().encode_media(messages, tools, template, continues)
         return self._images.encode(messages, tools, template, continues)
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:

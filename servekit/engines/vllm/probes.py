@@ -6,7 +6,7 @@ import itertools
 from concurrent.futures import Future
 from typing import Any
 
-from servekit.engines.api.base import ImagePrompt
+from servekit.engines.api.base import MediaPrompt
 from servekit.engines.vllm.adapters import Scores
 from servekit.engines.vllm.core_client import Core
 from servekit.engines.vllm.requests import make_request
@@ -51,7 +51,7 @@ class Probes:
             for row in output.new_logprobs.logprobs[: len(output.new_token_ids)]
         ]
 
-    def read_images(self, prompt: ImagePrompt) -> None:
+    def read_images(self, prompt: MediaPrompt) -> None:
         """Let the model answer a prompt with images. Raises LoadError."""
         from vllm.sampling_params import SamplingParams
 

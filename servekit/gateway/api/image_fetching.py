@@ -26,7 +26,7 @@ from servekit import __version__
 from servekit.errors import RequestError
 from servekit.gateway.api.images import list_images, read_file
 from servekit.protocol.access import ImageFetching
-from servekit.protocol.messages import ChatMessage, Image
+from servekit.protocol.messages import ChatMessage, Media
 
 _REDIRECTS = 3
 _PORTS = {"https": 443, "http": 80}
@@ -84,11 +84,11 @@ async def fetch_images(messages: list[ChatMessage], rules: ImageFetching) -> lis
         for address, fetch in fetches.items()
     }
 
-    def fetched(image: Image) -> Image:
+    def fetched(image: Media) -> Media:
         file = files.get(image.address)
         return image if file is None else replace(file, at=image.at, detail=image.detail)
 
-    return [replace(one, images=tuple(map(fetched, one.images))) for one in messages]
+    return [replace(one, media=tuple(map(fetched, one.media))) for one in messages]
 
 
 def _error(address: str, reason: str) -> RequestError:

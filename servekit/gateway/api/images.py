@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from servekit.errors import RequestError, Unsupported
-from servekit.protocol.messages import ChatMessage, Image
+from servekit.protocol.messages import ChatMessage, Media
 
 #: An image of more pixels is refused: a few bytes of a file can stand for gigabytes in memory.
 MAX_PIXELS = 2**26
@@ -26,7 +26,7 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _ROLES = ("user", "tool")
 
 
-def read_data_uri(address: str, where: str, detail: str | None = None) -> Image:
+def read_data_uri(address: str, where: str, detail: str | None = None) -> Media:
     """Return the image of a `data:` URI, or of an address that is yet to be fetched.
 
     Raises RequestError.
@@ -34,18 +34,18 @@ def read_data_uri(address: str, where: str, detail: str | None = None) -> Image:
     found = _DATA_URI.match(address)
     if found is None:
         if address[:8].lower().startswith(_FETCHED):
-            return Image(b"", "", detail=detail or "", address=address)
+            return Media(b"", "", detail=detail or "", address=address)
         raise RequestError(f"{where}: expected data:image/png;base64,…", param=where)
     return read_base64(address[found.end() :], where, detail)
 
 
-def read_base64(text: str, where: str, detail: str | None = None) -> Image:
+def read_base64(text: str, where: str, detail: str | None = None) -> Media:
     """Return the image that base64 stands for. Raises RequestError."""
     image = read_file(_decode(text, where), where)
     return replace(image, detail=detail) if detail else image
 
 
-def read_file(data: bytes, where: str, param: str | None = None) -> Image:
+def read_file(data: bytes, where: str, param: str | None = None) -> Media:
     """Return the image of a file, whose kind its bytes tell.
 
     Raises RequestError, for the parameter `param`, by default `where`.
@@ -59,7 +59,7 @@ def read_file(data: bytes, where: str, param: str | None = None) -> Image:
             f"{where}: the image has {width} × {height} pixels, and {MAX_PIXELS} are allowed",
             param=param,
         )
-    return Image(data, kind)
+    return Media(data, kind)
 
 
 def _decode(text: str, where: str) -> bytes:
@@ -108,9 +108,9 @@ def _size_of_jpeg(data: bytes) -> tuple[int, int]:
     return 0, 0
 
 
-def list_images(messages: Iterable[ChatMessage]) -> list[Image]:
+def list_images(messages: Iterable[ChatMessage]) -> list[Media]:
     """Return the images of all messages."""
-    return [image for message in messages for image in message.images]
+    return [image for message in messages for image in message.media]
 
 
 def has_addresses(messages: Iterable[ChatMessage]) -> bool:
@@ -118,24 +118,24 @@ def has_addresses(messages: Iterable[ChatMessage]) -> bool:
     return any(image.address for image in list_images(messages))
 
 
-def make_message(role: str, parts: Sequence[str | Image], where: str) -> ChatMessage:
+def make_message(role: str, parts: Sequence[str | Media], where: str) -> ChatMessage:
     """Return a message of texts and images. Raises Unsupported for images of another role."""
     text, images = join_parts(parts)
     if images and role not in _ROLES:
         raise Unsupported(f"{where}: a message of the {role} holds no images", param=where)
-    return ChatMessage(role, text, images=images)
+    return ChatMessage(role, text, media=images)
 
 
-def join_parts(parts: Iterable[str | Image]) -> tuple[str, tuple[Image, ...]]:
+def join_parts(parts: Iterable[str | Media]) -> tuple[str, tuple[Media, ...]]:
     """Return the text of a message's parts, and its images with their places.
 
     Texts that follow each other are joined by a line break.
     """
     texts: list[str] = []
-    images: list[Image] = []
+    images: list[Media] = []
     size = 0
     for before, part in pairwise((None, *parts)):
-        if isinstance(part, Image):
+        if isinstance(part, Media):
             images.append(replace(part, at=size))
         elif part is not None:
             texts.append(f"\n{part}" if isinstance(before, str) else part)

@@ -50,7 +50,7 @@ def held_bytes(call: InflightRequest) -> int:
         size += _size(call.more)
     for message in call.messages or ():
         size += sys.getsizeof(message.content)
-        for image in message.images:
+        for image in message.media:
             size += sys.getsizeof(image.data)
         if message.reasoning:
             size += sys.getsizeof(message.reasoning)

@@ -143,8 +143,8 @@ def _render_message(message: ChatMessage) -> str:
     if message.tool_calls or message.reasoning or message.name or message.tool_call_id:
         more = (message.tool_calls, message.reasoning, message.name, message.tool_call_id)
         text += repr(_encode(more))
-    if message.images:
-        text += repr([(image.at, stable_hash(image.data)) for image in message.images])
+    if message.media:
+        text += repr([(image.at, stable_hash(image.data)) for image in message.media])
     return text
 
 

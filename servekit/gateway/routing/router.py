@@ -52,7 +52,7 @@ from servekit.gateway.routing.task_check import check_fetched, check_images, che
 from servekit.gateway.routing.timeouts import GRAIN_S, Deadlines
 from servekit.gateway.routing.worker_connection import NEARBY, WorkerConnection
 from servekit.gateway.telemetry.metrics import RequestMetrics
-from servekit.protocol.messages import Image, ModelStatus, Quarantined, SourceReport, Topology
+from servekit.protocol.messages import Media, ModelStatus, Quarantined, SourceReport, Topology
 from servekit.protocol.residency import KeepAlive, ModelDemand
 
 __all__ = ["ModelQueue", "Router", "describe"]
@@ -195,7 +195,7 @@ class Router:
         if BATCHED.get():
             call.priority = _LAST
         check_task(asked, call, self.models)
-        if call.messages is not None and (images := [i for m in call.messages for i in m.images]):
+        if call.messages is not None and (images := [i for m in call.messages for i in m.media]):
             self.check_images(route, images)
             check_fetched(images)
         if isinstance(asked, AdapterRoute):
@@ -218,7 +218,7 @@ class Router:
         """Count a request of `hold_incomplete` no longer."""
         self._incomplete_bytes -= size_bytes
 
-    def check_images(self, route: ModelQueue, images: Sequence[Image]) -> None:
+    def check_images(self, route: ModelQueue, images: Sequence[Media]) -> None:
         """Raise RequestError for images that the model, or `server.limits`, does not take."""
         check_images(route, len(images), self.access.rules.limits.images, self.models)
 

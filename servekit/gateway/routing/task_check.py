@@ -9,7 +9,7 @@ from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.preset_route import PresetRoute
 from servekit.gateway.routing.request import InflightRequest
 from servekit.protocol import tasks
-from servekit.protocol.messages import Image, ModelInfo
+from servekit.protocol.messages import Media, ModelInfo
 from servekit.protocol.types import Capability, Task
 
 #: The most models that a refusal names.
@@ -60,7 +60,7 @@ def check_images(
         raise Unsupported(said, param="messages")
 
 
-def check_fetched(images: Iterable[Image]) -> None:
+def check_fetched(images: Iterable[Media]) -> None:
     """Raise Unsupported for an image that is given by its address, and has not been fetched."""
     if any(image.address for image in images):
         raise Unsupported(

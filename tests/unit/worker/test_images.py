@@ -15,7 +15,7 @@ from servekit.protocol.messages import (
     Continuation,
     Delta,
     Grammar,
-    Image,
+    Media,
     SamplingParams,
 )
 from servekit.worker.request_preparation import pack_ids
@@ -70,7 +70,7 @@ async def test_a_worker_goes_on_with_the_prompt_of_another(eyes: Client) -> None
 
 async def test_images_are_read_off_the_loop(eyes: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts are answered meanwhile, also where a grammar is to be compiled after it."""
-    encode = eyes.engine.encode_images
+    encode = eyes.engine.encode_media
     entered, go = threading.Event(), threading.Event()
     threads: list[str] = []
 
@@ -80,7 +80,7 @@ async def test_images_are_read_off_the_loop(eyes: Client, monkeypatch: pytest.Mo
         assert go.wait(DEADLINE_S)
         return encode(*args)
 
-    monkeypatch.setattr(eyes.engine, "encode_images", watched)
+    monkeypatch.setattr(eyes.engine, "encode_media", watched)
     grammar = Grammar("regex", "(ja|nein)")
     bound = SamplingParams(max_tokens=12, temperature=0.0, grammar=grammar)
     slow = [eyes.send(GREEDY, messages=ONE), eyes.send(bound, messages=ONE)]
@@ -107,10 +107,10 @@ async def test_bad_words_hold_beside_a_grammar(eyes: Client) -> None:
 @pytest.mark.parametrize(
     ("messages", "params", "words"),
     [
-        ([say("user", Image(RED.data[:50], RED.kind), "?")], GREEDY, "image 1 cannot be decoded"),
+        ([say("user", Media(RED.data[:50], RED.kind), "?")], GREEDY, "image 1 cannot be decoded"),
         (ONE, SamplingParams(max_tokens=3, truncate_prompt=4), "with images cannot be cut"),
         ([say("user", *[RED] * 200)], GREEDY, "this model's context is 2048 tokens; the prompt"),
-        ([ChatMessage("user", "<image>", images=(RED,))], GREEDY, "a text has <image>"),
+        ([ChatMessage("user", "<image>", media=(RED,))], GREEDY, "a text has <image>"),
     ],
 )
 async def test_refusals(

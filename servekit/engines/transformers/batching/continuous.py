@@ -338,7 +338,7 @@ class ContinuousRunner(CausalRunner):
             row = self._waiting[0]
             if self._rows and self._promised_tokens() + _promised_to(row) > self.capacity:
                 break
-            unread = row.job.images is not None and row.images is None
+            unread = row.job.media is not None and row.images is None
             if unread and reading:
                 break
             self._waiting.popleft()

@@ -82,7 +82,7 @@ class ImageReader:
         embedding: Any = self._model.get_input_embeddings()
         if max(job.prompt_ids) >= embedding.weight.shape[0]:
             raise NotBatchable("the tokens of images are not in its embedding")
-        seen = self._run_to_decoder(ids, prepare_inputs(self._model, ids, job.images))
+        seen = self._run_to_decoder(ids, prepare_inputs(self._model, ids, job.media))
         embedded = seen.pop("inputs_embeds", None)
         if embedded is None or embedded.shape[:2] != ids.shape:
             raise NotBatchable("its decoder does not take embeddings of these tokens")

@@ -48,7 +48,7 @@ class ImageRunner(StaticRunner):
             return super().step()
         except Exception as error:
             row = self._row
-            if row is None or row.job.images is None:
+            if row is None or row.job.media is None:
                 raise
             if (output := _refuse(row, error, begun=self._begun)) is None:
                 raise
@@ -96,7 +96,7 @@ class ImageRunner(StaticRunner):
         own = None if row.adapter is None else row.adapter.model
         model: Any = self._model if own is None else own
         ids = torch.tensor([row.context[: self._count_next(row)]], device=model.device)
-        return prepare_inputs(model, ids, row.job.images)
+        return prepare_inputs(model, ids, row.job.media)
 
 
 class ImagesBeside:
@@ -206,7 +206,7 @@ class ImagesBeside:
         return None
 
     def _runner_of(self, row: Row) -> CausalRunner:
-        return self._alone if row.job.images is not None and not self._batches else self.texts
+        return self._alone if row.job.media is not None and not self._batches else self.texts
 
 
 def _refuse(row: Row, error: Exception, *, begun: bool) -> StepOutput | None:

@@ -38,7 +38,7 @@ from servekit.gateway.api.openai.schema import (
     TopP,
     Whole,
 )
-from servekit.protocol.messages import ChatMessage, Image, SamplingParams, ToolCall
+from servekit.protocol.messages import ChatMessage, Media, SamplingParams, ToolCall
 from servekit.protocol.tool_formats import THINKING_SWITCHES
 
 
@@ -249,7 +249,7 @@ def _joined(row: list[ChatMessage]) -> list[ChatMessage]:
     content, images = join_parts([part for one in row for part in one.parts])
     calls = tuple(call for one in row for call in one.tool_calls)
     reasoning = "\n".join([one.reasoning for one in row if one.reasoning]) or None
-    return [replace(first, content=content, tool_calls=calls, reasoning=reasoning, images=images)]
+    return [replace(first, content=content, tool_calls=calls, reasoning=reasoning, media=images)]
 
 
 def _convert(message: Message, where: str, names: dict[str, str]) -> Iterator[ChatMessage]:
@@ -266,7 +266,7 @@ def _convert(message: Message, where: str, names: dict[str, str]) -> Iterator[Ch
 
 def _user(blocks: list[Block], where: str, names: dict[str, str]) -> Iterator[ChatMessage]:
     """Yield the user's parts, with each tool result as a message of its own at its place."""
-    parts: list[str | Image] = []
+    parts: list[str | Media] = []
     for at, block in enumerate(blocks):
         if block.type != "tool_result":
             parts.append(_part(block, f"{where}[{at}]"))
@@ -286,7 +286,7 @@ def _result(block: Block, where: str, names: dict[str, str]) -> ChatMessage:
     if id not in names:
         raise RequestError(f"{where}: no tool_use block before it has the id {id!r}", param=where)
     content = [] if block.content is None else block.content
-    parts: list[str | Image] = [content] if isinstance(content, str) else []
+    parts: list[str | Media] = [content] if isinstance(content, str) else []
     if not isinstance(content, str):
         parts += [_part(one, f"{where}.content[{at}]") for at, one in enumerate(content)]
     if block.is_error:  # templates have no other place for an error
@@ -325,7 +325,7 @@ def _text(content: str | list[Block], where: str) -> str:
     return "\n".join(_block_text(block, f"{where}[{at}]") for at, block in enumerate(content))
 
 
-def _part(block: Block, where: str) -> str | Image:
+def _part(block: Block, where: str) -> str | Media:
     """Return the text or the image of a user's block."""
     if block.type != "image":
         return _block_text(block, where)

@@ -41,7 +41,7 @@ from servekit.gateway.api.openai.schema import (
 from servekit.protocol.messages import (
     ChatMessage,
     Grammar,
-    Image,
+    Media,
     ModelInfo,
     SamplingParams,
     ToolCall,
@@ -328,19 +328,19 @@ def _calls(message: InMessage, at: int) -> Iterator[ToolCall]:
         yield ToolCall(id, call.function.name, msgspec.json.encode(arguments).decode())
 
 
-def _read_images(given: list[str] | None, role: str, where: str) -> tuple[Image, ...]:
+def _read_images(given: list[str] | None, role: str, where: str) -> tuple[Media, ...]:
     read = (
         (read_data_uri if one.startswith("data:") else read_base64)(one, f"{where}[{at}]")
         for at, one in enumerate(given or ())
     )
-    return make_message(role, tuple(read), where).images
+    return make_message(role, tuple(read), where).media
 
 
 def generate_messages(request: GenerateRequest) -> list[ChatMessage]:
     """Return the conversation that /api/generate makes of a prompt for a chat model."""
     system = [ChatMessage("system", request.system)] if request.system else []
     images = _read_images(request.images, "user", "images")
-    return [*system, ChatMessage("user", request.prompt or "", images=images)]
+    return [*system, ChatMessage("user", request.prompt or "", media=images)]
 
 
 def check_generate(request: GenerateRequest) -> None:

@@ -26,7 +26,7 @@ from servekit.gateway.api.openai.schema import (
     unserved_fields,
 )
 from servekit.gateway.tool_parsing import without_unknown_formats
-from servekit.protocol.messages import ChatMessage, Grammar, Image, SamplingParams, ToolCall
+from servekit.protocol.messages import ChatMessage, Grammar, Media, SamplingParams, ToolCall
 from servekit.protocol.types import GrammarParam
 
 Prompt = str | list[int]
@@ -337,11 +337,11 @@ def _message(message: InMessage, at: int) -> ChatMessage:
         if message.refusal is None:
             raise RequestError(f"{where} is required", param=where)
         content = message.refusal
-    images: tuple[Image, ...] = ()
+    images: tuple[Media, ...] = ()
     if isinstance(content, list):
         parts = [_part(part, f"{where}[{place}]") for place, part in enumerate(content)]
         made = make_message(role, parts, where)
-        content, images = made.content, made.images
+        content, images = made.content, made.media
     return ChatMessage(
         role,
         content or "",
@@ -365,7 +365,7 @@ def _call(call: CalledTool, at: int) -> ToolCall:
     return ToolCall(call.id, call.function.name, arguments)
 
 
-def _part(part: ContentPart, where: str) -> str | Image:
+def _part(part: ContentPart, where: str) -> str | Media:
     if part.type == "refusal" and part.refusal is not None:
         return part.refusal
     if part.type == "image_url":
@@ -379,7 +379,7 @@ def _part(part: ContentPart, where: str) -> str | Image:
     return part.text
 
 
-def _image(given: ImageUrl | str | None, where: str) -> Image:
+def _image(given: ImageUrl | str | None, where: str) -> Media:
     if given is None:
         raise RequestError(f"{where} is required", param=where)
     url, detail = (given, None) if isinstance(given, str) else (given.url, given.detail)

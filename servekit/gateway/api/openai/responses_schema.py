@@ -41,7 +41,7 @@ from servekit.gateway.api.openai.schema import (
     TopP,
 )
 from servekit.gateway.generation.generation import GenerationRequest
-from servekit.protocol.messages import ChatMessage, Grammar, Image, SamplingParams, ToolCall
+from servekit.protocol.messages import ChatMessage, Grammar, Media, SamplingParams, ToolCall
 
 _NOT_STORED = "Refused: send the whole conversation, or `previous_response_id`"
 Refused = Annotated[Any, Meta(description=_NOT_STORED, extra_json_schema={"enum": [None]})]
@@ -316,7 +316,7 @@ def _message(role: str, content: str | list[Part] | None, where: str) -> ChatMes
     return make_message(role, parts, where)
 
 
-def _part(part: Part, where: str) -> str | Image:
+def _part(part: Part, where: str) -> str | Media:
     if part.type == "refusal" and part.refusal is not None:
         return part.refusal
     if part.type == "input_image":

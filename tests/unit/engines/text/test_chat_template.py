@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from servekit.engines.text.chat_template import SENTINEL_TOOL, ChatTemplate
 from servekit.errors import RequestError
-from servekit.protocol.messages import ChatMessage, Image, ToolCall
+from servekit.protocol.messages import ChatMessage, Media, ToolCall
 from tests.unit.engines.harness import TEMPLATE, byte_level_tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
@@ -172,7 +172,7 @@ def test_calls_and_results_are_told_in_words_too(source: str) -> None:
     assert "<user>Result of f: 42\n\nResult of the function: 43\n\nWell?" in said
 
 
-PICTURE = Image(b"1", "image/png", at=2)
+PICTURE = Media(b"1", "image/png", at=2)
 SHOWN = {"type": "image"}
 
 
@@ -181,7 +181,7 @@ def text_part(text: str) -> dict[str, str]:
 
 
 def test_images_stand_between_the_texts() -> None:
-    seen = ChatMessage("user", "abcd", images=(PICTURE, replace(PICTURE, at=4)))
+    seen = ChatMessage("user", "abcd", media=(PICTURE, replace(PICTURE, at=4)))
     first, second = json.loads(template(SHOW).render([seen, ChatMessage("user", "plain")]))
     assert first["content"] == [text_part("ab"), SHOWN, text_part("cd"), SHOWN]
     assert second["content"] == "plain"
@@ -205,9 +205,9 @@ def test_images_keep_their_places_where_texts_are_put_before_them() -> None:
         "{{ m.content }}{% else %}{% for part in m.content %}"
         "{{ part.text if part.type == 'text' else '[]' }}{% endfor %}{% endif %};{% endfor %}"
     )
-    asked = ChatMessage("user", "abcd", images=(PICTURE,))
+    asked = ChatMessage("user", "abcd", media=(PICTURE,))
     called = ChatMessage("assistant", "", tool_calls=(CALL,))
-    result = ChatMessage("tool", "42", tool_call_id=CALL.id, images=(PICTURE,))
+    result = ChatMessage("tool", "42", tool_call_id=CALL.id, media=(PICTURE,))
     text = template(source).render([asked, called, result, result, asked], [SENTINEL_TOOL])
     assert text.startswith("user:You can call these functions")
     assert "\n\nab[]cd;assistant:" in text

@@ -14,7 +14,7 @@ from transformers.utils.import_utils import is_torchvision_available
 from servekit.engines.vllm.engine import VllmEngine
 from servekit.errors import RequestError
 from servekit.protocol.adapters import AdapterSpec
-from servekit.protocol.messages import ChatMessage, Grammar, Image
+from servekit.protocol.messages import ChatMessage, Grammar, Media
 from tests.unit.engines.harness import write_tiny_llama
 from tests.unit.engines.seeing_model import write_idefics3, write_qwen2_vl, write_seeing_model
 from tests.unit.engines.transformers.vision.pictures import (
@@ -66,7 +66,7 @@ def reference(folder: Path) -> Reference:
 
 
 def encode(seeing: Seeing, messages: list[ChatMessage]) -> list[int]:
-    ids: list[int] = seeing.engine.encode_images(messages, (), {}, False).ids
+    ids: list[int] = seeing.engine.encode_media(messages, (), {}, False).ids
     return ids
 
 
@@ -151,8 +151,8 @@ def test_what_is_refused(seeing: Seeing) -> None:
     beside = seeing.ask(NONE, max_tokens=100)
     for data in (RED.data[:60], RED.data[:100] + b"\0" * 40):
         with pytest.raises(RequestError, match="image 2 cannot be decoded"):
-            seeing.ask([say("user", BLUE, Image(data, RED.kind), "?")])
-    over = seeing.engine.encode_images([say("user", RED, LONG * 40)], (), {}, False)
+            seeing.ask([say("user", BLUE, Media(data, RED.kind), "?")])
+    over = seeing.engine.encode_media([say("user", RED, LONG * 40)], (), {}, False)
     assert len(over.ids) > seeing.info.max_context and not over.inputs
     assert len(seeing.tokens(beside)) == 100
     assert seeing.engine.fatal is None

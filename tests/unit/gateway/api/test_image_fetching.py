@@ -16,7 +16,7 @@ from servekit.errors import RequestError
 from servekit.gateway.api import image_fetching
 from servekit.gateway.api.image_fetching import _is_public, fetch_images
 from servekit.protocol.access import ImageFetching
-from servekit.protocol.messages import ChatMessage, Image
+from servekit.protocol.messages import ChatMessage, Media
 from tests.integration import certificates
 from tests.unit.gateway.api.test_images import make_file
 
@@ -102,10 +102,10 @@ def rules(server: Server, **fields: Any) -> ImageFetching:
     return ImageFetching(**known | fields)
 
 
-async def fetch(address: str, allowed: ImageFetching) -> Image:
-    message = ChatMessage("user", "See", images=(Image(b"", "", 3, "low", address),))
+async def fetch(address: str, allowed: ImageFetching) -> Media:
+    message = ChatMessage("user", "See", media=(Media(b"", "", 3, "low", address),))
     [fetched] = await fetch_images([message], allowed)
-    return fetched.images[0]
+    return fetched.media[0]
 
 
 async def refusal(address: str, allowed: ImageFetching) -> str:
@@ -118,18 +118,18 @@ async def refusal(address: str, allowed: ImageFetching) -> str:
 async def test_it_is_fetched_and_stays_in_its_place(server: Server) -> None:
     for path in ("/picture", "/picture?token=1#there", "/moved"):
         image = await fetch(f"http://127.0.0.1:{server.port}{path}", rules(server))
-        assert image == Image(PICTURE, "image/png", 3, "low")
+        assert image == Media(PICTURE, "image/png", 3, "low")
     assert server.requests[0].startswith("GET /picture HTTP/1.1\r\n")
     assert "cookie" not in server.requests[0].lower()
     assert server.requests[1].startswith("GET /picture?token=1 HTTP/1.1\r\n")
 
 
 async def test_an_image_that_is_named_twice_is_fetched_once(server: Server) -> None:
-    named = Image(b"", "", address=f"http://127.0.0.1:{server.port}/picture")
-    sent = Image(PICTURE, "image/png", 1)
-    messages = [ChatMessage("user", "a", images=(named, sent)), ChatMessage("user", "b")]
+    named = Media(b"", "", address=f"http://127.0.0.1:{server.port}/picture")
+    sent = Media(PICTURE, "image/png", 1)
+    messages = [ChatMessage("user", "a", media=(named, sent)), ChatMessage("user", "b")]
     fetched = await fetch_images([*messages, messages[0]], rules(server))
-    whole = ChatMessage("user", "a", images=(Image(PICTURE, "image/png"), sent))
+    whole = ChatMessage("user", "a", media=(Media(PICTURE, "image/png"), sent))
     assert fetched == [whole, messages[1], whole]
     assert len(server.requests) == 1
 
@@ -171,7 +171,7 @@ async def test_crumbs_leave_the_loop_to_others(server: Server) -> None:
 
 async def test_the_images_of_a_request_share_the_room(server: Server) -> None:
     addresses = [f"http://127.0.0.1:{server.port}/picture?{n}" for n in range(3)]
-    message = ChatMessage("user", "", images=tuple(Image(b"", "", address=a) for a in addresses))
+    message = ChatMessage("user", "", media=tuple(Media(b"", "", address=a) for a in addresses))
     await fetch_images([message], rules(server, max_bytes=3 * len(PICTURE)))
     with pytest.raises(RequestError, match="larger than"):
         await fetch_images([message], rules(server, max_bytes=3 * len(PICTURE) - 1))

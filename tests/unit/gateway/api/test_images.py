@@ -24,11 +24,11 @@ from servekit.gateway.api.images import (
     read_base64,
     read_data_uri,
 )
-from servekit.protocol.messages import ChatMessage, Image
+from servekit.protocol.messages import ChatMessage, Media
 
 Format = Literal["PNG", "JPEG", "GIF", "WEBP"]
 FORMATS: tuple[Format, ...] = ("PNG", "JPEG", "GIF", "WEBP")
-PICTURE = Image(b"a file", "image/png")
+PICTURE = Media(b"a file", "image/png")
 
 
 def make_file(kind: Format, size: tuple[int, int] = (33, 17), **options: bool) -> bytes:
@@ -48,7 +48,7 @@ def test_the_file_says_what_it_is(kind: Format, size: tuple[int, int]) -> None:
     assert _inspect(data) == (f"image/{kind.lower()}", size)
     for told in ("image/png", "text/html", ""):  # which may be wrong
         image = read_data_uri(f"data:{told};base64,{encode(data)}", "here", "low")
-        assert image == Image(data, f"image/{kind.lower()}", detail="low")
+        assert image == Media(data, f"image/{kind.lower()}", detail="low")
 
 
 def test_webp_has_three_headers() -> None:
@@ -98,10 +98,10 @@ def test_wrong_ones(address: str, said: str) -> None:
 def test_an_address_is_left_to_be_fetched() -> None:
     for address in ("https://example.com/a.png", "HTTP://example.com/a.png"):
         image = read_data_uri(address, "here", "low")
-        assert image == Image(b"", "", detail="low", address=address)
-        message = ChatMessage("user", "", images=(PICTURE, image))
+        assert image == Media(b"", "", detail="low", address=address)
+        message = ChatMessage("user", "", media=(PICTURE, image))
         assert has_addresses([message]) and list_images([message]) == [PICTURE, image]
-    assert not has_addresses([ChatMessage("user", "", images=(PICTURE,))])
+    assert not has_addresses([ChatMessage("user", "", media=(PICTURE,))])
 
 
 def test_a_header_of_too_many_pixels() -> None:
@@ -127,12 +127,12 @@ def test_damaged_files_are_images_or_refused() -> None:
 
 
 @given(st.lists(st.text(max_size=5) | st.just(PICTURE), max_size=8))
-def test_parts_come_back_as_they_were(parts: list[str | Image]) -> None:
+def test_parts_come_back_as_they_were(parts: list[str | Media]) -> None:
     text, images = join_parts(parts)
-    message = ChatMessage("user", text, images=images)
+    message = ChatMessage("user", text, media=images)
     assert [image.data for image in images] == [PICTURE.data] * parts.count(PICTURE)
-    whole = ["\x1f" if isinstance(part, Image) else part for part in message.parts]
-    given_ = ["\x1f" if isinstance(part, Image) else part for part in parts]
+    whole = ["\x1f" if isinstance(part, Media) else part for part in message.parts]
+    given_ = ["\x1f" if isinstance(part, Media) else part for part in parts]
     for sign in ("\n", ""):  # texts that follow each other are joined by a line break
         assert "".join(whole).replace("\n", "") == sign.join(given_).replace("\n", "")
 
@@ -140,12 +140,12 @@ def test_parts_come_back_as_they_were(parts: list[str | Image]) -> None:
 def test_places() -> None:
     text, images = join_parts(["one", "two", PICTURE, PICTURE, "three"])
     assert (text, [image.at for image in images]) == ("one\ntwothree", [7, 7])
-    message = ChatMessage("user", text, images=images)
+    message = ChatMessage("user", text, media=images)
     assert [p if isinstance(p, str) else p.at for p in message.parts] == ["one\ntwo", 7, 7, "three"]
 
 
 def test_only_users_and_tools_show_images() -> None:
-    assert make_message("tool", ["text", PICTURE], "here").images
+    assert make_message("tool", ["text", PICTURE], "here").media
     for role in ("system", "assistant"):
         with pytest.raises(Unsupported, match=f"here: a message of the {role} holds no images"):
             make_message(role, ["text", PICTURE], "here")

@@ -228,7 +228,7 @@ def test_images_are_sent_before_their_text() -> None:
     request = request_of("m", turns, Settings(), {IMAGE["id"]: URI})
     first, second, third = [message.content for message in chat_messages(request.messages)]
     assert (first, second, third) == ("what?", "", "and?")
-    images = [message.images for message in chat_messages(request.messages)]
+    images = [message.media for message in chat_messages(request.messages)]
     assert [[(one.kind, one.at) for one in group] for group in images] == [
         [("image/png", 0)],
         [("image/png", 0)],

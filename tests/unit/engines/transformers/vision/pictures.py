@@ -11,29 +11,29 @@ from PIL import Image as Pillow
 from PIL import ImageDraw
 
 from servekit.engines.transformers.vision.processor import load_processor
-from servekit.protocol.messages import ChatMessage, Image
+from servekit.protocol.messages import ChatMessage, Media
 from tests.unit.engines.harness import make_spec
 from tests.unit.engines.seeing_model import LIBRARY
 
 KINDS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 
 
-def paint(colour: str, size: tuple[int, int] = (60, 40), kind: str = "PNG") -> Image:
+def paint(colour: str, size: tuple[int, int] = (60, 40), kind: str = "PNG") -> Media:
     picture = Pillow.new("RGB", size, colour)
     ImageDraw.Draw(picture).ellipse((2, 2, size[0] // 2, size[1] - 2), "white")
     file = io.BytesIO()
     picture.save(file, kind)
-    return Image(file.getvalue(), KINDS[kind])
+    return Media(file.getvalue(), KINDS[kind])
 
 
-def say(role: str, *parts: str | Image) -> ChatMessage:
+def say(role: str, *parts: str | Media) -> ChatMessage:
     text, images = "", []
     for part in parts:
-        if isinstance(part, Image):
-            images.append(Image(part.data, part.kind, at=len(text)))
+        if isinstance(part, Media):
+            images.append(Media(part.data, part.kind, at=len(text)))
         else:
             text += part
-    return ChatMessage(role, text, images=tuple(images))
+    return ChatMessage(role, text, media=tuple(images))
 
 
 RED, BLUE, WIDE = paint("red"), paint("blue", kind="JPEG"), paint("green", (100, 30), "WEBP")
@@ -81,7 +81,7 @@ class Reference:
         return whole[:count], whole[count:]
 
 
-def _part(part: str | Image) -> dict[str, Any]:
+def _part(part: str | Media) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     return {"type": "image", "image": Pillow.open(io.BytesIO(part.data))}

@@ -75,9 +75,9 @@ class Seeing(Harness):
     def ask(self, messages: list[ChatMessage], **params: Any) -> int:
         """Submit a conversation as a worker does."""
         made = {"max_tokens": TOKENS, "ignore_eos": True} | params
-        if any(one.images for one in messages):
-            prompt = self.engine.encode_images(messages, (), {}, False)
-            return self.submit(prompt.ids, images=prompt.inputs, **made)
+        if any(one.media for one in messages):
+            prompt = self.engine.encode_media(messages, (), {}, False)
+            return self.submit(prompt.ids, media=prompt.inputs, **made)
         return self.submit(self.engine.codec.render_chat(messages), **made)
 
     def answer(self, messages: list[ChatMessage], **params: Any) -> list[int]:
@@ -141,7 +141,7 @@ def test_answers_are_the_library_s(
     job = seeing.ask(messages)
     assert seeing.tokens(job) == due
     if messages is not NONE:
-        assert seeing.engine.encode_images(messages, (), {}, False).ids == ids
+        assert seeing.engine.encode_media(messages, (), {}, False).ids == ids
 
 
 def test_pictures_and_texts_at_once(seeing: Seeing, reference: Reference) -> None:
@@ -185,7 +185,7 @@ def test_a_picture_is_cached_by_its_content(write: Folders, name: str) -> None:
             job = engine.ask(messages)
             answers.append(engine.tokens(job))
             cached.append(max(output.cached_tokens for output in engine.outputs[job]))
-        ids = engine.engine.encode_images(asked[0], (), {}, False).ids
+        ids = engine.engine.encode_media(asked[0], (), {}, False).ids
         first = len(engine.engine.codec.encode(lead)) + 20  # beyond it is the first picture
         assert cached[0] == 0 < cached[1] <= first < cached[2] <= len(ids)
         assert answers[0] == answers[2]
@@ -243,7 +243,7 @@ def test_another_worker_goes_on(seeing: Seeing, reference: Reference, done: int)
 
 def test_an_emitted_mark_is_no_image(seeing: Seeing) -> None:
     """A model may write the token of an image; who goes on after it must not look for a second."""
-    ids = seeing.engine.encode_images(ONE, (), {}, False).ids
+    ids = seeing.engine.encode_media(ONE, (), {}, False).ids
     mark = max(set(ids), key=ids.count)
     assert len(seeing.answer(ONE, emitted=[mark, mark])) == TOKENS - 2
 
@@ -257,7 +257,7 @@ def test_sampling_as_for_other_requests(seeing: Seeing) -> None:
     job = seeing.ask(ONE, logprobs=2, prompt_logprobs=1, max_tokens=5)
     assert len(seeing.logprobs(job)) == 5
     told = seeing.outputs[job][0].prompt
-    ids = seeing.engine.encode_images(ONE, (), {}, False).ids
+    ids = seeing.engine.encode_media(ONE, (), {}, False).ids
     assert told is not None and [one.id for one in told] == ids
     biased = seeing.answer(ONE, logit_bias=((plain[0], -100.0),))
     assert biased[0] != plain[0]
@@ -276,7 +276,7 @@ def test_it_sleeps_and_wakes(folder: Path) -> None:
 
 
 def test_a_text_may_name_the_token_of_an_image(seeing: Seeing) -> None:
-    ids = seeing.engine.encode_images(ONE, (), {}, False).ids
+    ids = seeing.engine.encode_media(ONE, (), {}, False).ids
     mark = seeing.engine.codec.decoder().push([max(set(ids), key=ids.count)])
     named = seeing.engine._images._processor.image_token
     assert len(seeing.answer([say("user", f"What is {named}?{mark}")])) == TOKENS
@@ -298,9 +298,9 @@ def test_a_cancelled_one_makes_room(eyes: Seeing) -> None:
 
 def test_images_without_their_places_fail_alone(eyes: Seeing) -> None:
     """The worker's preparation prevents it; if it happens all the same, the engine lives."""
-    prompt = eyes.engine.encode_images(ONE, (), {}, False)
+    prompt = eyes.engine.encode_media(ONE, (), {}, False)
     beside = eyes.ask(NONE, max_tokens=100)
-    lost = eyes.submit(prompt.ids[:3], images=prompt.inputs)
+    lost = eyes.submit(prompt.ids[:3], media=prompt.inputs)
     eyes.until(lambda: eyes.ended(lost), "it is refused")
     (output,) = eyes.outputs[lost]
     assert output.param == "messages" and "cannot read these images" in (output.error or "")
@@ -350,9 +350,9 @@ def test_a_failed_step_ends_the_engine(
 
 
 def test_adapters_have_no_images(eyes: Seeing) -> None:
-    prompt = eyes.engine.encode_images(ONE, (), {}, False)
+    prompt = eyes.engine.encode_media(ONE, (), {}, False)
     with pytest.raises(Unsupported, match="with an adapter has no images"):
-        eyes.submit(prompt.ids, images=prompt.inputs, adapter="any")
+        eyes.submit(prompt.ids, media=prompt.inputs, adapter="any")
 
 
 def test_twenty_images(eyes: Seeing) -> None:

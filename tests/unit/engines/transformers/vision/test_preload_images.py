@@ -24,8 +24,8 @@ def test_a_fork_sees_with_the_processor_that_was_prepared(folder: Path) -> None:
         from tests.unit.engines.transformers.vision.pictures import ONE
         def answer():
             running = harness.Harness(spec)
-            prompt = running.engine.encode_images(ONE, (), {}, False)
-            ids = running.generate(prompt.ids, images=prompt.inputs, max_tokens=8)
+            prompt = running.engine.encode_media(ONE, (), {}, False)
+            ids = running.generate(prompt.ids, media=prompt.inputs, max_tokens=8)
             known = preload._prepared
             own = known is None or running.engine._images._processor is not known.processor
             running.close()

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from PIL import Image as Pillow
 
-from servekit.engines.text import image_prompts
+from servekit.engines.text import media_prompts
 from servekit.engines.text.chat_template import ChatTemplate
-from servekit.engines.text.image_prompts import ImageEncoder, decode_images
+from servekit.engines.text.media_prompts import MediaEncoder, decode_images
 from servekit.engines.transformers.vision.processor import load_processor
 from servekit.errors import RequestError
-from servekit.protocol.messages import ChatMessage, Image, ToolCall
+from servekit.protocol.messages import ChatMessage, Media, ToolCall
 from tests.unit.engines.harness import make_spec
 from tests.unit.engines.seeing_model import TOKENS_PER_IMAGE, write_seeing_model
 from tests.unit.engines.transformers.vision.pictures import BLUE, KINDS, RED, WIDE, paint, say
@@ -29,14 +29,14 @@ def processor(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Any
 
 
 @pytest.fixture(scope="module")
-def encoder(processor: Any) -> ImageEncoder:
-    return ImageEncoder(processor, ChatTemplate(processor.tokenizer))
+def encoder(processor: Any) -> MediaEncoder:
+    return MediaEncoder(processor, ChatTemplate(processor.tokenizer))
 
 
-def save(picture: Any, kind: str = "PNG", **how: Any) -> Image:
+def save(picture: Any, kind: str = "PNG", **how: Any) -> Media:
     file = io.BytesIO()
     picture.save(file, kind, **how)
-    return Image(file.getvalue(), KINDS[kind])
+    return Media(file.getvalue(), KINDS[kind])
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -58,7 +58,7 @@ def test_a_photo_is_turned_upright() -> None:
     assert decode_images([photo])[0].size == (20, 30)
 
 
-def refusal(*images: Image) -> str:
+def refusal(*images: Media) -> str:
     with pytest.raises(RequestError) as refused:
         decode_images(images)
     assert (refused.value.status, refused.value.param) == (400, "messages")
@@ -69,7 +69,7 @@ def refusal(*images: Image) -> str:
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.97])
 def test_a_cut_file(kind: str, keep: float) -> None:
     whole = paint("red", (300, 200), kind)
-    cut = Image(whole.data[: int(len(whole.data) * keep)], whole.kind)
+    cut = Media(whole.data[: int(len(whole.data) * keep)], whole.kind)
     if kind == "GIF" and keep > 0.9:
         return  # Pillow shows what there is, as browsers do
     assert refusal(RED, cut).startswith("messages: image 2 cannot be decoded: ")
@@ -80,14 +80,14 @@ def test_a_damaged_file() -> None:
         data = bytearray(RED.data)
         data[at] ^= 0xFF
         try:
-            decode_images([Image(bytes(data), RED.kind)])
+            decode_images([Media(bytes(data), RED.kind)])
         except RequestError as error:
             assert error.param == "messages"
 
 
 def test_another_format_than_it_says() -> None:
-    assert "cannot be decoded" in refusal(Image(BLUE.data, "image/png"))
-    assert "cannot be decoded" in refusal(Image(b"", "image/png"))
+    assert "cannot be decoded" in refusal(Media(BLUE.data, "image/png"))
+    assert "cannot be decoded" in refusal(Media(b"", "image/png"))
 
 
 def test_a_bomb_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,13 +99,13 @@ def test_a_bomb_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
         struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
         for name, body in parts
     ]
-    assert "decoded" in refusal(Image(b"\x89PNG\r\n\x1a\n" + b"".join(chunks), "image/png"))
-    monkeypatch.setattr(image_prompts, "MAX_PIXELS", 599)
+    assert "decoded" in refusal(Media(b"\x89PNG\r\n\x1a\n" + b"".join(chunks), "image/png"))
+    monkeypatch.setattr(media_prompts, "MAX_PIXELS", 599)
     assert "image 1 has 30 × 20 pixels, and 599 are allowed" in refusal(paint("red", (30, 20)))
 
 
 def test_too_much_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_prompts, "MAX_PIXELS_TOGETHER", 1000)
+    monkeypatch.setattr(media_prompts, "MAX_PIXELS_TOGETHER", 1000)
     small = paint("red", (20, 30))
     assert len(decode_images([small])) == 1
     assert "have 1200 pixels together, and 1000 are allowed" in refusal(small, small)
@@ -118,7 +118,7 @@ def test_a_moving_picture(kind: str) -> None:
     assert refusal(moving) == "messages: image 1 is animated; send a single picture of it"
 
 
-def test_places_in_the_prompt(encoder: ImageEncoder, processor: Any) -> None:
+def test_places_in_the_prompt(encoder: MediaEncoder, processor: Any) -> None:
     prompt = encoder.encode([say("user", "a", RED, "b", BLUE, WIDE, "c")])
     text = processor.tokenizer.decode(prompt.ids)
     image = "<image>" * TOKENS_PER_IMAGE
@@ -134,13 +134,13 @@ CALL = ToolCall("call_1", "look", "{}")
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
-def test_images_of_tools(encoder: ImageEncoder, processor: Any) -> None:
+def test_images_of_tools(encoder: MediaEncoder, processor: Any) -> None:
     """A template without tools tells them in words; the images stay in their places."""
     result = say("tool", "Here ", BLUE, " it is")
     turns = [
         ASKED[0],
         ChatMessage("assistant", "", tool_calls=(CALL,)),
-        ChatMessage("tool", result.content, tool_call_id=CALL.id, images=result.images),
+        ChatMessage("tool", result.content, tool_call_id=CALL.id, media=result.media),
         say("user", "And ", RED),
     ]
     text = processor.tokenizer.decode(encoder.encode(turns, [TOOL]).ids)
@@ -158,14 +158,14 @@ def test_a_template_that_leaves_out_images(processor: Any) -> None:
         "{% endfor %}{% endfor %}"
     )
     try:
-        encoder = ImageEncoder(processor, ChatTemplate(tokenizer))
+        encoder = MediaEncoder(processor, ChatTemplate(tokenizer))
         with pytest.raises(RequestError, match="has places for 2 of these 3 images only"):
             encoder.encode([say("user", RED, BLUE, WIDE)])
     finally:
         tokenizer.chat_template = before
 
 
-def test_a_processor_that_refuses(encoder: ImageEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_that_refuses(encoder: MediaEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise ValueError("absolute aspect ratio must be smaller than 200")
 

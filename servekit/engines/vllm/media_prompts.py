@@ -13,10 +13,10 @@ from typing import Any
 
 import structlog
 
-from servekit.engines.api.base import ImagePrompt
+from servekit.engines.api.base import MediaPrompt
 from servekit.engines.api.load_phases import phase
-from servekit.engines.text import image_prompts
-from servekit.engines.text.image_prompts import make_probes
+from servekit.engines.text import media_prompts
+from servekit.engines.text.media_prompts import make_probes
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.vllm.probes import Probes
 from servekit.errors import EngineFailed, LoadError, Unsupported, describe_error
@@ -53,14 +53,14 @@ def load_processor(config: Any, tokenizer: Any, spec: WorkerSpec) -> Any | None:
 
 def prove_images(
     inputs: Any, codec: TokenizerCodec, probes: Probes, spec: WorkerSpec
-) -> ImageEncoder | None:
+) -> MediaEncoder | None:
     """Return the encoder of images if the model reads one; otherwise warn, and return None.
 
     Raises LoadError if the core dies of it.
     """
     try:
         with phase("images"):
-            encoder = ImageEncoder(inputs, codec)
+            encoder = MediaEncoder(inputs, codec)
             probes.read_images(encoder.encode(make_probes()[:1]))
             return encoder
     except EngineFailed as error:
@@ -77,7 +77,7 @@ def _warn_text_only(spec: WorkerSpec, error: Exception) -> None:
     log.warning("images_unavailable", model=spec.model, reason=describe_error(error))
 
 
-class ImageEncoder(image_prompts.ImageEncoder):
+class MediaEncoder(media_prompts.MediaEncoder):
     """The encoder of conversations with images for one core; any thread may use it."""
 
     def __init__(self, inputs: Any, codec: TokenizerCodec) -> None:
@@ -89,7 +89,7 @@ class ImageEncoder(image_prompts.ImageEncoder):
         self._inputs = inputs
         self._codec = codec
 
-    def _make_prompt(self, text: str, pictures: list[Any]) -> ImagePrompt:
+    def _make_prompt(self, text: str, pictures: list[Any]) -> MediaPrompt:
         """Return the prompt, with the images as `mm_features` of the core."""
         from vllm.sampling_params import SamplingParams
 
@@ -101,13 +101,13 @@ class ImageEncoder(image_prompts.ImageEncoder):
         made = self._inputs.renderer.process_for_engine(prompt, time.time(), skip_mm_cache=True)
         ids = made["prompt_token_ids"]
         if len(ids) >= self._inputs.model_config.max_model_len:
-            return ImagePrompt(ids, [])  # the worker refuses it
+            return MediaPrompt(ids, [])  # the worker refuses it
         request = self._inputs.process_inputs(
             request_id="", prompt=made, params=unused, supported_tasks=("generate",)
         )
         if len(request.mm_features or ()) != len(pictures):
             raise Unsupported("messages: the model has no place for these images", param="messages")
-        return ImagePrompt(ids, request.mm_features)
+        return MediaPrompt(ids, request.mm_features)
 
 
 def name_features(features: Any, lora: Any) -> Any:

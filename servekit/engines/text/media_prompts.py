@@ -10,11 +10,11 @@ from typing import Any
 from PIL import Image as Pillow
 from PIL import ImageOps
 
-from servekit.engines.api.base import ImagePrompt
+from servekit.engines.api.base import MediaPrompt
 from servekit.engines.text.chat_template import SENTINEL, ChatTemplate
 from servekit.engines.text.tokenizer import begins_text
 from servekit.errors import RequestError, Unsupported, describe_error
-from servekit.protocol.messages import ChatMessage, Image
+from servekit.protocol.messages import ChatMessage, Media
 
 #: Most pixels of an image, as the gateway has read its header, and of a conversation's images. A
 #: pixel takes three bytes.
@@ -24,7 +24,7 @@ MAX_PIXELS_TOGETHER = 2**28
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
 
 
-class ImageEncoder:
+class MediaEncoder:
     """The encoder of conversations with images for one model; any thread may use it.
 
     One conversation is encoded at a time, as its decoded images may take a gigabyte.
@@ -45,9 +45,9 @@ class ImageEncoder:
         tools: Sequence[Mapping[str, Any]] = (),
         template: Mapping[str, Any] | None = None,
         continues: bool = False,
-    ) -> ImagePrompt:
-        """Return the token ids and the images of a conversation, as `Engine.encode_images`."""
-        images = [image for message in messages for image in message.images]
+    ) -> MediaPrompt:
+        """Return the token ids and the images of a conversation, as `Engine.encode_media`."""
+        images = [image for message in messages for image in message.media]
         with self._lock:
             text = self._template.render(messages, tools, template, continues)
             self._check_marks(text, len(images))
@@ -60,7 +60,7 @@ class ImageEncoder:
                 why = f"the model's processor refuses these images: {describe_error(error)}"
                 raise RequestError(f"messages: {why}", param="messages") from error
 
-    def _make_prompt(self, text: str, pictures: list[Any]) -> ImagePrompt:
+    def _make_prompt(self, text: str, pictures: list[Any]) -> MediaPrompt:
         """Return the prompt of a rendered conversation and its decoded images."""
         asked: dict[str, Any] = {"return_tensors": "pt"}
         if begins_text(self._processor.tokenizer, text):
@@ -68,12 +68,12 @@ class ImageEncoder:
         made = dict(self._processor(text=[text], images=[pictures], **asked))
         ids = made.pop("input_ids")[0].tolist()
         made.pop("attention_mask", None)  # of ones
-        return ImagePrompt(ids, made)
+        return MediaPrompt(ids, made)
 
     def _find_marks(self) -> list[str]:
         """Return the added tokens that the template writes for each image, and only for images."""
-        image = Image(b"", "image/png")
-        turns = [ChatMessage("user", SENTINEL, images=(image,) * count) for count in range(3)]
+        image = Media(b"", "image/png")
+        turns = [ChatMessage("user", SENTINEL, media=(image,) * count) for count in range(3)]
         texts = [self._template.render([turn]) for turn in turns]
         added: list[str] = list(self._processor.tokenizer.get_added_vocab())
         return [mark for mark in added if [text.count(mark) for text in texts] == [0, 1, 2]]
@@ -104,10 +104,10 @@ def make_probes() -> list[ChatMessage]:
 def _make_probe(text: str, colour: str, size: tuple[int, int]) -> ChatMessage:
     file = io.BytesIO()
     Pillow.new("RGB", size, colour).save(file, "PNG")
-    return ChatMessage("user", text, images=(Image(file.getvalue(), "image/png"),))
+    return ChatMessage("user", text, media=(Media(file.getvalue(), "image/png"),))
 
 
-def decode_images(images: Sequence[Image]) -> list[Any]:
+def decode_images(images: Sequence[Media]) -> list[Any]:
     """Return the images in RGB and upright, as the library loads them. Raises RequestError."""
     opened = [_open_image(image, place) for place, image in enumerate(images, 1)]
     together = sum(one.width * one.height for one in opened)
@@ -120,7 +120,7 @@ def decode_images(images: Sequence[Image]) -> list[Any]:
     return [_decode_image(one, place) for place, one in enumerate(opened, 1)]
 
 
-def _open_image(image: Image, place: int) -> Any:
+def _open_image(image: Media, place: int) -> Any:
     """Read an image's header and refuse what is too large or moves; nothing is decoded yet."""
     try:
         opened = Pillow.open(io.BytesIO(image.data), formats=[_FORMATS[image.kind]])

@@ -12,9 +12,9 @@ import pytest
 import transformers
 
 from servekit.engines.text.tokenizer import TokenizerCodec
-from servekit.engines.vllm import image_prompts
+from servekit.engines.vllm import media_prompts
 from servekit.errors import EngineFailed, LoadError, RequestError
-from servekit.protocol.messages import Image
+from servekit.protocol.messages import Media
 from tests.unit.engines.harness import make_spec
 from tests.unit.engines.transformers.vision.pictures import BLUE, HISTORY, ONE, RED, say
 
@@ -85,12 +85,12 @@ def far(tokenizer: Any) -> FarProcessor:
 
 
 @pytest.fixture
-def encoder(far: FarProcessor, tokenizer: Any) -> image_prompts.ImageEncoder:
-    return image_prompts.ImageEncoder(far, TokenizerCodec(tokenizer))
+def encoder(far: FarProcessor, tokenizer: Any) -> media_prompts.MediaEncoder:
+    return media_prompts.MediaEncoder(far, TokenizerCodec(tokenizer))
 
 
 def test_images_take_their_places(
-    encoder: image_prompts.ImageEncoder, far: FarProcessor, tokenizer: Any
+    encoder: media_prompts.MediaEncoder, far: FarProcessor, tokenizer: Any
 ) -> None:
     ids, features = encoder.encode(HISTORY)
     assert ids.count(far.image) == 3 * EACH
@@ -103,18 +103,18 @@ def test_images_take_their_places(
     ("parts", "words"),
     [
         ((RED, "an <image>"), "a text has <image>, which stands for an image"),
-        ((Image(RED.data[:60], RED.kind),), "image 1 cannot be decoded"),
+        ((Media(RED.data[:60], RED.kind),), "image 1 cannot be decoded"),
     ],
 )
 def test_what_is_refused(
-    encoder: image_prompts.ImageEncoder, parts: tuple[str | Image, ...], words: str
+    encoder: media_prompts.MediaEncoder, parts: tuple[str | Media, ...], words: str
 ) -> None:
     with pytest.raises(RequestError, match=words) as refused:
         encoder.encode([say("user", *parts)])
     assert refused.value.param == "messages"
 
 
-def test_what_vllm_refuses(encoder: image_prompts.ImageEncoder, far: FarProcessor) -> None:
+def test_what_vllm_refuses(encoder: media_prompts.MediaEncoder, far: FarProcessor) -> None:
     def refuse(**_: Any) -> Any:
         raise ValueError("At most 1 image(s) may be provided in one prompt.")
 
@@ -123,14 +123,14 @@ def test_what_vllm_refuses(encoder: image_prompts.ImageEncoder, far: FarProcesso
         encoder.encode(ONE)
 
 
-def test_an_image_without_a_place(encoder: image_prompts.ImageEncoder, far: FarProcessor) -> None:
+def test_an_image_without_a_place(encoder: media_prompts.MediaEncoder, far: FarProcessor) -> None:
     far.loses = 1
     with pytest.raises(RequestError, match="has no place for these images"):
         encoder.encode(ONE)
 
 
 def test_a_prompt_beyond_the_context_is_only_counted(
-    encoder: image_prompts.ImageEncoder, far: FarProcessor
+    encoder: media_prompts.MediaEncoder, far: FarProcessor
 ) -> None:
     far.model_config.max_model_len = 50
     ids, features = encoder.encode([say("user", *[RED, BLUE] * 5)])
@@ -140,10 +140,10 @@ def test_a_prompt_beyond_the_context_is_only_counted(
 def test_adapters_read_images_in_their_own_way() -> None:
     features = [Feature("a"), Feature("b")]
     lora = SimpleNamespace(lora_name="tuned")
-    named = image_prompts.name_features(features, lora)
+    named = media_prompts.name_features(features, lora)
     assert [one.identifier for one in named] == ["tuned:a", "tuned:b"]
-    assert image_prompts.name_features(features, None) is features
-    assert image_prompts.name_features(None, lora) is None
+    assert media_prompts.name_features(features, None) is features
+    assert media_prompts.name_features(None, lora) is None
 
 
 # ---------------------------------------------------------------- loading
@@ -160,7 +160,7 @@ def load(
     sees = fields.pop("sees", True)
     config = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=sees))
     spec = make_spec("/model", engine="vllm", **fields)
-    return image_prompts.load_processor(config, tokenizer, spec)
+    return media_prompts.load_processor(config, tokenizer, spec)
 
 
 def test_the_processor_brings_its_template(
@@ -186,7 +186,7 @@ def test_models_without_eyes(
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
     log = SimpleNamespace(warning=lambda event, **why: told.append(why["reason"]))
-    monkeypatch.setattr(image_prompts, "log", log)
+    monkeypatch.setattr(media_prompts, "log", log)
     return told
 
 
@@ -207,14 +207,14 @@ def prove(far: FarProcessor, tokenizer: Any, error: Exception | None = None) -> 
 
     probes: Any = SimpleNamespace(read_images=read_images)
     spec = make_spec("/model", engine="vllm")
-    return image_prompts.prove_images(far, TokenizerCodec(tokenizer), probes, spec)
+    return media_prompts.prove_images(far, TokenizerCodec(tokenizer), probes, spec)
 
 
 def test_a_model_has_to_read_an_image(
     far: FarProcessor, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = warned(monkeypatch)
-    assert isinstance(prove(far, tokenizer), image_prompts.ImageEncoder)
+    assert isinstance(prove(far, tokenizer), media_prompts.MediaEncoder)
     assert prove(far, tokenizer, LoadError("vLLM did not answer a probe.")) is None
     with pytest.raises(LoadError, match="model died of an image: the core is gone"):
         prove(far, tokenizer, EngineFailed("the core is gone"))
