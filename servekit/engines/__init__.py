@@ -1,7 +1,8 @@
 """The registry of engines. Importing this package imports no engine and no torch.
 
-`api` is the engine interface; `text` and `model_files` are shared by all engines; each engine has
-a folder of its own. Engines of other packages are entry points of the group `servekit.engines`.
+`api` is the engine interface; `text`, `media` and `model_files` are shared by all engines; each
+engine has a folder of its own. Engines of other packages are entry points of the group
+`servekit.engines`.
 Only workers and fork servers may import from here.
 """
 

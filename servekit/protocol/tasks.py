@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from servekit.protocol.types import Capability, Task
+from servekit.protocol.types import Capability, Modality, Task
 
 _VERBS: dict[Task, str] = {
     "generate": "generate text",
@@ -16,6 +16,8 @@ _VERBS: dict[Task, str] = {
     "score": "score or rerank documents",
     "transcribe": "transcribe recordings",
 }
+#: Modalities in words.
+NOUNS: dict[Modality, str] = {"images": "images", "audio": "recordings"}
 #: Tasks of models that answer no texts with text.
 _OTHER = ("embed", "classify", "score", "transcribe")
 
@@ -29,10 +31,13 @@ def explain_refusal(
     return f"model: the {engine} engine of '{model}' does not {_VERBS[task]}{hint}{others}"
 
 
-def explain_no_images(engine: str, model: str, able: str = "") -> str:
-    """Return the sentence for a model that takes no images; `able` names models that do."""
+def explain_no_media(modality: Modality, engine: str, model: str, able: str = "") -> str:
+    """Return the sentence for a model that takes no images, or no recordings, in messages.
+
+    `able` names models that do.
+    """
     others = f"; models that do: {able}" if able else ""
-    return f"messages: the {engine} engine of '{model}' takes no images{others}"
+    return f"messages: the {engine} engine of '{model}' takes no {NOUNS[modality]}{others}"
 
 
 def _describe_model(task: Task, serves: Collection[Capability]) -> str:

@@ -60,11 +60,15 @@ Capability = Literal[
     "prompt_logprobs",
     "tools",
     "images",  # in messages
+    "audio",  # recordings in messages
     "forced_tools",  # calls that a grammar asks for, of a model whose template has no tools
     "adapters",
 ]
 
 
+#: Capabilities of a model that reads more than text.
+Modality = Literal["images", "audio"]
+MODALITIES: tuple[Modality, ...] = ("images", "audio")
 #: How one replica is spread over its GPUs: each layer over all; by layers; by llama.cpp.
 Parallel = Literal["", "tensor", "device_map", "split"]
 #: The request parameter that a grammar comes from: OpenAI's, or vLLM's, older and newer.
@@ -142,13 +146,17 @@ class ToolCall(Value, frozen=True):
 
 
 class Media(Value, frozen=True):
-    """An image of a message."""
+    """An image or a recording of a message."""
 
     data: bytes  # the file
-    kind: str  # "image/png"
+    kind: str  # "image/png", "audio/wav"
     at: int = 0  # how many characters of the content stand before it
     detail: str = ""  # OpenAI's wish for its resolution
     address: str = ""  # of a file that is not fetched yet; a worker gets none of these
+
+    @property
+    def modality(self) -> Modality:
+        return "audio" if self.kind.startswith("audio/") else "images"
 
     def __repr__(self) -> str:  # prompts may be logged
         return f"Media({self.kind}, {len(self.data)} bytes)"
@@ -167,12 +175,12 @@ class ChatMessage(Value, frozen=True):
 
     @property
     def parts(self) -> list[str | Media]:
-        """Return the content's texts and images in their order."""
+        """Return the content's texts, images and recordings in their order."""
         found: list[str | Media] = []
         start = 0
-        for image in self.media:
-            found += [self.content[start : image.at], image]
-            start = image.at
+        for one in self.media:
+            found += [self.content[start : one.at], one]
+            start = one.at
         return [part for part in (*found, self.content[start:]) if part]
 
 

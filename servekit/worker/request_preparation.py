@@ -122,16 +122,16 @@ class RequestPreparer:
 
     def _prepare_prompt(self, request: Generate) -> Prepared:
         banned = self._banned_sequences(request)
-        if not _has_images(request):
+        if not _has_media(request):
             return Prepared(self._prompt_ids(request), banned=banned)
         if request.params.truncate_prompt:
             raise Unsupported(
-                "truncate_prompt_tokens: a conversation with images cannot be cut",
+                "truncate_prompt_tokens: a conversation with images or recordings cannot be cut",
                 param="truncate_prompt_tokens",
             )
         ids, inputs = self._encode_media(request)
         if (began := request.continuation) is not None and began.prompt:
-            # The template may have told another time. The images must stay in their places.
+            # The template may have told another time. The media must stay in their places.
             first = unpack_ids(began.prompt)
             ids = first if len(first) == len(ids) else ids
         if request.params.prompt_logprobs is not None:
@@ -202,7 +202,7 @@ class RequestPreparer:
 
     def _tokenize_text(self, request: Generate) -> list[int]:
         try:
-            if _has_images(request):
+            if _has_media(request):
                 ids = self._encode_media(request).ids
             else:
                 ids = self._encode_prompt(request, MAX_TOKENS_TOLD)
@@ -321,7 +321,7 @@ def _request_length(request: Generate) -> int:
     return LONG_PROMPT_CHARS + 1 if request.task == "transcribe" else 0
 
 
-def _has_images(request: Generate) -> bool:
+def _has_media(request: Generate) -> bool:
     return request.messages is not None and any(one.media for one in request.messages)
 
 

@@ -13,7 +13,7 @@ from servekit.protocol.messages import (
     SamplingParams,
     WorkerSpec,
 )
-from servekit.protocol.tasks import explain_no_images, explain_refusal
+from servekit.protocol.tasks import explain_no_media, explain_refusal
 
 #: Repetition penalties without effect.
 _NEUTRAL = (None, 1.0)
@@ -32,8 +32,10 @@ def check_request(request: Generate, info: ModelInfo, spec: WorkerSpec) -> None:
     if request.task not in info.serves:
         said = explain_refusal(request.task, spec.engine, spec.model, info.serves)
         raise Unsupported(said, param="model")
-    if "images" not in info.serves and any(one.media for one in request.messages or ()):
-        raise Unsupported(explain_no_images(spec.engine, spec.model), param="messages")
+    for one in (one for message in request.messages or () for one in message.media):
+        if one.modality not in info.serves:
+            said = explain_no_media(one.modality, spec.engine, spec.model)
+            raise Unsupported(said, param="messages")
     if _optional(request.params) == _NOTHING_ASKED and not request.tools:
         return  # nearly all requests
     for capability, param in _list_asked(request):

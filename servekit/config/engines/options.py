@@ -236,6 +236,8 @@ class OpenAIOptions(Section):
     """The endpoint takes arguments of a chat template, as vLLM, SGLang and servekit do."""
     images: bool = True
     """The endpoint's model takes images; false: requests with images are refused here."""
+    audio: bool = True
+    """The endpoint's model takes recordings; false: requests with recordings are refused here."""
     headers: dict[HeaderName, HeaderValue] = Field(default_factory=dict)
     """Further headers of each request."""
 
@@ -298,6 +300,8 @@ class CommandOptions(Section):
     images: bool | None = None
     """The model takes images. By default one is sent when the model is loaded: it is believed if it
     adds to the prompt's tokens."""
+    audio: bool | None = None
+    """The model takes recordings. By default it is tried, as with images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,7 +459,7 @@ _OURS = {
         OpenAIOptions,
         frozenset({"remote"}),
         gpu="never",
-        neutral=frozenset({"endpoints", "images"}),
+        neutral=frozenset({"endpoints", "images", "audio"}),
     ),
     "command": EngineKind(
         CommandOptions,
@@ -464,7 +468,7 @@ _OURS = {
         pin="index",  # vLLM reads each entry as a number
         sleeps=True,
         neutral=frozenset({"slots", "health", "sleep", "wake", "endpoints", "key_environment"})
-        | {"images"},
+        | {"images", "audio"},
     ),
     "echo": EngineKind(
         EchoOptions,

@@ -63,7 +63,7 @@ class Job:
     #: Token sequences to avoid: the last token is forbidden after the others.
     banned: tuple[tuple[int, ...], ...] = ()
     cache_salt: str = ""  # jobs share prefix cache entries only with jobs of the same salt
-    #: `MediaPrompt.inputs` of a conversation with images.
+    #: `MediaPrompt.inputs` of a conversation with images or recordings.
     media: object | None = field(default=None, repr=False)
 
 
@@ -167,7 +167,7 @@ class TokenizedText(NamedTuple):
 
 
 class MediaPrompt(NamedTuple):
-    """A conversation with images: its token ids, and what else the engine has made of it."""
+    """A conversation with images or recordings: its token ids, and what else it has become."""
 
     ids: list[int]
     inputs: object
@@ -332,12 +332,13 @@ class Engine(ABC):
         template: Mapping[str, Any],
         continues: bool,
     ) -> MediaPrompt:
-        """Render a conversation with images, as `Codec.render_chat` does, and decode the images.
+        """Render a conversation with images or recordings, as `Codec.render_chat` does, and decode
+        these.
 
-        Called from any thread, if `ModelInfo.serves` has "images"; may take seconds. Raises
-        RequestError for an image that cannot be decoded.
+        Called from any thread, if `ModelInfo.serves` has "images" or "audio"; may take seconds.
+        Raises RequestError for a file that cannot be decoded.
         """
-        raise Unsupported("this engine takes no images", param="messages")
+        raise Unsupported("this engine takes no images and no recordings", param="messages")
 
     def sleep(self) -> None:
         """Free the device memory and keep the weights in host memory, until `wake`.

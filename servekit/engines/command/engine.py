@@ -27,7 +27,7 @@ from msgspec import structs
 from servekit.engines.api.base import Emit, Report
 from servekit.engines.api.process_activity import Activity, report_activity
 from servekit.engines.api.text_engine import TextJob, TextOutput
-from servekit.engines.command.handshake import ServerFacts, meet_server, takes_images
+from servekit.engines.command.handshake import ServerFacts, find_modalities, meet_server
 from servekit.engines.command.local_transport import LocalTransport
 from servekit.engines.command.server_process import ServerProcess
 from servekit.engines.model_files import source
@@ -40,6 +40,7 @@ from servekit.engines.remote.rate_limiter import RateLimiter
 from servekit.errors import EndpointFailed, EngineFailed, LoadError, ModelUnavailable, RequestError
 from servekit.model_metadata import gguf, safetensors
 from servekit.protocol.messages import Generate, ModelInfo, Progress, WorkerSpec
+from servekit.protocol.types import MODALITIES
 
 log: Any = structlog.get_logger(__name__)
 
@@ -83,7 +84,7 @@ class CommandEngine(OpenAIEngine):
             self._stop_server()
             raise
         self._traits, self._continues_chats = met.greeted.traits, met.continues_chats
-        self._takes_images = met.takes_images
+        self._takes = met.takes
         self._watch = HealthWatcher(lists=False)
         context = self.spec.max_context or met.greeted.max_context or MAX_CONTEXT
         self._most_chars = context * CHARS_PER_TOKEN
@@ -170,10 +171,11 @@ class CommandEngine(OpenAIEngine):
         endpoint = self._make_endpoint(RateLimiter(None, None))
         try:
             met = await meet_server(endpoint, self._traits, self._task)
-            images = self._options.get("images")
-            if images is None:
-                images = met.chats and await takes_images(endpoint, met.greeted.traits)
-            return dataclasses.replace(met, takes_images=images)
+            stated = {one: self._options.get(one) for one in MODALITIES}
+            untold = [one for one in MODALITIES if stated[one] is None and met.chats]
+            found = await find_modalities(endpoint, met.greeted.traits, untold)
+            takes = tuple(one for one in MODALITIES if stated[one] or one in found)
+            return dataclasses.replace(met, takes=takes)
         except Refused as refusal:
             raise to_load_error(refusal, "", "") from None
         except RequestError as error:

@@ -2,13 +2,14 @@
 
 A server that continues the last message of a chat is told from others by trial: the second half of
 a greedy answer has to come again. Others ignore the parameters, and begin a new answer. So is a
-model that takes images: an image has to add to the tokens of the prompt.
+model that takes images or recordings: one has to add to the tokens of the prompt.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import structs
@@ -21,6 +22,7 @@ from servekit.engines.remote.request_builder import EndpointTraits, build_call
 from servekit.engines.remote.response_parser import ResponseParser
 from servekit.errors import RequestError
 from servekit.protocol.messages import ChatMessage, Generate, Media, SamplingParams
+from servekit.protocol.types import Modality
 
 #: In low precision one trial may fail by a near-tie.
 _TRIALS = ("Count from one to twenty.", "Say the alphabet.")
@@ -37,7 +39,7 @@ class ServerFacts:
     greeted: EndpointFacts
     chats: bool
     continues_chats: bool  # from the text so far
-    takes_images: bool = False
+    takes: tuple[Modality, ...] = ()
 
 
 async def meet_server(endpoint: Endpoint, traits: EndpointTraits, task: str) -> ServerFacts:
@@ -90,12 +92,19 @@ async def _continues_chat(endpoint: Endpoint, traits: EndpointTraits, prompt: st
     return rest.startswith(whole[cut:])
 
 
-async def takes_images(endpoint: Endpoint, traits: EndpointTraits) -> bool:
-    """Return whether an image in a chat adds to the tokens of the prompt."""
+async def find_modalities(
+    endpoint: Endpoint, traits: EndpointTraits, tried: Sequence[Modality]
+) -> list[Modality]:
+    """Return which of the modalities add to the tokens of a chat's prompt."""
+    probes = {"images": Media(_make_png(), "image/png"), "audio": Media(_make_wav(), "audio/wav")}
+    return [one for one in tried if await _adds_tokens(probes[one], endpoint, traits)]
+
+
+async def _adds_tokens(probe: Media, endpoint: Endpoint, traits: EndpointTraits) -> bool:
     params = SamplingParams(max_tokens=1, temperature=0.0)
     tokens = []
-    for images in ((), (Media(_make_png(), "image/png"),)):
-        message = ChatMessage("user", "What is this?", media=images)
+    for media in ((), (probe,)):
+        message = ChatMessage("user", "What is this?", media=media)
         try:
             answer = await _ask(endpoint, traits, Generate(0, params, messages=[message]))
         except (Refused, RequestError):
@@ -113,6 +122,15 @@ def _make_png(size: int = 64) -> bytes:
         struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
         for kind, body in chunks
     )
+
+
+def _make_wav(rate: int = 16_000) -> bytes:
+    """Return a second of a low tone."""
+    wave = b"".join(struct.pack("<h", 8000 * (at // 40 % 2) - 4000) for at in range(rate))
+    form = struct.pack("<HHIIHH", 1, 1, rate, 2 * rate, 2, 16)
+    body = b"WAVEfmt " + struct.pack("<I", len(form)) + form
+    body += b"data" + struct.pack("<I", len(wave)) + wave
+    return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
 async def _send_request(endpoint: Endpoint, traits: EndpointTraits, request: Generate) -> str:

@@ -46,6 +46,7 @@ from servekit.protocol.messages import (
     WorkerSpec,
 )
 from servekit.protocol.tool_formats import FRAMED, THOUGHTS
+from servekit.protocol.types import MODALITIES
 
 log: Any = structlog.get_logger("servekit.engines.remote.engine")
 
@@ -72,7 +73,7 @@ class OpenAIEngine(TextEngine):
         self._options = options
         self._task = options.get("task", "generate")
         self._embeds = self._task == "embed"
-        self._takes_images = bool(options.get("images", True))
+        self._takes = tuple(one for one in MODALITIES if options.get(one, True))
         self._traits = EndpointTraits(
             *(spec.path or spec.model, spec.sampling),
             template_arguments=options.get("chat_template_kwargs", False),
@@ -121,8 +122,8 @@ class OpenAIEngine(TextEngine):
 
     def _list_capabilities(self) -> tuple[Capability, ...]:
         serves = {"generate": _GENERATES, "embed": _EMBEDS}.get(self._task, ())
-        if self._task == "generate" and self._takes_images:
-            serves = (*serves, "images")
+        if self._task == "generate":
+            serves = (*serves, *self._takes)
         return (*serves, "forward") if self._options.get("endpoints") else serves
 
     def start(self, emit: Emit) -> None:

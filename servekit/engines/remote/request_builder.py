@@ -60,9 +60,9 @@ class EndpointCall:
     @property
     def tokens(self) -> int:
         """Estimated number of prompt tokens."""
-        images = [image for one in self.request.messages or () for image in one.media]
-        text_bytes = len(self.body) - sum(len(image.data) for image in images) * 4 // 3
-        return text_bytes // BYTES_PER_TOKEN + TOKENS_PER_IMAGE * len(images) + 1
+        media = [one for message in self.request.messages or () for one in message.media]
+        text_bytes = len(self.body) - sum(len(one.data) for one in media) * 4 // 3
+        return text_bytes // BYTES_PER_TOKEN + TOKENS_PER_IMAGE * len(media) + 1
 
     def accepts(self, status: int) -> bool:
         """Return whether a response with this HTTP status is an answer."""
@@ -155,6 +155,9 @@ def _part_body(part: str | Media) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     data = binascii.b2a_base64(part.data, newline=False).decode()
+    if part.modality == "audio":
+        format = part.kind.removeprefix("audio/").replace("mpeg", "mp3")
+        return {"type": "input_audio", "input_audio": {"data": data, "format": format}}
     detail = {"detail": part.detail} if part.detail else {}
     return {"type": "image_url", "image_url": {"url": f"data:{part.kind};base64,{data}"} | detail}
 

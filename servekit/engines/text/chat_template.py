@@ -287,13 +287,15 @@ def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _part_dict(part: str | Media) -> dict[str, str]:
-    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "audio" if part.modality == "audio" else "image"}
 
 
 def _put_before(text: str, message: ChatMessage) -> ChatMessage:
-    """Put a text before a message's content; its images keep their places."""
-    images = tuple(replace(image, at=image.at + len(text)) for image in message.media)
-    return replace(message, content=text + message.content, media=images)
+    """Put a text before a message's content; its media keep their places."""
+    media = tuple(replace(one, at=one.at + len(text)) for one in message.media)
+    return replace(message, content=text + message.content, media=media)
 
 
 def _join_turns(first: ChatMessage, second: ChatMessage) -> ChatMessage:

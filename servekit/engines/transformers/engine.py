@@ -24,6 +24,7 @@ from servekit.engines.api.job_state import EmbedRow, ends_of
 from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.threaded_engine import LoopedEngine, Request
+from servekit.engines.media.recording import MAX_AUDIO_S
 from servekit.engines.text.sampling_params import resolve_sampling
 from servekit.engines.text.structured_output import Constraint
 from servekit.engines.text.token_bytes import Pieces
@@ -58,9 +59,11 @@ from servekit.protocol.messages import (
     SpeechParams,
     WorkerSpec,
 )
+from servekit.protocol.tasks import NOUNS
+from servekit.protocol.types import MODALITIES, Modality
 
 if TYPE_CHECKING:  # they need Pillow, which texts do not
-    from servekit.engines.text.media_prompts import MediaEncoder
+    from servekit.engines.media.media_prompts import MediaEncoder
     from servekit.engines.transformers.vision.image_runner import ImageRunner, ImagesBeside
 
 log: Any = structlog.get_logger(__name__)
@@ -72,12 +75,14 @@ SERVES: tuple[Capability, ...] = (
 )
 #: Runners of models that answer no text with text.
 _OTHERS = (embedding.PoolingRunner, TranscriptionRunner)
-#: Tokens of each conversation with images that proves a model: later tokens have other positions.
+#: Tokens of each conversation with media that proves a model: later tokens have other positions.
 _PROBE_TOKENS = 3
 #: How often a thread that waits for the engine's thread checks that the engine is still running.
 _LOOK_S = 0.2
 NO_TEXT = "This model does not generate text."
-IMAGES_AND_ADAPTER = "messages: a request with an adapter has no images with this engine"
+MEDIA_AND_ADAPTER = (
+    "messages: a request with an adapter has no images and no recordings with this engine"
+)
 NO_GRAMMAR = "This model's tokenizer is of a kind that llguidance cannot read."
 
 
@@ -90,7 +95,8 @@ class TransformersEngine(LoopedEngine):
         super().__init__(spec)
         self._runner: Runner
         self._adapters: AdapterManager | None = None
-        self._images: MediaEncoder | None = None
+        self._media: MediaEncoder | None = None
+        self._modalities: tuple[Modality, ...] = ()
         self._ranks: Ranks | None = None
         self._sleep_state: SleepState
 
@@ -129,7 +135,7 @@ class TransformersEngine(LoopedEngine):
         detail = loaded.info.detail
         if loaded.processor is not None:
             with phase("images"):
-                detail += self._prepare_images(loaded.processor)
+                detail += self._prepare_media(loaded.processor)
         serves = self._list_capabilities(model, dialect)
         info = structs.replace(loaded.info, serves=serves, dialect=dialect, detail=detail)
         if plan.is_spread(self.spec):
@@ -151,27 +157,46 @@ class TransformersEngine(LoopedEngine):
         # A tensor-parallel rank has only a part of the head, which all ranks must run together.
         scored = prompt_scores.base_of(model) is not None and not plan.over_ranks(self.spec)
         scores: tuple[Capability, ...] = ("prompt_logprobs",) if scored else ()
-        images: tuple[Capability, ...] = ("images",) if self._images else ()
-        return (*SERVES, *adapters, *grammar, *tools, *scores, *images)
+        return (*SERVES, *adapters, *grammar, *tools, *scores, *self._modalities)
 
-    def _prepare_images(self, processor: Any) -> str:
-        """Prepare for images if the model reads them, and say how; otherwise warn."""
+    def _prepare_media(self, processor: Any) -> str:
+        """Prepare for the images and recordings that the model reads, and say how; else warn."""
+        from servekit.engines.media import media_prompts
+
+        max_audio_s = self.spec.options.get("max_audio_s") or MAX_AUDIO_S
+        tried: Sequence[Modality] = media_prompts.list_modalities(processor)
         try:
-            from servekit.engines.text.media_prompts import MediaEncoder, make_probes
-
-            encoder = MediaEncoder(processor, self.codec.template)
-            jobs = []
-            for number, message in enumerate(make_probes()):
-                prompt, params = encoder.encode([message]), SamplingParams(max_tokens=_PROBE_TOKENS)
-                jobs.append(Job(-1 - number, prompt.ids, params, media=prompt.inputs))
-                check_job(jobs[-1], self._limits)
-            how: str = cast("ImageRunner | ImagesBeside", self._runner).prove_images(jobs)
+            encoder = media_prompts.MediaEncoder(processor, self.codec.template, max_audio_s)
+            proofs = {one: jobs for one in tried if (jobs := self._prove(encoder, one))}
+            if not proofs:
+                return ""
+            runner = cast("ImageRunner | ImagesBeside", self._runner)
+            how = runner.place_media([job for jobs in proofs.values() for job in jobs])
         except Exception as error:  # of the library's processor or model: texts are served anyway
-            warn_text_only(self.spec, describe_error(error))
+            for modality in tried:
+                warn_text_only(self.spec, describe_error(error), modality)
             return ""
-        self._images = encoder
-        log.info("images_prepared", model=self.spec.model, detail=how)
-        return f"; {how}"
+        self._media, self._modalities = encoder, tuple(proofs)
+        detail = f"{' and '.join(NOUNS[one] for one in proofs)} {how}"
+        log.info("images_prepared", model=self.spec.model, detail=detail)
+        return f"; {detail}"
+
+    def _prove(self, encoder: MediaEncoder, modality: Modality) -> list[Job]:
+        """Return the jobs by which the model has shown that it reads a modality; else warn."""
+        from servekit.engines.media.media_prompts import make_probes
+
+        jobs = []
+        try:
+            for number, message in enumerate(make_probes(modality)):
+                prompt, params = encoder.encode([message]), SamplingParams(max_tokens=_PROBE_TOKENS)
+                id = -1 - number - 2 * MODALITIES.index(modality)
+                jobs.append(Job(id, prompt.ids, params, media=prompt.inputs))
+                check_job(jobs[-1], self._limits)
+            cast("ImageRunner | ImagesBeside", self._runner).read_media(jobs)
+        except Exception as error:  # of the library's processor or model
+            warn_text_only(self.spec, describe_error(error), modality)
+            return []
+        return jobs
 
     # ---------------------------------------------------------------- called by the worker
 
@@ -203,7 +228,7 @@ class TransformersEngine(LoopedEngine):
         if isinstance(self._runner, _OTHERS):
             raise Unsupported(NO_TEXT, param="model")
         if job.media is not None and job.adapter:
-            raise Unsupported(IMAGES_AND_ADAPTER, param="messages")
+            raise Unsupported(MEDIA_AND_ADAPTER, param="messages")
         adapter = self._adapter_manager().get(job.adapter) if job.adapter else None
         check_job(job, self._limits, adapter.virtual_tokens if adapter else 0)
         sampling = resolve_sampling(job.params, self._defaults, self._head_size)
@@ -256,9 +281,9 @@ class TransformersEngine(LoopedEngine):
         template: Mapping[str, Any],
         continues: bool,
     ) -> MediaPrompt:
-        if self._images is None:
+        if self._media is None:
             return super().encode_media(messages, tools, template, continues)
-        return self._images.encode(messages, tools, template, continues)
+        return self._media.encode(messages, tools, template, continues)
 
     def sleep(self) -> None:
         self.between_steps(self._sleep_state.sleep)

@@ -32,7 +32,7 @@ _AUTO: dict[ModelKind, Any] = {
     "embed": transformers.AutoModel,
     "classify": transformers.AutoModelForSequenceClassification,
     "transcribe": transformers.AutoModelForSpeechSeq2Seq,
-    "see": transformers.AutoModelForImageTextToText,
+    "see": transformers.AutoModelForMultimodalLM,
 }
 #: Share of each GPU's free memory for weights; caches and activations need the rest.
 _WEIGHTS_FRACTION = 0.9
@@ -143,10 +143,11 @@ def outline_model(folder: Path, spec: WorkerSpec, kind: ModelKind = "generate") 
 def _choose_auto(folder: Path, kind: ModelKind) -> Any:
     """Return the library's class that loads a model.
 
-    Some language models exist only with their vision part, and then generate from texts with it.
+    Some language models exist only with a part for images or recordings, and then generate from
+    texts with it.
     """
     named, plain = read_model_type(folder), modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    seeing = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    seeing = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
     alone = kind == "generate" and named not in plain and named in seeing
     return _AUTO["see" if alone else kind]
 

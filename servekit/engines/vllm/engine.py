@@ -50,7 +50,7 @@ from servekit.engines.vllm.media_prompts import (
     MediaEncoder,
     load_processor,
     name_features,
-    prove_images,
+    prove_media,
 )
 from servekit.engines.vllm.probes import Probes
 from servekit.engines.vllm.request_table import GONE, Embedding, RequestTable
@@ -98,7 +98,7 @@ class VllmEngine(Engine):
         self._progress_at = time.monotonic()
         self._running, self._kv_used = 0, 0.0  # as last reported by the core
         self._adapters: Adapters | None = None
-        self._images: MediaEncoder | None = None
+        self._media: MediaEncoder | None = None
         self._prompts: dict[int, list[int]] = {}  # by job: prompts that wait for log probabilities
 
     # ---------------------------------------------------------------- loading
@@ -126,7 +126,7 @@ class VllmEngine(Engine):
             )
             asked |= parse_arguments(engine_args.passed_arguments(self.spec))
             self._core = Core(asked, self.spec.model)
-        images = None if self._embeds else load_processor(self._core.config, tokenizer, self.spec)
+        inputs = None if self._embeds else load_processor(self._core.config, tokenizer, self.spec)
         self.codec.start_proof()  # not before the core's process is forked
         self._probes = Probes(self._core)
         level = int(self.spec.options.get("sleep_level", 1))
@@ -141,7 +141,7 @@ class VllmEngine(Engine):
         self._thread = threading.Thread(target=self._run_loop, name="engine", daemon=True)
         self._thread.start()  # receives the answers to the engine's own probes
         if kind == "generate":
-            return self._prepare_generation(folder, tokenizer, images)
+            return self._prepare_generation(folder, tokenizer, inputs)
         return self._prepare_pooling(kind)
 
     def _device_memory(self) -> tuple[int, int]:
@@ -184,7 +184,7 @@ class VllmEngine(Engine):
         serves = ("classify", *scores, "tokenize", "detokenize")
         return structs.replace(info, serves=serves, labels=labels)
 
-    def _prepare_generation(self, folder: Path, tokenizer: Any, images: Any | None) -> ModelInfo:
+    def _prepare_generation(self, folder: Path, tokenizer: Any, inputs: Any | None) -> ModelInfo:
         self._grammars = try_grammars(
             lambda: Grammars(tokenizer, self.vocab_size, self._stated.eos)
         )
@@ -193,10 +193,9 @@ class VllmEngine(Engine):
         serves = [one for one in SERVES if not (speculates and one in UNSPECULATIVE)]
         if self._grammars is not None:
             serves.append("grammar")
-        if images is not None:
-            self._images = prove_images(images, self.codec, self._probes, self.spec)
-        if self._images is not None:
-            serves.append("images")
+        if inputs is not None:
+            self._media, read = prove_media(inputs, self.codec, self._probes, self.spec)
+            serves += read
         grammars = self._grammars is not None
         serves += tool_capabilities(
             self.codec.template, dialect, self.spec.tool_parser, grammars=grammars
@@ -309,9 +308,9 @@ class VllmEngine(Engine):
         template: Mapping[str, Any],
         continues: bool,
     ) -> MediaPrompt:
-        if self._images is None:
+        if self._media is None:
             return super().encode_media(messages, tools, template, continues)
-        return self._images.encode(messages, tools, template, continues)
+        return self._media.encode(messages, tools, template, continues)
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
         return self._loaded_adapters().load(adapter)

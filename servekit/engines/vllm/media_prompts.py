@@ -1,8 +1,8 @@
-"""Prompts with images: vLLM's own processor puts these in their places.
+"""Prompts with images and recordings: vLLM's own processor puts these in their places.
 
-The processor runs in the worker, and the core gets its tensors with the request. Each image is
-known by a hash of its pixels, under which the core keeps what it has made of it, and by which its
-prefix cache tells prompts apart.
+The processor runs in the worker, and the core gets its tensors with the request. Each image and
+recording is known by a hash of its content, under which the core keeps what it has made of it, and
+by which its prefix cache tells prompts apart.
 """
 
 from __future__ import annotations
@@ -15,18 +15,25 @@ import structlog
 
 from servekit.engines.api.base import MediaPrompt
 from servekit.engines.api.load_phases import phase
-from servekit.engines.text import media_prompts
-from servekit.engines.text.media_prompts import make_probes
+from servekit.engines.media import media_prompts
+from servekit.engines.media.media_prompts import make_probes
+from servekit.engines.media.recording import Samples
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.vllm.probes import Probes
 from servekit.errors import EngineFailed, LoadError, Unsupported, describe_error
 from servekit.protocol.messages import WorkerSpec
+from servekit.protocol.tasks import NOUNS
+from servekit.protocol.types import Modality
 
 log: Any = structlog.get_logger(__name__)
 
+#: vLLM's names of the modalities.
+_NAMES: dict[Modality, str] = {"images": "image", "audio": "audio"}
+
 
 def load_processor(config: Any, tokenizer: Any, spec: WorkerSpec) -> Any | None:
-    """Return vLLM's `InputProcessor` of a model that reads images, and use its chat template.
+    """Return vLLM's `InputProcessor` of a model that reads images or recordings, and use its chat
+    template.
 
     None of any other model and, with a warning, if the processor cannot be loaded.
     """
@@ -40,7 +47,7 @@ def load_processor(config: Any, tokenizer: Any, spec: WorkerSpec) -> Any | None:
             if not inputs.supports_mm_inputs:  # `limit_mm_per_prompt` allows none
                 return None
             info = inputs.renderer.mm_processor.info
-            if "image" not in info.get_supported_mm_limits():
+            if not {"image", "audio"} & info.get_supported_mm_limits().keys():
                 return None
             own = getattr(info.get_hf_processor(), "chat_template", None)
     except Exception as error:  # a missing file or package, or anything of the libraries
@@ -51,50 +58,67 @@ def load_processor(config: Any, tokenizer: Any, spec: WorkerSpec) -> Any | None:
     return inputs
 
 
-def prove_images(
+def prove_media(
     inputs: Any, codec: TokenizerCodec, probes: Probes, spec: WorkerSpec
-) -> MediaEncoder | None:
-    """Return the encoder of images if the model reads one; otherwise warn, and return None.
+) -> tuple[MediaEncoder | None, tuple[Modality, ...]]:
+    """Return the encoder of images and recordings, and which of them the model reads.
 
-    Raises LoadError if the core dies of it.
+    Warns of what it does not read. Raises LoadError if the core dies of it.
     """
+    read: list[Modality] = []
     try:
         with phase("images"):
             encoder = MediaEncoder(inputs, codec)
-            probes.read_images(encoder.encode(make_probes()[:1]))
-            return encoder
-    except EngineFailed as error:
-        raise LoadError(
-            f"{spec.model} died of an image: {error} With `limit_mm_per_prompt: {{image: 0}}` in"
-            " the option engine_args it serves texts."
-        ) from error
-    except Exception as error:  # of the libraries or the model: texts are served anyway
+    except Exception as error:  # of the libraries: texts are served anyway
         _warn_text_only(spec, error)
-        return None
+        return None, ()
+    for modality in encoder.modalities:
+        try:
+            with phase("images"):
+                probes.read_media(encoder.encode(make_probes(modality)[:1]))
+            read.append(modality)
+        except EngineFailed as error:
+            without = f"`limit_mm_per_prompt: {{{_NAMES[modality]}: 0}}`"
+            raise LoadError(
+                f"{spec.model} died of its trial of {NOUNS[modality]}: {error} With {without} in"
+                " the option engine_args it serves without them."
+            ) from error
+        except Exception as error:  # of the libraries or the model: texts are served anyway
+            _warn_text_only(spec, error, modality)
+    return encoder if read else None, tuple(read)
 
 
-def _warn_text_only(spec: WorkerSpec, error: Exception) -> None:
-    log.warning("images_unavailable", model=spec.model, reason=describe_error(error))
+def _warn_text_only(spec: WorkerSpec, error: Exception, modality: Modality = "images") -> None:
+    event = "images_unavailable" if modality == "images" else "recordings_unavailable"
+    log.warning(event, model=spec.model, reason=describe_error(error))
 
 
 class MediaEncoder(media_prompts.MediaEncoder):
-    """The encoder of conversations with images for one core; any thread may use it."""
+    """The encoder of conversations with images and recordings for one core.
+
+    Any thread may use it.
+    """
 
     def __init__(self, inputs: Any, codec: TokenizerCodec) -> None:
         """`inputs` is the result of `load_processor`.
 
-        Raises RequestError if the chat template has no place for images.
+        Raises RequestError if the chat template has no place for images or recordings.
         """
-        super().__init__(inputs.renderer.mm_processor.info.get_hf_processor(), codec.template)
+        info = inputs.renderer.mm_processor.info
+        super().__init__(info.get_hf_processor(), codec.template)
+        limits = info.get_supported_mm_limits()
+        self._marks = {one: self._marks[one] for one in self._marks if _NAMES[one] in limits}
         self._inputs = inputs
         self._codec = codec
 
-    def _make_prompt(self, text: str, pictures: list[Any]) -> MediaPrompt:
-        """Return the prompt, with the images as `mm_features` of the core."""
+    def _make_prompt(self, text: str, pictures: list[Any], sounds: list[Samples]) -> MediaPrompt:
+        """Return the prompt, with its media as `mm_features` of the core."""
         from vllm.sampling_params import SamplingParams
 
         ids = self._codec.encode_plain(text)
-        prompt = {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
+        media = {"image": pictures, "audio": [(one, self._rate) for one in sounds]}
+        given = {name: files for name, files in media.items() if files}
+        prompt = {"prompt_token_ids": ids, "multi_modal_data": given}
         unused = SamplingParams(max_tokens=1, detokenize=False)
         # Without the cache that leaves out tensors which the core has: it goes wrong if a request
         # with some of them does not reach the core.
@@ -105,8 +129,11 @@ class MediaEncoder(media_prompts.MediaEncoder):
         request = self._inputs.process_inputs(
             request_id="", prompt=made, params=unused, supported_tasks=("generate",)
         )
-        if len(request.mm_features or ()) != len(pictures):
-            raise Unsupported("messages: the model has no place for these images", param="messages")
+        if len(request.mm_features or ()) != len(pictures) + len(sounds):
+            noun = "images" if pictures else "recordings"
+            raise Unsupported(
+                f"messages: the model has no place for these {noun}", param="messages"
+            )
         return MediaPrompt(ids, request.mm_features)
 
 

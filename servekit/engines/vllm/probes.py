@@ -51,8 +51,8 @@ class Probes:
             for row in output.new_logprobs.logprobs[: len(output.new_token_ids)]
         ]
 
-    def read_images(self, prompt: MediaPrompt) -> None:
-        """Let the model answer a prompt with images. Raises LoadError."""
+    def read_media(self, prompt: MediaPrompt) -> None:
+        """Let the model answer a prompt with images or recordings. Raises LoadError."""
         from vllm.sampling_params import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import structlog
 
 from servekit.errors import ClientClosed, ModelNotFound, RequestError, ServekitError
-from servekit.gateway.api.images import has_addresses, list_images
+from servekit.gateway.api.images import has_addresses, list_media
 from servekit.gateway.generation.generation import (
     Generation,
     GenerationRequest,
@@ -61,7 +61,7 @@ async def open_completed(router: Router, request: GenerationRequest) -> Generati
 
         route = router.find(request.model)
         router.access.require_model(route.status.name, base_of(route))
-        router.check_images(route.base, list_images(request.messages))
+        router.check_media(route.base, list_media(request.messages))
         request.messages = await fetch_images(request.messages, rules)
     return await open_generation(router, request)
 

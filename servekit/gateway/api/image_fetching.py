@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from servekit import __version__
 from servekit.errors import RequestError
-from servekit.gateway.api.images import list_images, read_file
+from servekit.gateway.api.images import list_media, read_file
 from servekit.protocol.access import ImageFetching
 from servekit.protocol.messages import ChatMessage, Media
 
@@ -63,7 +63,7 @@ async def fetch_images(messages: list[ChatMessage], rules: ImageFetching) -> lis
     Raises RequestError, which names the address, if one is not allowed, does not answer in time, or
     is no image.
     """
-    addresses = {image.address for image in list_images(messages)} - {""}
+    addresses = {image.address for image in list_media(messages)} - {""}
     room = _Room(rules.max_bytes)
     fetches = {one: asyncio.ensure_future(_fetch(one, rules, room)) for one in addresses}
     try:

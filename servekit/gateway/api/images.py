@@ -1,7 +1,7 @@
-"""Images of a request's messages: decoded from base64, and checked by their first bytes.
+"""Images and recordings of a request's messages: decoded from base64, known by their first bytes.
 
-A gateway has no image decoder. It looks for the signature of a format and for the size that the
-file states; the engine decodes the image.
+A gateway has no decoder of them. It looks for the signature of a format, and for the size that an
+image's file states; the engine decodes the file.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from msgspec.structs import replace
 
 from servekit.errors import RequestError, Unsupported
 from servekit.protocol.messages import ChatMessage, Media
+from servekit.protocol.tasks import NOUNS
 
 #: An image of more pixels is refused: a few bytes of a file can stand for gigabytes in memory.
 MAX_PIXELS = 2**26
+#: Signatures of recordings; MP3 also begins with the eleven bits of a frame.
+_SOUNDS = {b"fLaC": "audio/flac", b"OggS": "audio/ogg", b"ID3": "audio/mpeg"}
 _DATA_URI = re.compile(r"data:[^,]{0,200}?;base64,", re.IGNORECASE)
 _FETCHED = ("https://", "http://")
 #: Markers of a JPEG that are followed by its size: start of frame, but not DHT, JPG and DAC.
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-#: Roles whose messages may hold images.
+#: Roles whose messages may hold images and recordings.
 _ROLES = ("user", "tool")
 
 
@@ -59,6 +62,21 @@ def read_file(data: bytes, where: str, param: str | None = None) -> Media:
             f"{where}: the image has {width} × {height} pixels, and {MAX_PIXELS} are allowed",
             param=param,
         )
+    return Media(data, kind)
+
+
+def read_recording(text: str, where: str) -> Media:
+    """Return the recording that base64, or a `data:` URI, stands for. Raises RequestError."""
+    if (found := _DATA_URI.match(text)) is not None:
+        text = text[found.end() :]
+    data = _decode(text, where)
+    kind = next((kind for begin, kind in _SOUNDS.items() if data.startswith(begin)), "")
+    if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
+        kind = "audio/wav"
+    elif not kind and data[:1] == b"\xff" and data[1:2] >= b"\xe0":
+        kind = "audio/mpeg"
+    if not kind:
+        raise RequestError(f"{where}: this is no WAV, MP3, FLAC or Ogg file", param=where)
     return Media(data, kind)
 
 
@@ -108,36 +126,37 @@ def _size_of_jpeg(data: bytes) -> tuple[int, int]:
     return 0, 0
 
 
-def list_images(messages: Iterable[ChatMessage]) -> list[Media]:
-    """Return the images of all messages."""
-    return [image for message in messages for image in message.media]
+def list_media(messages: Iterable[ChatMessage]) -> list[Media]:
+    """Return the images and recordings of all messages."""
+    return [one for message in messages for one in message.media]
 
 
 def has_addresses(messages: Iterable[ChatMessage]) -> bool:
     """Return whether any image of the messages is yet to be fetched."""
-    return any(image.address for image in list_images(messages))
+    return any(one.address for one in list_media(messages))
 
 
 def make_message(role: str, parts: Sequence[str | Media], where: str) -> ChatMessage:
-    """Return a message of texts and images. Raises Unsupported for images of another role."""
-    text, images = join_parts(parts)
-    if images and role not in _ROLES:
-        raise Unsupported(f"{where}: a message of the {role} holds no images", param=where)
-    return ChatMessage(role, text, media=images)
+    """Return a message of texts and media. Raises Unsupported for media of another role."""
+    text, media = join_parts(parts)
+    if media and role not in _ROLES:
+        noun = NOUNS[media[0].modality]
+        raise Unsupported(f"{where}: a message of the {role} holds no {noun}", param=where)
+    return ChatMessage(role, text, media=media)
 
 
 def join_parts(parts: Iterable[str | Media]) -> tuple[str, tuple[Media, ...]]:
-    """Return the text of a message's parts, and its images with their places.
+    """Return the text of a message's parts, and its media with their places.
 
     Texts that follow each other are joined by a line break.
     """
     texts: list[str] = []
-    images: list[Media] = []
+    media: list[Media] = []
     size = 0
     for before, part in pairwise((None, *parts)):
         if isinstance(part, Media):
-            images.append(replace(part, at=size))
+            media.append(replace(part, at=size))
         elif part is not None:
             texts.append(f"\n{part}" if isinstance(before, str) else part)
             size += len(texts[-1])
-    return "".join(texts), tuple(images)
+    return "".join(texts), tuple(media)

@@ -50,8 +50,8 @@ def held_bytes(call: InflightRequest) -> int:
         size += _size(call.more)
     for message in call.messages or ():
         size += sys.getsizeof(message.content)
-        for image in message.media:
-            size += sys.getsizeof(image.data)
+        for one in message.media:
+            size += sys.getsizeof(one.data)
         if message.reasoning:
             size += sys.getsizeof(message.reasoning)
         if message.tool_calls:

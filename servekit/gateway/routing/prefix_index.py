@@ -144,7 +144,7 @@ def _render_message(message: ChatMessage) -> str:
         more = (message.tool_calls, message.reasoning, message.name, message.tool_call_id)
         text += repr(_encode(more))
     if message.media:
-        text += repr([(image.at, stable_hash(image.data)) for image in message.media])
+        text += repr([(one.at, stable_hash(one.data)) for one in message.media])
     return text
 
 

@@ -48,7 +48,7 @@ from servekit.gateway.routing.suspect_sources import (
     is_shared,
     source_of,
 )
-from servekit.gateway.routing.task_check import check_fetched, check_images, check_task
+from servekit.gateway.routing.task_check import check_fetched, check_media, check_task
 from servekit.gateway.routing.timeouts import GRAIN_S, Deadlines
 from servekit.gateway.routing.worker_connection import NEARBY, WorkerConnection
 from servekit.gateway.telemetry.metrics import RequestMetrics
@@ -195,9 +195,9 @@ class Router:
         if BATCHED.get():
             call.priority = _LAST
         check_task(asked, call, self.models)
-        if call.messages is not None and (images := [i for m in call.messages for i in m.media]):
-            self.check_images(route, images)
-            check_fetched(images)
+        if call.messages is not None and (media := [one for m in call.messages for one in m.media]):
+            self.check_media(route, media)
+            check_fetched(media)
         if isinstance(asked, AdapterRoute):
             asked.adapt(call)
         self._admit(route, call)
@@ -218,9 +218,9 @@ class Router:
         """Count a request of `hold_incomplete` no longer."""
         self._incomplete_bytes -= size_bytes
 
-    def check_images(self, route: ModelQueue, images: Sequence[Media]) -> None:
-        """Raise RequestError for images that the model, or `server.limits`, does not take."""
-        check_images(route, len(images), self.access.rules.limits.images, self.models)
+    def check_media(self, route: ModelQueue, media: Sequence[Media]) -> None:
+        """Raise RequestError for media that the model, or `server.limits`, does not take."""
+        check_media(route, media, self.access.rules.limits.images, self.models)
 
     def _admit(self, route: ModelQueue, call: InflightRequest) -> None:
         if self.draining:

@@ -1,8 +1,8 @@
-"""The check that a model serves a request's task and images, before the request waits for it."""
+"""The check that a model serves a request's task and media, before the request waits for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.routing.model_queue import ModelQueue
@@ -44,25 +44,32 @@ def check_task(
         raise unable(route, info, (task,), list_models())
 
 
-def check_images(
-    route: ModelQueue, images: int, most: int, list_models: Callable[[], Iterable[ModelQueue]]
+def check_media(
+    route: ModelQueue,
+    media: Sequence[Media],
+    most: int,
+    list_models: Callable[[], Iterable[ModelQueue]],
 ) -> None:
-    """Raise RequestError for too many images, or for a model that is known to take none."""
-    if images > most:
+    """Raise RequestError for too many images and recordings, or a model known to take none."""
+    modalities = sorted({one.modality for one in media}, reverse=True)
+    if len(media) > most:
+        nouns = " and ".join(tasks.NOUNS[one] for one in modalities)
         message = (
-            f"messages: {images} images are over the limit of {most}; see server.limits.images"
+            f"messages: {len(media)} {nouns} are over the limit of {most}; see server.limits.images"
         )
         raise RequestError(message, param="messages")
     info = route.status.info
-    if info is not None and "images" not in info.serves:
-        able = _name_able(list_models(), ("images",))
-        said = tasks.explain_no_images(route.status.engine, route.status.name, able)
-        raise Unsupported(said, param="messages")
+    for modality in modalities:
+        if info is not None and modality not in info.serves:
+            able = _name_able(list_models(), (modality,))
+            status = route.status
+            said = tasks.explain_no_media(modality, status.engine, status.name, able)
+            raise Unsupported(said, param="messages")
 
 
-def check_fetched(images: Iterable[Media]) -> None:
+def check_fetched(media: Iterable[Media]) -> None:
     """Raise Unsupported for an image that is given by its address, and has not been fetched."""
-    if any(image.address for image in images):
+    if any(one.address for one in media):
         raise Unsupported(
             "messages: an image is fetched only for an answer, and from the hosts of"
             " server.fetch_images; send the image itself, as data:image/png;base64,…",

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor
 from transformers.models.whisper import tokenization_whisper
 
+from servekit.engines.media.recording import MAX_AUDIO_S, decode_recording
 from servekit.engines.transformers import weights
-from servekit.engines.transformers.speech.recording import decode_recording
 from servekit.errors import LoadError, RequestError, Unsupported, describe_error
 from servekit.protocol.messages import SpeechParams, WorkerSpec
 
@@ -20,8 +20,6 @@ _languages: Any = tokenization_whisper
 #: Names of languages by code, and codes by name.
 NAMES: dict[str, str] = _languages.LANGUAGES
 CODES: dict[str, str] = _languages.TO_LANGUAGE_CODE
-#: As `TransformersOptions.max_audio_s` is by default.
-MAX_AUDIO_S = 1800.0
 
 
 @dataclass(frozen=True)

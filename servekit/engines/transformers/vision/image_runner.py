@@ -1,4 +1,8 @@
-"""Runners of requests with images: in the batch of the others, or one at a time beside it."""
+"""Runners of requests with images or recordings: in the batch of the others, or beside it.
+
+What is said of images here and in `image_reader` goes for recordings, too: the model's own forward
+puts the embeddings of both in their places.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +59,14 @@ class ImageRunner(StaticRunner):
             self._drop_row()
             return [(row, output)]
 
-    def prove_images(self, jobs: Sequence[Job]) -> str:
-        """Read the images of jobs, and return for people how images run.
-
-        Raises RequestError, or anything of the model, if it cannot read them.
-        """
+    def read_media(self, jobs: Sequence[Job]) -> None:
+        """Read the images of jobs. Raises RequestError, or anything of the model, if it cannot."""
         for job in jobs:
             self.logits_after(job, ())
-        return "images as texts"
+
+    def place_media(self, jobs: Sequence[Job]) -> str:
+        """Return for people how images run."""
+        return "as texts"
 
     def logits_after(self, job: Job, tokens: Sequence[int]) -> Tensor:
         """Return the logits after a job's prompt and tokens, float32 [vocabulary]."""
@@ -156,13 +160,15 @@ class ImagesBeside:
         self._alone.close()
         self.texts.close()
 
-    def prove_images(self, jobs: Sequence[Job]) -> str:
+    def read_media(self, jobs: Sequence[Job]) -> None:
+        """Read the images of jobs. Raises RequestError, or anything of the model, if it cannot."""
+        self._alone.read_media(jobs)
+
+    def place_media(self, jobs: Sequence[Job]) -> str:
         """Put images into the batch if jobs together have the logits of each alone.
 
-        Returns for people how images run. Raises RequestError, or anything of the model, if it
-        cannot read them at all.
+        Returns for people how images run.
         """
-        self._alone.prove_images(jobs)
         try:
             rows = [_probe_row(job) for job in jobs]
             for row in rows:
@@ -170,7 +176,7 @@ class ImagesBeside:
             self.texts.take_images(self._read_images)
             self._batches = True
             self._compare_logits(rows)
-            return "images in the batch"
+            return "in the batch"
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # of the model in the batch, which texts do not need for this
@@ -179,7 +185,7 @@ class ImagesBeside:
             self._batches = False
             self.texts.drop_pages()
             self.texts.make_pages()
-        return f"requests with images one at a time: {why}"
+        return f"one at a time: {why}"
 
     def _compare_logits(self, rows: Sequence[Row]) -> None:
         try:
@@ -212,11 +218,11 @@ class ImagesBeside:
 def _refuse(row: Row, error: Exception, *, begun: bool) -> StepOutput | None:
     """Return the end of a request whose images the model cannot read; None: a step failed."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        why = "There is no memory left for the images of this request."
+        why = "There is no memory left for the images or recordings of this request."
         return StepOutput(row.job.id, [], error=why)
     if begun or not (isinstance(error, _MISFITS) or type(error) is RuntimeError):
         return None
-    why = f"messages: the model cannot read these images: {describe_error(error)}"
+    why = f"messages: the model cannot read these images or recordings: {describe_error(error)}"
     return StepOutput(row.job.id, [], error=why, param="messages")
 
 

@@ -1,4 +1,4 @@
-"""The processor of a model with a vision part: it makes token ids and pixel values.
+"""The processor of a model that reads images or recordings: it makes token ids and tensors.
 
 The library's image processors run with torchvision, or with Pillow alone, and it takes what is
 installed. Many processors have a part for videos, which needs torchvision; where that is missing
@@ -19,6 +19,7 @@ from servekit.engines.transformers import weights
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.errors import Unsupported, describe_error
 from servekit.protocol.messages import WorkerSpec
+from servekit.protocol.types import Modality
 
 log: Any = structlog.get_logger(__name__)
 
@@ -26,20 +27,20 @@ _VIDEOS = "video_processor"
 
 
 def load_processor(folder: Path, spec: WorkerSpec) -> Any | None:
-    """Return the processor of a model that reads images and text.
+    """Return the processor of a model that reads text, and images or recordings.
 
     None for any other model, and, with a warning, for one whose processor cannot be loaded: that
     model serves text.
     """
     kind = weights.read_model_type(folder)
-    if kind not in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+    if kind not in modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
         return None
     try:
         if plan.over_ranks(spec):
             raise Unsupported("it is spread over its GPUs by tensor parallelism")
         processor = _load(folder, spec, kind)
-        if getattr(processor, "image_processor", None) is None:
-            raise Unsupported("its folder has no image processor")
+        if not _has_media_part(processor):
+            raise Unsupported("its folder has no image processor and no feature extractor")
     except Exception as error:  # a missing file or package, or anything that the library raises
         warn_text_only(spec, describe_error(error))
         return None
@@ -48,8 +49,14 @@ def load_processor(folder: Path, spec: WorkerSpec) -> Any | None:
     return processor
 
 
-def warn_text_only(spec: WorkerSpec, reason: str) -> None:
-    log.warning("images_unavailable", model=spec.model, reason=reason)
+def warn_text_only(spec: WorkerSpec, reason: str, modality: Modality = "images") -> None:
+    event = "images_unavailable" if modality == "images" else "recordings_unavailable"
+    log.warning(event, model=spec.model, reason=reason)
+
+
+def _has_media_part(processor: Any) -> bool:
+    names = ("image_processor", "feature_extractor", "audio_processor")
+    return any(getattr(processor, name, None) is not None for name in names)
 
 
 def _load(folder: Path, spec: WorkerSpec, kind: str) -> Any:

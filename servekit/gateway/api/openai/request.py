@@ -10,9 +10,10 @@ from typing import Any, cast
 import msgspec
 
 from servekit.errors import RequestError, Unsupported
-from servekit.gateway.api.images import make_message, read_data_uri
+from servekit.gateway.api.images import make_message, read_data_uri, read_recording
 from servekit.gateway.api.openai.schema import (
     PLAIN_MAX_TOKENS,
+    AudioUrl,
     CalledTool,
     ChatRequest,
     Common,
@@ -20,6 +21,7 @@ from servekit.gateway.api.openai.schema import (
     ContentPart,
     ImageUrl,
     InMessage,
+    InputAudio,
     ResponseFormat,
     StructuredOutputs,
     refuse_unserved,
@@ -337,11 +339,11 @@ def _message(message: InMessage, at: int) -> ChatMessage:
         if message.refusal is None:
             raise RequestError(f"{where} is required", param=where)
         content = message.refusal
-    images: tuple[Media, ...] = ()
+    media: tuple[Media, ...] = ()
     if isinstance(content, list):
         parts = [_part(part, f"{where}[{place}]") for place, part in enumerate(content)]
         made = make_message(role, parts, where)
-        content, images = made.content, made.media
+        content, media = made.content, made.media
     return ChatMessage(
         role,
         content or "",
@@ -349,7 +351,7 @@ def _message(message: InMessage, at: int) -> ChatMessage:
         tuple(_call(call, at) for call in message.tool_calls or ()),
         message.tool_call_id,
         message.reasoning_content or message.reasoning,
-        images,
+        media,
     )
 
 
@@ -370,13 +372,34 @@ def _part(part: ContentPart, where: str) -> str | Media:
         return part.refusal
     if part.type == "image_url":
         return _image(part.image_url, f"{where}.image_url")
+    if part.type == "input_audio":
+        return read_audio(part.input_audio, f"{where}.input_audio")
+    if part.type == "audio_url":
+        return _audio_url(part.audio_url, f"{where}.audio_url")
     if part.type != "text":
         raise Unsupported(
-            f"{where}: parts are of type text or image_url, not {part.type!r}", param=where
+            f"{where}: parts are of type text, image_url or input_audio, not {part.type!r}",
+            param=where,
         )
     if part.text is None:
         raise RequestError(f"{where}: a text part needs `text`", param=where)
     return part.text
+
+
+def read_audio(given: InputAudio | None, where: str) -> Media:
+    """Return a recording. Raises RequestError."""
+    if given is None:
+        raise RequestError(f"{where} is required", param=where)
+    return read_recording(given.data, f"{where}.data")
+
+
+def _audio_url(given: AudioUrl | str | None, where: str) -> Media:
+    if given is None:
+        raise RequestError(f"{where} is required", param=where)
+    url = given if isinstance(given, str) else given.url
+    if not url[:5].lower() == "data:":
+        raise RequestError(f"{where}: expected data:audio/wav;base64,…", param=where)
+    return read_recording(url, where)
 
 
 def _image(given: ImageUrl | str | None, where: str) -> Media:

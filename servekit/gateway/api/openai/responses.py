@@ -15,7 +15,7 @@ from fastapi.responses import Response as Reply
 
 from servekit.errors import RequestError, ServekitError, Unsupported
 from servekit.gateway.api.endpoint import GenerationEndpoint
-from servekit.gateway.api.images import list_images
+from servekit.gateway.api.images import list_media
 from servekit.gateway.api.openai.response import logprob_of, new_id
 from servekit.gateway.api.openai.responses_events import (
     EVENTS,
@@ -173,7 +173,7 @@ class Responses:
             await asked.complete(asked)
         route = self._router.find(asked.model)
         self._router.access.require_model(route.status.name, base_of(route))
-        self._router.check_images(route.base, list_images(asked.messages or ()))
+        self._router.check_media(route.base, list_media(asked.messages or ()))
         shown = encoder.encode_queued(asked, route.status.name)
         again = msgspec.json.decode(body) | {"store": False}
         for name in ("input", "previous_response_id", "background"):

@@ -27,10 +27,11 @@ from servekit.gateway.api.fields import (
     doc,
 )
 from servekit.gateway.api.images import make_message, read_data_uri
-from servekit.gateway.api.openai.request import schema_grammar
+from servekit.gateway.api.openai.request import read_audio, schema_grammar
 from servekit.gateway.api.openai.schema import (
     Count,
     Effort,
+    InputAudio,
     OneCall,
     Priority,
     SessionKey,
@@ -50,10 +51,11 @@ Refused = Annotated[Any, Meta(description=_NOT_STORED, extra_json_schema={"enum"
 class Part(msgspec.Struct, omit_defaults=True):
     """A part of a message, or of the result of a tool."""
 
-    type: Annotated[str, doc("The type of the part: text, an image, or a refusal")]
+    type: Annotated[str, doc("The type of the part: text, an image, a recording, or a refusal")]
     text: Annotated[str, doc("The text")] | None = None
     image_url: Annotated[str, doc("The image itself, as `data:image/png;base64,…`")] | None = None
     detail: Annotated[str, doc("The resolution that the model sees")] | None = None
+    input_audio: Annotated[InputAudio, doc("The recording")] | None = None
     refusal: Annotated[str, doc("The text of a refusal")] | None = None
 
 
@@ -323,9 +325,12 @@ def _part(part: Part, where: str) -> str | Media:
         if part.image_url is None:  # `file_id` names an upload of OpenAI's
             raise Unsupported(f"{where}: an image needs `image_url`", param=where)
         return read_data_uri(part.image_url, f"{where}.image_url", part.detail)
+    if part.type == "input_audio":
+        return read_audio(part.input_audio, f"{where}.input_audio")
     if part.type not in ("input_text", "output_text", "text", "reasoning_text"):
         raise Unsupported(
-            f"{where}: parts are of type input_text or input_image, not {part.type!r}", param=where
+            f"{where}: parts are of type input_text, input_image or input_audio, not {part.type!r}",
+            param=where,
         )
     if part.text is None:
         raise RequestError(f"{where}: a part of type {part.type} needs `text`", param=where)

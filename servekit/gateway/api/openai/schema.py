@@ -126,13 +126,33 @@ class ImageUrl(msgspec.Struct):
     ) = None
 
 
-class ContentPart(msgspec.Struct):
-    """A part of a message: text or an image."""
+class InputAudio(msgspec.Struct):
+    """A recording."""
 
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "image_url", "refusal"]})]
+    data: Annotated[str, doc("The file, in base64: WAV, MP3, FLAC or Ogg")]
+    format: Annotated[str, doc("Has no effect: the file tells it", "wav")] = ""
+
+
+class AudioUrl(msgspec.Struct):
+    """A recording, as vLLM has it."""
+
+    url: Annotated[str, doc("The file, as data:audio/wav;base64,…")]
+
+
+class ContentPart(msgspec.Struct):
+    """A part of a message: text, an image or a recording."""
+
+    type: Annotated[
+        str,
+        Meta(
+            extra_json_schema={"enum": ["text", "image_url", "input_audio", "audio_url", "refusal"]}
+        ),
+    ]
     """The type of the part."""
     text: Annotated[str, doc("The text")] | None = None
     image_url: Annotated[ImageUrl | str, doc("The image")] | None = None
+    input_audio: Annotated[InputAudio, doc("The recording")] | None = None
+    audio_url: Annotated[AudioUrl | str, doc("The recording")] | None = None
     refusal: Annotated[str, doc("The text of a refusal")] | None = None
 
 

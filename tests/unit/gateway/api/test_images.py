@@ -19,7 +19,7 @@ from servekit.gateway.api.images import (
     _inspect,
     has_addresses,
     join_parts,
-    list_images,
+    list_media,
     make_message,
     read_base64,
     read_data_uri,
@@ -100,7 +100,7 @@ def test_an_address_is_left_to_be_fetched() -> None:
         image = read_data_uri(address, "here", "low")
         assert image == Media(b"", "", detail="low", address=address)
         message = ChatMessage("user", "", media=(PICTURE, image))
-        assert has_addresses([message]) and list_images([message]) == [PICTURE, image]
+        assert has_addresses([message]) and list_media([message]) == [PICTURE, image]
     assert not has_addresses([ChatMessage("user", "", media=(PICTURE,))])
 
 

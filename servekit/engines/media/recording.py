@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servekit.engines.transformers.speech.resampling import Resampler
+from servekit.engines.media.resampling import Resampler
 from servekit.errors import RequestError, Unsupported, describe_error
 
 Samples = NDArray[np.float32]
 
+#: As `TransformersOptions.max_audio_s` is by default.
+MAX_AUDIO_S = 1800.0
 #: Bounds of what a header may say.
 MAX_CHANNELS = 64
 MIN_RATE, MAX_RATE = 1000, 768_000

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from PIL import Image as Pillow
 
-from servekit.engines.text import media_prompts
+from servekit.engines.media import media_prompts
+from servekit.engines.media.media_prompts import MediaEncoder, decode_images
 from servekit.engines.text.chat_template import ChatTemplate
-from servekit.engines.text.media_prompts import MediaEncoder, decode_images
 from servekit.engines.transformers.vision.processor import load_processor
 from servekit.errors import RequestError
 from servekit.protocol.messages import ChatMessage, Media, ToolCall

@@ -14,8 +14,8 @@ import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servekit.engines.transformers.speech.recording import decode_recording
-from servekit.engines.transformers.speech.resampling import Resampler
+from servekit.engines.media.recording import decode_recording
+from servekit.engines.media.resampling import Resampler
 from servekit.errors import RequestError, Unsupported
 from tests.unit.engines.hearing_model import RATE, make_samples, write_wav
 
