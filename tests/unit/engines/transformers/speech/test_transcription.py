@@ -245,15 +245,20 @@ def test_sleep_and_wake(folder: Path) -> None:
     hearer.engine.close()
 
 
-def test_each_layer_and_each_token_show_progress(hearer: Hearer) -> None:
+@pytest.mark.parametrize(("timestamps", "tokens_told"), [("segment", 0), ("word", 1)])
+def test_each_layer_and_each_token_show_progress(
+    hearer: Hearer, timestamps: Any, tokens_told: int
+) -> None:
     told: list[int] = []
-    speech, windows = SpeechParams(1, language="en"), 0
+    speech = SpeechParams(1, language="en", timestamps=timestamps)
     recording = hearer.engine.read_recording(LONG, speech)
     job = SpeechJob(1, recording, SamplingParams(max_tokens=1), speech)
     row, runner = SpeechRow(job, lambda: told.append(1)), hearer.engine._runner
     assert runner.running == 0
     runner.add(row)
+    windows = tokens = 0
     while runner.running:
-        runner.step()
-        windows += 1
-    assert windows >= 3 and len(told) == windows * (2 + 1), "two layers, and a token"
+        for _, output in runner.step():
+            windows, tokens = windows + 1, tokens + len(output.token_ids)
+    assert windows >= 3 and tokens == windows, "a step is a token at most"
+    assert len(told) == windows * (2 + tokens_told), "two layers; the library has longer steps"
