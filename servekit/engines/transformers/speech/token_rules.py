@@ -39,8 +39,7 @@ _NEUTRAL = {
 def find_other_settings(config: Any) -> list[str]:
     """Return the keys of a model's generation config that a batch would not heed."""
     stated = {key: value for key, value in config.to_diff_dict().items() if key not in _HEEDED}
-    other = [key for key, value in stated.items() if value not in (None, _NEUTRAL.get(key, False))]
-    return other if isinstance(config.eos_token_id, int) else [*other, "eos_token_id"]
+    return [key for key, value in stated.items() if value not in (None, _NEUTRAL.get(key, False))]
 
 
 class Bounds(NamedTuple):
@@ -59,14 +58,20 @@ class TokenRules:
         """Take a generation config for a vocabulary of `size` ids."""
         unmarked = getattr(config, "no_timestamps_token_id", None)
         initial = getattr(config, "max_initial_timestamp_index", None)
-        self._size, self.end = size, int(config.eos_token_id)
+        ends = config.eos_token_id
+        self.ends: list[int] = ends if isinstance(ends, list) else [ends]
+        self._size = size
         self._times = size if unmarked is None else unmarked + 1
         self._initial_end = size if initial is None else min(size, self._times + initial + 1)
         self._ids = torch.arange(size, device=device)
         #: Suppressed ids: always; of the first token; with timestamps; of the first of these.
         self._suppressed = torch.zeros(4, size, dtype=torch.bool, device=device)
-        self._suppressed[:, list(getattr(config, "suppress_tokens", None) or ())] = True
-        self._suppressed[1::2, list(getattr(config, "begin_suppress_tokens", None) or ())] = True
+        for rows, key in (
+            (slice(None), "suppress_tokens"),
+            (slice(1, None, 2), "begin_suppress_tokens"),
+        ):
+            stated = getattr(config, key, None) or ()
+            self._suppressed[rows, [id for id in stated if 0 <= id < size]] = True
         if unmarked is not None:
             self._suppressed[2:, unmarked] = True
 
@@ -83,7 +88,7 @@ class TokenRules:
         time = next((token for token in reversed(written) if token >= self._times), None)
         time_from = self._times if time is None else time + (not opens)
         end = self._times if after_two else self._size
-        return Bounds(2, self.end if opens else 0, time_from, end)
+        return Bounds(2, self.ends[0] if opens else 0, time_from, end)
 
     def apply(self, logits: Tensor, bounds: Tensor, timed: bool) -> Tensor:
         """Return scores, float32 [windows, vocabulary], with -inf for what is forbidden.

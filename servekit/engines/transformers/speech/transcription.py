@@ -170,7 +170,8 @@ class TranscriptionRunner(TurnRunner[SpeechRow]):
         self._posted: deque[SpeechRow] = deque()
         self._alone: deque[SpeechRow] = deque()
         self._alone_next = False
-        self._seats = _count_seats(self._model, spec)
+        #: Windows that the batch can have.
+        self.seats = _count_seats(self._model, spec)
         self._graphs = spec.options.get("decode") != "eager"
         # On a slow CPU a large encoder takes longer for a window than a stalled engine is given.
         for layer in self._model.get_encoder().layers:
@@ -178,13 +179,8 @@ class TranscriptionRunner(TurnRunner[SpeechRow]):
         self.make_pages()
 
     @property
-    def seats(self) -> int:
-        """Return how many windows the batch can have."""
-        return self._seats
-
-    @property
     def kv_used(self) -> float:
-        return len(self._batch.windows) / self._seats if self._batch else 0.0
+        return len(self._batch.windows) / self.seats
 
     def add(self, row: SpeechRow) -> None:
         super().add(row)
@@ -210,7 +206,7 @@ class TranscriptionRunner(TurnRunner[SpeechRow]):
         return outputs
 
     def make_pages(self) -> None:
-        self._batch = WindowBatch(self._model, self._seats, self._graphs)
+        self._batch = WindowBatch(self._model, self.seats, self._graphs)
 
     def drop_pages(self) -> None:
         del self._batch
@@ -241,7 +237,7 @@ class TranscriptionRunner(TurnRunner[SpeechRow]):
         ]
         if beginning:
             try:
-                ended = self._batch.begin([row.window for row in beginning])
+                ended = self._batch.begin([row.window for row in beginning if row.window])
             except (MemoryError, torch.OutOfMemoryError, *_MISFITS) as error:
                 return [self._fail(row, error) for row in beginning]
         elif self._batch.windows:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ class Window:
 def count_seat_bytes(config: Any, itemsize: int) -> int:
     """Return the memory for one window: its keys and values, and the scores of a token."""
     places = config.max_target_positions + config.max_source_positions
-    return 2 * config.decoder_layers * places * config.d_model * itemsize + 8 * config.vocab_size
+    cache: int = 2 * config.decoder_layers * places * config.d_model * itemsize
+    return cache + 8 * int(config.vocab_size)
 
 
 class WindowBatch:
@@ -177,8 +179,7 @@ class WindowBatch:
             self._compute_step(seats, longest, any(window.timed for window in self.windows))
             return
         rounded = min(1 << (count - 1).bit_length(), self.seats)
-        seats = slice(0, rounded)
-        work = lambda: self._compute_step(seats, self._places, timed=True)  # noqa: E731
+        work = partial(self._compute_step, slice(0, rounded), self._places, timed=True)
         self._graphs.run(rounded, work, self._chosen)
 
     def _compute_step(self, seats: slice, longest: int, timed: bool) -> None:
@@ -202,9 +203,9 @@ class WindowBatch:
         for number, layer in enumerate(decoder.layers):
             normed = layer.self_attn_layer_norm(hidden)
             own, module = self._own[:, number, seats], layer.self_attn
-            keys, values = module.k_proj(normed), module.v_proj(normed)
-            own[0][rows, :, positions] = keys.unflatten(-1, (-1, self._head_size))
-            own[1][rows, :, positions] = values.unflatten(-1, (-1, self._head_size))
+            for place, project in enumerate((module.k_proj, module.v_proj)):
+                new = project(normed).view(*ids.shape, -1, self._head_size)
+                own[place][rows, :, positions] = new
             hidden = hidden + self._attend(module, normed, own[..., :longest, :], seen)
             normed = layer.encoder_attn_layer_norm(hidden)
             heard = self._heard[:, number, seats]
@@ -216,12 +217,13 @@ class WindowBatch:
 
     def _attend(self, module: Any, normed: Tensor, cache: Tensor, seen: Tensor | None) -> Tensor:
         queries = self._split_heads(module.q_proj(normed) * module.scaling)
-        mixed = scaled_dot_product_attention(queries, *cache, attn_mask=seen, scale=1.0)
+        keys, values = cache
+        mixed = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=1.0)
         joined: Tensor = module.out_proj(mixed.transpose(1, 2).flatten(2))
         return joined
 
     def _split_heads(self, hidden: Tensor) -> Tensor:
-        return hidden.unflatten(-1, (-1, self._head_size)).transpose(1, 2)
+        return hidden.view(*hidden.shape[:2], -1, self._head_size).transpose(1, 2)
 
     def _choose(self, hidden: Tensor, seats: slice, timed: bool) -> None:
         """Choose the likeliest tokens after hidden states [windows, size]."""
@@ -245,7 +247,7 @@ class WindowBatch:
         ended = [
             window
             for window in windows
-            if window.tokens[-1] == self._rules.end or window.position + 1 >= window.most
+            if window.tokens[-1] in self._rules.ends or window.position + 1 >= window.most
         ]
         for window in ended:
             self.remove(window)
