@@ -210,6 +210,7 @@ def _make_faster_whisper(
 def _rerank(folder: Path, threads: int, most: int) -> Iterator[dict[str, Work]]:
     model = folder / "model"
     tokenizer = pair_tokenizer(model)
+    (model / "chat_template.jinja").unlink()  # with one, CrossEncoder would make chats of pairs
     torch.manual_seed(1)
     plain = library.BertForSequenceClassification(library.BertConfig(**MINI_LM)).eval()
     plain.save_pretrained(model)
