@@ -41,6 +41,7 @@ from servekit.engines.transformers.speech.token_rules import find_other_settings
 from servekit.engines.transformers.speech.window_batch import (
     Window,
     WindowBatch,
+    count_encoder_bytes,
     count_seat_bytes,
 )
 from servekit.errors import RequestError, describe_error
@@ -461,10 +462,12 @@ def _count_seats(model: Any, spec: WorkerSpec) -> int:
     """Return the number of recordings at once: as asked for, if their windows find room."""
     cuda = spec.device == "cuda"
     asked = int(spec.options.get("slots") or (CUDA_SLOTS if cuda else CPU_SLOTS))
+    config, itemsize = model.config, model.dtype.itemsize
     room = device_memory.available_bytes(spec, model.device)
     room = int(room * (kv_cache.CUDA_FRACTION if cuda else kv_cache.CPU_FRACTION))
+    room -= count_encoder_bytes(config, itemsize, cuda)
     room -= kv_cache.CUDA_HEADROOM_BYTES if cuda else 0
-    return max(1, min(asked, room // count_seat_bytes(model.config, model.dtype.itemsize)))
+    return max(1, min(asked, room // count_seat_bytes(config, itemsize)))
 
 
 def _describe_failure(row: SpeechRow, error: BaseException) -> StepOutput:

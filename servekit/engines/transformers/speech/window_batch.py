@@ -56,6 +56,12 @@ def count_seat_bytes(config: Any, itemsize: int) -> int:
     return cache + 8 * int(config.vocab_size)
 
 
+def count_encoder_bytes(config: Any, itemsize: int, cuda: bool) -> int:
+    """Return the memory for a pass of the encoder beside its weights."""
+    places = (CUDA_ENCODED if cuda else CPU_ENCODED) * config.max_source_positions
+    return int(places * (2 * config.encoder_ffn_dim + 8 * config.d_model) * itemsize)
+
+
 class WindowBatch:
     """A batch of at most `seats` windows; used by one thread."""
 
@@ -100,6 +106,7 @@ class WindowBatch:
         """Take at most `free` windows, and return those that have ended at once."""
         first = len(self.windows)
         seats = slice(first, first + len(windows))
+        self._own[:, :, seats] = 0  # a NaN of an earlier window would count even where masked
         self._encode(windows, seats)
         if any(window.language_at is not None for window in windows):
             self._find_languages(windows, seats)
