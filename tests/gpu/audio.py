@@ -51,9 +51,9 @@ LARGE: dict[str, Any] = {
     "encoder_ffn_dim": 5120,
     "decoder_ffn_dim": 5120,
     "max_target_positions": 448,
-    "vocab_size": 51866,
     "init_std": 0.02,
 }
+VOCABULARY = 51866
 MOST_TOKENS = 128
 AT_ONCE = (1, 4, 8, 16)
 EACH = 4
@@ -96,8 +96,9 @@ def _compare_with_library(
         text, segments = plain.hear(wav, task="transcribe", **how)
         due.append((text.strip(), _read_times(segments) if timed else []))
     del plain
+    model = entry("m", "transformers", folder, device, dtype="float32", memory="16GiB")
     with (
-        serving([entry("m", "transformers", folder, device, dtype="float32")]) as instance,
+        serving([model]) as instance,
         concurrent.futures.ThreadPoolExecutor(len(wavs)) as pool,
     ):
         found = list(pool.map(partial(transcribe, instance), wavs, asked))
@@ -129,7 +130,7 @@ def transcribe(instance: Instance, wav: bytes, form: dict[str, str]) -> dict[str
 def measure_speed(folder: Path, device: str) -> list[Row]:
     large = device == "cuda"
     seconds = 29.0 if large else 1.9  # of one window
-    write_whisper(folder, ends=False, **(LARGE if large else {}))
+    write_whisper(folder, ends=False, **(LARGE | {"vocab_size": VOCABULARY} if large else {}))
     wavs = [write_wav(make_samples(seconds, number)) for number in range(max(AT_ONCE))]
     plain = PlainWhisper(folder)
     plain.model.to(device, torch.bfloat16 if large else torch.float32)
