@@ -216,7 +216,7 @@ def _rerank(folder: Path, threads: int, most: int) -> Iterator[dict[str, Work]]:
     plain.save_pretrained(model)
     documents = [
         [
-            f"{query}.{number} the lazy dog jumps over. " * (2 + number)
+            f"{query}.{number} the lazy dog jumps over. " * (2 + number % 4)
             for number in range(DOCUMENTS)
         ]
         for query in range(most)
