@@ -38,6 +38,9 @@
       button.title = texts[key];
       button.setAttribute("aria-label", texts[key]);
     }
+    for (const box of document.querySelectorAll("#sk-chat li > input:not([aria-label])")) {
+      box.setAttribute("aria-label", box.parentNode.textContent.trim());
+    }
     const stop = find("#sk-box [data-testid=stop-button]");
     if (stop && !busy) following = true; // to the question that was just sent
     busy = stop !== null;
@@ -58,8 +61,8 @@
   const ask = window.fetch.bind(window);
   const tell = (gone) => {
     const place = find("#sk-gone [role=alert]");
-    if (!place || gone === document.body.classList.contains("sk-gone")) return;
-    document.body.classList.toggle("sk-gone", gone);
+    if (!place || gone === (place.textContent !== "")) return;
+    find("#sk-body").toggleAttribute("data-gone", gone);
     place.textContent = gone ? place.dataset.text : "";
   };
   window.fetch = async (...asked) => {

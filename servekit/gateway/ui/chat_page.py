@@ -139,7 +139,7 @@ def _lay_out(frame: Frame) -> Parts:
         gr.HTML(render_drawer(say), elem_id="sk-kept")
         with gr.Column(elem_id="sk-main"):
             chat = _build_chat(say)
-            gr.HTML(render_alert(), elem_id="sk-store")
+            gr.HTML(render_alert(say), elem_id="sk-store")
             note = gr.HTML("", elem_id="sk-note")
             with gr.Column(elem_id="sk-ask"):
                 gr.HTML(render_picker(say, frame.max_body_bytes), elem_id="sk-images")

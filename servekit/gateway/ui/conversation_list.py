@@ -64,9 +64,10 @@ def render_drawer(say: Say) -> str:
     )
 
 
-def render_alert() -> str:
-    """Return the place for what goes wrong with the store."""
-    return '<p class="sk-note sk-error" role="alert"></p>'
+def render_alert(say: Say) -> str:
+    """Return the page's heading, and the place for what goes wrong with the store."""
+    heading = f'<h1 class="sk-unseen">{escape(say("nav.chat"))}</h1>'
+    return f'{heading}<p class="sk-note sk-error" role="alert"></p>'
 
 
 def render_gone(say: Say) -> str:

@@ -100,7 +100,7 @@
     draw();
     find("#sk-show").click();
   };
-  const take = () => JSON.stringify(current);
+  const take = () => JSON.stringify({ ...current, isShown: true });
   const begin = () => {
     remember(makeNew());
     complain("");
@@ -119,12 +119,16 @@
   };
   let last = Promise.resolve(); // one save at a time
   const keep = (kept) => {
-    const { id: given, turns } = JSON.parse(kept || "{}");
+    const { id: given, turns, isShown } = JSON.parse(kept || "{}");
     if (!given || deleted.has(given)) return;
-    const id = beside.get(given) ?? given;
-    const saving = last.then(() => save(id, turns));
+    if (isShown) { // it comes from the store, which may have a later one by now
+      if (given === current.id) servekitImages.keep(turns, true);
+      return;
+    }
+    const idNow = () => beside.get(given) ?? given; // a save before this one may change it
+    const saving = last.then(() => save(idNow(), turns));
     last = saving;
-    if (id === current.id) {
+    if (idNow() === current.id) {
       current.turns = turns;
       servekitImages.keep(turns, saving);
     } else {
@@ -276,9 +280,9 @@
   };
 
   // ---- events
-  const isOpen = () => document.body.classList.contains("sk-drawn");
+  const isOpen = () => find("#sk-body")?.hasAttribute("data-drawn"); // Gradio's CSS cannot see <body>
   const openDrawer = (open) => {
-    document.body.classList.toggle("sk-drawn", open);
+    find("#sk-body").toggleAttribute("data-drawn", open);
     find(".sk-drawer-button").setAttribute("aria-expanded", String(open));
     if (open) root().querySelector("input").focus();
   };

@@ -214,16 +214,17 @@
     add([...files]);
   });
   const holdsFiles = (event) => root() && event.dataTransfer?.types.includes("Files");
+  const isDropping = (now) => find("#sk-body")?.toggleAttribute("data-dropping", now);
   document.addEventListener("dragover", (event) => {
     if (!holdsFiles(event)) return;
     event.preventDefault(); // else the browser leaves the page for the file
-    document.body.classList.add("sk-dropping");
+    isDropping(true);
   });
   document.addEventListener("dragleave", (event) => {
-    if (!event.relatedTarget) document.body.classList.remove("sk-dropping");
+    if (!event.relatedTarget) isDropping(false);
   });
   document.addEventListener("drop", (event) => {
-    document.body.classList.remove("sk-dropping");
+    isDropping(false);
     if (!holdsFiles(event)) return;
     event.preventDefault();
     add([...event.dataTransfer.files]);

@@ -143,7 +143,7 @@ def _render_model(route: ModelQueue, say: Say) -> str:
     if residence is not None and residence.tier != "resident":
         facts.append(say.translate(residence.reason) or say(f"tier.{residence.tier}"))
     return (
-        f'<section class="sk-model"><h3>{escape(route.status.name)}</h3><p class="sk-quiet">'
+        f'<section class="sk-model"><h2>{escape(route.status.name)}</h2><p class="sk-quiet">'
         f"{escape(' · '.join(facts))}{waiting if len(route.queue) else ''}</p>"
         f"{_render_presets(route, say)}{_render_adapters(route, say)}<ul>{replicas}</ul></section>"
     )
