@@ -334,8 +334,13 @@ def test_retry_edit_and_undo_keep_the_images(chat: Chat, instance: Instance) -> 
 def test_an_image_that_the_browser_cannot_keep_is_sent_and_told(
     chat: Chat, instance: Instance
 ) -> None:
-    full = "throw new DOMException('full', 'QuotaExceededError')"
-    chat.context.add_init_script(f"IDBObjectStore.prototype.put = () => {{ {full} }}")
+    chat.context.add_init_script(
+        """const put = IDBObjectStore.prototype.put;
+        IDBObjectStore.prototype.put = function (...given) {
+            if (this.name === "images") throw new DOMException("full", "QuotaExceededError");
+            return put.apply(this, given);
+        };"""
+    )
     chat.page.reload()
     expect(chat["#sk-model input"]).to_have_value("eyes")
     chat.add(FILES[0])

@@ -18,8 +18,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from tests.api_keys import new_key
 from tests.integration.certificates import make
 from tests.integration.instance import Instance, echo
-from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away
-from tests.integration.test_ui_pages import serious
+from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away, serious
 from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
