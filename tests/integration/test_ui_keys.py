@@ -115,7 +115,9 @@ def test_a_visitor_sees_the_models_of_its_key_only(url: str, browser: Browser) -
             assert ("gateway/0" in page.content()) is others
             page.goto(f"{url}/ui/")
             expect(page.locator("#sk-workers")).to_contain_text("a/0")
-            assert ("b/0" in page.content()) is others
+            page.locator("#sk-model input").click()
+            expect(page.get_by_role("option", name="a", exact=True)).to_be_visible()
+            expect(page.get_by_role("option", name="b", exact=True)).to_have_count(int(others))
 
 
 @pytest.mark.lane("long")
