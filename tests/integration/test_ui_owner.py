@@ -18,9 +18,9 @@ from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwr
 
 from tests.api_keys import new_key
 from tests.integration.instance import PROGRAM, Instance, bearer, echo
-from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away
+from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away, serious
 from tests.integration.test_ui_keys import kill_gateway
-from tests.integration.test_ui_pages import serious, tier
+from tests.integration.test_ui_pages import tier
 from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]

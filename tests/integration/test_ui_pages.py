@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 
 from servekit.gateway.ui.pages.language import PAGES
@@ -24,7 +23,7 @@ from servekit.gateway.ui.widgets.log_tail import LINES
 from tests.api_keys import new_key
 from tests.integration.instance import Instance, echo
 from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
-from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away, running
+from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away, running, serious
 from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
@@ -418,17 +417,6 @@ def test_another_key_may_look_and_is_told_kindly(
 
 
 # ---------------------------------------------------------------- for everybody
-
-
-def serious(page: Page) -> list[tuple[str, str, str]]:
-    """What axe-core finds on a page that keeps somebody from using it."""
-    violations = Axe().run(page).response["violations"]
-    return [
-        (page.url, one["id"], node["html"])
-        for one in violations
-        if one["impact"] in ("serious", "critical")
-        for node in one["nodes"]
-    ]
 
 
 @pytest.mark.lane("pages")
