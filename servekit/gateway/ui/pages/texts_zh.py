@@ -217,7 +217,7 @@ CHINESE: dict[str, str] = {
     "operate.memory": "内存",
     "operate.actions": "操作",
     "operate.idle": "空闲",
-    "operate.button": "{verb}：{name}",
+    "operate.button": "{verb}模型 {name}",
     "operate.load": "加载",
     "operate.unload": "卸载",
     "operate.sleep": "休眠",
