@@ -64,7 +64,7 @@ def instance(folder: Path) -> Iterator[Instance]:
     ]
     given: dict[str, Any] = {
         "server": {"ui": True, "gateways": 2},
-        "sections": {"keys": KEYS},
+        "sections": {"keys": KEYS, "profiles": {"few": ["talker", "mortal", "moving"]}},
         "env": gpus.env,
     }
     with Instance.up(folder, models, **given) as instance:
@@ -396,9 +396,22 @@ def test_the_admins_key_loads_a_model_and_adds_an_adapter(
     one = away(lambda: instance.replica("talker/1")).pid
     page.press("Restart talker/1")
     poll("it is another", lambda: one not in pids(instance, "talker"), within_s=30)
+    page.press("few")
+    expect(page["#sk-told"]).to_contain_text("The profile is few", timeout=WITHIN_MS)
+    poll("it is unloaded", lambda: tier(instance, "narrow") == "stopped", within_s=30)
+    row = page["#sk-models tr"].filter(has_text="narrow")
+    expect(row).to_contain_text("it is not in the profile 'few'", timeout=WITHIN_MS)
+    page.press("Load narrow")
+    expect(page["#sk-told"]).to_contain_text("It is not in the profile few.", timeout=WITHIN_MS)
+    page.press("all models")
+    poll("it is loaded again", lambda: running_workers(instance, "narrow") == 1, within_s=30)
     page.press("mortal")
     expect(page["#sk-log"]).to_contain_text("mortal/0", timeout=WITHIN_MS)
     assert serious(page.page) == []
+
+
+def running_workers(instance: Instance, name: str) -> int:
+    return sum(one.state == "ready" for one in away(lambda: instance.model(name)).replicas)
 
 
 def pids(instance: Instance, name: str) -> list[int]:

@@ -142,13 +142,15 @@ async def _render_page(
     chosen = chosen if chosen in names else next(iter(names), "")
     queued = {} if status is None else {one.model: one.queued for one in status.traffic}
     table = model_table.render_models(models, queued, chosen, forbidden, say)
+    if status is not None and frame.sees_all(caller):
+        table = model_table.render_profiles(status, forbidden, say) + table
     return chosen, (table, *await _render_details(frame, caller, chosen))
 
 
 def _move(told: ModelStatus, pushed: dict[str, ModelStatus]) -> ModelStatus:
     """Return the model as it comes and goes by the latest push."""
     now = pushed.get(told.name, told)
-    return replace(told, residence=now.residence, changing=now.changing)
+    return replace(told, residence=now.residence, changing=now.changing, left_out=now.left_out)
 
 
 async def _render_details(frame: Frame, caller: ApiKey | None, model: str) -> tuple[str, str]:
@@ -183,6 +185,9 @@ def _make_action(frame: Frame, pressed: str, name: str) -> Callable[[], Awaitabl
 
     async def do() -> str:
         frame.router.access.require_admin()
+        if pressed == "profile":
+            await frame.supervisor.set_profile(name)
+            return frame.say("operate.profile.begun", name=name)
         act = next((one for one in model_table.ACTS if one == pressed), None)
         if act is None:
             raise RequestError(frame.say("operate.unknown"))

@@ -236,6 +236,11 @@ ENGLISH: dict[str, str] = {
     "operate.changing": "being changed",
     "operate.sleepless": "It cannot sleep: its engine cannot, or the file gives it no"
     " idle_sleep_s.",
+    "operate.left_out": "It is not in the profile {profile}.",
+    "operate.profile": "Profile",
+    "operate.all": "all models",
+    "operate.profile.begun": "The profile is {name}: its models are loaded, the others unloaded"
+    " once their requests are done.",
     "operate.unknown": "there is no such button",
     "operate.load.begun": "{name} is being loaded.",
     "operate.unload.begun": "{name} is unloaded once its requests are done.",

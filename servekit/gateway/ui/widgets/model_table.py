@@ -13,7 +13,7 @@ from typing import Literal
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.status_html import MARK, state_words
 from servekit.gateway.ui.widgets.machine_tables import render_reason, shorten_reason
-from servekit.protocol.messages import ModelStatus, ReplicaStatus
+from servekit.protocol.messages import ModelStatus, ReplicaStatus, Status
 from servekit.protocol.residency import Residency
 from servekit.units import format_bytes
 
@@ -41,6 +41,8 @@ def find_tier(model: ModelStatus) -> Residency:
 
 def explain_refusal(model: ModelStatus, act: Act, say: Say) -> str:
     """Return why the supervisor would refuse this now, or why it has no effect; or ""."""
+    if model.left_out and act in ("load", "wake"):
+        return say("operate.left_out", profile=model.left_out)
     tier = find_tier(model)
     state = say(f"tier.{tier}")
     able = {
@@ -78,6 +80,25 @@ def render_models(
         f'<div class="sk-scroll" tabindex="0" role="region" aria-label="{caption}">'
         f'<table class="sk-workers sk-operate"><thead><tr>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def render_profiles(status: Status, forbidden: str, say: Say) -> str:
+    """Return a button for each profile, and one for all models; "" where the file has none."""
+    if not status.profiles:
+        return ""
+    off = f' aria-disabled="true" title="{escape(forbidden)}"' if forbidden else ""
+    names = {"all": say("operate.all")} | {name: name for name in status.profiles}
+    buttons = "".join(
+        f'<button type="button" data-act="profile" data-name="{escape(name)}" '
+        f'aria-pressed="{"true" if name == (status.profile or "all") else "false"}"{off}>'
+        f"{escape(words)}</button>"
+        for name, words in names.items()
+    )
+    label = escape(say("operate.profile"))
+    return (
+        f'<div class="sk-acts sk-profiles" role="group" aria-label="{label}">'
+        f"<span>{label}</span>{buttons}</div>"
     )
 
 

@@ -169,7 +169,7 @@ async def test_of_two_reloads_the_second_waits_for_the_first(
     running: list[int] = [0]
     most: list[int] = []
 
-    async def read() -> str:
+    async def read(profile: str | None) -> str:
         running[0] += 1
         most.append(running[0])
         await settle()

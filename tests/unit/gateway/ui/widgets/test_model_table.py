@@ -41,6 +41,8 @@ def allowed(one: ModelStatus) -> list[str]:
         (model(replica(), tier="resident"), ["unload", "sleep", "restart"]),
         (model(replica(), changing=True), ["unload", "sleep"]),
         (model(tier="stopped"), ["load"]),
+        (model(tier="stopped", left_out="coding"), []),
+        (model(replica(), tier="resident", left_out="coding"), ["unload", "sleep", "restart"]),
         (model(replica("asleep"), tier="asleep"), ["load", "unload", "wake", "restart"]),
         (model(replica("loading"), tier="coming"), ["unload", "restart"]),
         (model(replica("draining"), tier="leaving"), ["load"]),
