@@ -86,6 +86,7 @@ def test_compose_files_are_by_its_specification() -> None:
 
 def test_what_compose_mounts_is_there_and_is_published_on_loopback_only() -> None:
     services = yaml.safe_load(COMPOSE[0].read_text())["services"]
+    services |= yaml.safe_load((DEPLOY / "compose" / "open-webui.yaml").read_text())["services"]
     assert COMPOSE[0].name == "compose.yaml"
     for service in services.values():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
