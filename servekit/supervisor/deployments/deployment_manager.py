@@ -72,7 +72,8 @@ class DeploymentManager:
         """
         replicas = self.replicas()
         self._has_served |= any(replica.state == "ready" for replica in replicas)
-        later = any(not one.wanted or one.model.load != "on_start" for one in self.served)
+        served = [one for one in self.served if not one.left_out]
+        later = any(not one.wanted or one.model.load != "on_start" for one in served)
         may_come = self._has_served or later
         if may_come or not replicas or not all(replica.gave_up for replica in replicas):
             return ""
