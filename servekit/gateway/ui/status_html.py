@@ -73,6 +73,8 @@ def explain_blind(router: Router, say: Say, caller: ApiKey | None, model: str | 
 def _list_usable(router: Router, caller: ApiKey | None) -> Iterator[ModelQueue]:
     """Yield the models, presets and adapters that a visitor may use."""
     for model in router.routes.values():
+        if model.status.left_out:
+            continue
         for route in (model, *model.presets, *model.adapters):
             if not router.access.closed or _may_use(caller, route):
                 yield route
