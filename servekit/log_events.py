@@ -129,6 +129,8 @@ EVENTS = {
     "sign_in_failed": "A sign-in from {address} had a wrong key",
     "sign_in_succeeded": "The key {key} signed in from {address}",
     "reload_requested": "A reload was requested over HTTP",
+    "profile_requested": "The profile {name} was requested over HTTP",
+    "profile_not_recorded": "The profile cannot be recorded for a start after a crash: {reason}",
     "restart_requested": "A restart of {name} was requested over HTTP",
     "residency_requested": "For {model}, {want} was requested over HTTP",
     "adapter_load_requested": "The adapter {adapter} of {path} was requested",

@@ -86,6 +86,10 @@ def complete_workers(ctx: typer.Context, incomplete: str) -> list[str]:
     )
 
 
+def complete_profiles(ctx: typer.Context, incomplete: str) -> list[str]:
+    return _complete_names(ctx, incomplete, lambda found: ["all", *found.profiles])
+
+
 def complete_adapters(ctx: typer.Context, incomplete: str) -> list[str]:
     return _complete_names(
         ctx, incomplete, lambda found: [a.name for m in found.models for a in m.adapters]

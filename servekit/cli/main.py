@@ -23,6 +23,7 @@ from servekit.cli import (
     keys,
     logs,
     models,
+    profiles,
     requests,
     usage,
 )
@@ -89,9 +90,11 @@ def check(
         ),
     ] = None,
     config: ConfigFile = None,
+    profile: serve.Profile = "",
 ) -> None:
     """Check a file and show what would run where; start nothing."""
     import os
+    from dataclasses import replace
 
     from servekit.cli.tables import plan_tables, print_tables
     from servekit.cli.up.sources import ModelOptions, find_source
@@ -102,7 +105,13 @@ def check(
     if file is None or config is not None:
         words = [str(file)] if file is not None else []
         file = find_source(words, config, ModelOptions(), os.environ)
-    plan = serve.make_plan(serve.make_source(file))
+    source = serve.make_source(file, profile=profile)
+    plan = serve.make_plan(source)
+    for other in () if profile else plan.config.profiles:
+        try:
+            serve.make_plan(replace(source, profile=other))
+        except ConfigError as error:
+            raise ConfigError(f"--profile {other}: {error.message}") from None
     looked_up = look_up(plan)
     plan = with_estimates(plan, looked_up)
     print_tables(*plan_tables(plan))
@@ -290,6 +299,7 @@ _register(
         "down": down,
         "reload": reload,
         "restart": models.restart,
+        "profile": profiles.profile,
         "link": link.link,
     },
 )

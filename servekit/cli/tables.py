@@ -172,6 +172,7 @@ def status_tables(status: Status) -> Sequence[RenderableType]:
     head = Text(
         f"servekit {status.version} · {status.url} · {status.config} · pid {status.pid} · "
         f"{format_size(status.rss_bytes)} · up {format_duration(time.time() - status.started_at)}"
+        + (f" · profile {status.profile}" if status.profile else "")
         + (" · draining" if status.draining else "")
     )
     presets = {model.name: model.presets for model in status.models if model.presets}

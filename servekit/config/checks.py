@@ -440,6 +440,15 @@ def check_default_model(config: Config) -> Iterator[Problem]:
         yield _unknown_model(model, ("server", "default_model"), known)
 
 
+def check_profiles(config: Config) -> Iterator[Problem]:
+    """Find models of profiles that do not exist."""
+    known = [model.name for model in config.models]
+    for profile, names in config.profiles.items():
+        for i, name in enumerate(names):
+            if name not in known:
+                yield _unknown_model(name, ("profiles", profile, i), known)
+
+
 def check_tls(config: Config, folder: Path) -> Iterator[Problem]:
     """Find a certificate that cannot be used to serve."""
     if (files := config.server.tls) is None:

@@ -201,7 +201,7 @@ def _own_options(
 def _check_meaning(config: Config, folder: Path, machine: Machine | None) -> list[Problem]:
     problems = [*checks.check_run_dir(config, folder), *checks.check_keys(config)]
     problems += [*checks.check_tls(config, folder), *checks.check_legacy(config)]
-    problems += checks.check_default_model(config)
+    problems += [*checks.check_default_model(config), *checks.check_profiles(config)]
     problems += checks.check_launcher(config, machine)
     elsewhere = config.launcher == "ray"
     if machine is not None:

@@ -33,6 +33,8 @@ from servekit.config.engines import plugins
 from servekit.config.engines.options import KINDS
 from servekit.config.scale import MOST, Replicas, ScaleConfig
 
+#: What `servekit profile` calls all models; no profile can have this name.
+ALL_MODELS = "all"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 _ENV_NAME = r"^[^=\s]+$"
 _GPU_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]+")
@@ -44,6 +46,12 @@ def _name(value: str) -> str:
             "a name begins with a letter or digit and continues with letters, digits and . _ : / -,"
             " 128 characters at most"
         )
+    return value
+
+
+def _profile_name(value: str) -> str:
+    if _name(value) == ALL_MODELS:
+        raise ValueError(f"{ALL_MODELS!r} stands for all models; give the profile another name")
     return value
 
 
@@ -112,6 +120,7 @@ def _network(value: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_name), WithJsonSchema({"type": "string", "pattern": _NAME})]
+ProfileName = Annotated[str, AfterValidator(_profile_name)]
 EnvName = Annotated[str, AfterValidator(_env_name)]
 Gpu = Annotated[int | str, AfterValidator(_gpu)]
 Host = Annotated[str, AfterValidator(_host)]
@@ -382,6 +391,12 @@ class Config(Section):
     """The models to serve."""
     server: ServerConfig = ServerConfig()
     """The HTTP side: address, limits, HTTPS."""
+    profiles: dict[ProfileName, Annotated[tuple[Name, ...], Field(min_length=1)]] = Field(
+        default_factory=dict
+    )
+    """Names of models that are served together: `profiles: {coding: [qwen, embed]}`. `servekit up
+    --profile coding` serves these alone, and `servekit profile NAME` switches a running instance.
+    Without a profile all models are served."""
     gpus: GpusConfig = GpusConfig()
     """Settings for all GPUs of this machine."""
     launcher: Literal["local", "ray"] = "local"

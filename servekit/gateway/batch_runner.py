@@ -250,6 +250,8 @@ class BatchRunner(LeaseRunner[Batch]):
             route = self._router.find(model).base
         except ModelNotFound:
             return True  # it is refused at once
+        if route.status.left_out:
+            return False
         if route.ready:
             return not route.waiting and route.has_room
         residence = route.status.residence

@@ -2,8 +2,8 @@
 
 Imported by way of `servekit.protocol.messages`, which has the unions.
 
-operator → supervisor  GetStatus · Shutdown · GetWhy · Reload · Restart · CreateLink, and those of
-                       adapters and residency
+operator → supervisor  GetStatus · Shutdown · GetWhy · Reload · SetProfile · Restart · CreateLink,
+                       and those of adapters and residency
 gateway → supervisor   RedeemLink, as an operator
 supervisor → operator  Status · Accepted · Refused · Why · Adapters · Link
 """
@@ -39,6 +39,12 @@ class GetWhy(Message, frozen=True):
 
 class Reload(Message, frozen=True):
     """Read the configuration again. Answered by Accepted, or Refused with the errors found."""
+
+
+class SetProfile(Message, frozen=True):
+    """Serve the models of a profile of the file alone; answered as Reload, which it also does."""
+
+    name: str  # or "all"
 
 
 class Restart(Message, frozen=True):
@@ -102,6 +108,8 @@ class Status(Message, frozen=True):
     starts: tuple[Starts, ...] = ()  # how workers, gateways and standbys came up
     gpus: tuple[GpuStatus, ...] = ()  # GPUs that servekit may use, as last read
     traffic: tuple[ModelTraffic, ...] = ()
+    profile: str = ""  # in force; "": all models are served
+    profiles: dict[str, tuple[str, ...]] = {}  # those of the file, with their models
 
 
 class Accepted(Message, frozen=True):

@@ -16,7 +16,7 @@ facts. Fields are only ever added at the end with a default; `PROTOCOL` is raise
     gateway → worker       Hello · Generate · Cancel · Borrow · Body · WindowUpdate
     worker → gateway       Hello · TokenBatch · DeltaBatch · Failed · Cancelled · Lent
                            IsolationStarted · IsolationEnded
-    operator → supervisor  GetStatus · Shutdown · GetWhy · Reload · Restart
+    operator → supervisor  GetStatus · Shutdown · GetWhy · Reload · SetProfile · Restart
                            AddAdapter · RemoveAdapter · GetAdapters · SetResidency · GetMetrics
                            CreateLink · RedeemLink (of a gateway)
     supervisor → operator  Status · Accepted · Refused · Why · Adapters · Figures · Link
@@ -46,6 +46,7 @@ from servekit.protocol.admin_messages import (
     Refused,
     Reload,
     Restart,
+    SetProfile,
     Shutdown,
     Status,
     Why,
@@ -149,6 +150,7 @@ __all__ = [
     "Restart",
     "SamplingParams",
     "Serving",
+    "SetProfile",
     "Shutdown",
     "SourceReport",
     "SpeechParams",
@@ -470,6 +472,7 @@ ToSupervisor = (
     | Shutdown
     | GetWhy
     | Reload
+    | SetProfile
     | Restart
     | _AboutAdapters
     | r.SetResidency

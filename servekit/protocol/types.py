@@ -334,6 +334,7 @@ class ModelStatus(Value, frozen=True):
     changing: bool = False  # its replicas are being replaced: one will come, even if none is there
     endpoints: tuple[str, ...] = ()  # patterns of the endpoints that are forwarded to its server
     presets: tuple[Preset, ...] = ()
+    left_out: str = ""  # the profile in force, if the model is not in it
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import structlog
 from msgspec.structs import replace
 
 from servekit import __version__
-from servekit.config.schema import ModelConfig
+from servekit.config.schema import ALL_MODELS, ModelConfig
 from servekit.errors import StartError
 from servekit.protocol.messages import (
     Accepted,
@@ -292,6 +292,20 @@ class Supervisor:
         with self._notifier.reloading():
             return await self._deployments.reload()
 
+    async def set_profile(self, name: str) -> Accepted | Refused:
+        with self._notifier.reloading():
+            answer = await self._deployments.reload("" if name == ALL_MODELS else name)
+        if isinstance(answer, Accepted):
+            self._record_profile()
+        return answer
+
+    def _record_profile(self) -> None:
+        source = self._deployments.plan.source
+        try:
+            self.run_dir.record_profile(source.asked_profile, source.profile)
+        except OSError as error:  # a full disk is no reason to refuse the switch
+            log.warning("profile_not_recorded", reason=error.strerror)
+
     async def restart(self, name: str, wait: bool) -> Accepted | Refused:
         return await self._deployments.restart(name, wait=wait)
 
@@ -430,6 +444,8 @@ class Supervisor:
             starts=tuple(life.starting.all(life.name) for life in self._lives()),
             gpus=snapshot.gpus(self._measures.in_use, self._deployments.replicas()),
             traffic=snapshot.traffic(self._deployments.served, self._gateways),
+            profile=self._deployments.plan.source.profile,
+            profiles=self._deployments.plan.config.profiles,
         )
 
     def _models(
@@ -453,6 +469,7 @@ class Supervisor:
         config = self._deployments.plan.config_path
         boot, pid = boot_id(), os.getpid()
         self.run_dir.record(Record(pid, self._started_at, self.url, config, self.mark, boot))
+        self._record_profile()
         if reason := self.run_dir.instead_of:
             log.warning("run_dir_replaced", path=str(self.run_dir.path), reason=reason)
         journal.open(self.run_dir.path)

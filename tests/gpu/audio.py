@@ -3,10 +3,12 @@
 --device cpu   try the script itself, with a small model
 --only NAME    one of: texts, speed
 
-- texts: a small Whisper in float32 says what the library's own `generate` says of the recordings.
-- speed: a Whisper of the size of large-v3-turbo with random weights: seconds of audio in a second,
-  of one recording, of four at once, and by the library's `generate` in this process. Each is one
-  window with the most tokens that the model may write, 128.
+- texts: a small Whisper in float32, and one of the size of large-v3-turbo with random weights: many
+  recordings at once have the texts and times that the library's own `generate` has alone.
+- speed: the large one in bfloat16: seconds of audio in a second, of 1, 4, 8 and 16 recordings at
+  once, and by the library's `generate` in this process, alone and with 8 in a batch. Each is one
+  window with the most tokens that the model may write, 128; each client sends four, one after
+  another.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import concurrent.futures
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,14 @@ from tests.gpu.checks import Row
 from tests.gpu.engines import entry, serving
 from tests.gpu.images import show
 from tests.integration.instance import Instance
-from tests.unit.engines.hearing_model import PlainWhisper, make_samples, write_wav, write_whisper
+from tests.unit.engines.hearing_model import (
+    RATE,
+    PlainWhisper,
+    make_samples,
+    read_wav,
+    write_wav,
+    write_whisper,
+)
 
 #: Of openai/whisper-large-v3-turbo.
 LARGE: dict[str, Any] = {
@@ -42,8 +53,10 @@ LARGE: dict[str, Any] = {
     "max_target_positions": 448,
     "init_std": 0.02,
 }
+VOCABULARY = 51866
 MOST_TOKENS = 128
-LENGTHS_S = (1.5, 5.0, 11.0)
+AT_ONCE = (1, 4, 8, 16)
+EACH = 4
 
 
 def main() -> int:
@@ -54,67 +67,122 @@ def main() -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="servekit-gpu-") as made:
         if args.only != "speed":
-            rows += show(compare_texts(Path(made) / "small", args.device))
+            rows += show(compare_texts(Path(made), args.device))
         if args.only != "texts":
-            rows += show(measure_speed(Path(made) / "large", args.device))
+            rows += show(measure_speed(Path(made) / "speed", args.device))
     return 0 if all(row.ok is not False for row in rows) else 1
 
 
 def compare_texts(folder: Path, device: str) -> list[Row]:
-    write_whisper(folder)
-    plain, rows = PlainWhisper(folder), []
-    model = entry("m", "transformers", folder, device, dtype="float32", memory="4GiB")
-    with serving([model]) as instance:
-        for number, seconds in enumerate(LENGTHS_S):
-            wav = write_wav(make_samples(seconds, number))
-            due, _ = plain.hear(wav, language="en", task="transcribe")
-            same = bool(due.strip()) and transcribe(instance, wav).strip() == due.strip()
-            rows.append(Row(f"{seconds} s: the library's text", "same" if same else "other", same))
+    rows = _compare_with_library("small", folder / "small", device, (0.7, 1.5, 3.0, 5.0, 11.0))
+    if device == "cuda":
+        rows += _compare_with_library("large", folder / "large", device, (5, 20, 29, 70), **LARGE)
     return rows
 
 
-def transcribe(instance: Instance, wav: bytes) -> str:
+def _compare_with_library(
+    name: str, folder: Path, device: str, lengths_s: Sequence[float], **sizes: Any
+) -> list[Row]:
+    write_whisper(folder, **sizes)
+    plain = PlainWhisper(folder)
+    plain.model.to(device)
+    wavs = [write_wav(make_samples(seconds, at)) for at, seconds in enumerate(lengths_s)] * 2
+    asked: list[dict[str, str]] = [{"language": "en"}] * len(lengths_s)
+    asked += [{"response_format": "verbose_json"}] * len(lengths_s)
+    due = []
+    for wav, form in zip(wavs, asked, strict=True):
+        timed = "response_format" in form
+        how = {"return_timestamps": True} if timed else {"language": "en"}
+        text, segments = plain.hear(wav, task="transcribe", **how)
+        due.append((text.strip(), _read_times(segments) if timed else []))
+    del plain
+    model = entry("m", "transformers", folder, device, dtype="float32", memory="16GiB")
+    with (
+        serving([model]) as instance,
+        concurrent.futures.ThreadPoolExecutor(len(wavs)) as pool,
+    ):
+        found = list(pool.map(partial(transcribe, instance), wavs, asked))
+    same = [
+        text != ""
+        and (told["text"].strip(), _read_times(told.get("segments", ()))) == (text, times)
+        for told, (text, times) in zip(found, due, strict=True)
+    ]
+    measured = f"{sum(same)} of {len(same)} as the library alone"
+    return [Row(f"texts and times, {name}, {len(wavs)} at once", measured, all(same))]
+
+
+def _read_times(segments: Iterable[dict[str, Any]]) -> list[tuple[float, float]]:
+    return [(round(float(one["start"]), 2), round(float(one["end"]), 2)) for one in segments]
+
+
+def transcribe(instance: Instance, wav: bytes, form: dict[str, str]) -> dict[str, Any]:
     answer = httpx.post(
         f"{instance.url}/v1/audio/transcriptions",
-        data={"model": "m", "language": "en"},
+        data={"model": "m"} | form,
         files={"file": ("speech.wav", wav)},
         timeout=300,
     )
     assert answer.status_code == 200, answer.text
-    return str(answer.json()["text"])
+    told: dict[str, Any] = answer.json()
+    return told
 
 
 def measure_speed(folder: Path, device: str) -> list[Row]:
     large = device == "cuda"
-    seconds = 29.0 if large else 1.9  # one window: of random weights nothing ends sooner
-    write_whisper(folder, **(LARGE if large else {}))
-    wavs = [write_wav(make_samples(seconds, number)) for number in range(4)]
+    seconds = 29.0 if large else 1.9  # of one window
+    write_whisper(folder, ends=False, **(LARGE | {"vocab_size": VOCABULARY} if large else {}))
+    wavs = [write_wav(make_samples(seconds, number)) for number in range(max(AT_ONCE))]
     plain = PlainWhisper(folder)
     plain.model.to(device, torch.bfloat16 if large else torch.float32)
     plain.model.generation_config.max_length = MOST_TOKENS if large else 24
     plain.model.generation_config.save_pretrained(folder)
-    took = []
-    for wav in wavs[:2]:
-        began = time.perf_counter()
-        plain.hear(wav, language="en", task="transcribe")
-        took.append(time.perf_counter() - began)
-    alone = seconds / took[-1]
-    rows = [Row("the library's generate", f"{alone:.0f} s of audio a second")]
+    alone, together = _measure_library(plain, wavs, seconds)
     del plain
     torch.cuda.empty_cache()
+    rows = [
+        Row("the library's generate", f"{alone:.0f} s of audio a second"),
+        Row("the library's generate, a batch of 8", f"{together:.0f} s of audio a second"),
+    ]
     dtype = "bfloat16" if large else "float32"
     with serving([entry("m", "transformers", folder, device, dtype=dtype, memory="20GiB")]) as up:
-        transcribe(up, wavs[0])
-        for count in (1, 4):
+
+        def ask(wav: bytes) -> None:
+            for _ in range(EACH):
+                transcribe(up, wav, {"language": "en"})
+
+        ask(wavs[0])
+        for count in AT_ONCE:
             began = time.perf_counter()
             with concurrent.futures.ThreadPoolExecutor(count) as pool:
-                list(pool.map(lambda wav: transcribe(up, wav), wavs[:count]))
-            rate = count * seconds / (time.perf_counter() - began)
-            near = rate > 0.7 * alone or not large
-            rows.append(
-                Row(f"recordings at once: {count}", f"{rate:.0f} s of audio a second", near)
-            )
+                list(pool.map(ask, wavs[:count]))
+            rate = count * EACH * seconds / (time.perf_counter() - began)
+            due = alone if count == 1 else 3 * alone
+            text = f"{rate:.0f} s of audio a second"
+            rows.append(Row(f"recordings at once: {count}", text, rate >= due or not large))
     return rows
+
+
+def _measure_library(
+    plain: PlainWhisper, wavs: Sequence[bytes], seconds: float
+) -> tuple[float, float]:
+    """Return seconds of audio in a second, of recordings alone and of a batch of 8."""
+    for wav in wavs[: 1 + EACH]:
+        if wav is wavs[1]:  # after one to warm up
+            began = time.perf_counter()
+        plain.hear(wav, language="en", task="transcribe")
+    alone = EACH * seconds / (time.perf_counter() - began)
+    for _ in range(2):
+        began = time.perf_counter()
+        _generate_batch(plain, wavs[:8])
+    return alone, 8 * seconds / (time.perf_counter() - began)
+
+
+def _generate_batch(plain: PlainWhisper, wavs: Sequence[bytes]) -> None:
+    samples = [read_wav(wav) for wav in wavs]
+    made = plain.extractor(samples, sampling_rate=RATE, return_tensors="pt")["input_features"]
+    heard = made.to(plain.model.device, plain.model.dtype)
+    told = plain.model.generate(heard, language="en", task="transcribe")
+    plain.tokenizer.batch_decode(told, skip_special_tokens=True)
 
 
 if __name__ == "__main__":

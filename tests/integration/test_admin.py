@@ -23,7 +23,10 @@ KEYS: list[dict[str, Any]] = [
     {"name": "root", "hash": ROOT_HASH, "admin": True, "models": ["a"]},
     {"name": "user", "hash": USER_HASH},
 ]
-ENDPOINTS = [("GET", "/admin/status"), ("GET", "/admin/why/a"), ("POST", "/admin/reload")]
+ENDPOINTS = [
+    *(("GET", "/admin/status"), ("GET", "/admin/why/a")),
+    *(("POST", "/admin/reload"), ("POST", "/admin/profile/few"), ("POST", "/admin/profile/all")),
+]
 FORBIDDEN = (403, "forbidden", "permission_error")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from servekit import __version__
 from servekit.config.load import load_config
 from servekit.supervisor.supervisor import END_S
 from tests.deploy.dockerfile import ROOT, Stage, stages
@@ -22,6 +23,7 @@ COMPOSE = sorted((DEPLOY / "compose").glob("*.yaml"))
 KUBERNETES = DEPLOY / "kubernetes"
 #: The oldest that we look at; later ones take the same.
 KUBERNETES_VERSION = "1.32"
+OWN_LABELS = {"app.kubernetes.io/name": "servekit"}
 OVERLAYS = ["overlays/cpu", "overlays/gpu", "kuberay"]
 #: The programs that the test extra brings stand beside its interpreter.
 BIN = Path(sys.executable).parent
@@ -86,6 +88,7 @@ def test_compose_files_are_by_its_specification() -> None:
 
 def test_what_compose_mounts_is_there_and_is_published_on_loopback_only() -> None:
     services = yaml.safe_load(COMPOSE[0].read_text())["services"]
+    services |= yaml.safe_load((DEPLOY / "compose" / "open-webui.yaml").read_text())["services"]
     assert COMPOSE[0].name == "compose.yaml"
     for service in services.values():
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
@@ -188,6 +191,24 @@ def test_it_has_the_time_to_end_that_its_configuration_asks_for(
 
 
 @needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_policies_are_for_its_own_pods_and_let_it_ask_for_names(overlay: str) -> None:
+    documents = rendered(overlay)
+    disruption = one(documents, "PodDisruptionBudget")["spec"]
+    assert disruption["selector"]["matchLabels"] == OWN_LABELS
+    policy = one(documents, "NetworkPolicy")["spec"]
+    assert "servekit" in str(policy["podSelector"])
+    [names] = [rule for rule in policy["egress"] if {"port": 53, "protocol": "UDP"} in ports(rule)]
+    [to] = names["to"]
+    expected = {"key": "k8s-app", "operator": "In", "values": ["kube-dns"]}
+    assert to["podSelector"] == {"matchExpressions": [expected]}
+
+
+def ports(rule: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(rule.get("ports", ()))
+
+
+@needs_kubectl
 @pytest.mark.parametrize("overlay", OVERLAYS[:2])
 def test_its_configuration_is_one(overlay: str, tmp_path: Path) -> None:
     documents = rendered(overlay)
@@ -246,3 +267,79 @@ def test_files_for_grafana_and_prometheus_are_whole() -> None:
     for path in (DEPLOY / "grafana" / "provisioning").rglob("*.yml"):
         assert yaml.safe_load(path.read_text())["apiVersion"] == 1
     assert json.loads((DEPLOY / "grafana" / "servekit.json").read_text())["uid"] == "servekit"
+
+
+# ---------------------------------------------------------------- Helm
+
+
+CHART = DEPLOY / "helm"
+needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not here")
+
+
+def test_the_chart_has_every_manifest_and_uses_every_value() -> None:
+    """As far as one can tell without helm: the manifests are those of the base, by a link."""
+    template = (CHART / "templates" / "manifests.yaml").read_text()
+    resources = yaml.safe_load((CHART / "base" / "kustomization.yaml").read_text())["resources"]
+    assert all(f'"{Path(name).stem}"' in template for name in resources)
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert all(f".Values.{key}" in template for key in values)
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == __version__
+
+
+@needs_helm
+@needs_kubectl
+@pytest.mark.lane("surroundings")
+def test_the_chart_makes_what_kustomize_makes() -> None:
+    assert run("helm", "lint", "--strict", CHART).returncode == 0
+    ours, theirs = template_chart(), rendered("overlays/cpu")
+    assert sorted(map(kind_of, ours)) == sorted(map(kind_of, theirs))
+    for kind in ("Deployment", "NetworkPolicy", "PersistentVolumeClaim"):
+        made, expected = one(ours, kind)["spec"], one(theirs, kind)["spec"]
+        if kind == "Deployment":  # whose labels have the release, and whose ConfigMap has a hash
+            made, expected = made["template"]["spec"], expected["template"]["spec"]
+            made["volumes"][0] = expected["volumes"][0]
+        elif kind == "NetworkPolicy":
+            made["podSelector"] = expected["podSelector"]
+        assert made == expected
+
+
+@needs_helm
+@pytest.mark.lane("surroundings")
+def test_the_values_of_the_chart_take_effect(tmp_path: Path) -> None:
+    file = {
+        "models": [{"name": "a", "path": "org/a"}],
+        "keys": [{"name": "app", "file": "/keys/app"}],
+    }
+    values = {
+        "image": {"repository": "r/servekit", "tag": "cuda"},
+        "config": file, "gpus": 2, "keysSecret": "mine", "networkPolicy": False,
+        "storage": {"size": "9Gi", "className": "fast"},
+    }  # fmt: skip
+    given = tmp_path / "values.json"
+    given.write_text(json.dumps(values))
+    documents = template_chart("--values", str(given))
+    assert "NetworkPolicy" not in map(kind_of, documents)
+    pod = one(documents, "Deployment")["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert container["image"] == "r/servekit:cuda"
+    assert container["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": 2}
+    assert pod["tolerations"][0]["key"] == "nvidia.com/gpu"
+    assert [v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v] == ["mine"]
+    storage = one(documents, "PersistentVolumeClaim")["spec"]
+    assert (storage["storageClassName"], storage["resources"]["requests"]) == (
+        "fast", {"storage": "9Gi"},
+    )  # fmt: skip
+    path = tmp_path / "servekit.yaml"
+    path.write_text(one(documents, "ConfigMap")["data"]["servekit.yaml"])
+    assert [model.name for model in load_config(path).models] == ["a"]
+
+
+def kind_of(document: dict[str, Any]) -> str:
+    return str(document["kind"])
+
+
+def template_chart(*args: str) -> list[dict[str, Any]]:
+    done = run("helm", "template", "servekit", CHART, *args)
+    assert done.returncode == 0, done.stderr
+    return [one for one in yaml.safe_load_all(done.stdout) if one]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ import httpx
 import psutil
 import pytest
 import yaml
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 
 from servekit.gateway.ui.pages.language import PAGES
@@ -62,12 +64,24 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
         echo("fast"),
         echo("broken", load_error="the weights <b>are</b> ${1 + 1} missing"),
         echo("mortal", load_s=1.5, crash_on="DIE"),
+        echo("rare", load_s=3) | {"load": "on_demand"},
     ]
     with Instance.up(tmp_path_factory.mktemp("ui"), models, server={"ui": True}) as instance:
         instance.until_settled()
         url = f"{instance.url}/ui/"
         instance.until("the UI is up", lambda: httpx.get(url).status_code == 200, within_s=60)
         yield instance
+
+
+def serious(page: Page) -> list[tuple[str, str, str]]:
+    """What axe-core finds on a page that keeps somebody from using it."""
+    violations = Axe().run(page).response["violations"]
+    return [
+        (page.url, one["id"], node["html"])
+        for one in violations
+        if one["impact"] in ("serious", "critical")
+        for node in one["nodes"]
+    ]
 
 
 class Tab:
@@ -89,6 +103,7 @@ class Tab:
         self.page.goto(f"{self.base}/ui/")
         expect(self.box).to_be_visible(timeout=WITHIN_MS)
         expect(self.page.locator("#sk-model input")).not_to_have_value("", timeout=WITHIN_MS)
+        expect(self.page.get_by_label("Seed")).not_to_have_value("0")  # settings are restored
 
     def _on_request(self, request: Any) -> None:
         self.urls.append(request.url)
@@ -139,12 +154,28 @@ class Tab:
         expect(self.stop_button).to_have_count(0, timeout=60_000)
         expect(self.send_button).to_be_visible()
 
+    @property
+    def listed(self) -> Locator:
+        return self.page.locator("#sk-kept .sk-open")
+
+    @property
+    def alert(self) -> Locator:
+        return self.page.locator("#sk-store [role=alert]")
+
+    def answer(self, text: str, count: int = 1) -> None:
+        """Ask, and wait for the answer."""
+        self.ask(text)
+        self.until_done()
+        expect(self.answers).to_have_count(count)
+
+    def act(self, title: str, button: str) -> None:
+        """Press a button of the dialog of a conversation."""
+        self.page.get_by_role("button", name=f"Rename, export or delete “{title}”").click()
+        self.page.get_by_role("button", name=button, exact=True).click()
+
     def setting(self, name: str) -> Locator:
-        field = self.page.get_by_label(name)
-        if not field.is_visible():
-            self.page.locator("#sk-settings button.label-wrap").click()
-            expect(self.page.get_by_label("Seed")).not_to_have_value("0")  # they are restored
-        return field
+        expect(self.page.get_by_label("Seed")).not_to_have_value("0")  # they are restored
+        return self.page.get_by_label(name)
 
 
 @pytest.fixture
@@ -297,6 +328,179 @@ def test_closing_the_tab_cancels(open_tab: Callable[..., Tab], instance: Instanc
     until_running(instance, "talker", 0, within_s=60)
 
 
+# ---------------------------------------------------------------- the browser's conversations
+
+
+def test_conversations_are_listed_found_renamed_exported_and_deleted(tab: Tab) -> None:
+    tab.choose("fast")
+    tab.setting("Max tokens").fill("12")
+    tab.answer("About **harbours**")
+    tab.page.locator("#sk-new").click()
+    expect(tab.questions).to_have_count(0)
+    tab.answer("About lighthouses")
+    expect(tab.listed).to_have_text(["About lighthouses", "About **harbours**"])
+    tab.page.reload()
+    expect(tab.answers).to_have_text(["About lighth"])
+    tab.page.get_by_label("Search").fill("HARBOURS about")
+    expect(tab.listed).to_have_text(["About **harbours**"])
+    tab.listed.click()
+    expect(tab.questions).to_have_text(["About harbours"])
+    tab.page.get_by_label("Search").fill("")
+    tab.page.get_by_role("button", name="Rename, export or delete “About lighthouses”").click()
+    tab.page.get_by_role("textbox", name="Title").fill("Towers <b>")
+    tab.page.keyboard.press("Enter")
+    expect(tab.listed).to_have_text(["Towers <b>", "About **harbours**"])
+    with tab.page.expect_download() as coming:
+        tab.act("Towers <b>", "Export as Markdown")
+    assert coming.value.suggested_filename == "Towers-b.md"
+    written = "# Towers <b>\n\n## You\n\nAbout lighthouses\n\n## Answer\n\nAbout lighth\n"
+    assert Path(coming.value.path()).read_text() == written
+    with tab.page.expect_download() as coming:
+        tab.act("Towers <b>", "Export as JSON")
+    messages = json.loads(Path(coming.value.path()).read_text())["messages"]
+    assert [one["content"] for one in messages] == ["About lighthouses", "About lighth"]
+    tab.act("About **harbours**", "Delete…")
+    tab.page.get_by_role("button", name="Cancel").click()
+    expect(tab.listed).to_have_count(2)
+    tab.page.get_by_role("button", name="Close").click()
+    tab.act("About **harbours**", "Delete…")
+    tab.page.get_by_role("button", name="Delete it").click()
+    expect(tab.questions).to_have_count(0)  # it was shown
+    tab.page.reload()
+    expect(tab.listed).to_have_text(["Towers <b>"])
+    assert tab.problems == []
+
+
+def test_two_tabs_keep_what_each_has_said(open_tab: Callable[..., Tab]) -> None:
+    one = open_tab()
+    one.choose("fast")
+    one.setting("Max tokens").fill("9")
+    one.answer("first")
+    other = open_tab(one.page.context)
+    expect(other.questions).to_have_count(0)  # a new tab begins a new conversation
+    other.answer("second")
+    expect(one.listed).to_have_text(["second", "first"])
+    expect(one.questions).to_have_text(["first"])
+    other.listed.nth(1).click()
+    expect(other.questions).to_have_text(["first"])
+    one.answer("third", 2)  # both show the same one now
+    expect(other.answers).to_have_text(["firstfirs", "thirdthir"])
+    one.page.evaluate("BroadcastChannel.prototype.postMessage = () => {}")  # a tab may be late
+    one.answer("fourth", 3)
+    other.answer("fifth", 3)
+    expect(other.alert).to_contain_text("went on in another tab")
+    other.page.reload()
+    expect(other.questions).to_have_text(["first", "third", "fifth"])
+    one.page.reload()
+    expect(one.questions).to_have_text(["first", "third", "fourth"])
+    expect(one.listed).to_have_count(3)
+
+
+@pytest.mark.lane("pages")
+def test_a_full_store_is_a_sentence_and_the_chat_goes_on(tab: Tab) -> None:
+    full = "throw new DOMException('full', 'QuotaExceededError')"
+    tab.page.evaluate(f"() => {{ IDBObjectStore.prototype.put = () => {{ {full} }} }}")
+    tab.choose("fast")
+    tab.answer("one")
+    expect(tab.alert).to_contain_text("store is full")
+    tab.answer("two", 2)
+    expect(tab.listed).to_have_count(0)
+    assert tab.problems == []
+
+
+# ---------------------------------------------------------------- reading and stopping
+
+
+def test_who_reads_is_not_pulled_down_and_escape_stops(tab: Tab) -> None:
+    tab.choose("talker")
+    tab.ask("word\n\n" * 60)
+    _grown(tab, 20)
+    assert serious(tab.page) == []
+    log = tab.page.locator("#sk-chat [role=log]")
+    below = "node => node.scrollHeight - node.clientHeight - node.scrollTop"
+    poll("it follows", lambda: log.evaluate(below) < 4, 30)
+    log.hover()
+    tab.page.mouse.wheel(0, -120)
+    poll("it is read", lambda: log.evaluate(below) > 60, 30)
+    at = log.evaluate("node => node.scrollTop")
+    _grown(tab, _grown(tab, 0) + 60)  # 1.2 s
+    assert log.evaluate("node => node.scrollTop") <= at
+    tab.page.mouse.wheel(0, 100_000)
+    _grown(tab, _grown(tab, 0) + 20)
+    poll("it follows again", lambda: log.evaluate(below) < 4, 30)
+    expect(tab.page.get_by_role("button", name="Stop")).to_be_visible()
+    tab.box.press("Escape")
+    expect(tab.note).to_contain_text("stopped")
+    expect(tab.page.get_by_role("button", name="Send")).to_be_visible()
+
+
+def test_what_failed_is_retried(tab: Tab) -> None:
+    tab.choose("broken")
+    tab.ask("Hello?")
+    expect(tab.note.get_by_role("alert")).to_be_visible()
+    tab.page.reload()
+    expect(tab.note).to_contain_text("This question has no answer.")
+    assert serious(tab.page) == []
+    tab.choose("fast")
+    tab.setting("Max tokens").fill("6")
+    tab.page.get_by_role("button", name="Retry").click()
+    expect(tab.answers).to_have_text(["Hello?"])
+    expect(tab.page.get_by_role("button", name="Retry")).to_have_count(1)  # Gradio's, of an answer
+
+
+@pytest.mark.lane("pages")
+def test_a_model_on_demand_tells_how_far_it_is(tab: Tab) -> None:
+    tab.choose("rare")
+    expect(tab.page.locator("#sk-workers h2")).to_have_text(["rare"])  # and no other model
+    tab.setting("Max tokens").fill("5")
+    tab.ask("hello")
+    expect(tab.note).to_have_text(re.compile(r"Waiting for rare · loading, \d+ %"))
+    expect(tab.answers).to_have_text(["hello"])
+
+
+def test_formulas_and_tasks_are_drawn_and_prices_are_not(tab: Tab) -> None:
+    text = "- [ ] one\n- [x] two\n\nso $x_1^2$ costs $5 and $10"
+    tab.choose("fast")
+    tab.setting("Max tokens").fill(str(len(text)))
+    tab.answer(text)
+    answer = tab.answers.first
+    expect(answer.locator(".katex")).to_have_count(1)
+    expect(answer).to_contain_text("costs $5 and $10")
+    boxes = answer.locator("input[type=checkbox]")
+    expect(boxes.first).to_be_visible()
+    expect(boxes.first).not_to_be_checked()
+    expect(boxes.last).to_be_checked()
+    assert serious(tab.page) == []
+
+
+@pytest.mark.lane("pages")
+def test_a_phone_has_a_drawer_and_hints_at_more_pages(open_tab: Callable[..., Tab]) -> None:
+    tab = open_tab(viewport={"width": 390, "height": 844})
+    tab.choose("fast")
+    tab.answer("hello")
+    expect(tab.listed).not_to_be_visible()
+    tab.page.get_by_role("button", name="Conversations").click()
+    expect(tab.listed).to_be_visible()
+    assert serious(tab.page) == []
+    tab.page.keyboard.press("Escape")
+    expect(tab.listed).not_to_be_visible()
+    bar = tab.page.locator(".sk-bar nav")
+    expect(bar).to_have_class("sk-more-after")
+    bar.evaluate("node => node.scrollTo(10_000, 0)")
+    expect(bar).to_have_class("sk-more-before")
+
+
+@pytest.mark.lane("pages")
+def test_a_panel_says_that_no_server_answers(tab: Tab) -> None:
+    state = tab.page.locator("#sk-workers li").first
+    expect(state).to_contain_text("ready")
+    tab.page.context.set_offline(True)
+    expect(tab.page.get_by_text("The server does not answer.")).to_be_visible()
+    expect(state).not_to_be_visible()
+    tab.page.context.set_offline(False)
+    expect(state).to_be_visible()
+
+
 # ---------------------------------------------------------------- waiting and failing
 
 
@@ -312,7 +516,7 @@ def test_who_waits_sees_the_position_and_may_give_up(
     expect(tabs[1].note).to_have_text("Your request is next")
     expect(tabs[2].note).to_have_text("1 request before yours")
     tabs[1].stop_button.click()
-    expect(tabs[1].note).to_have_text("Stopped")
+    expect(tabs[1].note).to_contain_text("Stopped")
     expect(tabs[2].note).to_have_text("Your request is next")
     tabs[0].stop_button.click()
     expect(tabs[2].note).to_contain_text("tokens/s")
@@ -342,12 +546,14 @@ def test_errors_are_a_sentence_beneath_the_conversation(tab: Tab) -> None:
 
 @pytest.mark.lane("pages")
 def test_a_worker_that_dies_is_seen_to_come_back(tab: Tab, instance: Instance) -> None:
+    tab.choose("mortal")
     row = tab.page.locator("#sk-workers li", has_text="mortal/0")
     expect(row).to_contain_text("ready")
     os.kill(away(lambda: instance.replica("mortal/0")).pid, signal.SIGKILL)
     expect(row.locator("progress")).to_be_visible(timeout=WITHIN_MS)
     expect(row).to_contain_text("ready", timeout=WITHIN_MS)
     expect(row).to_contain_text("1 restart")
+    tab.choose("broken")
     broken = tab.page.locator("#sk-workers li", has_text="broken/0")
     expect(broken).to_contain_text("the weights <b>are</b> ${1 + 1} missing")
 
@@ -589,10 +795,9 @@ def test_a_page_without_a_slash_is_led_to_it(instance: Instance) -> None:
 
 @pytest.mark.lane("long")
 def test_the_request_as_code_can_be_read(tab: Tab) -> None:
-    """Unfolded together with the settings, in a window of a laptop."""
+    """Together with the settings, in a window of a laptop."""
     tab.page.set_viewport_size({"width": 1280, "height": 850})
-    for folded in ("#sk-settings", ".sk-fold"):
-        tab.page.locator(f"{folded} button.label-wrap").first.click()
+    tab.page.locator(".sk-fold button.label-wrap").first.click()
     code = tab.page.locator("#sk-side .sk-codes pre").first
     expect(code).to_be_visible()
     whole = "node => [node.clientHeight, node.scrollHeight]"

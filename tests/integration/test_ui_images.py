@@ -17,8 +17,8 @@ from tests.api_keys import new_key
 from tests.integration.instance import Instance
 from tests.integration.test_command import numbers, odd
 from tests.integration.test_images import BLUE, RED, image, text
-from tests.integration.test_ui import ARGS, CHROMIUM, away
-from tests.integration.test_ui_pages import Visitor, serious
+from tests.integration.test_ui import ARGS, CHROMIUM, away, serious
+from tests.integration.test_ui_pages import Visitor
 from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
@@ -138,8 +138,7 @@ class Chat(Visitor):
         """The ids of the images that the browser keeps."""
         found: list[str] = self.page.evaluate(
             """() => new Promise((resolve) => {
-                const opening = indexedDB.open("servekit", 1);
-                opening.onupgradeneeded = () => opening.result.createObjectStore("images");
+                const opening = indexedDB.open("servekit");
                 opening.onsuccess = () => {
                     const keys = opening.result.transaction("images").objectStore("images")
                         .getAllKeys();
@@ -205,7 +204,10 @@ def test_images_are_added_taken_away_sent_and_kept(chat: Chat, instance: Instanc
     chat.ask("And now?", answers=2)
     first, _, then = seen(instance)
     assert (first, then) == ([image(RED), text("What is this?")], "And now?")
-    chat["#sk-new"].click()
+    assert len(chat.stored()) == 1
+    chat[".sk-more"].click()
+    chat["[data-act=delete]"].click()
+    chat["[data-act=delete_it]"].click()
     expect(chat.sent).to_have_count(0)
     chat.page.reload()
     expect(chat.page.get_by_text("What would you like to know?")).to_be_visible()
@@ -332,8 +334,13 @@ def test_retry_edit_and_undo_keep_the_images(chat: Chat, instance: Instance) -> 
 def test_an_image_that_the_browser_cannot_keep_is_sent_and_told(
     chat: Chat, instance: Instance
 ) -> None:
-    full = "throw new DOMException('full', 'QuotaExceededError')"
-    chat.context.add_init_script(f"IDBObjectStore.prototype.put = () => {{ {full} }}")
+    chat.context.add_init_script(
+        """const put = IDBObjectStore.prototype.put;
+        IDBObjectStore.prototype.put = function (...given) {
+            if (this.name === "images") throw new DOMException("full", "QuotaExceededError");
+            return put.apply(this, given);
+        };"""
+    )
     chat.page.reload()
     expect(chat["#sk-model input"]).to_have_value("eyes")
     chat.add(FILES[0])

@@ -18,9 +18,9 @@ from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwr
 
 from tests.api_keys import new_key
 from tests.integration.instance import PROGRAM, Instance, bearer, echo
-from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away
+from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away, serious
 from tests.integration.test_ui_keys import kill_gateway
-from tests.integration.test_ui_pages import serious, tier
+from tests.integration.test_ui_pages import tier
 from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
@@ -75,13 +75,6 @@ def visit(browser: Browser, **options: Any) -> Iterator[Page]:
         page = context.new_page()
         page.set_default_timeout(WITHIN_MS)
         yield page
-
-
-def choose(page: Page, model: str) -> None:
-    field = page.get_by_role("combobox", name="Model", exact=True)
-    field.click()
-    page.get_by_role("option", name=re.compile(f"^{model}")).click()
-    expect(field).to_have_value(re.compile(f"^{model}"))
 
 
 def test_a_link_lets_one_browser_operate_and_no_other(
@@ -170,12 +163,11 @@ def test_the_owner_sees_the_last_requests_and_nobody_else_does(
 def operates(page: Page, instance: Instance) -> None:
     """Use the buttons; each takes effect."""
     expect(page.locator(".sk-page")).to_contain_text("by a link of this machine")
-    choose(page, "moving")
-    for button, wanted in (("load", "resident"), ("unload", "stopped")):
-        page.locator(f"#sk-{button}").click()
+    for verb, wanted in (("Load", "resident"), ("Unload", "stopped")):
+        page.get_by_role("button", name=f"{verb} moving", exact=True).click()
         poll(f"it is {wanted}", lambda: tier(instance, "moving") == wanted, within_s=30)  # noqa: B023
-    page.locator("#sk-why").click()
-    expect(page.locator("#sk-told")).to_contain_text("moving")
+    page.get_by_role("button", name="moving", exact=True).click()
+    expect(page.locator("#sk-log")).to_contain_text("Exits · moving")
     page.goto(page.url.replace("operate", "dashboard"))
     expect(page.locator("#sk-log-of")).to_be_visible()
     page.goto(page.url.replace("dashboard", "operate"))
@@ -218,8 +210,7 @@ def test_other_browsers_may_look_and_are_told_of_the_link(
         page.context.request.post(f"{url}/ui/login", form={"key": GUEST}, max_redirects=0)
         page.goto(f"{url}/ui/operate")
         expect(page.locator(".sk-hint")).to_contain_text("“servekit link” prints a link")
-        choose(page, "moving")
-        expect(page.locator("#sk-load")).to_be_disabled()
+        expect(page.get_by_role("button", name="Load moving", exact=True)).to_be_disabled()
         assert tier(instance, "moving") == "stopped"
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         assert serious(page) == []

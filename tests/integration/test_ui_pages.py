@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 
 from servekit.gateway.ui.pages.language import PAGES
@@ -24,7 +23,7 @@ from servekit.gateway.ui.widgets.log_tail import LINES
 from tests.api_keys import new_key
 from tests.integration.instance import Instance, echo
 from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
-from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away, running
+from tests.integration.test_ui import ARGS, CHROMIUM, WITHIN_MS, away, running, serious
 from tests.polling import poll
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
@@ -64,7 +63,7 @@ def instance(folder: Path) -> Iterator[Instance]:
     ]
     given: dict[str, Any] = {
         "server": {"ui": True, "gateways": 2},
-        "sections": {"keys": KEYS},
+        "sections": {"keys": KEYS, "profiles": {"few": ["talker", "mortal", "moving"]}},
         "env": gpus.env,
     }
     with Instance.up(folder, models, **given) as instance:
@@ -115,6 +114,11 @@ class Visitor:
 
     def __getitem__(self, selector: str) -> Locator:
         return self.page.locator(selector)
+
+    def press(self, name: str) -> None:
+        """Press a button, which may be marked as disabled."""
+        button = self.page.get_by_role("button", name=name, exact=True)
+        button.click(force=True)
 
     def choose(self, label: str, model: str) -> None:
         field = self.page.get_by_role("combobox", name=label, exact=True).locator("visible=true")
@@ -363,30 +367,54 @@ def test_the_admins_key_loads_a_model_and_adds_an_adapter(
 ) -> None:
     page = visit("operate")
     expect(page[".sk-page"]).to_contain_text("signed in with the key boss", timeout=WITHIN_MS)
-    page.choose("Model", "moving · stopped")
-    page["#sk-load"].click()
+    page.press("moving")
+    expect(page["#sk-log"]).to_contain_text("Exits · moving", timeout=WITHIN_MS)
+    page.press("Sleep moving")  # is disabled, and says why
+    expect(page["#sk-told"]).to_contain_text("Not possible now: it is stopped", timeout=WITHIN_MS)
+    assert tier(instance, "moving") == "stopped"
+    page.press("Load moving")
     expect(page["#sk-told"]).to_contain_text("moving is being loaded", timeout=WITHIN_MS)
     poll("it is loaded", lambda: tier(instance, "moving") == "resident", within_s=30)
     page["#sk-adapter input, #sk-adapter textarea"].fill("loud")
     page["#sk-adapter-path input, #sk-adapter-path textarea"].fill(str(folder / "shout"))
     page["#sk-adapter-add"].click()
     expect(page["#sk-adapter-told"]).to_contain_text("loud is loaded", timeout=WITHIN_MS)
+    assert [one.name for one in away(lambda: instance.model("moving")).adapters] == ["loud"]
     page["#sk-adapter-remove"].click()
     expect(page["#sk-adapter-told"]).to_contain_text("loud was removed", timeout=WITHIN_MS)
-    page["#sk-sleep"].click()
+    page.press("Sleep moving")
     poll("it sleeps", lambda: tier(instance, "moving") == "asleep", within_s=30)
-    page["#sk-wake"].click()
+    page.press("Wake moving")
     poll("it is awake", lambda: tier(instance, "moving") == "resident", within_s=30)
     before = away(lambda: instance.replica("moving/0")).pid
-    page["#sk-restart"].click()
-    expect(page["#sk-told"]).to_contain_text("are being replaced", timeout=WITHIN_MS)
+    page.press("Restart moving")
+    expect(page["#sk-told"]).to_contain_text("is being replaced", timeout=WITHIN_MS)
     poll("it has another worker", lambda: is_another(instance, before), within_s=30)
-    page["#sk-unload"].click()
+    page.press("Unload moving")
     poll("it is away", lambda: tier(instance, "moving") == "stopped", within_s=30)
-    page.choose("Model", "mortal")
-    page["#sk-why"].click()
-    expect(page["#sk-told"]).to_contain_text("mortal/0", timeout=WITHIN_MS)
+    one = away(lambda: instance.replica("talker/1")).pid
+    page.press("Restart talker/1")
+    poll("it is another", lambda: one not in pids(instance, "talker"), within_s=30)
+    page.press("few")
+    expect(page["#sk-told"]).to_contain_text("The profile is few", timeout=WITHIN_MS)
+    poll("it is unloaded", lambda: tier(instance, "narrow") == "stopped", within_s=30)
+    row = page["#sk-models tr"].filter(has_text="narrow")
+    expect(row).to_contain_text("it is not in the profile 'few'", timeout=WITHIN_MS)
+    page.press("Load narrow")
+    expect(page["#sk-told"]).to_contain_text("It is not in the profile few.", timeout=WITHIN_MS)
+    page.press("all models")
+    poll("it is loaded again", lambda: running_workers(instance, "narrow") == 1, within_s=30)
+    page.press("mortal")
+    expect(page["#sk-log"]).to_contain_text("mortal/0", timeout=WITHIN_MS)
     assert serious(page.page) == []
+
+
+def running_workers(instance: Instance, name: str) -> int:
+    return sum(one.state == "ready" for one in away(lambda: instance.model(name)).replicas)
+
+
+def pids(instance: Instance, name: str) -> list[int]:
+    return [one.pid for one in away(lambda: instance.model(name)).replicas]
 
 
 def is_another(instance: Instance, pid: int) -> bool:
@@ -405,30 +433,26 @@ def test_another_key_may_look_and_is_told_kindly(
 ) -> None:
     page = visit("operate", key=GUEST)
     expect(page[".sk-hint"]).to_contain_text("Read-only", timeout=WITHIN_MS)
-    for button in ("unload", "sleep", "restart", "why", "adapter-add", "adapter-remove"):
+    for button in ("adapter-add", "adapter-remove"):
         expect(page[f"#sk-{button}"]).to_be_disabled(timeout=WITHIN_MS)
+    before = pids(instance, "talker")
+    for verb in ("Unload", "Sleep", "Restart"):
+        row = page.page.get_by_role("button", name=f"{verb} talker", exact=True)
+        expect(row).to_be_disabled(timeout=WITHIN_MS)
+        expect(row).to_have_attribute("title", re.compile("Read-only"))
+        page.press(f"{verb} talker")
+        expect(page["#sk-told"]).to_contain_text("Not allowed (403)", timeout=WITHIN_MS)
+    assert pids(instance, "talker") == before
     assert [one.name for one in away(lambda: instance.model("talker")).adapters] == ["shout"]
-    page.page.get_by_role("combobox", name="Model").click()
-    options = page.page.get_by_role("option")
-    expect(options.filter(has_text="talker")).to_have_count(1)
-    expect(options.filter(has_text="mortal")).to_have_count(0)  # which this key may not use
+    expect(page["#sk-models"]).to_contain_text("tooler")
+    expect(page["#sk-models"]).not_to_contain_text("mortal")  # which this key may not use
+    expect(page["#sk-log"]).to_contain_text("a key that has `admin: true`", timeout=WITHIN_MS)
     page.open("dashboard")
     expect(page["#sk-log"]).to_contain_text("a key that has `admin: true`", timeout=WITHIN_MS)
     expect(page["#sk-log-of"]).to_have_count(0)
 
 
 # ---------------------------------------------------------------- for everybody
-
-
-def serious(page: Page) -> list[tuple[str, str, str]]:
-    """What axe-core finds on a page that keeps somebody from using it."""
-    violations = Axe().run(page).response["violations"]
-    return [
-        (page.url, one["id"], node["html"])
-        for one in violations
-        if one["impact"] in ("serious", "critical")
-        for node in one["nodes"]
-    ]
 
 
 @pytest.mark.lane("pages")

@@ -47,6 +47,15 @@ Port = Annotated[
         help="Port to listen on, instead of the file's; 0: a free port. Or $SERVEKIT_PORT.",
     ),
 ]
+Profile = Annotated[
+    str,
+    typer.Option(
+        "--profile",
+        metavar="NAME",
+        envvar="SERVEKIT_PROFILE",
+        help="Serve only the models of this profile of the file.",
+    ),
+]
 Name = Annotated[str | None, typer.Option(help="Name of the model, if one is given.")]
 Engine = Annotated[
     str | None, typer.Option(help="Engine of the models that are given; by default auto.")
@@ -74,6 +83,7 @@ def up(
     config: ConfigFile = None,
     host: Host = None,
     port: Port = None,
+    profile: Profile = "",
     name: Name = None,
     engine: Engine = None,
     gpus: Gpus = None,
@@ -114,21 +124,31 @@ def up(
     from servekit.system.lean_start import import_structlog
 
     import_structlog()
+    from dataclasses import replace
+
     from servekit.cli.up.sources import ModelOptions, find_source
+    from servekit.config.schema import ALL_MODELS
+    from servekit.supervisor.process.run_dir import find_switched_profile
 
     if log_format not in ("", "pretty", "json"):
         raise ConfigError(f"--log-format is pretty or json, not {log_format!r}")
     options = ModelOptions(name, engine, gpus, memory, max_context)
     path = find_source(words or (), config, options, os.environ)
     port = _read_port(os.environ.get("SERVEKIT_PORT", "")) if port is None else port
-    plan = make_plan(make_source(path, host, port, insecure=insecure))
+    source = make_source(path, host, port, insecure=insecure, profile=profile)
+    plan = make_plan(source)
     folder = run_dir or plan.config.run_dir
+    switched = find_switched_profile(folder, os.environ, profile)
+    if switched != profile and switched in ("", *plan.config.profiles):
+        typer.echo(f"the profile is {switched or ALL_MODELS} again, as before", err=True)
+        plan = make_plan(replace(source, profile=switched))
     as_json = (log_format or plan.config.logging.format) == "json"
     if log_file is None:  # else the process that started this one has asked
         tell_fit(plan, quiet=quiet or as_json)
     if detach:
         flags = ["--insecure"] * insecure + ["--quiet"] * quiet
-        flags += _set_flags({"--host": host, "--port": port, "--log-format": log_format or None})
+        given = {"--host": host, "--port": port, "--log-format": log_format or None}
+        flags += _set_flags(given | {"--profile": profile or None})
         raise typer.Exit(_serve_in_background(plan, path, folder, flags))
     raise typer.Exit(_run_plan(plan, folder, quiet=quiet, as_json=as_json, log_file=log_file))
 
@@ -175,13 +195,18 @@ def _serve_in_background(plan: "Plan", path: Path, folder: Path | None, flags: l
 
 
 def make_source(
-    path: Path, host: str | None = None, port: int | None = None, *, insecure: bool = False
+    path: Path,
+    host: str | None = None,
+    port: int | None = None,
+    *,
+    insecure: bool = False,
+    profile: str = "",
 ) -> "Source":
     from servekit.supervisor.deployments.plan import Source
 
     given = {"host": host, "port": port}
     said = {key: value for key, value in given.items() if value is not None}
-    return Source(path.absolute(), said, insecure)
+    return Source(path.absolute(), said, insecure, profile=profile, asked_profile=profile)
 
 
 def make_plan(source: "Source") -> "Plan":

@@ -29,7 +29,8 @@ class TransformersOptions(Section):
     """KV cache size, over all GPUs of a replica; by default from the memory that is available,
     cgroup limit included."""
     slots: Annotated[int | None, Field(ge=1, le=4096)] = None
-    """Requests the engine runs at once; by default 32 on a CPU, 256 on a GPU, of recordings 8."""
+    """Requests the engine runs at once; by default 32 on a CPU, 256 on a GPU; of recordings 8 and
+    16, or as many as have room."""
     threads: Annotated[int | None, Field(ge=1)] = None
     """torch threads on a CPU; by default the cores divided among the CPU workers."""
     packed_weights: bool | None = None

@@ -148,8 +148,13 @@ class ModelQueue:
     def check_available(self) -> None:
         """Raise ModelUnavailable unless the model is ready, or was ready and soon will be again.
 
-        A model that is loaded on demand counts as available: a waiting request triggers the load.
+        Requests that wait already are still answered by a model that the profile leaves out. A
+        model that is loaded on demand counts as available: a waiting request triggers the load.
         """
+        if profile := self.status.left_out:
+            said = f"the model {self.status.name!r} is not in the profile {profile!r}, which is in"
+            said += " force; `servekit profile` lists and switches them"
+            raise ModelUnavailable(said, retry_after_s=30.0, param="model")
         if self.ready:
             return
         residence = self.status.residence

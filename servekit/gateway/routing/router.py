@@ -121,11 +121,11 @@ class Router:
     def _default(self) -> ModelQueue:
         """Return the queue for requests that name no model: `default_model`, else the first model.
 
-        Models that the caller may not use are skipped. If it may use none, the first choice is
-        returned, so that the refusal names it.
+        Models that the caller may not use, or the profile leaves out, are skipped. If none is left,
+        the first choice is returned, so that the refusal names it.
         """
         first = self._names.get(self.access.rules.default_model) or next(iter(self.routes.values()))
-        if self.access.may_use(first.status.name, base_of(first)):
+        if not first.status.left_out and self.access.may_use(first.status.name, base_of(first)):
             return first
         return next(self.models(), first)
 
@@ -134,8 +134,13 @@ class Router:
         return model in self._names
 
     def models(self) -> Iterator[ModelQueue]:
-        """Yield the models, presets and available adapters that the current caller may use."""
+        """Yield the models, presets and available adapters that the current caller may use.
+
+        Those that the profile in force leaves out are not among them.
+        """
         for route in self.routes.values():
+            if route.status.left_out:
+                continue
             name = route.status.name
             if self.access.may_use(name):
                 yield route

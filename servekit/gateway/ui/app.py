@@ -43,6 +43,8 @@ POLICY = (
     "media-src 'none'; worker-src 'self' blob:; object-src 'none'; base-uri 'self'; "
     "form-action 'none'; frame-src 'none'; frame-ancestors 'self'"
 )
+#: In the order in which they run.
+SCRIPTS = ("ui.js", "store.js", "images.js", "conversations.js", "chat.js")
 #: Gradio's page shows `detail`.
 TOO_LONG = b'{"detail": "The conversation is too long. Start a new chat."}'
 HEADERS = [
@@ -107,10 +109,7 @@ def _mount_pages(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
             mcp_server=False,
             theme=make_theme(),
             head=ICON
-            + "".join(
-                f"<script>{here.with_name(name).read_text()}</script>"
-                for name in ("ui.js", "images.js")
-            ),
+            + "".join(f"<script>{here.with_name(name).read_text()}</script>" for name in SCRIPTS),
             css_paths=[here.with_name("ui.css"), here.with_name("ui_pages.css")],
         )
     # Otherwise an open page would hold one of the six connections that a browser opens. The

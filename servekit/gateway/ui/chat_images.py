@@ -13,6 +13,7 @@ from typing import Any
 
 from servekit.gateway.api.images import MAX_PIXELS
 from servekit.gateway.ui.chat_session import StoredImage, StoredMessage
+from servekit.gateway.ui.markdown import mark_formulas
 from servekit.gateway.ui.pages.language import Say
 
 #: The share of a request's body that images may take; in base64 they are a third larger.
@@ -75,6 +76,8 @@ def show_turns(turns: Sequence[StoredMessage]) -> list[dict[str, Any]]:
         role, content = turn["role"], turn["content"]
         if images := turn.get("images"):
             shown.append({"role": role, "content": _show_images(images)})
+        if role == "assistant":  # what the user wrote can be edited where it is shown
+            content = mark_formulas(content)
         if content or not images:
             shown.append({"role": role, "content": content})
     return shown

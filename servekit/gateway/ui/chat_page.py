@@ -21,11 +21,17 @@ from servekit.gateway.ui.chat_session import (
     Settings,
     StoredMessage,
     View,
-    conversation_of,
     make_content,
     make_question,
+    parse_conversation,
+    store_turns,
     turn_at,
-    turns_of,
+)
+from servekit.gateway.ui.conversation_list import (
+    render_alert,
+    render_drawer,
+    render_gone,
+    render_tools,
 )
 from servekit.gateway.ui.pages import (
     admin_page,
@@ -43,7 +49,9 @@ from servekit.gateway.ui.status_html import (
     explain_blind,
     list_choices,
     progress_note,
-    render_workers,
+    render_note,
+    render_status,
+    retry_note,
 )
 from servekit.gateway.ui.widgets.request_runner import CHAT, RequestOptions
 
@@ -69,11 +77,9 @@ OTHERS = {
     "requests": requests.build_page,
     "operate": admin_page.build_page,
 }
-#: Add the files of images to what a question sends: those picked, and those of the conversation.
-SEND = (
-    "(text, turns, ...more) => servekitImages.pack(turns, true).then((all) => [text, all, ...more])"
-)
-SEND_AGAIN = "(turns, ...more) => servekitImages.pack(turns, false).then((all) => [all, ...more])"
+#: Have conversations.js make what a question sends: the conversation, and the files of its images.
+SEND = "(text, _, ...more) => servekitChats.pack(true).then((all) => [text, all, ...more])"
+SEND_AGAIN = "(_, ...more) => servekitChats.pack(false).then((all) => [all, ...more])"
 Update = dict[Any, Any]
 Choices = list[tuple[str, str]]
 
@@ -101,7 +107,9 @@ class Parts:
     new: gr.Button
     workers: gr.HTML
     settings: list[gr.Number | gr.Textbox]
-    turns: gr.BrowserState
+    kept: gr.Textbox  # the conversation as JSON, on its way to and from the browser's store
+    show: gr.Button
+    again: gr.Button
     chosen: gr.BrowserState
     seen: gr.State
 
@@ -119,35 +127,42 @@ def build_pages(frame: Frame) -> gr.Blocks:
 
 def _lay_out(frame: Frame) -> Parts:
     say = frame.say
-    turns = gr.BrowserState([], storage_key="servekit.conversation", secret=STORE_SECRET)
     chosen = gr.BrowserState(None, storage_key="servekit.settings", secret=STORE_SECRET)
+    kept = gr.Textbox(visible="hidden")
+    show = gr.Button(visible="hidden", elem_id="sk-show")
+    again = gr.Button(visible="hidden", elem_id="sk-again")
     with gr.Row(elem_id="sk-top"):
+        gr.HTML(render_tools(say), elem_id="sk-tools")
         model = frame.model(say("model"), "", show_label=False, container=False, elem_id="sk-model")
         new = gr.Button(say("chat.new"), size="sm", min_width=80, elem_id="sk-new")
     with gr.Row(elem_id="sk-body"):
+        gr.HTML(render_drawer(say), elem_id="sk-kept")
         with gr.Column(elem_id="sk-main"):
             chat = _build_chat(say)
+            gr.HTML(render_alert(say), elem_id="sk-store")
             note = gr.HTML("", elem_id="sk-note")
             with gr.Column(elem_id="sk-ask"):
                 gr.HTML(render_picker(say, frame.max_body_bytes), elem_id="sk-images")
                 box = _build_question(say)
             sight = gr.HTML(render_sight("", 0), elem_id="sk-sight")
         with gr.Column(elem_id="sk-side"):
-            status = gr.HTML("", elem_id="sk-workers")  # depends on the visitor: see `restore`
-            with gr.Accordion(say("settings"), open=False, elem_id="sk-settings"):
+            with gr.Accordion(say("settings"), open=True, elem_id="sk-settings"):
                 settings = _build_settings(say)
-            frame.code(make_chat_request, [turns, model, *settings])
-    return Parts(model, chat, box, note, sight, new, status, settings, turns, chosen, gr.State(""))
+            gr.HTML(render_gone(say), elem_id="sk-gone")
+            status = gr.HTML("", elem_id="sk-workers")  # depends on the visitor: see `restore`
+            frame.code(make_chat_request, [kept, model, *settings])
+    return Parts(
+        *(model, chat, box, note, sight, new, status, settings),
+        *(kept, show, again, chosen, gr.State("")),
+    )
 
 
-def make_chat_request(stored: Any, model: str, *settings: Any) -> RequestOptions:
+def make_chat_request(kept: str | None, model: str, *settings: Any) -> RequestOptions:
     """Return the conversation so far as a request; an empty one gets a placeholder question."""
     given = dict(zip(SETTINGS, settings, strict=True))
     system = given.pop("system")
     more = {name: value for name, value in given.items() if value is not None}
-    turns = turns_of(stored)
-    while turns and turns[-1]["role"] != "user":
-        turns.pop()
+    turns = _cut_to_question(parse_conversation(kept).turns)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages += [{"role": turn["role"], "content": _abridge(turn)} for turn in turns]
     if not turns:
@@ -208,6 +223,7 @@ def _build_chat(say: Say) -> gr.Chatbot:
         reasoning_tags=[THOUGHTS],
         allow_tags=True,  # shown as text; otherwise <think> would swallow all text up to </think>
         latex_delimiters=LATEX,
+        autoscroll=False,  # chat.js follows the answer, unless the reader has scrolled up
         allow_file_downloads=False,
         feedback_options=None,
         group_consecutive_messages=False,
@@ -228,19 +244,22 @@ class Events:
 
     def bind(self, blocks: gr.Blocks) -> None:
         parts = self._parts
-        asking = [parts.turns, parts.model, *parts.settings]
-        shown = [parts.chat, parts.box, parts.note, parts.turns]
+        asking = [parts.kept, parts.model, *parts.settings]
+        shown = [parts.chat, parts.box, parts.note, parts.kept]
         parts.box.submit(self.ask, [parts.box, *asking], shown, js=SEND, **QUIET)
         again = {"js": SEND_AGAIN, **QUIET}
         parts.chat.example_select(self.example, asking, shown, **again)
-        parts.chat.retry(self.retry, asking, shown, **again)
+        gr.on([parts.chat.retry, parts.again.click], self.retry, asking, shown, **again)
         parts.chat.edit(self.edit, asking, shown, **again)
-        undone = "(turns) => [servekitImages.undo(turns)]"
-        parts.chat.undo(self.undo, parts.turns, shown, js=undone, **NOW)
-        parts.turns.change(None, parts.turns, None, js="servekitImages.keep", **NOW)
-        parts.model.change(self.look, parts.model, parts.sight, **NOW)
+        undone = "() => [servekitChats.undo()]"
+        parts.chat.undo(self.undo, parts.kept, shown, js=undone, **NOW)
+        parts.kept.change(None, parts.kept, None, js="(kept) => servekitChats.keep(kept)", **NOW)
+        parts.model.change(self.look, parts.model, [parts.sight, parts.workers], **NOW)
         parts.box.stop(self.stop, None, None, **NOW)
-        gr.on([parts.new.click, parts.chat.clear], self.clear, None, shown, **NOW)
+        begin = "() => [servekitChats.begin()]"
+        gr.on([parts.new.click, parts.chat.clear], self.show, parts.kept, shown, js=begin, **NOW)
+        chosen = "() => [servekitChats.take()]"
+        parts.show.click(self.show, parts.kept, shown, js=chosen, **NOW)
         gr.on(
             [component.change for component in (parts.model, *parts.settings)],
             None,
@@ -251,16 +270,18 @@ class Events:
         )
         status = [parts.model, parts.workers, parts.sight, parts.seen]
         gr.Timer(STATUS_EVERY_S).tick(self.update_page, [parts.model, parts.seen], status, **NOW)
-        restored = [parts.chat, parts.workers, parts.model, *parts.settings]
-        blocks.load(self.restore, [parts.turns, parts.chosen, parts.model], restored, **NOW)
+        restored = [parts.chat, parts.note, parts.kept, parts.workers, parts.model, *parts.settings]
+        start = "(_, ...more) => servekitChats.start().then((kept) => [kept, ...more])"
+        stored = [parts.kept, parts.chosen, parts.model]
+        blocks.load(self.restore, stored, restored, js=start, **NOW)
         blocks.unload(self.leave)
 
     # ---- asking
 
     async def ask(
-        self, request: gr.Request, text: str, sent: Any, model: str, *settings: Any
+        self, request: gr.Request, text: str, sent: str, model: str, *settings: Any
     ) -> AsyncGenerator[Update, None]:
-        conversation = conversation_of(sent)
+        conversation = parse_conversation(sent)
         turns = conversation.turns
         if not text.strip() and not conversation.picked:
             return
@@ -274,29 +295,26 @@ class Events:
             yield update
 
     async def example(
-        self, request: gr.Request, data: gr.SelectData, sent: Any, model: str, *settings: Any
+        self, request: gr.Request, data: gr.SelectData, sent: str, model: str, *settings: Any
     ) -> AsyncGenerator[Update, None]:
-        conversation = conversation_of(sent)
+        conversation = parse_conversation(sent)
         conversation.turns.append(make_question(str(data.value["text"])))
         async for update in self._stream_answer(conversation, model, settings, request):
             yield update
 
     async def retry(
-        self, request: gr.Request, data: gr.RetryData, sent: Any, model: str, *settings: Any
+        self, request: gr.Request, sent: str, model: str, *settings: Any
     ) -> AsyncGenerator[Update, None]:
-        conversation = conversation_of(sent)
-        turns = conversation.turns
-        del turns[_get_turn(turns, data.index) + 1 :]
-        while turns and turns[-1]["role"] != "user":
-            turns.pop()
-        if turns:
+        """Ask the last question again."""
+        conversation = parse_conversation(sent)
+        if _cut_to_question(conversation.turns):
             async for update in self._stream_answer(conversation, model, settings, request):
                 yield update
 
     async def edit(
-        self, request: gr.Request, data: gr.EditData, sent: Any, model: str, *settings: Any
+        self, request: gr.Request, data: gr.EditData, sent: str, model: str, *settings: Any
     ) -> AsyncGenerator[Update, None]:
-        conversation = conversation_of(sent)
+        conversation = parse_conversation(sent)
         turns = conversation.turns
         at = _get_turn(turns, data.index)
         images = turns[at].get("images", []) if at < len(turns) else []
@@ -318,20 +336,24 @@ class Events:
         views = self._chats.answer_turn(who, model or "", turns, chosen, conversation.files)
         async with aclosing(views):
             async for view in views:
-                yield self._show(view)
+                yield self._show(view, conversation.id)
 
-    def _show(self, view: View) -> Update:
+    def _show(self, view: View, id: str) -> Update:
         parts = self._parts
-        note = error_note(view.error) if view.error else ""
-        update: Update = {
-            parts.chat: show_turns(view.turns),
-            parts.note: note or progress_note(view.progress, busy=view.busy, say=self._frame.say),
-        }
+        update: Update = {parts.chat: show_turns(view.turns), parts.note: self._describe(view)}
         if view.save:
-            update[parts.turns] = view.turns
+            update[parts.kept] = store_turns(id, view.turns)
         if not view.busy:
             update[parts.box] = _build_box(busy=False)
         return update
+
+    def _describe(self, view: View) -> str:
+        """Return the line beneath the conversation; with a button to retry what failed."""
+        say = self._frame.say
+        if view.error:
+            return retry_note(error_note(view.error, say), say)
+        note = progress_note(view.progress, busy=view.busy, say=say)
+        return note if view.busy or _is_answered(view.turns) else retry_note(note, say)
 
     # ---- ending
 
@@ -341,21 +363,25 @@ class Events:
     async def leave(self, request: gr.Request) -> None:
         self._chats.drop_answer(str(request.session_hash))
 
-    async def clear(self, request: gr.Request) -> Update:
+    async def show(self, request: gr.Request, kept: str) -> Update:
+        """Show another conversation of this browser, or an empty one."""
         self._chats.drop_answer(str(request.session_hash))
-        return self._shown_now([], "")
+        return self._show_kept(kept) | {self._parts.box: _build_box(busy=False)}
 
-    async def undo(self, request: gr.Request, data: gr.UndoData, stored: Any) -> Update:
+    async def undo(self, request: gr.Request, data: gr.UndoData, sent: str) -> Update:
         self._chats.drop_answer(str(request.session_hash))
-        turns = turns_of(stored)
+        conversation = parse_conversation(sent)
+        turns = conversation.turns
         at = _get_turn(turns, data.index)
         text = turns[at]["content"] if at < len(turns) else ""
-        return self._shown_now(turns[:at], text)
+        kept = store_turns(conversation.id, turns[:at])
+        return self._show_kept(kept) | {self._parts.box: _build_box(busy=False, value=text)}
 
-    def _shown_now(self, turns: list[StoredMessage], text: str) -> Update:
-        parts = self._parts
-        box = _build_box(busy=False, value=text)
-        return {parts.chat: show_turns(turns), parts.turns: turns, parts.note: "", parts.box: box}
+    def _show_kept(self, kept: str) -> Update:
+        parts, say = self._parts, self._frame.say
+        turns = parse_conversation(kept).turns
+        note = "" if _is_answered(turns) else retry_note(render_note(say("chat.unanswered")), say)
+        return {parts.chat: show_turns(turns), parts.note: note, parts.kept: kept}
 
     # ---- status
 
@@ -363,7 +389,7 @@ class Events:
         """Update what has changed since this browser's last tick."""
         parts = self._parts
         caller = await self._frame.caller(request)
-        html, models = self._workers(caller), self._choices(caller)
+        html, models = self._status(caller, model), self._choices(caller)
         sight = self._sight(caller, model)
         now = f"{html}{models}{sight}"
         if now == seen:
@@ -371,41 +397,58 @@ class Events:
         choice = self._model(models, model, model)
         return {parts.workers: html, parts.model: choice, parts.sight: sight, parts.seen: now}
 
-    async def look(self, request: gr.Request, model: str | None) -> str:
-        """Return whether the model that was just chosen takes images."""
-        return self._sight(await self._frame.caller(request), model)
+    async def look(self, request: gr.Request, model: str | None) -> tuple[str, str]:
+        """Return whether the model that was just chosen takes images, and its state."""
+        caller = await self._frame.caller(request)
+        return self._sight(caller, model), self._status(caller, model)
 
     def _sight(self, caller: ApiKey | None, model: str | None) -> str:
         blind = explain_blind(self._router, self._frame.say, caller, model)
         return render_sight(blind, self._router.access.rules.limits.images)
 
-    def _workers(self, caller: ApiKey | None) -> str:
-        return render_workers(self._router, self._frame.say, caller)
+    def _status(self, caller: ApiKey | None, model: str | None) -> str:
+        return render_status(self._router, model, self._frame.say, caller)
 
     def _choices(self, caller: ApiKey | None) -> Choices:
         return list_choices(self._router, self._frame.say, caller)
 
     def _model(self, models: Choices, current: str | None, wanted: str | None) -> Any:
         """Return the choices, and select the wanted model unless the user has already chosen."""
-        names = [name for _, name in models]
-        choice = wanted if wanted in names else next(iter(names), None)
+        choice = _choose(models, wanted)
         kwargs: dict[str, Any] = {} if choice == current else {"value": choice}
         return gr.update(choices=models, **kwargs)
 
     async def restore(
-        self, request: gr.Request, stored: Any, chosen: Any, current: str | None
+        self, request: gr.Request, kept: str, chosen: Any, current: str | None
     ) -> Update:
         """Restore what this browser had stored, but not the question: an answer may already run."""
         parts = self._parts
         caller = await self._frame.caller(request)
-        update: Update = {parts.workers: self._workers(caller)}
-        if turns := turns_of(stored):
-            update[parts.chat] = show_turns(turns)
-        kept = chosen if isinstance(chosen, list) and len(chosen) == 1 + len(SETTINGS) else None
-        model, *settings = kept or [current, *[None] * len(SETTINGS)]
-        update[parts.model] = self._model(self._choices(caller), current, model)
+        given = chosen if isinstance(chosen, list) and len(chosen) == 1 + len(SETTINGS) else None
+        wanted, *settings = given or [current, *[None] * len(SETTINGS)]
+        models = self._choices(caller)
+        update = self._show_kept(kept)
+        update[parts.model] = self._model(models, current, wanted)
+        update[parts.workers] = self._status(caller, _choose(models, wanted))
         # None has to be sent, too: the page shows 0 for a number without a value
         return update | dict(zip(parts.settings, settings, strict=True))
+
+
+def _choose(models: Choices, wanted: str | None) -> str | None:
+    """Return the wanted model, or the first if there is no such model."""
+    names = [name for _, name in models]
+    return wanted if wanted in names else next(iter(names), None)
+
+
+def _cut_to_question(turns: list[StoredMessage]) -> list[StoredMessage]:
+    """Remove what comes after the last question, and return what is left."""
+    while turns and turns[-1]["role"] != "user":
+        turns.pop()
+    return turns
+
+
+def _is_answered(turns: list[StoredMessage]) -> bool:
+    return not turns or turns[-1]["role"] != "user"
 
 
 def _build_box(*, busy: bool, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from servekit.errors import ModelUnavailable, RequestError
 from servekit.gateway.api.openai.request import chat_messages, sampling
 from servekit.gateway.api.openai.schema import ChatRequest, decode
 from servekit.gateway.auth.api_key import ApiKey
+from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.preset_route import complete_chat, complete_params
 from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
@@ -61,6 +62,7 @@ class Conversation:
     """What the page sends with a question: the turns so far, and the files of their images."""
 
     turns: list[StoredMessage]
+    id: str = ""  # by which the browser stores it
     picked: list[StoredImage] = field(default_factory=list)  # for the next turn
     files: Mapping[str, str] = field(default_factory=dict)  # `data:` URIs by id
 
@@ -94,6 +96,7 @@ class Progress:
     first_s: float | None = None  # from the question to the first token
     rate: float | None = None  # tokens per second after the first
     finish: FinishReason | None = None
+    route: ModelQueue | None = None  # of the request, while it waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,18 +191,22 @@ class Chats:
         self, answer: StreamedAnswer, call: InflightRequest
     ) -> AsyncGenerator[View, None]:
         saved_s = time.monotonic()
-        yield answer.view(self._waiting(call), save=True)
+        yield answer.view(self._describe_wait(call), save=True)
         while answer.progress.finish is None:
             interval_s = UPDATE_S + UPDATE_PER_ANSWER_S * len(self._answers)
             await answer.collect(interval_s)
             save = time.monotonic() - saved_s > SAVE_S
             saved_s = time.monotonic() if save else saved_s
             if answer.progress.finish is None:
-                yield answer.view(self._waiting(call), save=save)
+                yield answer.view(self._describe_wait(call), save=save)
         yield answer.last()
 
-    def _waiting(self, call: InflightRequest) -> int | None:
-        return None if call.replica is not None or call.done else self._router.position(call)
+    def _describe_wait(self, call: InflightRequest) -> Progress | None:
+        """Return what a request waits for; None once it runs."""
+        if call.replica is not None or call.done:
+            return None
+        place = self._router.position(call)
+        return None if place is None else Progress(waiting=place, route=call.route)
 
 
 class StreamedAnswer:
@@ -270,11 +277,8 @@ class StreamedAnswer:
         rate = later / running_s if later > 0 and running_s > 0 else None
         return Progress(None, tokens, self._first_s - self._asked_s, rate, finish)
 
-    def view(self, waiting: int | None, *, save: bool) -> View:
-        progress = self.progress
-        if waiting is not None:
-            progress = Progress(waiting=waiting)
-        return View(self._shown(), progress, save=save)
+    def view(self, waiting: Progress | None, *, save: bool) -> View:
+        return View(self._shown(), waiting or self.progress, save=save)
 
     def last(self, error: str = "") -> View:
         return View(self._shown(), self.progress, error, save=True, busy=False)
@@ -361,8 +365,8 @@ def _simplify_number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def turns_of(stored: Any) -> list[StoredMessage]:
-    """Return a conversation that a browser sent, without malformed turns."""
+def parse_turns(stored: Any) -> list[StoredMessage]:
+    """Return the turns that a browser sent, without malformed ones."""
     if not isinstance(stored, list):
         return []
     return [
@@ -394,17 +398,28 @@ def _images_of(stored: Any) -> list[StoredImage]:
     ]
 
 
-def conversation_of(sent: Any) -> Conversation:
-    """Return what a page sent with a question; the stored turns alone count, too."""
-    if not isinstance(sent, dict):
-        return Conversation(turns_of(sent))
-    files = sent.get("files")
-    given = files if isinstance(files, dict) else {}
+def parse_conversation(sent: str | None) -> Conversation:
+    """Return the conversation that a page sent, as JSON; malformed parts are left out."""
+    try:
+        found = msgspec.json.decode(sent or "{}")
+    except msgspec.DecodeError:
+        found = None
+    given: dict[str, Any] = found if isinstance(found, dict) else {}
+    files = given.get("files")
+    id = given.get("id")
     return Conversation(
-        turns_of(sent.get("turns")),
-        _images_of(sent.get("picked")),
-        {name: file for name, file in given.items() if _is_file(file)},
+        parse_turns(given.get("turns")),
+        id if isinstance(id, str) else "",
+        _images_of(given.get("picked")),
+        {name: file for name, file in files.items() if _is_file(file)}
+        if isinstance(files, dict)
+        else {},
     )
+
+
+def store_turns(id: str, turns: Sequence[StoredMessage]) -> str:
+    """Return a conversation as JSON, for the browser to store by its id."""
+    return msgspec.json.encode({"id": id, "turns": turns}).decode()
 
 
 def _is_file(sent: Any) -> TypeGuard[str]:

@@ -1,7 +1,8 @@
 // Images of the chat: picked by a button, dropped or pasted, checked, shown, and kept in this browser
 // as long as its conversation is. A conversation names its images by id; their files are sent with
-// each question. `keep`, `pack` and `undo` are called by events of chat_page.py.
+// each question. `keep`, `pack` and `undo` are called by conversations.js.
 (() => {
+  const { settle, run, readDataUri, makeId } = servekitStore;
   // The first bytes of a file, as in servekit/gateway/api/images.py.
   const KINDS = {
     "image/png": /^\x89PNG\r\n\x1a\n/,
@@ -14,7 +15,6 @@
   let picked = []; // of the next message: { id, name }
   let sent = []; // of the conversation
   let undone = []; // of a message that is being taken back
-  let swept = false; // whether this page has looked into the store
   const unkept = new Set(); // ids that were told to be too large
 
   const find = (selector) => document.querySelector(selector);
@@ -61,8 +61,7 @@
       URL.revokeObjectURL(url);
       return problem;
     }
-    const id = [...crypto.getRandomValues(new Uint8Array(16))]
-      .map((byte) => byte.toString(16).padStart(2, "0")).join("");
+    const id = makeId();
     files.set(id, { blob, url });
     picked.push({ id, name });
     announce(say("added", { name }));
@@ -123,53 +122,26 @@
   };
 
   // ---- keeping: in IndexedDB, which has room for what localStorage has not
-  const settle = (request, done = "onsuccess") =>
-    new Promise((resolve, reject) => {
-      request[done] = () => resolve(request.result);
-      request.onerror = request.onabort = () => reject(request.error);
-    });
-  const open = () => {
-    const opening = indexedDB.open("servekit", 1);
-    opening.onupgradeneeded = () => opening.result.createObjectStore("images");
-    return settle(opening);
-  };
-  const inStore = async (act, mode = "readonly") => {
-    const database = await open();
-    try {
-      const transaction = database.transaction("images", mode);
-      const result = act(transaction.objectStore("images"));
-      await settle(transaction, "oncomplete");
-      return result.result;
-    } finally {
-      database.close();
-    }
-  };
   let last = Promise.resolve(); // one at a time
-  /** Keep the images of a conversation, and no others; then those picked for it are sent. */
-  const keep = (turns) => {
-    const had = sent.length > 0;
+  /** Keep the images of a conversation once it is saved; then those picked for it are sent. */
+  const keep = (turns, saving) => {
     sent = imagesOf(turns);
     const ids = new Set(sent.map(({ id }) => id));
     const back = undone.filter(({ id }) => !ids.has(id));
     undone = [];
     picked = [...back, ...picked.filter(({ id }) => !ids.has(id))];
-    const look = had || ids.size > 0 || !swept; // each time: another tab may have its own
-    swept = true;
     last = last.then(async () => {
-      if (look) await store(ids);
+      if ((await saving) && ids.size > 0) await store();
       forget();
       draw();
       refresh();
     });
   };
-  const store = async (ids) => {
+  const store = async () => {
     let stored = [];
     try {
-      stored = await inStore((images) => images.getAllKeys());
+      stored = await run((_, images) => settle(images.getAllKeys()));
     } catch {} // no store: each image is told to be lost
-    for (const id of stored) {
-      if (!ids.has(id)) await inStore((images) => images.delete(id), "readwrite").catch(() => {});
-    }
     let bytes = 0;
     for (const { id, name } of sent) {
       await keepOne(id, stored.includes(id), bytes).catch(() => tell(id, name));
@@ -179,11 +151,11 @@
   const keepOne = async (id, isStored, bytes) => {
     const file = files.get(id);
     if (isStored && !file) {
-      const blob = await inStore((images) => images.get(id));
+      const blob = await run((_, images) => settle(images.get(id)));
       files.set(id, { blob, url: URL.createObjectURL(blob) });
     } else if (!isStored && file) {
       if (bytes + file.blob.size > MOST_KEPT_BYTES) throw new RangeError();
-      await inStore((images) => images.put(file.blob, id), "readwrite");
+      await run((_, images) => settle(images.put(file.blob, id)), "readwrite");
     }
   };
   const tell = (id, name) => {
@@ -192,24 +164,18 @@
   };
 
   // ---- sending
-  const read = (blob) => {
-    const reader = new FileReader();
-    reader.readAsDataURL(blob);
-    return settle(reader, "onload");
-  };
   const pack = async (turns, withPicked) => {
     await last;
     const next = withPicked ? picked : [];
     const wanted = [...imagesOf(turns), ...next];
     const there = wanted.filter(({ id }) => files.has(id));
     complain(there.length < wanted.length ? say("lost") : "");
-    const uris = await Promise.all(there.map(async ({ id }) => [id, await read(files.get(id).blob)]));
+    const uris = await Promise.all(there.map(async ({ id }) => [id, await readDataUri(files.get(id).blob)]));
     return { turns, picked: next, files: Object.fromEntries(uris) };
   };
   /** Give the images of the last question back, which leaves the conversation. */
   const undo = (turns) => {
     undone = turns.findLast(({ role }) => role === "user")?.images ?? [];
-    return turns;
   };
   window.servekitImages = { keep, pack, undo };
 
@@ -248,16 +214,17 @@
     add([...files]);
   });
   const holdsFiles = (event) => root() && event.dataTransfer?.types.includes("Files");
+  const isDropping = (now) => find("#sk-body")?.toggleAttribute("data-dropping", now);
   document.addEventListener("dragover", (event) => {
     if (!holdsFiles(event)) return;
     event.preventDefault(); // else the browser leaves the page for the file
-    document.body.classList.add("sk-dropping");
+    isDropping(true);
   });
   document.addEventListener("dragleave", (event) => {
-    if (!event.relatedTarget) document.body.classList.remove("sk-dropping");
+    if (!event.relatedTarget) isDropping(false);
   });
   document.addEventListener("drop", (event) => {
-    document.body.classList.remove("sk-dropping");
+    isDropping(false);
     if (!holdsFiles(event)) return;
     event.preventDefault();
     add([...event.dataTransfer.files]);

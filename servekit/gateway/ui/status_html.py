@@ -7,7 +7,7 @@ from html import escape
 
 from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
-from servekit.gateway.routing.router import ModelQueue, Router, describe
+from servekit.gateway.routing.router import ModelQueue, Router
 from servekit.gateway.routing.task_check import MOST_NAMES, known_info, serves_any
 from servekit.gateway.ui.chat_session import Progress
 from servekit.gateway.ui.pages.language import SAY_ENGLISH, Say
@@ -17,17 +17,21 @@ from servekit.units import format_bytes, format_latency
 MARK = {"ready": "good", "failed": "bad", "stopped": "bad", "backoff": "bad"}
 
 
-def render_workers(router: Router, say: Say = SAY_ENGLISH, caller: ApiKey | None = None) -> str:
-    """Return every model that a visitor may use with its workers, as HTML.
+def render_status(
+    router: Router, model: str | None, say: Say = SAY_ENGLISH, caller: ApiKey | None = None
+) -> str:
+    """Return the state of a model and its workers as HTML; "" for one that nobody serves.
 
-    `caller` as in `list_choices`.
+    Of a preset or an adapter, that of its model. `caller` as in `list_choices`.
     """
     if router.draining:
         return f'<p class="sk-quiet" role="status">{escape(say("draining"))}</p>'
     if not router.routes:
         return f'<p class="sk-quiet">{escape(say("no_models"))}</p>'
-    seen = [route for route in router.routes.values() if may_see(router, caller, route.status.name)]
-    return "".join(_render_model(route, say) for route in seen)
+    if not model or not router.serves(model):
+        return ""
+    route = router.find(model).base
+    return _render_model(route, say) if may_see(router, caller, route.status.name) else ""
 
 
 def may_see(router: Router, caller: ApiKey | None, model: str) -> bool:
@@ -69,6 +73,8 @@ def explain_blind(router: Router, say: Say, caller: ApiKey | None, model: str | 
 def _list_usable(router: Router, caller: ApiKey | None) -> Iterator[ModelQueue]:
     """Yield the models, presets and adapters that a visitor may use."""
     for model in router.routes.values():
+        if model.status.left_out:
+            continue
         for route in (model, *model.presets, *model.adapters):
             if not router.access.closed or _may_use(caller, route):
                 yield route
@@ -94,10 +100,17 @@ def render_note(sentence: str) -> str:
     return f'<p class="sk-note" role="status">{escape(sentence)}</p>'
 
 
-def error_note(message: str) -> str:
+def error_note(message: str, say: Say = SAY_ENGLISH) -> str:
     """Return an error's sentence, as HTML."""
-    sentence = message[:1].upper() + message[1:]
+    sentence = say.translate(message)
+    sentence = sentence[:1].upper() + sentence[1:]
     return f'<p class="sk-note sk-error" role="alert">{escape(sentence)}</p>'
+
+
+def retry_note(note: str, say: Say) -> str:
+    """Return a note with a button that asks the last question again, which ui.js presses."""
+    button = f'<button type="button" class="sk-retry">{escape(say("chat.retry"))}</button>'
+    return f'<div class="sk-failed">{note}{button}</div>'
 
 
 # ---------------------------------------------------------------- workers
@@ -130,9 +143,9 @@ def _render_model(route: ModelQueue, say: Say) -> str:
     replicas = "".join(_render_replica(replica, say) for replica in route.status.replicas)
     residence = route.status.residence
     if residence is not None and residence.tier != "resident":
-        facts.append(residence.reason or say(f"tier.{residence.tier}"))
+        facts.append(say.translate(residence.reason) or say(f"tier.{residence.tier}"))
     return (
-        f'<section class="sk-model"><h3>{escape(route.status.name)}</h3><p class="sk-quiet">'
+        f'<section class="sk-model"><h2>{escape(route.status.name)}</h2><p class="sk-quiet">'
         f"{escape(' · '.join(facts))}{waiting if len(route.queue) else ''}</p>"
         f"{_render_presets(route, say)}{_render_adapters(route, say)}<ul>{replicas}</ul></section>"
     )
@@ -153,7 +166,7 @@ def _render_adapters(route: ModelQueue, say: Say) -> str:
     told = [
         one.name
         if one.state == "serving"
-        else f"{one.name} ({one.reason or say(f'adapter.{one.state}')})"
+        else f"{one.name} ({say.translate(one.reason) or say(f'adapter.{one.state}')})"
         for one in route.status.adapters
     ]
     return f'<p class="sk-quiet">{escape(say("adapters", names=", ".join(told)))}</p>'
@@ -173,15 +186,17 @@ def _render_replica(replica: ReplicaStatus, say: Say) -> str:
         f'<li><span class="sk-dot sk-{mark}"></span><span class="sk-name">{escape(replica.name)}'
         f'</span><span class="sk-state">{escape(state_words(replica, say))}</span>'
         f'<span class="sk-facts">{escape(" · ".join(facts))}</span>'
-        f"{_render_bar(replica)}{_get_reason(replica)}</li>"
+        f"{_render_bar(replica)}{_render_reason(replica, say)}</li>"
     )
 
 
 def state_words(replica: ReplicaStatus, say: Say) -> str:
     """Return a worker's state or load progress in a few words."""
-    if replica.state in ("loading", "starting") and replica.progress is not None:
-        return describe(replica)
-    return say(f"state.{replica.state}")
+    progress = replica.progress
+    if replica.state not in ("loading", "starting") or progress is None:
+        return say(f"state.{replica.state}")
+    phase = say.name_phase(progress.phase)
+    return f"{phase}, {100 * progress.done // progress.total} %" if progress.total else phase
 
 
 def _render_bar(replica: ReplicaStatus) -> str:
@@ -194,10 +209,10 @@ def _render_bar(replica: ReplicaStatus) -> str:
     return f'<progress {name} value="{progress.done}" max="{progress.total}"></progress>'
 
 
-def _get_reason(replica: ReplicaStatus) -> str:
-    if not replica.reason:
-        return ""
-    return f'<span class="sk-reason">{escape(replica.reason)}</span>'
+def _render_reason(replica: ReplicaStatus, say: Say) -> str:
+    """Return why a worker does not serve; once it is ready, how its last life ended is over."""
+    reason = replica.trouble if replica.state == "ready" else replica.reason
+    return f'<span class="sk-reason">{escape(say.translate(reason))}</span>' if reason else ""
 
 
 # ---------------------------------------------------------------- progress of an answer
@@ -205,7 +220,7 @@ def _get_reason(replica: ReplicaStatus) -> str:
 
 def _describe_progress(progress: Progress, busy: bool, say: Say) -> str:
     if progress.waiting is not None:
-        return say.count("queue", progress.waiting) if progress.waiting else say("queue.next")
+        return _describe_wait(progress.waiting, progress.route, say)
     if not progress.tokens:
         return say("reading") if busy else say("stopped")
     parts = [say.count("token", progress.tokens)]
@@ -218,3 +233,13 @@ def _describe_progress(progress: Progress, busy: bool, say: Say) -> str:
     if progress.finish == "length":
         parts.append(say("length"))
     return " · ".join(parts)
+
+
+def _describe_wait(ahead: int, route: ModelQueue | None, say: Say) -> str:
+    """Return what a request waits for: its model, or those ahead of it."""
+    if route is None or route.ready:
+        return say.count("queue", ahead) if ahead else say("queue.next")
+    coming = [one for one in route.status.replicas if one.state in ("loading", "starting")]
+    words = [state_words(one, say) for one in coming if one.progress is not None]
+    parts = [say("queue.model", model=route.status.name), *words[:1]]
+    return " · ".join([*parts, say.count("queue", ahead)] if ahead else parts)

@@ -5,6 +5,12 @@
   const onBody = (act) => (document.body ? act() : document.addEventListener("DOMContentLoaded", act));
   const dark = (on) => document.body.classList.toggle("dark", on);
   const chosen = () => localStorage.getItem("servekit.theme");
+  /** Fade the ends of the bar behind which there are more pages. */
+  const hintAtMore = (nav) => {
+    const left = nav.scrollWidth - nav.clientWidth - nav.scrollLeft;
+    nav.classList.toggle("sk-more-before", nav.scrollLeft > 4);
+    nav.classList.toggle("sk-more-after", left > 4);
+  };
   onBody(() => {
     let begun = false;
     new MutationObserver(() => {
@@ -18,6 +24,9 @@
       if (page) document.title = `${page.textContent} · servekit`;
       const nav = bar.querySelector("nav"); // wider than the screen of a phone
       if (page) nav.scrollLeft = page.offsetLeft - nav.offsetLeft - (nav.clientWidth - page.offsetWidth) / 2;
+      hintAtMore(nav);
+      nav.addEventListener("scroll", () => hintAtMore(nav));
+      window.addEventListener("resize", () => hintAtMore(nav));
       if (chosen()) dark(chosen() === "dark");
       offerSignOut(bar);
     }).observe(document.body, { childList: true, subtree: true });
@@ -42,6 +51,13 @@
     button.hidden = key === null;
   };
 
+  window.servekitDownload = (text, name) => {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([text], { type: "application/octet-stream" }));
+    link.download = name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+  };
   const acts = {
     ".sk-theme": () => {
       dark(!document.body.classList.contains("dark"));
@@ -62,14 +78,8 @@
       button.textContent = button.dataset.done;
       setTimeout(() => (button.textContent = before), 1500);
     },
-    ".sk-save": (button) => {
-      const text = button.nextElementSibling.value;
-      const link = document.createElement("a");
-      link.href = URL.createObjectURL(new Blob([text], { type: "application/octet-stream" }));
-      link.download = button.dataset.name;
-      link.click();
-      setTimeout(() => URL.revokeObjectURL(link.href), 60000);
-    },
+    ".sk-save": (button) => servekitDownload(button.nextElementSibling.value, button.dataset.name),
+    ".sk-retry": () => document.querySelector("#sk-again").click(),
     ".sk-tokens .sk-token": (token) => token.focus(),
     ".sk-out": async () => {
       await ask("/ui/logout", { method: "POST", redirect: "manual" });

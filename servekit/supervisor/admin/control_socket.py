@@ -22,6 +22,7 @@ from servekit.protocol.messages import (
     Refused,
     Reload,
     Restart,
+    SetProfile,
     Shutdown,
     ToSupervisor,
 )
@@ -119,6 +120,8 @@ class AdminApi:
                 return self._supervisor.why(name)
             case Reload():
                 return self._supervisor.reload()
+            case SetProfile(name):
+                return self._supervisor.set_profile(name)
             case Restart(name, wait):
                 return self._supervisor.restart(name, wait)
             case AddAdapter():

@@ -42,6 +42,7 @@ def of_model(
         changing=deployment.changing,
         endpoints=_list_endpoints(model),
         presets=list_presets(model),
+        left_out=deployment.left_out,
     )
 
 

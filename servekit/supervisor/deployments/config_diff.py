@@ -114,6 +114,7 @@ def diff(
             changes.append(Change(model.name, "added", 0, len(after)))
             continue
         old, before = running[model.name]
+        after = after or before  # the profile leaves it out, until it is unloaded
         changes.append(
             Change(model.name, _kind(old, model, before, after), len(before), len(after))
         )

@@ -89,7 +89,7 @@ class Deployment:
                 replica.retry()
         self.circuit.reset()
         self.tend_fork_servers()
-        if self.wanted:
+        if self.wanted and not self.left_out:
             self._begin(slots)
 
     def _begin(self, slots: Slots) -> None:
@@ -222,6 +222,11 @@ class Deployment:
         if not self.wanted:
             return self.planned
         return tuple(replica.place.gpus for replica in self._living())
+
+    @property
+    def left_out(self) -> str:
+        """Return the profile in force if this model is not in it, else ""."""
+        return self._pool.plan.left_out_by(self.model.name)
 
     @property
     def info(self) -> ModelInfo | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -13,7 +14,7 @@ from servekit.errors import ConfigError, ServekitError, did_you_mean
 from servekit.protocol.messages import Accepted, Refused
 from servekit.supervisor.deployments import config_diff as reload
 from servekit.supervisor.deployments.deployment import Deployment
-from servekit.supervisor.deployments.plan import Plan
+from servekit.supervisor.deployments.plan import Plan, Source
 from servekit.supervisor.deployments.worker_pool import WorkerPool
 from servekit.supervisor.event_log import journal
 from servekit.supervisor.lifecycle.exit_history import StartReason
@@ -71,7 +72,8 @@ class DeploymentManager:
         """
         replicas = self.replicas()
         self._has_served |= any(replica.state == "ready" for replica in replicas)
-        later = any(not one.wanted or one.model.load != "on_start" for one in self.served)
+        served = [one for one in self.served if not one.left_out]
+        later = any(not one.wanted or one.model.load != "on_start" for one in served)
         may_come = self._has_served or later
         if may_come or not replicas or not all(replica.gave_up for replica in replicas):
             return ""
@@ -80,14 +82,15 @@ class DeploymentManager:
 
     # ---- changes
 
-    async def reload(self) -> Accepted | Refused:
+    async def reload(self, profile: str | None = None) -> Accepted | Refused:
         """Read the configuration again and apply it; refuse it unchanged if anything is wrong.
 
-        Reloads run one after the other, so the configuration that was read last is in force.
+        With `profile` also switch to that profile ("": to all models). Reloads run one after the
+        other, so the configuration that was read last is in force.
         """
         async with self._reloading:
             try:
-                changes = await self._reload()
+                changes = await self._reload(profile)
             except ServekitError as error:
                 log.error("reload_refused", reason=error.message)
                 journal.record_event("reload", f"refused: {error.message}")
@@ -132,19 +135,24 @@ class DeploymentManager:
                 return one, worker
         return None
 
-    async def _reload(self) -> str:
+    async def _reload(self, profile: str | None) -> str:
         self._refuse_at_the_end()
-        plan = await self._read()
+        source = self.plan.source
+        plan = await self._read(source if profile is None else replace(source, profile=profile))
         self._refuse_at_the_end()
-        return self.apply_plan(plan)
+        changes = self.apply_plan(plan)
+        if profile is None:
+            return changes
+        away = [one.model.name for one in self.served if one.left_out]
+        unloaded = f"; not in it: {', '.join(away)}" if away else ""
+        return f"{describe_profile(profile)} is in force{unloaded}"
 
     def _refuse_at_the_end(self) -> None:
         if self.halted:
             raise ServekitError("servekit is shutting down; there is nothing to reload")
 
-    async def _read(self) -> Plan:
+    async def _read(self, source: Source) -> Plan:
         """Return the plan of the configuration as it is now. Raises ConfigError."""
-        source = self.plan.source
         held = {
             deployment.model.name: [slot for slot in deployment.slots() if slot]
             for deployment in self.served
@@ -201,8 +209,9 @@ class DeploymentManager:
                 deployment.retry(claimed)
             else:
                 deployment.occasion = occasion
-                threads = next(p.threads for p in plan.places if p.model == model.name)
-                deployment.roll_out(model, reload.slots(model.name, plan.places), threads, claimed)
+                threads = next((p.threads for p in plan.places if p.model == model.name), None)
+                slots = reload.slots(model.name, plan.places) or deployment.planned
+                deployment.roll_out(model, slots, threads, claimed)
         self.host.publish_change()
         return reload.describe_changes(changes, lacking, access=new_access)
 
@@ -236,3 +245,7 @@ class DeploymentManager:
         for deployment in self.all_deployments():
             deployment.stop_changes()
             deployment.fork_servers.close()
+
+
+def describe_profile(profile: str) -> str:
+    return f"the profile {profile!r}" if profile else "no profile"

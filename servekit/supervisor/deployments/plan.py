@@ -12,8 +12,8 @@ from servekit.config.cluster import RayConfig
 from servekit.config.engines.installed import Machine
 from servekit.config.engines.selection import EngineChoice
 from servekit.config.load import error_at, load_here
-from servekit.config.schema import Config
-from servekit.errors import ConfigError
+from servekit.config.schema import Config, ModelConfig
+from servekit.errors import ConfigError, did_you_mean
 from servekit.protocol.messages import AccessRules
 from servekit.supervisor import access_rules as access
 from servekit.supervisor.scheduling import memory_estimator as estimates
@@ -41,6 +41,8 @@ class Source:
     server: Mapping[str, object] = field(default_factory=dict)
     insecure: bool = False  # serve without keys to everybody who reaches the port
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # holds keys
+    profile: str = ""  # the profile in force; "": all models are served
+    asked_profile: str = ""  # the profile of the command line
 
     def plan(
         self,
@@ -56,7 +58,8 @@ class Source:
         """
         config, choices = load_here(self.path, Machine(bool(gpus), environ=self.environ))
         server = config.server.model_copy(update=dict(self.server))
-        config = config.model_copy(update={"server": server})
+        models = self._apply_profile(config)
+        config = config.model_copy(update={"server": server, "models": models})
         if not self.insecure and (reason := access.refuse_public(config)):
             raise error_at(self.path, ("server", "host"), f"{reason}.")
         try:
@@ -65,16 +68,42 @@ class Source:
         except access.KeyMissing as error:
             raise error_at(self.path, error.at, str(error)) from None
         name = str(self.path.resolve())
+        served = self._served(config)
         if config.launcher == "ray":
             cpus = (config.ray or RayConfig()).cpus
-            away = placed_elsewhere(config.models, max(1, int(cpus)))
+            away = placed_elsewhere(served, max(1, int(cpus)))
             return Plan(config, name, away, (), self, rules, choices=choices)
         try:
             places = self._places(config, gpus, held or {}, counts or {})
             found = self._estimates(config, places)
         except Misplaced as error:
-            raise error_at(self.path, error.loc, error.message) from None
+            index = [config.models.index(served[int(at)]) for at in error.loc[1:2]]
+            loc = (*error.loc[:1], *index, *error.loc[2:])
+            raise error_at(self.path, loc, error.message) from None
         return Plan(config, name, places, tuple(gpus), self, rules, found, choices)
+
+    def _served(self, config: Config) -> tuple[ModelConfig, ...]:
+        """Return the models that the profile does not leave out; only these get a place."""
+        if not self.profile:
+            return config.models
+        names = config.profiles[self.profile]
+        return tuple(model for model in config.models if model.name in names)
+
+    def _apply_profile(self, config: Config) -> tuple[ModelConfig, ...]:
+        """Return the models; those that the profile leaves out are loaded by no request."""
+        if not self.profile:
+            return config.models
+        if self.profile not in config.profiles:
+            there = ", ".join(config.profiles) or "none"
+            hint = did_you_mean(self.profile, config.profiles)
+            raise ConfigError(
+                f"{self.path}: no profile is called {self.profile!r}; there are: {there}{hint}"
+            )
+        served = config.profiles[self.profile]
+        return tuple(
+            model if model.name in served else model.model_copy(update={"load": "manual"})
+            for model in config.models
+        )
 
     def _places(
         self,
@@ -87,10 +116,10 @@ class Source:
 
         Models give up scaled-up replicas if the configuration does not fit with them.
         """
-        cpus = cgroup.count_usable_cpus()
+        cpus, models = cgroup.count_usable_cpus(), self._served(config)
         try:
-            places = place(config.models, gpus, cpus, held, config.gpus.reserve, counts)
-            check_host_memory(config.models, places, cgroup.total_memory_bytes())
+            places = place(models, gpus, cpus, held, config.gpus.reserve, counts)
+            check_host_memory(models, places, cgroup.total_memory_bytes())
         except Misplaced:
             if not counts:
                 raise
@@ -100,7 +129,7 @@ class Source:
     def _estimates(self, config: Config, places: Sequence[Assignment]) -> dict[str, Estimate]:
         """Return the memory estimate of each model at its first place. Raises Misplaced."""
         found: dict[str, Estimate] = {}
-        for index, model in enumerate(config.models):
+        for index, model in enumerate(self._served(config)):
             own = [place for place in places if place.model == model.name]
             one = estimates.estimate(model, own[0], self.environ)
             if one is not None:
@@ -142,3 +171,8 @@ class Plan:
     choices: Mapping[str, EngineChoice] = field(
         default_factory=dict
     )  # of models with `engine: auto`
+
+    def left_out_by(self, model: str) -> str:
+        """Return the profile in force if the model is not in it, else ""."""
+        profile = self.source.profile
+        return profile if profile and model not in self.config.profiles[profile] else ""

@@ -89,6 +89,7 @@ class SwapManager:
         for row in self._rows.values():
             row.observe(self._used(row), now)
             self._repair_sleep(row)
+            self._leave_out(row, now)
         if not any(row.comes_and_goes for row in self._rows.values()):
             return
         decision = policy.decide([*self._facts()], self._free(), now)
@@ -153,6 +154,12 @@ class SwapManager:
             why = next((replica.reason for replica in row.deployment.living if replica.reason), "")
             said = f"a worker did not stay asleep: {why}"
             self._stop(row, said if why else "a worker has come up beside those that sleep")
+
+    def _leave_out(self, row: ModelState, now: float) -> None:
+        """Unload a model that the profile is without, once no request waits for it."""
+        if row.is_left_out(now) and all(gateway.is_up_to_date for gateway in self._gateways):
+            self._stop(row, f"it is not in the profile {row.deployment.left_out!r}")
+            self._changed(row)
 
     def _execute_action(self, row: ModelState, step: SwapAction, now: float) -> None:
         match step.kind:

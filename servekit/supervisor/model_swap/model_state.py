@@ -24,6 +24,8 @@ log: Any = structlog.get_logger("servekit.supervisor")
 _WAKES_IN = 0.25
 #: How long a model that could not be put to sleep is left awake.
 _SLEEPLESS_S = 60.0
+#: Time from a change to its publication, at most.
+_TOLD_S = 0.2
 _COMING = {"starting", "loading", "backoff", "stalled"}
 
 
@@ -45,6 +47,7 @@ class ModelState:
         self._doing: Literal["sleep", "wake"] = "sleep"
         self._touched = False  # an operator has changed it
         self._held = False  # stopped by an operator: requests do not load it
+        self._left_out_at: float | None = None  # since when the profile has been without it
         self._asked_at: float | None = None  # load requested otherwise
         self._busy = False
         self._used_at = self._now = now
@@ -132,6 +135,20 @@ class ModelState:
         """Record that it could not be put to sleep, so that it is not tried again for a while."""
         self._sleepless_until, self.restless = now + _SLEEPLESS_S, why
 
+    def is_left_out(self, now: float) -> bool:
+        """Return whether it is loaded, and the profile has been without it for a moment.
+
+        By then the gateways have been told to refuse new requests; the requests that wait there
+        are to be answered first.
+        """
+        if not self.deployment.left_out:
+            self._left_out_at = None
+            return False
+        if self._left_out_at is None:
+            self._left_out_at, self.requested, self._held = now, "", False
+        idle = self.task is None and not self.waiting
+        return self.deployment.wanted and idle and now - self._left_out_at >= _TOLD_S
+
     def keep_loaded(self, stay_s: float | None, now: float, *, loads: bool) -> None:
         """Take a client's keep_alive, and its request to load the model if `loads`."""
         self._stay_s, self._told_at = stay_s, now
@@ -142,6 +159,10 @@ class ModelState:
 
     def accept_request(self, want: Want, now: float) -> str:
         """Take an operator's request; return why it is refused, or ""."""
+        if (profile := self.deployment.left_out) and want in ("load", "wake"):
+            return (
+                f"{self.deployment.model.name} is not in the profile {profile!r}, which is in force"
+            )
         if want == "sleep" and (why := self.sleepless_for_good()):
             return why
         if want == "wake" and self.tier not in ("asleep", "resident", "leaving"):

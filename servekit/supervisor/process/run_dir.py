@@ -38,6 +38,8 @@ from servekit.system.orphan_cleanup import CHILDREN, Started, end_leftovers, rea
 #: sockaddr_un.sun_path holds 108 bytes with its NUL (unix(7)).
 _MAX_SOCKET_PATH_BYTES = 107
 _LONGEST_NAME = "control.sock"
+#: Has the profile that `servekit profile` has switched to.
+PROFILE = "profile.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,20 @@ def read_record(path: Path) -> Record | None:
         return Record(**json.loads((path / "supervisor.json").read_text()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def find_switched_profile(run_dir: Path | None, environ: Mapping[str, str], asked: str) -> str:
+    """Return the profile to start with, where the command line asks for `asked`.
+
+    That is another one if the last supervisor was started with `asked`, was switched, and did not
+    end in an orderly way.
+    """
+    try:
+        path = (run_dir or default_paths(environ)[0]) / PROFILE
+        before, switched = json.loads(path.read_text())
+    except (OSError, ValueError, TypeError):
+        return asked
+    return str(switched) if before == asked else asked
 
 
 def _may_be_ours(home: Path) -> bool:
@@ -205,6 +221,10 @@ class RunDir:
             _write(self.path / "supervisor.json", json.dumps(asdict(record)))
         self._record, self._in_vain = record, False
 
+    def record_profile(self, asked: str, profile: str) -> None:
+        """Record the profile in force, for a start after a crash. Raises OSError."""
+        _write(self.path / PROFILE, json.dumps([asked, profile]))
+
     def record_children(self, children: Iterable[Started]) -> None:
         """Record the processes that run here. Raises OSError."""
         _write(self.path / CHILDREN, json.dumps([asdict(child) for child in children]))
@@ -238,7 +258,8 @@ class RunDir:
         shared_memory.sweep_segments(self.path, {child.pid for child in children})
 
     def _clear(self) -> None:
-        for pattern in ("*.sock", "*.new", "supervisor.json", CHILDREN, shared_memory.SEGMENTS):
+        own = "supervisor.json", PROFILE, CHILDREN, shared_memory.SEGMENTS
+        for pattern in ("*.sock", "*.new", *own):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
 

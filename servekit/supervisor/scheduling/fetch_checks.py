@@ -68,7 +68,8 @@ def look_up(
     asked = {}
     for index, model in enumerate(plan.config.models):
         query = _make_query(model, {**plan.source.environ, **model.env})
-        if query is not None and query.source in sources:
+        left_out = plan.left_out_by(model.name)
+        if query is not None and query.source in sources and not left_out:
             asked[index] = query
     if not asked:
         return []

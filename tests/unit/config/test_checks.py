@@ -112,3 +112,20 @@ def test_a_program_with_a_slash_is_relative_to_the_file(tmp_path: Path) -> None:
 
 def test_a_command_is_found_by_auto(tmp_path: Path) -> None:
     read(tmp_path, **COMMAND | {"engine": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("profiles", "said"),
+    [
+        ({"coding": ["m", "gone"]}, "profiles.coding[1]: no model is called 'gone'; there are: m."),
+        ({"coding": []}, "profiles.coding: must be a list of at least 1, but is an empty list."),
+        ({"all": ["m"]}, "profiles.all: 'all' stands for all models; give the profile another"),
+        ({"a b": ["m"]}, "profiles.a b: a name begins with a letter or digit"),
+    ],
+)
+def test_profiles_that_are_wrong(tmp_path: Path, profiles: dict[str, Any], said: str) -> None:
+    path = tmp_path / "servekit.yaml"
+    model = {"name": "m", "path": "m", "engine": "echo"}
+    path.write_text(json.dumps({"models": [model], "profiles": profiles}))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_here(path, Machine(False, lambda module: False))

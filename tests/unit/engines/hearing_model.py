@@ -27,9 +27,13 @@ def write_whisper(
     multilingual: bool = True,
     times: bool = True,
     window_s: int = WINDOW_S,
+    ends: bool = True,
     **sizes: Any,
 ) -> Path:
-    """Write a random Whisper, by default with two layers; its tokenizer and feature extractor."""
+    """Write a random Whisper, by default with two layers; its tokenizer and feature extractor.
+
+    One that never `ends` writes text up to its limit, as one window.
+    """
     tokenizer = _make_tokenizer(window_s)
     ids = tokenizer.convert_tokens_to_ids
     tokenizer.save_pretrained(folder)
@@ -45,7 +49,7 @@ def write_whisper(
         "max_target_positions": 96,
         "init_std": 0.4,
     }
-    made = small | sizes
+    made = {"vocab_size": len(tokenizer)} | small | sizes
     library.WhisperFeatureExtractor(
         feature_size=made["num_mel_bins"], chunk_length=window_s
     ).save_pretrained(folder)
@@ -53,7 +57,6 @@ def write_whisper(
     end = ids("<|endoftext|>")
     config = library.WhisperConfig(
         **made,
-        vocab_size=len(tokenizer),
         max_source_positions=50 * window_s,
         median_filter_width=3,
         decoder_start_token_id=ids("<|startoftranscript|>"),
@@ -63,6 +66,8 @@ def write_whisper(
         begin_suppress_tokens=None,
     )
     model = library.WhisperForConditionalGeneration(config)
+    if not ends:  # the head is the same weight: ends and times are never the likeliest
+        model.model.decoder.embed_tokens.weight.data[end:] = 0
     stated: dict[str, Any] = {
         "max_length": 16,
         "suppress_tokens": _list_unwanted(tokenizer),
@@ -132,6 +137,13 @@ def write_wav(samples: np.ndarray[Any, Any], rate: int = RATE) -> bytes:
     return file.getvalue()
 
 
+def read_wav(wav: bytes) -> np.ndarray[Any, Any]:
+    """Return the samples of a WAV file of 16 bits and one channel."""
+    with wave.open(io.BytesIO(wav)) as file:
+        frames = file.readframes(file.getnframes())
+    return np.frombuffer(frames, "<i2").astype(np.float32) / 32768
+
+
 class PlainWhisper:
     """The library alone."""
 
@@ -147,9 +159,7 @@ class PlainWhisper:
 
     def _hear(self, wav: bytes, **asked: Any) -> tuple[str, list[dict[str, Any]]]:
         """Return the text of a WAV file of 16 bits and one channel, and its segments."""
-        with wave.open(io.BytesIO(wav)) as file:
-            frames = file.readframes(file.getnframes())
-        samples = np.frombuffer(frames, "<i2").astype(np.float32) / 32768
+        samples = read_wav(wav)
         is_long = len(samples) > self.extractor.n_samples
         made = self.extractor(
             samples, sampling_rate=RATE, return_tensors="pt",

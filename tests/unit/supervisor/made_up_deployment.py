@@ -72,6 +72,7 @@ class MadeUp:
     planned: Slots = ((),)
     info: ModelInfo | None = None
     told: list[str] = field(default_factory=list)
+    left_out: str = ""
 
     @property
     def living(self) -> list[Replica]:

@@ -1,14 +1,20 @@
-"""Transcription by Whisper models: the library's own generation, window by window.
+"""Transcription by Whisper models: the library cuts recordings into windows, a batch writes them.
 
-A step is one window of 30 s of one recording; recordings take turns, so that an hour of speech does
-not delay a sentence for long. The library runs a recording from its beginning to its end in one
-call. That call runs in a thread of its own, and pauses where the library tells the progress of a
-window (`SteppedCall`); between two windows it holds nothing on the device but its features.
+The library runs a recording from its beginning to its end in one call: it finds where a window
+begins and ends, and makes segments of what is written. The call runs in a thread of its own
+(`SteppedCall`), and pauses where a window of 30 s is to be written: this is done in a
+`WindowBatch`, for all recordings together. Between two windows a recording holds nothing on the
+device but its features.
+
+The library itself writes the windows of a recording with the times of words, which need the
+attention's weights, and of a model whose generation config says more than `token_rules` knows.
+Such recordings take turns, a window after a window of the batch.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +28,8 @@ from transformers.models.whisper import tokenization_whisper
 
 from servekit.engines.api.base import SpeechJob, SpeechOutput, StepOutput
 from servekit.engines.api.job_state import TurnRunner
+from servekit.engines.transformers.batching import kv_cache
+from servekit.engines.transformers.sleep import device_memory
 from servekit.engines.transformers.speech.speech_reader import (
     NAMES,
     Recording,
@@ -29,6 +37,13 @@ from servekit.engines.transformers.speech.speech_reader import (
     load_extractor,
 )
 from servekit.engines.transformers.speech.stepped_call import SteppedCall, Stopped
+from servekit.engines.transformers.speech.token_rules import find_other_settings
+from servekit.engines.transformers.speech.window_batch import (
+    Window,
+    WindowBatch,
+    count_encoder_bytes,
+    count_seat_bytes,
+)
 from servekit.errors import RequestError, describe_error
 from servekit.protocol.messages import (
     ModelInfo,
@@ -38,8 +53,8 @@ from servekit.protocol.messages import (
     WorkerSpec,
 )
 
-#: Recordings at once. They take turns, and each keeps its features: 2 to 3 MiB for a minute.
-SLOTS = 8
+#: Recordings at once. Each keeps its features: 2 to 3 MiB for a minute.
+CPU_SLOTS, CUDA_SLOTS = 8, 16
 #: Errors of the library for what it cannot transcribe. Others mean that a step failed.
 _MISFITS = (ValueError, TypeError, LookupError)
 _library: Any = tokenization_whisper
@@ -48,22 +63,26 @@ _library: Any = tokenization_whisper
 class SpeechRow(LogitsProcessor):
     """A recording that is transcribed, and what was heard in its last window.
 
-    It hears of each window, and of each token as a processor of logits that changes nothing.
+    It hears of each window. If the library writes, it also hears of each token, as a processor of
+    logits that changes nothing.
     """
 
     def __init__(self, job: SpeechJob, on_progress: Callable[[], None]) -> None:
-        """`on_progress` is called for each layer of the encoder and for each token."""
+        """`on_progress` is called for each layer of the encoder and for each of these tokens."""
         self.job = job
         self.cancelled = False
         self.ended: StepOutput | None = None  # never: a transcription begins at the beginning
         self.language = self.recording.language
+        self.language_id: int | None = None  # if it was found by the batch
+        self.alone = False  # the library writes
+        self.window: Window | None = None  # to be written by the batch
         self.segments: list[SpokenSegment] = []
         self.tokens: list[int] = []
         self.call: SteppedCall | None = None
         self.on_progress = on_progress
-        self._scored = bool(job.speech.timestamps)
+        self.scored = bool(job.speech.timestamps)
         self._scores: Tensor | None = None  # of the next token, [vocabulary]
-        self._logprobs: list[float] = []  # of the window's tokens
+        self.logprobs: list[float] = []  # of the window's tokens
         self.seek = -1  # the frame at which the window begins, of 10 ms
 
     @property
@@ -74,10 +93,12 @@ class SpeechRow(LogitsProcessor):
     @property
     def logprob(self) -> float | None:
         """Return the mean of the window's tokens so far; None if they have no scores."""
-        return sum(self._logprobs) / len(self._logprobs) if self._logprobs else None
+        return sum(self.logprobs) / len(self.logprobs) if self.logprobs else None
 
     def begin_window(self, progress: Tensor) -> None:
-        """Let other recordings have their turns before the next window; the library calls this.
+        """Note where the next window begins; the library calls this.
+
+        Without a batch, other recordings have their turns first.
 
         `progress` is [1, 2]: the frame of the recording, and how many there are. Raises
         RequestError if the model has read nothing of the last window, as it would go on for ever.
@@ -90,26 +111,27 @@ class SpeechRow(LogitsProcessor):
                 " another language, prompt or temperature may help",
                 param="file",
             )
-        if self.seek >= 0:
+        if self.alone and self.seek >= 0:
             self.call.pause()
-        self.seek, self._scores, self._logprobs = seek, None, []
-        if self.job.params.temperature:
-            torch.manual_seed((self._seed + seek) % 2**63)
+        self.seek, self._scores, self.logprobs = seek, None, []
+        if self.alone and self.job.params.temperature:
+            torch.manual_seed(self.seed)
 
     @property
-    def _seed(self) -> int:
-        """Return the seed, by default one of the file: a second attempt repeats the first."""
+    def seed(self) -> int:
+        """Return the window's seed; by default the file has one: a second attempt is the same."""
         asked = self.job.params.seed
-        return int.from_bytes(self.job.speech.digest[:7]) if asked is None else asked
+        own = int.from_bytes(self.job.speech.digest[:7]) if asked is None else asked
+        return (own + self.seek) % 2**63
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Note a token. Raises Stopped if nobody waits for the transcript any more."""
         if self.cancelled:
             raise Stopped
         self.on_progress()
-        if self._scored and len(scores) == 1:  # not of several beams
+        if self.scored and len(scores) == 1:  # not of several beams
             if self._scores is not None:
-                self._logprobs.append(float(self._scores[input_ids[0, -1]]))
+                self.logprobs.append(float(self._scores[input_ids[0, -1]]))
             self._scores = scores[0].float().log_softmax(-1)
         return scores
 
@@ -128,65 +150,140 @@ class SpeechRow(LogitsProcessor):
 
 
 class TranscriptionRunner(TurnRunner[SpeechRow]):
-    """Runner of recordings, a window a step."""
+    """Runner of recordings: a step is a pass over the windows of a batch, for a token of each.
 
-    def __init__(self, model: PreTrainedModel, reader: SpeechReader, tokenizer: Any) -> None:
+    A recording is in one of three places: `_ready` to go on by the library, `_posted` with a
+    window for the batch, or among the batch's windows. Those `_alone` take turns.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, reader: SpeechReader, tokenizer: Any, spec: WorkerSpec
+    ) -> None:
         super().__init__()
         self._model: Any = model
         self.reader = reader
         self._tokenizer = tokenizer
         self._attention: str = self._model.config._attn_implementation
         self.capacity: int = self._model.config.max_target_positions
+        #: Settings of the generation config for which the library itself writes.
+        self.other_settings = find_other_settings(model.generation_config)
+        self._ready: deque[SpeechRow] = deque()
+        self._posted: deque[SpeechRow] = deque()
+        self._alone: deque[SpeechRow] = deque()
+        self._alone_next = False
+        #: Windows that the batch can have.
+        self.seats = _count_seats(self._model, spec)
+        self._graphs = spec.options.get("decode") != "eager"
+        # On a slow CPU a large encoder takes longer for a window than a stalled engine is given.
+        for layer in self._model.get_encoder().layers:
+            layer.register_forward_hook(lambda *_: self._note_progress())
+        self.make_pages()
+
+    @property
+    def kv_used(self) -> float:
+        return len(self._batch.windows) / self.seats
+
+    def add(self, row: SpeechRow) -> None:
+        super().add(row)
+        row.alone = row.job.speech.timestamps == "word" or bool(self.other_settings)
+        (self._alone if row.alone else self._ready).append(row)
 
     def cancel(self, row: SpeechRow) -> None:
-        super().cancel(row)
+        self._drop(row)
         if row.call is not None:
             row.call.stop()
 
     def step(self) -> list[tuple[SpeechRow, StepOutput]]:
-        """Transcribe the next window of the recording whose turn it is."""
-        row = self._rows[0]
-        if row.call is None:
-            row.call = SteppedCall(partial(self._generate, row))
-        try:
-            with self._noting(row), self._attending(row.job.speech.timestamps == "word"):
-                row.call.resume()
-        except (RequestError, MemoryError, torch.OutOfMemoryError, *_MISFITS) as error:
-            self._rows.popleft()
-            return [(row, _describe_failure(row, error))]
-        if row.call.done:
-            self._rows.popleft()
-        self._rows.rotate(-1)
-        if row.cancelled or not (row.segments or row.call.done):  # silence
-            return []
-        return [(row, row.make_output())]
+        """Begin windows, or write a token of each; go on with the recordings whose windows end."""
+        outputs = []
+        waiting = self._ready or self._posted or self._batch.windows
+        if self._alone and (self._alone_next or not waiting):
+            self._alone_next = False
+            outputs += self._resume(self._alone.popleft())
+        outputs += self._advance_batch()
+        ready, self._ready = self._ready, deque()
+        for row in ready:
+            outputs += self._resume(row)
+        return outputs
 
     def make_pages(self) -> None:
-        """Do nothing: a window creates its own cache."""
+        self._batch = WindowBatch(self._model, self.seats, self._graphs)
 
     def drop_pages(self) -> None:
-        """Do nothing: no cache outlives its window."""
+        del self._batch
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return the tensors on the device that are not the model's own."""
+        """Return the tensors on the device that are not the model's own and outlive its pages."""
         return ()
 
     def close(self) -> None:
         while self._rows:
             self.cancel(self._rows[0])
 
+    def _drop(self, row: SpeechRow) -> None:
+        super().cancel(row)
+        for queue in (self._ready, self._posted, self._alone):
+            if row in queue:
+                queue.remove(row)
+        if row.window in self._batch.windows:
+            self._batch.remove(row.window)
+
+    def _note_progress(self) -> None:
+        if self._rows:
+            self._rows[0].on_progress()
+
+    def _advance_batch(self) -> list[tuple[SpeechRow, StepOutput]]:
+        beginning = [
+            self._posted.popleft() for _ in range(min(self._batch.free, len(self._posted)))
+        ]
+        if beginning:
+            try:
+                ended = self._batch.begin([row.window for row in beginning if row.window])
+            except (MemoryError, torch.OutOfMemoryError, *_MISFITS) as error:
+                return [self._fail(row, error) for row in beginning]
+        elif self._batch.windows:
+            ended = self._batch.step()
+        else:
+            return []
+        self._ready += (row for row in self._rows if row.window in ended)
+        self._alone_next |= bool(ended)
+        return []
+
+    def _resume(self, row: SpeechRow) -> list[tuple[SpeechRow, StepOutput]]:
+        """Let the library go on with a recording, until it needs a window or has the next one."""
+        if row.call is None:
+            row.call = SteppedCall(partial(self._generate, row))
+        try:
+            with self._watching(row), self._attending(row.job.speech.timestamps == "word"):
+                row.call.resume()
+        except (RequestError, MemoryError, torch.OutOfMemoryError, *_MISFITS) as error:
+            return [self._fail(row, error)]
+        if row.call.done:
+            self._drop(row)
+        else:
+            (self._alone if row.alone else self._posted).append(row)
+        if row.cancelled or not (row.segments or row.call.done):  # silence
+            return []
+        return [(row, row.make_output())]
+
+    def _fail(self, row: SpeechRow, error: BaseException) -> tuple[SpeechRow, StepOutput]:
+        self.cancel(row)
+        return row, _describe_failure(row, error)
+
     # ---- one recording
 
     @torch.no_grad()
     def _generate(self, row: SpeechRow) -> None:
-        """Transcribe a recording by the library; `row.begin_window` pauses between windows."""
+        """Transcribe a recording by the library, which pauses for each window."""
         model, recording, speech = self._model, row.recording, row.job.speech
         features = recording.features.to(model.device, model.dtype)
         asked: dict[str, Any] = {}
         if self.reader.is_multilingual:
-            row.language = row.language or self._detect_language(features)
+            if row.alone and not row.language:
+                row.language = self._detect_language(features)
             asked |= {
-                "language": row.language,
+                # The batch writes the one that it finds over any other.
+                "language": row.language or next(iter(model.generation_config.lang_to_id)),
                 "task": "translate" if speech.translate else "transcribe",
             }
         if recording.prompt is not None:
@@ -206,17 +303,72 @@ class TranscriptionRunner(TurnRunner[SpeechRow]):
             **asked,
         )
 
+    def _write_window(
+        self,
+        row: SpeechRow,
+        *,
+        segment_input: Tensor,
+        decoder_input_ids: Tensor,
+        generation_config: Any,
+        **_: Any,
+    ) -> tuple[list[Tensor], list[Tensor], list[bool], list[bool], type[Tensor]]:
+        """Let the batch write a window; the library calls this instead of its own method.
+
+        Source of the arguments and results: WhisperGenerationMixin.generate_with_fallback.
+        """
+        assert row.call is not None
+        [prompt] = decoder_input_ids.tolist()
+        new, temperature = generation_config.max_new_tokens, row.job.params.temperature or 0.0
+        row.window = window = Window(
+            segment_input,
+            prompt,
+            generation_config.max_length if new is None else len(prompt) + new,
+            timed=bool(generation_config.return_timestamps),
+            scored=row.scored,
+            temperature=temperature,
+            top_k=generation_config.top_k or 0,
+            noise=torch.Generator(self._model.device).manual_seed(row.seed)
+            if temperature
+            else None,
+        )
+        if self.reader.is_multilingual and not row.recording.language:
+            self._set_language(row, window)
+        row.call.pause()
+        if window.language_at is not None:
+            row.language_id = prompt[window.language_at]
+            row.language = self._name_language(row.language_id)
+        row.logprobs = window.logprobs[:-1] if row.scored else []  # the library notes no last one
+        written = window.tokens
+        if written[-1] == generation_config.eos_token_id:
+            written = written[:-1]
+        sequence = torch.tensor(written, dtype=torch.int64)
+        return [sequence], [sequence], [False], [False], Tensor
+
+    def _set_language(self, row: SpeechRow, window: Window) -> None:
+        """Write the language that was found into a prompt, or its place."""
+        start = self._model.generation_config.decoder_start_token_id
+        place = len(window.prompt) - window.prompt[::-1].index(start)
+        if row.language_id is None:
+            window.language_at = place
+        else:
+            window.prompt[place] = row.language_id
+
     def _detect_language(self, features: Tensor) -> str:
         window = self.reader.window_frames
         [found] = self._model.detect_language(features, num_segment_frames=window).tolist()
+        return self._name_language(found)
+
+    def _name_language(self, found: int) -> str:
+        """Return the code of a language by the id of its token."""
         codes = {id: token for token, id in self._model.generation_config.lang_to_id.items()}
         return str(codes[found]).strip("<|>")
 
     @contextmanager
-    def _noting(self, row: SpeechRow) -> Iterator[None]:
-        """Note the segments of the window that is transcribed meanwhile.
+    def _watching(self, row: SpeechRow) -> Iterator[None]:
+        """Replace two methods of the model while the library goes on with a recording.
 
-        The library makes them by this method of the model, and returns them after the last window.
+        One makes the segments of a window, which the library returns only after the last window:
+        they are noted. The other writes a window: the batch does.
         """
         make = type(self._model)._retrieve_segment
 
@@ -226,15 +378,14 @@ class TranscriptionRunner(TurnRunner[SpeechRow]):
             return found
 
         self._model._retrieve_segment = note
-        # On a slow CPU a large encoder takes longer for a window than a stalled engine is given.
-        layers = self._model.get_encoder().layers
-        hooks = [layer.register_forward_hook(lambda *_: row.on_progress()) for layer in layers]
+        if not row.alone:
+            self._model.generate_with_fallback = partial(self._write_window, row)
         try:
             yield
         finally:
             del self._model._retrieve_segment
-            for hook in hooks:
-                hook.remove()
+            if not row.alone:
+                del self._model.generate_with_fallback
 
     @contextmanager
     def _attending(self, words: bool) -> Iterator[None]:
@@ -286,21 +437,37 @@ def make_transcription_runner(
 ) -> tuple[TranscriptionRunner, ModelInfo]:
     """Return the runner for a Whisper model, and its properties. Raises LoadError."""
     reader = SpeechReader(model, tokenizer, load_extractor(folder, spec), spec)
-    runner = TranscriptionRunner(model, reader, tokenizer)
+    runner = TranscriptionRunner(model, reader, tokenizer, spec)
     hears = "speech of several languages" if reader.is_multilingual else "English speech"
+    how = f"{runner.seats} recordings at once"
+    if runner.other_settings:
+        how = f"recordings take turns, for {', '.join(runner.other_settings)} of the model"
     info = ModelInfo(
         max_context=runner.capacity,
-        slots=spec.options.get("slots") or SLOTS,
+        slots=runner.seats,
         chat=False,
         architecture=type(model).__name__,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        detail=f"{hears}, {model.config._attn_implementation}, recordings take turns",
+        kv_cache_bytes=runner.seats * count_seat_bytes(model.config, model.dtype.itemsize),
+        detail=f"{hears}, {model.config._attn_implementation}, {how}",
         serves=("transcribe", "tokenize", "detokenize"),
         sleeps=True,
     )
     return runner, info
+
+
+def _count_seats(model: Any, spec: WorkerSpec) -> int:
+    """Return the number of recordings at once: as asked for, if their windows find room."""
+    cuda = spec.device == "cuda"
+    asked = int(spec.options.get("slots") or (CUDA_SLOTS if cuda else CPU_SLOTS))
+    config, itemsize = model.config, model.dtype.itemsize
+    room = device_memory.available_bytes(spec, model.device)
+    room = int(room * (kv_cache.CUDA_FRACTION if cuda else kv_cache.CPU_FRACTION))
+    room -= count_encoder_bytes(config, itemsize, cuda)
+    room -= kv_cache.CUDA_HEADROOM_BYTES if cuda else 0
+    return max(1, min(asked, room // count_seat_bytes(config, itemsize)))
 
 
 def _describe_failure(row: SpeechRow, error: BaseException) -> StepOutput:

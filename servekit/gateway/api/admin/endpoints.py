@@ -33,6 +33,7 @@ from servekit.protocol.messages import (
     Refused,
     Reload,
     Restart,
+    SetProfile,
     Status,
     ToSupervisor,
     Why,
@@ -132,6 +133,16 @@ class Supervisor:
         log.info("restart_requested", name=name, key=caller.rule.name)
         return await self._order(Restart(name, wait))
 
+    async def set_profile(self, name: str) -> Response:
+        """Switch to a profile of the file, or to "all", as `servekit profile NAME`.
+
+        Raises Forbidden, NothingSuch, and the errors of `answer_to`.
+        """
+        caller = self._access.require_admin()
+        log.info("profile_requested", name=name, key=caller.rule.name)
+        done = await self.answer_to(SetProfile(name), Accepted, RELOAD_S, NothingSuch)
+        return _json({"message": done.message})
+
     async def _order(self, order: SetResidency | Restart) -> Response:
         done = await self.answer_to(order, Accepted, RESIDE_S, NothingSuch)
         return _json({"message": done.message})
@@ -219,6 +230,16 @@ def add_administration(app: FastAPI, supervisor: Supervisor) -> None:
     )
     async def reload() -> Response:
         return await supervisor.reload()
+
+    @app.post(
+        "/admin/profile/{name:path}",
+        summary="Switch to a profile of the file, or to `all` models, as `servekit profile`",
+        responses=_refusals(401, 403, 404, 409, 429, 503, 504),
+        openapi_extra={"parameters": [_NAME]},
+        **common,
+    )
+    async def profile(request: Request) -> Response:
+        return await supervisor.set_profile(request.path_params["name"])
 
     for want, summary in _WANTS.items():
         _add_order(app, want, summary, partial(supervisor.reside, want))

@@ -1,4 +1,4 @@
-"""Loading and unloading of models and adapters with an admin key; and the history of workers.
+"""Operation of the models with an admin key: a table with buttons, and one model in detail.
 
 All visitors may look at the page. Each action checks the visitor's key or session at that moment,
 and then asks the supervisor, like the endpoints under /admin.
@@ -7,30 +7,33 @@ and then asks the supervisor, like the endpoints under /admin.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from html import escape
 from typing import Any
 
 import gradio as gr
 import structlog
+from msgspec.structs import replace
 
 from servekit.errors import Forbidden, RequestError, ServekitError
 from servekit.gateway.api.admin.endpoints import ANSWER_S, NothingSuch
 from servekit.gateway.api.admin.lora import CHANGE_S, AdapterRefused, require_right
+from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.auth.sessions import OWNER
+from servekit.gateway.ui.pages.dashboard import list_models
 from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.pages.page_layout import NOW, QUIET, Frame, get_visit
 from servekit.gateway.ui.status_html import error_note, render_note
+from servekit.gateway.ui.widgets import log_tail, machine_tables, model_table
 from servekit.gateway.ui.widgets.answer_html import clean_text
 from servekit.protocol.adapters import AdapterSpec, AddAdapter, RemoveAdapter
-from servekit.protocol.messages import Accepted, GetWhy, Why
-from servekit.protocol.residency import Want
+from servekit.protocol.messages import Accepted, GetWhy, ModelStatus, Why
 from servekit.protocol.types import ExitRecord, ReplicaHistory
 
 log: Any = structlog.get_logger("servekit.gateway")
 
-WANTS: tuple[Want, ...] = ("load", "unload", "sleep", "wake")
+EVERY_S = 1.0
 #: The most characters of the last lines of a worker that ended.
 TAIL_CHARS = 8_000
 
@@ -39,34 +42,58 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("operate")
-    with gr.Column(elem_classes="sk-page"):
+    with gr.Column(elem_classes="sk-page sk-wide"):
         frame.title("operate")
         may = gr.HTML("")
         with gr.Column(elem_classes="sk-card"):
             gr.HTML(f"<h2>{escape(say('operate.models'))}</h2>")
-            model = frame.model(say("model"), "")
-            with gr.Row(elem_classes="sk-actions"):
-                buttons = {
-                    want: gr.Button(say(f"operate.{want}"), elem_id=f"sk-{want}") for want in WANTS
-                }
-                restart = gr.Button(say("operate.restart"), elem_id="sk-restart")
-                why = gr.Button(say("operate.why"), elem_id="sk-why")
+            table = gr.HTML("", elem_id="sk-models", js_on_load=model_table.ON_LOAD)
             told = gr.HTML("", elem_id="sk-told")
-        changing = [*buttons.values(), restart, why, *_build_adapters(frame, model)]
-    frame.keep_choices(blocks, [model], "")
+        details = [_add_detail(name) for name in ("events", "log")]
+        chosen, seen = gr.State(""), gr.State(())
+        changing = _build_adapters(frame, chosen)
+    parts = [table, *details]
 
     async def greet(request: gr.Request) -> list[Any]:
-        note, may_change = await _note_rights(frame, request)
-        return [note, *(gr.Button(interactive=may_change) for _ in changing)]
+        note, forbidden = await _note_rights(frame, request)
+        return [note, *(gr.Button(interactive=not forbidden) for _ in changing)]
+
+    async def tick(request: gr.Request, name: str, before: Sequence[int]) -> list[Any]:
+        """Return the parts that have changed since this browser's last tick."""
+        name, shown = await _render_page(frame, request, name)
+        now = tuple(map(hash, shown))
+        old = before if len(before) == len(now) else (None,) * len(now)
+        fresh = [
+            html if was != is_now else gr.skip()
+            for html, was, is_now in zip(shown, old, now, strict=True)
+        ]
+        return [name, now, *fresh]
+
+    async def press(
+        request: gr.Request, event: gr.EventData, name: str, before: Sequence[int]
+    ) -> list[Any]:
+        """Carry out what a button of the table says, and show the outcome."""
+        pressed = str(event.name)
+        if event.act == "show":
+            return ["", *await tick(request, pressed, before)]
+        note = await _run_action(frame, request, _make_action(frame, str(event.act), pressed))
+        return [note, *await tick(request, name, before)]
 
     blocks.load(greet, None, [may, *changing], **NOW)
-    for want, button in buttons.items():
-        button.click(_make_residency_action(frame, want), model, told, **QUIET)
-    restart.click(_make_restart_action(frame), model, told, **QUIET)
-    why.click(_make_why_action(frame), model, told, **QUIET)
+    blocks.load(tick, [chosen, seen], [chosen, seen, *parts], **NOW)
+    gr.Timer(EVERY_S).tick(tick, [chosen, seen], [chosen, seen, *parts], **NOW)
+    # by default a press is dropped while another is being carried out
+    table.click(
+        press, [chosen, seen], [told, chosen, seen, *parts], trigger_mode="multiple", **QUIET
+    )
 
 
-def _build_adapters(frame: Frame, model: gr.Dropdown) -> list[gr.Button]:
+def _add_detail(name: str) -> gr.HTML:
+    with gr.Column(elem_classes="sk-card"):
+        return gr.HTML("", elem_id=f"sk-{name}")
+
+
+def _build_adapters(frame: Frame, chosen: gr.State) -> list[gr.Button]:
     """Lay out the card of adapters; return its buttons."""
     say = frame.say
     with gr.Column(elem_classes="sk-card"):
@@ -94,46 +121,86 @@ def _build_adapters(frame: Frame, model: gr.Dropdown) -> list[gr.Button]:
 
         return await _run_action(frame, request, do)
 
-    add.click(added, [model, name, path], told, **QUIET)
+    add.click(added, [chosen, name, path], told, **QUIET)
     remove.click(removed, [name], told, **QUIET)
     return [add, remove]
+
+
+# ---- what is shown
+
+
+async def _render_page(
+    frame: Frame, request: gr.Request, chosen: str
+) -> tuple[str, tuple[str, ...]]:
+    """Return the model that is shown in detail, and the parts of the page."""
+    caller, say = await frame.caller(request), frame.say
+    _, forbidden = await _note_rights(frame, request)
+    status = await frame.watch.status()
+    pushed = {route.status.name: route.status for route in frame.router.routes.values()}
+    models = [_move(one, pushed) for one in list_models(frame, caller, status)]
+    names = [one.name for one in models]
+    chosen = chosen if chosen in names else next(iter(names), "")
+    queued = {} if status is None else {one.model: one.queued for one in status.traffic}
+    table = model_table.render_models(models, queued, chosen, forbidden, say)
+    if status is not None and frame.sees_all(caller):
+        table = model_table.render_profiles(status, forbidden, say) + table
+    return chosen, (table, *await _render_details(frame, caller, chosen))
+
+
+def _move(told: ModelStatus, pushed: dict[str, ModelStatus]) -> ModelStatus:
+    """Return the model as it comes and goes by the latest push."""
+    now = pushed.get(told.name, told)
+    return replace(told, residence=now.residence, changing=now.changing, left_out=now.left_out)
+
+
+async def _render_details(frame: Frame, caller: ApiKey | None, model: str) -> tuple[str, str]:
+    """Return a model's events; and for administrators its log, and why its workers ended."""
+    say = frame.say
+    happenings = [one for one in frame.watch.happenings if one.model == model]
+    events = _add_title(say("events.title"), model, machine_tables.render_events(happenings, say))
+    if caller is None or not caller.rule.admin:
+        return events, _add_title(say("log.title"), model, frame.explain_admins("log"))
+    lines = log_tail.render_log(await frame.tail.lines(model), say)
+    story = _add_title(say("operate.why"), model, await _tell_story(frame, model))
+    return events, _add_title(say("log.title"), model, lines) + story
+
+
+def _add_title(words: str, model: str, html: str) -> str:
+    return f"<h2>{escape(words)} · {escape(model)}</h2>{html}"
+
+
+async def _tell_story(frame: Frame, model: str) -> str:
+    try:
+        why = await frame.supervisor.answer_to(GetWhy(model), Why, ANSWER_S, NothingSuch)
+    except ServekitError as error:
+        return error_note(error.message)
+    return write_story(why, frame.say)
 
 
 # ---- the actions
 
 
-def _make_residency_action(frame: Frame, want: Want) -> Callable[..., Awaitable[str]]:
-    async def act(request: gr.Request, model: str) -> str:
-        async def do() -> str:
-            await frame.supervisor.reside(want, model or "", False)
-            return frame.say(f"operate.{want}.begun", model=model)
+def _make_action(frame: Frame, pressed: str, name: str) -> Callable[[], Awaitable[str]]:
+    """Return what a button does; `pressed` and `name` are a browser's words."""
 
-        return await _run_action(frame, request, do)
+    async def do() -> str:
+        frame.router.access.require_admin()
+        if pressed == "profile":
+            await frame.supervisor.set_profile(name)
+            return frame.say("operate.profile.begun", name=name)
+        act = next((one for one in model_table.ACTS if one == pressed), None)
+        if act is None:
+            raise RequestError(frame.say("operate.unknown"))
+        route = frame.router.routes.get(name)
+        if route and (why := model_table.explain_refusal(route.status, act, frame.say)):
+            raise RequestError(why)
+        if act == "restart":
+            await frame.supervisor.restart(name, False)
+        else:
+            await frame.supervisor.reside(act, name, False)
+        return frame.say(f"operate.{act}.begun", name=name)
 
-    return act
-
-
-def _make_restart_action(frame: Frame) -> Callable[..., Awaitable[str]]:
-    async def act(request: gr.Request, model: str) -> str:
-        async def do() -> str:
-            await frame.supervisor.restart(model or "", False)
-            return frame.say("operate.restart.begun", model=model)
-
-        return await _run_action(frame, request, do)
-
-    return act
-
-
-def _make_why_action(frame: Frame) -> Callable[..., Awaitable[str]]:
-    async def act(request: gr.Request, model: str) -> str:
-        async def do() -> Why:
-            frame.router.access.require_admin()
-            options = GetWhy(model or "")
-            return await frame.supervisor.answer_to(options, Why, ANSWER_S, NothingSuch)
-
-        return await _run_action(frame, request, do)
-
-    return act
+    return do
 
 
 async def _add_adapter(frame: Frame, base: str, name: str, path: str) -> str:
@@ -154,39 +221,36 @@ async def _remove_adapter(frame: Frame, name: str) -> str:
     return frame.say("adapter.removed", name=name)
 
 
-async def _run_action(
-    frame: Frame, request: gr.Request, do: Callable[[], Awaitable[str | Why]]
-) -> str:
+async def _run_action(frame: Frame, request: gr.Request, do: Callable[[], Awaitable[str]]) -> str:
     """Run an action as the visitor, and return its outcome as HTML."""
     before = ACTING.set(None)
     try:
         authorization = get_visit(request).authorization
         caller = await frame.router.access.charge_page_visitor(authorization)
         ACTING.set(caller or await frame.caller(request))  # the owner, without keys
-        done = await do()
+        return render_note(await do())
     except Forbidden as error:
         return error_note(f"{frame.say('operate.forbidden')} {error.message}")
     except ServekitError as error:
         return error_note(error.message)
     finally:
         ACTING.reset(before)
-    return render_note(done) if isinstance(done, str) else write_story(done, frame.say)
 
 
-async def _note_rights(frame: Frame, request: gr.Request) -> tuple[str, bool]:
-    """Return a note on whether this visitor may change anything, and whether it is so."""
+async def _note_rights(frame: Frame, request: gr.Request) -> tuple[str, str]:
+    """Return a note on whether this visitor may change anything, and why not, or ""."""
     caller = await frame.caller(request)
     say = frame.say
     if caller is not None and caller.rule.admin:
         by_link = caller.rule.name == OWNER.name
         key = "operate.you_own" if by_link else "operate.you_may"
-        return render_note(say(key, name=caller.rule.name)), True
+        return render_note(say(key, name=caller.rule.name)), ""
     if frame.router.access.closed:
         words = say("operate.you_may_not")
         words = frame.hint_at_link(words, words)
     else:
         words = frame.hint_at_link(say("operate.read_only"), say("operate.no_keys"))
-    return f'<p class="sk-hint">{escape(words)}</p>', False
+    return f'<p class="sk-hint">{escape(words)}</p>', words
 
 
 # ---- why
@@ -194,7 +258,7 @@ async def _note_rights(frame: Frame, request: gr.Request) -> tuple[str, bool]:
 
 def write_story(why: Why, say: Say) -> str:
     """Return the history of a model's workers, with the last lines of those that ended."""
-    parts = [f"<h3>{escape(why.model)}</h3>"]
+    parts = []
     if why.breaker != "closed":
         parts.append(f'<p class="sk-hint">{escape(clean_text(why.breaker))}</p>')
     if why.residence is not None and why.residence.reason:

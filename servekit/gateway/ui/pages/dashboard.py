@@ -104,9 +104,7 @@ async def render_page(frame: Frame, caller: ApiKey | None) -> tuple[str, str, st
     """
     status = await frame.watch.status()
     whole = frame.sees_all(caller)
-    models = [
-        one for one in _update_models(frame, status) if whole or frame.may_see(caller, one.name)
-    ]
+    models = list_models(frame, caller, status)
     happenings = [
         one for one in frame.watch.happenings if whole or frame.may_see(caller, one.model)
     ]
@@ -123,12 +121,21 @@ async def render_page(frame: Frame, caller: ApiKey | None) -> tuple[str, str, st
     )
 
 
-def _update_models(frame: Frame, status: Status | None) -> Sequence[ModelStatus]:
-    """Return the supervisor's answer, a second or two old, updated with its later pushes."""
+def list_models(
+    frame: Frame, caller: ApiKey | None, status: Status | None
+) -> Sequence[ModelStatus]:
+    """Return the models that a visitor may use.
+
+    They are the supervisor's answer, a second or two old, updated with its later pushes.
+    """
     pushed = {route.status.name: route.status for route in frame.router.routes.values()}
-    if status is None:
-        return list(pushed.values())
-    return [refresh_model(one, pushed.get(one.name)) for one in status.models]
+    told = list(pushed.values()) if status is None else status.models
+    whole = frame.sees_all(caller)
+    return [
+        refresh_model(one, pushed.get(one.name))
+        for one in told
+        if whole or frame.may_see(caller, one.name)
+    ]
 
 
 def refresh_model(told: ModelStatus, pushed: ModelStatus | None) -> ModelStatus:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 
+from servekit.gateway.ui.pages.sentences_zh import translate_sentence
 from servekit.gateway.ui.pages.texts_en import ENGLISH
 from servekit.gateway.ui.pages.texts_zh import CHINESE
 
@@ -39,6 +40,14 @@ class Say:
     def count(self, key: str, number: int) -> str:
         """Return the text of `key.one` or `key.many` for a number of things."""
         return self(f"{key}.{'one' if number == 1 else 'many'}", count=f"{number:,}")
+
+    def translate(self, sentence: str) -> str:
+        """Return what another process has said, in this language as far as it is known."""
+        return translate_sentence(sentence) if self.language == "zh" else sentence
+
+    def name_phase(self, phase: str) -> str:
+        """Return the name of a phase of a load; an engine may have phases of its own."""
+        return TABLES[self.language].get(f"phase.{phase}", phase)
 
 
 SAY_ENGLISH = Say("en")

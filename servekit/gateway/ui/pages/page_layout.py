@@ -171,12 +171,12 @@ class Frame:
         try:
             options = await asyncio.to_thread(make)  # it may have to check a schema
         except RequestError as error:
-            yield None, error_note(error.message)
+            yield None, error_note(error.message, self.say)
             return
         async with aclosing(self.runs.stream_run(get_visit(request), options, slot)) as told:
             async for shown in told:
                 note = progress_note(shown.progress, busy=shown.busy, say=self.say)
-                yield shown, error_note(shown.error) if shown.error else note
+                yield shown, error_note(shown.error, self.say) if shown.error else note
 
     def leave_empty(self, blocks: gr.Blocks, numbers: Sequence[gr.Number]) -> None:
         """Clear number fields on load: Gradio's page shows 0 for a field without a value."""
@@ -207,15 +207,14 @@ class Frame:
             try:
                 options = await asyncio.to_thread(make, *values)
             except RequestError as error:
-                return error_note(error.message)
+                return error_note(error.message, self.say)
             origin = request.headers.get("origin") or ""
             return snippets.render_snippets(
                 origin, options, self.say, closed=self.router.access.closed
             )
 
-        # a conversation is long, and changes with every word: read it only when unfolded
-        seen = [one for one in inputs if not isinstance(one, gr.BrowserState)]
-        changed = [one.blur if isinstance(one, gr.Textbox) else one.change for one in seen]
+        # of texts, which change with every letter or word, only when they are left or unfolded
+        changed = [one.blur if isinstance(one, gr.Textbox) else one.change for one in inputs]
         gr.on([fold.expand, *changed], tell, list(inputs), block, trigger_mode="always_last", **NOW)
 
 

@@ -88,15 +88,17 @@ def _render_worker(one: ReplicaStatus, names: Sequence[str], say: Say) -> str:
     )
     row = f'<tr class="sk-{mark}-row"><th scope="row">{cells[0]}</th>{told}</tr>'
     said = one.reason or one.trouble or one.stray or one.excess
-    return row + (_render_reason(said, len(names)) if said else "")
+    return row + (render_reason(said, len(names)) if said else "")
 
 
-def _shorten_reason(reason: str) -> str:
+def shorten_reason(reason: str) -> str:
+    """Return the beginning of a reason, as text without control characters."""
     return clean_text(reason)[:REASON_CHARS] + ("…" if len(reason) > REASON_CHARS else "")
 
 
-def _render_reason(reason: str, width: int) -> str:
-    short = _shorten_reason(reason)
+def render_reason(reason: str, width: int) -> str:
+    """Return a row beneath a worker's: why it has failed, or is in trouble."""
+    short = shorten_reason(reason)
     return f'<tr class="sk-why"><td colspan="{width}">{escape(short)}</td></tr>'
 
 
@@ -113,7 +115,7 @@ def render_gateways(found: Sequence[GatewayStatus], say: Say) -> str:
         f"</b> {escape(say(f'state.{one.state}'))} · "
         f"{escape(say('gateways.counts', requests=f'{one.requests:,}', open=one.in_flight))} · "
         f"{format_bytes(one.rss_bytes)} · {escape(say.count('restart', one.restarts))}"
-        f"{' · ' if one.reason else ''}{escape(_shorten_reason(one.reason))}</li>"
+        f"{' · ' if one.reason else ''}{escape(shorten_reason(one.reason))}</li>"
         for one in found
     )
     return f'<ul class="sk-gateways">{rows}</ul>'

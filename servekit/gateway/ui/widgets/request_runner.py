@@ -188,7 +188,8 @@ class Run:
 
     def shown(self, place: int | None = None) -> Shown:
         if place is not None:
-            return Shown(self.choice, Progress(waiting=place))
+            route = None if self.turn is None else self.turn.first.route
+            return Shown(self.choice, Progress(waiting=place, route=route))
         return Shown(self.choice, self._progress())
 
     def last(self, error: str = "") -> Shown:

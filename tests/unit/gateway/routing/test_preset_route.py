@@ -16,7 +16,7 @@ from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.preset_route import complete_chat, complete_params, presets_of
 from servekit.gateway.routing.request import InflightRequest
-from servekit.gateway.ui.status_html import list_choices, render_workers
+from servekit.gateway.ui.status_html import list_choices, render_status
 from servekit.protocol.messages import (
     AccessRules,
     ChatMessage,
@@ -273,7 +273,7 @@ async def test_how_it_is_listed(service: Service, http: httpx.AsyncClient) -> No
     pulled = await http.post("/api/pull", json={"model": "fast"})
     assert pulled.json() == {"status": "success"}
     assert [name for _, name in list_choices(service.router)] == ["m", "fast"]
-    assert "presets: fast" in render_workers(service.router)
+    assert "presets: fast" in render_status(service.router, "fast")
     assert set((await http.get("/readyz")).json()["models"]) == {"m"}
 
 

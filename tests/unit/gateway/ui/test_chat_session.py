@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -15,16 +16,18 @@ from servekit.gateway.ui.chat_images import show_turns
 from servekit.gateway.ui.chat_session import (
     THOUGHTS,
     Chats,
+    Conversation,
     Settings,
     StoredImage,
     StoredMessage,
     View,
     Visit,
-    conversation_of,
     make_question,
+    parse_conversation,
+    parse_turns,
     request_of,
+    store_turns,
     turn_at,
-    turns_of,
 )
 from servekit.protocol.messages import ChatMessage, Preset, Topology
 from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, Service, until
@@ -176,8 +179,8 @@ def test_a_request_of_the_page() -> None:
      [{"role": "user", "content": ["parts"]}]],
 )  # fmt: skip
 def test_what_is_no_conversation_is_left_out(stored: Any) -> None:
-    assert turns_of(stored) == []
-    assert turns_of([*asked(), {"role": "user"}]) == asked()
+    assert parse_turns(stored) == []
+    assert parse_turns([*asked(), {"role": "user"}]) == asked()
 
 
 async def test_thoughts_are_shown_apart_and_not_sent_again(service: Service) -> None:
@@ -207,20 +210,23 @@ URI = "data:image/png;base64,iVBORw0KGgo="
 )
 def test_malformed_images_are_left_out(images: Any) -> None:
     turn = {"role": "user", "content": "hello ", "images": images}
-    assert turns_of([turn]) == asked()
-    assert conversation_of({"turns": [], "picked": images, "files": [URI]}).picked == []
+    assert parse_turns([turn]) == asked()
+    sent = json.dumps({"turns": [], "picked": images, "files": [URI]})
+    assert parse_conversation(sent).picked == []
 
 
 def test_what_a_page_sends_with_a_question() -> None:
     turns = [make_question("what?", [IMAGE]), StoredMessage(role="assistant", content="red")]
     files = {IMAGE["id"]: URI, "a number": 1, "an address": "http://192.0.2.1/a.png"}
-    sent = {"turns": turns, "picked": [IMAGE], "files": files}
-    conversation = conversation_of(sent)
-    assert conversation.turns == turns
+    sent = {"id": "c", "turns": turns, "picked": [IMAGE], "files": files}
+    conversation = parse_conversation(json.dumps(sent))
+    assert (conversation.id, conversation.turns) == ("c", turns)
     assert (conversation.picked, conversation.files) == ([IMAGE], {IMAGE["id"]: URI})
-    assert conversation_of(turns).turns == turns
+    assert parse_conversation(store_turns("c", turns)) == Conversation(turns, "c")
+    for malformed in (None, "", "{", "[1]", '{"id": 1, "turns": 2, "files": []}'):
+        assert parse_conversation(malformed) == Conversation([])
     by_model = [{**turns[1], "images": [IMAGE]}]
-    assert turns_of(by_model) == turns[1:]  # the user's messages only have images
+    assert parse_turns(by_model) == turns[1:]  # the user's messages only have images
 
 
 def test_images_are_sent_before_their_text() -> None:

@@ -12,7 +12,7 @@ from servekit.gateway.ui.status_html import (
     explain_blind,
     list_choices,
     progress_note,
-    render_workers,
+    render_status,
 )
 from servekit.protocol import messages as wire
 from servekit.protocol.adapters import AdapterStatus
@@ -31,14 +31,14 @@ def told(*replicas: wire.ReplicaStatus) -> Router:
 
 async def test_a_loading_worker_has_a_bar_and_the_choice_says_so() -> None:
     router = told(replica("loading", progress=wire.Progress("fetch", 30, 120, "bytes")))
-    assert '<progress aria-label="m/0" value="30" max="120">' in render_workers(router)
-    assert list_choices(router) == [("m · fetch 25 %", "m")]
+    assert '<progress aria-label="m/0" value="30" max="120">' in render_status(router, "m")
+    assert list_choices(router) == [("m · fetching, 25 %", "m")]
     unknown = told(replica("loading", progress=wire.Progress("warm-up")))
-    assert '<progress aria-label="m/0"></progress>' in render_workers(unknown)
+    assert '<progress aria-label="m/0"></progress>' in render_status(unknown, "m")
 
 
 async def test_reasons_and_restarts_are_shown_and_escaped() -> None:
-    html = render_workers(told(replica("backoff", reason="<script>x</script>", restarts=2)))
+    html = render_status(told(replica("backoff", reason="<script>x</script>", restarts=2)), "m")
     assert "&lt;script&gt;x&lt;/script&gt;" in html
     assert "<script" not in html
     assert "2 restarts" in html
@@ -48,8 +48,10 @@ async def test_reasons_and_restarts_are_shown_and_escaped() -> None:
 
 async def test_load_and_memory_of_a_worker() -> None:
     router = told(replica("ready", running=3, waiting=1, rss_bytes=1_700_000_000))
-    assert "cpu · 3 running · 1 waiting · 1.6 GiB" in render_workers(router)
-    assert "5.0 GiB" in render_workers(told(replica("ready", rss_bytes=2**30, gpu_bytes=5 * 2**30)))
+    assert "cpu · 3 running · 1 waiting · 1.6 GiB" in render_status(router, "m")
+    assert "5.0 GiB" in render_status(
+        told(replica("ready", rss_bytes=2**30, gpu_bytes=5 * 2**30)), "m"
+    )
     for route in (*router.routes.values(),):
         for one in route.replicas.values():
             one.retire()
@@ -58,9 +60,9 @@ async def test_load_and_memory_of_a_worker() -> None:
 async def test_no_models_and_shutting_down() -> None:
     router = Router("gateway/test")
     assert list_choices(router) == []
-    assert "first model" in render_workers(router)
+    assert "first model" in render_status(router, "m")
     router.apply_topology(wire.Topology((), draining=True))
-    assert "shutting down" in render_workers(router)
+    assert "shutting down" in render_status(router, "m")
 
 
 async def test_adapters_are_choices_of_their_own_and_what_fails_is_told() -> None:
@@ -72,7 +74,7 @@ async def test_adapters_are_choices_of_their_own_and_what_fails_is_told() -> Non
     )
     model = wire.ModelStatus("m", "echo", "-", 0, (replica("loading"),), adapters=adapters)
     router.apply_topology(wire.Topology((model,)))
-    assert "adapters: x, y (its &lt;rank&gt; is 512), z (unloading)" in render_workers(router)
+    assert "adapters: x, y (its &lt;rank&gt; is 512), z (unloading)" in render_status(router, "m")
     assert list_choices(router) == [
         ("m · loading", "m"),
         ("x · loading", "x"),
@@ -118,3 +120,29 @@ async def test_a_model_without_eyes_names_those_that_have_them() -> None:
 )
 def test_where_an_answer_is(progress: Progress, busy: bool, sentence: str) -> None:
     assert f">{sentence}<" in progress_note(progress, busy=busy)
+
+
+async def test_a_request_waits_for_its_model_and_for_others() -> None:
+    router = told(replica("loading", progress=wire.Progress("load", 3, 10, "steps")))
+    waiting = Progress(waiting=0, route=router.find("m"))
+    assert ">Waiting for m · loading, 30 %<" in progress_note(waiting, busy=True)
+    behind = Progress(waiting=2, route=router.find("m"))
+    assert "30 % · 2 requests before yours<" in progress_note(behind, busy=True)
+
+
+async def test_only_the_chosen_model_is_shown_and_its_past_is_not() -> None:
+    router = Router("gateway/test")
+    ready = replica("ready", reason="killed by SIGKILL", restarts=1)
+    models = [wire.ModelStatus(name, "echo", "-", 0, (ready,)) for name in ("m", "other")]
+    router.apply_topology(wire.Topology(tuple(models)))
+    html = render_status(router, "m")
+    assert "other" not in html
+    assert "SIGKILL" not in html
+    assert "1 restart" in html
+    assert render_status(router, "unknown") == render_status(router, None) == ""
+    trouble = told(replica("ready", reason="killed by SIGKILL", trouble="its <endpoint> is away"))
+    assert "its &lt;endpoint&gt; is away" in render_status(trouble, "m")
+    for one in (router, trouble):
+        for route in one.routes.values():
+            for worker in route.replicas.values():
+                worker.retire()

@@ -55,7 +55,9 @@ def pool(tmp_path: Path) -> WorkerPool:
     keys = SimpleNamespace(
         gpus=SimpleNamespace(reserve=None), server=SimpleNamespace(drain_timeout_s=1.0)
     )
-    plan: Any = SimpleNamespace(gpus=(GPU,), config=keys, estimates={})
+    plan: Any = SimpleNamespace(
+        gpus=(GPU,), config=keys, estimates={}, left_out_by=lambda model: ""
+    )
     host = Host(tmp_path / "run")
     host.publish_change = lambda: None  # type: ignore[method-assign]
     return WorkerPool(cast(Plan, plan), host, lambda worker: None)

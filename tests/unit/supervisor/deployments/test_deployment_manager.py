@@ -169,7 +169,7 @@ async def test_of_two_reloads_the_second_waits_for_the_first(
     running: list[int] = [0]
     most: list[int] = []
 
-    async def read() -> str:
+    async def read(profile: str | None) -> str:
         running[0] += 1
         most.append(running[0])
         await settle()
@@ -227,6 +227,20 @@ async def test_a_model_on_demand_may_serve_later(
     manager = await scene.begin(echo("a"), echo("b", load="on_demand"))
     assert names(manager) == ["a/0"]
     assert manager.in_vain() == ""
+
+
+async def test_a_model_that_the_profile_leaves_out_will_not(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerProcess, "gave_up", property(lambda one: True))
+    models = [echo("a"), echo("b")]
+    scene.path.write_text(json.dumps({"models": models, "profiles": {"one": ["a"]}}))
+    source = Source(scene.path, environ=dict(os.environ), profile="one")
+    manager = DeploymentManager(source.plan(()), scene.host, scene.started.append)
+    manager.apply_plan(manager.plan)
+    await settle()
+    assert names(manager) == ["a/0"]
+    assert manager.in_vain().startswith("no model can be served")
 
 
 # ---------------------------------------------------------------- the rest

@@ -78,6 +78,26 @@ def test_scaled_up_replicas_are_kept_and_given_up_where_they_do_not_fit(
         Source(write(tmp_path, echo("a", replicas=2))).plan(())
 
 
+def test_only_models_of_the_profile_get_a_place(tmp_path: Path) -> None:
+    profiles = {"one": ["b"], "two": ["a", "b"]}
+    path = write(tmp_path, echo("a"), echo("b"), profiles=profiles)
+    plan = Source(path, profile="one").plan(())
+    assert [place.name for place in plan.places] == ["b/0"]
+    assert [model.load for model in plan.config.models] == ["manual", "on_start"]
+    assert (plan.left_out_by("a"), plan.left_out_by("b")) == ("one", "")
+    assert not Source(path).plan(()).left_out_by("a")
+    assert len(Source(path, profile="two").plan(()).places) == 2
+    with pytest.raises(ConfigError, match="'on'; there are: one, two; did you mean 'one'"):
+        Source(path, profile="on").plan(())
+
+
+def test_a_model_of_a_profile_that_does_not_fit_is_blamed_at_its_own_line(tmp_path: Path) -> None:
+    wide = echo("b", device="cuda")
+    path = write(tmp_path, echo("a"), wide, profiles={"one": ["b"]})
+    with pytest.raises(ConfigError, match=r"models\[1\].device"):
+        Source(path, profile="one").plan(())
+
+
 def test_workers_of_a_cluster_have_places_elsewhere(tmp_path: Path) -> None:
     path = write(tmp_path, echo("a", replicas=2), launcher="ray", ray={"cpus": 3})
     plan = Source(path).plan(())

@@ -212,3 +212,22 @@ def test_at_the_end_only_what_will_serve_is_waited_for() -> None:
     deployment.have("ready", "failed")
     one.observe((), 1.0)
     assert one.residence("", halted=True).tier == "resident"
+
+
+def test_what_the_profile_leaves_out_first_answers_what_waits() -> None:
+    one, deployment = made("ready")
+    one.accept_request("load", 1.0)
+    assert not one.is_left_out(1.0)
+    deployment.left_out = "coding"
+    one.observe([(1, 0, 1.0)], 1.0)
+    assert not one.is_left_out(1.0)
+    assert not one.is_left_out(9.0), "a request waits"
+    one.observe([(0, 1, 9.0)], 9.0)
+    assert one.is_left_out(9.0), "those that run are drained"
+    assert "not in the profile 'coding'" in one.accept_request("load", 9.0)
+    assert one.accept_request("unload", 9.0) == ""
+    deployment.left_out = ""
+    assert not one.is_left_out(10.0)
+    deployment.left_out = "writing"
+    assert not one.is_left_out(10.0), "the gateways are not told yet"
+    assert one.is_left_out(11.0)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from servekit.engines.api.base import SpeechJob, SpeechOutput, StepOutput
+from servekit.engines.transformers.sleep import device_memory
 from servekit.engines.transformers.speech.transcription import SpeechRow, TranscriptionRunner
 from servekit.errors import LoadError, RequestError, Unsupported
 from servekit.protocol.messages import SamplingParams, SpeechParams, SpokenSegment
@@ -105,6 +108,106 @@ def test_recordings_in_turns_are_heard_as_alone(hearer: Hearer) -> None:
     assert [hearer.text(job) for job in jobs] == alone
     ends = [output.id for batch in hearer.batches[before:] for output in batch if output.finish]
     assert ends.index(jobs[2]) < ends.index(jobs[1]), "a short one waits for a long one"
+
+
+def make_rows(hearer: Hearer, files: list[bytes]) -> tuple[list[SpeechRow], TranscriptionRunner]:
+    """Return rows of recordings for the runner of an engine that is idle."""
+    runner, rows = hearer.engine._runner, []
+    assert isinstance(runner, TranscriptionRunner) and runner.running == 0
+    for file in files:
+        speech = SpeechParams(1, language="en")
+        recording = hearer.engine.read_recording(file, speech)
+        rows.append(SpeechRow(SpeechJob(1, recording, SamplingParams(), speech), lambda: None))
+        runner.add(rows[-1])
+    return rows, runner
+
+
+def run_steps(runner: TranscriptionRunner, rows: list[SpeechRow]) -> tuple[list[str], int]:
+    """Run the runner to its end; return the text of each row, or its error, and the steps."""
+    texts, steps = {id(row): "" for row in rows}, 0
+    while runner.running:
+        steps += 1
+        for row, output in runner.step():
+            assert isinstance(output, SpeechOutput) or output.error
+            heard = (
+                output.speech.segments if isinstance(output, SpeechOutput) and output.speech else ()
+            )
+            texts[id(row)] += output.error or "".join(segment.text for segment in heard)
+    return list(texts.values()), steps
+
+
+FILES = [SHORT, OTHER, LONG]
+
+
+def run_alone(hearer: Hearer) -> tuple[list[str], list[int]]:
+    """Return the texts of the files, one after another, and the steps."""
+    texts, steps = [], []
+    for file in FILES:
+        rows, runner = make_rows(hearer, [file])
+        [text], count = run_steps(runner, rows)
+        texts.append(text)
+        steps.append(count)
+    return texts, steps
+
+
+def test_recordings_share_steps(hearer: Hearer) -> None:
+    due, alone = run_alone(hearer)
+    rows, runner = make_rows(hearer, FILES)
+    texts, steps = run_steps(runner, rows)
+    assert texts == due and all(due)
+    assert steps < max(alone) + 3 * len(FILES) < sum(alone)
+
+
+def test_a_recording_that_is_cancelled_disturbs_no_other(hearer: Hearer) -> None:
+    due, _ = run_alone(hearer)
+    rows, runner = make_rows(hearer, FILES)
+    while runner.kv_used < len(FILES) / runner.seats:
+        runner.step()
+    runner.step()
+    rows[0].cancelled = True
+    runner.cancel(rows[0])
+    assert run_steps(runner, rows)[0] == ["", *due[1:]]
+
+
+def test_a_recording_without_memory_disturbs_no_other(
+    hearer: Hearer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    due, _ = run_alone(hearer)
+    rows, runner = make_rows(hearer, FILES)
+    runner.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._batch, "_encode", Mock(side_effect=MemoryError))
+        [(row, failed)] = runner.step()
+    assert row is rows[0] and failed.error == "There is no memory left for this recording."
+    assert run_steps(runner, rows)[0] == ["", *due[1:]]
+    assert "transcription" not in _threads()
+
+
+def test_recordings_wait_for_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(device_memory, "available_bytes", lambda spec, device: 1000)
+        small = Hearer(make_spec(folder))
+    assert small.info.slots == 1 and 0 < small.info.kv_cache_bytes < 2**20
+    jobs = [small.hear(file, language="en") for file in FILES]
+    texts = [small.text(job) for job in jobs]
+    small.engine.close()
+    large = Hearer(make_spec(folder, options={"slots": 3}))
+    assert large.info.slots == 3
+    assert [large.text(large.hear(file, language="en")) for file in FILES] == texts
+    large.engine.close()
+
+
+def test_a_model_with_other_settings_is_the_librarys(tmp_path: Path) -> None:
+    write_whisper(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 5.0}))
+    hearer, plain = Hearer(make_spec(tmp_path)), PlainWhisper(tmp_path)
+    assert hearer.info.detail.endswith("recordings take turns, for repetition_penalty of the model")
+    jobs = [hearer.hear(file) for file in FILES]
+    assert [hearer.text(job) for job in jobs] == [
+        plain.hear(f, task="transcribe")[0] for f in FILES
+    ]
+    hearer.engine.close()
 
 
 def test_a_segment_comes_with_its_window(hearer: Hearer) -> None:
@@ -245,15 +348,20 @@ def test_sleep_and_wake(folder: Path) -> None:
     hearer.engine.close()
 
 
-def test_each_layer_and_each_token_show_progress(hearer: Hearer) -> None:
+@pytest.mark.parametrize(("timestamps", "tokens_told"), [("segment", 0), ("word", 1)])
+def test_each_layer_and_each_token_show_progress(
+    hearer: Hearer, timestamps: Any, tokens_told: int
+) -> None:
     told: list[int] = []
-    speech, windows = SpeechParams(1, language="en"), 0
+    speech = SpeechParams(1, language="en", timestamps=timestamps)
     recording = hearer.engine.read_recording(LONG, speech)
     job = SpeechJob(1, recording, SamplingParams(max_tokens=1), speech)
     row, runner = SpeechRow(job, lambda: told.append(1)), hearer.engine._runner
     assert runner.running == 0
     runner.add(row)
+    windows = tokens = 0
     while runner.running:
-        runner.step()
-        windows += 1
-    assert windows >= 3 and len(told) == windows * (2 + 1), "two layers, and a token"
+        for _, output in runner.step():
+            windows, tokens = windows + 1, tokens + len(output.token_ids)
+    assert windows >= 3 and tokens == windows, "a step is a token at most"
+    assert len(told) == windows * (2 + tokens_told), "two layers; the library has longer steps"

@@ -48,7 +48,7 @@ def test_every_text_is_used_and_every_key_exists() -> None:
                 said.add(node.value)
             elif isinstance(node, ast.JoinedStr):
                 parts = [
-                    re.escape(str(v.value)) if isinstance(v, ast.Constant) else r"[\w.]+"
+                    re.escape(str(v.value)) if isinstance(v, ast.Constant) else r"[\w.-]+"
                     for v in node.values
                 ]
                 patterns.append(re.compile("".join(parts)))

@@ -1,0 +1,78 @@
+// The chat page: follows an answer to its end, stops it with Esc, names Gradio's buttons, and says that
+// no server answers.
+(() => {
+  const find = (selector) => document.querySelector(selector);
+
+  // ---- following: the page scrolls with an answer until its reader scrolls up, and again at the end
+  let following = true;
+  let top = 0; // where it was scrolled to, by us or by the reader
+  let busy = false;
+  let watched = null;
+  const look = (log) => {
+    const below = log.scrollHeight - log.clientHeight - log.scrollTop;
+    if (below < 4) following = true;
+    else if (log.scrollTop < top) following = false;
+    top = log.scrollTop;
+  };
+  const follow = () => {
+    const log = find("#sk-chat [role=log]");
+    if (!log) return;
+    look(log); // the event of a scroll may come later
+    if (!following) return;
+    log.scrollTop = log.scrollHeight;
+    top = log.scrollTop;
+  };
+  const sizes = new ResizeObserver(follow);
+  document.addEventListener("scroll", ({ target }) => {
+    if (target.matches?.("#sk-chat [role=log]")) look(target);
+  }, true);
+
+  // ---- Gradio's buttons
+  const BUTTONS = { send: "submit-button", stop: "stop-button" };
+  new MutationObserver(() => {
+    const texts = find(".sk-chat-tools")?.dataset;
+    if (!texts) return; // another page
+    for (const [key, id] of Object.entries(BUTTONS)) {
+      const button = find(`#sk-box [data-testid=${id}]`);
+      if (!button || button.title) continue;
+      button.title = texts[key];
+      button.setAttribute("aria-label", texts[key]);
+    }
+    for (const box of document.querySelectorAll("#sk-chat li > input:not([aria-label])")) {
+      box.setAttribute("aria-label", box.parentNode.textContent.trim());
+    }
+    const stop = find("#sk-box [data-testid=stop-button]");
+    if (stop && !busy) following = true; // to the question that was just sent
+    busy = stop !== null;
+    const messages = find("#sk-chat .message-wrap");
+    if (!messages || messages === watched) return;
+    sizes.disconnect();
+    sizes.observe(messages);
+    sizes.observe(find("#sk-chat [role=log]"));
+    watched = messages;
+  }).observe(document.documentElement, { childList: true, subtree: true });
+  document.addEventListener("keydown", (event) => {
+    const inField = event.target.closest?.("#sk-model, #sk-chat textarea"); // Esc means them
+    if (event.key !== "Escape" || event.isComposing || inField || find("dialog[open]")) return;
+    find("#sk-box [data-testid=stop-button]")?.click();
+  });
+
+  // ---- the server: the status is asked for once a second
+  const ask = window.fetch.bind(window);
+  const tell = (gone) => {
+    const place = find("#sk-gone [role=alert]");
+    if (!place || gone === (place.textContent !== "")) return;
+    find("#sk-body").toggleAttribute("data-gone", gone);
+    place.textContent = gone ? place.dataset.text : "";
+  };
+  window.fetch = async (...asked) => {
+    try {
+      const answer = await ask(...asked);
+      tell(false);
+      return answer;
+    } catch (error) {
+      if (error.name !== "AbortError") tell(true);
+      throw error;
+    }
+  };
+})();

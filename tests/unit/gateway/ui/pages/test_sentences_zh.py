@@ -1,0 +1,58 @@
+"""The Chinese of sentences that other processes make, with the code that makes them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from servekit.gateway.routing.retry_policy import NOT_RESUMED
+from servekit.gateway.routing.router import Router
+from servekit.gateway.ui.pages.language import SAY_ENGLISH, Say
+from servekit.protocol import messages as wire
+from servekit.protocol.residency import ResidencyStatus
+from servekit.supervisor.process.child_process import Exit
+
+SAY = Say("zh")
+
+
+def refusal(reason: str, residence: ResidencyStatus | None = None) -> str:
+    """The sentence with which the router refuses a request for a model that has failed."""
+    router = Router("gateway/test")
+    replica = wire.ReplicaStatus("m/0", "failed", "/nowhere.sock", 1, "cpu", reason=reason)
+    status = wire.ModelStatus("m", "echo", "-", 0, (replica,), residence=residence)
+    router.apply_topology(wire.Topology((status,)))
+    return str(router.find("m").unavailable().message)
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        Exit(None, 9, ()).explain(),
+        Exit(None, 9, (), out_of_memory=True).explain(),
+        Exit(3, None, ("它坏了",)).explain(" before it was ready"),
+        "stopped at 05:01:43: unused for 30 s",
+        "asleep since 05:01:43: evicted for big, 2.0 GiB needed, 1.0 GiB free",
+        NOT_RESUMED,
+    ],
+)
+def test_reasons_are_chinese(sentence: str) -> None:
+    is_chinese(sentence)
+
+
+async def test_refusals_are_chinese() -> None:
+    is_chinese(refusal(Exit(None, 9, ()).explain()))
+    is_chinese(refusal("", ResidencyStatus("manual", "stopped", "", None)))
+
+
+def is_chinese(sentence: str) -> None:
+    told = SAY.translate(sentence)
+    assert re.search(r"[\u4e00-\u9fff]", told)
+    words = set(re.findall(r"[a-z]{3,}", told))
+    assert words <= {"big", "servekit", "load"}  # names and commands stay
+    assert SAY_ENGLISH.translate(sentence) == sentence
+
+
+def test_what_is_unknown_stays_as_it_is() -> None:
+    assert SAY.translate("killed by SIGKILL") == "被 SIGKILL 终止"
+    assert SAY.translate("a sentence {of} an engine") == "a sentence {of} an engine"
