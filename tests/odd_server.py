@@ -80,12 +80,15 @@ class Server:
                 self.asked = body
                 texts = [str(one["content"]) for one in body["messages"]]
                 images = sum(text.count("'image_url': {'url'") for text in texts)
-                if images and self.args.images == "refused":
-                    whole(writer, {"error": {"message": "no eyes"}}, 400)
+                recordings = sum(text.count("'input_audio': {'data'") for text in texts)
+                blind, deaf = self.args.images == "refused", not self.args.audio
+                if (images and blind) or (recordings and deaf):
+                    whole(writer, {"error": {"message": "no eyes, or no ears"}}, 400)
                     return
                 goes_on = body.get("continue_final_message") and not self.args.no_prefix
                 begun = texts.pop() if goes_on else ""
                 tokens = images * IMAGE_TOKENS if self.args.images == "taken" else 0
+                tokens += recordings * IMAGE_TOKENS
                 await self.count(writer, body, " ".join(texts), begun, chats=True, more=tokens)
             case _:
                 whole(writer, {"error": {"message": f"no {page}"}}, 404)
@@ -171,6 +174,7 @@ def main() -> None:
     parser.add_argument("--no-chat", action="store_true")
     parser.add_argument("--no-prefix", action="store_true", help="begin a new answer, always")
     parser.add_argument("--images", choices=("taken", "ignored", "refused"), default="refused")
+    parser.add_argument("--audio", action="store_true", help="take recordings")
     parser.add_argument("--ignore-sigterm", action="store_true")
     parser.add_argument("--exit-code", type=int, help="exit at once")
     parser.add_argument("--prints", type=int, default=0, help="this many lines")

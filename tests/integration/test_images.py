@@ -20,6 +20,7 @@ from tests.integration.instance import Instance, echo
 from tests.integration.test_command import numbers, odd, streamed
 from tests.odd_server import IMAGE_TOKENS
 from tests.polling import poll
+from tests.unit.engines.hearing_model import make_samples, write_wav
 
 
 def make_file(kind: str, colour: str) -> bytes:
@@ -29,6 +30,7 @@ def make_file(kind: str, colour: str) -> bytes:
 
 
 RED, BLUE = make_file("PNG", "red"), make_file("JPEG", "blue")
+TONE = write_wav(make_samples(0.2))
 
 
 def encode(data: bytes) -> str:
@@ -91,6 +93,7 @@ def instance(tmp_path_factory: pytest.TempPathFactory, pictures: Pictures) -> It
         odd("ignorant", "--images", "ignored"),
         odd("blind"),
         odd("told", "--images", "ignored", options={"images": True}),
+        odd("ears", "--audio"),
         echo("a"),
     ]
     hosts = [pictures.url.removeprefix("http://")]
@@ -194,6 +197,37 @@ def test_models_without_eyes_say_who_has_them(instance: Instance, model: str) ->
     assert ask(instance, "told", image(RED)).status_code == 200  # the file's word counts
 
 
+def test_recordings_by_every_form(instance: Instance) -> None:
+    client = openai.OpenAI(base_url=f"{instance.url}/v1", api_key="x", max_retries=0)
+    heard: Any = {"type": "input_audio", "input_audio": {"data": encode(TONE), "format": "wav"}}
+    chat: Any = [{"role": "user", "content": [text("Hear "), heard, text("!")]}]
+    made = client.chat.completions.create(model="ears", messages=chat, max_tokens=5)
+    assert made.usage is not None and made.usage.prompt_tokens > IMAGE_TOKENS
+    assert seen(instance, "ears")[-1]["content"] == [text("Hear "), heard, text("!")]
+    url: Any = {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{encode(TONE)}"}}
+    client.chat.completions.create(model="ears", messages=[{"role": "user", "content": [url]}])
+    assert seen(instance, "ears")[-1]["content"] == [heard]
+    items: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Hear"}, heard]}]
+    client.responses.create(model="ears", input=items, max_output_tokens=5)
+    assert seen(instance, "ears")[-1]["content"] == [text("Hear"), heard]
+
+
+def test_recordings_are_refused_by_name(instance: Instance) -> None:
+    heard = {"type": "input_audio", "input_audio": {"data": encode(TONE), "format": "wav"}}
+    wrong = {"type": "input_audio", "input_audio": {"data": encode(RED), "format": "wav"}}
+    far = {"type": "audio_url", "audio_url": {"url": "http://127.0.0.1/a.wav"}}
+    for model, parts, words in (
+        ("eyes", [heard], "takes no recordings; models that do: 'ears'"),
+        ("ears", [image(RED)], "takes no images; models that do: 'eyes', 'told'"),
+        ("ears", [wrong], "this is no WAV, MP3, FLAC or Ogg file"),
+        ("ears", [far], "expected data:audio/wav;base64"),
+        ("ears", [{"type": "input_audio"}], "input_audio is required"),
+        ("ears", [heard] * 4, "4 recordings are over the limit of 3; see server.limits.images"),
+    ):
+        refused = ask(instance, model, *parts)
+        assert (refused.status_code, words in refused.text) == (400, True), refused.text
+
+
 def test_too_many_and_wrong_ones(instance: Instance) -> None:
     refused = ask(instance, "eyes", *[image(RED)] * 4)
     assert refused.status_code == 400
@@ -284,7 +318,7 @@ def test_no_image_is_in_any_file(instance: Instance) -> None:
     assert ask(instance, "eyes", image(RED)).status_code == 200
     files = [path for path in instance.run_dir.parent.rglob("*") if path.is_file()]
     log = (instance.run_dir / "logs" / "gateway-0.log").read_text()
-    assert f"Image(image/png, {len(RED)} bytes)" in log
+    assert f"Media(image/png, {len(RED)} bytes)" in log
     for path in files:
         data = path.read_bytes()
         assert RED not in data and encode(RED).encode() not in data, path

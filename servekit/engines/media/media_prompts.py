@@ -52,9 +52,12 @@ class MediaEncoder:
         found = {one: self._find_marks(_KINDS[one]) for one in parts}
         self._marks = {modality: marks for modality, marks in found.items() if marks}
         if not self._marks:
-            nouns = " or ".join(_ARTICLES[one] for one in parts)
+            nouns = " or ".join(NOUNS[one] for one in parts)
             raise Unsupported(f"its chat template has no place for {nouns}", param="messages")
-        self._rate = int(getattr(find_extractor(processor), "sampling_rate", 0))
+        extractor = find_extractor(processor)
+        self._rate = int(getattr(extractor, "sampling_rate", 0))
+        #: The most samples of a recording, as the library would cut off the rest. 0: any number.
+        self._most_samples = int(getattr(extractor, "n_samples", 0))
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
@@ -73,6 +76,8 @@ class MediaEncoder:
         recordings = [one for one in media if one.modality == "audio"]
         with self._lock:
             text = self._template.render(messages, tools, template, continues)
+            for modality in {one.modality for one in media}.difference(self._marks):
+                raise Unsupported(f"messages: it takes no {NOUNS[modality]}", param="messages")
             self._check_marks(text, {"images": len(images), "audio": len(recordings)})
             pictures, sounds = decode_images(images), self._decode_recordings(recordings)
             try:
@@ -110,6 +115,13 @@ class MediaEncoder:
                 raise type(error)(
                     f"messages: recording {place}: {said}", param="messages"
                 ) from error
+            if 0 < self._most_samples < len(decoded[-1]):
+                heard_s = self._most_samples / self._rate
+                raise RequestError(
+                    f"messages: recording {place} is longer than the {heard_s:g} s that the model"
+                    " hears; send it in parts",
+                    param="messages",
+                )
             left_s -= len(decoded[-1]) / self._rate
         return decoded
 

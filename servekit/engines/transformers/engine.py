@@ -24,6 +24,7 @@ from servekit.engines.api.job_state import EmbedRow, ends_of
 from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.threaded_engine import LoopedEngine, Request
+from servekit.engines.media.media_warnings import warn_unavailable
 from servekit.engines.media.recording import MAX_AUDIO_S
 from servekit.engines.text.sampling_params import resolve_sampling
 from servekit.engines.text.structured_output import Constraint
@@ -40,7 +41,6 @@ from servekit.engines.transformers.sleep.sleep_state import SleepState
 from servekit.engines.transformers.speech.transcription import SpeechRow, TranscriptionRunner
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.engines.transformers.tensor_parallel.controller import Ranks
-from servekit.engines.transformers.vision.processor import warn_text_only
 from servekit.errors import (
     EngineFailed,
     LoadError,
@@ -174,7 +174,7 @@ class TransformersEngine(LoopedEngine):
             how = runner.place_media([job for jobs in proofs.values() for job in jobs])
         except Exception as error:  # of the library's processor or model: texts are served anyway
             for modality in tried:
-                warn_text_only(self.spec, describe_error(error), modality)
+                warn_unavailable(self.spec.model, describe_error(error), modality)
             return ""
         self._media, self._modalities = encoder, tuple(proofs)
         detail = f"{' and '.join(NOUNS[one] for one in proofs)} {how}"
@@ -194,7 +194,7 @@ class TransformersEngine(LoopedEngine):
                 check_job(jobs[-1], self._limits)
             cast("ImageRunner | ImagesBeside", self._runner).read_media(jobs)
         except Exception as error:  # of the library's processor or model
-            warn_text_only(self.spec, describe_error(error), modality)
+            warn_unavailable(self.spec.model, describe_error(error), modality)
             return []
         return jobs
 

@@ -11,12 +11,11 @@ import dataclasses
 import time
 from typing import Any
 
-import structlog
-
 from servekit.engines.api.base import MediaPrompt
 from servekit.engines.api.load_phases import phase
 from servekit.engines.media import media_prompts
 from servekit.engines.media.media_prompts import make_probes
+from servekit.engines.media.media_warnings import warn_unavailable
 from servekit.engines.media.recording import Samples
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.vllm.probes import Probes
@@ -24,8 +23,6 @@ from servekit.errors import EngineFailed, LoadError, Unsupported, describe_error
 from servekit.protocol.messages import WorkerSpec
 from servekit.protocol.tasks import NOUNS
 from servekit.protocol.types import Modality
-
-log: Any = structlog.get_logger(__name__)
 
 #: vLLM's names of the modalities.
 _NAMES: dict[Modality, str] = {"images": "image", "audio": "audio"}
@@ -51,7 +48,7 @@ def load_processor(config: Any, tokenizer: Any, spec: WorkerSpec) -> Any | None:
                 return None
             own = getattr(info.get_hf_processor(), "chat_template", None)
     except Exception as error:  # a missing file or package, or anything of the libraries
-        _warn_text_only(spec, error)
+        warn_unavailable(spec.model, describe_error(error))
         return None
     if own and not spec.chat_template:
         tokenizer.chat_template = own
@@ -70,7 +67,7 @@ def prove_media(
         with phase("images"):
             encoder = MediaEncoder(inputs, codec)
     except Exception as error:  # of the libraries: texts are served anyway
-        _warn_text_only(spec, error)
+        warn_unavailable(spec.model, describe_error(error))
         return None, ()
     for modality in encoder.modalities:
         try:
@@ -84,13 +81,8 @@ def prove_media(
                 " the option engine_args it serves without them."
             ) from error
         except Exception as error:  # of the libraries or the model: texts are served anyway
-            _warn_text_only(spec, error, modality)
+            warn_unavailable(spec.model, describe_error(error), modality)
     return encoder if read else None, tuple(read)
-
-
-def _warn_text_only(spec: WorkerSpec, error: Exception, modality: Modality = "images") -> None:
-    event = "images_unavailable" if modality == "images" else "recordings_unavailable"
-    log.warning(event, model=spec.model, reason=describe_error(error))
 
 
 class MediaEncoder(media_prompts.MediaEncoder):

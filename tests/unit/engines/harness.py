@@ -174,13 +174,13 @@ class Harness:
         emitted: Sequence[int] = (),
         adapter: str = "",
         cache_salt: str = "",
-        images: object | None = None,
+        media: object | None = None,
         **params: Any,
     ) -> int:
         self._last += 1
         ids = self.engine.codec.encode(prompt) if isinstance(prompt, str) else prompt
         sampling = SamplingParams(**{"max_tokens": 16, "temperature": 0.0} | params)
-        job = Job(self._last, ids, sampling, list(emitted), None, adapter, (), cache_salt, images)
+        job = Job(self._last, ids, sampling, list(emitted), None, adapter, (), cache_salt, media)
         if sampling.grammar is not None:
             job.constraint = self.engine.constrain(sampling.grammar, emitted)
         self.engine.submit(job)

@@ -1,4 +1,6 @@
-"""Small models with eyes, of random weights: LLaVA, Idefics3, Qwen2-VL, Qwen3-VL and Gemma 3."""
+"""Small models with eyes or ears, of random weights: LLaVA, Idefics3, Qwen2-VL, Qwen3-VL, Gemma 3,
+and Qwen2-Audio.
+"""
 
 from __future__ import annotations
 
@@ -200,6 +202,27 @@ def write_gemma3(folder: Path, tokenizer_from: Path) -> Path:
     processor = LIBRARY.Gemma3Processor(
         images, tokenizer, chat_template=template, image_seq_length=4
     )
+    processor.save_pretrained(folder)
+    return folder
+
+
+def write_qwen2_audio(folder: Path, tokenizer_from: Path, hears_s: int = 2) -> Path:
+    """Write a model that hears recordings of `hears_s` seconds at the most."""
+    names = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+    tokenizer = _load_tokenizer(tokenizer_from, names)
+    ears = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4}
+    config = LIBRARY.Qwen2AudioConfig(
+        audio_config=ears
+        | {"encoder_ffn_dim": 64, "num_mel_bins": 16, "max_source_positions": 50 * hears_s},
+        text_config={"model_type": "qwen2"} | _describe_text(tokenizer),
+        audio_token_index=tokenizer.convert_tokens_to_ids(names[0]),
+    )
+    _save_loud(LIBRARY.Qwen2AudioForConditionalGeneration, config, folder)
+    extractor = LIBRARY.WhisperFeatureExtractor(feature_size=16, chunk_length=hears_s)
+    template = _PARTS.replace("'image'", "'audio'").replace(
+        "MARK", "".join(names[i] for i in (1, 0, 2))
+    )
+    processor = LIBRARY.Qwen2AudioProcessor(extractor, tokenizer, chat_template=template)
     processor.save_pretrained(folder)
     return folder
 

@@ -108,7 +108,11 @@ async def test_bad_words_hold_beside_a_grammar(eyes: Client) -> None:
     ("messages", "params", "words"),
     [
         ([say("user", Media(RED.data[:50], RED.kind), "?")], GREEDY, "image 1 cannot be decoded"),
-        (ONE, SamplingParams(max_tokens=3, truncate_prompt=4), "with images cannot be cut"),
+        (
+            ONE,
+            SamplingParams(max_tokens=3, truncate_prompt=4),
+            "with images or recordings cannot be cut",
+        ),
         ([say("user", *[RED] * 200)], GREEDY, "this model's context is 2048 tokens; the prompt"),
         ([ChatMessage("user", "<image>", media=(RED,))], GREEDY, "a text has <image>"),
     ],

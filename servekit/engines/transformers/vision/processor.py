@@ -10,18 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import structlog
 import transformers
 from transformers.models.auto import image_processing_auto, modeling_auto, processing_auto
 from transformers.utils.import_utils import is_torchvision_available
 
+from servekit.engines.media.media_warnings import warn_unavailable
 from servekit.engines.transformers import weights
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.errors import Unsupported, describe_error
 from servekit.protocol.messages import WorkerSpec
-from servekit.protocol.types import Modality
-
-log: Any = structlog.get_logger(__name__)
 
 _VIDEOS = "video_processor"
 
@@ -42,16 +39,11 @@ def load_processor(folder: Path, spec: WorkerSpec) -> Any | None:
         if not _has_media_part(processor):
             raise Unsupported("its folder has no image processor and no feature extractor")
     except Exception as error:  # a missing file or package, or anything that the library raises
-        warn_text_only(spec, describe_error(error))
+        warn_unavailable(spec.model, describe_error(error))
         return None
     if spec.chat_template:
         processor.chat_template = spec.chat_template
     return processor
-
-
-def warn_text_only(spec: WorkerSpec, reason: str, modality: Modality = "images") -> None:
-    event = "images_unavailable" if modality == "images" else "recordings_unavailable"
-    log.warning(event, model=spec.model, reason=reason)
 
 
 def _has_media_part(processor: Any) -> bool:

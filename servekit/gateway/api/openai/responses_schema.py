@@ -55,7 +55,7 @@ class Part(msgspec.Struct, omit_defaults=True):
     text: Annotated[str, doc("The text")] | None = None
     image_url: Annotated[str, doc("The image itself, as `data:image/png;base64,…`")] | None = None
     detail: Annotated[str, doc("The resolution that the model sees")] | None = None
-    input_audio: Annotated[InputAudio, doc("The recording")] | None = None
+    input_audio: Annotated[InputAudio | None, doc("The recording")] = None
     refusal: Annotated[str, doc("The text of a refusal")] | None = None
 
 

@@ -151,7 +151,7 @@ class ContentPart(msgspec.Struct):
     """The type of the part."""
     text: Annotated[str, doc("The text")] | None = None
     image_url: Annotated[ImageUrl | str, doc("The image")] | None = None
-    input_audio: Annotated[InputAudio, doc("The recording")] | None = None
+    input_audio: Annotated[InputAudio | None, doc("The recording")] = None
     audio_url: Annotated[AudioUrl | str, doc("The recording")] | None = None
     refusal: Annotated[str, doc("The text of a refusal")] | None = None
 

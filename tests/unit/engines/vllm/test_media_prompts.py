@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import transformers
 
+from servekit.engines.media import media_warnings
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.vllm import media_prompts
 from servekit.errors import EngineFailed, LoadError, RequestError
@@ -35,7 +36,9 @@ class FarProcessor:
     """As `InputProcessor`: each image becomes some tokens, and has a name."""
 
     def __init__(self, tokenizer: Any, template: str | None = TEMPLATE) -> None:
-        library = SimpleNamespace(tokenizer=tokenizer, chat_template=template)
+        library = SimpleNamespace(
+            tokenizer=tokenizer, chat_template=template, image_processor=object()
+        )
         self.limits: dict[str, Any] = {"image": None}
         info = SimpleNamespace(
             get_hf_processor=lambda: library, get_supported_mm_limits=lambda: self.limits
@@ -177,7 +180,7 @@ def test_models_without_eyes(
     far: FarProcessor, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert load(far, tokenizer, monkeypatch, sees=False) is None
-    far.limits = {"audio": 1}
+    far.limits = {"video": 1}
     assert load(far, tokenizer, monkeypatch) is None
     far.limits, far.supports_mm_inputs = {"image": 0}, False
     assert load(far, tokenizer, monkeypatch) is None
@@ -186,7 +189,7 @@ def test_models_without_eyes(
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
     log = SimpleNamespace(warning=lambda event, **why: told.append(why["reason"]))
-    monkeypatch.setattr(media_prompts, "log", log)
+    monkeypatch.setattr(media_warnings, "log", log)
     return told
 
 
@@ -200,24 +203,25 @@ def test_texts_are_served_without_a_processor(
 
 
 def prove(far: FarProcessor, tokenizer: Any, error: Exception | None = None) -> Any:
-    def read_images(prompt: Any) -> None:
+    def read_media(prompt: Any) -> None:
         assert prompt.ids.count(far.image) == EACH
         if error is not None:
             raise error
 
-    probes: Any = SimpleNamespace(read_images=read_images)
+    probes: Any = SimpleNamespace(read_media=read_media)
     spec = make_spec("/model", engine="vllm")
-    return media_prompts.prove_images(far, TokenizerCodec(tokenizer), probes, spec)
+    return media_prompts.prove_media(far, TokenizerCodec(tokenizer), probes, spec)
 
 
 def test_a_model_has_to_read_an_image(
     far: FarProcessor, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = warned(monkeypatch)
-    assert isinstance(prove(far, tokenizer), media_prompts.MediaEncoder)
-    assert prove(far, tokenizer, LoadError("vLLM did not answer a probe.")) is None
-    with pytest.raises(LoadError, match="model died of an image: the core is gone"):
+    encoder, read = prove(far, tokenizer)
+    assert isinstance(encoder, media_prompts.MediaEncoder) and read == ("images",)
+    assert prove(far, tokenizer, LoadError("vLLM did not answer a probe.")) == (None, ())
+    with pytest.raises(LoadError, match="model died of its trial of images: the core is gone"):
         prove(far, tokenizer, EngineFailed("the core is gone"))
     tokenizer.chat_template = "{{ messages[0].content[0].text }}"
-    assert prove(far, tokenizer) is None
+    assert prove(far, tokenizer) == (None, ())
     assert told == ["vLLM did not answer a probe.", "its chat template has no place for images"]

@@ -10,6 +10,7 @@ import torch
 from PIL import Image as Pillow
 from PIL import ImageDraw
 
+from servekit.engines.media.recording import decode_recording
 from servekit.engines.transformers.vision.processor import load_processor
 from servekit.protocol.messages import ChatMessage, Media
 from tests.unit.engines.harness import make_spec
@@ -52,7 +53,7 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         self.processor: Any = load_processor(folder, make_spec(folder))
-        made = LIBRARY.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        made = LIBRARY.AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32)
         self.model = made.eval()
         self._answers: dict[Any, tuple[list[int], list[int]]] = {}
 
@@ -84,4 +85,6 @@ class Reference:
 def _part(part: str | Media) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
+    if part.modality == "audio":
+        return {"type": "audio", "audio": decode_recording(part.data, 16_000, 60.0)}
     return {"type": "image", "image": Pillow.open(io.BytesIO(part.data))}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from servekit.engines.media import media_warnings
 from servekit.engines.transformers.vision import processor
 from servekit.engines.transformers.vision.batched_images import BatchedImages
 from servekit.engines.transformers.vision.image_reader import NotBatchable
@@ -278,7 +279,7 @@ def test_it_sleeps_and_wakes(folder: Path) -> None:
 def test_a_text_may_name_the_token_of_an_image(seeing: Seeing) -> None:
     ids = seeing.engine.encode_media(ONE, (), {}, False).ids
     mark = seeing.engine.codec.decoder().push([max(set(ids), key=ids.count)])
-    named = seeing.engine._images._processor.image_token
+    named = seeing.engine._media._processor.image_token
     assert len(seeing.answer([say("user", f"What is {named}?{mark}")])) == TOKENS
 
 
@@ -303,7 +304,9 @@ def test_images_without_their_places_fail_alone(eyes: Seeing) -> None:
     lost = eyes.submit(prompt.ids[:3], media=prompt.inputs)
     eyes.until(lambda: eyes.ended(lost), "it is refused")
     (output,) = eyes.outputs[lost]
-    assert output.param == "messages" and "cannot read these images" in (output.error or "")
+    assert output.param == "messages" and "cannot read these images or recordings" in (
+        output.error or ""
+    )
     assert len(eyes.tokens(beside)) == 100
     assert_alive(eyes)
 
@@ -398,7 +401,9 @@ def test_a_package_is_missing(llava: Path, package: str, monkeypatch: pytest.Mon
         raise ImportError(f"\nLlavaProcessor requires the {package} library but it was not found")
 
     monkeypatch.setattr(processor, "_load", load)
-    monkeypatch.setattr(processor.log, "warning", lambda event, **why: told.append(why["reason"]))
+    monkeypatch.setattr(
+        media_warnings.log, "warning", lambda event, **why: told.append(why["reason"])
+    )
     assert_serves_texts_only(llava)
     assert told == [
         f"ImportError: LlavaProcessor requires the {package} library but it was not found"
