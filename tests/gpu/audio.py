@@ -103,12 +103,13 @@ def _compare_with_library(
     ):
         found = list(pool.map(partial(transcribe, instance), wavs, asked))
     same = [
-        text != ""
-        and (told["text"].strip(), _read_times(told.get("segments", ()))) == (text, times)
+        (told["text"].strip(), _read_times(told.get("segments", ()))) == (text, times)
         for told, (text, times) in zip(found, due, strict=True)
     ]
-    measured = f"{sum(same)} of {len(same)} as the library alone"
-    return [Row(f"texts and times, {name}, {len(wavs)} at once", measured, all(same))]
+    empty = sum(not text for text, _ in due)  # random weights may end at once
+    measured = f"{sum(same)} of {len(same)} as the library alone, {empty} of them without text"
+    good = all(same) and empty < len(due) / 2
+    return [Row(f"texts and times, {name}, {len(wavs)} at once", measured, good)]
 
 
 def _read_times(segments: Iterable[dict[str, Any]]) -> list[tuple[float, float]]:
