@@ -213,7 +213,7 @@ def test_images_are_added_taken_away_sent_and_kept(chat: Chat, instance: Instanc
     expect(chat.page.get_by_text("What would you like to know?")).to_be_visible()
     assert chat.stored() == []
     files = [path for path in instance.run_dir.parent.rglob("*") if path.is_file()]
-    assert any(b"Image(image/png, " in path.read_bytes() for path in files)  # prompts are logged
+    assert any(b"Media(image/png, " in path.read_bytes() for path in files)  # prompts are logged
     for path in files:
         assert RED not in path.read_bytes(), path
         assert _base64(RED).encode() not in path.read_bytes(), path

@@ -6,13 +6,15 @@
   // ---- following: the page scrolls with an answer until its reader scrolls up, and again at the end
   let following = true;
   let top = 0; // where it was scrolled to, by us or by the reader
+  let height = 0; // what there was to scroll then: it may have grown since the reader came to its end
   let busy = false;
   let watched = null;
   const look = (log) => {
     const below = log.scrollHeight - log.clientHeight - log.scrollTop;
-    if (below < 4) following = true;
+    const isPastEnd = log.scrollTop > top && log.scrollTop + log.clientHeight > height - 4;
+    if (below < 4 || isPastEnd) following = true;
     else if (log.scrollTop < top) following = false;
-    top = log.scrollTop;
+    [top, height] = [log.scrollTop, log.scrollHeight];
   };
   const follow = () => {
     const log = find("#sk-chat [role=log]");

@@ -259,7 +259,7 @@ class Events:
         begin = "() => [servekitChats.begin()]"
         gr.on([parts.new.click, parts.chat.clear], self.show, parts.kept, shown, js=begin, **NOW)
         chosen = "() => [servekitChats.take()]"
-        parts.show.click(self.show, parts.kept, shown, js=chosen, **NOW)
+        parts.show.click(self.show, parts.kept, shown, js=chosen, trigger_mode="always_last", **NOW)
         gr.on(
             [component.change for component in (parts.model, *parts.settings)],
             None,
