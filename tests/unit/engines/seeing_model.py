@@ -218,6 +218,12 @@ def write_qwen2_audio(folder: Path, tokenizer_from: Path, hears_s: int = 2) -> P
         audio_token_index=tokenizer.convert_tokens_to_ids(names[0]),
     )
     _save_loud(LIBRARY.Qwen2AudioForConditionalGeneration, config, folder)
+    file, doubled = folder / "model.safetensors", "model.model."
+    named = {
+        name.replace(doubled, "model."): weights  # as in published models, which vLLM knows
+        for name, weights in load_file(file).items()
+    }
+    save_file(named, file, metadata={"format": "pt"})
     extractor = LIBRARY.WhisperFeatureExtractor(feature_size=16, chunk_length=hears_s)
     template = _PARTS.replace("'image'", "'audio'").replace(
         "MARK", "".join(names[i] for i in (1, 0, 2))
