@@ -34,10 +34,7 @@ _MOST_OF_KEY = 1000
 #: The most that a gateway runs at once.
 _MOST_HELD = 64
 #: The keys take turns.
-_TURN = (
-    "(SELECT count(*) FROM background AS other"
-    " WHERE other.key = background.key AND other.created < background.created), created"
-)
+_TURN = "row_number() OVER (PARTITION BY key ORDER BY created), created"
 
 
 class TooManyInBackground(RequestError):
@@ -94,11 +91,11 @@ class BackgroundStore:
 
     async def add(self, response: BackgroundResponse, rules: ResponseStorage) -> None:
         """Add a response that is to run. Raises TooManyInBackground."""
-        parts = response.shown, response.input, response.body
-        packed = [zlib.compress(part, 1) for part in parts]
-        size_bytes = sum(map(len, packed))
 
         def add(file: sqlite3.Connection) -> None:
+            parts = response.shown, response.input, response.body
+            packed = [zlib.compress(part, 1) for part in parts]
+            size_bytes = sum(map(len, packed))
             with transaction(file):
                 query = "SELECT count(*) FROM background WHERE key = ?"
                 [(count,)] = file.execute(query, (response.key,))

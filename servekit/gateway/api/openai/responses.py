@@ -175,9 +175,10 @@ class Responses:
         self._router.access.require_model(route.status.name, base_of(route))
         self._router.check_media(route.base, list_media(asked.messages or ()))
         shown = encoder.encode_queued(asked, route.status.name)
-        again = msgspec.json.decode(body) | {"store": False}
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         for name in ("input", "previous_response_id", "background"):
-            again.pop(name, None)
+            fields.pop(name, None)
+        again = fields | {"store": msgspec.Raw(b"false")}
         items = await asyncio.to_thread(_encode_items, encoder.items)
         response = BackgroundResponse(encoder.id, owner, time.time(), shown, items, _encode(again))
         await self._background.add(response, self._rules)

@@ -302,7 +302,7 @@ async def test_a_clock_that_is_wrong_here_is_named_at_once(
 
 
 async def test_a_renewed_certificate_counts_for_new_connections_and_old_ones_live_on() -> None:
-    worker = CertificateHolder(OURS.issue("worker", "m/0", life_s=1.0))
+    worker = CertificateHolder(OURS.issue("worker", "m/0", life_s=3.0))
     async with listening(worker) as listener:
         client = End()
         first = await dial_address(listener.address, lambda: client.connection, GATEWAY)
