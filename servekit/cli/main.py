@@ -23,7 +23,6 @@ from servekit.cli import (
     keys,
     logs,
     models,
-    profiles,
     requests,
     usage,
 )
@@ -299,7 +298,7 @@ _register(
         "down": down,
         "reload": reload,
         "restart": models.restart,
-        "profile": profiles.profile,
+        "profile": models.profile,
         "link": link.link,
     },
 )
