@@ -5,6 +5,7 @@ import heapq
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -206,9 +207,17 @@ def format_line(line: "LogLine") -> "Text":
     colour = _COLOURS[sum(line.name.encode()) % len(_COLOURS)]
     text = Text(f"{strip_controls(line.name)} | ", style=colour)
     level, event, fields = read_line(line.text)
-    if at := timestamp_of(line.text):
-        text.append(f"{strip_controls(at)} ", style="dim")
+    if at := _to_local_time(timestamp_of(line.text)):
+        text.append(f"{at} ", style="dim")
     style = _LEVELS.get(level, "")
     for number, part in enumerate(strip_controls(sentence(event, fields)).split("\n")):
         text.append(f"\n{'':4}{part}" if number else part, style=style)
     return text
+
+
+def _to_local_time(timestamp: str) -> str:
+    """Return a line's time as `servekit events` has it; "" if it has none."""
+    try:
+        return datetime.fromisoformat(timestamp).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        return ""

@@ -97,7 +97,8 @@ def check(
 
     from servekit.cli.tables import plan_tables, print_tables
     from servekit.cli.up.sources import ModelOptions, find_source
-    from servekit.config.load import error_at
+    from servekit.config.engines.installed import Machine
+    from servekit.config.load import error_at, suggest_engines
     from servekit.supervisor.scheduling.fetch_checks import look_up, with_estimates
     from servekit.supervisor.scheduling.model_files import problems
 
@@ -114,6 +115,9 @@ def check(
     looked_up = look_up(plan)
     plan = with_estimates(plan, looked_up)
     print_tables(*plan_tables(plan))
+    machine = Machine(bool(plan.gpus), environ=source.environ)
+    for name, choice in suggest_engines(plan.config, file.absolute().parent, machine):
+        print(f"{name}: `engine: auto` would choose {choice}", file=sys.stderr)
     found = [f"{file}: {problem}" for problem in problems(plan)]
     for told in looked_up:
         if told.level == "error":

@@ -3,9 +3,10 @@
 # No string annotations: typer evaluates each several times, which slows down --help.
 import dataclasses
 import json
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,11 +77,15 @@ def requests(
         raise StartError(f"no request has been logged in {folder} (logging.requests)")
     news = _follow(folder) if follow else iter(())
     records = [one for one in read_records(folder) if wanted(one)]
-    if not as_json:
-        sys.stdout.write(_HEAD)
-    _write(records[len(records) - min(most, len(records)) :], as_json=as_json)
+    records = records[len(records) - min(most, len(records)) :]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    columns = None if as_json else choose_columns(width, records)
+    if columns:
+        heads = (f"{one.head:<{one.width}}" for one in columns)
+        sys.stdout.write(f"{_GAP.join(heads).rstrip()}\n")
+    _write(records, columns)
     for lines in news:
-        _write(filter(wanted, parse_lines(lines)), as_json=as_json)
+        _write(filter(wanted, parse_lines(lines)), columns)
 
 
 def _parse_span(text: str) -> float:
@@ -120,36 +125,71 @@ def _follow(folder: Path) -> Iterator[list[bytes]]:
     return read()
 
 
-#: Columns: heading, width, text. The last ones are not padded.
-_COLUMNS: tuple[tuple[str, int, "Callable[[RequestRecord], str]"], ...] = (
-    ("TIME", 19, lambda one: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.at))),
-    ("STATUS", 6, lambda one: str(one.status)),
-    ("KEY", 10, lambda one: one.key or "-"),
-    ("MODEL", 20, lambda one: one.model or "-"),
-    ("ENDPOINT", 20, lambda one: one.endpoint),
-    ("PROMPT", 7, lambda one: str(one.prompt_tokens)),
-    ("CACHED", 7, lambda one: str(one.cached_tokens)),
-    ("OUTPUT", 7, lambda one: str(one.completion_tokens)),
-    ("QUEUE", 8, lambda one: format_latency(one.queue_s or None)),
-    ("TTFT", 8, lambda one: format_latency(one.first_s or None)),
-    ("TOTAL", 8, lambda one: format_latency(one.total_s)),
-    ("OUTCOME", 8, lambda one: one.outcome or "-"),
-    ("ID", 0, lambda one: one.id),
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of at least `width` cells; in a narrow window those that may go are left out."""
+
+    head: str
+    width: int
+    text: "Callable[[RequestRecord], str]"
+    goes: int = 0  # its turn to go; 0: it stays
+
+
+_CLOCK = _Column("TIME", 8, lambda one: time.strftime("%H:%M:%S", time.localtime(one.at)))
+_DAY = "%Y-%m-%d %H:%M:%S"
+#: The last one is not padded.
+_COLUMNS = (
+    _Column("TIME", 19, lambda one: time.strftime(_DAY, time.localtime(one.at)), goes=1),
+    _Column("STATUS", 6, lambda one: str(one.status)),
+    _Column("KEY", 10, lambda one: one.key or "-", goes=6),
+    _Column("MODEL", 20, lambda one: one.model or "-"),
+    _Column("ENDPOINT", 20, lambda one: one.endpoint),
+    _Column("PROMPT", 6, lambda one: str(one.prompt_tokens), goes=7),
+    _Column("CACHED", 6, lambda one: str(one.cached_tokens), goes=3),
+    _Column("OUTPUT", 6, lambda one: str(one.completion_tokens)),
+    _Column("QUEUE", 7, lambda one: format_latency(one.queue_s or None), goes=4),
+    _Column("TTFT", 7, lambda one: format_latency(one.first_s or None), goes=8),
+    _Column("TOTAL", 7, lambda one: format_latency(one.total_s)),
+    _Column("OUTCOME", 8, lambda one: one.outcome or "-", goes=5),
+    _Column("ID", 19, lambda one: one.id, goes=2),
 )
-_HEAD = "  ".join(f"{head:<{width}}" for head, width, _ in _COLUMNS) + "\n"
+_GAP = "  "
 
 
-def format_record(record: "RequestRecord") -> str:
+def choose_columns(
+    width: int | None, records: "Sequence[RequestRecord]" = ()
+) -> tuple[_Column, ...]:
+    """Return the columns that a window of this width has room for; None: all.
+
+    They are at least as wide as the names of the models, keys and endpoints in `records` need.
+    """
+    columns = tuple(
+        dataclasses.replace(
+            one, width=max([one.width, *(len(one.text(record)) for record in records)])
+        )
+        for one in _COLUMNS
+    )
+    for goes in range(1, max(one.goes for one in _COLUMNS) + 1):
+        if width is None or sum(one.width + len(_GAP) for one in columns) <= width + len(_GAP):
+            break
+        kept = tuple(one for one in columns if one.goes != goes)
+        columns = (_CLOCK, *kept) if goes == _COLUMNS[0].goes else kept
+    return columns
+
+
+def format_record(record: "RequestRecord", columns: tuple[_Column, ...]) -> str:
     """Format a request as a line for people, in columns; longer values are not cut."""
     from servekit.sanitize import one_line
 
-    return "  ".join(f"{one_line(text(record), 200):<{width}}" for _, width, text in _COLUMNS)
+    cells = (f"{one_line(one.text(record), 200):<{one.width}}" for one in columns)
+    return _GAP.join(cells).rstrip()
 
 
-def _write(records: "Iterable[RequestRecord]", *, as_json: bool) -> None:
+def _write(records: "Iterable[RequestRecord]", columns: tuple[_Column, ...] | None) -> None:
+    """Write requests as lines; None: as JSON."""
     for record in records:
-        if as_json:
+        if columns is None:
             sys.stdout.write(f"{json.dumps(dataclasses.asdict(record))}\n")
         else:
-            sys.stdout.write(f"{format_record(record)}\n")
+            sys.stdout.write(f"{format_record(record, columns)}\n")
     sys.stdout.flush()

@@ -14,7 +14,7 @@ _GAP = 2
 #: Minimum width of a shortened name, and of a note within its row.
 _LEAST_NAME, _LEAST_NOTE = 12, 20
 #: Last columns with long text, which may be wrapped.
-_AT_LENGTH = ("NOTE", "PATH")
+_AT_LENGTH = ("NOTE", "PATH", "FROM")
 
 
 def shorten_text(text: str, room: int) -> str:

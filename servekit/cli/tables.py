@@ -64,7 +64,7 @@ def print_tables(*renderables: RenderableType) -> None:
 
 
 def plan_tables(plan: Plan) -> Sequence[RenderableType]:
-    """Return tables of the planned workers, and of the available GPUs and engines."""
+    """Return tables of the planned workers, and of the available GPUs."""
     used = {gpu for place in plan.places for gpu in place.gpus}
     gpus = [f"{gpu}{'' if gpu in used else ', idle'}" for gpu in plan.gpus]
     shown: list[RenderableType] = [Fitted(_placement_table(plan), "THREADS", "DTYPE", "DEVICE")]
@@ -83,7 +83,7 @@ def plan_tables(plan: Plan) -> Sequence[RenderableType]:
         shown.append(Text(f"GPUs: those of the Ray cluster at {address}, which `up` asks for them"))
     else:
         shown.append(Text("; ".join(gpus) or "no NVIDIA GPU found"))
-    return [*shown, *_engine_lines()]
+    return [*shown, *(Text(told, style="yellow") for told in installed.refused_plugins())]
 
 
 def _vllm_lines(plan: Plan) -> Iterator[Text]:
@@ -99,14 +99,6 @@ def _named_adapters(plan: Plan) -> Table:
         for adapter in model.adapters:
             table.add_row(Text(adapter.name), Text(model.name), Text(adapter.path))
     return table
-
-
-def _engine_lines() -> Iterator[Text]:
-    """Yield the available engines, and the unusable plugins."""
-    yield Text(
-        "engines: " + "; ".join(f"{name} ({what})" for name, what in installed.list_engines())
-    )
-    yield from (Text(sentence, style="yellow") for sentence in installed.refused_plugins())
 
 
 def _placement_table(plan: Plan) -> Table:

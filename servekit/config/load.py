@@ -138,6 +138,19 @@ def _choose_engines(
             yield model.name, choose_engine(asks, machine, _named_environment(model))
 
 
+def suggest_engines(
+    config: Config, folder: Path, machine: Machine
+) -> Iterator[tuple[str, EngineChoice]]:
+    """Yield what `engine: auto` would choose instead of the default, for models without either."""
+    for model in config.models:
+        if "engine" in model.model_fields_set or model.options:
+            continue
+        asks = requirements.requirements_of(model, folder)
+        choice = choose_engine(asks, machine, _named_environment(model))
+        if choice.engine != model.engine:
+            yield model.name, choice
+
+
 def _named_environment(model: ModelConfig) -> Environment | None:
     return None if model.python is None else environments.read_environment(Path(model.python))
 

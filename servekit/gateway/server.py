@@ -424,5 +424,4 @@ def _server(app: Any, http: Any, keep_alive_s: float) -> uvicorn.Server:
     server.lifespan = config.lifespan_class(config)
     # the gateway has its own log, and invalid HTTP from clients must not fill it
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request to the UI
     return server

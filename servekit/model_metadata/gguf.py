@@ -11,7 +11,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +50,18 @@ END_KEYS: dict[str, tuple[str, ...]] = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>", "<|plamo:file_separator|>"),
+}
+#: How a GGUF file is sampled where neither the file nor a request says: at temperature 1 over the
+#: whole vocabulary, a small quantised model wanders. Source: llama.cpp, common/common.h,
+#: `common_params_sampling`.
+SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+#: Metadata keys of a file's own sampling, `general.sampling.temp` and so on, by our name.
+SAMPLING_KEYS = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
 }
 #: Texts that end no generation in a vocabulary that has a set of others: in the dialects of harmony
 #: and Solar Open `<|end|>` ends a message, not the turn; Gemma 4's turns end otherwise.
@@ -122,6 +134,18 @@ def read_gguf(path: Path) -> Gguf:
 def _explain(error: Exception) -> str:
     """Return a reader's error in words; those of `struct` speak of buffers."""
     return "it ends early" if isinstance(error, struct.error) else str(error)
+
+
+def read_sampling_defaults(read: Callable[[str], Any]) -> dict[str, float]:
+    """Return how a file is sampled by default: as it says, else as llama.cpp does.
+
+    `read` returns the value of a metadata key; None or "" where there is none.
+    """
+    found: dict[str, float] = dict(SAMPLING)
+    for name, key in SAMPLING_KEYS.items():
+        if (value := read(f"general.sampling.{key}")) not in (None, ""):
+            found[name] = int(value) if name == "top_k" else float(value)
+    return found
 
 
 def begins_as_gguf(path: Path) -> bool:

@@ -119,6 +119,10 @@ def test_models_that_can_sleep_are_woken_rather_than_loaded(tmp_path: Path) -> N
         assert until_tier(instance, "a", "asleep").reason.startswith("asleep since ")
         assert instance.replica("a/0").state == "asleep"
         assert health(instance.url)[0] == 200
+        pid = instance.replica("a/0").pid
+        assert "a is restarted" in run(instance, "restart", "a").stdout
+        assert until_tier(instance, "a", "resident").reason == ""
+        assert [one.pid for one in instance.model("a").replicas] != [pid]
 
 
 @pytest.mark.lane("long")

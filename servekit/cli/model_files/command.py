@@ -54,7 +54,8 @@ def ls(
     from servekit.cli.tables import new_table, print_tables, state_text
     from servekit.units import format_bytes
 
-    table = new_table("MODEL", "STATE", "ENGINE", "ON DISK", "FROM")
+    table = new_table("MODEL", "STATE", "ENGINE", "ON DISK")
+    table.add_column("FROM", overflow="fold")
     for row in rows:
         size = "-" if row["size_bytes"] is None else format_bytes(row["size_bytes"])
         state = state_text(row["state"]) if row["state"] else Text("-")

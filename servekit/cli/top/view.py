@@ -22,6 +22,8 @@ _WIDTHS = (18, 9, 5, 4, 4, 4, 7, 4, 8)
 _RIGHT = range(2, 9)
 #: Minimum width of a window with notes in the rows.
 _WITH_NOTES = 100
+#: Width that long notes keep beside long names.
+_LEAST_NOTES = 24
 _BAR = 16
 _MOST_NAME = 40
 #: Minimum and maximum number of events shown.
@@ -206,16 +208,15 @@ def _count(number: int) -> Text:
 
 def _name_width(rows: Sequence[Sequence[Text]], width: int) -> int:
     """Return the width of the name column: the remaining width in a narrow window; in a wide one
-    what the
-    names need and the notes leave, and at least a share.
+    the width of the names, as far as the notes leave it or keep `_LEAST_NOTES`.
     """
     left = width - sum(_WIDTHS[1:]) - len(_WIDTHS)
     if width < _WITH_NOTES:
         return min(_MOST_NAME, max(_WIDTHS[0], left))
     names = max((cell_len(cells[0].plain) for cells in rows), default=0)
     notes = max((cell_len(cells[-1].plain) for cells in rows), default=0)
-    share = _WIDTHS[0] + (width - _WITH_NOTES) // 2
-    return min(_MOST_NAME, max(_WIDTHS[0], min(names, max(share, left - notes))))
+    room = left - min(notes, _LEAST_NOTES)
+    return min(_MOST_NAME, max(_WIDTHS[0], min(names, room)))
 
 
 def _row(cells: Sequence[Text], width: int, name: int) -> Text:

@@ -107,11 +107,13 @@ def write_for_models(
 
 
 def _describe_model(word: str, options: ModelOptions) -> dict[str, Any]:
-    from servekit.cli.init.config_template import DEMO, name_of
+    from servekit.cli.init.config_template import DEMO, DEMO_SAMPLING, name_of
     from servekit.config import paths
 
     path, revision = (DEMO, "") if word == "demo" else _check_path(word)
     model: dict[str, Any] = {"name": options.name or name_of(path), "path": path, "engine": "auto"}
+    if path == DEMO:  # at four bits it wanders, too
+        model |= {"engine": "transformers", "sampling": DEMO_SAMPLING}
     if revision:
         model["revision"] = revision
     is_hub = not path.startswith(("/", "pypi:"))

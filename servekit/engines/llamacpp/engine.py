@@ -28,21 +28,13 @@ from servekit.engines.text.sampling_params import resolve_sampling
 from servekit.engines.text.structured_output import Constraint, Grammars, try_grammars
 from servekit.engines.text.tool_format_detection import tool_capabilities
 from servekit.errors import Unsupported
-from servekit.model_metadata.gguf import quantization
+from servekit.model_metadata.gguf import quantization, read_sampling_defaults
 from servekit.protocol.messages import Capability, Dialect, Grammar, ModelInfo
 
 SERVES: tuple[Capability, ...] = (
     *("generate", "tokenize", "detokenize", "logprobs", "logit_bias", "penalties", "min_p"),
     *("stop_token_ids", "bad_words", "prompt_logprobs"),
 )
-#: Metadata keys of a file's sampling defaults, by `Sampling` field.
-_STATED = {
-    "temperature": "temp",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
 #: Architectures whose scores are computed in llama.cpp: the probabilities of "yes" and "no".
 ACTIVATED = ("qwen3", "qwen3vl")
 NO_GRAMMAR = "This model's vocabulary is of a kind that llguidance cannot read."
@@ -85,7 +77,7 @@ class LlamaCppEngine(LoopedEngine):
         )
         self._eos = vocabulary.eos
         stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
-        self._defaults: dict[str, Any] = self._read_sampling_defaults() | stated
+        self._defaults: dict[str, Any] = read_sampling_defaults(vocabulary.read_metadata) | stated
         self._grammars = try_grammars(
             lambda: Grammars.from_vocabulary(
                 vocabulary.for_grammars(), vocabulary.size, vocabulary.eos
@@ -126,16 +118,6 @@ class LlamaCppEngine(LoopedEngine):
             prefix_tokens=plan.context if model.rewinds and loaded.pooling is None else 0,
             detail=f"{loaded.binding.library.binding}, cache of {plan.context} tokens{where}",
         )
-
-    def _read_sampling_defaults(self) -> dict[str, Any]:
-        """Return the sampling defaults of the file."""
-        vocabulary = self._loaded_model().vocabulary
-        found = {}
-        for name, key in _STATED.items():
-            value = vocabulary.read_metadata(f"general.sampling.{key}")
-            if value:
-                found[name] = int(value) if name == "top_k" else float(value)
-        return found
 
     def _list_capabilities(self, dialect: Dialect) -> tuple[Capability, ...]:
         grammar: tuple[Capability, ...] = ("grammar",) if self._grammars else ()

@@ -21,11 +21,11 @@ from typing import Any
 
 from servekit.engines.api.base import Report
 from servekit.errors import LoadError
-from servekit.model_metadata.gguf import Header, read_header
+from servekit.model_metadata.gguf import Header, read_header, read_sampling_defaults
 from servekit.protocol.messages import Progress
 
 #: Incremented when the conversion's result changes; part of the keys of cached conversions.
-CONVERTER = "gguf-3"
+CONVERTER = "gguf-4"
 FLOAT32_BELOW = 1_000_000_000
 _TEXT_BYTES = 64 * 2**20  # generous size of tokenizer and configuration
 
@@ -51,6 +51,7 @@ def convert_gguf(path: Path, folder: Path, report: Report) -> None:
             tokenizer = _load_tokenizer(path, header)
             model = _load_model(path, header)
         _name_ends(model, header)
+        _set_sampling(model, header)
         tokenizer.save_pretrained(folder)
         _save_model(model, folder)
     report(Progress("convert", header.tensors, header.tensors, "tensors"))
@@ -100,6 +101,13 @@ def _name_ends(model: Any, header: Header) -> None:
     ends = [token for token in header.end_ids if 0 <= token < rows]
     if len(ends) > 1 or (ends and model.generation_config.eos_token_id is None):
         model.generation_config.eos_token_id = ends
+
+
+def _set_sampling(model: Any, header: Header) -> None:
+    """Set the sampling defaults of the file, which the library does not read."""
+    model.generation_config.do_sample = True
+    for name, value in read_sampling_defaults(header.metadata.get).items():
+        setattr(model.generation_config, name, value)
 
 
 def _save_model(model: Any, folder: Path) -> None:

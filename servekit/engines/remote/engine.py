@@ -10,7 +10,6 @@ cancellation ends them there too. See `servekit.engines.remote` for the parts.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import threading
 import time
@@ -84,8 +83,6 @@ class OpenAIEngine(TextEngine):
         self._thread: threading.Thread | None = None
         self._beat_s = time.monotonic()
         # httpx logs each request, and its logger may be set to log headers
-        logging.getLogger("httpx").setLevel(logging.WARNING)
-        logging.getLogger("httpcore").setLevel(logging.WARNING)
 
     def load(self, report: Report) -> ModelInfo:
         report(Progress("greet"))

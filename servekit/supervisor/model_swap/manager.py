@@ -141,13 +141,18 @@ class SwapManager:
     def _repair_sleep(self, row: ModelState) -> None:
         """Wake or stop a model whose workers are no longer all asleep, as after a crash of one."""
         if (
-            not row.slept
+            not row.sleepers
             or row.task is not None
             or row.tier == "asleep"
             or not row.deployment.wanted
         ):
             return
-        row.slept = False
+        sleepers, row.sleepers = row.sleepers, ()
+        living, changing = row.deployment.living, row.deployment.changing
+        # by a reload or a restart, which begin with a worker that is awake
+        replaced = any(one not in sleepers for one in living)
+        if replaced and (changing or all(one.state != "asleep" for one in living)):
+            return
         if row.waiting_since is not None:
             row.apply_action("wake", self._wake(row))
         else:
@@ -185,7 +190,7 @@ class SwapManager:
     def _stop(self, row: ModelState, reason: str, *, returns: bool = False) -> None:
         log.info("model_unloading", model=row.deployment.model.name, reason=reason)
         journal.record_event("unload", reason, model=row.deployment.model.name)
-        row.reason, row.slept = f"stopped at {_clock()}: {reason}", False
+        row.reason, row.sleepers = f"stopped at {_clock()}: {reason}", ()
         row.deployment.unload(returns=returns)
 
     async def _sleep(self, row: ModelState, *, must: bool) -> None:
@@ -196,7 +201,7 @@ class SwapManager:
         workers = [replica for replica in row.deployment.living if replica.serves]
         refusals = await asyncio.gather(*(one.sleep(self._wait_for_gateways) for one in workers))
         why = next(filter(None, refusals), "")
-        row.slept = not why
+        row.sleepers = () if why else tuple(workers)
         if not why:  # otherwise it still holds its full claim
             row.kept = memory_accounting.kept(row.deployment, self._deployments.pool.gate.ledger)
         if why:
@@ -208,7 +213,7 @@ class SwapManager:
     async def _wake(self, row: ModelState) -> None:
         """Wake all workers of a model; stop it if one cannot wake, so that it is loaded again."""
         workers = [replica for replica in row.deployment.living if replica.state == "asleep"]
-        row.slept = False
+        row.sleepers = ()
         refusals = await asyncio.gather(*(one.wake() for one in workers))
         if why := next(filter(None, refusals), ""):
             log.warning("model_wake_failed", model=row.deployment.model.name, reason=why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import structlog
@@ -17,6 +17,7 @@ from servekit.supervisor.lifecycle.exit_history import StartReason
 from servekit.supervisor.model_swap import policy
 from servekit.supervisor.model_swap.types import UNKNOWN_S, PolicyInput
 from servekit.supervisor.scheduling.gpu_admission import NOTHING
+from servekit.supervisor.workers.worker_process import WorkerProcess
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -40,7 +41,7 @@ class ModelState:
         self.waiting = 0
         self.waiting_since: float | None = None
         self.requested: Literal["", "load", "unload", "sleep", "wake"] = ""  # an operator's request
-        self.slept = False  # its workers are asleep, and were put to sleep by us
+        self.sleepers: Sequence[WorkerProcess] = ()  # its workers, if we put them to sleep
         self.kept: Mapping[str, int] = {}  # bytes on its GPUs when it last slept
         self.restless = ""  # why it could not be put to sleep
         self.task: asyncio.Task[None] | None = None

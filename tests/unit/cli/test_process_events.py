@@ -34,8 +34,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Lines without their times."""
-    rows = [row.split(" ", 3) for row in capsys.readouterr().out.splitlines()]
-    return [f"{name} {rest}" for name, _, _, rest in rows]
+    rows = [row.split(" ", 4) for row in capsys.readouterr().out.splitlines()]
+    return [f"{name} {rest}" for name, _, _, _, rest in rows]
 
 
 def test_who_has_written_nothing_began_and_ended(

@@ -73,6 +73,7 @@ class MadeUp:
     info: ModelInfo | None = None
     told: list[str] = field(default_factory=list)
     left_out: str = ""
+    changing: bool = False
 
     @property
     def living(self) -> list[Replica]:

@@ -56,8 +56,8 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     "wish",
     [
         TemplateOptions(),
-        TemplateOptions("Qwen/Qwen3-0.6B", "qwen3", engine="auto", gpus=(), machine="one, two"),
-        TemplateOptions("org/name", "on", engine="auto", gpus=(0, 2), port=0),
+        TemplateOptions("Qwen/Qwen3-0.6B", "qwen3", gpus=(), machine="one, two"),
+        TemplateOptions("org/name", "on", gpus=(0, 2), port=0),
         TemplateOptions("org/name", "1e3", host="0.0.0.0", key=("me", keys.new_key("me")[1])),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from servekit.config.engines.installed import Machine
 from servekit.config.engines.requirements import Asked
 from servekit.config.engines.selection import choose_engine
-from servekit.config.load import load_config, load_here
+from servekit.config.load import load_config, load_here, suggest_engines
 from servekit.errors import ConfigError
 from tests.unit.config.test_load import write
 
@@ -124,6 +124,21 @@ def test_nothing_is_left_to_choose(tmp_path: Path) -> None:
     assert config.models[0].path == str(tmp_path / "m.gguf")
     for model in config.models:
         model.engine_options()
+
+
+def test_a_file_that_names_no_engine_is_told_of_another(tmp_path: Path) -> None:
+    models = """\
+    models:
+      - {name: g, path: m.gguf}
+      - {name: n, path: m.gguf, engine: transformers}
+      - {name: o, path: m.gguf, options: {block_size: 32}}
+      - {name: h, path: org/name}
+    """
+    (tmp_path / "m.gguf").touch()
+    config, _ = load_here(write(tmp_path, models), machine())
+    [(name, choice)] = suggest_engines(config, tmp_path, machine())
+    assert (name, choice.engine) == ("g", "llamacpp")
+    assert list(suggest_engines(config, tmp_path, machine(modules=["transformers"]))) == []
 
 
 def test_it_is_chosen_anew_when_something_else_is_installed(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import pytest
 from servekit.engines.api.base import EmbedJob, Job
 from servekit.engines.llamacpp import memory_fit
 from servekit.errors import ContextLengthExceeded, EngineFailed, RequestError, Unsupported
+from servekit.model_metadata.gguf import SAMPLING
 from servekit.protocol.messages import ChatMessage, Grammar, SamplingParams
 from tests.unit.engines.conftest import llamacpp
 from tests.unit.engines.harness import PROMPTS, TEMPLATE, Harness
@@ -307,10 +308,10 @@ def test_the_end_of_sequence_waits_for_min_tokens(gguf_engine: Harness) -> None:
 
 def test_sampling_of_the_file_and_the_configuration(gguf: Make) -> None:
     by_file = gguf(general__sampling__temp=0.0, general__sampling__top_k=7)
-    assert by_file.engine._defaults == {"temperature": 0.0, "top_k": 7}
+    assert by_file.engine._defaults == {**SAMPLING, "temperature": 0.0, "top_k": 7}
     assert by_file.generate([5], temperature=None) == by_file.generate([5])
     stated = gguf(general__sampling__top_k=7, sampling={"top_k": 3})
-    assert stated.engine._defaults == {"top_k": 3}
+    assert stated.engine._defaults == {**SAMPLING, "top_k": 3}
 
 
 # ---------------------------------------------------------------- grammars

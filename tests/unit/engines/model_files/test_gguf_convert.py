@@ -67,7 +67,7 @@ def test_the_conversion_is_the_model_that_the_file_holds(tmp_path: Path, tied: b
 
 
 def test_tokenizer_template_and_generation_config_come_along(tmp_path: Path) -> None:
-    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", general__sampling__top_k=7)
     (folder := tmp_path / "out").mkdir()
     gguf_convert.convert_gguf(path, folder, ignore)
     ours, theirs = tokenizer(folder), tokenizer(tmp_path, gguf_file="tiny.gguf")
@@ -78,6 +78,7 @@ def test_tokenizer_template_and_generation_config_come_along(tmp_path: Path) -> 
     assert not ours.clean_up_tokenization_spaces and ours.chat_template == TEMPLATE
     generation = json.loads((folder / "generation_config.json").read_text())
     assert (generation["bos_token_id"], generation["eos_token_id"]) == (1, [0, 2])
+    assert (generation["temperature"], generation["top_k"]) == (0.8, 7)
 
 
 def test_the_ends_of_a_generation_are_those_that_llama_cpp_takes(tmp_path: Path) -> None:

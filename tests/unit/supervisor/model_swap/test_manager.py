@@ -17,7 +17,7 @@ from servekit.supervisor.model_swap import manager
 from servekit.supervisor.model_swap.manager import SwapManager
 from servekit.supervisor.scheduling.gpu_reservations import GpuReservations
 from servekit.system import cgroup
-from tests.unit.supervisor.made_up_deployment import GIB, MadeUp, config, info
+from tests.unit.supervisor.made_up_deployment import GIB, MadeUp, Replica, config, info
 
 
 class Stage:
@@ -165,6 +165,20 @@ async def test_all_of_a_model_sleep_or_none(reason: str, said: str) -> None:
     assert await stage.reside("a", "sleep") == Accepted("a is asleep")
     a.replicas[0].state, a.replicas[0].reason = "ready", reason
     assert (await stage.until(a, "stopped")).reason.endswith(said)
+
+
+async def test_workers_that_a_restart_replaces_leave_their_model_loaded() -> None:
+    a = deployment("a", "ready", idle_sleep_s=600.0, memory="10GiB")
+    stage = Stage(a)
+    assert await stage.reside("a", "sleep") == Accepted("a is asleep")
+    a.replicas.append(Replica("a/1", "starting"))
+    a.changing = True
+    await stage.until(a, "coming")
+    del a.replicas[0]
+    a.changing = False
+    a.replicas[0].state = "ready"
+    await stage.until(a, "resident")
+    assert a.told == []
 
 
 async def test_for_who_waits_the_others_are_woken_instead() -> None:
