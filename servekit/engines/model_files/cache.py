@@ -102,6 +102,14 @@ class Cache:
             self._sweep_partials(key)
             return self._build_entry(key, build, shared)
 
+    def discard(self, key: Key) -> None:
+        """Remove an entry if it exists; a process that has its files open keeps them."""
+        entry = self.root / key.name
+        with contextlib.suppress(OSError):  # there is none, or the cache is read-only
+            gone = entry.rename(self.root / f"{_PARTIAL}{key.name}.discarded")
+            log.info("cache_leftover_removed", path=str(entry))
+            shutil.rmtree(gone, ignore_errors=True)
+
     @contextlib.contextmanager
     def locked(self, key: Key, report: Report, *, phase: str) -> Iterator[Report]:
         """Hold the lock of `key`; OSErrors inside become LoadErrors that name the folder."""

@@ -26,6 +26,8 @@ from servekit.protocol.messages import Progress
 
 #: Incremented when the conversion's result changes; part of the keys of cached conversions.
 CONVERTER = "gguf-4"
+#: Those of earlier versions, whose conversions a new one replaces.
+EARLIER_CONVERTERS = ("gguf-1", "gguf-2", "gguf-3")
 FLOAT32_BELOW = 1_000_000_000
 _TEXT_BYTES = 64 * 2**20  # generous size of tokenizer and configuration
 

@@ -285,7 +285,10 @@ class _Resolver:
             with phase("convert"):
                 gguf_convert.convert_gguf(path, folder, report)
 
-        return self._cache.obtain(key, build, self._report, phase="convert")
+        folder = self._cache.obtain(key, build, self._report, phase="convert")
+        for converter in gguf_convert.EARLIER_CONVERTERS:
+            self._cache.discard(Key(key.label, (converter, *key.identity[1:])))
+        return folder
 
 
 def _conversion_key(source: PyPI) -> Key:

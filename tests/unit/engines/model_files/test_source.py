@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from servekit.engines.model_files import gguf_convert
 from servekit.engines.model_files.cache import Cache
 from servekit.engines.model_files.source import (
     Folder,
@@ -126,6 +127,19 @@ def test_a_gguf_file_that_changes_is_converted_again(tmp_path: Path) -> None:
     write_tiny_gguf(path, tied=False)
     after = resolve_folder(str(path), None, ignore, cache=cache)
     assert before != after and weights(after).stat().st_size > weights(before).stat().st_size
+
+
+def test_a_conversion_replaces_that_of_an_earlier_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    cache = Cache(tmp_path / "cache")
+    monkeypatch.setattr(gguf_convert, "CONVERTER", "gguf-3")
+    before = resolve_folder(str(path), None, ignore, cache=cache)
+    monkeypatch.undo()
+    after = resolve_folder(str(path), None, ignore, cache=cache)
+    assert after != before and after.is_dir() and not before.exists()
+    assert [one.name for one in cache.root.glob("[!.]*")] == [after.name]
 
 
 def test_a_conversion_that_was_cut_short_on_disk_is_made_again(tmp_path: Path) -> None:
