@@ -57,6 +57,7 @@ def make_html(name: str, *, is_live: bool) -> str:
         for child in token.children or ():
             _point_to_site(child, is_live)
     body = parser.renderer.render(tokens, parser.options, {})
+    body = body.replace("<pre>", '<pre tabindex="0">')  # the keyboard can scroll long lines
     body = body.replace("<table>", '<div class="scroll" tabindex="0"><table>')
     body = body.replace("</table>", "</table></div>")
     beside = "".join(f'<a href="{to}">{text}</a>' for to, text in _BESIDE if is_live)

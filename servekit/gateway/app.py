@@ -227,7 +227,7 @@ def build_rest(
         version=__version__,
         description="OpenAI-compatible serving of the models in one configuration file. "
         "The [documentation](/docs) describes the rest.",
-        docs_url=docs_pages.SWAGGER,
+        docs_url=None,
         redoc_url=None,
     )
     _add_health(app, router)
@@ -236,6 +236,7 @@ def build_rest(
     add_metrics(app, supervisor, router.access)
     add_administration(app, supervisor)
     docs_pages.add_manual(app)
+    docs_pages.add_swagger(app)
     _add_errors(app)
     describe_hot_routes(app, hot)
 

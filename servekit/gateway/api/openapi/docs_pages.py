@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import FileResponse, HTMLResponse, Response
 
 from servekit.errors import ServekitError
@@ -39,6 +40,34 @@ _HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 }
+
+
+#: Below the folder that fastapi_offline serves.
+_SWAGGER_FILES = "/static-offline-docs"
+#: Swagger UI has no links to other pages, no dark colours, and some that are too pale to read.
+_SWAGGER_STYLE = """<style>
+:root { color-scheme: light dark; }
+body { margin: 0; background: light-dark(#fff, #18181b); }
+body > header { display: flex; gap: 1.2rem; padding: .9rem 1.25rem; font: .95rem system-ui; }
+body > header a { color: light-dark(#0f766e, #2dd4bf); text-decoration: none; }
+body > header a:first-child { color: light-dark(#1c1c20, #e7e7ea); font-weight: 650; }
+.swagger-ui .info a, .swagger-ui .info a .url { color: #0f766e; text-decoration: underline; }
+.swagger-ui .info .title small, .swagger-ui .info .title small.version-stamp { background: #4b5563; }
+.swagger-ui .btn.authorize { color: #0f766e; border-color: #0f766e; }
+.swagger-ui .btn.authorize svg { fill: #0f766e; }
+.swagger-ui .opblock .opblock-summary-method { background: #1d4ed8; }
+.swagger-ui .opblock.opblock-post .opblock-summary-method { background: #0f766e; }
+.swagger-ui .opblock.opblock-delete .opblock-summary-method { background: #b42318; }
+.swagger-ui .json-schema-2020-12-expand-deep-button { color: #4b5563; }
+@media (prefers-color-scheme: dark) {
+  .swagger-ui { filter: invert(.9) hue-rotate(180deg); background: #fff; }
+  .swagger-ui .highlight-code, .swagger-ui .microlight { filter: invert(1) hue-rotate(180deg); }
+}
+</style></head>"""
+_SWAGGER_BAR = (
+    '<body><header><a href="/docs">servekit docs</a><a href="/ui/">Chat</a>'
+    '<a href="/ui/dashboard">Dashboard</a></header>'
+)
 
 
 class DocsPages:
@@ -86,6 +115,29 @@ def add_manual(app: FastAPI) -> None:
     @app.get(f"/docs/{SEARCH}", include_in_schema=False)
     async def search() -> Response:
         return Response(await manual.page(SEARCH), media_type="text/javascript")
+
+
+def add_swagger(app: FastAPI) -> None:
+    """Add the page that tries out the API."""
+    page = get_swagger_ui_html(
+        openapi_url=str(app.openapi_url),
+        title=f"{app.title}: try the API",
+        swagger_js_url=f"{_SWAGGER_FILES}/swagger-ui-bundle.js",
+        swagger_css_url=f"{_SWAGGER_FILES}/swagger-ui.css",
+        swagger_favicon_url=f"{_SWAGGER_FILES}/favicon.png",
+    )
+    html = bytes(page.body).decode()
+    for theirs, ours in (
+        ("<html>", '<html lang="en">'),
+        ("</head>", _SWAGGER_STYLE),
+        ("<body>", _SWAGGER_BAR),
+        ('<div id="swagger-ui">\n    </div>', '<main id="swagger-ui"></main>'),
+    ):
+        html = html.replace(theirs, ours)
+
+    @app.get(SWAGGER, include_in_schema=False, response_class=HTMLResponse)
+    async def swagger() -> HTMLResponse:
+        return HTMLResponse(html)
 
 
 def _add_page(app: FastAPI, manual: DocsPages, name: str) -> None:

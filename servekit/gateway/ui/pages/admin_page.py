@@ -275,7 +275,7 @@ def _write_history(one: ReplicaHistory, say: Say) -> str:
     )
     exits = "".join(_write_exit(record, say) for record in reversed(one.exits))
     none = f'<p class="sk-quiet">{escape(say("why.none"))}</p>'
-    return f'<section class="sk-story"><h4>{escape(head)}</h4>{said}{exits or none}</section>'
+    return f'<section class="sk-story"><h3>{escape(head)}</h3>{said}{exits or none}</section>'
 
 
 def _write_exit(record: ExitRecord, say: Say) -> str:

@@ -134,7 +134,8 @@ def test_a_conversion_replaces_that_of_an_earlier_version(
 ) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     cache = Cache(tmp_path / "cache")
-    monkeypatch.setattr(gguf_convert, "CONVERTER", "gguf-3")
+    monkeypatch.setattr(gguf_convert, "CONVERTER", gguf_convert.EARLIER_CONVERTERS[-1])
+    monkeypatch.setattr(gguf_convert, "EARLIER_CONVERTERS", ())
     before = resolve_folder(str(path), None, ignore, cache=cache)
     monkeypatch.undo()
     after = resolve_folder(str(path), None, ignore, cache=cache)
