@@ -379,7 +379,7 @@ def test_the_admins_key_loads_a_model_and_adds_an_adapter(
     page["#sk-adapter-path input, #sk-adapter-path textarea"].fill(str(folder / "shout"))
     page["#sk-adapter-add"].click()
     expect(page["#sk-adapter-told"]).to_contain_text("loud is loaded", timeout=WITHIN_MS)
-    assert [one.name for one in away(lambda: instance.model("moving")).adapters] == ["loud"]
+    poll("it is listed", lambda: adapters_of(instance, "moving") == ["loud"], within_s=30)
     page["#sk-adapter-remove"].click()
     expect(page["#sk-adapter-told"]).to_contain_text("loud was removed", timeout=WITHIN_MS)
     page.press("Sleep moving")
@@ -407,6 +407,10 @@ def test_the_admins_key_loads_a_model_and_adds_an_adapter(
     page.press("mortal")
     expect(page["#sk-log"]).to_contain_text("mortal/0", timeout=WITHIN_MS)
     assert serious(page.page) == []
+
+
+def adapters_of(instance: Instance, name: str) -> list[str]:
+    return [one.name for one in away(lambda: instance.model(name)).adapters]
 
 
 def running_workers(instance: Instance, name: str) -> int:

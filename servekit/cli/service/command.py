@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from servekit.cli.up.command import Profile, make_plan, make_source
 from servekit.errors import ConfigError, StartError
 
 _UNIT = Path(__file__).with_name("servekit.service")
@@ -36,6 +37,7 @@ def install(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing unit.")] = False,
+    profile: Profile = "",
 ) -> None:
     """Write a systemd unit for a configuration file, and tell how to start it."""
     from servekit.cli.up.sources import ModelOptions, find_source
@@ -46,7 +48,9 @@ def install(
         raise ConfigError(
             f"{config} does not exist; `servekit init -o {config}` writes a first one"
         )
-    text = write_unit(config, find_program(), user=user)
+    if profile:
+        make_plan(make_source(config, profile=profile))  # raises ConfigError if there is none
+    text = write_unit(config, find_program(), user=user, profile=profile)
     if str(output) == "-":
         sys.stdout.write(text)
         return
@@ -60,7 +64,7 @@ def find_program() -> Path:
     return Path(sys.executable).with_name("servekit")
 
 
-def write_unit(config: Path, program: Path, *, user: bool) -> str:
+def write_unit(config: Path, program: Path, *, user: bool, profile: str = "") -> str:
     """Return the text of the unit. Raises ConfigError if its sandbox would hide a file."""
     text = _UNIT.read_text()
     head = text[text.index("[Unit]") :]
@@ -73,7 +77,8 @@ def write_unit(config: Path, program: Path, *, user: bool) -> str:
                     f"{path}: the system's unit cannot read homes; move it (the program to "
                     f"{_PROGRAM}, the file to {_CONFIG}), or write a unit of this user with --user"
                 )
-    served = head.replace(_PROGRAM, _quote(program)).replace(_CONFIG, _quote(config))
+    option = f" --profile {_quote(profile)}" if profile else ""
+    served = head.replace(_PROGRAM, _quote(program)).replace(_CONFIG, _quote(config) + option)
     return f"# Written by `servekit service install`.\n\n{served}"
 
 
@@ -89,9 +94,9 @@ def _without_sandbox(text: str) -> str:
     return "\n".join([*lines, "", "[Install]", "WantedBy=default.target", ""])
 
 
-def _quote(path: Path) -> str:
-    """Quote a path for ExecStart=; source: systemd.service(5), command lines."""
-    text = str(path).replace("%", "%%").replace("$", "$$")
+def _quote(word: Path | str) -> str:
+    """Quote a word for ExecStart=; source: systemd.service(5), command lines."""
+    text = str(word).replace("%", "%%").replace("$", "$$")
     return text if shlex.quote(text) == text else f'"{text}"'
 
 

@@ -83,7 +83,7 @@ def test_the_quantization_has_the_name_that_files_have(
 
 def test_a_file_is_sampled_as_it_says_and_else_as_by_llama_cpp() -> None:
     default = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-    assert gguf.read_sampling_defaults({}.get) == default
+    assert gguf.read_sampling_defaults(lambda _: "") == default
     stated = {"general.sampling.temp": "0", "general.sampling.penalty_repeat": 1.1}
-    found = gguf.read_sampling_defaults(stated.get)
+    found = gguf.read_sampling_defaults(lambda key: stated.get(key))
     assert found == default | {"temperature": 0.0, "repetition_penalty": 1.1}

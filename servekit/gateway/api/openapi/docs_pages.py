@@ -52,15 +52,17 @@ body > header { display: flex; gap: 1.2rem; padding: .9rem 1.25rem; font: .95rem
 body > header a { color: light-dark(#0f766e, #2dd4bf); text-decoration: none; }
 body > header a:first-child { color: light-dark(#1c1c20, #e7e7ea); font-weight: 650; }
 .swagger-ui .info a, .swagger-ui .info a .url { color: #0f766e; text-decoration: underline; }
-.swagger-ui .info .title small, .swagger-ui .info .title small.version-stamp { background: #4b5563; }
+.swagger-ui .info .title small, .swagger-ui .info .title small.version-stamp {
+  background: #4b5563;
+}
 .swagger-ui .btn.authorize { color: #0f766e; border-color: #0f766e; }
 .swagger-ui .btn.authorize svg { fill: #0f766e; }
-.swagger-ui .opblock .opblock-summary-method { background: #1d4ed8; }
+.swagger-ui .opblock.opblock-get .opblock-summary-method { background: #1d4ed8; }
 .swagger-ui .opblock.opblock-post .opblock-summary-method { background: #0f766e; }
 .swagger-ui .opblock.opblock-delete .opblock-summary-method { background: #b42318; }
 .swagger-ui .json-schema-2020-12-expand-deep-button { color: #4b5563; }
 @media (prefers-color-scheme: dark) {
-  .swagger-ui { filter: invert(.9) hue-rotate(180deg); background: #fff; }
+  .swagger-ui { filter: invert(.9) hue-rotate(180deg); background: #fff; color-scheme: light; }
   .swagger-ui .highlight-code, .swagger-ui .microlight { filter: invert(1) hue-rotate(180deg); }
 }
 </style></head>"""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.cli.service.command import write_unit
+from servekit.cli.service.command import install, write_unit
 from servekit.errors import ConfigError
 
 ROOT = Path(__file__).parents[4]
@@ -29,6 +29,17 @@ def test_a_users_unit_has_no_sandbox_and_the_default_run_directory() -> None:
     assert "ExecStart=/home/u/.venv/bin/servekit up --config /home/u/a.yaml\n" in text
     assert "WantedBy=default.target" in text
     assert not [word for word in ("DynamicUser", "Protect", "/var/lib", "network") if word in text]
+
+
+def test_a_unit_serves_a_profile_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text("models: [{name: a, path: a, engine: echo}]\nprofiles: {evening: [a]}\n")
+    install(config, user=True, output=Path("-"), profile="evening")
+    assert f"up --config {config} --profile evening\n" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no profile is called 'morning'; there are: evening"):
+        install(config, user=True, output=Path("-"), profile="morning")
 
 
 def test_the_systems_unit_cannot_read_homes() -> None:

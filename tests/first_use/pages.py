@@ -1,0 +1,224 @@
+"""Every page in Chromium: light and dark, desktop and phone, English and Chinese; ten tabs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+from servekit.cli.init.config_template import DEMO_SAMPLING
+from servekit.gateway.ui.pages.language import PAGES
+from tests.api_keys import new_key
+from tests.first_use.commands import QUESTION, find_model
+from tests.first_use.report import Report
+from tests.integration.instance import Instance, echo
+from tests.integration.test_ui import ARGS, CHROMIUM, away
+
+AREA = "pages"
+WITHIN_MS = 60_000
+#: A page is drawn within this time, in seconds; the median of `TIMES` visits counts.
+DRAWN_S, TIMES = 1.0, 5
+SIZES = {"desktop": {"width": 1280, "height": 850}, "phone": {"width": 390, "height": 844}}
+LANGUAGES = {"en": "", "zh": "zh/"}
+DOCS = ("docs", "docs/quickstart", "docs/swagger")
+#: What a page shows once it is drawn.
+DRAWN = {
+    "": "#sk-box textarea",
+    "compare": "#sk-prompt textarea",
+    "playground": "#sk-prompt textarea",
+    "embeddings": "#sk-texts textarea",
+    "structured": "#sk-schema-text textarea",
+    "dashboard": ".sk-workers",
+    "requests": "#sk-requests",
+    "operate": "#sk-models tr",
+}
+#: Pages without a choice of models.
+TABLES = ("dashboard", "requests", "operate")
+#: Findings in Swagger UI's own markup, which we do not write.
+OF_SWAGGER = {"nested-interactive", "heading-order"}
+
+
+def walk_pages(folder: Path, report: Report) -> None:
+    """Start an instance with a real model and some that wait or fail, and visit all pages."""
+    models = [
+        {"name": "smollm2", "path": find_model(), "sampling": DEMO_SAMPLING, "device": "cpu"},
+        echo("slow", step_s=0.05),
+        echo("broken", load_error="the weights are missing"),
+        echo("rare", load_s=3) | {"load": "on_demand"},
+    ]
+    admin, admin_hash = new_key("boss")
+    keys = {"keys": [{"name": "boss", "hash": admin_hash, "admin": True}]}
+    with Instance.up(folder, models, server={"ui": True}, sections=keys) as instance:
+        instance.until_settled(within_s=300)
+        login = ("me", admin)
+        url = f"{instance.url}/ui/"
+        instance.until("the UI is up", lambda: httpx.get(url, auth=login).status_code == 200)
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
+            walk = Walk(browser, str(away(lambda: instance.url)), admin, report)
+            walk.look_at_sign_in()
+            walk.measure_drawing()
+            walk.look_at_all()
+            walk.look_at_docs()
+            walk.open_ten_tabs()
+            walk.chat()
+            browser.close()
+
+
+@dataclass(slots=True)
+class Walk:
+    """Visits pages and reports what is wrong with them."""
+
+    browser: Browser
+    url: str
+    key: str
+    report: Report
+
+    @contextmanager
+    def _visit(self, **options: Any) -> Iterator[BrowserContext]:
+        context = self.browser.new_context(**options)
+        context.set_default_timeout(WITHIN_MS)
+        context.request.post(f"{self.url}/ui/login", form={"key": self.key}, max_redirects=0)
+        yield context
+        context.close()
+
+    def look_at_sign_in(self) -> None:
+        context = self.browser.new_context()
+        page = context.new_page()
+        page.goto(f"{self.url}/ui/")
+        self._report_page(page, "sign-in", "sign-in")
+        context.close()
+
+    def measure_drawing(self) -> None:
+        """Visit each page some times, as one who has been here before."""
+        with self._visit() as context:
+            page = context.new_page()
+            for name in PAGES:
+                took_s = sorted(self._draw(page, name) for _ in range(TIMES))
+                wrong = f"over {DRAWN_S:g} s" if took_s[TIMES // 2] > DRAWN_S else ""
+                seen = "drawn after " + ", ".join(f"{one:.2f} s" for one in took_s)
+                self.report.add(AREA, f"draw /ui/{name}", seen, wrong)
+
+    def _draw(self, page: Page, name: str) -> float:
+        began_s = time.monotonic()
+        page.goto(f"{self.url}/ui/{name}", wait_until="commit")
+        expect(page.locator(DRAWN[name]).first).to_be_visible(timeout=WITHIN_MS)
+        return time.monotonic() - began_s
+
+    def look_at_all(self) -> None:
+        ways = itertools.product(LANGUAGES, ("light", "dark"), SIZES)
+        for language, scheme, size in ways:
+            locale = "zh-CN" if language == "zh" else "en-GB"
+            options = {"viewport": SIZES[size], "color_scheme": scheme, "locale": locale}
+            with self._visit(**options) as context:
+                page = context.new_page()
+                for name in PAGES:
+                    page.goto(f"{self.url}/ui/{LANGUAGES[language]}{name}")
+                    expect(page.locator(DRAWN[name]).first).to_be_visible(timeout=WITHIN_MS)
+                    if name not in TABLES:
+                        model = page.get_by_role("combobox").first
+                        expect(model).not_to_have_value("", timeout=WITHIN_MS)
+                    title = f"{name or 'chat'}-{language}-{scheme}-{size}"
+                    self._report_page(page, f"/ui/{LANGUAGES[language]}{name}", title)
+
+    def look_at_docs(self) -> None:
+        for scheme in ("light", "dark"):
+            with self._visit(color_scheme=scheme) as context:
+                page = context.new_page()
+                for name in DOCS:
+                    page.goto(f"{self.url}/{name}", wait_until="networkidle")
+                    title = f"{name.replace('/', '-')}-{scheme}"
+                    self._report_page(page, f"/{name}", title)
+                    back = page.locator('a[href^="/ui"]').count()
+                    wrong = "" if back else "no link back to the pages"
+                    self.report.add(AREA, f"links of /{name}, {scheme}", f"{back} to /ui", wrong)
+
+    def _report_page(self, page: Page, tried: str, title: str) -> None:
+        """Report what axe-core finds, of whatever weight, and text that is cut at the side."""
+        page.screenshot(path=self.report.folder / f"{title}.png")
+        found = [
+            f"{one['id']} ({one['impact']}): {node['html'][:160]}"
+            for one in Axe().run(page).response["violations"]
+            if one["id"] not in OF_SWAGGER or "swagger" not in page.url
+            for node in one["nodes"]
+        ]
+        width = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        found += [f"{width} px wider than the window"] if width > 0 else []
+        self.report.add(AREA, f"{tried} as {title}.png", "\n".join(found), "; ".join(found))
+
+    def open_ten_tabs(self) -> None:
+        """Open more tabs than a browser has connections, and ask in the last."""
+        with self._visit() as context:
+            took_s, tabs = [], []
+            for name in (*PAGES, "", "compare"):
+                tabs.append(context.new_page())
+                took_s.append(self._draw(tabs[-1], name))
+            answers = []
+            for tab in (tabs[0], tabs[8]):
+                began_s = time.monotonic()
+                self._ask(tab, "smollm2", QUESTION)
+                answers.append(f"answered after {time.monotonic() - began_s:.1f} s")
+            seen = f"drawn after {', '.join(f'{one:.2f}' for one in took_s)} s; {answers}"
+            wrong = "a tab was slow" if max(took_s) > 5 * DRAWN_S else ""
+            self.report.add(AREA, "ten tabs", seen, wrong)
+
+    def _ask(self, page: Page, model: str, question: str) -> None:
+        self._choose(page, model)
+        page.locator("#sk-box textarea").fill(question)
+        page.locator("#sk-box textarea").press("Enter")
+        self._wait_for_answer(page)
+
+    def _wait_for_answer(self, page: Page) -> None:
+        note = page.locator("#sk-note")
+        expect(note).to_contain_text(re.compile("[0-9] tokens"), timeout=WITHIN_MS)
+        stop = page.locator("#sk-box [data-testid=stop-button]")
+        expect(stop).to_have_count(0, timeout=WITHIN_MS)
+
+    def _choose(self, page: Page, model: str) -> None:
+        field = page.locator("#sk-model input")
+        expect(field).not_to_have_value("", timeout=WITHIN_MS)
+        expect(page.get_by_label("Seed")).not_to_have_value("0", timeout=WITHIN_MS)
+        field.click()
+        page.get_by_role("option", name=re.compile(f"^{model}")).click()
+        expect(field).to_have_value(re.compile(f"^{model}"))
+
+    def chat(self) -> None:
+        """Ask a real model, stop one, meet one that fails and one that has to be loaded."""
+        with self._visit(viewport=SIZES["desktop"], locale="en-GB") as context:
+            page = context.new_page()
+            page.goto(f"{self.url}/ui/")
+            self._ask(page, "smollm2", QUESTION)
+            answer = page.locator("#sk-chat .bot-row .md").first.inner_text()
+            self._report_page(page, "a question", "chat-answered")
+            wrong = "" if "Paris" in answer else "no Paris"
+            self.report.add(AREA, QUESTION, answer, wrong)
+            self._choose(page, "rare")
+            page.locator("#sk-box textarea").fill("Are you there?")
+            page.locator("#sk-box textarea").press("Enter")
+            expect(page.locator("#sk-note")).to_contain_text(re.compile("load", re.I))
+            self.report.add(AREA, "a model on demand", page.locator("#sk-note").inner_text())
+            self._report_page(page, "while a model is loaded", "chat-loading")
+            self._wait_for_answer(page)
+            self._choose(page, "broken")
+            page.locator("#sk-box textarea").fill("And you?")
+            page.locator("#sk-box textarea").press("Enter")
+            failed = page.locator("#sk-note, #sk-chat").filter(has_text="weights are missing")
+            expect(failed.first).to_be_visible(timeout=WITHIN_MS)
+            self._report_page(page, "a model that has failed", "chat-failed")
+            self._choose(page, "slow")
+            page.locator("#sk-box textarea").fill("Tell me something long. " * 20)
+            page.locator("#sk-box textarea").press("Enter")
+            expect(page.locator("#sk-box [data-testid=stop-button]")).to_be_visible()
+            page.keyboard.press("Escape")
+            expect(page.locator("#sk-note")).to_contain_text(re.compile("stopped", re.I))
+            self.report.add(AREA, "Esc stops", page.locator("#sk-note").inner_text())
+            self._report_page(page, "a stopped answer", "chat-stopped")
