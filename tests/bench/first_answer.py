@@ -1,14 +1,17 @@
 """A new user's path, in commands and seconds: from `servekit init` to the first answer.
 
-    python -m tests.bench.first_answer [--model PATH]
+    python -m tests.bench.first_answer [--model PATH] [--fresh]
 
 Each is a command that a user types; `up` runs on, and takes until it says that it is up. The model
-is the demo's unless told otherwise: if it is not here yet, fetching and converting it is in it.
+is the demo's unless told otherwise: if it is not here yet, fetching and converting it is in it,
+and with `--fresh`, which has an empty cache, it always is. Then comes the shortest way, `servekit
+run`, up to the first character of the answer, again with an empty cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +56,25 @@ def walk(folder: Path, model: str) -> list[Step]:
     return steps
 
 
+def walk_run(folder: Path, model: str) -> Step:
+    """Time `servekit run` in an empty folder, to the first character of the answer."""
+    env = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "NO_COLOR": "1"}
+    command = [*SERVEKIT, "run", model]
+    began_s = time.monotonic()
+    with subprocess.Popen(
+        command, cwd=folder, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    ) as run:  # fmt: skip
+        assert run.stdin is not None and run.stdout is not None
+        run.stdin.write(f"{QUESTION}\n")
+        run.stdin.close()
+        first = run.stdout.read(1)
+        took_s = time.monotonic() - began_s
+        said = first + run.stdout.read()
+    assert run.returncode == 0 and first, said
+    return Step(f'echo "{QUESTION}" | servekit run {model}', took_s, said)
+
+
 def _until_up(up: subprocess.Popen[str]) -> list[str]:
     assert up.stderr is not None
     lines = []
@@ -77,11 +100,24 @@ def _done(folder: Path, env: dict[str, str], *args: str, text: str = "") -> Step
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="demo")
-    with tempfile.TemporaryDirectory() as folder:
-        steps = walk(Path(folder), parser.parse_args().model)
+    parser.add_argument("--fresh", action="store_true", help="with an empty cache of models")
+    options = parser.parse_args()
+    with _open_folder(fresh=options.fresh) as folder:
+        steps = walk(folder, options.model)
     for step in steps:
         print(f"{step.took_s:6.1f} s  {step.command}")
     print(f"{sum(step.took_s for step in steps):6.1f} s  {len(steps)} commands: {steps[-1].said}")
+    with _open_folder(fresh=options.fresh) as folder:
+        step = walk_run(folder, options.model)
+    print(f"{step.took_s:6.1f} s  {step.command}, to the first character: {step.said}")
+
+
+@contextlib.contextmanager
+def _open_folder(*, fresh: bool) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        if fresh:
+            os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
+        yield Path(folder)
 
 
 if __name__ == "__main__":
