@@ -263,7 +263,8 @@ class Gateway:
                 self._channel.send(now)
                 last = now
             self._tell_counts()
-            await asyncio.to_thread(RECORDER.flush)
+            if RECORDER.has_pending:  # a thread that wakes up for nothing costs more than a look
+                await asyncio.to_thread(RECORDER.flush)
 
     def _tell_counts(self) -> None:
         if (counted := self._router.measures.pop_counts()) is not None:
@@ -367,7 +368,7 @@ async def serving(
     for listening in (sock, *also):
         server.servers.append(await _listen(server, listening, tls, limits.header_s))
     sweep = Sweep(server.server_state.connections, limits)
-    ticking = asyncio.get_running_loop().create_task(server.main_loop())
+    ticking = asyncio.get_running_loop().create_task(_renew_date(server))
 
     def close_doors() -> None:
         Http.leaving = True
@@ -377,10 +378,19 @@ async def serving(
     try:
         yield close_doors
     finally:
-        server.should_exit = True
-        await ticking
+        ticking.cancel()
         await server.shutdown(sockets=[sock, *also])
         sweep.stop_timer()
+
+
+async def _renew_date(server: uvicorn.Server) -> None:
+    """Renew the `date` of responses each second.
+
+    uvicorn's own `main_loop` wakes up ten times a second, to look whether it should end.
+    """
+    while True:
+        await server.on_tick(0)
+        await asyncio.sleep(1.0)
 
 
 async def _listen(

@@ -81,10 +81,16 @@ END_S = WORKER_GRACE_S + 2 * KILL_S
 #: The interval of ticks, and the gap between two ticks that means we were suspended.
 TICK_S = 0.2
 SLEPT_S = 2.0
+#: The same interval, once nothing has changed and no request has come for `REST_AFTER_S`.
+TICK_AT_REST_S = 1.0
+REST_AFTER_S = 30.0
 #: The longest wait for new figures before an operator gets those of the last measurement.
 _FIGURES_S = 1.0
 #: The interval at which the token budgets of keys are looked at.
 BUDGETS_EVERY_S = 1.0
+
+#: States of workers in which nothing is due.
+_CALM = ("ready", "asleep", "failed")
 
 #: A request to end. The second signal means "now", as a second Ctrl-C does elsewhere.
 Request = Literal["signal", "drain", "now", "hangup"]
@@ -142,6 +148,7 @@ class Supervisor:
         self._scaler = Scaler(self._deployments, self._gateways, self._swap_manager, rooms)
         self._usage = UsageLedger()
         self._budgets_at = 0.0  # when the budgets were looked at last
+        self._active_at, self._requests_seen = time.monotonic(), 0
         self._links = BrowserLinks(access_rules.SESSIONS)
         adapters = AdapterService(self._deployments, self._gateways)
         self._metrics = MetricsAggregator(
@@ -149,7 +156,7 @@ class Supervisor:
         )
         self._admin_api = AdminApi(self, adapters, self._swap_manager, self._metrics)
         self._measures = ResourceMonitor(
-            self._deployments, self._lives, self.run_dir, self.children_changed
+            self._deployments, self._lives, self.run_dir, self.children_changed, self.is_at_rest
         )
         own = self._gateways, plan.config.server, resources.listeners
         self._everywhere = remote_gateways(*own, self.launcher, self, self._admin_api, self._run)
@@ -173,7 +180,7 @@ class Supervisor:
             self._guard = OrphanGuard(self.run_dir.path, self.mark, self.environ, grace)
             last.callback(self._guard.stop_guard)
             last.callback(self._end_all)
-            for task in (ticking(self._tick_once), self._measures.run()):
+            for task in (ticking(self._tick_once, self.is_at_rest), self._measures.run()):
                 last.callback(self._loop.create_task(task).cancel)
             await self._admin_api.listen(self.run_dir.control)
             if self.launcher is None or await complete_before(
@@ -371,7 +378,7 @@ class Supervisor:
         before = self._topology
         held = differ_in_time_only(topology.quarantined, before.quarantined)
         if not held or replace(topology, quarantined=before.quarantined) != before:
-            self._topology = topology
+            self._topology, self._active_at = topology, time.monotonic()
             for gateway in self._gateways:
                 gateway.publish(topology)
         if why := self._deployments.in_vain() or in_vain(self._gateways):
@@ -380,7 +387,20 @@ class Supervisor:
             self._observer.on_change(status := self.status())
             self._notifier.on_change(status)
 
+    def is_at_rest(self) -> bool:
+        """Return whether nothing has happened for a while, so that looking seldom will do."""
+        return time.monotonic() - self._active_at > REST_AFTER_S
+
+    def _note_activity(self) -> None:
+        """Note requests, and workers that are on their way."""
+        seen = sum(gateway.traffic.requests for gateway in self._gateways)
+        running = any(gateway.traffic.in_flight for gateway in self._gateways)
+        calm = all(one.state in _CALM for one in self._deployments.replicas())
+        if seen != self._requests_seen or running or not calm:
+            self._requests_seen, self._active_at = seen, time.monotonic()
+
     def _tick_once(self, slept: bool) -> None:
+        self._note_activity()
         self._restore_run_dir()
         for life in self._lives():
             if slept:
@@ -479,19 +499,19 @@ class Supervisor:
         )
 
 
-async def ticking(look: Callable[[bool], None]) -> None:
+async def ticking(look: Callable[[bool], None], is_at_rest: Callable[[], bool]) -> None:
     """Call `look(suspended)` at each tick, until cancelled."""
-    last = time.monotonic()
+    last, tick_s = time.monotonic(), TICK_S
     while True:
         now = time.monotonic()
         try:
-            look(now - last > SLEPT_S)
+            look(now - last > tick_s + SLEPT_S)
             subreaper.reap_orphans()
         except Exception as error:  # one failure must not stop the ticks
             if not is_shortage(error):  # the monitor warns of that
                 log.exception("tick_failed")
-        last = now
-        await asyncio.sleep(TICK_S)
+        last, tick_s = now, TICK_AT_REST_S if is_at_rest() else TICK_S
+        await asyncio.sleep(tick_s)
 
 
 def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

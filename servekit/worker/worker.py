@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import struct
@@ -77,8 +78,10 @@ EXIT_ENGINE_DIED = os.EX_SOFTWARE
 REPORT_EVERY_S = 0.1
 #: A worker that has completed nothing for this long sends itself a request.
 PROBE_EVERY_S = 15.0
-#: The same for a speech model, whose encoder reads 30 s of silence for each.
-PROBE_SPEECH_EVERY_S = 300.0
+#: The share of the time that these requests may take, since a slow model would keep the machine
+#: from its rest; and the longest interval of them. The encoder of a speech model reads 30 s of
+#: silence each time.
+PROBE_SHARE, PROBE_AT_LEAST_EVERY_S = 1 / 2000, 300.0
 #: This many tokens count as a completed request in the restart policy: a few decode steps have
 #: succeeded, and a client has their output.
 TOKENS_OF_USE = 8
@@ -133,6 +136,7 @@ class Worker:
         self._finished = 0  # requests the engine has completed, probes included
         self._tokens = 0
         self._probes = 0
+        self._probe_s = math.inf  # the time that the fastest one took
         self._of_use = False  # reported to the supervisor without a ping
 
     async def run(self) -> int:
@@ -279,7 +283,9 @@ class Worker:
 
     async def _send_probe(self, info: ModelInfo) -> None:
         self._probes += 1
+        began_s = time.monotonic()
         await warm_up(self._channel.dial, info)
+        self._probe_s = min(self._probe_s, time.monotonic() - began_s)
 
     async def _probe_when_idle(self, info: ModelInfo) -> None:
         """Send a probe request whenever no other request has completed for a while.
@@ -288,10 +294,10 @@ class Worker:
         on the probe, and its growing progress age makes the supervisor replace the worker before a
         client is affected.
         """
-        every_s = PROBE_SPEECH_EVERY_S if "transcribe" in info.serves else PROBE_EVERY_S
         while True:
             before, runner = self._finished, self._runner
-            await asyncio.sleep(every_s)
+            seldom_s = min(self._probe_s / PROBE_SHARE, PROBE_AT_LEAST_EVERY_S)
+            await asyncio.sleep(max(PROBE_EVERY_S, seldom_s))
             if self._finished != before or (runner is not None and (runner.busy or runner.asleep)):
                 continue
             try:

@@ -55,6 +55,10 @@ class RequestRecorder:
         if status >= 400 or not (path in _UNLOGGED or path.startswith(_UNLOGGED_FOLDERS)):
             self.note(path, status, origin)
 
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
     def flush(self) -> None:
         """Write what is pending. Blocks: call it in a thread."""
         pending, self._pending = self._pending, []

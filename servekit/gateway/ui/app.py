@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 Hook = Callable[[], Awaitable[None]]
 #: The most browser sessions that Gradio keeps, at about 80 kB each. Forgetting one loses nothing.
 SESSIONS = 1000
-#: The time between two polls of Gradio's queue, s. Gradio's default is a millisecond.
-POLL_S = 0.02
+#: The time between two polls of Gradio's queue, s: while somebody uses a page, and after nobody
+#: has for `QUIET_AFTER_S`. Gradio's default is a millisecond.
+POLL_S, POLL_QUIETLY_S = 0.02, 0.5
+QUIET_AFTER_S = 60.0
 #: Pages show the output of models. Whatever passes the sanitizer, the browser may contact no other
 #: host, and no other site may frame the page.
 POLICY = (
@@ -85,7 +87,7 @@ def build_app(router: Router, supervisor: Supervisor, max_body_bytes: int) -> UI
         _calm_gradio(blocks)
         _mount_pages(outer, blocks, get_root(language))
         made.append(blocks)
-    return UI(Shield(outer, max_body_bytes), *_make_lifespan(outer, made, watch))
+    return UI(Shield(outer, max_body_bytes, made), *_make_lifespan(outer, made, watch))
 
 
 def _mount_pages(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
@@ -152,18 +154,24 @@ def _calm_gradio(blocks: gradio.Blocks) -> None:
     blocks.state_session_capacity = SESSIONS
     queue = blocks._queue
     queue.max_thread_count = 4096  # the most concurrent jobs, despite its name
-    queue.sleep_when_free = POLL_S
+    queue.sleep_when_free = POLL_QUIETLY_S
     queue.progress_update_sleep_when_free = 3600.0  # gr.Progress is not used
     queue.ANALYTICS_MAX_EVENTS = 1
     queue.ANAYLTICS_CACHE_FREQUENCY = 2**62  # Gradio's spelling
 
 
 class Shield:
-    """Adds the pages' security headers, and refuses requests that no page makes."""
+    """Adds the pages' security headers, and refuses requests that no page makes.
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    While it sees no request, it slows Gradio's queues down, which poll.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, made: Sequence[gradio.Blocks]) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._made = made
+        self._used_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -174,6 +182,7 @@ class Shield:
         if not _is_within(scope, self._max_body_bytes):
             await send_json(send, TOO_LONG, 413)
             return
+        self._quicken()
 
         async def shielded(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -181,6 +190,27 @@ class Shield:
             await send(message)
 
         await self._app(scope, receive, shielded)
+
+    def _quicken(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._used_s = loop.time()
+        if self._timer is None:
+            self._set_poll(POLL_S)
+            self._timer = loop.call_later(QUIET_AFTER_S, self._calm)
+
+    def _calm(self) -> None:
+        loop = asyncio.get_running_loop()
+        left_s = self._used_s + QUIET_AFTER_S - loop.time()
+        jobs = (job for blocks in self._made for job in blocks._queue.active_jobs)
+        if left_s > 0 or any(job is not None for job in jobs):
+            self._timer = loop.call_later(max(left_s, 1.0), self._calm)
+        else:
+            self._timer = None
+            self._set_poll(POLL_QUIETLY_S)
+
+    def _set_poll(self, poll_s: float) -> None:
+        for blocks in self._made:
+            blocks._queue.sleep_when_free = poll_s
 
 
 def _is_within(scope: Scope, max_body_bytes: int) -> bool:

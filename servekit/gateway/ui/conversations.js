@@ -60,7 +60,8 @@
   const note = (made, id) => {
     numbers.set(made.id, made.turns.length ? made.number : 0);
     if (made.id === id) {
-      complain("");
+      // else nobody could read it: the answer is saved right after the question
+      if (find("#sk-store [role=alert]").textContent !== say("fork")) complain("");
     } else {
       beside.set(id, made.id);
       if (current.id === id) remember({ ...current, id: made.id });
@@ -94,6 +95,7 @@
 
   // ---- what is shown
   const show = (conversation) => {
+    complain("");
     beside.delete(conversation.id);
     numbers.set(conversation.id, conversation.number ?? 0);
     remember({ id: conversation.id, turns: conversation.turns });

@@ -29,8 +29,8 @@ from servekit.system.shared_memory import Segment
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
-#: Interval of the looks at /dev/shm.
-_LOOK_EVERY_S = 0.2
+#: Interval of the looks at /dev/shm; at rest, when what follows is as seldom, too.
+_LOOK_EVERY_S, _LOOK_AT_REST_S = 0.2, 1.0
 #: The age of figures that are fresh enough for an operator.
 _FRESH_S = 1.0
 #: Looks between measurements of memory and open files.
@@ -50,9 +50,10 @@ class ResourceMonitor:
         lives: Callable[[], Sequence[ManagedProcess[Any]]],
         run_dir: RunDir,
         on_descendants: Callable[[], None],
+        is_at_rest: Callable[[], bool] = lambda: False,
     ) -> None:
         self._deployments, self._lives = deployments, lives
-        self._on_descendants = on_descendants
+        self._on_descendants, self._is_at_rest = on_descendants, is_at_rest
         self._run_dir = run_dir
         self._segments: set[Segment] = set()
         self._short_of_files: set[str] = set()
@@ -71,7 +72,7 @@ class ResourceMonitor:
             except Exception as error:  # a figure that cannot be read must not stop the others
                 if not is_shortage(error):  # `_check_files` warns of that
                     log.exception("measurement_failed")
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_LOOK_AT_REST_S if self._is_at_rest() else _LOOK_EVERY_S)
 
     async def _measure_due(self, count: int) -> None:
         """Measure what is due; `count` is the number of looks so far."""

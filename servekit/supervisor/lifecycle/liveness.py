@@ -18,6 +18,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from servekit.protocol.messages import Pong, WorkerState
 
 #: The time without verdicts after the supervisor was suspended (SIGSTOP, a frozen container).
@@ -53,11 +55,13 @@ class Liveness:
         if self._owed_since is None:
             self._owed_since = now
 
-    def answered(self, pong: Pong) -> None:
-        self.last = pong
+    def answered(self, pong: Pong) -> bool:
+        """Record an answer; return whether it tells of more than the passage of time."""
+        before, self.last = self.last, pong
         if abs(pong.kv_used - self.kv_used) >= KV_STEP or not pong.kv_used:
             self.kv_used = round(pong.kv_used, 2)
         self._owed_since = None
+        return pong != replace(before, seq=pong.seq, progress_age_s=pong.progress_age_s)
 
     def restart_timers(self, now: float) -> None:
         """Restart the timers after a suspension of the supervisor; give no verdict for a while."""

@@ -214,8 +214,8 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             case EngineDied(cause):
                 self.mark_engine_dead(cause)
             case Pong():
-                self.liveness.answered(message)
-                self.host.publish_later()
+                if self.liveness.answered(message):
+                    self.host.publish_later()
             case AdapterLoaded() | AdapterUnloaded() | AdapterRefused():
                 self.admin.take_answer(message)
             case Asleep() | Awake() | SleepFailed():

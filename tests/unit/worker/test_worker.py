@@ -395,11 +395,32 @@ async def test_an_idle_worker_sends_itself_a_request(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PROBE_EVERY_S", 0.02)
+    monkeypatch.setattr(module, "PROBE_SHARE", 1.0)
     scene = await start()
     await scene.boot()
     await until(lambda: len(scene.engine.submitted) >= 4)
     assert set(scene.engine.submitted) == {PROBE}
     assert (await scene.ping()).served == 0, "its own requests are of no use to anybody"
+
+
+async def test_a_slow_model_at_rest_is_asked_seldom(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    async def sleep(duration_s: float) -> None:
+        waits.append(duration_s)
+        await asyncio.Event().wait()
+
+    scene = await start()
+    monkeypatch.setattr("servekit.worker.worker.asyncio.sleep", sleep)
+    monkeypatch.setattr(module, "PROBE_EVERY_S", 1e-6)
+    monkeypatch.setattr(module, "PROBE_SHARE", 1e-3)
+    scene.control.send(LoadModel(scene.spec))
+    async with asyncio.timeout(DEADLINE_S):
+        while scene.worker._probe_s / 1e-3 not in waits:
+            await asyncio.wait((scene.exit,), timeout=0.002)
+    assert 0 < scene.worker._probe_s < DEADLINE_S
 
 
 async def test_a_busy_worker_sends_itself_nothing(
@@ -437,6 +458,7 @@ async def test_a_probe_that_fails_is_the_engines_death(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PROBE_EVERY_S", 0.02)
+    monkeypatch.setattr(module, "PROBE_SHARE", 1.0)
     scene = await start()
     await scene.boot()
     scene.engine.refuses = True

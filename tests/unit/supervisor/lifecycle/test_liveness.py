@@ -99,6 +99,14 @@ def test_one_request_is_one_request() -> None:
     assert pulse(11.0, 1).verdict("ready", TIMEOUTS, 1.0).endswith("with 1 request running")
 
 
+def test_an_answer_tells_whether_it_is_news() -> None:
+    liveness = Liveness(0.0)
+    assert not liveness.answered(Pong(1, 0.0, 0, 0, 0.0))
+    assert liveness.answered(Pong(2, 0.0, 1, 0, 0.0))
+    assert not liveness.answered(Pong(3, 0.7, 1, 0, 0.0))
+    assert liveness.answered(Pong(4, 0.7, 1, 0, 0.0, trouble="away"))
+
+
 def test_how_full_its_cache_is_is_told_in_steps() -> None:
     """Gateways are sent all there is on each change: a cache that fills is told of a few times."""
     one = pulse()

@@ -240,7 +240,7 @@ async def test_now_means_now(play: Play) -> None:
 async def test_a_pong_brings_the_load(play: Play) -> None:
     stage = play()
     await stage.until("ready")
-    await stage.host.until(lambda: stage.replica.liveness.last.seq == 1)
+    await poll_async("a pong", lambda: stage.replica.liveness.last.seq == 1)
     stage.replica.measure()
     assert stage.replica.status().rss_bytes > 2**20
 
