@@ -49,26 +49,25 @@ def save_tokenizer(folder: Path) -> Any:
 
 
 def make_config(fast: Any, **more: Any) -> Any:
-    return Config(
-        vocab_size=len(fast),
-        max_position_embeddings=1024,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.4,
-        **more,
-    )
+    sizes: dict[str, Any] = {
+        "max_position_embeddings": 1024,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "initializer_range": 0.4,
+    }
+    return Config(vocab_size=len(fast), **(sizes | more))
 
 
-def make_reranker(folder: Path) -> Path:
+def make_reranker(folder: Path, **more: Any) -> Path:
     """A random model in the files of an original Qwen3-Reranker."""
     folder.mkdir(exist_ok=True)
     fast = save_tokenizer(folder)
     torch.manual_seed(7)
-    Model(make_config(fast)).save_pretrained(folder)
+    Model(make_config(fast, **more)).save_pretrained(folder)
     return folder
 
 
