@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseStreamEvent
 
 from tests.api_keys import new_key
 from tests.integration.instance import Instance
@@ -116,7 +116,10 @@ def test_what_cannot_run_is_refused_or_fails_with_a_reason(ada: openai.OpenAI) -
     wrong: Any
     for wrong, said in (
         ({"store": False}, "leave out store"),
-        ({"stream": True}, "leave out stream"),
+        (
+            {"stream": True, "include": ["message.output_text.logprobs"]},
+            "without log probabilities",
+        ),
         ({"model": "none"}, "none"),
         ({"previous_response_id": "resp_none"}, "no response"),
     ):
@@ -140,6 +143,101 @@ def test_kills_of_gateways_and_of_the_worker_lose_none(
         os.kill(pid, signal.SIGKILL)
     for one in started:
         assert until(ada, one, "incomplete", "failed").output_text == numbers(50)
+
+
+def begin(client: openai.OpenAI, tokens: int, **more: Any) -> Iterator[ResponseStreamEvent]:
+    fields: Any = {"model": "m", "input": "One", "max_output_tokens": tokens} | more
+    stream: Any = client.responses.create(background=True, stream=True, **fields)
+    return iter(stream)
+
+
+def go_on(client: openai.OpenAI, id: str, after: int | None = None) -> list[ResponseStreamEvent]:
+    """The events after this one, to the end of the stream."""
+    more: Any = {} if after is None else {"starting_after": after}
+    return list(client.responses.retrieve(id, stream=True, **more))
+
+
+def text_of(events: list[ResponseStreamEvent]) -> str:
+    return "".join(event.delta for event in events if event.type == "response.output_text.delta")
+
+
+def check(events: list[ResponseStreamEvent], tokens: int) -> None:
+    """Check a whole stream: each number once, and the text that the response ends with."""
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
+    last = events[-1]
+    assert last.type == "response.incomplete", last
+    assert text_of(events) == last.response.output_text == numbers(tokens)
+    items = {event.item_id for event in events if event.type == "response.output_text.delta"}
+    assert items == {item.id for item in last.response.output}
+    for once in ("response.output_item.added", "response.output_text.done"):
+        assert kinds.count(once) == 1
+
+
+def test_a_stream_goes_on_where_its_client_left(ada: openai.OpenAI) -> None:
+    stream = begin(ada, 60, metadata={"a": "b"})
+    events = [next(stream) for _ in range(12)]
+    stream.close()  # type: ignore[attr-defined]
+    first = events[0]
+    assert first.type == "response.created" and first.response.status == "queued"
+    events += go_on(ada, first.response.id, events[-1].sequence_number)
+    check(events, 60)
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    assert last.response == ada.responses.retrieve(last.response.id)
+    assert (last.response.background, last.response.metadata) == (True, {"a": "b"})
+    assert last.response.usage is not None and last.response.usage.output_tokens == 60
+    # and again, from its begin and from any place, after its end
+    assert go_on(ada, last.response.id) == events
+    for at in (0, 1, 20, len(events) - 1):
+        assert go_on(ada, last.response.id, at) == events[at + 1 :]
+    ada.responses.delete(last.response.id)
+    with pytest.raises(openai.NotFoundError):
+        go_on(ada, last.response.id)
+
+
+def test_streams_survive_kills_of_gateways_and_of_the_worker(
+    instance: Instance, ada: openai.OpenAI
+) -> None:
+    streams = [begin(ada, 150) for _ in range(4)]
+    seen = [[next(stream) for _ in range(20)] for stream in streams]
+    for pid in (instance.replica("m/0").pid, *(instance.gateway(at).pid for at in (0, 1))):
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+    for events in seen:
+        first = events[0]
+        assert first.type == "response.created"
+        last = until(ada, first.response, "incomplete", "failed")
+        assert last.output_text == numbers(150), last.error
+        check(events + go_on(ada, first.response.id, events[-1].sequence_number), 150)
+
+
+def test_a_stream_ends_when_it_is_cancelled(ada: openai.OpenAI) -> None:
+    stream = begin(ada, 100_000)
+    first, *_ = [next(stream) for _ in range(10)]
+    assert first.type == "response.created"
+    assert ada.responses.cancel(first.response.id).status == "cancelled"
+    last = list(stream)[-1]
+    assert last.type == "error" and last.code == "response_cancelled"
+    assert go_on(ada, first.response.id, last.sequence_number) == []
+
+
+def test_a_stream_that_is_not_there_is_refused(instance: Instance, ada: openai.OpenAI) -> None:
+    plain = until(ada, start(ada), "incomplete")
+    with pytest.raises(openai.BadRequestError, match="this response has no stream"):
+        go_on(ada, plain.id)
+    stream = begin(ada, 5)
+    first = next(stream)
+    assert first.type == "response.created"
+    with pytest.raises(openai.NotFoundError):
+        go_on(client_of(instance, BOB), first.response.id)
+    with pytest.raises(openai.BadRequestError, match="starting_after"):
+        go_on(ada, first.response.id, -1)
+    failed = list(begin(ada, 5, tool_choice="required"))[-1]
+    assert failed.type == "response.failed" and failed.response.error is not None
+    assert "tool_choice" in failed.response.error.message
+    assert ada.responses.retrieve(failed.response.id) == failed.response
 
 
 @pytest.mark.lane("long")

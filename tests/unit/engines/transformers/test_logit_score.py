@@ -99,7 +99,7 @@ def score_as_the_card(
 ) -> list[float]:
     """The scores by the code of the model card, with the library alone."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     token_false_id = tokenizer.convert_tokens_to_ids("no")
     token_true_id = tokenizer.convert_tokens_to_ids("yes")
     prefix = (
