@@ -17,6 +17,7 @@ from tests.integration.instance import Instance
 from tests.integration.test_command import numbers, odd
 from tests.integration.test_images import RED, uri
 from tests.polling import poll
+from tests.unit.engines.harness import write_tiny_llama
 
 (ADA, ADA_HASH), (BOB, BOB_HASH) = new_key("ada"), new_key("bob")
 FIVE = numbers(5)
@@ -213,6 +214,36 @@ def test_streams_survive_kills_of_gateways_and_of_the_worker(
         check(events + go_on(ada, first.response.id, events[-1].sequence_number), 150)
 
 
+def test_a_sampled_stream_goes_on_after_its_tokens(tmp_path: Path) -> None:
+    """Each run draws other tokens, so that a stream that begins again would not be the same."""
+    path = write_tiny_llama(tmp_path / "tiny")
+    options = {"threads": 1, "max_batch_tokens": 64}
+    model = {"name": "m", "path": str(path), "device": "cpu", "options": options}
+    server: dict[str, Any] = {"store_responses": {}, "gateways": 2}
+    (tmp_path / "up").mkdir()
+    with Instance.up(tmp_path / "up", [model], server=server) as instance:
+        instance.until_settled(120)
+        client = client_of(instance)
+        streams = [begin(client, 480, temperature=1.0) for _ in range(8)]
+        seen = [[next(stream) for _ in range(12)] for stream in streams]
+        for pid in (instance.gateway(0).pid, instance.gateway(1).pid, instance.replica("m/0").pid):
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        begun = [events[0].response for events in seen if events[0].type == "response.created"]
+        ends = ("incomplete", "completed", "failed")
+        now = [until(client, one, "queued", "in_progress", *ends).status for one in begun]
+        assert now.count("in_progress") >= 4, now  # they were killed in the midst
+        wholes = set()
+        for events, one in zip(seen, begun, strict=True):
+            last = until(client, one, *ends)
+            assert last.status != "failed", last.error
+            events += go_on(client, one.id, events[-1].sequence_number)
+            assert [event.sequence_number for event in events] == list(range(len(events)))
+            assert text_of(events) == last.output_text
+            wholes.add(last.output_text)
+        assert len(wholes) == len(begun)
+
+
 def test_a_stream_ends_when_it_is_cancelled(ada: openai.OpenAI) -> None:
     stream = begin(ada, 100_000)
     first, *_ = [next(stream) for _ in range(10)]
@@ -246,6 +277,8 @@ def test_a_killed_supervisor_is_followed_by_one_that_goes_on(tmp_path: Path) -> 
     with Instance.up(tmp_path, MODELS, server=server) as first:
         first.until_settled()
         started = [start(client_of(first), 100) for _ in range(3)]
+        stream = begin(client_of(first), 200)
+        events = [next(stream) for _ in range(20)]
         until(client_of(first), started[0], "in_progress")
         first.process.kill()
         first.process.wait()
@@ -254,3 +287,7 @@ def test_a_killed_supervisor_is_followed_by_one_that_goes_on(tmp_path: Path) -> 
             for one in started:
                 done = until(client_of(second), one, "incomplete", "failed")
                 assert done.output_text == numbers(100)
+            opened = events[0]
+            assert opened.type == "response.created"
+            after = events[-1].sequence_number
+            check(events + go_on(client_of(second), opened.response.id, after), 200)
