@@ -15,7 +15,8 @@ import msgspec
 import structlog
 
 from servekit.errors import ModelChanged
-from servekit.gateway.api.openai.background_stream import KEPT, STREAMED, BackgroundStream
+from servekit.gateway.api.openai.background_stream import KEPT, BackgroundStream
+from servekit.gateway.api.openai.responses import STREAMED
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.background_store import BackgroundResponse, BackgroundStore, HeldResponse
 from servekit.gateway.http.asgi import ASGIApp
@@ -31,7 +32,7 @@ _PATH = "/v1/responses"
 #: How long a response may wait for its turn.
 _EXPIRES_S = 86400.0
 #: How often the new events of a stream are stored.
-_WRITE_EVERY_S = 0.1
+_WRITE_EVERY_S = 0.2
 _UNKNOWN = {"code": "server_error", "message": "the stream was interrupted again and again"}
 
 
@@ -85,7 +86,8 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
         It returns early if it cannot go on now; what is stored is then the begin of the next run.
         """
         shown, asked = _read_request(response)
-        stream = BackgroundStream(shown, response.stream, exact=response.id not in self._changed)
+        exact = response.id not in self._changed
+        stream = await asyncio.to_thread(BackgroundStream, shown, response.stream, exact)
         ACTING.set(self._router.access.callers.get(response.key))
         STREAMED.set(stream)
         ended = asyncio.Event()

@@ -222,8 +222,8 @@ def _check_share(file: sqlite3.Connection, key: str, size_bytes: int, max_bytes:
     elif held + size_bytes > max(0, max_bytes - of_all - size_bytes):
         said = (
             f"the responses of the key that are not done hold {held} bytes, and this one has"
-            f" {size_bytes}; they may hold as much as is left free, of which"
-            f" server.store_responses.max_bytes leaves {max(0, max_bytes - of_all)}"
+            f" {size_bytes}; together they may hold as much as they leave free, and"
+            f" {max(0, max_bytes - of_all)} bytes of server.store_responses.max_bytes are free"
         )
     if said:
         raise TooManyInBackground(

@@ -140,7 +140,7 @@ async def test_a_key_holds_as_much_as_it_leaves_free(make_store: Make) -> None:
                 await store.add(one, rules)
             except TooManyInBackground as error:
                 assert error.status == 429
-                assert "they may hold as much as is left free" in error.message
+                assert "they may hold as much as they leave free" in error.message
                 return at
         raise AssertionError("none was refused")
 

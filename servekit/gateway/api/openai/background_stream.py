@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,10 +139,6 @@ class BackgroundStream:
                 continuation = msgspec.msgpack.encode(began)
             self.tokens += new
         return StreamPart(first, self.next - 1, data, tokens, continuation)
-
-
-#: The stream that a request of the gateway to itself is for.
-STREAMED: ContextVar[BackgroundStream | None] = ContextVar("streamed", default=None)
 
 
 class BackgroundEncoder(ResponsesEncoder):

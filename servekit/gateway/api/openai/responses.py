@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,7 @@ from servekit.protocol.access import ResponseStorage
 from servekit.protocol.messages import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
+    from servekit.gateway.api.openai.background_stream import BackgroundStream
     from servekit.gateway.background_store import BackgroundStore
     from servekit.gateway.response_store import ResponseStore, StoredResponse, StreamPart
 
@@ -81,14 +83,19 @@ _STREAM_PARAMETERS = query_parameters(
         {"type": "integer", "minimum": 0},
     ),
 )
-#: How often a stream in the background is looked for new events.
+#: How often a stream in the background is looked for new events, and once none come.
 _FOLLOW_EVERY_S = 0.1
-#: The time after which a client that waits is told so.
+_FOLLOW_AT_LEAST_S = 1.0
+#: How long a client that waits hears nothing.
 _SILENCE_S = 15.0
 _TEXT_EVENT = (
     b"event: response.output_text.delta\n"
     b'data: {"type":"response.output_text.delta","sequence_number":'
 )
+
+
+#: The stream in the background that a request of the gateway to itself is for.
+STREAMED: ContextVar[BackgroundStream | None] = ContextVar("streamed", default=None)
 
 
 class Responses:
@@ -166,12 +173,10 @@ class Responses:
         self, request: ResponsesRequest, asked: GenerationRequest, size_bytes: int
     ) -> ResponsesEncoder:
         """Return the encoder; that of a stored stream where the gateway itself asks."""
-        if not self._keeps:
-            return ResponsesEncoder(request, size_bytes)
-        from servekit.gateway.api.openai.background_stream import STREAMED, BackgroundEncoder
-
         if (stream := STREAMED.get()) is None:
             return ResponsesEncoder(request, size_bytes)
+        from servekit.gateway.api.openai.background_stream import BackgroundEncoder
+
         asked.resume = stream.resume
         return BackgroundEncoder(request, size_bytes, stream)
 
@@ -232,18 +237,19 @@ class Responses:
                 " stream; read it whole",
                 param="stream",
             )
-        told_s = time.monotonic()
+        told_s, pause_s = time.monotonic(), _FOLLOW_EVERY_S
         while True:
             for part in state.parts:
                 yield _events_after(part, after)
-                after, told_s = part.last, time.monotonic()
+                after, told_s, pause_s = part.last, time.monotonic(), _FOLLOW_EVERY_S
             if state.done:
                 return
             if time.monotonic() > told_s + _SILENCE_S:
                 told_s = time.monotonic()
                 yield b": waiting\n\n"  # proxies end a silent connection
             if not state.parts:
-                await asyncio.sleep(_FOLLOW_EVERY_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 1.2, _FOLLOW_AT_LEAST_S)
             state = await self._store.read_stream(id, owner, after)
             if state is None:
                 yield _encode_error_event(
