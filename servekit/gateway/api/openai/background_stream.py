@@ -53,6 +53,7 @@ class SentItem:
 
     item: Json
     text: str = ""
+    pieces: list[str] = field(default_factory=list)  # of the text
 
 
 @dataclass
@@ -72,18 +73,21 @@ class BackgroundStream:
     continuation: Continuation | None = None
     items: list[SentItem] = field(default_factory=list)
     begun: bool = False  # `response.in_progress` is stored
+    resumes: bool = False  # the call goes on after the tokens
     next: int = 0  # the number of the next event
     _parts: list[bytes] = field(default_factory=list)  # events that are not stored
 
     def __post_init__(self) -> None:
         for part in self.stored:
             self.next = part.last + 1
-            self.tokens += array("I", part.tokens)
+            self.tokens += array("i", part.tokens)
             if part.continuation:
                 self.continuation = msgspec.msgpack.decode(part.continuation, type=Continuation)
             for event in part.data.split(b"\n\n")[:-1]:
                 self._read_event(msgspec.json.decode(event[event.index(b"data: ") + 6 :]))
         self.stored = []
+        for item in self.items:
+            item.text = "".join(item.pieces)
 
     def _read_event(self, event: Json) -> None:
         match event["type"]:
@@ -96,18 +100,38 @@ class BackgroundStream:
                 | "response.reasoning_text.delta"
                 | "response.function_call_arguments.delta"
             ):
-                self.items[-1].text += event["delta"]
+                self.items[-1].pieces.append(event["delta"])
 
     def resume(self, call: InflightRequest) -> None:
-        """Let a call go on after the tokens that are stored, if there are any."""
-        if self.exact and self.tokens and self.continuation is not None:
-            call.emitted, call.continuation = [*self.tokens], self.continuation
+        """Let a call go on after the tokens that are stored, if there are any.
 
-    def follow(self, call: InflightRequest) -> None:
-        """Take the tokens from a call, of which the first text is read."""
-        self.call = call
-        if call.emitted[: len(self.tokens)] != self.tokens:
-            self.call = None  # it began again: its tokens are not those of the events
+        An engine that continues text goes on after that of the events, if they have nothing else.
+        """
+        began = self.continuation
+        if not (self.exact and self.tokens and began is not None):
+            return
+        if began.by_text:
+            kinds = [one.item["type"] for one in self.items]
+            if kinds != ["message"] or not self.items[0].text:
+                return
+            call.answered = [self.items[0].text]
+            call.chars = len(self.items[0].text)
+        call.emitted, call.continuation = [*self.tokens], began
+        self.resumes = True
+
+    def follow(self, call: InflightRequest) -> str:
+        """Take the tokens from a call, of which the first text is read.
+
+        Return the text of the events, if the call does not bring it again.
+        """
+        began, known = self.continuation, len(self.tokens)
+        same = self.resumes and call.emitted[:known] == self.tokens
+        by_text = began is not None and began.by_text
+        if by_text:
+            same = same and call.answered[:1] == [self.items[0].text]
+        # else it began again: its tokens are not those of the events
+        self.call = call if same or not known else None
+        return self.items[0].text if same and by_text else ""
 
     def fail(self, error: Json) -> None:
         """End the stream with an event that has the error."""
@@ -131,9 +155,10 @@ class BackgroundStream:
             return None
         first, self.next = self.next, self.next + data.count(b"\n\n")
         tokens, continuation, call = b"", b"", self.call
-        if call is not None and (began := call.continuation) is not None and not began.by_text:
-            new = call.emitted[len(self.tokens) :]
-            tokens = array("I", new).tobytes()
+        if call is not None and (began := call.continuation) is not None:
+            unread = len(call.texts) if began.by_text else 0  # these go on after the text
+            new = call.emitted[len(self.tokens) : len(call.emitted) - unread]
+            tokens = array("i", new).tobytes()
             if self.continuation is None:
                 self.continuation = began
                 continuation = msgspec.msgpack.encode(began)
@@ -161,7 +186,8 @@ class BackgroundEncoder(ResponsesEncoder):
         return super()._describe(asked, model, status) | kept
 
     def encode_start(self, generation: Generation) -> bytes:
-        self._stream.follow(generation.first)
+        if text := self._stream.follow(generation.first):
+            b"".join(self._of_event(Text(text), []))
         if self._stream.begun:
             return b""
         self._stream.begun = True

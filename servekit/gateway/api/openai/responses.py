@@ -237,6 +237,7 @@ class Responses:
                 " stream; read it whole",
                 param="stream",
             )
+        yield b""  # the client learns that it is heard
         told_s, pause_s = time.monotonic(), _FOLLOW_EVERY_S
         while True:
             for part in state.parts:

@@ -63,14 +63,16 @@ class Run:
             cached_tokens=0,
         )
         self.begun = False
+        self.began = self.stream.continuation or BEGAN
 
     def tell(self, event: Event, finish: Any = None) -> None:
         """Take what the model says, a token for each event, and store what becomes of it."""
         if not self.begun:
             self.begun = True
             self.stream.feed(self.encoder.encode_start(self.generation))
-        token = [len(self.call.emitted)]
-        self.call.feed(Delta(0, "", token_ids=token, continuation=BEGAN))
+        token = -1 if self.began.by_text else len(self.call.emitted)
+        self.call.feed(Delta(0, "", token_ids=[token], continuation=self.began))
+        self.call.texts.clear()
         if type(event) is Text and finish is None:
             self.stream.feed(self.encoder.encode_text(self.generation, event.text))
         else:
@@ -173,6 +175,33 @@ def test_a_run_goes_on_after_the_tokens_that_are_stored() -> None:
     afresh.store()
     assert afresh.events()[-1]["delta"] == "e"
     assert Run(afresh.stored).call.emitted == [0, 1, 2, 3]
+
+
+def test_an_engine_without_tokens_goes_on_after_the_text() -> None:
+    run = Run([])
+    run.began = Continuation("generation", 64, by_text=True)
+    for text in ("a", "b"):
+        run.tell(Text(text))
+    run.store()
+    again = Run(run.stored)
+    assert again.call.answered == ["ab"]
+    assert (again.call.chars, again.call.emitted) == (2, [-1, -1])
+    again.tell(Text("cd"))
+    again.store()
+    assert again.events()[-1]["delta"] == "cd"
+    third = Run(again.stored)
+    assert (third.call.answered, third.call.emitted) == (["abcd"], [-1] * 3)
+    assert third.call.rewind()  # it has to begin anew, and brings the text again
+    third.tell(Text("abc"))
+    third.tell(Text("de"))
+    third.store()
+    assert third.events()[-1]["delta"] == "e"
+
+    thinks = Run([])
+    thinks.began = run.began
+    thinks.tell(Reasoning("hm"))
+    thinks.store()
+    assert Run(thinks.stored).call.answered == []
 
 
 @pytest.mark.parametrize(
