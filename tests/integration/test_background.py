@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -214,9 +215,10 @@ def test_streams_survive_kills_of_gateways_and_of_the_worker(
         check(events + go_on(ada, first.response.id, events[-1].sequence_number), 150)
 
 
+@pytest.mark.lane("long")
 def test_a_sampled_stream_goes_on_after_its_tokens(tmp_path: Path) -> None:
     """Each run draws other tokens, so that a stream that begins again would not be the same."""
-    path = write_tiny_llama(tmp_path / "tiny")
+    path = write_tiny_llama(tmp_path / "tiny", hidden_size=512)
     options = {"threads": 1, "max_batch_tokens": 64}
     model = {"name": "m", "path": str(path), "device": "cpu", "options": options}
     server: dict[str, Any] = {"store_responses": {}, "gateways": 2}
@@ -225,14 +227,14 @@ def test_a_sampled_stream_goes_on_after_its_tokens(tmp_path: Path) -> None:
         instance.until_settled(120)
         client = client_of(instance)
         streams = [begin(client, 480, temperature=1.0) for _ in range(8)]
-        seen = [[next(stream) for _ in range(12)] for stream in streams]
+        seen = [[*islice(stream, 12)] for stream in streams]  # a few may end before
         for pid in (instance.gateway(0).pid, instance.gateway(1).pid, instance.replica("m/0").pid):
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
         begun = [events[0].response for events in seen if events[0].type == "response.created"]
         ends = ("incomplete", "completed", "failed")
         now = [until(client, one, "queued", "in_progress", *ends).status for one in begun]
-        assert now.count("in_progress") >= 4, now  # they were killed in the midst
+        assert now.count("in_progress") >= 2, now  # they were killed in the midst
         wholes = set()
         for events, one in zip(seen, begun, strict=True):
             last = until(client, one, *ends)
