@@ -50,6 +50,7 @@ def save_tokenizer(folder: Path) -> Any:
 
 def make_config(fast: Any, **more: Any) -> Any:
     sizes: dict[str, Any] = {
+        "vocab_size": len(fast),
         "max_position_embeddings": 1024,
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -59,7 +60,7 @@ def make_config(fast: Any, **more: Any) -> Any:
         "head_dim": 8,
         "initializer_range": 0.4,
     }
-    return Config(vocab_size=len(fast), **(sizes | more))
+    return Config(**(sizes | more))
 
 
 def make_reranker(folder: Path, **more: Any) -> Path:
