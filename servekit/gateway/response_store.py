@@ -406,7 +406,8 @@ def insert_part(file: sqlite3.Connection, id: str, part: StreamPart) -> int:
     """Store a part of a stream in a transaction. Returns its size in bytes."""
     packed = [zlib.compress(blob, 1) for blob in (part.data, part.tokens)]
     values = id, part.first, part.last, *packed, part.continuation
-    file.execute("INSERT INTO streams VALUES (?, ?, ?, ?, ?, ?)", values)
+    # again the same, where the disk did not say that it had taken it
+    file.execute("INSERT OR REPLACE INTO streams VALUES (?, ?, ?, ?, ?, ?)", values)
     return sum(map(len, packed)) + len(part.continuation)
 
 
