@@ -242,6 +242,8 @@ def test_a_sampled_stream_goes_on_after_its_tokens(tmp_path: Path) -> None:
             events += go_on(client, one.id, events[-1].sequence_number)
             assert [event.sequence_number for event in events] == list(range(len(events)))
             assert text_of(events) == last.output_text
+            assert last.usage is not None
+            assert last.status == "completed" or last.usage.output_tokens == 480
             wholes.add(last.output_text)
         assert len(wholes) == len(begun)
 
