@@ -146,7 +146,7 @@ _OF_THE_SERVER = ("messages", "tools", "add_generation_prompt", "continue_final_
 def _generates(config: ModelConfig, folder: Path) -> bool:
     """Return whether a model may generate text, as far as its options and a local folder tell."""
     pooled = config.options.get("pooling", "auto") not in ("auto", "none")
-    if pooled or config.options.get("task", "generate") != "generate":
+    if pooled or config.options.get("task", "generate") not in ("auto", "generate"):
         return False
     try:
         path = paths.check_model_path(config.path, folder)

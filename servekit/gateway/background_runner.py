@@ -6,6 +6,7 @@ Refusals that pass (429 and 503) are tried again for a day.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,15 @@ from typing import Any
 import msgspec
 import structlog
 
+from servekit.errors import ModelChanged
+from servekit.gateway.api.openai.background_stream import KEPT, BackgroundStream
+from servekit.gateway.api.openai.responses import STREAMED
 from servekit.gateway.auth.authorization import ACTING
 from servekit.gateway.background_store import BackgroundResponse, BackgroundStore, HeldResponse
 from servekit.gateway.http.asgi import ASGIApp
 from servekit.gateway.http.internal_request import InternalAnswer, post_internally
 from servekit.gateway.leases import LOOK_EVERY_S, LeaseRunner
-from servekit.gateway.response_store import ResponsesUnavailable
+from servekit.gateway.response_store import ResponsesUnavailable, StreamPart
 from servekit.gateway.routing.router import Router
 
 log: Any = structlog.get_logger("servekit.gateway")
@@ -27,8 +31,9 @@ Json = dict[str, Any]
 _PATH = "/v1/responses"
 #: How long a response may wait for its turn.
 _EXPIRES_S = 86400.0
-#: The fields that the response had before it ran.
-_KEPT = ("id", "created_at", "background", "previous_response_id", "store")
+#: How often the new events of a stream are stored.
+_WRITE_EVERY_S = 0.2
+_UNKNOWN = {"code": "server_error", "message": "the stream was interrupted again and again"}
 
 
 class BackgroundRunner(LeaseRunner[HeldResponse]):
@@ -40,6 +45,8 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
     def __init__(self, router: Router, find: Callable[[], BackgroundStore], app: ASGIApp) -> None:
         super().__init__()
         self._router, self._find, self._app = router, find, app
+        #: Streams whose model was replaced: their answers begin again.
+        self._changed: set[str] = set()
 
     async def claim(self) -> list[HeldResponse] | None:
         if not self._router.access.rules.store_responses.max_bytes or self._router.draining:
@@ -49,8 +56,10 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
     async def work(self, row: HeldResponse) -> None:
         try:
             if (response := await self._find().read(row.id)) is not None:
-                ended = await self._answer(response)
-                await self._save(response, ended)
+                if response.stream:
+                    await self._stream(response)
+                else:
+                    await self._save(response, await self._answer(response))
         except ResponsesUnavailable:  # the log has it
             await asyncio.sleep(LOOK_EVERY_S)
         except Exception:
@@ -59,30 +68,85 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
 
     async def _answer(self, response: BackgroundResponse) -> Json:
         """Return the response as it ended."""
-        shown: Json = msgspec.json.decode(response.shown)
-        body = msgspec.json.decode(response.body) | {"input": msgspec.Raw(response.input)}
-        asked = msgspec.json.encode(body)
+        shown, asked = _read_request(response)
         while True:
             ACTING.set(self._router.access.callers.get(response.key))
             answer = await post_internally(self._app, _PATH, asked)
             if answer.status == 200:
                 answered: Json = msgspec.json.decode(answer.body)
-                return answered | {name: shown[name] for name in _KEPT}
+                return answered | {name: shown[name] for name in KEPT}
             pause_s = answer.pause_s
             if pause_s is None or time.time() + pause_s > response.created + _EXPIRES_S:
                 return shown | {"status": "failed", "error": _error_of(answer)}
             await asyncio.sleep(pause_s)
 
-    async def _save(self, response: BackgroundResponse, ended: Json) -> None:
-        """Store how a response ended, as soon as the disk takes it."""
+    async def _stream(self, response: BackgroundResponse) -> None:
+        """Run a response whose events are stored as they come.
+
+        It returns early if it cannot go on now; what is stored is then the begin of the next run.
+        """
+        shown, asked = _read_request(response)
+        exact = response.id not in self._changed
+        stream = await asyncio.to_thread(BackgroundStream, shown, response.stream, exact)
+        ACTING.set(self._router.access.callers.get(response.key))
+        STREAMED.set(stream)
+        ended = asyncio.Event()
+        writing = asyncio.get_running_loop().create_task(self._write(response.id, stream, ended))
+        try:
+            answer = await post_internally(self._app, _PATH, asked, stream.feed)
+            ended.set()
+            await writing
+        finally:
+            writing.cancel()
+        pause_s: float | None = LOOK_EVERY_S
+        error = stream.error
+        if answer.status != 200:
+            pause_s, error = answer.pause_s, _error_of(answer)
+        if error is not None and error["code"] == ModelChanged.code:
+            self._changed.add(response.id)  # perhaps the other model writes the same
+        if stream.end is None:
+            if pause_s is not None and time.time() + pause_s < response.created + _EXPIRES_S:
+                await asyncio.sleep(pause_s)
+                return
+            stream.fail(error or _UNKNOWN)
+        self._changed.discard(response.id)
+        await self._save(response, stream.end or shown, stream.take_part())
+
+    async def _write(self, id: str, stream: BackgroundStream, ended: asyncio.Event) -> None:
+        """Store the events of a stream, but for the last ones of a response that is done."""
+        while not ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), _WRITE_EVERY_S)
+            if stream.end is None and (part := stream.take_part()) is not None:
+                await self._append(id, part)
+
+    async def _append(self, id: str, part: StreamPart) -> None:
         while True:
             try:
-                rules = self._router.access.rules.store_responses
-                await self._find().finish(response, ended, rules)
+                await self._find().append(id, part)
             except ResponsesUnavailable:
                 await asyncio.sleep(LOOK_EVERY_S)  # the log has it
             else:
                 return
+
+    async def _save(
+        self, response: BackgroundResponse, ended: Json, last: StreamPart | None = None
+    ) -> None:
+        """Store how a response ended, as soon as the disk takes it."""
+        while True:
+            try:
+                rules = self._router.access.rules.store_responses
+                await self._find().finish(response, ended, rules, last)
+            except ResponsesUnavailable:
+                await asyncio.sleep(LOOK_EVERY_S)  # the log has it
+            else:
+                return
+
+
+def _read_request(response: BackgroundResponse) -> tuple[Json, bytes]:
+    """Return a response before it ran, and the request to run it by."""
+    body = msgspec.json.decode(response.body) | {"input": msgspec.Raw(response.input)}
+    return msgspec.json.decode(response.shown), msgspec.json.encode(body)
 
 
 def _error_of(answer: InternalAnswer) -> Json:

@@ -20,7 +20,9 @@ from servekit.gateway.leases import claim_rows, end_leases
 from servekit.gateway.response_store import (
     StoredResponse,
     StoreFile,
+    StreamPart,
     answer,
+    insert_part,
     insert_response,
     open_responses,
     transaction,
@@ -38,8 +40,8 @@ _TURN = "row_number() OVER (PARTITION BY key ORDER BY created), created"
 
 
 class TooManyInBackground(RequestError):
-    """The key has too many responses with `background: true` that are not done, or they hold more
-    than server.store_responses.max_bytes. Wait for some, or cancel some.
+    """The key has too many responses with `background: true` that are not done, or they would hold
+    more of server.store_responses.max_bytes than they leave free. Wait for some, or cancel some.
     """
 
     status = 429
@@ -57,7 +59,8 @@ class NotInBackground(RequestError):
 class BackgroundResponse(msgspec.Struct):
     """A response that is not done.
 
-    `shown` is the response as its client gets it, `body` the request without its input.
+    `shown` is the response as its client gets it, `body` the request without its input, `stream`
+    what is stored of its stream: at least one part if it has a stream.
     """
 
     id: str
@@ -66,6 +69,7 @@ class BackgroundResponse(msgspec.Struct):
     shown: bytes
     input: bytes
     body: bytes
+    stream: list[StreamPart] = []
 
 
 class HeldResponse(msgspec.Struct):
@@ -97,16 +101,8 @@ class BackgroundStore:
             packed = [zlib.compress(part, 1) for part in parts]
             size_bytes = sum(map(len, packed))
             with transaction(file):
-                query = "SELECT count(*) FROM background WHERE key = ?"
-                [(count,)] = file.execute(query, (response.key,))
-                [(held,)] = file.execute("SELECT ifnull(sum(bytes), 0) FROM background")
-                if count >= _MOST_OF_KEY or held + size_bytes > rules.max_bytes:
-                    raise TooManyInBackground(
-                        f"background: {count} responses of the key are not done, and those of all"
-                        f" keys hold {held} bytes; wait for some, or cancel some",
-                        param="background",
-                        retry_after_s=10.0,
-                    )
+                size_bytes += sum(insert_part(file, response.id, one) for one in response.stream)
+                _check_share(file, response.key, size_bytes, rules.max_bytes)
                 query = "INSERT INTO background VALUES (?, ?, ?, ?, ?, ?, ?, '', 0)"
                 values = response.id, response.key, response.created, size_bytes
                 file.execute(query, (*values, *packed))
@@ -134,20 +130,43 @@ class BackgroundStore:
             if (row := file.execute(query, (id, self._owner)).fetchone()) is None:
                 return None
             key, created, *packed = row
-            return BackgroundResponse(id, key, created, *map(zlib.decompress, packed))
+            stream = _read_parts(file, id)
+            shown, asked, body = map(zlib.decompress, packed)
+            return BackgroundResponse(id, key, created, shown, asked, body, stream)
 
         return await self._run(read)
 
+    async def append(self, id: str, part: StreamPart) -> bool:
+        """Add to the stream of a response. Returns False if this gateway holds it no longer."""
+
+        def append(file: sqlite3.Connection) -> bool:
+            with transaction(file):
+                query = "SELECT 1 FROM background WHERE id = ? AND owner = ?"
+                if file.execute(query, (id, self._owner)).fetchone() is None:
+                    return False
+                size_bytes = insert_part(file, id, part)
+                query = "UPDATE background SET bytes = bytes + ? WHERE id = ?"
+                file.execute(query, (size_bytes, id))
+                return True
+
+        return await self._run(append)
+
     async def finish(
-        self, done: BackgroundResponse, response: Json, rules: ResponseStorage
+        self,
+        done: BackgroundResponse,
+        response: Json,
+        rules: ResponseStorage,
+        last: StreamPart | None = None,
     ) -> None:
-        """Store how a response ended, while this gateway holds it."""
+        """Store how a response, and its stream, ended, while this gateway holds it."""
         stored = StoredResponse(_encode(response), done.input)
 
         def finish(file: sqlite3.Connection) -> None:
             with transaction(file):
                 query = "DELETE FROM background WHERE id = ? AND owner = ?"
                 if file.execute(query, (done.id, self._owner)).rowcount:
+                    if last is not None:
+                        insert_part(file, done.id, last)
                     _store(file, done.id, done.key, stored, rules)
 
         await self._run(finish)
@@ -161,6 +180,7 @@ class BackgroundStore:
                 for row in file.execute(query, (id, key)).fetchall():
                     shown, asked = map(zlib.decompress, row)
                     cancelled = msgspec.json.decode(shown) | {"status": "cancelled"}
+                    _end_stream(file, id, "response_cancelled", "the response was cancelled")
                     _store(file, id, key, StoredResponse(_encode(cancelled), asked), rules)
 
         await self._run(cancel)
@@ -175,6 +195,8 @@ def _store(
     """Store a response; one that is too large is stored as one that failed."""
     if insert_response(file, id, key, stored, rules):
         return
+    # of a stream that is too large only the client's own copy is left
+    file.execute("DELETE FROM streams WHERE id = ?", (id,))
     error = {
         "code": "storage_full",
         "message": "the response is over server.store_responses.max_bytes",
@@ -182,3 +204,49 @@ def _store(
     failed: Json = {"status": "failed", "error": error, "output": [], "usage": None}
     response = _encode(msgspec.json.decode(stored.response) | failed)
     insert_response(file, id, key, StoredResponse(response, b"[]"), rules)
+
+
+def _check_share(file: sqlite3.Connection, key: str, size_bytes: int, max_bytes: int) -> None:
+    """Raise TooManyInBackground if a key may not hold so much more.
+
+    Its responses may hold as much as all keys leave free: one key has half of the room, and each
+    that comes later half of the rest. This is the dynamic threshold of shared buffers (Choudhury
+    and Hahne, 1998), which needs no number of keys.
+    """
+    query = "SELECT count(*), ifnull(sum(bytes), 0) FROM background WHERE key = ?"
+    [(count, held)] = file.execute(query, (key,))
+    [(of_all,)] = file.execute("SELECT ifnull(sum(bytes), 0) FROM background")
+    said = ""
+    if count >= _MOST_OF_KEY:
+        said = f"{count} responses of the key are not done, and {_MOST_OF_KEY} may wait"
+    elif held + size_bytes > max(0, max_bytes - of_all - size_bytes):
+        said = (
+            f"the responses of the key that are not done hold {held} bytes, and this one has"
+            f" {size_bytes}; together they may hold as much as they leave free, and"
+            f" {max(0, max_bytes - of_all)} bytes of server.store_responses.max_bytes are free"
+        )
+    if said:
+        raise TooManyInBackground(
+            f"background: {said}; wait for some, or cancel some",
+            param="background",
+            retry_after_s=10.0,
+        )
+
+
+def _read_parts(file: sqlite3.Connection, id: str) -> list[StreamPart]:
+    query = (
+        "SELECT first, last, data, tokens, continuation FROM streams WHERE id = ? ORDER BY first"
+    )
+    return [
+        StreamPart(first, last, zlib.decompress(data), zlib.decompress(tokens), continuation)
+        for first, last, data, tokens, continuation in file.execute(query, (id,))
+    ]
+
+
+def _end_stream(file: sqlite3.Connection, id: str, code: str, message: str) -> None:
+    """Add an error as the last event of a stream, if there is one."""
+    [(last,)] = file.execute("SELECT max(last) FROM streams WHERE id = ?", (id,))
+    if last is not None:
+        event = {"type": "error", "sequence_number": last + 1, "code": code, "message": message}
+        data = b"event: error\ndata: %b\n\n" % _encode(event | {"param": None})
+        insert_part(file, id, StreamPart(last + 1, last + 1, data))

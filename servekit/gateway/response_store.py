@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import structlog
 
 from servekit.errors import RequestError
@@ -30,7 +31,7 @@ from servekit.protocol.access import ResponseStorage
 log: Any = structlog.get_logger("servekit.gateway")
 
 _T = TypeVar("_T")
-_VERSION = 2
+_VERSION = 3
 #: The row of `total` is the size of all responses: a sum over them would take long.
 _TABLES = (
     """CREATE TABLE IF NOT EXISTS responses (
@@ -49,6 +50,12 @@ _TABLES = (
     response BLOB NOT NULL, input BLOB NOT NULL, body BLOB NOT NULL,
     owner TEXT NOT NULL, leased_until REAL NOT NULL)""",
     "CREATE INDEX IF NOT EXISTS by_key ON background (key, created)",
+    # since version 3: the streams of those in the background, as long as these are kept
+    """CREATE TABLE IF NOT EXISTS streams (
+    id TEXT NOT NULL, first INTEGER NOT NULL, last INTEGER NOT NULL, data BLOB NOT NULL,
+    tokens BLOB NOT NULL, continuation BLOB NOT NULL, PRIMARY KEY (id, first))""",
+    """CREATE TRIGGER IF NOT EXISTS forgotten AFTER DELETE ON responses
+    BEGIN DELETE FROM streams WHERE id = OLD.id; END""",
     f"PRAGMA user_version = {_VERSION}",
 )
 _BUSY_S = 5.0
@@ -58,6 +65,8 @@ _ROOM = 0.05
 #: How long a response may be on its way from another gateway into the file.
 _LATE_S = 1.0
 _LOOK_EVERY_S = 0.05
+#: The most parts of a stream that are read at once.
+_MOST_PARTS = 64
 #: Responses that wait to be written; more are not kept.
 _MOST_PENDING_BYTES = 64 * 2**20
 #: How long the end of a gateway waits for them.
@@ -82,6 +91,27 @@ class StoredResponse:
     response: bytes
     input: bytes
     status: str = ""
+
+
+class StreamPart(msgspec.Struct, frozen=True):
+    """Events of a stream, numbered from `first` to `last`.
+
+    `tokens` are the ids, of 4 bytes each, that were generated since the part before; a
+    `continuation` comes with the first of them.
+    """
+
+    first: int
+    last: int
+    data: bytes
+    tokens: bytes = b""
+    continuation: bytes = b""
+
+
+class StreamState(msgspec.Struct, frozen=True):
+    """Parts of the stream of a response, in order; `done` if no more are to come."""
+
+    parts: list[StreamPart]
+    done: bool
 
 
 class ResponseStore:
@@ -142,6 +172,13 @@ class ResponseStore:
             if found is not None or time.monotonic() > until_s:
                 return found
             await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def read_stream(self, id: str, key: str, after: int) -> StreamState | None:
+        """Return parts of a stream with events after the one of this number.
+
+        None if the response has no stream, or is not the key's. Raises ResponsesUnavailable.
+        """
+        return await answer(self._reader.submit(lambda file: _read_stream(file, id, key, after)))
 
     async def remove(self, id: str, key: str) -> bool:
         """Remove a response of the key. Returns whether there was one.
@@ -286,9 +323,9 @@ def _is_damage(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def transaction(file: sqlite3.Connection) -> Iterator[None]:
-    """Write all that is within, or nothing."""
-    file.execute("BEGIN IMMEDIATE")
+def transaction(file: sqlite3.Connection, begin: str = "BEGIN IMMEDIATE") -> Iterator[None]:
+    """Write all that is within, or nothing; after "BEGIN" it is read as of one moment."""
+    file.execute(begin)
     try:
         yield
         file.execute("COMMIT")
@@ -310,7 +347,7 @@ def insert_response(
 ) -> bool:
     """Store a response in a transaction, unless it is too large. Returns whether it was not."""
     response, asked = zlib.compress(stored.response, 1), zlib.compress(stored.input, 1)
-    size_bytes = len(response) + len(asked)
+    size_bytes = len(response) + len(asked) + _size_stream(file, id)
     if size_bytes > rules.max_bytes:
         return False
     now_s = time.time()
@@ -347,10 +384,49 @@ def _find(file: sqlite3.Connection, id: str, key: str, since: float) -> StoredRe
     return StoredResponse(zlib.decompress(response), zlib.decompress(asked), status)
 
 
+def _read_stream(file: sqlite3.Connection, id: str, key: str, after: int) -> StreamState | None:
+    with transaction(file, "BEGIN"):  # the state and the parts are of one moment
+        stands = "SELECT 1 FROM background WHERE id = ? AND key = ?"
+        runs = file.execute(stands, (id, key)).fetchone() is not None
+        kept = "SELECT 1 FROM responses WHERE id = ? AND key = ?"
+        if not runs and file.execute(kept, (id, key)).fetchone() is None:
+            return None
+        if file.execute("SELECT 1 FROM streams WHERE id = ?", (id,)).fetchone() is None:
+            return None
+        query = (
+            "SELECT first, last, data FROM streams WHERE id = ? AND last > ?"
+            f" ORDER BY first LIMIT {_MOST_PARTS}"
+        )
+        rows = file.execute(query, (id, after)).fetchall()
+    parts = [StreamPart(first, last, zlib.decompress(data)) for first, last, data in rows]
+    return StreamState(parts, not runs and len(parts) < _MOST_PARTS)
+
+
+def insert_part(file: sqlite3.Connection, id: str, part: StreamPart) -> int:
+    """Store a part of a stream in a transaction. Returns its size in bytes."""
+    packed = [zlib.compress(blob, 1) for blob in (part.data, part.tokens)]
+    values = id, part.first, part.last, *packed, part.continuation
+    # again the same, where the disk did not say that it had taken it
+    file.execute("INSERT OR REPLACE INTO streams VALUES (?, ?, ?, ?, ?, ?)", values)
+    return sum(map(len, packed)) + len(part.continuation)
+
+
+def _size_stream(file: sqlite3.Connection, id: str) -> int:
+    """Return the bytes of a stream; 0 if there is none."""
+    query = (
+        "SELECT ifnull(sum(length(data) + length(tokens) + length(continuation)), 0)"
+        " FROM streams WHERE id = ?"
+    )
+    [(size_bytes,)] = file.execute(query, (id,))
+    return int(size_bytes)
+
+
 def _remove(file: sqlite3.Connection, id: str, key: str) -> bool:
     found = 0
     with transaction(file):
         for table in ("responses", "background"):
             query = f"DELETE FROM {table} WHERE id = ? AND key = ?"
             found += file.execute(query, (id, key)).rowcount
+        if found:
+            file.execute("DELETE FROM streams WHERE id = ?", (id,))
     return found > 0

@@ -40,6 +40,11 @@ def explain_no_media(modality: Modality, engine: str, model: str, able: str = ""
     return f"messages: the {engine} engine of '{model}' takes no {NOUNS[modality]}{others}"
 
 
+def explain_no_instruction(model: str) -> str:
+    """Return the sentence for a model whose prompt has no place for an instruction."""
+    return f"instruction: the prompt of '{model}' has no place for one; leave it out"
+
+
 def _describe_model(task: Task, serves: Collection[Capability]) -> str:
     if tuple(serves) == ("forward",):
         return "; it serves its own endpoints only"

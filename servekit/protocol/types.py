@@ -63,6 +63,7 @@ Capability = Literal[
     "audio",  # recordings in messages
     "forced_tools",  # calls that a grammar asks for, of a model whose template has no tools
     "adapters",
+    "instruction",  # of a query and a document, for a reranker
 ]
 
 
@@ -135,6 +136,7 @@ class PoolingParams(Value, frozen=True):
     input_tokens: int = 0  # keep the first N tokens of each input, special ones not counted; 0: all
     name: str = "input"  # the client's name of the inputs, for errors
     first: int = 0  # the place of the first input in the client's list
+    instruction: str = ""  # of a query and a document; "": the model's own
 
 
 class ToolCall(Value, frozen=True):

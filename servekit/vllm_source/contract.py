@@ -42,6 +42,7 @@ REQUIRED = (
             "mm_processor_cache_gb",
             *("max_num_seqs", "max_num_batched_tokens", "enable_lora", "max_loras"),
             *("max_cpu_loras", "max_lora_rank", "create_engine_config", "add_cli_args"),
+            "hf_overrides",
         ),
         made=True,
     ),

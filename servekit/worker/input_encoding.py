@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from servekit.engines.api.base import Engine, PairCodec, TokenizedText, TooManyTokens
 from servekit.errors import ContextLengthExceeded, RequestError, Unsupported
 from servekit.protocol.messages import Generate, ModelInfo, PoolingParams
+from servekit.protocol.tasks import explain_no_instruction
 
 #: Maximum number of tokens of a text that is to be cut.
 MOST_TOKENS = 2**20
@@ -21,12 +22,14 @@ class InputEncoder:
     def __init__(self, engine: Engine, info: ModelInfo) -> None:
         self._engine = engine
         self._context = info.max_context
+        self._instructs = "instruction" in info.serves
 
     def encode(self, request: Generate) -> tuple[list[list[int]], list[list[int]]]:
         """Return the ids of each input, and for pairs of texts the type of each of these ids."""
         if not request.inputs:
             raise RequestError("there is no input", param="input")
         if request.task == "score":
+            self._check_instruction(request)
             found = [
                 self._encode_pair(request, at, query, document)
                 for at, (query, document) in enumerate(_pairs_of(request))
@@ -64,7 +67,7 @@ class InputEncoder:
         limit = MOST_TOKENS if total else self._context
         self._check_text(request, at, query, limit)
         self._check_text(request, at, document, MOST_TOKENS if asked.input_tokens else limit)
-        pair = self._encode_parts(query, document)
+        pair = self._encode_parts(query, document, asked.instruction)
         if total or asked.input_tokens:
             pair = self._cut(pair, 0, asked.input_tokens, total)
         if not pair.ids:
@@ -86,10 +89,33 @@ class InputEncoder:
             except TooManyTokens as error:
                 raise self._too_long(request, at, f"more than {error.count}") from None
 
-    def _encode_parts(self, text: str, second: str | None = None) -> TokenizedText:
+    def _check_instruction(self, request: Generate) -> None:
+        """Raise RequestError for an instruction that is too long, or that the prompt lacks."""
+        told = (request.pooling or _PLAIN).instruction
+        if not told:
+            return
+        if not self._instructs:
+            sentence = explain_no_instruction(self._engine.spec.model)
+            raise Unsupported(sentence, param="instruction")
+        try:
+            ids = self._engine.codec.encode(told, self._context)
+        except TooManyTokens as error:
+            tokens: int = error.count
+        else:
+            tokens = len(ids)
+        if tokens > self._context:
+            raise ContextLengthExceeded(
+                f"instruction has {tokens} tokens or more, and this model reads at most"
+                f" {self._context}. Shorten it",
+                param="instruction",
+            )
+
+    def _encode_parts(
+        self, text: str, second: str | None = None, instruction: str = ""
+    ) -> TokenizedText:
         codec = self._engine.codec
         if isinstance(codec, PairCodec):
-            return codec.encode_parts(text, second)
+            return codec.encode_parts(text, second, instruction)
         if second is not None:
             raise Unsupported("this model's tokenizer reads no pairs of texts", param="model")
         return TokenizedText(codec.encode(text), [], [])

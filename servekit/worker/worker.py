@@ -448,6 +448,8 @@ def _probe_request(info: ModelInfo) -> Generate:
         return Generate(1, SamplingParams(), task="embed", inputs=["Hello"])
     if "classify" in info.serves:
         return Generate(1, SamplingParams(), task="classify", inputs=["Hello"])
+    if "score" in info.serves:
+        return Generate(1, SamplingParams(), task="score", inputs=["Hello"], queries=["Hello"])
     if "transcribe" in info.serves:
         params, speech = SamplingParams(max_tokens=2), SpeechParams(len(_SILENCE))
         return Generate(1, params, task="transcribe", body=_SILENCE, speech=speech)

@@ -17,6 +17,7 @@ import torch
 from tests.integration.instance import Instance, echo
 from tests.unit.engines.transformers import test_classification as made
 from tests.unit.engines.transformers import test_embedding as embedders
+from tests.unit.engines.transformers import test_logit_score as causal
 
 pytestmark = pytest.mark.timeout(300)
 SERVER = [sys.executable, str(Path(__file__).parents[1] / "media_server.py"), "--port", "{port}"]
@@ -30,7 +31,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, folder in folders.items():
         folder.mkdir()
         made_by[name](folder)
-    return folders
+    asks = tmp_path_factory.mktemp("asks") / "Qwen3-Reranker-tiny"
+    return folders | {"asks": causal.make_reranker(asks)}
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,29 @@ def test_the_scores_are_those_of_the_library(instance: Instance, folders: dict[s
     pairs = {"model": "reranker", "text_1": made.QUERY, "text_2": documents}
     data = post(instance, "/v1/score", **pairs).json()["data"]
     assert [one["score"] for one in data] == pytest.approx(scores, abs=2e-5)
+
+
+def test_a_causal_reranker_has_the_scores_of_its_card(
+    instance: Instance, folders: dict[str, Path]
+) -> None:
+    documents = DOCUMENTS[:6]
+    pairs = [(causal.QUERY, document) for document in documents]
+    for told in (None, causal.INSTRUCTION):
+        body = {"model": "asks", "queries": causal.QUERY, "documents": documents}
+        answer = post(instance, "/v1/score", **body, instruction=told).json()
+        expected = causal.score_as_the_card(folders["asks"], pairs, told)
+        assert [one["score"] for one in answer["data"]] == pytest.approx(expected, abs=2e-5)
+        assert answer["usage"]["prompt_tokens"] > 100 * len(documents)  # the prompt counts
+    for model in ("reranker", "embedder"):
+        body = {"model": model, "query": "a", "documents": ["b"], "instruction": "c"}
+        refused = post(instance, "/v1/rerank", **body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == (
+            f"instruction: the prompt of '{model}' has no place for one; leave it out"
+        )
+    long = {"model": "asks", "query": "a", "documents": ["lazy dog " * 5000]}
+    assert post(instance, "/v1/rerank", **long).json()["error"]["code"] == "context_length_exceeded"
+    assert post(instance, "/v1/rerank", **long, truncate_prompt_tokens=-1).status_code == 200
 
 
 def test_classes_are_those_of_the_library(instance: Instance, folders: dict[str, Path]) -> None:

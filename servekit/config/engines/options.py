@@ -56,6 +56,9 @@ class TransformersOptions(Section):
     max_audio_s: Annotated[float, Field(gt=0, le=86_400)] = 1800.0
     """Longest recording that a Whisper model transcribes; a longer one is refused. The worker takes
     some 35 MB of memory for each minute of a recording while it reads it, one at a time."""
+    task: Literal["auto", "generate", "rerank"] = "auto"
+    """The task of a causal language model: text, or scores of documents by its answer yes or no. By
+    default as its files say, and rerank for an original Qwen3-Reranker, by its name."""
 
 
 class EchoOptions(Section):
@@ -148,6 +151,9 @@ class VllmOptions(Section):
     """No CUDA graphs and no compilation: a quicker start, slower tokens. By default on a CPU."""
     prefix_caching: bool = True
     """Keep the KV cache of prompts, and use it again for prompts that begin alike."""
+    task: Literal["auto", "generate", "rerank"] = "auto"
+    """The task of a causal language model: text, or scores of documents by its answer yes or no. By
+    default as its files say, and rerank for an original Qwen3-Reranker, by its name."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 64
     """Highest rank of a LoRA adapter; a higher rank is refused."""
     max_loras: Annotated[int | None, Field(ge=1, le=256)] = None

@@ -213,8 +213,13 @@ class Codec(Protocol):
 class PairCodec(Codec, Protocol):
     """A codec of an engine that scores pairs of texts, or whose inputs can be cut."""
 
-    def encode_parts(self, text: str, second: str | None = None) -> TokenizedText:
-        """Return the token ids of a text, or of a pair of texts, as for a cross-encoder."""
+    def encode_parts(
+        self, text: str, second: str | None = None, instruction: str = ""
+    ) -> TokenizedText:
+        """Return the token ids of a text, or of a pair of texts, as for a cross-encoder.
+
+        An `instruction` is for models whose `ModelInfo.serves` has it; "": the model's own.
+        """
 
 
 class Engine(ABC):

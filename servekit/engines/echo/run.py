@@ -45,7 +45,9 @@ class EchoCodec:
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         return list(map(ord, text))
 
-    def encode_parts(self, text: str, second: str | None = None) -> TokenizedText:
+    def encode_parts(
+        self, text: str, second: str | None = None, instruction: str = ""
+    ) -> TokenizedText:
         first = self.encode(text)
         if second is None:
             return TokenizedText(first, [], [1] * len(first))

@@ -32,7 +32,9 @@ class LlamaCodec(Prompts):
     def _tokenize_text(self, text: str, special: bool) -> list[int]:
         return self._vocabulary.tokenize(text, special=special)
 
-    def encode_parts(self, text: str, second: str | None = None) -> TokenizedText:
+    def encode_parts(
+        self, text: str, second: str | None = None, instruction: str = ""
+    ) -> TokenizedText:
         """See `base.Codec`. A pair is as llama.cpp's own server has it, and has no token types."""
         if second is not None and self._pair_template:
             filled = self._pair_template.replace("{query}", text).replace("{document}", second)

@@ -38,6 +38,7 @@ _TEXT = (
     *("chat_template.*", "additional_chat_templates/*"),
     # of an embedding model: the modules after its transformer
     *("modules.json", "sentence_*_config.json", "[0-9]*_*/config.json"),
+    "config_sentence_transformers.json",
     "[0-9]*_*/model.safetensors",
 )
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from servekit.engines.api.base import TokenizedText, TooManyTokens
 from servekit.engines.text.chat_template import ChatTemplate
+from servekit.engines.text.pair_template import FilledPrompt, PairTemplate
 from servekit.engines.text.text_encoder import TextEncoder
 from servekit.engines.text.tool_format_detection import find_dialect
 from servekit.errors import RequestError
@@ -53,8 +54,10 @@ class Prompts(ABC):
         """Return token ids; with `special` the tokens of a text's beginning and end are added."""
 
     @abstractmethod
-    def encode_parts(self, text: str, second: str | None = None) -> TokenizedText:
-        """See `base.Codec`."""
+    def encode_parts(
+        self, text: str, second: str | None = None, instruction: str = ""
+    ) -> TokenizedText:
+        """See `base.PairCodec`."""
 
     @abstractmethod
     def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
@@ -124,14 +127,18 @@ class Prompts(ABC):
 class TokenizerCodec(Prompts):
     """A codec for a `transformers` tokenizer; see `base.Codec`."""
 
-    def __init__(self, tokenizer: Any, *, completes_chats: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, *, completes_chats: bool = False, pairs: PairTemplate | None = None
+    ) -> None:
         """`completes_chats`: chats without the token of a text's beginning get it.
 
-        The library's processors do so, and its tokenizers alone do not.
+        The library's processors do so, and its tokenizers alone do not. `pairs` is the prompt of a
+        reranker; by default the tokenizer joins the texts of a pair.
         """
         super().__init__(ChatTemplate(tokenizer))
         self._tokenizer = tokenizer
         self._completes_chats = completes_chats
+        self._pairs = pairs
         self._encoder = TextEncoder(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._special = _special_tokens(tokenizer, self._backend)
@@ -151,13 +158,39 @@ class TokenizerCodec(Prompts):
     def _tokenize_text(self, text: str, special: bool) -> list[int]:
         return self._encoder.encode(text, special)
 
-    def encode_parts(self, text: str, second: str | None = None) -> TokenizedText:
+    @property
+    def takes_instruction(self) -> bool:
+        """Return whether the prompt of a pair shows an instruction."""
+        return self._pairs is not None and self._pairs.takes_instruction
+
+    def encode_parts(
+        self, text: str, second: str | None = None, instruction: str = ""
+    ) -> TokenizedText:
+        if second is not None and self._pairs is not None:
+            return self._encode_prompt(self._pairs.fill(text, second, instruction))
         tokenized = self._tokenizer(text, second, return_attention_mask=False)
         ids, types = list(tokenized["input_ids"]), list(tokenized.get("token_type_ids") or ())
         if not getattr(tokenized, "is_fast", False):
             return TokenizedText(ids, types, [])
         places = tokenized.sequence_ids(0)
         return TokenizedText(ids, types, [0 if at is None else at + 1 for at in places])
+
+    def _encode_prompt(self, prompt: FilledPrompt) -> TokenizedText:
+        """Return the tokens of a reranker's prompt; a text has those that hold any of it."""
+        if prompt.places is None or not getattr(self._tokenizer, "is_fast", False):
+            return TokenizedText(self._tokenize_text(prompt.text, special=False), [], [])
+        tokenized = self._tokenizer(
+            prompt.text,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_offsets_mapping=True,
+        )
+        query, document = prompt.places
+        parts = [
+            1 if _overlap(query, *span) else 2 if _overlap(document, *span) else 0
+            for span in tokenized["offset_mapping"]
+        ]
+        return TokenizedText(list(tokenized["input_ids"]), [], parts)
 
     def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
@@ -187,6 +220,10 @@ class TokenizerCodec(Prompts):
         if pieces is None:
             pieces = self._kept[kept] = _BytePieces(self._backend, self._special.keys() - kept)
         return ByteDecoder(pieces)
+
+
+def _overlap(text: range, start: int, end: int) -> bool:
+    return start < text.stop and text.start < end
 
 
 def begins_text(tokenizer: Any, text: str) -> bool:

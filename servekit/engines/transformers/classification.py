@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -31,6 +31,7 @@ from servekit.protocol.messages import Capability, ModelInfo, WorkerSpec
 log: Any = structlog.get_logger(__name__)
 
 Activation = Callable[[Tensor], Tensor]
+Made = TypeVar("Made", bound="ClassificationRunner")
 #: The largest difference of scores that counts as rounding, in low precision.
 _ROUNDING = 0.05
 
@@ -38,10 +39,11 @@ _ROUNDING = 0.05
 class ClassificationRunner(PoolingRunner):
     """Runner of rows to classify; the vector of an input has the scores of its labels."""
 
-    def __init__(self, model: PreTrainedModel, pad: int, capacity: int, budget: int) -> None:
-        super().__init__(pad, capacity, budget)
+    def __init__(self, model: PreTrainedModel, activate: Activation, *limits: int) -> None:
+        """`limits` are the padding's id, the context and the tokens in a batch."""
+        super().__init__(*limits)
         self._model: Any = model
-        self._activate = choose_activation(model.config)
+        self._activate = activate
         types = getattr(model.config.get_text_config(), "type_vocab_size", None) or 0
         self._has_types = types > 1 and "token_type_ids" in signature(model.forward).parameters
 
@@ -104,9 +106,12 @@ def _softmax(logits: Tensor) -> Tensor:
 
 
 def make_classification_runner(
-    model: PreTrainedModel, tokenizer: Any, spec: WorkerSpec
+    model: PreTrainedModel, tokenizer: Any, spec: WorkerSpec, *, instructs: bool
 ) -> tuple[ClassificationRunner, ModelInfo]:
-    """Return the runner for a classifier, and its properties. Raises LoadError."""
+    """Return the runner for a classifier, and its properties. Raises LoadError.
+
+    `instructs` says whether its prompt for pairs shows an instruction.
+    """
     config = model.config
     if config.is_encoder_decoder:
         raise LoadError(f"{type(model).__name__} has a decoder; only encoders classify here.")
@@ -115,21 +120,43 @@ def make_classification_runner(
     if getattr(text, "pad_token_id", None) is None:
         # the library's models for generation look for the last token before the padding
         text.pad_token_id = config.pad_token_id = tokenizer.pad_token_id
-    budget = count_batch_tokens(spec)
-    context = find_context(model, None, tokenizer, spec)
-    alone = ClassificationRunner(model, padding_id(model, tokenizer), context, 0)
-    runner = ClassificationRunner(model, padding_id(model, tokenizer), context, budget)
-    if getattr(text, "pad_token_id", None) is None or not _keeps_scores(runner):
-        log.warning("texts_run_alone", model=spec.model)
-        runner, budget = alone, 0
+    budget = count_batch_tokens(spec) if getattr(text, "pad_token_id", None) is not None else 0
+    activate = choose_activation(config)
+
+    def make_runner(*limits: int) -> ClassificationRunner:
+        return ClassificationRunner(model, activate, *limits)
+
+    runner, context, budget = batch_texts(make_runner, model, tokenizer, spec, budget)
     names = getattr(config, "id2label", None) or {}
     labels = tuple(str(names.get(at, at)) for at in range(config.num_labels or 1))
     scores: tuple[Capability, ...] = ("score",) if len(labels) == 1 else ()
+    if scores and instructs:
+        scores = ("score", "instruction")
     what = f"scores of {len(labels)} label{'' if len(labels) == 1 else 's'}"
     info = describe_pooled(model, spec, context, budget, what)
     return runner, structs.replace(
         info, serves=("classify", *scores, "tokenize", "detokenize"), labels=labels
     )
+
+
+def batch_texts(
+    make_runner: Callable[[int, int, int], Made],
+    model: PreTrainedModel,
+    tokenizer: Any,
+    spec: WorkerSpec,
+    budget: int,
+) -> tuple[Made, int, int]:
+    """Return a runner, its context, and its tokens in a batch: 0 for one text at a time.
+
+    That is so with a `budget` of 0, and for a model that reads the padding. `make_runner` takes the
+    padding's id, the context and the tokens in a batch.
+    """
+    pad, context = padding_id(model, tokenizer), find_context(model, None, tokenizer, spec)
+    runner = make_runner(pad, context, budget)
+    if budget and _keeps_scores(runner):
+        return runner, context, budget
+    log.warning("texts_run_alone", model=spec.model)
+    return make_runner(pad, context, 0), context, 0
 
 
 def _keeps_scores(runner: ClassificationRunner) -> bool:

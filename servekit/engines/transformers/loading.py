@@ -20,11 +20,13 @@ from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase
 from servekit.engines.model_files.model_kind import ModelKind, kind_of
 from servekit.engines.model_files.source import resolve_folder
+from servekit.engines.text.pair_template import find_pair_template
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.transformers import (
     classification,
     embedding,
     fused_layers,
+    logit_score,
     packed_linear,
     pooling,
     preload,
@@ -82,7 +84,7 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
     torch.set_num_threads(threads)
     with phase("files"):
         folder = Path(resolve_folder(spec.path, spec.revision, report))
-    kind = kind_of(folder)
+    kind = kind_of(folder, spec)
     if kind == "transcribe" and plan.is_spread(spec):
         raise LoadError(f"{spec.model} hears speech, and such a model runs on one GPU.")
     ranks = _start_ranks(folder, spec, kind)
@@ -101,7 +103,8 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
             model = _load_model(folder, spec, report, kind)
         if ranks is not None:
             ranks.mirror_forward(model)
-        codec = TokenizerCodec(tokenizer, completes_chats=processor is not None)
+        pairs = find_pair_template(folder, spec, kind, tokenizer)
+        codec = TokenizerCodec(tokenizer, completes_chats=processor is not None, pairs=pairs)
         codec.start_proof()
         attention = str(model.config._attn_implementation)
         with weights.explain_errors(folder, spec):
@@ -182,8 +185,15 @@ def _make_runner(
     ranks: Ranks | None,
     kind: ModelKind,
 ) -> tuple[Runner, ModelInfo]:
+    instructs = codec.takes_instruction
     if kind == "classify":
-        return classification.make_classification_runner(model, tokenizer, spec)
+        return classification.make_classification_runner(
+            model, tokenizer, spec, instructs=instructs
+        )
+    if kind == "rerank":
+        return logit_score.make_logit_score_runner(
+            folder, model, tokenizer, spec, instructs=instructs
+        )
     if kind == "transcribe":
         return transcription.make_transcription_runner(folder, model, tokenizer, spec)
     if kind == "embed":

@@ -45,7 +45,7 @@ def prepare_model(spec: WorkerSpec) -> None:
     torch.set_num_threads(1)  # a forked process would not have the threads of a pool
     folder = Path(resolve_folder(spec.path, spec.revision, lambda progress: None))
     tokenizer = weights.load_tokenizer(folder, spec)
-    if kind_of(folder) != "generate":
+    if kind_of(folder, spec) != "generate":
         _prepared = Prepared(folder, tokenizer, template=spec.chat_template)
         return
     reads = processor.load_processor(folder, spec)

@@ -31,6 +31,7 @@ _AUTO: dict[ModelKind, Any] = {
     "generate": transformers.AutoModelForCausalLM,
     "embed": transformers.AutoModel,
     "classify": transformers.AutoModelForSequenceClassification,
+    "rerank": transformers.AutoModelForCausalLM,
     "transcribe": transformers.AutoModelForSpeechSeq2Seq,
     "see": transformers.AutoModelForMultimodalLM,
 }
@@ -69,7 +70,7 @@ def load_model(
         device_memory.limit_memory(spec, each)
     # cuDNN's attention plans each length anew, in each thread: 25 ms for a generated token.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if kind in ("generate", "see"):
+    if kind in ("generate", "rerank", "see"):
         _require_a_head(folder)
     auto = _choose_auto(folder, kind)
     with explain_errors(folder, spec), _report_progress(report):

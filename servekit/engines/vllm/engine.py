@@ -34,6 +34,7 @@ from servekit.engines.api.load_phases import phase
 from servekit.engines.api.process_activity import report_activity
 from servekit.engines.model_files.model_kind import ModelKind, kind_of, refuse_speech
 from servekit.engines.model_files.source import resolve_folder as resolve_source
+from servekit.engines.text.pair_template import find_pair_template
 from servekit.engines.text.sampling_params import resolve_sampling
 from servekit.engines.text.structured_output import Constraint, Grammars, try_grammars
 from servekit.engines.text.token_bytes import Pieces
@@ -112,19 +113,23 @@ class VllmEngine(Engine):
     def load(self, report: Report) -> ModelInfo:
         with phase("files"):
             folder = Path(resolve_source(self.spec.path, self.spec.revision, report))
-        refuse_speech(folder, self.spec.model)
+        refuse_speech(folder, self.spec)
+        kind = kind_of(folder, self.spec)
         with phase("tokenizer"):
             tokenizer = weights.load_tokenizer(folder, self.spec)
-        self.codec: TokenizerCodec = TokenizerCodec(tokenizer)
+        pairs = find_pair_template(folder, self.spec, kind, tokenizer)
+        self.codec: TokenizerCodec = TokenizerCodec(tokenizer, pairs=pairs)
         self._pieces = Pieces(tokenizer)
         self._parameters = generation_defaults.count_parameters(folder)
-        kind = kind_of(folder)
         self._embeds = kind != "generate"
         with phase("core"), report_activity(report):
             asked = engine_args.engine_arguments(
                 self.spec, folder, self._device_memory(), embeds=self._embeds
             )
             asked |= parse_arguments(engine_args.passed_arguments(self.spec))
+            if kind == "rerank":
+                made = engine_args.reranker_overrides(folder, tokenizer, self.spec)
+                asked["hf_overrides"] = made | (asked.get("hf_overrides") or {})
             self._core = Core(asked, self.spec.model)
         inputs = None if self._embeds else load_processor(self._core.config, tokenizer, self.spec)
         self.codec.start_proof()  # not before the core's process is forked
@@ -171,7 +176,7 @@ class VllmEngine(Engine):
 
     def _prepare_pooling(self, kind: ModelKind) -> ModelInfo:
         config = self._core.config.model_config.hf_config
-        make = requests.PoolingRequests("classify" if kind == "classify" else "embed", config)
+        make = requests.PoolingRequests("embed" if kind == "embed" else "classify", config)
         self._texts = Texts(self._core, self._held, self._limits, make, self._report_failure)
         size = self._probes.width(make.task)
         info = structs.replace(self._describe_model(()), chat=False)
@@ -181,7 +186,10 @@ class VllmEngine(Engine):
         names = getattr(config, "id2label", None) or {}
         labels = tuple(str(names.get(at, at)) for at in range(size))
         scores: tuple[Capability, ...] = ("score",) if size == 1 else ()
-        serves = ("classify", *scores, "tokenize", "detokenize")
+        if scores and self.codec.takes_instruction:
+            scores = ("score", "instruction")
+        classes: tuple[Capability, ...] = () if kind == "rerank" else ("classify",)
+        serves = (*classes, *scores, "tokenize", "detokenize")
         return structs.replace(info, serves=serves, labels=labels)
 
     def _prepare_generation(self, folder: Path, tokenizer: Any, inputs: Any | None) -> ModelInfo:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from servekit.engines.transformers.batching import kv_cache
+from servekit.engines.transformers.logit_score import find_score_tokens, read_activation
 from servekit.errors import LoadError
 from servekit.model_metadata import kv_cache_shape
 from servekit.protocol.messages import WorkerSpec
@@ -60,6 +61,22 @@ def passed_arguments(spec: WorkerSpec) -> dict[str, Any]:
         if sentence := arguments.explain_own(name):
             raise LoadError(sentence)
     return passed
+
+
+def reranker_overrides(folder: Path, tokenizer: Any, spec: WorkerSpec) -> dict[str, Any]:
+    """Return what vLLM's `hf_overrides` need to make a classifier of a causal reranker.
+
+    Raises LoadError if the files name tokens that the tokenizer has not.
+    """
+    tokens = find_score_tokens(folder, tokenizer, spec.model)
+    pair = [one for one in (tokens.false_token_id, tokens.true_token_id) if one is not None]
+    [architecture] = json.loads((folder / "config.json").read_bytes())["architectures"][:1]
+    activation = read_activation(folder)
+    return {
+        "architectures": [architecture.replace("ForCausalLM", "ForSequenceClassification")],
+        "classifier_from_token": tokenizer.convert_ids_to_tokens(pair),
+        "method": "from_2_way_softmax" if len(pair) == 2 else "no_post_processing",
+    } | ({"sentence_transformers": {"activation_fn": activation}} if activation else {})
 
 
 def _count_stages(spec: WorkerSpec) -> int:

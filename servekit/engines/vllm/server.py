@@ -51,9 +51,9 @@ class VllmServerEngine(CommandEngine):
         if self.spec.adapters:
             raise LoadError("vLLM's own server serves here, with which servekit has no adapters.")
         folder = Path(resolve_folder(self.spec.path, self.spec.revision, report))
-        refuse_speech(folder, self.spec.model)
-        kind = kind_of(folder)
-        if kind == "classify":
+        refuse_speech(folder, self.spec)
+        kind = kind_of(folder, self.spec)
+        if kind in ("classify", "rerank"):
             raise LoadError(
                 "vLLM's own server serves here, by which servekit has no rerankers and classifiers."
                 " engine: command with `vllm serve` forwards /rerank, /score and /classify."

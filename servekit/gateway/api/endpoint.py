@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from servekit.gateway.generation.generation import (
 )
 from servekit.gateway.generation.stream_writer import ResponseEncoder, StreamWriter
 from servekit.gateway.http.asgi import (
+    EVENT_STREAM,
     ClientGone,
     Envelope,
     Receive,
@@ -39,9 +40,10 @@ log: Any = structlog.get_logger("servekit.gateway")
 #: Parses a body and the client's key into a request and its answer format, or into the answer, or
 #: what makes the answer.
 ParseGeneration = Callable[
-    [bytes, str],
-    tuple[GenerationRequest, ResponseEncoder] | bytes | Callable[[], Coroutine[Any, Any, bytes]],
+    [bytes, str], "tuple[GenerationRequest, ResponseEncoder] | bytes | Answer"
 ]
+#: Makes an answer in JSON, or the events of a stream.
+Answer = Callable[[], Coroutine[Any, Any, bytes | AsyncIterator[bytes]]]
 ParseCalls = Callable[[bytes, str], tuple["Calls", Callable[[list[Delta]], bytes]]]
 ParsePlain = Callable[[bytes], bytes]
 OpenGeneration = Callable[[Router, GenerationRequest], Coroutine[Any, Any, Generation]]
@@ -96,7 +98,7 @@ class GenerationEndpoint:
             response.send_json(parsed)
             return
         if not isinstance(parsed, tuple):
-            self._start(response, size_bytes, partial(_send_later, response, parsed))
+            self._start(response, size_bytes, partial(self._send_later, response, parsed))
             return
         request, encoder = parsed
         if self._router.chooses:
@@ -133,6 +135,21 @@ class GenerationEndpoint:
             return False  # it is refused at once
         return status.info is None and status.residence is not None
 
+    async def _send_later(self, response: Response, make_answer: Answer) -> None:
+        answer = await make_answer()
+        if isinstance(answer, bytes):
+            response.send_json(answer)
+            return
+        events = await begin_stream(answer)
+        response.begin_stream(EVENT_STREAM)
+        # in a task of its own: the body, which this one counts, is gone
+        task = asyncio.get_running_loop().create_task(
+            _answer_errors(response, partial(_relay, response, events))
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        response.on_gone = partial(_cancel, task)
+
     async def _begin(
         self, response: Response, request: GenerationRequest, encoder: ResponseEncoder
     ) -> None:
@@ -140,8 +157,28 @@ class GenerationEndpoint:
         StreamWriter(response, generation, encoder)
 
 
-async def _send_later(response: Response, answer: Callable[[], Coroutine[Any, Any, bytes]]) -> None:
-    response.send_json(await answer())
+async def begin_stream(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Wait for the first part of a stream, so that its errors come before it; return all parts."""
+    first = await anext(events, b"")
+
+    async def go_on() -> AsyncIterator[bytes]:
+        yield first
+        async for part in events:
+            yield part
+
+    return go_on()
+
+
+async def _relay(response: Response, events: AsyncIterator[bytes]) -> None:
+    """Write a stream while the client reads."""
+    writable = asyncio.Event()
+    response.on_writable = writable.set
+    async for part in events:
+        while not response.open:
+            writable.clear()
+            await writable.wait()
+        response.write(part)
+    response.write(b"", last=True)
 
 
 async def _answer_errors(response: Response, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

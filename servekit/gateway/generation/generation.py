@@ -88,6 +88,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     timeout_s: float | None = None
     #: Completes the request before it is opened, as with an earlier conversation.
     complete: Callable[[GenerationRequest], Awaitable[None]] | None = None
+    #: Lets the only call go on with an answer of which another gateway has sent a part.
+    resume: Callable[[InflightRequest], None] | None = None
 
 
 class GenerationChunk(msgspec.Struct, gc=False):
@@ -260,6 +262,8 @@ class Generation:
                     more=more,
                     session=request.session,
                 )
+                if request.resume is not None:
+                    request.resume(call)
                 parser = None if make_parser is None else make_parser()
                 choices.append(ChoiceStream(len(choices), call, parser))
         return choices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +33,13 @@ class InternalAnswer:
         return min(_LONGEST_PAUSE_S, float(wait) if wait.isdigit() else 1.0)
 
 
-async def post_internally(app: ASGIApp, path: str, body: bytes) -> InternalAnswer:
-    """Send JSON to a path of `app`, in the name of the caller of this context (`ACTING`)."""
+async def post_internally(
+    app: ASGIApp, path: str, body: bytes, on_body: Callable[[bytes], None] | None = None
+) -> InternalAnswer:
+    """Send JSON to a path of `app`, in the name of the caller of this context (`ACTING`).
+
+    `on_body` is called with each part of an answer of status 200, whose `body` is then empty.
+    """
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
@@ -55,6 +61,8 @@ async def post_internally(app: ASGIApp, path: str, body: bytes) -> InternalAnswe
         nonlocal status, told
         if message["type"] == "http.response.start":
             status, told = message["status"], dict(message["headers"])
+        elif on_body is not None and status == 200:
+            on_body(message.get("body", b""))
         else:
             parts.extend(message.get("body", b""))
 

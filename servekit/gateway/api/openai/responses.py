@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response as Reply
+from fastapi.responses import StreamingResponse
 
 from servekit.errors import RequestError, ServekitError, Unsupported
-from servekit.gateway.api.endpoint import GenerationEndpoint
+from servekit.gateway.api.endpoint import Answer, GenerationEndpoint, begin_stream
 from servekit.gateway.api.images import list_media
 from servekit.gateway.api.openai.response import logprob_of, new_id
 from servekit.gateway.api.openai.responses_events import (
@@ -41,17 +43,18 @@ from servekit.gateway.generation.generation import (
     GenerationRequest,
 )
 from servekit.gateway.generation.stream_writer import ResponseEncoder
-from servekit.gateway.http.asgi import ASGIApp
+from servekit.gateway.http.asgi import EVENT_STREAM, ASGIApp
 from servekit.gateway.http.response import Handler
 from servekit.gateway.routing.adapter_route import base_of
 from servekit.gateway.routing.router import Router
 from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text, ToolCallStart
 from servekit.protocol.access import ResponseStorage
-from servekit.protocol.messages import TokenLogprob
+from servekit.protocol.messages import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
+    from servekit.gateway.api.openai.background_stream import BackgroundStream
     from servekit.gateway.background_store import BackgroundStore
-    from servekit.gateway.response_store import ResponseStore, StoredResponse
+    from servekit.gateway.response_store import ResponseStore, StoredResponse, StreamPart
 
 _encode = msgspec.json.Encoder().encode
 Json = dict[str, Any]
@@ -68,10 +71,31 @@ _PAGE_PARAMETERS = query_parameters(
     ("after", "Only items after the one of this id", {"type": "string"}),
     ("order", "asc or desc, the default", {"enum": ["asc", "desc"]}),
 )
+_STREAM_PARAMETERS = query_parameters(
+    (
+        "stream",
+        "true: the events of a response that is streamed in the background",
+        {"enum": ["true", "false"]},
+    ),
+    (
+        "starting_after",
+        "Only events after the one of this sequence_number",
+        {"type": "integer", "minimum": 0},
+    ),
+)
+#: How often a stream in the background is looked for new events, and once none come.
+_FOLLOW_EVERY_S = 0.1
+_FOLLOW_AT_LEAST_S = 1.0
+#: How long a client that waits hears nothing.
+_SILENCE_S = 15.0
 _TEXT_EVENT = (
     b"event: response.output_text.delta\n"
     b'data: {"type":"response.output_text.delta","sequence_number":'
 )
+
+
+#: The stream in the background that a request of the gateway to itself is for.
+STREAMED: ContextVar[BackgroundStream | None] = ContextVar("streamed", default=None)
 
 
 class Responses:
@@ -125,14 +149,12 @@ class Responses:
             if name in self.__dict__:
                 getattr(self, name).close()
 
-    def _parse(
-        self, body: bytes, key: str
-    ) -> tuple[GenerationRequest, ResponseEncoder] | Callable[[], Coroutine[Any, Any, bytes]]:
+    def _parse(self, body: bytes, key: str) -> tuple[GenerationRequest, ResponseEncoder] | Answer:
         request = decode(ResponsesRequest, body)
         asked = ask_of(request, key)
-        encoder = ResponsesEncoder(request, len(body))
+        encoder = self._make_encoder(request, asked, len(body))
         if request.background:
-            self._check_background(request)
+            self._check_background(request, asked.params)
         if self._keeps and request.store is not False:
             encoder.keep = partial(self._keep, encoder, _owner())
         if request.previous_response_id:
@@ -147,14 +169,27 @@ class Responses:
             return partial(self._queue, body, request, asked, encoder, _owner())
         return asked, encoder
 
-    def _check_background(self, request: ResponsesRequest) -> None:
+    def _make_encoder(
+        self, request: ResponsesRequest, asked: GenerationRequest, size_bytes: int
+    ) -> ResponsesEncoder:
+        """Return the encoder; that of a stored stream where the gateway itself asks."""
+        if (stream := STREAMED.get()) is None:
+            return ResponsesEncoder(request, size_bytes)
+        from servekit.gateway.api.openai.background_stream import BackgroundEncoder
+
+        asked.resume = stream.resume
+        return BackgroundEncoder(request, size_bytes, stream)
+
+    def _check_background(self, request: ResponsesRequest, params: SamplingParams) -> None:
         said = ""
         if not self._keeps:
             said = "no responses are kept here; set server.store_responses, or wait for the answer"
         elif request.store is False:
             said = "such a response is stored; leave out store: false"
-        elif request.stream:
-            said = "such a response is read by GET /v1/responses/ID; leave out stream"
+        elif request.stream and params.logprobs is not None:
+            said = (
+                "such a response is streamed without log probabilities; leave them out, or stream"
+            )
         if said:
             raise Unsupported(f"background: {said}", param="background")
 
@@ -165,7 +200,7 @@ class Responses:
         asked: GenerationRequest,
         encoder: ResponsesEncoder,
         owner: str,
-    ) -> bytes:
+    ) -> bytes | AsyncIterator[bytes]:
         """Store a response that is to run in the background, and return what its client gets."""
         from servekit.gateway.background_store import BackgroundResponse
 
@@ -180,10 +215,48 @@ class Responses:
             fields.pop(name, None)
         again = fields | {"store": msgspec.Raw(b"false")}
         items = await asyncio.to_thread(_encode_items, encoder.items)
-        response = BackgroundResponse(encoder.id, owner, time.time(), shown, items, _encode(again))
+        begin = [encoder.encode_queue_events(shown)] if request.stream else []
+        response = BackgroundResponse(
+            encoder.id, owner, time.time(), shown, items, _encode(again), begin
+        )
         await self._background.add(response, self._rules)
         self._wake()
-        return shown
+        return self._follow(encoder.id, owner, -1) if begin else shown
+
+    async def _follow(self, id: str, owner: str, after: int) -> AsyncIterator[bytes]:
+        """Yield the events of a stream after the one of this number, as they are stored.
+
+        Whichever gateway runs the response, and whether it still runs. Raises ResponseNotFound, and
+        Unsupported for a response without a stream.
+        """
+        await self._find(id, owner)
+        state = await self._store.read_stream(id, owner, after)
+        if state is None:
+            raise Unsupported(
+                "stream: this response has no stream, for it was not created with background and"
+                " stream; read it whole",
+                param="stream",
+            )
+        yield b""  # the client learns that it is heard
+        told_s, pause_s = time.monotonic(), _FOLLOW_EVERY_S
+        while True:
+            for part in state.parts:
+                yield _events_after(part, after)
+                after, told_s, pause_s = part.last, time.monotonic(), _FOLLOW_EVERY_S
+            if state.done:
+                return
+            if time.monotonic() > told_s + _SILENCE_S:
+                told_s = time.monotonic()
+                yield b": waiting\n\n"  # proxies end a silent connection
+            if not state.parts:
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 1.2, _FOLLOW_AT_LEAST_S)
+            state = await self._store.read_stream(id, owner, after)
+            if state is None:
+                yield _encode_error_event(
+                    after + 1, "stream_gone", "the stream is kept no longer; read the response"
+                )
+                return
 
     def _keep(self, encoder: ResponsesEncoder, owner: str, response: bytes) -> None:
         size_bytes = len(response) + encoder.size_bytes
@@ -228,11 +301,19 @@ class Responses:
     def add_reads(self, app: FastAPI) -> None:
         """Add the endpoints of stored responses."""
 
-        @app.get("/v1/responses/{id}", tags=["OpenAI"], summary="A stored response")
+        @app.get(
+            "/v1/responses/{id}",
+            tags=["OpenAI"],
+            summary="A stored response",
+            openapi_extra={"parameters": _STREAM_PARAMETERS},
+        )
         async def read(id: str, request: Request) -> Reply:
-            if request.query_params.get("stream", "false") != "false":
-                raise Unsupported("stream: a stored response is read whole", param="stream")
-            return _reply(await self._read(id))
+            if request.query_params.get("stream", "false").lower() != "true":
+                return _reply(await self._read(id))
+            after = _read_after(request.query_params)
+            events = await begin_stream(self._follow(id, _owner(), after))
+            headers = {name.decode(): value.decode() for name, value in EVENT_STREAM}
+            return StreamingResponse(events, headers=headers)
 
         @app.get(
             "/v1/responses/{id}/input_items",
@@ -303,6 +384,32 @@ def _owner() -> str:
     """Return the name of the current caller's key; "" without keys."""
     caller = ACTING.get()
     return "" if caller is None else caller.rule.name
+
+
+def _read_after(query: Mapping[str, str]) -> int:
+    """Return the number of the last event that a client has. Raises RequestError."""
+    given = query.get("starting_after")
+    if given is None:
+        return -1
+    if not (given.isascii() and given.isdigit() and len(given) < 16):
+        raise RequestError(
+            "starting_after: expected the sequence_number of an event, 0 or more",
+            param="starting_after",
+        )
+    return int(given)
+
+
+def _events_after(part: StreamPart, after: int) -> bytes:
+    """Return the events of a part after the one of this number."""
+    if part.first > after:
+        return part.data
+    events = part.data.split(b"\n\n")[after + 1 - part.first : -1]
+    return b"".join([b"%b\n\n" % event for event in events])
+
+
+def _encode_error_event(number: int, code: str, message: str) -> bytes:
+    error = {"type": "error", "sequence_number": number, "code": code, "message": message}
+    return b"event: error\ndata: %b\n\n" % _encode(error | {"param": None})
 
 
 def _reply(body: bytes) -> Reply:
@@ -411,6 +518,16 @@ class ResponsesEncoder(ResponseEncoder):
     def _end(self, finish: str | None) -> None:
         if self._output:
             self._output[-1]["status"] = _status(finish)
+
+    def encode_queue_events(self, shown: bytes) -> StreamPart:
+        """Return the begin of the stream of a response that runs in the background."""
+        from servekit.gateway.response_store import StreamPart
+
+        response = msgspec.Raw(shown)
+        events = [
+            self._event(f"response.{name}", response=response) for name in ("created", "queued")
+        ]
+        return StreamPart(0, self._events - 1, b"".join(events))
 
     def encode_queued(self, asked: GenerationRequest, model: str) -> bytes:
         """Return the response before it runs in the background."""
@@ -565,7 +682,7 @@ class ResponsesEncoder(ResponseEncoder):
         yield self._of_item(f"response.{kind}.done", content_index=0, text=part["text"], **more)
         yield self._of_item("response.content_part.done", content_index=0, part=part)
 
-    def encode_late_error(self, error: ServekitError) -> bytes:
+    def encode_late_error(self, error: ServekitError) -> bytes | None:
         return self._event("error", code=error.code, message=error.message, param=None)
 
     @property

@@ -171,10 +171,15 @@ class _Event(Struct, kw_only=True):
 
 
 class ResponseEvent(_Event, kw_only=True):
-    """The response at its begin and at its end."""
+    """The response at its begin and at its end; queued and failed only in the background."""
 
     type: Literal[
-        "response.created", "response.in_progress", "response.completed", "response.incomplete"
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
     ]
     response: Annotated[Response, doc("The response as it is now")]
 

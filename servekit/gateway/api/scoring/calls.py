@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from servekit.errors import ClientClosed
+from servekit.errors import ClientClosed, Unsupported
 from servekit.gateway.api.openai.embeddings import EmbeddingCalls, pooled_calls, split_groups
 from servekit.gateway.routing.adapter_route import base_of
 from servekit.gateway.routing.model_queue import ModelQueue
@@ -21,6 +21,7 @@ from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.routing.router import Router
 from servekit.gateway.routing.task_check import known_info, serves_any, unable
 from servekit.protocol.messages import Delta, ModelInfo, PoolingParams, SamplingParams
+from servekit.protocol.tasks import explain_no_instruction
 from servekit.protocol.types import Task
 
 #: The tasks by which a model can score documents.
@@ -86,10 +87,15 @@ class Pairing:
     raw: bool
     most_tokens: int  # of a document; 0: all
     names: tuple[str, str]  # the client's names of queries and documents
+    instruction: str = ""
 
     def make_calls(self, route: ModelQueue, router: Router, key: str) -> MakeCalls:
         def make(info: ModelInfo | None) -> list[InflightRequest]:
-            serves = SCORING if info is None else info.serves
+            serves = (*SCORING, "instruction") if info is None else info.serves
+            if self.instruction and "instruction" not in serves:
+                said = explain_no_instruction(route.status.name)
+                router.access.require_model(route.status.name, base_of(route))
+                raise Unsupported(said, param="instruction")
             if "score" in serves:
                 return self._score(route.status.name, key)
             if info is not None and "embed" not in serves:
@@ -104,7 +110,9 @@ class Pairing:
         return make
 
     def _score(self, model: str, key: str) -> list[InflightRequest]:
-        asked = PoolingParams(self.raw, self.most_tokens, self.names[1])
+        asked = PoolingParams(
+            self.raw, self.most_tokens, self.names[1], instruction=self.instruction
+        )
         calls = pooled_calls(model, key, "score", self.params, self.documents, asked)
         for call, (_, queries) in zip(calls, self._split_queries(len(calls)), strict=True):
             call.more["queries"] = [*queries]

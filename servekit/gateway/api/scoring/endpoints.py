@@ -152,7 +152,8 @@ def _pair(
     request: Paired, queries: list[str], documents: list[str], names: tuple[str, str]
 ) -> Pairing:
     raw, most = request.use_activation is False, request.max_tokens_per_doc or 0
-    return Pairing(queries, documents, _params(request), raw, most, names)
+    told = request.instruction or ""
+    return Pairing(queries, documents, _params(request), raw, most, names, told)
 
 
 def _read_texts(request: ScoreRequest, names: tuple[str, ...]) -> tuple[str, list[str]]:

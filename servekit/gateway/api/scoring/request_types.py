@@ -47,7 +47,9 @@ class Paired(Pooled, kw_only=True):
     max_tokens_per_doc: Cut | None = None
     """Cut documents to this many tokens, special tokens not counted; by default all are kept."""
     max_tokens_per_query: Annotated[Any, unserved(0)] = None
-    instruction: Annotated[Any, unserved()] = None
+    instruction: str | None = None
+    """What makes a document relevant to the query, in place of the model's own instruction, for
+    rerankers whose prompt has one, such as Qwen3-Reranker; others refuse it."""
     chat_template_kwargs: Annotated[Any, unserved({})] = None
 
 

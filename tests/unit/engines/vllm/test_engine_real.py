@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from servekit.config.engines.installed import is_there
@@ -31,6 +32,7 @@ from servekit.errors import LoadError, RequestError
 from servekit.protocol.adapters import AdapterSpec
 from servekit.protocol.messages import Grammar, WorkerSpec
 from tests.unit.engines.harness import PROMPTS, Harness, make_spec, reference, write_tiny_llama
+from tests.unit.engines.transformers import test_logit_score as causal
 from tests.unit.engines.transformers import test_pooling as pooling
 
 GREEDY: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
@@ -314,6 +316,22 @@ def test_an_unanswered_probe_leaves_nothing_in_the_core(engine: Harness) -> None
             probes.scores([1, 2, 3], 0)
     assert engine.generate("x", **GREEDY)
     assert engine.engine.load_now().running == 0
+
+
+def test_a_causal_reranker_has_the_scores_of_its_card(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "initializer_range": 0.05}
+    path = causal.make_reranker(tmp_path / "Qwen3-Reranker-tiny", **sizes)
+    spec = structs.replace(spec_of(path, 64, kv_cache_bytes=2**28), dtype="float32")
+    one = Harness(spec, VllmEngine)
+    try:
+        assert one.info.serves == ("score", "instruction", "tokenize", "detokenize")
+        for told in ("", causal.INSTRUCTION):
+            found = causal.scores(one, causal.submit(one, causal.PAIRS, told=told))
+            expected = causal.score_as_the_card(path, causal.PAIRS, told or None)
+            assert found == pytest.approx(expected, abs=1e-3)
+    finally:
+        one.close()
+    assert max(expected) - min(expected) > 0.01
 
 
 def test_thousands_of_texts_are_embedded_and_a_cancelled_job_is_not_heard_of(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.engines.harness import Harness, make_spec
+from tests.unit.engines.transformers import test_logit_score as causal
 from tests.unit.engines.transformers.test_embedding import TEXTS, qwen3, submit, vectors
 
 Opened = Callable[..., AbstractContextManager[Harness]]
@@ -22,6 +23,14 @@ def test_each_rank_holds_its_part_only(even: Path, two_ranks: Opened) -> None:
         heads = {a.num_key_value_heads for a in allocators.values()} if allocators else {1}
         assert heads == {1}  # of two
         assert engine.info.kv_cache_bytes == 2**20
+
+
+@pytest.mark.lane("long")
+def test_scores_are_those_of_the_card(tmp_path: Path, two_ranks: Opened) -> None:
+    folder = causal.make_reranker(tmp_path / "Qwen3-Reranker-tiny", vocab_size=512)
+    with two_ranks(folder) as engine:
+        found = causal.scores(engine, causal.submit(engine, causal.PAIRS))
+    assert found == pytest.approx(causal.score_as_the_card(folder, causal.PAIRS), abs=2e-5)
 
 
 @pytest.mark.lane("long")
