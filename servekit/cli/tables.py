@@ -113,7 +113,8 @@ def _placement_table(plan: Plan) -> Table:
         )
         threads = "" if place.threads is None or "GPU" in device else str(place.threads)
         told = (model.load,) if by_need else ()
-        shown = (model.engine, device, threads, model.dtype, model.path)
+        dtype = str(model.options.get("quantization") or model.dtype)
+        shown = (model.engine, device, threads, dtype, model.path)
         table.add_row(place.name, *told, *shown)
     return table
 

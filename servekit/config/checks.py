@@ -13,7 +13,13 @@ from servekit.config import keys as api_keys
 from servekit.config import paths
 from servekit.config.access import KeyConfig
 from servekit.config.chat_template import read_template
-from servekit.config.engines import environments, plugins, requirements, vllm_checks
+from servekit.config.engines import (
+    environments,
+    plugins,
+    quantization_checks,
+    requirements,
+    vllm_checks,
+)
 from servekit.config.engines.installed import Machine, find_module, install_command
 from servekit.config.engines.options import KINDS, EngineKind
 from servekit.config.error_reporting import Problem, dotted_path, missing_key, shorten_text
@@ -114,6 +120,7 @@ def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Proble
         yield from _check_command(config, at)
     if config.engine == "vllm":
         yield from vllm_checks.check_options(config, (*at, "options"))
+    yield from quantization_checks.check_quantization(config, at)
     if config.engine != "auto":
         for lack in requirements.find_lacks(kind, requirements.requirements_of(config, folder)):
             message = f"the engine {config.engine} {lack.what}."
@@ -253,6 +260,8 @@ def check_machine(
         message += f"{config.engine} makes an environment for it, {remedy} adds it to this one."
         yield Problem((*at, "engine"), message)
         return
+    if not elsewhere:
+        yield from quantization_checks.check_packages(config, at, machine)
     if kind.gpu_here == "must" and not (machine.has_gpu or elsewhere) and config.device == "auto":
         message = f"the engine {config.engine} runs on GPUs only, and no NVIDIA GPU was found here"
         yield Problem((*at, "engine"), f"{message}{requirements.suggest_engines(kind)}.")

@@ -37,6 +37,11 @@ class TransformersOptions(Section):
     """On a CPU, keep a second copy of the weights of linear layers, in the order in which the CPU
     multiplies with them: up to twice as fast. By default on CPUs where it is known to help (AMD,
     four threads at most), if it takes at most a quarter of the available memory."""
+    quantization: Literal["int8", "fp8", "int4"] | None = None
+    """Quantise the weights while they are loaded; by default they are as the model has them. int8
+    and, on GPUs with FP8 units (Ada, Hopper and later), fp8 halve the memory of 16-bit weights, and
+    int4 quarters it; tokens are slower, but for int4 with few requests. On a CPU there is int8.
+    Needs `servekit[quantization]`."""
     batching: Literal["auto", "continuous", "static"] = "auto"
     """Continuous batching where the model supports it; static runs one request at a time."""
     attention: str | None = None

@@ -31,7 +31,14 @@ from servekit.engines.text.structured_output import Constraint
 from servekit.engines.text.token_bytes import Pieces
 from servekit.engines.text.tokenizer import TokenizerCodec
 from servekit.engines.text.tool_format_detection import tool_capabilities
-from servekit.engines.transformers import classification, embedding, loading, preload, prompt_scores
+from servekit.engines.transformers import (
+    classification,
+    embedding,
+    loading,
+    preload,
+    prompt_scores,
+    quantize,
+)
 from servekit.engines.transformers.lora.manager import AdapterManager
 from servekit.engines.transformers.lora.module_clone import BaseChanged
 from servekit.engines.transformers.request_row import Row
@@ -264,6 +271,10 @@ class TransformersEngine(LoopedEngine):
     def _adapter_manager(self) -> AdapterManager:
         if self._sleep_state.asleep:
             raise LoadError("The model is asleep; wake it first.", permanent=False)
+        if method := quantize.get_method(self.spec):
+            raise Unsupported(
+                f"Its weights are quantised ({method}), and take no adapters.", param="lora_name"
+            )
         if self._adapters is None:
             why = plan.NO_ADAPTERS if plan.is_spread(self.spec) else NO_TEXT
             raise Unsupported(why, param="lora_name")

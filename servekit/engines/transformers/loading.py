@@ -33,6 +33,7 @@ from servekit.engines.transformers import (
     weights,
 )
 from servekit.engines.transformers.lora.module_clone import clone_modules
+from servekit.engines.transformers.quantize import get_method
 from servekit.engines.transformers.runner import Runner
 from servekit.engines.transformers.runner_factory import (
     cpu_threads,
@@ -108,10 +109,17 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
         codec.start_proof()
         attention = str(model.config._attn_implementation)
         with weights.explain_errors(folder, spec):
-            packs = spec.device == "cpu" and kind != "transcribe"
+            packs = spec.device == "cpu" and kind != "transcribe" and not get_method(spec)
             packed = _pack_weights(model, spec, kind) if packs else ""
             runner, info = _make_runner(folder, spec, model, codec, tokenizer, ranks, kind)
         info = structs.replace(info, detail=info.detail + packed)
+        if method := get_method(spec):
+            info = structs.replace(
+                info,
+                dtype=method,
+                parameters=model.num_parameters(),
+                weights_bytes=weight_offload.size_bytes(model),
+            )
     except BaseException:
         if ranks is not None:
             ranks.close()

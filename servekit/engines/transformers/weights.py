@@ -21,6 +21,7 @@ from transformers.utils import logging as library_logging
 
 from servekit.engines.api.base import Report
 from servekit.engines.model_files.model_kind import ModelKind
+from servekit.engines.transformers import quantize
 from servekit.engines.transformers.sleep import device_memory
 from servekit.engines.transformers.tensor_parallel import plan
 from servekit.errors import LoadError
@@ -80,6 +81,7 @@ def load_model(
             dtype=_choose_dtype(spec),
             **_placing_arguments(spec, device),
             attn_implementation=attention,
+            quantization_config=quantize.make_quantization_config(folder, spec),
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=spec.trust_remote_code,

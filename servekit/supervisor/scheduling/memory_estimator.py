@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from servekit.config.engines.options import KINDS
+from servekit.config.engines.quantization_checks import get_method
 from servekit.config.schema import ModelConfig
-from servekit.model_metadata import gguf, kv_cache_shape, safetensors
+from servekit.model_metadata import gguf, kv_cache_shape, safetensors, weight_quantization
 from servekit.model_metadata.kv_cache_shape import Attention
 from servekit.supervisor.scheduling import local_model_files
 from servekit.supervisor.scheduling.memory_requests import (
@@ -175,6 +176,9 @@ def _of_folder(model: ModelConfig, place: Assignment, folder: Path) -> Estimate:
     elements = safetensors.elements(folder)
     floats = _float_bytes(model, place, config)
     weights = safetensors.size_bytes(elements, floats)
+    if (method := get_method(model)) and floats:
+        count = sum(elements.values())
+        weights = weight_quantization.size_bytes(method, count, config, floats)
     if (folder / "modules.json").is_file():  # an embedding model has no KV cache
         return _spread(model, place, weights, None, 0.0)
     try:
@@ -205,12 +209,22 @@ def _of_gguf(model: ModelConfig, place: Assignment, path: Path) -> Estimate:
         return _spread(model, place, file.weights_bytes, shape, number, partly=True)
     stored = 4 if file.elements < _FLOAT32_BELOW else 2
     number = _BYTES.get(model.dtype, stored if place.gpus else 4)
-    found = _spread(model, place, int(file.elements * number), shape, number)
+    weights = int(file.elements * number)
+    if method := get_method(model):
+        sizes = {name: file.of_architecture(key) for name, key in _GGUF_SIZES.items()}
+        weights = weight_quantization.size_bytes(method, file.elements, sizes, number)
+    found = _spread(model, place, weights, shape, number)
     return replace(found, from_gguf=True)
 
 
+#: Keys of a GGUF file for those of a config.json.
+_GGUF_SIZES = {"hidden_size": "embedding_length", "vocab_size": "vocab_size"}
+
+
 def _quantization(model: ModelConfig) -> str | None:
-    """Return how the engine quantises the weights while it loads them."""
+    """Return how vLLM quantises the weights while it loads them."""
+    if model.engine != "vllm":
+        return None
     passed = model.options.get("engine_args") or {}
     found: str | None = model.options.get("quantization") or passed.get("quantization")
     return found

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import structlog
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from servekit.engines.transformers import packed_linear
 from servekit.errors import LoadError
@@ -46,15 +47,20 @@ class WeightStore(Protocol):
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Return a module's weights and buffers."""
-    return chain(module.parameters(), module.buffers())
+    """Return a module's weights and buffers; of a quantised weight, its values and scales."""
+    return (tensor for _, tensor in _named_tensors(module))
 
 
 def unique_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """Return the tensors' storages, each once; of a tensor sharded over ranks, this rank's part."""
-    local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
+    local = (each for tensor in tensors for _, each in _flatten_tensor("", tensor))
     found = (tensor.untyped_storage() for tensor in local)
     return list({storage._cdata: storage for storage in found if storage.nbytes()}.values())
+
+
+def size_bytes(model: nn.Module) -> int:
+    """Return the size of a model's weights and buffers."""
+    return sum(storage.nbytes() for storage in unique_storages(tensors_of(model)))
 
 
 def weight_store(
@@ -208,9 +214,23 @@ class DiskReload:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(
+    named = chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )
+    return chain.from_iterable(_flatten_tensor(name, tensor) for name, tensor in named)
+
+
+def _flatten_tensor(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that hold the data of a tensor, such as a quantised or sharded one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor
+        scales = getattr(getattr(tensor, "quant_state", None), "absmax", None)  # of bitsandbytes
+        if isinstance(scales, Tensor):
+            yield f"{name}.absmax", scales
+        return
+    wrapper: Any = tensor
+    for part in wrapper.__tensor_flatten__()[0]:
+        yield from _flatten_tensor(f"{name}.{part}", getattr(tensor, part))
 
 
 def release_pages(own: Iterable[UntypedStorage]) -> None:

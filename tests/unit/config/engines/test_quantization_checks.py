@@ -1,0 +1,44 @@
+"""`quantization` of the transformers engine: what a file is told before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from servekit.config.engines.installed import Machine
+from servekit.config.load import load_here
+from servekit.errors import ConfigError
+from tests.unit.config.test_load import write
+
+FILE = "models:\n  - {name: a, path: org/name, %s}\n"
+HERE = frozenset({"torch", "transformers", "torchao"})
+
+
+def told(folder: Path, keys: str, *, gpu: bool = False, here: frozenset[str] = HERE) -> str:
+    try:
+        load_here(write(folder, FILE % keys), Machine(gpu, here.__contains__))
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpu", "words"),
+    [
+        ("device: cpu, options: {quantization: int8}", False, ""),
+        ("options: {quantization: fp8}", True, ""),
+        ("options: {quantization: fp8}", False, "fp8 needs a GPU, and no NVIDIA GPU was found"),
+        ("device: cpu, options: {quantization: fp8}", True, "fp8 needs a GPU. On a CPU there is"),
+        ("options: {quantization: int4}", True, "needs bitsandbytes, which is not installed"),
+        ("gpus_per_replica: 2, options: {quantization: int8}", True, "is on one GPU"),
+        ("options: {quantization: int8}, adapters: [{name: b, path: o/b}]", True, "no adapters"),
+        ("options: {quantization: int3}", True, "must be int8, fp8 or int4"),
+    ],
+)
+def test_what_a_quantised_model_cannot_have(
+    tmp_path: Path, keys: str, gpu: bool, words: str
+) -> None:
+    found = told(tmp_path, keys, gpu=gpu)
+    assert words in found
+    assert bool(words) == bool(found)

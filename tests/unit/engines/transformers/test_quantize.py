@@ -1,0 +1,90 @@
+"""Weights in 8 bits: the library's own texts with the same quantisation, the size, and a sleep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from servekit.engines.transformers.quantize import make_quantization_config
+from servekit.errors import LoadError, Unsupported
+from servekit.model_metadata import safetensors, weight_quantization
+from servekit.protocol.adapters import AdapterSpec
+from tests.unit.engines.harness import CORPUS, Harness, make_spec, write_tiny_llama
+
+INT8: dict[str, Any] = {"quantization": "int8"}
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("quantize") / "llama")
+
+
+@pytest.fixture(scope="module")
+def quantised(folder: Path) -> Iterator[Harness]:
+    harness = Harness(make_spec(folder, options=INT8))
+    yield harness
+    harness.close()
+
+
+def library_tokens(folder: Path) -> list[list[int]]:
+    spec = make_spec(folder, options=INT8)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=make_quantization_config(folder, spec)
+    )
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    told = []
+    for prompt in CORPUS:
+        asked = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        made = model.generate(**asked, max_new_tokens=TOKENS, do_sample=False)
+        told.append(made[0][asked["input_ids"].shape[1] :].tolist())
+    return told
+
+
+def test_texts_are_those_of_the_library_in_any_company(quantised: Harness, folder: Path) -> None:
+    due = library_tokens(folder)
+    together = [quantised.submit(prompt, max_tokens=TOKENS) for prompt in CORPUS]
+    assert [quantised.tokens(one) for one in together] == due
+    assert [quantised.generate(prompt, max_tokens=TOKENS) for prompt in CORPUS] == due
+
+
+def test_its_size_is_that_of_the_estimate(quantised: Harness, folder: Path) -> None:
+    info = quantised.info
+    config = json.loads((folder / "config.json").read_text())
+    count = sum(safetensors.elements(folder).values())
+    due = weight_quantization.size_bytes("int8", count, config, 4)
+    assert (info.dtype, info.parameters) == ("int8", count)
+    assert 0 <= info.weights_bytes - due < 0.1 * due  # a scale for each row of small layers
+    assert info.weights_bytes < 0.8 * 4 * count
+
+
+def test_it_sleeps_and_says_the_same_when_it_is_awake(quantised: Harness) -> None:
+    before = quantised.generate(CORPUS[0], max_tokens=TOKENS)
+    quantised.engine.sleep()
+    quantised.engine.wake()
+    assert quantised.generate(CORPUS[0], max_tokens=TOKENS) == before
+
+
+def test_it_takes_no_adapters(quantised: Harness, tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r"quantised \(int8\), and take no adapters"):
+        quantised.engine.load_adapter(AdapterSpec("a", str(tmp_path), "1"))
+
+
+def test_a_quantised_model_is_not_quantised_again(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadError, match="is quantised already, by awq"):
+        make_quantization_config(tmp_path, make_spec(tmp_path, options=INT8))
+
+
+def test_a_package_that_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(LoadError, match=r"needs bitsandbytes.*servekit\[quantization\]"):
+        make_quantization_config(folder, make_spec(folder, options={"quantization": "int4"}))
