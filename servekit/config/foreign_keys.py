@@ -47,6 +47,18 @@ OF_A_MODEL = {
     "model_name": "`name` is what requests ask for",
     "api_base": "`engine: openai` with `options: {{url: {value}}}` forwards to another server",
 }
+#: Options that other engines have.
+OF_OPTIONS = {
+    "quantization": "transformers and vllm quantise weights while they load them, and a GGUF file "
+    "is quantised already: choose another one in `path`, such as org/name:Q4_K_M",
+    "quantize": "`quantization: {value}` is that, with transformers and vllm",
+    "cache_type": "llamacpp and vllm have it; with transformers the KV cache has the model's dtype",
+    "cache_type_k": "`cache_type: {value}` is the KV cache's, keys and values alike",
+    "cache_type_v": "`cache_type: {value}` is the KV cache's, keys and values alike",
+    "type_k": "`cache_type` is the KV cache's, keys and values alike",
+    "type_v": "`cache_type` is the KV cache's, keys and values alike",
+    "kv_cache_dtype": "`cache_type: {value}` is the KV cache's, with llamacpp and vllm",
+}
 #: Of vLLM's arguments, those that servekit passes through.
 _ENGINE_ARGS = {
     *("quantization", "enable_prefix_caching", "enforce_eager", "kv_cache_dtype", "swap_space"),
@@ -74,7 +86,9 @@ def advise(loc: tuple[str | int, ...], value: object) -> str:
     if loc[0] == "keys":
         found = OF_A_KEY.get(key, "")
     elif loc[0] == "models":
-        found = OF_A_MODEL.get(key, _VLLM if key in _ENGINE_ARGS and len(loc) == 3 else "")
+        in_options = len(loc) == 4 and loc[2] == "options"
+        found = OF_OPTIONS.get(key, "") if in_options else ""
+        found = found or OF_A_MODEL.get(key, _VLLM if key in _ENGINE_ARGS and len(loc) == 3 else "")
     else:
         found = OF_THE_FILE.get(key, "") if len(loc) == 1 else ""
     shown = str(value).lower() if isinstance(value, bool) else value

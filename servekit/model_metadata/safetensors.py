@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 #: The format's own limit.
 _MAX_HEADER_BYTES = 100_000_000
@@ -23,6 +24,18 @@ _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6} | {
 }
 #: Types that `dtype` converts; quantised weights keep theirs.
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+
+
+def read_shapes(folder: Path) -> dict[str, list[int]]:
+    """Return each tensor's shape by its name. Raises ValueError, OSError."""
+    found = {
+        name: [int(size) for size in tensor["shape"]]
+        for path in _list_files(folder)
+        for name, tensor in _read_header(path).items()
+    }
+    if not found:
+        raise ValueError(f"{folder} has no weights as safetensors")
+    return found
 
 
 def elements(folder: Path) -> dict[str, int]:
@@ -75,17 +88,24 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _count_file_elements(path: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for tensor in _read_header(path).values():
+        kind = str(tensor["dtype"])
+        found[kind] = found.get(kind, 0) + math.prod(tensor["shape"])
+    return found
+
+
+def _read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Return what the header says of each tensor by its name. Raises ValueError, OSError."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > _MAX_HEADER_BYTES:
                 raise ValueError("it would be too long")
             tensors = json.loads(file.read(length))
-        found: dict[str, int] = {}
-        for name, tensor in tensors.items():
-            if name != "__metadata__":
-                kind = str(tensor["dtype"])
-                found[kind] = found.get(kind, 0) + math.prod(tensor["shape"])
+        found = {name: tensor for name, tensor in tensors.items() if name != "__metadata__"}
+        for tensor in found.values():
+            str(tensor["dtype"]), math.prod(tensor["shape"])
     except (struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: its header cannot be read") from error
     return found

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
 
 #: The package that each method needs.
 PACKAGES = {"int8": "torchao", "fp8": "torchao", "int4": "bitsandbytes"}
-#: Bytes of a quantised weight; of int4 with the scale of each 64 weights, in float32.
-_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 64}
+#: vLLM's names where they differ from ours.
+OF_VLLM = {"int4": "bitsandbytes"}
+#: Weights of int4 that share a scale.
+_BLOCK = 64
+#: Weights that stay as they are, by parts of their names: the head, embeddings, and experts, which
+#: the library fuses into one tensor that is no linear layer.
+_KEPT = ("embed", "lm_head", "wte", "wpe", "norm", ".experts.", ".router.")
 
 
 def explain_absence(method: str) -> str:
@@ -19,15 +24,18 @@ def explain_absence(method: str) -> str:
     )
 
 
-def size_bytes(method: str, elements: int, config: Mapping[str, Any], float_bytes: float) -> int:
-    """Return the size of a model's quantised weights.
+def size_bytes(method: str, tensors: Mapping[str, Sequence[int]], float_bytes: float) -> int:
+    """Return the size of a model's weights, by name and shape, once they are quantised."""
+    return int(
+        sum(_tensor_bytes(method, name, shape, float_bytes) for name, shape in tensors.items())
+    )
 
-    `elements` are all numbers of the model, `config` is its config.json. Embeddings and the head
-    stay in floats.
-    """
-    text = config.get("text_config") or config
-    rows, width = text.get("vocab_size"), text.get("hidden_size")
-    table = rows * width if isinstance(rows, int) and isinstance(width, int) else 0
-    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", True))
-    kept = min(table if tied else 2 * table, elements)
-    return int(kept * float_bytes + (elements - kept) * _BYTES[method])
+
+def _tensor_bytes(method: str, name: str, shape: Sequence[int], float_bytes: float) -> float:
+    if len(shape) != 2 or not name.endswith(".weight") or any(part in name for part in _KEPT):
+        return math.prod(shape) * float_bytes
+    rows, columns = shape
+    if method == "int4":  # with a scale in float32 for each block
+        return rows * columns * (0.5 + 4 / _BLOCK)
+    # with a scale for each row, and with int8 a zero point
+    return rows * (columns + (5 if method == "int8" else 4))

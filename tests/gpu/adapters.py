@@ -41,6 +41,11 @@ def write_middle(folder: Path, tokenizer: Any = None) -> Path:
     return _write_llama(folder, tokenizer=tokenizer, **shape)
 
 
+def write_billion(folder: Path) -> Path:
+    """As `write_middle`, of 1.1e9 parameters."""
+    return _write_llama(folder, hidden=2048, intermediate=8192, layers=18, heads=32)
+
+
 def write_large(folder: Path) -> Path:
     """As `write_middle`, of 7e9 parameters: an 8B without most of its vocabulary."""
     return _write_llama(folder, hidden=4096, intermediate=12288, layers=36, heads=32)

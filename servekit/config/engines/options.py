@@ -149,7 +149,10 @@ class VllmOptions(Section):
     """KV cache size; by default what is left of the model's memory, on a CPU what its slots can
     use."""
     quantization: str | None = None
-    """How the weights are quantised; by default as the model says."""
+    """How the weights are quantised, as vLLM names it: fp8, for one. int4 is its bitsandbytes. By
+    default as the model says."""
+    cache_type: Literal["auto", "fp8"] = "auto"
+    """Type of the KV cache's numbers; auto: the model's dtype. `engine_args` has vLLM's others."""
     load_format: str = "auto"
     """Where weights come from, as vLLM's `--load-format` has it; `dummy`: random ones."""
     enforce_eager: bool | None = None

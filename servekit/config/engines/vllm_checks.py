@@ -21,9 +21,12 @@ def check_options(config: ModelConfig, at: Place) -> Iterator[Problem]:
     for name in _passed(config):
         if sentence := arguments.explain_own(name):
             yield Problem((*at, "engine_args", name), sentence, at_key=True)
-    passed = map(arguments.normalize_name, _passed(config))
+    passed = {arguments.normalize_name(name) for name in _passed(config)}
     if config.options.get("quantization") and "quantization" in passed:
         message = "`options` has a `quantization`, too: leave one of them out."
+        yield Problem((*at, "engine_args"), message, at_key=True)
+    if config.options.get("cache_type", "auto") != "auto" and "kv_cache_dtype" in passed:
+        message = "`options` has a `cache_type`, too: leave one of them out."
         yield Problem((*at, "engine_args"), message, at_key=True)
     if config.options.get("api") == "server" and config.adapters:
         message = "servekit has no adapters with vLLM's own server: leave this out, or `adapters`."

@@ -37,7 +37,6 @@ from servekit.engines.transformers import (
     loading,
     preload,
     prompt_scores,
-    quantize,
 )
 from servekit.engines.transformers.lora.manager import AdapterManager
 from servekit.engines.transformers.lora.module_clone import BaseChanged
@@ -102,6 +101,7 @@ class TransformersEngine(LoopedEngine):
         super().__init__(spec)
         self._runner: Runner
         self._adapters: AdapterManager | None = None
+        self._no_adapters = plan.NO_ADAPTERS if plan.is_spread(spec) else ""  # why there are none
         self._media: MediaEncoder | None = None
         self._modalities: tuple[Modality, ...] = ()
         self._ranks: Ranks | None = None
@@ -133,6 +133,7 @@ class TransformersEngine(LoopedEngine):
         """Prepare grammars, dialect and adapters for a generative model; return its properties."""
         model, tokenizer = loaded.model, loaded.tokenizer
         self._eos = eos_ids(model, tokenizer)
+        self._no_adapters = loading.explain_no_adapters(model, self.spec)
         stated = {name: value for name, value in self.spec.sampling.items() if value is not None}
         self._defaults = sampling_defaults(model) | stated
         self._pieces = Pieces(tokenizer)
@@ -145,7 +146,7 @@ class TransformersEngine(LoopedEngine):
                 detail += self._prepare_media(loaded.processor)
         serves = self._list_capabilities(model, dialect)
         info = structs.replace(loaded.info, serves=serves, dialect=dialect, detail=detail)
-        if plan.is_spread(self.spec):
+        if self._no_adapters:
             return info
         runner = getattr(loaded.runner, "texts", loaded.runner)  # adapters are for texts
         self._adapters = AdapterManager(model, loaded.attention, runner, self.spec, self)
@@ -160,7 +161,7 @@ class TransformersEngine(LoopedEngine):
         tools = tool_capabilities(
             self.codec.template, dialect, self.spec.tool_parser, grammars=bool(grammar)
         )
-        adapters: tuple[Capability, ...] = () if plan.is_spread(self.spec) else ("adapters",)
+        adapters: tuple[Capability, ...] = () if self._no_adapters else ("adapters",)
         # A tensor-parallel rank has only a part of the head, which all ranks must run together.
         scored = prompt_scores.base_of(model) is not None and not plan.over_ranks(self.spec)
         scores: tuple[Capability, ...] = ("prompt_logprobs",) if scored else ()
@@ -271,13 +272,8 @@ class TransformersEngine(LoopedEngine):
     def _adapter_manager(self) -> AdapterManager:
         if self._sleep_state.asleep:
             raise LoadError("The model is asleep; wake it first.", permanent=False)
-        if method := quantize.get_method(self.spec):
-            raise Unsupported(
-                f"Its weights are quantised ({method}), and take no adapters.", param="lora_name"
-            )
         if self._adapters is None:
-            why = plan.NO_ADAPTERS if plan.is_spread(self.spec) else NO_TEXT
-            raise Unsupported(why, param="lora_name")
+            raise Unsupported(self._no_adapters or NO_TEXT, param="lora_name")
         return self._adapters
 
     def constrain(self, grammar: Grammar, emitted: Sequence[int]) -> Constraint:

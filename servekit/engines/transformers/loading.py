@@ -30,10 +30,10 @@ from servekit.engines.transformers import (
     packed_linear,
     pooling,
     preload,
+    quantize,
     weights,
 )
 from servekit.engines.transformers.lora.module_clone import clone_modules
-from servekit.engines.transformers.quantize import get_method
 from servekit.engines.transformers.runner import Runner
 from servekit.engines.transformers.runner_factory import (
     cpu_threads,
@@ -109,11 +109,11 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
         codec.start_proof()
         attention = str(model.config._attn_implementation)
         with weights.explain_errors(folder, spec):
-            packs = spec.device == "cpu" and kind != "transcribe" and not get_method(spec)
+            packs = spec.device == "cpu" and kind != "transcribe" and not quantize.get_method(spec)
             packed = _pack_weights(model, spec, kind) if packs else ""
             runner, info = _make_runner(folder, spec, model, codec, tokenizer, ranks, kind)
         info = structs.replace(info, detail=info.detail + packed)
-        if method := get_method(spec):
+        if method := quantize.get_method(spec):
             info = structs.replace(
                 info,
                 dtype=method,
@@ -127,12 +127,19 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
     return Loaded(folder, kind, tokenizer, processor, codec, model, attention, runner, info, ranks)
 
 
+def explain_no_adapters(model: PreTrainedModel, spec: WorkerSpec) -> str:
+    """Return why the model can have no adapters, or ""."""
+    if plan.is_spread(spec):
+        return plan.NO_ADAPTERS
+    return quantize.NO_ADAPTERS if quantize.has_packed_weights(model) else ""
+
+
 def make_weight_store(
     loaded: Loaded, spec: WorkerSpec, more: weight_offload.Tensors
 ) -> weight_offload.WeightStore:
     """Return the store for the model's tensors during sleep; on a GPU it also holds `more`."""
     again = partial(_load_model, loaded.folder, spec, lambda progress: None, loaded.kind)
-    load_again = None if loaded.ranks else again
+    load_again = again if not loaded.ranks and quantize.can_reload(loaded.model) else None
     return weight_offload.weight_store(loaded.model, loaded.model.device, more, load_again)
 
 
@@ -210,7 +217,7 @@ def _make_runner(
     # Before a batch changes the model's attention, which is not the one for images.
     twin = clone_modules(model) if kind == "see" else None
     texts, info = make_causal_runner(model, spec, codec.chat, ranks)
-    if plan.is_spread(spec):
-        refused = {adapter.name: plan.NO_ADAPTERS for adapter in spec.adapters}
+    if why := explain_no_adapters(model, spec):
+        refused = {adapter.name: why for adapter in spec.adapters}
         info = structs.replace(info, refused_adapters=refused)
     return texts if twin is None else add_images(texts, model, twin), info

@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 
+from servekit.engines.model_files.model_kind import ModelKind
 from servekit.errors import LoadError
 from servekit.model_metadata.weight_quantization import PACKAGES, explain_absence
 from servekit.protocol.messages import WorkerSpec
 
+NO_ADAPTERS = "The weights of this model are quantised, and take no adapters."
 #: The least compute capability with FP8 units: that of Ada Lovelace.
 _FP8_SINCE = (8, 9)
 
@@ -31,10 +34,17 @@ def get_method(spec: WorkerSpec) -> str:
     return str(spec.options.get("quantization") or "")
 
 
-def make_quantization_config(folder: Path, spec: WorkerSpec) -> Any | None:
+def make_quantization_config(
+    folder: Path, spec: WorkerSpec, kind: ModelKind = "generate"
+) -> Any | None:
     """Return the library's configuration, or None. Raises LoadError if it cannot be."""
     if not (method := get_method(spec)):
         return None
+    if kind != "generate":
+        raise LoadError(
+            "options.quantization is for models that write text and read nothing else;"
+            f" {spec.model} is of another kind."
+        )
     if stated := _read_stated(folder):
         raise LoadError(
             f"{spec.model} is quantised already, by {stated}; leave out `quantization`, or take the"
@@ -55,11 +65,35 @@ def make_quantization_config(folder: Path, spec: WorkerSpec) -> Any | None:
         logging.getLogger(name).setLevel(logging.ERROR)
     import torchao.quantization as torchao
 
+    # Otherwise torchao sets options of torch for the whole process, such as products in TF32.
+    plain: dict[str, Any] = {"set_inductor_config": False}
     if method == "fp8":
-        config = torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow())
+        config = torchao.Float8DynamicActivationFloat8WeightConfig(
+            granularity=torchao.PerRow(), **plain
+        )
     else:
-        config = torchao.Int8WeightOnlyConfig()
+        config = torchao.Int8WeightOnlyConfig(**plain)
     return library.TorchAoConfig(config)
+
+
+def has_packed_weights(model: nn.Module) -> bool:
+    """Return whether some weights are of a library's own class: torchao's, bitsandbytes'.
+
+    A copy of such a weight as a plain one would lose its scales.
+    """
+    return any(_is_packed(weight) for weight in model.parameters())
+
+
+def can_reload(model: nn.Module) -> bool:
+    """Return whether weights that are read again fit into the memory of those that are there.
+
+    bitsandbytes brings weights on a CPU into another order when they are first used.
+    """
+    return not any(_is_packed(one) and hasattr(one, "quant_state") for one in model.parameters())
+
+
+def _is_packed(weight: Tensor) -> bool:
+    return type(weight) is not nn.Parameter and not hasattr(weight, "_local_tensor")
 
 
 def _read_stated(folder: Path) -> str:

@@ -81,7 +81,7 @@ def load_model(
             dtype=_choose_dtype(spec),
             **_placing_arguments(spec, device),
             attn_implementation=attention,
-            quantization_config=quantize.make_quantization_config(folder, spec),
+            quantization_config=quantize.make_quantization_config(folder, spec, kind),
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=spec.trust_remote_code,

@@ -12,6 +12,7 @@ from servekit.engines.transformers.batching import kv_cache
 from servekit.engines.transformers.logit_score import find_score_tokens, read_activation
 from servekit.errors import LoadError
 from servekit.model_metadata import kv_cache_shape
+from servekit.model_metadata.weight_quantization import OF_VLLM
 from servekit.protocol.messages import WorkerSpec
 from servekit.system import cgroup
 from servekit.units import format_bytes
@@ -40,11 +41,14 @@ def engine_arguments(
     made = _common_arguments(spec, folder, embeds=embeds)
     made |= _on_cpu(spec, folder, memory[1]) if spec.device == "cpu" else _on_gpus(spec, memory)
     options = spec.options
+    asked: str | None = options.get("quantization")
+    cache = options.get("cache_type", "auto")
     given = {
+        "kv_cache_dtype": None if cache == "auto" else cache,
         "max_num_seqs": options.get("slots"),
         "max_num_batched_tokens": options.get("max_batch_tokens"),
         "kv_cache_memory_bytes": options.get("kv_cache_bytes"),
-        "quantization": options.get("quantization"),
+        "quantization": asked and OF_VLLM.get(asked, asked),
         "enforce_eager": options.get("enforce_eager"),
     }
     made |= {name: value for name, value in given.items() if value is not None}

@@ -156,6 +156,9 @@ def _suggest(model: ModelConfig, place: Assignment, found: Estimate, claim: int)
     parts = model.gpus_per_replica
     if model.engine == "transformers" and found.from_gguf:
         ways.append("engine llamacpp loads this file as it is, quantised")
+    elif _could_quantise(model) and each // 2 < claim:
+        method = "int4" if place.gpus else "int8"
+        ways.append(f"`options: {{quantization: {method}}}` at least halves the linear layers")
     elif model.engine == "vllm" and not _quantization(model) and each // 2 < claim:
         ways.append(f"`options: {{quantization: fp8}}` takes about {format_bytes(each // 2)}")
     count = parts
@@ -168,6 +171,12 @@ def _suggest(model: ModelConfig, place: Assignment, found: Estimate, claim: int)
     return f". What would fit: {'; '.join(ways)}"
 
 
+def _could_quantise(model: ModelConfig) -> bool:
+    """Return whether the transformers engine could quantise the weights, and does not."""
+    plain = model.gpus_per_replica == 1 and not model.adapters and not get_method(model)
+    return model.engine == "transformers" and plain
+
+
 # ---------------------------------------------------------------- by format
 
 
@@ -177,8 +186,8 @@ def _of_folder(model: ModelConfig, place: Assignment, folder: Path) -> Estimate:
     floats = _float_bytes(model, place, config)
     weights = safetensors.size_bytes(elements, floats)
     if (method := get_method(model)) and floats:
-        count = sum(elements.values())
-        weights = weight_quantization.size_bytes(method, count, config, floats)
+        shapes = safetensors.read_shapes(folder)
+        weights = weight_quantization.size_bytes(method, shapes, floats)
     if (folder / "modules.json").is_file():  # an embedding model has no KV cache
         return _spread(model, place, weights, None, 0.0)
     try:
@@ -187,7 +196,14 @@ def _of_folder(model: ModelConfig, place: Assignment, folder: Path) -> Estimate:
         shape = None
     quantised = "quantization_config" in config or _quantization(model)
     number = _BYTES.get(_stated_dtype(config), 2) if quantised or floats is None else floats
-    return _spread(model, place, weights, shape, number)
+    return _spread(model, place, weights, shape, number, cached=_cached_bytes(model, number))
+
+
+def _cached_bytes(model: ModelConfig, number: float) -> float:
+    """Return the bytes of a number in the KV cache, where others take `number`."""
+    passed = model.options.get("engine_args") or {}
+    kind = str(passed.get("kv_cache_dtype") or model.options.get("cache_type") or "")
+    return 1.0 if model.engine == "vllm" and kind.startswith("fp8") else number
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -209,16 +225,8 @@ def _of_gguf(model: ModelConfig, place: Assignment, path: Path) -> Estimate:
         return _spread(model, place, file.weights_bytes, shape, number, partly=True)
     stored = 4 if file.elements < _FLOAT32_BELOW else 2
     number = _BYTES.get(model.dtype, stored if place.gpus else 4)
-    weights = int(file.elements * number)
-    if method := get_method(model):
-        sizes = {name: file.of_architecture(key) for name, key in _GGUF_SIZES.items()}
-        weights = weight_quantization.size_bytes(method, file.elements, sizes, number)
-    found = _spread(model, place, weights, shape, number)
+    found = _spread(model, place, int(file.elements * number), shape, number)
     return replace(found, from_gguf=True)
-
-
-#: Keys of a GGUF file for those of a config.json.
-_GGUF_SIZES = {"hidden_size": "embedding_length", "vocab_size": "vocab_size"}
 
 
 def _quantization(model: ModelConfig) -> str | None:
@@ -258,9 +266,14 @@ def _spread(
     shape: Attention | None,
     number: float,
     *,
+    cached: float | None = None,
     partly: bool = False,
 ) -> Estimate:
-    """Divide among the GPUs: weights evenly, KV caches by heads, at least one per GPU."""
+    """Divide among the GPUs: weights evenly, KV caches by heads, at least one per GPU.
+
+    A number takes `number` bytes, and in the KV cache `cached`, by default the same.
+    """
+    stored = number if cached is None else cached
     count = max(1, len(place.gpus))
     context = 0
     if shape is not None:
@@ -268,7 +281,7 @@ def _spread(
 
     def size_of(tokens: int) -> int:
         latent = model.engine == "vllm"
-        return 0 if shape is None else int(number * shape.numbers(tokens, latent=latent))
+        return 0 if shape is None else int(stored * shape.numbers(tokens, latent=latent))
 
     lengths = sorted({length for length in _LENGTHS if length < context} | {context} - {0})
     parts = count if shape is None else min(count, shape.kv_heads)

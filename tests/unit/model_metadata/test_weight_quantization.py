@@ -6,19 +6,20 @@ import pytest
 
 from servekit.model_metadata.weight_quantization import size_bytes
 
-CONFIG = {"vocab_size": 100, "hidden_size": 10}
+TENSORS = {
+    "model.embed_tokens.weight": (100, 64),
+    "model.layers.0.mlp.up_proj.weight": (256, 64),
+    "model.layers.0.mlp.experts.gate_up_proj": (4, 8, 16),
+    "model.layers.0.mlp.experts.1.up_proj.weight": (8, 16),
+    "model.norm.weight": (64,),
+    "lm_head.weight": (100, 64),
+}
+KEPT = 2 * (6400 + 512 + 128 + 64 + 6400)
 
 
 @pytest.mark.parametrize(
-    ("method", "config", "due"),
-    [
-        ("int8", CONFIG, 1000 * 2 + 4000),
-        ("fp8", CONFIG | {"tie_word_embeddings": False}, 2000 * 2 + 3000),
-        ("int4", {"text_config": CONFIG}, 1000 * 2 + 4000 * 0.5625),
-        ("int8", {}, 5000),
-    ],
+    ("method", "due"),
+    [("int8", 256 * (64 + 5)), ("fp8", 256 * (64 + 4)), ("int4", 256 * 64 * 0.5625)],
 )
-def test_the_table_of_embeddings_stays_as_it_is(
-    method: str, config: dict[str, object], due: float
-) -> None:
-    assert size_bytes(method, 5000, config, 2) == due
+def test_embeddings_the_head_and_experts_stay_as_they_are(method: str, due: float) -> None:
+    assert size_bytes(method, TENSORS, 2) == KEPT + due

@@ -56,11 +56,10 @@ def test_texts_are_those_of_the_library_in_any_company(quantised: Harness, folde
 
 def test_its_size_is_that_of_the_estimate(quantised: Harness, folder: Path) -> None:
     info = quantised.info
-    config = json.loads((folder / "config.json").read_text())
     count = sum(safetensors.elements(folder).values())
-    due = weight_quantization.size_bytes("int8", count, config, 4)
+    due = weight_quantization.size_bytes("int8", safetensors.read_shapes(folder), 4)
     assert (info.dtype, info.parameters) == ("int8", count)
-    assert 0 <= info.weights_bytes - due < 0.1 * due  # a scale for each row of small layers
+    assert 0 <= info.weights_bytes - due < 0.02 * due  # with buffers
     assert info.weights_bytes < 0.8 * 4 * count
 
 
@@ -72,7 +71,7 @@ def test_it_sleeps_and_says_the_same_when_it_is_awake(quantised: Harness) -> Non
 
 
 def test_it_takes_no_adapters(quantised: Harness, tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match=r"quantised \(int8\), and take no adapters"):
+    with pytest.raises(Unsupported, match="quantised, and take no adapters"):
         quantised.engine.load_adapter(AdapterSpec("a", str(tmp_path), "1"))
 
 

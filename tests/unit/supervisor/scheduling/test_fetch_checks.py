@@ -237,7 +237,7 @@ def test_weights_that_do_not_fit_are_an_error_before_they_are_fetched(tmp_path: 
     found, _ = estimated(tmp_path, **keys, memory="100MiB")
     assert found.level == "error"
     assert "its weights alone take 128 MiB of this machine's memory" in found.said
-    assert "What would fit: a smaller model" in found.said
+    assert "What would fit: `options: {quantization: int8}` at least halves" in found.said
 
 
 @pytest.mark.usefixtures("whole_hub")

@@ -88,6 +88,41 @@ def test_what_is_quantised_while_it_loads_caches_as_ever(tmp_path: Path) -> None
     assert found.kv_1k_bytes == 128 * 2**20
 
 
+@pytest.mark.parametrize(
+    ("method", "linear"),
+    [
+        ("int8", 4096 * (14336 + 5)),
+        ("fp8", 4096 * (14336 + 4)),
+        ("int4", 4096 * 14336 * 9 // 16),
+    ],
+)
+def test_transformers_quantises_linear_layers_alone(
+    tmp_path: Path, method: str, linear: int
+) -> None:
+    path = folder(tmp_path / "m")
+    shapes = {
+        "model.embed_tokens.weight": [128256, 4096],
+        "model.layers.0.mlp.down_proj.weight": [4096, 14336],
+        "model.layers.0.mlp.experts.0.down_proj.weight": [4096, 64],
+        "model.norm.weight": [4096],
+        "lm_head.weight": [128256, 4096],
+    }
+    write(path / "model.safetensors", {name: ("BF16", shape) for name, shape in shapes.items()})
+    found = of(path, options={"quantization": method})
+    kept = 2 * 128256 * 4096 + 4096 * 64 + 4096
+    assert found.weights_bytes == linear + 2 * kept
+    assert found.kv_1k_bytes == 128 * 2**20
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache_type": "fp8"}, {"engine_args": {"kv_cache_dtype": "fp8_e5m2"}}]
+)
+def test_a_cache_of_8_bits_is_half_as_large(tmp_path: Path, options: dict[str, Any]) -> None:
+    found = of(folder(tmp_path / "m"), engine="vllm", options=options)
+    assert found.kv_1k_bytes == 64 * 2**20
+    assert found.weights_bytes == 2 * NUMBERS
+
+
 def test_a_converted_file_is_as_large_as_the_engine_makes_it() -> None:
     assert memory_estimator._FLOAT32_BELOW == engines_gguf.FLOAT32_BELOW
 
@@ -207,7 +242,10 @@ def test_requests_that_fit_beside_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "advice"),
     [
-        ({"engine": "transformers"}, "What would fit: `gpus_per_replica: 2` takes 7.5 GiB of each"),
+        (
+            {"engine": "transformers"},
+            "What would fit: `options: {quantization: int4}` at least halves",
+        ),
         ({"engine": "vllm"}, "What would fit: `options: {quantization: fp8}` takes about 7.5 GiB"),
     ],
 )
