@@ -120,9 +120,11 @@ def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Proble
         yield from _check_command(config, at)
     if config.engine == "vllm":
         yield from vllm_checks.check_options(config, (*at, "options"))
-    yield from quantization_checks.check_quantization(config, at)
+    asks = requirements.requirements_of(config, folder)
+    is_gguf = asks.format == "gguf"
+    yield from quantization_checks.check_quantization(config, at, is_gguf=is_gguf)
     if config.engine != "auto":
-        for lack in requirements.find_lacks(kind, requirements.requirements_of(config, folder)):
+        for lack in requirements.find_lacks(kind, asks):
             message = f"the engine {config.engine} {lack.what}."
             yield Problem((*at, *lack.at), message, at_key=lack.at_key)
     if kind.adapters:

@@ -15,10 +15,18 @@ def get_method(config: ModelConfig) -> str:
     return str(config.options.get("quantization") or "") if config.engine == "transformers" else ""
 
 
-def check_quantization(config: ModelConfig, at: tuple[str | int, ...]) -> Iterator[Problem]:
+def check_quantization(
+    config: ModelConfig, at: tuple[str | int, ...], *, is_gguf: bool
+) -> Iterator[Problem]:
     """Find what a quantised model cannot have."""
+    if config.engine == "vllm" and config.options.get("quantization") == "int8":
+        message = "vLLM has no method of this name: write fp8, int4, or one of its own."
+        yield Problem((*at, "options", "quantization"), message)
     if not (method := get_method(config)):
         return
+    if is_gguf:
+        message = "this file is quantised already; engine llamacpp runs it as it is."
+        yield Problem((*at, "options", "quantization"), message)
     if config.adapters:
         message = f"a model with `quantization: {method}` takes no adapters; engine vllm does."
         yield Problem((*at, "adapters"), message, at_key=True)

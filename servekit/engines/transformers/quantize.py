@@ -34,6 +34,15 @@ def get_method(spec: WorkerSpec) -> str:
     return str(spec.options.get("quantization") or "")
 
 
+def loading_arguments(folder: Path, spec: WorkerSpec, kind: ModelKind) -> dict[str, Any]:
+    """Return the library's arguments that quantise a model. Raises LoadError if it cannot be.
+
+    None instead of no argument would make it forget how a model is stored.
+    """
+    config = make_quantization_config(folder, spec, kind)
+    return {} if config is None else {"quantization_config": config}
+
+
 def make_quantization_config(
     folder: Path, spec: WorkerSpec, kind: ModelKind = "generate"
 ) -> Any | None:
@@ -45,7 +54,7 @@ def make_quantization_config(
             "options.quantization is for models that write text and read nothing else;"
             f" {spec.model} is of another kind."
         )
-    if stated := _read_stated(folder):
+    if stated := read_stated_method(folder):
         raise LoadError(
             f"{spec.model} is quantised already, by {stated}; leave out `quantization`, or take the"
             " model that it was made of."
@@ -59,7 +68,7 @@ def make_quantization_config(
         return library.BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_compute_dtype=getattr(torch, spec.dtype, torch.bfloat16),
         )
     for name in ("torchao", "torch.utils._pytree"):  # of kernels for other GPUs and torches
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -96,7 +105,7 @@ def _is_packed(weight: Tensor) -> bool:
     return type(weight) is not nn.Parameter and not hasattr(weight, "_local_tensor")
 
 
-def _read_stated(folder: Path) -> str:
+def read_stated_method(folder: Path) -> str:
     """Return the method of a model that is stored quantised, or ""."""
     try:
         stated = json.loads((folder / "config.json").read_bytes()).get("quantization_config")

@@ -81,7 +81,7 @@ def load_model(
             dtype=_choose_dtype(spec),
             **_placing_arguments(spec, device),
             attn_implementation=attention,
-            quantization_config=quantize.make_quantization_config(folder, spec, kind),
+            **quantize.loading_arguments(folder, spec, kind),
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=spec.trust_remote_code,
@@ -225,6 +225,11 @@ def _explain_error(folder: Path, spec: WorkerSpec, error: Exception) -> str:
         return (
             f"{spec.model} comes with its own Python code. If you trust it, set "
             "`trust_remote_code: true` for this model."
+        )
+    if isinstance(error, ImportError) and (method := quantize.read_stated_method(folder)):
+        return (
+            f"{spec.model} is stored quantised ({method}), and a package for it is not installed:"
+            f" {_first_line(error)}"
         )
     if "model type" in text or "Unrecognized" in text:
         return (

@@ -86,12 +86,15 @@ class ResourceMonitor:
             await self.gpus()
 
     async def refresh(self) -> None:
-        """Measure what an operator is shown, unless that has just been done.
+        """Measure what an operator is shown, unless that has just been done for all processes.
 
         Several may ask ten times a second, and a look at all processes takes milliseconds of CPU.
         """
         now_s = time.monotonic()
-        if now_s - self._refreshed_s > _FRESH_S:
+        is_new = any(
+            one.child is not None and one.child.here and not one.rss_bytes for one in self._lives()
+        )
+        if is_new or now_s - self._refreshed_s > _FRESH_S:
             self._refreshed_s = now_s
             await self.memory()
             await self.gpus()

@@ -23,6 +23,13 @@ def told(folder: Path, keys: str, *, gpu: bool = False, here: frozenset[str] = H
     return ""
 
 
+def test_a_gguf_file_is_quantised_already(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    path = write(tmp_path, "models: [{name: a, path: m.gguf, options: {quantization: int8}}]")
+    with pytest.raises(ConfigError, match="engine llamacpp runs it as it is"):
+        load_here(path, Machine(False, HERE.__contains__))
+
+
 @pytest.mark.parametrize(
     ("keys", "gpu", "words"),
     [
@@ -34,6 +41,7 @@ def told(folder: Path, keys: str, *, gpu: bool = False, here: frozenset[str] = H
         ("gpus_per_replica: 2, options: {quantization: int8}", True, "is on one GPU"),
         ("options: {quantization: int8}, adapters: [{name: b, path: o/b}]", True, "no adapters"),
         ("options: {quantization: int3}", True, "must be int8, fp8 or int4"),
+        ("engine: vllm, options: {quantization: int8}", True, "vLLM has no method of this name"),
     ],
 )
 def test_what_a_quantised_model_cannot_have(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from servekit.engines.transformers import weights
 from servekit.engines.transformers.quantize import make_quantization_config
 from servekit.errors import LoadError, Unsupported
 from servekit.model_metadata import safetensors, weight_quantization
@@ -87,3 +88,14 @@ def test_a_package_that_is_missing_is_named(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LoadError, match=r"needs bitsandbytes.*servekit\[quantization\]"):
         make_quantization_config(folder, make_spec(folder, options={"quantization": "int4"}))
+
+
+def test_a_stored_method_without_its_package_is_named(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadError, match=r"is stored quantised \(gptq\), and a package"):
+        weights.load_model(tmp_path, make_spec(tmp_path), None, lambda progress: None)
