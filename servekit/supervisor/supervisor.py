@@ -336,6 +336,10 @@ class Supervisor:
         return access_rules.handed(self._environ, model)
 
     def publish_change(self) -> None:
+        self._active_at = time.monotonic()
+        self._publish_soon()
+
+    def _publish_soon(self) -> None:
         if not self._publishing:
             self._publishing = True
             self._loop.call_soon(self._publish)
@@ -378,7 +382,7 @@ class Supervisor:
         before = self._topology
         held = differ_in_time_only(topology.quarantined, before.quarantined)
         if not held or replace(topology, quarantined=before.quarantined) != before:
-            self._topology, self._active_at = topology, time.monotonic()
+            self._topology = topology
             for gateway in self._gateways:
                 gateway.publish(topology)
         if why := self._deployments.in_vain() or in_vain(self._gateways):
@@ -415,7 +419,7 @@ class Supervisor:
         self._look_at_budgets()
         self._notifier.feed_watchdog()
         if self._quarantine.expire() or self._noticed:
-            self.publish_change()
+            self._publish_soon()
 
     def _look_at_budgets(self) -> None:
         """Tell the gateways which keys have used up their tokens; once a second."""
