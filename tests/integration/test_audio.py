@@ -33,7 +33,7 @@ SERVER = [sys.executable, str(Path(__file__).parents[1] / "media_server.py"), "-
 PATH = "/v1/audio/transcriptions"
 SHORT, LONG = write_wav(make_samples(1.5)), write_wav(make_samples(5, 1))
 #: So long that its transcription can be interrupted.
-LONGEST = write_wav(make_samples(30, 2))
+LONGEST = write_wav(make_samples(80, 2))
 
 
 @pytest.fixture(scope="module")

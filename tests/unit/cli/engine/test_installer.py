@@ -102,7 +102,10 @@ def test_two_at_once_do_not_meet(environ: dict[str, str], home: Path) -> None:
 def test_an_environment_that_is_in_use_is_not_removed(environ: dict[str, str], home: Path) -> None:
     python = make_venv(home / "x")
     (home / "x" / MANIFEST).write_text("{}")
-    with subprocess.Popen([python, "-c", "input()"], stdin=subprocess.PIPE) as user:
+    waiting = [python, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(waiting, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as user:
+        assert user.stdout is not None
+        user.stdout.readline()  # before that, the kernel may not yet know its command line
         with pytest.raises(ConfigError, match=rf"processes run in x \(PID {user.pid}\)"):
             remove_environment("x", environ)
         assert remove_environment("x", environ, force=True) == "x is removed"
