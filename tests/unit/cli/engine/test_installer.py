@@ -102,7 +102,7 @@ def test_two_at_once_do_not_meet(environ: dict[str, str], home: Path) -> None:
 def test_an_environment_that_is_in_use_is_not_removed(environ: dict[str, str], home: Path) -> None:
     python = make_venv(home / "x")
     (home / "x" / MANIFEST).write_text("{}")
-    waiting = [python, "-c", "print(flush=True); input()"]
+    waiting = [str(python), "-c", "print(flush=True); input()"]
     with subprocess.Popen(waiting, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as user:
         assert user.stdout is not None
         user.stdout.readline()  # before that, the kernel may not yet know its command line
