@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from servekit.errors import RequestError, ServekitError
-from servekit.gateway.api.openai.responses import ResponsesEncoder
+from servekit.gateway.api.openai.responses_encoder import ResponsesEncoder
 from servekit.gateway.api.openai.responses_schema import ResponsesRequest
 from servekit.gateway.generation.generation import (
     Generation,

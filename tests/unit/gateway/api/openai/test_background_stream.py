@@ -18,7 +18,7 @@ from servekit.gateway.api.openai.background_stream import (
     BackgroundEncoder,
     BackgroundStream,
 )
-from servekit.gateway.api.openai.responses import ResponsesEncoder
+from servekit.gateway.api.openai.responses_encoder import ResponsesEncoder
 from servekit.gateway.api.openai.responses_schema import ResponsesRequest, ask_of
 from servekit.gateway.generation.generation import GenerationChunk
 from servekit.gateway.response_store import StreamPart
