@@ -154,6 +154,8 @@ _COLUMNS = (
     _Column("ID", 19, lambda one: one.id, goes=2),
 )
 _GAP = "  "
+#: A longer name breaks its line.
+_MOST_WIDTH = 40
 
 
 def choose_columns(
@@ -161,11 +163,14 @@ def choose_columns(
 ) -> tuple[_Column, ...]:
     """Return the columns that a window of this width has room for; None: all.
 
-    They are at least as wide as the names of the models, keys and endpoints in `records` need.
+    They are as wide as the names in `records` need, up to a limit: a path is the client's text.
     """
     columns = tuple(
         dataclasses.replace(
-            one, width=max([one.width, *(len(one.text(record)) for record in records)])
+            one,
+            width=max(
+                [one.width, *(min(len(one.text(record)), _MOST_WIDTH) for record in records)]
+            ),
         )
         for one in _COLUMNS
     )

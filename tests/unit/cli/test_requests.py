@@ -39,3 +39,5 @@ def test_names_longer_than_usual_widen_their_column() -> None:
     named = dataclasses.replace(RECORD, model="m" * 40)
     [model] = [one for one in choose_columns(None, [RECORD, named]) if one.head == "MODEL"]
     assert model.width == 40
+    hostile = dataclasses.replace(RECORD, endpoint="/" + "x" * 60_000)
+    assert max(one.width for one in choose_columns(None, [hostile])) == 40
