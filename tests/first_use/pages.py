@@ -20,7 +20,7 @@ from servekit.gateway.ui.pages.language import PAGES
 from tests.api_keys import new_key
 from tests.first_use.commands import QUESTION, find_model
 from tests.first_use.report import Report
-from tests.integration.instance import Instance, echo
+from tests.integration.instance import Instance, echo, run
 from tests.integration.test_ui import ARGS, CHROMIUM, away
 
 AREA = "pages"
@@ -50,7 +50,12 @@ OF_SWAGGER = {"nested-interactive", "heading-order"}
 def walk_pages(folder: Path, report: Report) -> None:
     """Start an instance with a real model and some that wait or fail, and visit all pages."""
     models = [
-        {"name": "smollm2", "path": find_model(), "sampling": DEMO_SAMPLING, "device": "cpu"},
+        {
+            "name": "smollm2",
+            "path": find_model(),
+            "sampling": DEMO_SAMPLING | {"temperature": 0},
+            "device": "cpu",
+        },
         echo("slow", step_s=0.05),
         echo("broken", load_error="the weights are missing"),
         echo("rare", load_s=3) | {"load": "on_demand"},
@@ -71,6 +76,8 @@ def walk_pages(folder: Path, report: Report) -> None:
             walk.look_at_docs()
             walk.open_ten_tabs()
             walk.chat()
+            walk.keep_conversations()
+            walk.open_link(str(instance.run_dir))
             browser.close()
 
 
@@ -222,3 +229,56 @@ class Walk:
             expect(page.locator("#sk-note")).to_contain_text(re.compile("stopped", re.I))
             self.report.add(AREA, "Esc stops", page.locator("#sk-note").inner_text())
             self._report_page(page, "a stopped answer", "chat-stopped")
+
+    def keep_conversations(self) -> None:
+        """Find, rename, export and delete a conversation with LaTeX and a task list."""
+        with self._visit(viewport=SIZES["desktop"], locale="en-GB") as context:
+            page = context.new_page()
+            page.goto(f"{self.url}/ui/")
+            self._choose(page, "slow")
+            page.get_by_label("Max tokens").fill("50")
+            page.get_by_label("Max tokens").blur()
+            self._ask(page, "slow", "$a^2$ and\n\n- [x] done\n- [ ] not done\n")
+            drawn = page.locator("#sk-chat .bot-row").first
+            expect(drawn.locator(".katex").first).to_be_visible()
+            expect(drawn.locator("input[type=checkbox]").first).to_be_visible()
+            self._report_page(page, "LaTeX and a task list", "chat-latex")
+            page.get_by_label("Search").fill("done")
+            page.get_by_role("button", name=re.compile("Rename, export or delete")).click()
+            page.get_by_role("textbox", name="Title").fill("My list")
+            page.keyboard.press("Enter")
+            expect(page.locator("#sk-kept .sk-open")).to_have_text(["My list"])
+            self._report_page(page, "a conversation's dialog", "chat-dialog")
+            for form in ("Markdown", "JSON"):
+                with page.expect_download() as coming:
+                    self._act(page, f"Export as {form}")
+                told = Path(coming.value.path()).read_text()
+                wrong = "" if "not done" in told else "the question is not in it"
+                self.report.add(AREA, f"export as {form}", told, wrong)
+            self._act(page, "Delete…")
+            page.get_by_role("button", name="Delete it").click()
+            expect(page.locator("#sk-kept .sk-open")).to_have_count(0)
+            self.report.add(AREA, "delete a conversation", page.locator("#sk-kept").inner_text())
+
+    def _act(self, page: Page, button: str) -> None:
+        page.get_by_role("button", name=re.compile("Rename, export or delete")).click()
+        page.get_by_role("button", name=button, exact=True).click()
+
+    def open_link(self, run_dir: str) -> None:
+        """Open a one-time link, as the owner does, and administer; another cannot open it."""
+        told = away(lambda: run("link", "--run-dir", run_dir))
+        link = told.stdout.strip()
+        for visitor, wanted in (("owner", "may administer"), ("second", "expired")):
+            context = self.browser.new_context()
+            page = context.new_page()
+            page.goto(link)
+            if visitor == "owner":
+                page.goto(f"{self.url}/ui/operate")
+            try:
+                expect(page.get_by_text(re.compile(wanted)).first).to_be_visible()
+                wrong = ""
+            except AssertionError:
+                wrong = f"no {wanted!r}"
+            self.report.add(AREA, f"the link, {visitor}", page.inner_text("body"), wrong)
+            self._report_page(page, f"the link, {visitor}", f"link-{visitor}")
+            context.close()

@@ -40,8 +40,10 @@
       button.title = texts[key];
       button.setAttribute("aria-label", texts[key]);
     }
-    for (const box of document.querySelectorAll("#sk-chat li > input:not([aria-label])")) {
-      box.setAttribute("aria-label", box.parentNode.textContent.trim());
+    // within a paragraph where the items of the list have blank lines between them
+    for (const box of document.querySelectorAll("#sk-chat li input:not([aria-label])")) {
+      const words = box.closest("li").textContent.trim(); // none yet while it is written
+      if (words) box.setAttribute("aria-label", words);
     }
     const stop = find("#sk-box [data-testid=stop-button]");
     if (stop && !busy) following = true; // to the question that was just sent
