@@ -199,7 +199,7 @@ class ToolServer:
                     if waiting is not None and not waiting.done():
                         self._failures = 0
                         waiting.set_result(message)
-        except (asyncio.IncompleteReadError, msgspec.MsgspecError, OSError):
+        except (asyncio.IncompleteReadError, msgspec.MsgspecError, RecursionError, OSError):
             pass
         finally:
             waiting_ones: list[asyncio.Future[Any]] = [host.ready, *host.calls.values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,6 +35,12 @@ def fail() -> str:
 def hang() -> str:
     time.sleep(3600)
     return ""
+
+
+@server.tool()
+def detach() -> str:
+    """Start a process in a session of its own, and return its PID."""
+    return str(subprocess.Popen(["sleep", "3600"], start_new_session=True).pid)
 
 
 @server.tool()

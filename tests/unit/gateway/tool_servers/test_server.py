@@ -166,6 +166,28 @@ async def test_an_idle_server_is_ended(open_server: Open, pid: Callable[[], int]
     assert (await server.call_tool("add", {"a": 1, "b": 1})).text == "2"
 
 
+async def test_what_a_server_has_detached_ends_with_it(open_server: Open) -> None:
+    server = open_server()
+    detached = int((await server.call_tool("detach", {})).text)
+    assert not is_gone(detached)
+    await server.close()
+    assert is_gone(detached)
+
+
+async def test_an_address_without_a_server_says_so() -> None:
+    with socket.socket() as taken:  # bound, and not listening
+        taken.bind(("127.0.0.1", 0))
+        server = ToolServer(ServerAddress("x", url=f"http://127.0.0.1:{taken.getsockname()[1]}/"))
+        with pytest.raises(ToolServerError, match="connect"):
+            await server.list_tools()
+    await server.close()
+
+
+async def test_a_program_that_ends_at_once_says_so(open_server: Open) -> None:
+    with pytest.raises(ToolServerError):
+        await open_server("true").list_tools()
+
+
 async def test_an_unknown_command_says_so(open_server: Open) -> None:
     with pytest.raises(ToolServerError):
         await open_server("/no/such/program").list_tools()
