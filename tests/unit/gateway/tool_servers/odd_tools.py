@@ -32,7 +32,9 @@ def fail() -> str:
 
 
 @server.tool()
-def hang() -> str:
+def hang(begun: str) -> str:
+    """Make the file `begun`, and never answer."""
+    Path(begun).touch()
     time.sleep(3600)
     return ""
 

@@ -15,7 +15,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from servekit.gateway.tool_servers.messages import MAX_RESULT_CHARS, MAX_TOOLS, ServerAddress
+from servekit.gateway.tool_servers.messages import (
+    MAX_RESULT_CHARS,
+    MAX_TOOLS,
+    Result,
+    ServerAddress,
+)
 from servekit.gateway.tool_servers.server import TimeLimits, ToolServer, ToolServerError
 from tests.polling import poll, poll_async
 
@@ -126,34 +131,40 @@ async def test_a_crash_fails_the_call_and_the_next_one_waits(open_server: Open) 
 
 
 async def test_a_call_that_hangs_ends_with_its_server(
-    open_server: Open, pid: Callable[[], int]
+    open_server: Open, pid: Callable[[], int], tmp_path: Path
 ) -> None:
     server = open_server(limits=TimeLimits(call_s=1))
     await server.list_tools()
     first = pid()
     with pytest.raises(ToolServerError, match="more than 1 s"):
-        await server.call_tool("hang", {})
+        await server.call_tool("hang", {"begun": str(tmp_path / "begun")})
     await poll_async("the hanging server is gone", lambda: is_gone(first))
     assert (await server.call_tool("add", {"a": 1, "b": 1})).text == "2"
 
 
-async def test_a_cancelled_call_leaves_the_server(open_server: Open) -> None:
+async def test_a_cancelled_call_leaves_the_server(
+    open_server: Open, pid: Callable[[], int], tmp_path: Path
+) -> None:
     server = open_server()
-    await server.list_tools()
-    call = asyncio.create_task(server.call_tool("add", {"a": 1, "b": 1}))
-    await asyncio.sleep(0)
+    call = await begin_to_hang(server, tmp_path / "begun")
     call.cancel()
     await asyncio.wait([call])
+    first = pid()
     assert (await server.call_tool("add", {"a": 2, "b": 1})).text == "3"
+    assert pid() == first
+
+
+async def begin_to_hang(server: ToolServer, begun: Path) -> asyncio.Task[Result]:
+    """Return a call that its server has begun, and never answers."""
+    call = asyncio.create_task(server.call_tool("hang", {"begun": str(begun)}))
+    await poll_async("the call has reached its server", begun.exists)
+    return call
 
 
 async def test_a_server_that_is_killed_during_a_call(
-    open_server: Open, pid: Callable[[], int]
+    open_server: Open, pid: Callable[[], int], tmp_path: Path
 ) -> None:
-    server = open_server()
-    await server.list_tools()
-    call = asyncio.create_task(server.call_tool("hang", {}))
-    await asyncio.sleep(0.2)
+    call = await begin_to_hang(open_server(), tmp_path / "begun")
     os.kill(pid(), signal.SIGKILL)
     with pytest.raises(ToolServerError):
         await asyncio.wait_for(call, 20)
@@ -265,7 +276,7 @@ async def main():
     await server.list_tools()
     assert "mcp" not in sys.modules
     print(server._host.process.pid, flush=True)
-    await server.call_tool("hang", {{}})
+    await server.call_tool("hang", {{"begun": {str(tmp_path / "begun")!r}}})
 asyncio.run(main())
 """
     with subprocess.Popen(
@@ -273,6 +284,7 @@ asyncio.run(main())
     ) as gateway:
         assert gateway.stdout is not None
         host = int(gateway.stdout.readline())
+        poll("the call has reached its server", (tmp_path / "begun").exists)
         gateway.kill()
     pid = int((tmp_path / "pid").read_text())
     poll("the host and the server are gone", lambda: is_gone(host) and is_gone(pid))
