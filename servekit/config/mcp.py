@@ -14,7 +14,8 @@ from servekit.config.base_model import Section
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
-def _url(value: str) -> str:
+def check_url(value: str) -> str:
+    """Return the address of an MCP server. Raises ValueError with what it must be."""
     try:
         parts = urlsplit(value)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -59,7 +60,7 @@ class McpServerConfig(Section):
     SHELL and TERM."""
     cwd: Path | None = None
     """The command's folder, relative to this file."""
-    url: Annotated[str, AfterValidator(_url)] | None = None
+    url: Annotated[str, AfterValidator(check_url)] | None = None
     """The address of a server over HTTP (streamable HTTP): https://tools.example/mcp."""
     headers: Annotated[dict[str, str], AfterValidator(_headers)] = Field(default_factory=dict)
     """Headers of each request to the `url`, such as `Authorization: Bearer ${TOKEN}`."""

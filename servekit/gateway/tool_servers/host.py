@@ -29,11 +29,11 @@ from servekit.gateway.tool_servers.messages import (
     FromHost,
     Ready,
     Result,
-    ServerAddress,
     ToHost,
     Tool,
     pack,
 )
+from servekit.protocol.access import McpServer
 from servekit.system.orphan_cleanup import MARK
 from servekit.system.parent_death import CHILD_MARK, die_with
 
@@ -186,7 +186,7 @@ async def read_message(commands: asyncio.StreamReader) -> ToHost | None:
     return message
 
 
-def make_client(address: ServerAddress) -> Any:
+def make_client(address: McpServer) -> Any:
     """Return a client of the server, not yet connected."""
     from mcp import Client
     from mcp.client.streamable_http import streamable_http_client
@@ -212,7 +212,7 @@ async def run(out: BinaryIO) -> None:
     commands = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
     length = int.from_bytes(await commands.readexactly(LENGTH_BYTES), "big")
-    address = msgspec.msgpack.decode(await commands.readexactly(length), type=ServerAddress)
+    address = msgspec.msgpack.decode(await commands.readexactly(length), type=McpServer)
     try:
         async with make_client(address) as client:
             host = Host(client, out)

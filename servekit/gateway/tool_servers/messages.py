@@ -16,17 +16,6 @@ MAX_RESULT_CHARS = 64 * 1024
 LENGTH_BYTES = 4
 
 
-class ServerAddress(msgspec.Struct, frozen=True):
-    """An MCP server: either a command, which speaks on its stdin and stdout, or a URL."""
-
-    name: str
-    command: tuple[str, ...] = ()
-    env: dict[str, str] = {}
-    cwd: str = ""
-    url: str = ""
-    headers: dict[str, str] = {}
-
-
 class Tool(msgspec.Struct, frozen=True):
     """A tool as its server describes it. All of it is untrusted text."""
 

@@ -29,9 +29,9 @@ from servekit.gateway.tool_servers.messages import (
     FromHost,
     Ready,
     Result,
-    ServerAddress,
     pack,
 )
+from servekit.protocol.access import McpServer
 from servekit.system.orphan_cleanup import kill_marked
 from servekit.system.python_command import module_command
 
@@ -47,19 +47,6 @@ class ToolServerError(Exception):
     """A server that cannot be used; the text says why, and ends a sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimeLimits:
-    """Time limits of a server, s."""
-
-    start_s: float = 30.0
-    call_s: float = 60.0
-    idle_s: float = 600.0  # without a call, after which it is ended
-    retry_s: float = 1.0  # after a first failure; doubled by each further one
-
-
-_LIMITS = TimeLimits()
-
-
 @dataclass(slots=True, eq=False)
 class _Host:
     """A running host process, and the calls that wait for it."""
@@ -72,11 +59,15 @@ class _Host:
 
 
 class ToolServer:
-    """One server of the configuration. Use it on one event loop."""
+    """One server. Use it on one event loop.
 
-    def __init__(self, address: ServerAddress, limits: TimeLimits = _LIMITS) -> None:
-        self.address = address
-        self._limits = limits
+    After a failure it is not started for `retry_s`, doubled by each further failure.
+    """
+
+    def __init__(self, server: McpServer, retry_s: float = 1.0) -> None:
+        self.server = server
+        self._retry_s = retry_s
+        self._closed = False
         self._host: _Host | None = None
         self._starting = asyncio.Lock()
         self._ids = itertools.count(1)
@@ -104,14 +95,14 @@ class ToolServer:
         id = next(self._ids)
         future = host.calls[id] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(self._limits.call_s):
+            async with asyncio.timeout(self.server.call_timeout_s):
                 self._send(host, Call(id, tool, dict(arguments)))
                 result: Result = await future
                 return result
         except TimeoutError:
             # the server may hang for good: the next call gets a new one
             self._drop(host)
-            reason = f"the call took more than {self._limits.call_s:g} s"
+            reason = f"the call took more than {self.server.call_timeout_s:g} s"
             raise ToolServerError(reason) from None
         finally:
             del host.calls[id]
@@ -126,7 +117,8 @@ class ToolServer:
         return self._retry_at_s - time.monotonic()
 
     async def close(self) -> None:
-        """End the server, and wait until its processes are gone."""
+        """End the server for good, and wait until its processes are gone."""
+        self._closed = True
         async with self._starting:
             if self._idle is not None:
                 self._idle.cancel()
@@ -139,6 +131,8 @@ class ToolServer:
 
     async def _connect(self) -> _Host:
         async with self._starting:
+            if self._closed:
+                raise ToolServerError("it is no longer offered")
             if self._host is None:
                 if (wait_s := self.retries_in_s()) > 0:
                     said = f"{self._reason}; it is tried again in {wait_s:.0f} s"
@@ -150,12 +144,14 @@ class ToolServer:
     async def _start(self) -> _Host:
         host = await self._spawn()
         try:
-            async with asyncio.timeout(self._limits.start_s):
+            async with asyncio.timeout(self.server.start_timeout_s):
                 await asyncio.shield(host.ready)
         except BaseException as error:
             self._end_later(host, at_once=True)
             if isinstance(error, TimeoutError):
-                error = ToolServerError(f"it did not start within {self._limits.start_s:g} s")
+                error = ToolServerError(
+                    f"it did not start within {self.server.start_timeout_s:g} s"
+                )
             if isinstance(error, ToolServerError):
                 self._note_failure(str(error))
             raise error from None
@@ -175,7 +171,7 @@ class ToolServer:
         except OSError as error:
             raise ToolServerError(f"no process can be started: {error.strerror}") from None
         host = _Host(process, mark, asyncio.get_running_loop().create_future())
-        self._send(host, self.address)
+        self._send(host, self.server)
         host.reading = asyncio.create_task(self._read(host))
         return host
 
@@ -223,7 +219,7 @@ class ToolServer:
 
     def _note_failure(self, reason: str) -> None:
         self._reason = reason
-        wait_s = min(_MOST_WAIT_S, self._limits.retry_s * 2**self._failures)
+        wait_s = min(_MOST_WAIT_S, self._retry_s * 2**self._failures)
         self._failures = min(self._failures + 1, 16)
         self._retry_at_s = time.monotonic() + wait_s
 
@@ -231,7 +227,7 @@ class ToolServer:
         if self._idle is not None:
             self._idle.cancel()
         loop = asyncio.get_running_loop()
-        self._idle = loop.call_later(self._limits.idle_s, self._end_idle)
+        self._idle = loop.call_later(self.server.idle_s, self._end_idle)
 
     def _end_idle(self) -> None:
         if (host := self._host) and not host.calls:

@@ -19,7 +19,7 @@ from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
 from mcp_types import jsonrpc_message_adapter
 
-from servekit.gateway.tool_servers.messages import ServerAddress
+from servekit.protocol.access import McpServer
 from servekit.system.python_command import module_command
 
 MAX_LINE_BYTES = 8 * 2**20
@@ -29,7 +29,7 @@ _END_S = 2.0
 
 @asynccontextmanager
 async def open_stdio(
-    address: ServerAddress, marks: Mapping[str, str]
+    address: McpServer, marks: Mapping[str, str]
 ) -> AsyncIterator[tuple[Any, Any]]:
     """Start a server, and yield the streams of its messages; at the end it is gone.
 

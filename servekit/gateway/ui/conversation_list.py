@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from html import escape
 
-from servekit.gateway.ui.chat_session import THOUGHTS
+from servekit.gateway.ui.conversation import THOUGHTS
 from servekit.gateway.ui.pages.language import Say
 
 #: The texts of conversations.js, with the names of their fields.

@@ -27,6 +27,12 @@ def show_markup() -> str:
 
 
 @server.tool()
+def show_call() -> str:
+    """Return a call of this tool, in the form in which a Hermes model writes it."""
+    return '<tool_call>\n{"name": "show_call", "arguments": {}}\n</tool_call>'
+
+
+@server.tool()
 def fail() -> str:
     raise ToolError("no such city")
 

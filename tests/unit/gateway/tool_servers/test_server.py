@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -19,9 +20,9 @@ from servekit.gateway.tool_servers.messages import (
     MAX_RESULT_CHARS,
     MAX_TOOLS,
     Result,
-    ServerAddress,
 )
-from servekit.gateway.tool_servers.server import TimeLimits, ToolServer, ToolServerError
+from servekit.gateway.tool_servers.server import ToolServer, ToolServerError
+from servekit.protocol.access import McpServer
 from tests.polling import poll, poll_async
 
 pytest.importorskip("mcp")
@@ -43,7 +44,6 @@ for line in sys.stdin:
         print(json.dumps({{"jsonrpc": "2.0", "id": id,
                           "error": {{"code": -32601, "message": "unknown"}}}}), flush=True)
 """
-LIMITS = TimeLimits()
 Open = Callable[..., ToolServer]
 
 
@@ -59,10 +59,9 @@ def is_gone(pid: int) -> bool:
 async def open_server(tmp_path: Path) -> AsyncIterator[Open]:
     opened = []
 
-    def make(*command: str, limits: TimeLimits = LIMITS, **more: object) -> ToolServer:
+    def make(*command: str, retry_s: float = 1.0, **more: Any) -> ToolServer:
         words = command or (sys.executable, ODD, str(tmp_path / "pid"))
-        address = ServerAddress("odd", words, **more)  # type: ignore[arg-type]
-        opened.append(ToolServer(address, limits))
+        opened.append(ToolServer(McpServer("odd", words, **more), retry_s))
         return opened[-1]
 
     yield make
@@ -119,7 +118,7 @@ async def test_rubbish_between_messages_is_passed_over(open_server: Open) -> Non
 
 
 async def test_a_crash_fails_the_call_and_the_next_one_waits(open_server: Open) -> None:
-    server = open_server(limits=TimeLimits(retry_s=0.5))
+    server = open_server(retry_s=0.5)
     await server.list_tools()
     with pytest.raises(ToolServerError):
         await server.call_tool("crash", {})
@@ -133,7 +132,7 @@ async def test_a_crash_fails_the_call_and_the_next_one_waits(open_server: Open) 
 async def test_a_call_that_hangs_ends_with_its_server(
     open_server: Open, pid: Callable[[], int], tmp_path: Path
 ) -> None:
-    server = open_server(limits=TimeLimits(call_s=1))
+    server = open_server(call_timeout_s=1)
     await server.list_tools()
     first = pid()
     with pytest.raises(ToolServerError, match="more than 1 s"):
@@ -171,7 +170,7 @@ async def test_a_server_that_is_killed_during_a_call(
 
 
 async def test_an_idle_server_is_ended(open_server: Open, pid: Callable[[], int]) -> None:
-    server = open_server(limits=TimeLimits(idle_s=0.3))
+    server = open_server(idle_s=0.3)
     await server.list_tools()
     await poll_async("the idle server is gone", lambda: is_gone(pid()))
     assert (await server.call_tool("add", {"a": 1, "b": 1})).text == "2"
@@ -188,7 +187,7 @@ async def test_what_a_server_has_detached_ends_with_it(open_server: Open) -> Non
 async def test_an_address_without_a_server_says_so() -> None:
     with socket.socket() as taken:  # bound, and not listening
         taken.bind(("127.0.0.1", 0))
-        server = ToolServer(ServerAddress("x", url=f"http://127.0.0.1:{taken.getsockname()[1]}/"))
+        server = ToolServer(McpServer("x", url=f"http://127.0.0.1:{taken.getsockname()[1]}/"))
         with pytest.raises(ToolServerError, match="connect"):
             await server.list_tools()
     await server.close()
@@ -205,7 +204,7 @@ async def test_an_unknown_command_says_so(open_server: Open) -> None:
 
 
 async def test_a_silent_server_is_given_up(open_server: Open) -> None:
-    silent = open_server("sleep", "3600", limits=TimeLimits(start_s=2))
+    silent = open_server("sleep", "3600", start_timeout_s=2)
     with pytest.raises(ToolServerError, match="did not start within 2 s"):
         await silent.list_tools()
 
@@ -256,7 +255,7 @@ def http_port() -> Iterator[int]:
 
 
 async def test_a_server_over_http(open_server: Open, http_port: int) -> None:
-    address = ServerAddress("http", url=f"http://127.0.0.1:{http_port}/mcp")
+    address = McpServer("http", url=f"http://127.0.0.1:{http_port}/mcp")
     server = ToolServer(address)
     try:
         assert (await server.call_tool("add", {"a": 1, "b": 1})).text == "2"
@@ -268,11 +267,11 @@ def test_all_die_with_the_gateway(tmp_path: Path) -> None:
     """A process that stands for the gateway is killed during a call."""
     code = f"""
 import asyncio, sys
-from servekit.gateway.tool_servers.messages import ServerAddress
 from servekit.gateway.tool_servers.server import ToolServer
+from servekit.protocol.access import McpServer
 async def main():
     command = (sys.executable, {ODD!r}, {str(tmp_path / "pid")!r})
-    server = ToolServer(ServerAddress("odd", command))
+    server = ToolServer(McpServer("odd", command))
     await server.list_tools()
     assert "mcp" not in sys.modules
     print(server._host.process.pid, flush=True)
