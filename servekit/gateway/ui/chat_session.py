@@ -34,6 +34,8 @@ from servekit.gateway.ui.widgets.request_runner import CHAT, Progress, RequestOp
 SAVE_S = 1.0
 #: Requests for one question: a model that calls tools for ever is stopped.
 MOST_ROUNDS = 20
+#: Calls of one answer that its visitor is asked for.
+MOST_CALLS = 16
 #: Time between two looks at calls that run, s.
 _LOOK_S = 0.2
 _NO_TOOLS = Offer()
@@ -233,8 +235,10 @@ class Chats:
     async def _make_calls(self, answer: Answer, offer: Offer) -> AsyncGenerator[View, None]:
         """Ask for each call of the last turn, and make those that are allowed."""
         asked = answer.turns[-1]["calls"]
+        refused = f"Only {MOST_CALLS} calls are made at once; this one is not."
+        self._settle(answer, asked[MOST_CALLS:], "failed", refused)
         approved: list[StoredCall] = []
-        for call in asked:
+        for call in asked[:MOST_CALLS]:
             if refusal := refuse_call(call, offer):
                 self._settle(answer, [call], "failed", refusal)
                 continue

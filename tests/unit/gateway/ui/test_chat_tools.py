@@ -1,7 +1,7 @@
 """Calls of tools in a chat: a real MCP server, a real router, and an engine that asks for calls.
 
 The echo engine answers with the last message: a question in the form of calls with those calls, and
-their result with itself.
+their result with itself. Here it gives as many tokens as that message has.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from msgspec.structs import replace
 
 from servekit.errors import RequestError
 from servekit.gateway.auth.api_key import ApiKey
+from servekit.gateway.routing.request import InflightRequest
 from servekit.gateway.tool_servers.registry import Offer, ToolServers
 from servekit.gateway.ui import chat_session
-from servekit.gateway.ui.chat_session import Chats, Decision, View
+from servekit.gateway.ui.chat_session import MOST_CALLS, Chats, Decision, View
 from servekit.gateway.ui.chat_tools import render_question, render_servers
 from servekit.gateway.ui.chat_turns import show_turns
 from servekit.gateway.ui.conversation import (
@@ -91,12 +92,22 @@ class Page:
 
 
 @pytest_asyncio.fixture
-async def page(service: Service, tmp_path: Path) -> AsyncIterator[Page]:
+async def page(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Page]:
     [worker] = await service.up(said={"tool_parser": "hermes"})
     status = replace(service.router.routes["m"].status, info=worker.runner.info)
     command = (sys.executable, ODD, str(tmp_path / "pid"))
     access = AccessRules(mcp=(McpServer("odd", command),))
     service.router.apply_topology(Topology((status,), access=access))
+    take = service.router.open
+
+    def open_once(call: InflightRequest, timeout_s: float | None = None) -> InflightRequest:
+        assert call.messages is not None
+        call.params = replace(call.params, max_tokens=len(call.messages[-1].content))
+        return take(call, timeout_s)
+
+    monkeypatch.setattr(service.router, "open", open_once)
     servers = ToolServers(service.router.access)
     try:
         yield Page(service, servers)
@@ -143,6 +154,12 @@ async def test_each_call_is_asked_for_unless_its_tool_is_always_allowed(page: Pa
     await page.ask(write_call("fail"), "decline")  # another tool of the same server
     await page.ask(write_call("add", a=5, b=6), "decline", conversation="other")
     assert page.asked == ["add", "add", "add", "fail", "fail", "add"]
+
+
+async def test_of_too_many_calls_at_once_the_first_are_asked_for(page: Page) -> None:
+    views = await page.ask(write_call("add", a=1, b=1) * (MOST_CALLS + 2), "always")
+    outcomes = [call["outcome"] for call in calls_of(views[-1])]
+    assert outcomes == ["done"] * MOST_CALLS + ["failed"] * 2
 
 
 async def test_a_decision_for_another_call_is_passed_over(page: Page) -> None:
