@@ -228,6 +228,9 @@ def check_mcp(config: Config, folder: Path, machine: Machine | None) -> Iterator
         if server.command and machine is not None:
             program = resolve_mcp_command(server, folder)[0]
             yield from _find_program(program, server.env, (*at, "command"))
+    if config.server.mcp and not config.server.ui:
+        message = "only the pages use MCP servers, and the file says `ui: false`."
+        yield Problem(("server", "mcp"), message, at_key=True)
     if config.server.mcp and machine is not None and not machine.has("mcp"):
         message = "the package mcp is not installed; pip install 'servekit[mcp]'."
         yield Problem(("server", "mcp"), message, at_key=True)

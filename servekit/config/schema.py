@@ -195,7 +195,7 @@ class ServerConfig(Section):
     batches: BatchesConfig | None = None
     """Serve /v1/files and /v1/batches. By default they do not exist."""
     mcp: tuple[McpServerConfig, ...] = ()
-    """MCP servers, whose tools the chat page offers. By default there are none."""
+    """MCP servers, whose tools the chat page offers to models. By default there are none."""
     limits: LimitsConfig = LimitsConfig()
     """Limits of one request."""
     default_model: Name | None = None

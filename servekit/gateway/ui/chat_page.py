@@ -288,7 +288,8 @@ class Events:
         parts.decide.click(self.decide, parts.decision, None, js=decided, **NOW)
         kept_ticks = {"js": "(servers) => [servers]", **NOW}
         parts.servers.change(None, parts.servers, parts.ticked, **kept_ticks)
-        parts.servers.change(self.list_tools, parts.servers, parts.offered, **QUIET)
+        told = [parts.offered, parts.fold]
+        parts.servers.change(self.list_tools, parts.servers, told, **QUIET)
         begin = "() => [servekitChats.begin()]"
         gr.on([parts.new.click, parts.chat.clear], self.show, parts.kept, shown, js=begin, **NOW)
         chosen = "() => [servekitChats.take()]"
@@ -420,12 +421,13 @@ class Events:
 
     # ---- tools
 
-    async def list_tools(self, request: gr.Request, servers: list[str] | None) -> str:
-        """Return the tools of the chosen servers, which are started for it."""
-        if not servers:
-            return ""
+    async def list_tools(self, request: gr.Request, servers: list[str] | None) -> Update:
+        """Show the tools of the chosen servers, which are started for it, and how many are on."""
+        parts, say = self._parts, self._frame.say
+        label = f"{say('mcp')} ({len(servers)})" if servers else say("mcp")
         caller = await self._frame.caller(request)
-        return render_servers(await self._frame.tools.list_tools(servers, caller), self._frame.say)
+        listed = await self._frame.tools.list_tools(servers or (), caller)
+        return {parts.offered: render_servers(listed, say), parts.fold: gr.update(label=label)}
 
     async def decide(self, request: gr.Request, sent: str) -> None:
         """Take the visitor's answer to a call: its id, and the word of the button."""

@@ -20,7 +20,9 @@ _MOST_DESCRIPTION_CHARS = 300
 def render_servers(listed: Mapping[str, Ready | str], say: Say) -> str:
     """Return the tools of each chosen server, or why it has none."""
     return "".join(
-        error_note(say("mcp.unusable", server=clean_text(name), reason=clean_text(say.translate(found))))
+        error_note(
+            say("mcp.unusable", server=clean_text(name), reason=clean_text(say.translate(found)))
+        )
         if isinstance(found, str)
         else _render_tools(name, found, say)
         for name, found in listed.items()

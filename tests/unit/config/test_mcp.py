@@ -66,3 +66,11 @@ def test_without_the_package_pips_line_is_said(tmp_path: Path) -> None:
     bare = Machine(has_gpu=False, has=lambda module: module != "mcp")
     with pytest.raises(ConfigError, match=r"pip install 'servekit\[mcp\]'"):
         load(tmp_path, {"name": "a", "command": ["true"]}, machine=bare)
+
+
+def test_servers_without_pages_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    server = {"ui": False, "mcp": [{"name": "a", "command": ["true"]}]}
+    path.write_text(json.dumps({"models": [{"name": "m", "engine": "echo"}], "server": server}))
+    with pytest.raises(ConfigError, match="only the pages use MCP servers"):
+        load_here(path, HERE)

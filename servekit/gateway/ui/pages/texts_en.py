@@ -63,6 +63,7 @@ ENGLISH: dict[str, str] = {
     " own.",
     "kept.you": "You",
     "kept.model": "Answer",
+    "kept.call": "Call of {tool} ({server})",
     # ---- its images
     "images.add": "Add images",
     "images.picked": "Images of your message",

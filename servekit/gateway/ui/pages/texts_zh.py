@@ -59,6 +59,7 @@ CHINESE: dict[str, str] = {
     "kept.fork": "这个对话已在另一个标签页中继续。你的版本已另存为一个新的对话。",
     "kept.you": "你",
     "kept.model": "回答",
+    "kept.call": "调用 {tool}（{server}）",
     # ---- its images
     "images.add": "添加图片",
     "images.picked": "消息中的图片",

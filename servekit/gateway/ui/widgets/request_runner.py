@@ -113,6 +113,8 @@ class Runs:
             turn = await self._opened(run, visit, options)
             async with aclosing(self._follow(run, turn)) as places:
                 async for place in places:
+                    if run.dropped:
+                        return
                     yield run.shown(place)
             yield run.last()
         except RequestError as error:

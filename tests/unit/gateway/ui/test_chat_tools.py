@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from servekit.errors import RequestError
 from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.routing.request import InflightRequest
+from servekit.gateway.tool_servers.messages import Ready, Tool
 from servekit.gateway.tool_servers.registry import Offer, ToolServers
 from servekit.gateway.ui import chat_session
 from servekit.gateway.ui.chat_session import MOST_CALLS, Chats, Decision, View
@@ -316,15 +317,10 @@ def test_malformed_calls_are_left_out(calls: Any) -> None:
 
 def test_what_servers_and_models_write_is_escaped() -> None:
     bad = '<img src=x onerror="alert(1)">\u202e\x1b[31m'
-    fields: Mapping[str, Any] = {"outcome": "failed", "result": bad}
     call = StoredCall(id="c1", name=bad, tool=bad, server=bad, arguments=bad)
-    shown = msgspec.json.encode(
-        show_turns(
-            [StoredMessage(role="assistant", content="", calls=[{**call, **fields}])], SAY_ENGLISH
-        )  # type: ignore[typeddict-item]
-    ).decode()
-    from servekit.gateway.tool_servers.messages import Ready, Tool
-
-    listed = {bad: Ready((Tool(bad, bad, {}),), (bad,)), "other": bad}
+    made: StoredCall = {**call, "outcome": "failed", "result": bad}
+    turns = [StoredMessage(role="assistant", content="", calls=[made])]
+    shown = msgspec.json.encode(show_turns(turns, SAY_ENGLISH)).decode()
+    listed: dict[str, Ready | str] = {bad: Ready((Tool(bad, bad, {}),), (bad,)), "other": bad}
     for html in (shown, render_question(call, SAY_ENGLISH), render_servers(listed, SAY_ENGLISH)):
         assert "<img" not in html and "\u202e" not in html and "\x1b" not in html
