@@ -43,6 +43,7 @@ EVENTS = {
     "journal_recovered": "Events are kept in {file} again",
     "log_file_unwritable": "The log {file} cannot be written, lines are lost: {reason}",
     "log_file_recovered": "The log {file} is written again; {lost_lines} lines were lost",
+    "tool_called": "The tool {tool} of {server} was called[ by {key}] ({took_s} s)",
     "request_finished": "{status} {endpoint}[ {model}][ by {key}][: {prompt_tokens} + "
     "{completion_tokens} tokens] in {total_s} s",
     "requests_not_shown": "{count} further requests in this second; `servekit requests` has all but"

@@ -65,8 +65,8 @@ def ls(
 
 
 def _rights(key: "KeyConfig") -> str:
-    rights = ["use", *(["admin"] if key.admin else []), *(["metrics"] if key.metrics else [])]
-    return ", ".join(rights)
+    further = [name for name in ("admin", "metrics", "tools") if getattr(key, name)]
+    return ", ".join(["use", *further])
 
 
 def _limits(key: "KeyConfig") -> str:

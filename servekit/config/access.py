@@ -67,6 +67,8 @@ class KeyConfig(Section):
     metrics: bool = False
     """The key may read /metrics, which reports all models and keys; a key with `admin` may read it,
     too."""
+    tools: bool = False
+    """The key may use the tools of `server.mcp` on the chat page; a key with `admin` may, too."""
 
     @model_validator(mode="after")
     def _has_one_source(self) -> KeyConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from servekit.config.engines import (
 from servekit.config.engines.installed import Machine, find_module, install_command
 from servekit.config.engines.options import KINDS, EngineKind
 from servekit.config.error_reporting import Problem, dotted_path, missing_key, shorten_text
+from servekit.config.mcp import McpServerConfig
 from servekit.config.scale import ReplicaRange
 from servekit.config.schema import (
     AdapterConfig,
@@ -214,6 +215,34 @@ def check_tracing(config: Config, machine: Machine) -> Iterator[Problem]:
         yield Problem(("tracing",), message, at_key=True)
 
 
+def check_mcp(config: Config, folder: Path, machine: Machine | None) -> Iterator[Problem]:
+    """Find MCP servers that share a name, or cannot be started on this machine."""
+    names: set[str] = set()
+    for i, server in enumerate(config.server.mcp):
+        at: Place = ("server", "mcp", i)
+        if server.name in names:
+            yield Problem((*at, "name"), f"two MCP servers are named '{server.name}'.")
+        names.add(server.name)
+        if server.cwd is not None and not paths.resolve_path(str(server.cwd), folder).is_dir():
+            yield Problem((*at, "cwd"), f"{server.cwd} is not a folder.")
+        if server.command and machine is not None:
+            program = resolve_mcp_command(server, folder)[0]
+            yield from _find_program(program, server.env, (*at, "command"))
+    if config.server.mcp and not config.server.ui:
+        message = "only the pages use MCP servers, and the file says `ui: false`."
+        yield Problem(("server", "mcp"), message, at_key=True)
+    if config.server.mcp and machine is not None and not machine.has("mcp"):
+        message = "the package mcp is not installed; pip install 'servekit[mcp]'."
+        yield Problem(("server", "mcp"), message, at_key=True)
+
+
+def resolve_mcp_command(server: McpServerConfig, folder: Path) -> tuple[str, ...]:
+    """Return the words of a command; a program with a slash is relative to `folder`."""
+    if not server.command or "/" not in server.command[0]:
+        return server.command
+    return (str(paths.resolve_path(server.command[0], folder)), *server.command[1:])
+
+
 def check_launcher(config: Config, machine: Machine | None) -> Iterator[Problem]:
     """Find keys that are invalid where a cluster places the workers, and missing packages."""
     if config.launcher == "local":
@@ -331,10 +360,14 @@ def check_program(config: ModelConfig, at: Place, folder: Path) -> Iterator[Prob
     if config.engine != "command":
         return
     program = resolve_command(config, folder)[0]
-    if shutil.which(program, path=config.env.get("PATH", os.environ.get("PATH"))) is None:
+    yield from _find_program(program, config.env, (*at, "options", "command"))
+
+
+def _find_program(program: str, env: Mapping[str, str], at: Place) -> Iterator[Problem]:
+    if shutil.which(program, path=env.get("PATH", os.environ.get("PATH"))) is None:
         where = "" if "/" in program else " in PATH"
         message = f"there is no program {shorten_text(program)}{where} that can be run."
-        yield Problem((*at, "options", "command"), message)
+        yield Problem(at, message)
 
 
 def _check_chat_template(

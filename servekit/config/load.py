@@ -33,6 +33,7 @@ from servekit.config.engines.options import KINDS
 from servekit.config.engines.selection import EngineChoice, choose_engine
 from servekit.config.error_reporting import Problem, config_error, explain_errors, explain_mapping
 from servekit.config.json_schema import json_schema
+from servekit.config.mcp import McpServerConfig
 from servekit.config.schema import AdapterConfig, Config, ModelConfig, Section
 from servekit.config.yaml.file_reader import read_document
 from servekit.config.yaml.nodes import Loc, Node, find_node, plain_value
@@ -216,6 +217,7 @@ def _check_meaning(config: Config, folder: Path, machine: Machine | None) -> lis
     problems += [*checks.check_tls(config, folder), *checks.check_legacy(config)]
     problems += [*checks.check_default_model(config), *checks.check_profiles(config)]
     problems += checks.check_launcher(config, machine)
+    problems += checks.check_mcp(config, folder, machine)
     elsewhere = config.launcher == "ray"
     if machine is not None:
         problems += checks.check_tracing(config, machine)
@@ -232,7 +234,9 @@ def _resolve_paths(config: Config, folder: Path) -> Config:
     run_dir = config.run_dir and paths.resolve_path(str(config.run_dir), folder)
     models = tuple(_absolute_model(model, folder) for model in config.models)
     keys = tuple(_absolute_key(key, folder) for key in config.keys)
-    server = config.server.model_copy(update={"tls": _absolute_tls(config.server.tls, folder)})
+    mcp = tuple(_absolute_mcp(server, folder) for server in config.server.mcp)
+    tls = _absolute_tls(config.server.tls, folder)
+    server = config.server.model_copy(update={"tls": tls, "mcp": mcp})
     update = {"models": models, "run_dir": run_dir, "keys": keys, "server": server}
     return config.model_copy(update=update)
 
@@ -241,6 +245,12 @@ def _absolute_key(key: KeyConfig, folder: Path) -> KeyConfig:
     if key.file is None:
         return key
     return key.model_copy(update={"file": paths.resolve_path(str(key.file), folder)})
+
+
+def _absolute_mcp(server: McpServerConfig, folder: Path) -> McpServerConfig:
+    cwd = server.cwd and paths.resolve_path(str(server.cwd), folder)
+    command = checks.resolve_mcp_command(server, folder)
+    return server.model_copy(update={"cwd": cwd, "command": command})
 
 
 def _absolute_tls(tls: TlsConfig | None, folder: Path) -> TlsConfig | None:

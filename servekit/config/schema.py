@@ -31,6 +31,7 @@ from servekit.config.base_model import Section as Section  # for those who impor
 from servekit.config.cluster import RayConfig
 from servekit.config.engines import plugins
 from servekit.config.engines.options import KINDS
+from servekit.config.mcp import McpServerConfig
 from servekit.config.scale import MOST, Replicas, ScaleConfig
 
 #: What `servekit profile` calls all models; no profile can have this name.
@@ -193,6 +194,8 @@ class ServerConfig(Section):
     kept."""
     batches: BatchesConfig | None = None
     """Serve /v1/files and /v1/batches. By default they do not exist."""
+    mcp: tuple[McpServerConfig, ...] = ()
+    """MCP servers, whose tools the chat page offers to models. By default there are none."""
     limits: LimitsConfig = LimitsConfig()
     """Limits of one request."""
     default_model: Name | None = None

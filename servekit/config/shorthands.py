@@ -1,4 +1,4 @@
-"""Shorthands of the configuration file: `5m`, `4k`, and variables of the environment in paths.
+"""Shorthands of the configuration file: `5m`, `4k`, and variables of the environment.
 
 idle_unload_s: 5m           300 seconds: any duration (…_s) may have a unit
 max_context: 4k             4096 tokens; of budgets and limits, 4k is 4000
@@ -19,7 +19,9 @@ Loc = tuple[str | int, ...]
 _VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
 _PLAIN = re.compile(r"^\$(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?=/|$)")
 #: Keys whose text may have variables. Other texts, such as templates and commands, may mean them.
-_EXPANDED = {"path", "python", "run_dir", "file", "certificate", "host", "url", "library"}
+_EXPANDED = {"cwd", "path", "python", "run_dir", "file", "certificate", "host", "url", "library"}
+#: Mappings of MCP servers whose texts may have variables: secrets.
+_EXPANDED_OF_MCP = (("env",), ("headers",))
 _COUNT = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kKmM])")
 _BINARY = {"k": 2**10, "m": 2**20}
 _DECIMAL = {"k": 10**3, "m": 10**6}
@@ -47,7 +49,7 @@ def _expand(node: Node, loc: Loc, environ: Mapping[str, str]) -> Iterator[Proble
             yield from _expand(child, (*loc, index), environ)
     elif isinstance(node.value, str) and loc:
         key = str(loc[-1])
-        if key in _EXPANDED:
+        if key in _EXPANDED or (loc[:2] == ("server", "mcp") and loc[3:4] in _EXPANDED_OF_MCP):
             yield from _expand_variables(node, loc, environ)
         elif key.endswith("_s"):
             node.value = _parse_span(node.value)

@@ -27,6 +27,7 @@ class KeyRule(Value, frozen=True):
     priority: int = 0
     admin: bool = False
     metrics: bool = False
+    tools: bool = False  # the MCP servers, on the chat page
 
 
 class KeyUse(Value, frozen=True):
@@ -51,6 +52,20 @@ class KeyBudgets(Message, frozen=True):
     """All keys whose token budget is used up, from the supervisor to each gateway on a change."""
 
     spent: tuple[SpentBudget, ...] = ()
+
+
+class McpServer(Value, frozen=True):
+    """An MCP server, by a command or a URL; see `config.mcp.McpServerConfig`."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    cwd: str = ""
+    url: str = ""
+    headers: dict[str, str] = {}
+    start_timeout_s: float = 30.0
+    call_timeout_s: float = 60.0
+    idle_s: float = 600.0  # without a call, after which it is ended
 
 
 class RequestLimits(Value, frozen=True):
@@ -125,3 +140,4 @@ class AccessRules(Value, frozen=True):
     log_requests: bool = True  # note each request for the request log
     browser_link: bool = False  # a browser may be the owner's, by a one-time link
     batches: BatchRules = BatchRules()
+    mcp: tuple[McpServer, ...] = ()  # whose tools the chat page offers

@@ -174,7 +174,7 @@ __all__ = [
     "WorkerToGateway",
 ]
 
-PROTOCOL = 10
+PROTOCOL = 11
 #: New tokens after which a request is no longer suspected of killing workers.
 PROOF_TOKENS = 2
 #: Stands for each token of an engine that does not know its token ids.

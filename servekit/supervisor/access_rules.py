@@ -11,10 +11,12 @@ from pathlib import Path
 
 from servekit.config.access import FetchImagesConfig, KeyConfig, StoreResponsesConfig
 from servekit.config.keys import MAX_KEY_BYTES, fast_digest
+from servekit.config.mcp import McpServerConfig
 from servekit.config.schema import Config, ModelConfig
 from servekit.protocol.access import (
     BatchRules,
     ImageFetching,
+    McpServer,
     RequestLimits,
     ResponseStorage,
     Tracing,
@@ -62,6 +64,7 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
         log_requests=config.logging.requests,
         limits=RequestLimits(**server.limits.model_dump()),
         store_responses=_response_storage(server.store_responses),
+        mcp=tuple(_mcp_server(one) for one in server.mcp),
         batches=BatchRules(**server.batches.model_dump()) if server.batches else BatchRules(),
         fetch_images=_image_fetching(server.fetch_images),
         runtime_adapters=server.runtime_adapters,
@@ -84,6 +87,10 @@ def _response_storage(given: StoreResponsesConfig | None) -> ResponseStorage:
 
 def _image_fetching(given: FetchImagesConfig | None) -> ImageFetching:
     return ImageFetching() if given is None else ImageFetching(**given.model_dump())
+
+
+def _mcp_server(given: McpServerConfig) -> McpServer:
+    return McpServer(**(given.model_dump() | {"cwd": str(given.cwd or ""), "url": given.url or ""}))
 
 
 def _hosts(config: Config) -> tuple[str, ...]:
@@ -161,6 +168,7 @@ def _rule(key: KeyConfig, at: int, names: Mapping[str, str], environ: Mapping[st
         priority=key.priority,
         admin=key.admin,
         metrics=key.metrics,
+        tools=key.tools,
     )
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.http.asgi import ASGIApp, Receive, Scope, Send, send_json
 from servekit.gateway.routing.router import Router
+from servekit.gateway.tool_servers.registry import ToolServers
 from servekit.gateway.ui.lean_gradio import build_without_apps, import_gradio
 from servekit.gateway.ui.login import ADDRESSES
 from servekit.gateway.ui.pages.language import DEFAULT, NAMES, Say, get_preferred, get_root
@@ -77,7 +78,8 @@ def build_app(router: Router, supervisor: Supervisor, max_body_bytes: int) -> UI
     from servekit.gateway.ui.pages.page_layout import Frame
 
     watch, folder = StatusPoller(router, supervisor), supervisor.run_dir
-    shared = watch, Runs(router), Tail(folder), RecentRequests(folder)
+    tools = ToolServers(router.access)
+    shared = watch, Runs(router), Tail(folder), RecentRequests(folder), tools
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     made = []
     for language in sorted(NAMES, key=lambda one: one == DEFAULT):  # the longer path comes first
@@ -87,7 +89,7 @@ def build_app(router: Router, supervisor: Supervisor, max_body_bytes: int) -> UI
         _calm_gradio(blocks)
         _mount_pages(outer, blocks, get_root(language))
         made.append(blocks)
-    return UI(Shield(outer, max_body_bytes, made), *_make_lifespan(outer, made, watch))
+    return UI(Shield(outer, max_body_bytes, made), *_make_lifespan(outer, made, watch, tools))
 
 
 def _mount_pages(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
@@ -120,7 +122,7 @@ def _mount_pages(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
 
 
 def _make_lifespan(
-    outer: FastAPI, made: list[gradio.Blocks], watch: StatusPoller
+    outer: FastAPI, made: list[gradio.Blocks], watch: StatusPoller, tools: ToolServers
 ) -> tuple[Hook, Hook]:
     stack = contextlib.AsyncExitStack()
     looking: list[asyncio.Task[None]] = []
@@ -138,6 +140,7 @@ def _make_lifespan(
             app.app.stop_event.set()
         for blocks in made:
             blocks._queue.stopped = True
+        await tools.close()
         await stack.aclose()
 
     return startup, shutdown

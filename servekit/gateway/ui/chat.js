@@ -61,6 +61,16 @@
     find("#sk-box [data-testid=stop-button]")?.click();
   });
 
+  // ---- calls of tools: the buttons of a question; a double click may be meant for the one before
+  let decision = "";
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest?.("#sk-note [data-decide]");
+    if (!button || event.detail > 1) return;
+    decision = button.dataset.decide;
+    find("#sk-decide").click();
+  });
+  window.servekitDecision = () => decision;
+
   // ---- the server: the status is asked for once a second
   const ask = window.fetch.bind(window);
   const tell = (gone) => {

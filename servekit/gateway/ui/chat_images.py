@@ -1,4 +1,4 @@
-"""Images in the chat: the part of the page that adds them, and how a conversation shows them.
+"""Images in the chat: the part of the page that adds them.
 
 The browser holds the files: images.js picks, checks, shows and keeps them, and sends them with each
 question. Gradio's own fields would store them on the gateway's disk instead.
@@ -7,13 +7,9 @@ question. Gradio's own fields would store them on the gateway's disk instead.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from servekit.gateway.api.images import MAX_PIXELS
-from servekit.gateway.ui.chat_session import StoredImage, StoredMessage
-from servekit.gateway.ui.markdown import mark_formulas
 from servekit.gateway.ui.pages.language import Say
 
 #: The share of a request's body that images may take; in base64 they are a third larger.
@@ -67,33 +63,3 @@ def render_sight(blind: str, most: int) -> str:
     `blind` is why the model takes no images; `most` is the limit of a conversation.
     """
     return f'<div class="sk-sight" hidden data-blind="{escape(blind)}" data-most="{most}"></div>'
-
-
-def show_turns(turns: Sequence[StoredMessage]) -> list[dict[str, Any]]:
-    """Return a conversation as messages of Gradio's chatbot, images before their text."""
-    shown: list[dict[str, Any]] = []
-    for turn in turns:
-        role, content = turn["role"], turn["content"]
-        if images := turn.get("images"):
-            shown.append({"role": role, "content": _show_images(images)})
-        if role == "assistant":  # what the user wrote can be edited where it is shown
-            content = mark_formulas(content)
-        if content or not images:
-            shown.append({"role": role, "content": content})
-    return shown
-
-
-def _show_images(images: Sequence[StoredImage]) -> dict[str, Any]:
-    """Return the images of a turn; images.js loads each by its id."""
-    html = "".join(
-        f'<img data-image="{escape(one["id"])}" alt="{escape(one["name"])}" '
-        f'title="{escape(one["name"])}">'
-        for one in images
-    )
-    return {
-        "type": "component",
-        "component": "html",
-        "value": f'<div class="sk-sent">{html}</div>',
-        "constructor_args": {},
-        "props": {"apply_default_css": False},
-    }

@@ -8,20 +8,24 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import gradio as gr
 
 from servekit.gateway.auth.api_key import ApiKey
-from servekit.gateway.ui.chat_images import render_picker, render_sight, show_turns
-from servekit.gateway.ui.chat_session import (
+from servekit.gateway.tool_servers.registry import Offer, can_start_servers, may_use_tools
+from servekit.gateway.ui.chat_images import render_picker, render_sight
+from servekit.gateway.ui.chat_session import Chats, Decision, OpenOffer, View
+from servekit.gateway.ui.chat_tools import render_question, render_servers
+from servekit.gateway.ui.chat_turns import show_turns
+from servekit.gateway.ui.conversation import (
     THOUGHTS,
-    Chats,
     Conversation,
     Settings,
     StoredMessage,
-    View,
-    make_content,
+    cut_to_question,
+    is_answered,
+    make_messages,
     make_question,
     parse_conversation,
     store_turns,
@@ -46,7 +50,7 @@ from servekit.gateway.ui.pages.language import Say
 from servekit.gateway.ui.pages.page_layout import NOW, QUIET, Frame, get_visit
 from servekit.gateway.ui.status_html import (
     error_note,
-    explain_blind,
+    explain_unable,
     list_choices,
     progress_note,
     render_note,
@@ -54,6 +58,7 @@ from servekit.gateway.ui.status_html import (
     retry_note,
 )
 from servekit.gateway.ui.widgets.request_runner import CHAT, RequestOptions
+from servekit.protocol.types import Capability
 
 STATUS_EVERY_S = 1.0
 #: The longest message that can be typed or pasted; a browser stores about three times as much.
@@ -104,6 +109,12 @@ class Parts:
     box: gr.Textbox
     note: gr.HTML
     sight: gr.HTML
+    fold: gr.Accordion
+    servers: gr.Dropdown  # MCP servers that are on, by name or address
+    offered: gr.HTML
+    ticked: gr.BrowserState  # `servers`, as this browser keeps it
+    decide: gr.Button
+    decision: gr.Textbox
     new: gr.Button
     workers: gr.HTML
     settings: list[gr.Number | gr.Textbox]
@@ -131,6 +142,9 @@ def _lay_out(frame: Frame) -> Parts:
     kept = gr.Textbox(visible="hidden")
     show = gr.Button(visible="hidden", elem_id="sk-show")
     again = gr.Button(visible="hidden", elem_id="sk-again")
+    decide = gr.Button(visible="hidden", elem_id="sk-decide")
+    decision = gr.Textbox(visible="hidden")
+    ticked = gr.BrowserState(None, storage_key="servekit.tools", secret=STORE_SECRET)
     with gr.Row(elem_id="sk-top"):
         gr.HTML(render_tools(say), elem_id="sk-tools")
         model = frame.model(say("model"), "", show_label=False, container=False, elem_id="sk-model")
@@ -148,13 +162,19 @@ def _lay_out(frame: Frame) -> Parts:
         with gr.Column(elem_id="sk-side"):
             with gr.Accordion(say("settings"), open=True, elem_id="sk-settings"):
                 settings = _build_settings(say)
+            # which visitor may use tools is known as each loads the page: see `restore`
+            with gr.Accordion(say("mcp"), open=False, visible=False, elem_id="sk-mcp") as fold:
+                servers = _build_servers(say)
+                offered = gr.HTML("", elem_id="sk-offered")
             gr.HTML(render_gone(say), elem_id="sk-gone")
             status = gr.HTML("", elem_id="sk-workers")  # depends on the visitor: see `restore`
             frame.code(make_chat_request, [kept, model, *settings])
     return Parts(
-        *(model, chat, box, note, sight, new, status, settings),
-        *(kept, show, again, chosen, gr.State("")),
-    )
+        model=model, chat=chat, box=box, note=note, sight=sight, new=new, workers=status,
+        fold=fold, servers=servers, offered=offered, ticked=ticked, decide=decide,
+        decision=decision, settings=settings, kept=kept, show=show, again=again, chosen=chosen,
+        seen=gr.State(""),
+    )  # fmt: skip
 
 
 def make_chat_request(kept: str | None, model: str, *settings: Any) -> RequestOptions:
@@ -162,18 +182,14 @@ def make_chat_request(kept: str | None, model: str, *settings: Any) -> RequestOp
     given = dict(zip(SETTINGS, settings, strict=True))
     system = given.pop("system")
     more = {name: value for name, value in given.items() if value is not None}
-    turns = _cut_to_question(parse_conversation(kept).turns)
+    turns = cut_to_question(parse_conversation(kept).turns)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    messages += [{"role": turn["role"], "content": _abridge(turn)} for turn in turns]
+    names = {one["id"]: one["name"] for turn in turns for one in turn.get("images", ())}
+    files = {id: f"data:image/png;base64,<{name}>" for id, name in names.items()}
+    messages += make_messages(turns, files)
     if not turns:
         messages.append({"role": "user", "content": "…"})
     return RequestOptions(CHAT, {"model": model, "messages": messages, **more})
-
-
-def _abridge(turn: StoredMessage) -> str | list[dict[str, Any]]:
-    """Return a turn's content with a placeholder for each image."""
-    files = {one["id"]: f"data:image/png;base64,<{one['name']}>" for one in turn.get("images", ())}
-    return make_content(turn, files) if files else turn["content"]
 
 
 def _build_question(say: Say) -> gr.Textbox:
@@ -211,6 +227,18 @@ def _build_settings(say: Say) -> list[gr.Number | gr.Textbox]:
     ]
 
 
+def _build_servers(say: Say) -> gr.Dropdown:
+    """Return the choice of MCP servers; one that is typed is the address of a server."""
+    return gr.Dropdown(
+        [],
+        value=[],
+        multiselect=True,
+        allow_custom_value=True,
+        label=say("mcp.servers"),
+        info=say("mcp.info"),
+    )
+
+
 def _build_chat(say: Say) -> gr.Chatbot:
     return gr.Chatbot(
         show_label=False,
@@ -240,11 +268,11 @@ class Events:
         self._frame = frame
         self._router = frame.router
         self._parts = parts
-        self._chats = Chats(frame.router)
+        self._chats = Chats(frame.router, frame.runs)
 
     def bind(self, blocks: gr.Blocks) -> None:
         parts = self._parts
-        asking = [parts.kept, parts.model, *parts.settings]
+        asking = [parts.kept, parts.model, parts.servers, *parts.settings]
         shown = [parts.chat, parts.box, parts.note, parts.kept]
         parts.box.submit(self.ask, [parts.box, *asking], shown, js=SEND, **QUIET)
         again = {"js": SEND_AGAIN, **QUIET}
@@ -256,6 +284,12 @@ class Events:
         parts.kept.change(None, parts.kept, None, js="(kept) => servekitChats.keep(kept)", **NOW)
         parts.model.change(self.look, parts.model, [parts.sight, parts.workers], **NOW)
         parts.box.stop(self.stop, None, None, **NOW)
+        decided = "() => [servekitDecision()]"
+        parts.decide.click(self.decide, parts.decision, None, js=decided, **NOW)
+        kept_ticks = {"js": "(servers) => [servers]", **NOW}
+        parts.servers.change(None, parts.servers, parts.ticked, **kept_ticks)
+        told = [parts.offered, parts.fold]
+        parts.servers.change(self.list_tools, parts.servers, told, **QUIET)
         begin = "() => [servekitChats.begin()]"
         gr.on([parts.new.click, parts.chat.clear], self.show, parts.kept, shown, js=begin, **NOW)
         chosen = "() => [servekitChats.take()]"
@@ -268,79 +302,103 @@ class Events:
             js="(...chosen) => [chosen]",
             **NOW,
         )
-        status = [parts.model, parts.workers, parts.sight, parts.seen]
-        gr.Timer(STATUS_EVERY_S).tick(self.update_page, [parts.model, parts.seen], status, **NOW)
-        restored = [parts.chat, parts.note, parts.kept, parts.workers, parts.model, *parts.settings]
+        status: list[Any] = [
+            parts.model,
+            parts.workers,
+            parts.sight,
+            parts.fold,
+            parts.servers,
+            parts.seen,
+        ]
+        seen = [parts.model, parts.seen]
+        gr.Timer(STATUS_EVERY_S).tick(self.update_page, seen, status, **NOW)
+        restored: list[Any] = [parts.chat, parts.note, parts.kept, parts.workers, parts.model]
+        restored += [parts.fold, parts.servers, *parts.settings]
         start = "(_, ...more) => servekitChats.start().then((kept) => [kept, ...more])"
-        stored = [parts.kept, parts.chosen, parts.model]
+        stored = [parts.kept, parts.chosen, parts.model, parts.ticked]
         blocks.load(self.restore, stored, restored, js=start, **NOW)
         blocks.unload(self.leave)
 
     # ---- asking
 
     async def ask(
-        self, request: gr.Request, text: str, sent: str, model: str, *settings: Any
+        self, request: gr.Request, text: str, sent: str, model: str, *chosen: Any
     ) -> AsyncGenerator[Update, None]:
         conversation = parse_conversation(sent)
         turns = conversation.turns
         if not text.strip() and not conversation.picked:
             return
         turns.append(make_question(text, conversation.picked))
-        if any("images" in turn for turn in turns):
-            caller = await self._frame.caller(request)
-            if blind := explain_blind(self._router, self._frame.say, caller, model):
-                yield {self._parts.note: error_note(blind)}  # the question stays in its field
+        needed: dict[Capability, bool] = {
+            "images": any("images" in turn for turn in turns),
+            "tools": bool(chosen[0]),
+        }
+        caller = await self._frame.caller(request)
+        for what in (what for what, needs in needed.items() if needs):
+            if unable := explain_unable(self._router, self._frame.say, caller, model, what):
+                yield {self._parts.note: error_note(unable)}  # the question stays in its field
                 return
-        async for update in self._stream_answer(conversation, model, settings, request):
+        async for update in self._stream_answer(conversation, model, chosen, request):
             yield update
 
     async def example(
-        self, request: gr.Request, data: gr.SelectData, sent: str, model: str, *settings: Any
+        self, request: gr.Request, data: gr.SelectData, sent: str, model: str, *chosen: Any
     ) -> AsyncGenerator[Update, None]:
         conversation = parse_conversation(sent)
         conversation.turns.append(make_question(str(data.value["text"])))
-        async for update in self._stream_answer(conversation, model, settings, request):
+        async for update in self._stream_answer(conversation, model, chosen, request):
             yield update
 
     async def retry(
-        self, request: gr.Request, sent: str, model: str, *settings: Any
+        self, request: gr.Request, sent: str, model: str, *chosen: Any
     ) -> AsyncGenerator[Update, None]:
         """Ask the last question again."""
         conversation = parse_conversation(sent)
-        if _cut_to_question(conversation.turns):
-            async for update in self._stream_answer(conversation, model, settings, request):
+        if cut_to_question(conversation.turns):
+            async for update in self._stream_answer(conversation, model, chosen, request):
                 yield update
 
     async def edit(
-        self, request: gr.Request, data: gr.EditData, sent: str, model: str, *settings: Any
+        self, request: gr.Request, data: gr.EditData, sent: str, model: str, *chosen: Any
     ) -> AsyncGenerator[Update, None]:
         conversation = parse_conversation(sent)
         turns = conversation.turns
         at = _get_turn(turns, data.index)
         images = turns[at].get("images", []) if at < len(turns) else []
         turns[at:] = [make_question(str(data.value), images)]
-        async for update in self._stream_answer(conversation, model, settings, request):
+        async for update in self._stream_answer(conversation, model, chosen, request):
             yield update
 
     async def _stream_answer(
         self,
         conversation: Conversation,
         model: str,
-        settings: tuple[Any, ...],
+        chosen: tuple[Any, ...],
         request: gr.Request,
     ) -> AsyncGenerator[Update, None]:
+        """Answer the last turn; `chosen` are the MCP servers, then the settings."""
         who, turns = get_visit(request), conversation.turns
-        chosen = Settings(**dict(zip(SETTINGS, settings, strict=True)))
+        servers, *values = chosen
+        settings = Settings(**dict(zip(SETTINGS, values, strict=True)))
         box = _build_box(busy=True, value="")
-        yield {self._parts.chat: show_turns(turns), self._parts.box: box}
-        views = self._chats.answer_turn(who, model or "", turns, chosen, conversation.files)
+        yield {self._parts.chat: show_turns(turns, self._frame.say), self._parts.box: box}
+        opens = self._open_offer(request, servers) if servers else None
+        views = self._chats.answer_turn(
+            who, model or "", turns, settings, conversation.files, opens, conversation.id
+        )
         async with aclosing(views):
             async for view in views:
                 yield self._show(view, conversation.id)
 
+    def _open_offer(self, request: gr.Request, servers: list[str]) -> OpenOffer:
+        async def open_offer() -> Offer:
+            return await self._frame.tools.open_tools(servers, await self._frame.caller(request))
+
+        return open_offer
+
     def _show(self, view: View, id: str) -> Update:
-        parts = self._parts
-        update: Update = {parts.chat: show_turns(view.turns), parts.note: self._describe(view)}
+        parts, shown = self._parts, show_turns(view.turns, self._frame.say)
+        update: Update = {parts.chat: shown, parts.note: self._describe(view)}
         if view.save:
             update[parts.kept] = store_turns(id, view.turns)
         if not view.busy:
@@ -352,8 +410,41 @@ class Events:
         say = self._frame.say
         if view.error:
             return retry_note(error_note(view.error, say), say)
+        if view.asks is not None:
+            return render_question(view.asks, say)
+        if view.starting:
+            return render_note(say("mcp.starting"))
+        if view.calling:
+            return render_note(say("mcp.calling", tools=", ".join(view.calling)))
         note = progress_note(view.progress, busy=view.busy, say=say)
-        return note if view.busy or _is_answered(view.turns) else retry_note(note, say)
+        return note if view.busy or is_answered(view.turns) else retry_note(note, say)
+
+    # ---- tools
+
+    async def list_tools(self, request: gr.Request, servers: list[str] | None) -> Update:
+        """Show the tools of the chosen servers, which are started for it, and how many are on."""
+        parts, say = self._parts, self._frame.say
+        label = f"{say('mcp')} ({len(servers)})" if servers else say("mcp")
+        caller = await self._frame.caller(request)
+        listed = await self._frame.tools.list_tools(servers or (), caller)
+        return {parts.offered: render_servers(listed, say), parts.fold: gr.update(label=label)}
+
+    async def decide(self, request: gr.Request, sent: str) -> None:
+        """Take the visitor's answer to a call: its id, and the word of the button."""
+        call, _, word = (sent or "").partition(" ")
+        if word in get_args(Decision):
+            self._chats.decide(str(request.session_hash), call, cast(Decision, word))
+
+    def _offer_servers(self, caller: ApiKey | None, **more: Any) -> Update:
+        """Return the choice of servers, hidden from visitors who may use none."""
+        names = self._frame.tools.list_names(caller)
+        admin = may_use_tools(caller) and caller is not None and caller.rule.admin
+        info = self._frame.say("mcp.info_admin" if admin else "mcp.info")
+        visible = bool(names) or (admin and can_start_servers())
+        return {
+            self._parts.fold: gr.update(visible=visible),
+            self._parts.servers: gr.update(choices=list(names), info=info, **more),
+        }
 
     # ---- ending
 
@@ -380,8 +471,8 @@ class Events:
     def _show_kept(self, kept: str) -> Update:
         parts, say = self._parts, self._frame.say
         turns = parse_conversation(kept).turns
-        note = "" if _is_answered(turns) else retry_note(render_note(say("chat.unanswered")), say)
-        return {parts.chat: show_turns(turns), parts.note: note, parts.kept: kept}
+        note = "" if is_answered(turns) else retry_note(render_note(say("chat.unanswered")), say)
+        return {parts.chat: show_turns(turns, say), parts.note: note, parts.kept: kept}
 
     # ---- status
 
@@ -390,12 +481,13 @@ class Events:
         parts = self._parts
         caller = await self._frame.caller(request)
         html, models = self._status(caller, model), self._choices(caller)
-        sight = self._sight(caller, model)
-        now = f"{html}{models}{sight}"
+        sight, servers = self._sight(caller, model), self._frame.tools.list_names(caller)
+        now = f"{html}{models}{sight}{servers}"
         if now == seen:
             return {parts.seen: gr.skip()}
         choice = self._model(models, model, model)
-        return {parts.workers: html, parts.model: choice, parts.sight: sight, parts.seen: now}
+        update = {parts.workers: html, parts.model: choice, parts.sight: sight, parts.seen: now}
+        return update | self._offer_servers(caller)
 
     async def look(self, request: gr.Request, model: str | None) -> tuple[str, str]:
         """Return whether the model that was just chosen takes images, and its state."""
@@ -403,7 +495,7 @@ class Events:
         return self._sight(caller, model), self._status(caller, model)
 
     def _sight(self, caller: ApiKey | None, model: str | None) -> str:
-        blind = explain_blind(self._router, self._frame.say, caller, model)
+        blind = explain_unable(self._router, self._frame.say, caller, model, "images")
         return render_sight(blind, self._router.access.rules.limits.images)
 
     def _status(self, caller: ApiKey | None, model: str | None) -> str:
@@ -419,7 +511,7 @@ class Events:
         return gr.update(choices=models, **kwargs)
 
     async def restore(
-        self, request: gr.Request, kept: str, chosen: Any, current: str | None
+        self, request: gr.Request, kept: str, chosen: Any, current: str | None, ticked: Any
     ) -> Update:
         """Restore what this browser had stored, but not the question: an answer may already run."""
         parts = self._parts
@@ -430,6 +522,8 @@ class Events:
         update = self._show_kept(kept)
         update[parts.model] = self._model(models, current, wanted)
         update[parts.workers] = self._status(caller, _choose(models, wanted))
+        servers = [name for name in ticked if isinstance(name, str)] if ticked else []
+        update |= self._offer_servers(caller, value=servers if may_use_tools(caller) else [])
         # None has to be sent, too: the page shows 0 for a number without a value
         return update | dict(zip(parts.settings, settings, strict=True))
 
@@ -438,17 +532,6 @@ def _choose(models: Choices, wanted: str | None) -> str | None:
     """Return the wanted model, or the first if there is no such model."""
     names = [name for _, name in models]
     return wanted if wanted in names else next(iter(names), None)
-
-
-def _cut_to_question(turns: list[StoredMessage]) -> list[StoredMessage]:
-    """Remove what comes after the last question, and return what is left."""
-    while turns and turns[-1]["role"] != "user":
-        turns.pop()
-    return turns
-
-
-def _is_answered(turns: list[StoredMessage]) -> bool:
-    return not turns or turns[-1]["role"] != "user"
 
 
 def _build_box(*, busy: bool, **kwargs: Any) -> Any:

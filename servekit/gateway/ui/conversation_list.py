@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from html import escape
 
-from servekit.gateway.ui.chat_session import THOUGHTS
+from servekit.gateway.ui.conversation import NOT_MADE, THOUGHTS
 from servekit.gateway.ui.pages.language import Say
 
 #: The texts of conversations.js, with the names of their fields.
@@ -23,6 +23,7 @@ _TEXTS = {
     "fork": (),
     "you": (),
     "model": (),
+    "call": ("tool", "server"),
 }
 #: Icons: a list, and sliders.
 _LIST = "M2.5 4h11M2.5 8h11M2.5 12h7"
@@ -50,6 +51,7 @@ def render_drawer(say: Say) -> str:
         name: say(f"kept.{name}", **{field: f"{{{field}}}" for field in fields})
         for name, fields in _TEXTS.items()
     }
+    texts["not_made"] = NOT_MADE  # as the model was told
     return (
         f'<section class="sk-kept" aria-label="{escape(say("kept"))}" lang="{say.language}" '
         f'data-texts="{escape(json.dumps(texts))}" data-thoughts="{escape(json.dumps(THOUGHTS))}">'

@@ -254,13 +254,21 @@
     const [thoughts, ...rest] = content.slice(begins.length).split(ends);
     return [thoughts, rest.join(ends)];
   };
+  /** Return text as a block of code, whatever backticks it has. */
+  const fence = (text) => {
+    const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map(({ length }) => length));
+    const ticks = "`".repeat(longest + 1);
+    return `${ticks}\n${text}\n${ticks}`;
+  };
   const writeMarkdown = (title, { turns }) => {
     const parts = turns.map((turn) => {
       const [thoughts, text] = divide(turn);
       const quoted = thoughts.trim() && thoughts.trim().replace(/^/gm, "> ");
       const images = (turn.images ?? []).map(({ name }) => `*[${name}]*`).join(" ");
       const head = `## ${say(turn.role === "user" ? "you" : "model")}`;
-      return [head, quoted, images, text.trim()].filter(Boolean).join("\n\n");
+      const calls = (turn.calls ?? []).flatMap(({ tool, server, arguments: given, result }) =>
+        [`**${say("call", { tool, server })}**`, fence(given), result !== undefined && fence(result)]);
+      return [head, quoted, images, text.trim(), ...calls].filter(Boolean).join("\n\n");
     });
     return [`# ${title}`, ...parts].join("\n\n") + "\n";
   };
@@ -276,7 +284,15 @@
       }
       const content = images.length ? [...images, { type: "text", text }] : text;
       const more = thoughts ? { reasoning_content: thoughts } : {};
+      const calls = turn.calls ?? [];
+      if (calls.length) {
+        more.tool_calls = calls.map(({ id, name, arguments: given }) =>
+          ({ id, type: "function", function: { name, arguments: given } }));
+      }
       messages.push({ role: turn.role, content, ...more });
+      for (const { id, result } of calls) {
+        messages.push({ role: "tool", tool_call_id: id, content: result ?? say("not_made") });
+      }
     }
     return JSON.stringify({ title, saved: new Date(at).toISOString(), messages }, null, 2) + "\n";
   };

@@ -9,9 +9,10 @@ from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.routing.adapter_route import AdapterRoute, base_of
 from servekit.gateway.routing.router import ModelQueue, Router
 from servekit.gateway.routing.task_check import MOST_NAMES, known_info, serves_any
-from servekit.gateway.ui.chat_session import Progress
 from servekit.gateway.ui.pages.language import SAY_ENGLISH, Say
+from servekit.gateway.ui.widgets.request_runner import Progress
 from servekit.protocol.messages import ReplicaStatus
+from servekit.protocol.types import Capability
 from servekit.units import format_bytes, format_latency
 
 MARK = {"ready": "good", "failed": "bad", "stopped": "bad", "backoff": "bad"}
@@ -53,21 +54,23 @@ def list_choices(
     ]
 
 
-def explain_blind(router: Router, say: Say, caller: ApiKey | None, model: str | None) -> str:
-    """Return why a model takes no images, with the models that do; "" if it may take them.
+def explain_unable(
+    router: Router, say: Say, caller: ApiKey | None, model: str | None, what: Capability
+) -> str:
+    """Return why a model takes no "images" or calls no "tools", with the models that do; else "".
 
     `caller` as in `list_choices`.
     """
     if not model or not router.serves(model):
         return ""
     info = known_info(router.find(model))
-    if info is None or "images" in info.serves:
+    if info is None or what in info.serves:
         return ""
     usable = _list_usable(router, caller)
-    able = [route.status.name for route in usable if serves_any(route, ("images",))]
+    able = [route.status.name for route in usable if serves_any(route, (what,))]
     if not able:
-        return say("images.blind_all", model=model)
-    return say("images.blind", model=model, names=", ".join(able[:MOST_NAMES]))
+        return say(f"{what}.unable_all", model=model)
+    return say(f"{what}.unable", model=model, names=", ".join(able[:MOST_NAMES]))
 
 
 def _list_usable(router: Router, caller: ApiKey | None) -> Iterator[ModelQueue]:

@@ -48,7 +48,7 @@ LIVE_SERVER_KEYS = frozenset(
     {"drain_timeout_s", "cors", "hosts", "limits", "runtime_adapters", "open_metrics"}
     | {"default_model", "unknown_parameters", "prefix_cache"}
     | {"max_queue_bytes", "write_timeout_s", "trusted_proxies", "fetch_images", "store_responses"}
-    | {"browser_link", "batches"}
+    | {"browser_link", "batches", "mcp"}
 )
 
 

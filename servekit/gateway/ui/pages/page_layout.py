@@ -16,12 +16,12 @@ from servekit.errors import RequestError
 from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.routing.router import Router
-from servekit.gateway.ui.chat_session import Visit
+from servekit.gateway.tool_servers.registry import ToolServers
 from servekit.gateway.ui.pages import snippets
 from servekit.gateway.ui.pages.language import NAMES, PAGES, Say, get_root
 from servekit.gateway.ui.status_html import error_note, list_choices, may_see, progress_note
 from servekit.gateway.ui.widgets.log_tail import Tail
-from servekit.gateway.ui.widgets.request_runner import RequestOptions, Runs, Shown
+from servekit.gateway.ui.widgets.request_runner import RequestOptions, Runs, Shown, Visit
 from servekit.gateway.ui.widgets.request_table import RecentRequests
 from servekit.gateway.ui.widgets.status_poller import StatusPoller
 
@@ -58,6 +58,7 @@ class Frame:
     runs: Runs
     tail: Tail
     requests: RecentRequests
+    tools: ToolServers
     max_body_bytes: int
 
     # ---- the top of each page

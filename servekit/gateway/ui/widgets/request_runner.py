@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,16 +28,41 @@ from servekit.gateway.generation.generation import (
     GenerationChunk,
     GenerationRequest,
 )
+from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.router import Router
-from servekit.gateway.ui.chat_session import UPDATE_PER_ANSWER_S, UPDATE_S, Progress, Visit
 from servekit.protocol.types import FinishReason
 
 Told = TypeVar("Told")
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+#: Time between two updates of one page, s. Each answer under way adds its share, which bounds the
+#: updates of all pages together to about a hundred per second.
+UPDATE_S = 0.08
+UPDATE_PER_ANSWER_S = 0.01
 #: The characters shown between two updates of normal length; longer answers update less often.
 CHARS_PER_UPDATE = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """The visitor of a page: browser session, address, and the authorization header if any."""
+
+    session: str
+    client: str
+    authorization: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The progress of an answer. Times are in seconds."""
+
+    waiting: int | None = None  # requests ahead in the queue; None once it runs
+    tokens: int = 0
+    first_s: float | None = None  # from the question to the first token
+    rate: float | None = None  # tokens per second after the first
+    finish: FinishReason | None = None
+    route: ModelQueue | None = None  # of the request, while it waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +74,7 @@ class RequestOptions:
 
     def make_request(self, key: str) -> GenerationRequest:
         """Return the streamed generation request. Raises RequestError for a wrong body."""
-        streamed = {"stream": True, "stream_options": {"queue_position": True}}
-        body = msgspec.json.encode({**self.body, **streamed})
+        body = msgspec.json.encode({**self.body, "stream": True})
         if self.path == CHAT:
             return chat_request(decode(ChatRequest, body), key)
         request = decode(CompletionRequest, body)
@@ -86,12 +111,11 @@ class Runs:
         try:
             yield run.shown()
             turn = await self._opened(run, visit, options)
-            async for pieces in turn:
-                run.add_chunks(turn, pieces)
-                if run.finished:
-                    break
-                yield run.shown(turn.place)
-                await asyncio.sleep(self._interval_s(run))  # let more tokens arrive
+            async with aclosing(self._follow(run, turn)) as places:
+                async for place in places:
+                    if run.dropped:
+                        return
+                    yield run.shown(place)
             yield run.last()
         except RequestError as error:
             if not run.dropped:
@@ -130,6 +154,31 @@ class Runs:
             ACTING.reset(before)
         run.turn = await run.opening
         return run.turn
+
+    async def _follow(self, run: Run, turn: Generation) -> AsyncGenerator[int | None, None]:
+        """Collect an answer, and yield its place in the queue after each interval with news.
+
+        While it waits, each interval has news: its place, or the progress of its model's load.
+        """
+        pieces = aiter(turn)
+        coming = asyncio.ensure_future(anext(pieces))
+        try:
+            while True:
+                waits = turn.first.replica is None and not turn.first.done
+                interval_s = self._interval_s(run)
+                done, _ = await asyncio.wait([coming], timeout=interval_s if waits else None)
+                if not done:
+                    yield self._router.position(turn.first)
+                    continue
+                run.add_chunks(turn, coming.result())
+                if run.finished:
+                    return
+                yield None
+                await asyncio.sleep(interval_s)  # let more tokens arrive
+                coming = asyncio.ensure_future(anext(pieces))
+        finally:
+            coming.cancel()
+            await asyncio.wait([coming])
 
     def _interval_s(self, run: Run) -> float:
         weight = 1 + len(run.choice.text) / CHARS_PER_UPDATE

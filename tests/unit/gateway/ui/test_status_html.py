@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from servekit.gateway.routing.router import Router
-from servekit.gateway.ui.chat_session import Progress
 from servekit.gateway.ui.pages.language import SAY_ENGLISH
 from servekit.gateway.ui.status_html import (
     error_note,
-    explain_blind,
+    explain_unable,
     list_choices,
     progress_note,
     render_status,
 )
+from servekit.gateway.ui.widgets.request_runner import Progress
 from servekit.protocol import messages as wire
 from servekit.protocol.adapters import AdapterStatus
 from servekit.protocol.types import Capability
@@ -88,7 +88,10 @@ async def test_a_model_without_eyes_names_those_that_have_them() -> None:
             wire.ModelStatus(name, "echo", "-", 0, (), info(name in seeing)) for name in "abc"
         ]
         router.apply_topology(wire.Topology((*models, wire.ModelStatus("new", "echo", "-", 0, ()))))
-        return [explain_blind(router, SAY_ENGLISH, None, name) for name in ("a", "b", "new", "x")]
+        return [
+            explain_unable(router, SAY_ENGLISH, None, name, "images")
+            for name in ("a", "b", "new", "x")
+        ]
 
     def info(sees: bool) -> wire.ModelInfo:
         serves: tuple[Capability, ...] = ("generate", "images") if sees else ("generate",)
