@@ -1,11 +1,15 @@
 """A new user's path, in commands and seconds: from `servekit init` to the first answer.
 
-    python -m tests.bench.first_answer [--model PATH] [--fresh]
+    python -m tests.bench.first_answer [--model PATH] [--fresh | --install]
 
 Each is a command that a user types; `up` runs on, and takes until it says that it is up. The model
 is the demo's unless told otherwise: if it is not here yet, fetching and converting it is in it,
 and with `--fresh`, which has an empty cache, it always is. Then comes the shortest way, `servekit
 run`, up to the first character of the answer, again with an empty cache.
+
+With `--install` only the shortest way is taken, as on a fresh machine: a virtual environment is
+made, pip installs this folder into it, and its `servekit run` fetches the model and answers. pip's
+time depends on where it gets its packages from; torch's wheel for CPUs alone has 190 MB.
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 SERVEKIT = (sys.executable, "-m", "servekit")
+ROOT = Path(__file__).parents[2]
+CONSTRAINTS = "deploy/constraints.txt"
 QUESTION = "What is the capital of France?"
 WITHIN_S = 600.0
 
@@ -56,10 +62,27 @@ def walk(folder: Path, model: str) -> list[Step]:
     return steps
 
 
-def walk_run(folder: Path, model: str) -> Step:
+def install(folder: Path) -> list[Step]:
+    """Install this folder into a new environment at `folder`. Raises AssertionError if it fails."""
+    pip = (str(folder / "bin" / "python"), "-m", "pip")
+    steps = []
+    for command in (
+        (sys.executable, "-m", "venv", str(folder)),
+        (*pip, "install", "--quiet", "-c", CONSTRAINTS, "."),
+    ):
+        began_s = time.monotonic()
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        took_s = time.monotonic() - began_s
+        assert run.returncode == 0, run.stderr
+        typed = " ".join(command).replace(f"{folder}/", ".venv/").replace(sys.executable, "python3")
+        steps.append(Step(typed.replace(str(folder), ".venv"), took_s, ""))
+    return steps
+
+
+def walk_run(folder: Path, model: str, servekit: Sequence[str] = SERVEKIT) -> Step:
     """Time `servekit run` in an empty folder, to the first character of the answer."""
     env = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), "NO_COLOR": "1"}
-    command = [*SERVEKIT, "run", model]
+    command = [*servekit, "run", model]
     began_s = time.monotonic()
     with subprocess.Popen(
         command, cwd=folder, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -100,16 +123,28 @@ def _done(folder: Path, env: dict[str, str], *args: str, text: str = "") -> Step
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--fresh", action="store_true", help="with an empty cache of models")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--fresh", action="store_true", help="with an empty cache of models")
+    ways.add_argument("--install", action="store_true", help="in a new environment, all of it")
     options = parser.parse_args()
+    if options.install:
+        with _open_folder(fresh=True) as folder:
+            steps = install(folder / "venv")
+            steps.append(walk_run(folder, options.model, (str(folder / "venv/bin/servekit"),)))
+        _print_steps(steps)
+        return
     with _open_folder(fresh=options.fresh) as folder:
         steps = walk(folder, options.model)
-    for step in steps:
-        print(f"{step.took_s:6.1f} s  {step.command}")
-    print(f"{sum(step.took_s for step in steps):6.1f} s  {len(steps)} commands: {steps[-1].said}")
+    _print_steps(steps)
     with _open_folder(fresh=options.fresh) as folder:
         step = walk_run(folder, options.model)
     print(f"{step.took_s:6.1f} s  {step.command}, to the first character: {step.said}")
+
+
+def _print_steps(steps: Sequence[Step]) -> None:
+    for step in steps:
+        print(f"{step.took_s:6.1f} s  {step.command}")
+    print(f"{sum(step.took_s for step in steps):6.1f} s  {len(steps)} commands: {steps[-1].said}")
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ def walk_pages(folder: Path, report: Report) -> None:
         {
             "name": "smollm2",
             "path": find_model(),
-            "sampling": DEMO_SAMPLING | {"temperature": 0},
+            "sampling": DEMO_SAMPLING,
             "device": "cpu",
         },
         echo("slow", step_s=0.05),
