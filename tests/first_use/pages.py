@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ DRAWN = {
 }
 #: Pages without a choice of models.
 TABLES = ("dashboard", "requests", "operate")
+TOOLS = str(Path(__file__).parents[1] / "unit/gateway/tool_servers/odd_tools.py")
 #: Findings in Swagger UI's own markup, which we do not write.
 OF_SWAGGER = {"nested-interactive", "heading-order"}
 
@@ -59,10 +61,16 @@ def walk_pages(folder: Path, report: Report) -> None:
         echo("slow", step_s=0.05),
         echo("broken", load_error="the weights are missing"),
         echo("rare", load_s=3) | {"load": "on_demand"},
+        echo("calls") | {"tool_parser": "hermes"},
     ]
+    tools = [{"name": "sums", "command": [sys.executable, TOOLS, str(folder / "tools.pid")]}]
     admin, admin_hash = new_key("boss")
-    keys = {"keys": [{"name": "boss", "hash": admin_hash, "admin": True}]}
-    with Instance.up(folder, models, server={"ui": True}, sections=keys) as instance:
+    sections = {
+        "keys": [{"name": "boss", "hash": admin_hash, "admin": True}],
+        "profiles": {"few": ["smollm2", "slow"]},
+    }
+    server = {"ui": True, "mcp": tools}
+    with Instance.up(folder, models, server=server, sections=sections) as instance:
         instance.until_settled(within_s=300)
         login = ("me", admin)
         url = f"{instance.url}/ui/"
@@ -77,6 +85,9 @@ def walk_pages(folder: Path, report: Report) -> None:
             walk.open_ten_tabs()
             walk.chat()
             walk.keep_conversations()
+            walk.call_a_tool()
+            walk.filter_requests()
+            walk.switch_profile()
             walk.open_link(str(instance.run_dir))
             browser.close()
 
@@ -263,6 +274,57 @@ class Walk:
     def _act(self, page: Page, button: str) -> None:
         page.get_by_role("button", name=re.compile("Rename, export or delete")).click()
         page.get_by_role("button", name=button, exact=True).click()
+
+    def call_a_tool(self) -> None:
+        """Let a model call a tool of an MCP server: an echo that writes a call."""
+        with self._visit(viewport=SIZES["desktop"], locale="en-GB") as context:
+            page = context.new_page()
+            page.goto(f"{self.url}/ui/")
+            self._choose(page, "calls")
+            page.locator("#sk-mcp > button").click()
+            page.locator("#sk-mcp input").fill("sums")
+            page.locator("#sk-mcp input").press("Enter")
+            page.keyboard.press("Escape")
+            page.locator(".sk-server summary").click()
+            call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+            page.get_by_label("Max tokens").fill(str(len(call)))
+            page.get_by_label("Max tokens").blur()
+            page.locator("#sk-box textarea").fill(call)
+            page.locator("#sk-box textarea").press("Enter")
+            expect(page.locator(".sk-decide")).to_be_visible(timeout=WITHIN_MS)
+            self._report_page(page, "a call that a model asks for", "chat-tool-asked")
+            page.get_by_role("button", name="Allow", exact=True).click()
+            self._wait_for_answer(page)
+            page.locator(".sk-call summary").click()
+            seen = page.locator("#sk-chat").inner_text()
+            self.report.add(AREA, "a call", seen, "" if "Result\n5" in seen else "no result")
+            self._report_page(page, "a call that was made", "chat-tool-called")
+
+    def filter_requests(self) -> None:
+        with self._visit(viewport=SIZES["desktop"], locale="en-GB") as context:
+            page = context.new_page()
+            page.goto(f"{self.url}/ui/requests")
+            table = page.locator("#sk-requests")
+            expect(table).to_contain_text("smollm2", timeout=WITHIN_MS)
+            page.locator("#sk-requests-model input").click()
+            page.get_by_role("option", name="calls", exact=True).click()
+            expect(table).not_to_contain_text("smollm2", timeout=WITHIN_MS)
+            seen = table.inner_text()
+            self.report.add(AREA, "requests of one model", seen, "" if "calls" in seen else "none")
+            self._report_page(page, "requests of one model", "requests-filtered")
+
+    def switch_profile(self) -> None:
+        with self._visit(viewport=SIZES["desktop"], locale="en-GB") as context:
+            page = context.new_page()
+            page.goto(f"{self.url}/ui/operate")
+            page.get_by_role("button", name="few", exact=True).click()
+            expect(page.locator("#sk-told")).to_contain_text("The profile is few")
+            row = page.locator("#sk-models tr").filter(has_text="calls").first
+            expect(row).to_contain_text("stopped", timeout=WITHIN_MS)
+            self.report.add(AREA, "another profile", page.locator("#sk-models").inner_text())
+            self._report_page(page, "another profile", "operate-profile")
+            page.get_by_role("button", name="all models", exact=True).click()
+            expect(row).to_contain_text("ready", timeout=WITHIN_MS)
 
     def open_link(self, run_dir: str) -> None:
         """Open a one-time link, as the owner does, and administer; another cannot open it."""

@@ -110,7 +110,10 @@ class Runs:
         run = self._runs[visit.session, slot] = Run()
         try:
             yield run.shown()
-            turn = await self._opened(run, visit, options)
+            opening = await self._open(run, visit, options)
+            while not (await asyncio.wait([opening], timeout=self._interval_s(run)))[0]:
+                yield run.shown(0)  # a model that has never been loaded is loaded for it
+            run.turn = turn = opening.result()
             async with aclosing(self._follow(run, turn)) as places:
                 async for place in places:
                     if run.dropped:
@@ -144,16 +147,19 @@ class Runs:
                 run.stopped = run.dropped = True
                 run.cancel()
 
-    async def _opened(self, run: Run, visit: Visit, options: RequestOptions) -> Generation:
+    async def _open(
+        self, run: Run, visit: Visit, options: RequestOptions
+    ) -> asyncio.Future[Generation]:
+        """Return the generation, which may have to wait for its model."""
         caller = await self._router.access.charge_page_visitor(visit.authorization)
         ask = options.make_request(visit.client)
+        run.route = self._router.find(ask.model) if self._router.serves(ask.model) else None
         before = ACTING.set(caller)
         try:
             run.opening = asyncio.ensure_future(open_completed(self._router, ask))
         finally:
             ACTING.reset(before)
-        run.turn = await run.opening
-        return run.turn
+        return run.opening
 
     async def _follow(self, run: Run, turn: Generation) -> AsyncGenerator[int | None, None]:
         """Collect an answer, and yield its place in the queue after each interval with news.
@@ -215,6 +221,7 @@ class Run:
         self.choice = Choice()
         self.opening: asyncio.Future[Generation] | None = None
         self.turn: Generation | None = None
+        self.route: ModelQueue | None = None
         self.stopped = self.dropped = self.finished = False
         self._asked_s = time.monotonic()
         self._first_s: float | None = None
@@ -237,8 +244,7 @@ class Run:
 
     def shown(self, place: int | None = None) -> Shown:
         if place is not None:
-            route = None if self.turn is None else self.turn.first.route
-            return Shown(self.choice, Progress(waiting=place, route=route))
+            return Shown(self.choice, Progress(waiting=place, route=self.route))
         return Shown(self.choice, self._progress())
 
     def last(self, error: str = "") -> Shown:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from servekit.errors import RequestError
 from servekit.gateway.generation.generation import Choice
@@ -23,6 +24,8 @@ from servekit.gateway.ui.widgets.request_runner import (
     Visit,
     merge_streams,
 )
+from servekit.protocol.messages import ModelStatus, Topology
+from servekit.protocol.residency import ResidencyStatus
 from tests.unit.gateway.conftest import DEADLINE_S, ENDLESS, ENDLESS_TOKENS, Service, until
 
 VISIT = Visit("s", "ui 127.0.0.1")
@@ -171,3 +174,21 @@ def test_a_gigabyte_is_cut_and_counted() -> None:
 )  # fmt: skip
 def test_terminal_escapes_are_taken_out(text: str, left: str) -> None:
     assert clean_text(text) == left
+
+
+async def test_who_waits_for_a_model_that_was_never_loaded_is_told_so(service: Service) -> None:
+    worker = await service.worker()
+    loading = replace(worker.status(), state="loading")
+    residence = ResidencyStatus("on_demand", "stopped")
+    model = ModelStatus("m", "echo", "-", 0, (loading,), residence=residence)
+    service.router.apply_topology(Topology((model,)))
+    seen = []
+    async with asyncio.timeout(DEADLINE_S):
+        async for shown in Runs(service.router).stream_run(VISIT, chat(tokens=5)):
+            seen.append(shown)
+            if len(seen) == 3:
+                ready = replace(model, info=worker.runner.info, replicas=(worker.status(),))
+                service.router.apply_topology(Topology((ready,)))
+    assert [shown.progress.waiting for shown in seen[1:3]] == [0, 0]
+    assert seen[1].progress.route is service.router.routes["m"]
+    assert seen[-1].choice.text == "hello"
