@@ -226,6 +226,7 @@ def serve_without_a_file(walk: Walk) -> None:
     """Name models instead of a file, from a folder that has none."""
     walk.run("mkdir -p elsewhere && cd elsewhere", unwanted="cannot")
     walk.start(f"servekit run {find_model()}", ">>>")
+    walk.say("/set temperature 0", r"0\n>>>\s*$")
     walk.say(QUESTION, ANSWERED)
     walk.terminal.press("-l", "/bye")
     walk.end("Enter")

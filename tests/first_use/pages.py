@@ -297,7 +297,7 @@ class Walk:
             self._wait_for_answer(page)
             page.locator(".sk-call summary").click()
             seen = page.locator("#sk-chat").inner_text()
-            self.report.add(AREA, "a call", seen, "" if "Result\n5" in seen else "no result")
+            self.report.add(AREA, "a call", seen, "" if "Result\n\n5" in seen else "no result")
             self._report_page(page, "a call that was made", "chat-tool-called")
 
     def filter_requests(self) -> None:

@@ -52,9 +52,13 @@ class Terminal:
         if found is not None:
             self._typed = int(found[1])
         self.press("C-l")
+        poll("the screen is clear", lambda: self._screen().count("\n") == 0)
         self._run("clear-history")
         self._run("send-keys", "-l", line)
         self.press("Enter")
+
+    def _screen(self) -> str:
+        return self._run("capture-pane", "-p").strip()
 
     def read(self) -> str:
         """Return all that stands on the screen and has scrolled off it since `type`."""

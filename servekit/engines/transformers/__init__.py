@@ -5,3 +5,9 @@
 `sleep` the release of device memory. Code outside this package must not import from here, except
 `engines.vllm` for adapter files.
 """
+
+import logging
+
+# peft imports torchao wherever it is installed, which complains of kernels for other GPUs.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

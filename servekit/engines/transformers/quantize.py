@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,6 @@ def make_quantization_config(
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=getattr(torch, spec.dtype, torch.bfloat16),
         )
-    for name in ("torchao", "torch.utils._pytree"):  # of kernels for other GPUs and torches
-        logging.getLogger(name).setLevel(logging.ERROR)
     import torchao.quantization as torchao
 
     # Otherwise torchao sets options of torch for the whole process, such as products in TF32.

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from servekit.errors import ClientClosed
 from servekit.gateway.http.request_context import RequestContext
 from servekit.request_log import MOST_BYTES, Line, RequestRecord, make_record
 
@@ -51,8 +52,12 @@ class RequestRecorder:
         )
 
     def note_asgi(self, path: str, status: int, origin: RequestContext) -> None:
-        """Note a request by ASGI, unless it is of a probe or a page that has come well."""
-        if status >= 400 or not (path in _UNLOGGED or path.startswith(_UNLOGGED_FOLDERS)):
+        """Note a request by ASGI, unless it is of a probe or a page, and no error of it.
+
+        A page that its visitor has left before it was drawn is no error.
+        """
+        fails = status >= 400 and status != ClientClosed.status
+        if fails or not (path in _UNLOGGED or path.startswith(_UNLOGGED_FOLDERS)):
             self.note(path, status, origin)
 
     @property

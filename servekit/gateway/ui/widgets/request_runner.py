@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from servekit.errors import RequestError
+from servekit.errors import ClientClosed, RequestError
 from servekit.gateway.api.endpoint import open_completed
 from servekit.gateway.api.openai.generation_request import chat_request, completion_request
 from servekit.gateway.api.openai.request import completion_prompts
@@ -28,8 +28,10 @@ from servekit.gateway.generation.generation import (
     GenerationChunk,
     GenerationRequest,
 )
+from servekit.gateway.http.request_context import ORIGIN, RequestContext
 from servekit.gateway.routing.model_queue import ModelQueue
 from servekit.gateway.routing.router import Router
+from servekit.gateway.telemetry.request_recorder import RECORDER
 from servekit.protocol.types import FinishReason
 
 Told = TypeVar("Told")
@@ -121,6 +123,7 @@ class Runs:
                     yield run.shown(place)
             yield run.last()
         except RequestError as error:
+            run.status = error.status
             if not run.dropped:
                 yield run.last("" if run.stopped else error.message)
         except asyncio.CancelledError:
@@ -129,6 +132,9 @@ class Runs:
             yield run.last()
         finally:
             run.cancel()
+            if run.stopped or not (run.finished or run.status):
+                run.status = ClientClosed.status
+            RECORDER.note(options.path, run.status or 200, run.origin)
             if self._runs.get((visit.session, slot)) is run:
                 del self._runs[visit.session, slot]
 
@@ -152,13 +158,15 @@ class Runs:
     ) -> asyncio.Future[Generation]:
         """Return the generation, which may have to wait for its model."""
         caller = await self._router.access.charge_page_visitor(visit.authorization)
+        run.origin.key = caller.rule.name if caller else ""
         ask = options.make_request(visit.client)
         run.route = self._router.find(ask.model) if self._router.serves(ask.model) else None
-        before = ACTING.set(caller)
+        before = ACTING.set(caller), ORIGIN.set(run.origin)
         try:
             run.opening = asyncio.ensure_future(open_completed(self._router, ask))
         finally:
-            ACTING.reset(before)
+            ACTING.reset(before[0])
+            ORIGIN.reset(before[1])
         return run.opening
 
     async def _follow(self, run: Run, turn: Generation) -> AsyncGenerator[int | None, None]:
@@ -223,6 +231,8 @@ class Run:
         self.turn: Generation | None = None
         self.route: ModelQueue | None = None
         self.stopped = self.dropped = self.finished = False
+        self.origin = RequestContext({})
+        self.status = 0  # for the request log; 0: not known yet
         self._asked_s = time.monotonic()
         self._first_s: float | None = None
         self._first_tokens = 0

@@ -71,6 +71,7 @@ def test_pages_and_probes_are_noted_only_when_they_fail(
 ) -> None:
     for path in ("/readyz", "/ui/chat", "/metrics", "/docs/x"):
         recorder.note_asgi(path, 200, RequestContext({}))
+    recorder.note_asgi("/ui/assets/a.js", 499, RequestContext({}))
     recorder.note_asgi("/metrics", 403, RequestContext({}))
     recorder.note_asgi("/v1/models", 200, RequestContext({}))
     recorder.flush()

@@ -12,6 +12,8 @@ from msgspec.structs import replace
 
 from servekit.errors import RequestError
 from servekit.gateway.generation.generation import Choice
+from servekit.gateway.http.request_context import CallFacts, RequestContext
+from servekit.gateway.telemetry.request_recorder import RECORDER
 from servekit.gateway.ui.pages.language import SAY_ENGLISH
 from servekit.gateway.ui.widgets.answer_html import MOST_CHARS, clean_text, render_answer
 from servekit.gateway.ui.widgets.request_runner import (
@@ -192,3 +194,25 @@ async def test_who_waits_for_a_model_that_was_never_loaded_is_told_so(service: S
     assert [shown.progress.waiting for shown in seen[1:3]] == [0, 0]
     assert seen[1].progress.route is service.router.routes["m"]
     assert seen[-1].choice.text == "hello"
+
+
+async def test_requests_of_a_page_are_in_the_request_log(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[tuple[str, int, CallFacts | None]] = []
+
+    def note(path: str, status: int, origin: RequestContext) -> None:
+        noted.append((path, status, origin.calls))
+
+    monkeypatch.setattr(RECORDER, "note", note)
+    await service.up(**ENDLESS)
+    runs = Runs(service.router)
+    await told(runs, chat(tokens=5))
+    await told(runs, chat(model="nobody"))
+    left = runs.stream_run(VISIT, chat(tokens=ENDLESS_TOKENS))
+    await _until_text(left)
+    await left.aclose()
+    assert [(path, status) for path, status, _ in noted] == [(CHAT, 200), (CHAT, 404), (CHAT, 499)]
+    calls = noted[0][2]
+    assert calls is not None and (calls[0], calls[2], calls[5]) == ("m", "length", 5)
+    assert noted[2][2] is not None  # what was generated until then is in it
