@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from itertools import chain
+from typing import TypeVar
 
 from servekit.engines.api.base import Engine, PairCodec, TokenizedText, TooManyTokens
 from servekit.errors import ContextLengthExceeded, RequestError, Unsupported
@@ -14,29 +17,53 @@ MOST_TOKENS = 2**20
 #: A text with at most this many characters per token of the limit is tokenised at once.
 _CHARS = 16
 _PLAIN = PoolingParams()
+#: Inputs that one thread encodes at a time.
+_PART = 8
+Made = TypeVar("Made")
 
 
 class InputEncoder:
     """An encoder of inputs for one engine. Raises RequestError for inputs that do not fit."""
 
-    def __init__(self, engine: Engine, info: ModelInfo) -> None:
+    def __init__(self, engine: Engine, info: ModelInfo, threads: Executor | None = None) -> None:
+        """`threads` help with the inputs of a request that is not encoded in one of them."""
+        self._threads = threads
         self._engine = engine
         self._context = info.max_context
         self._instructs = "instruction" in info.serves
 
-    def encode(self, request: Generate) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the ids of each input, and for pairs of texts the type of each of these ids."""
+    def encode(
+        self, request: Generate, *, spread: bool = False
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the ids of each input, and for pairs of texts the type of each of these ids.
+
+        With `spread` other threads encode some of them.
+        """
         if not request.inputs:
             raise RequestError("there is no input", param="input")
         if request.task == "score":
             self._check_instruction(request)
-            found = [
-                self._encode_pair(request, at, query, document)
-                for at, (query, document) in enumerate(_pairs_of(request))
-            ]
+            pairs = _pairs_of(request)
+            found = self._map(
+                lambda at: self._encode_pair(request, at, *pairs[at]), len(pairs), spread
+            )
             types = [types for _, types in found]
             return [ids for ids, _ in found], types if all(types) else []
-        return [self._encode_text(request, at, one) for at, one in enumerate(request.inputs)], []
+        inputs = request.inputs
+        return self._map(
+            lambda at: self._encode_text(request, at, inputs[at]), len(inputs), spread
+        ), []
+
+    def _map(self, encode: Callable[[int], Made], count: int, spread: bool) -> list[Made]:
+        """Return what `encode` makes of the numbers below `count`."""
+        if not spread or self._threads is None or count < 2 * _PART:
+            return [encode(at) for at in range(count)]
+
+        def encode_part(first: int) -> list[Made]:
+            return [encode(at) for at in range(first, min(count, first + _PART))]
+
+        # the first part that fails is the first that is told
+        return [*chain.from_iterable(self._threads.map(encode_part, range(0, count, _PART)))]
 
     def _encode_text(self, request: Generate, at: int, one: str | list[int]) -> list[int]:
         asked = request.pooling or _PLAIN

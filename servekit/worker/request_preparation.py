@@ -59,11 +59,11 @@ class RequestPreparer:
         self._engine = engine
         self._info = info
         self._room = room
-        self._inputs = InputEncoder(engine, info)
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
         half = len(os.sched_getaffinity(0)) // 2
         self._readers = ThreadPoolExecutor(min(TOKENIZERS, max(1, half)), thread_name_prefix="text")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prompt")
+        self._inputs = InputEncoder(engine, info, self._readers)
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="tokens")
 
     def takes_long(self, request: Generate) -> bool:
@@ -87,7 +87,8 @@ class RequestPreparer:
             case "transcribe":
                 return Prepared(recording=self._read_recording(request))
             case _:
-                inputs, types = self._inputs.encode(request)
+                spread = self._thread_for(request) is not self._readers
+                inputs, types = self._inputs.encode(request, spread=spread)
                 return Prepared(inputs=inputs, types=types)
 
     async def prepare_aside(self, request: Generate, wanted: Callable[[], bool]) -> Prepared:

@@ -8,11 +8,13 @@ ids of `transformers` for a corpus of odd texts and all added tokens.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import structlog
 
+from servekit.engines.api.base import TokenizedText
 from servekit.engines.text.probe_texts import make_probe_texts
 from servekit.engines.text.segment_cache import SegmentCache, safe_borders
 from servekit.errors import describe_error
@@ -21,6 +23,8 @@ log: Any = structlog.get_logger(__name__)
 
 #: Returns token ids; with True the tokens of a text's beginning and end are added.
 Encode = Callable[[str, bool], list[int]]
+#: Returns the tokens of a text, or of a pair of texts, with the special tokens around them.
+EncodePair = Callable[[str, str | None], TokenizedText]
 #: A text, whether tokens are added at its beginning and end, and its ids.
 _Probe = tuple[str, bool, list[int]]
 
@@ -28,6 +32,8 @@ _Probe = tuple[str, bool, list[int]]
 QUICK_CHARS = {"fastokens": 4096, "tokenizers": 256, "transformers": 256}
 #: Memory that fastokens may use for parts of earlier texts.
 CACHE_BYTES = 16 * 2**20
+#: Pairs of odd texts by which `tokenizers` is proved for pairs.
+_PAIRS = 60
 
 
 class TextEncoder:
@@ -42,6 +48,7 @@ class TextEncoder:
         self.reserve: Encode = self._encode_by_transformers
         self.encode: Encode = self.reserve
         self.library = "transformers"
+        self.encode_pair: EncodePair = self._encode_pair_by_transformers
 
     @property
     def quick_chars(self) -> int:
@@ -63,6 +70,7 @@ class TextEncoder:
             return
         if self._prove("tokenizers", lambda: self._by_tokenizers(backend), probes):
             self.reserve = self.encode
+            self._prove_pairs(backend)
             self._prove("fastokens", lambda: self._by_fastokens(backend), probes)
         log.info("tokenizer_library_used", library=self.library)
 
@@ -81,6 +89,25 @@ class TextEncoder:
         self.encode, self.library = encode, library
         return True
 
+    def _prove_pairs(self, backend: Any) -> None:
+        """Encode pairs by `tokenizers`, which lets other threads run, if that gives the same."""
+        has_types = bool(self._encode_pair_by_transformers("a", "b").types)
+
+        def encode(text: str, second: str | None) -> TokenizedText:
+            (found,) = backend.encode_batch([text if second is None else (text, second)])
+            return _read_tokenized(
+                found.ids, found.type_ids if has_types else (), found.sequence_ids
+            )
+
+        texts = [*islice(make_probe_texts(()), _PAIRS)]
+        pairs = [*zip(texts, [*reversed(texts[1:]), None], strict=True)]
+        try:
+            equal = all(encode(*pair) == self._encode_pair_by_transformers(*pair) for pair in pairs)
+        except Exception:  # such as of a tokenizer that joins no texts
+            return
+        if equal:
+            self.encode_pair = encode
+
     def _probe(self, backend: Any) -> Iterator[_Probe]:
         added = [token.content for token in backend.get_added_tokens_decoder().values()]
         for text in make_probe_texts(added):
@@ -92,6 +119,13 @@ class TextEncoder:
             text, add_special_tokens=special, return_attention_mask=False, verbose=False
         )
         return list(tokenized["input_ids"])
+
+    def _encode_pair_by_transformers(self, text: str, second: str | None) -> TokenizedText:
+        tokenized = self._tokenizer(text, second, return_attention_mask=False)
+        ids, types = tokenized["input_ids"], tokenized.get("token_type_ids") or ()
+        if not getattr(tokenized, "is_fast", False):
+            return TokenizedText(list(ids), list(types), [])
+        return _read_tokenized(ids, types, tokenized.sequence_ids(0))
 
     def _by_tokenizers(self, backend: Any) -> Encode:
         def encode(text: str, special: bool) -> list[int]:
@@ -136,6 +170,12 @@ class TextEncoder:
     def _retire_fastokens(self) -> None:
         self.encode, self.library = self.reserve, "tokenizers"
         log.warning("tokenizer_library_unused", library="fastokens", reason="it has panicked")
+
+
+def _read_tokenized(
+    ids: Sequence[int], types: Sequence[int], places: Sequence[int | None]
+) -> TokenizedText:
+    return TokenizedText(list(ids), list(types), [0 if at is None else at + 1 for at in places])
 
 
 def _check_is_fault(error: BaseException) -> None:

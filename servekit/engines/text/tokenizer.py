@@ -168,29 +168,20 @@ class TokenizerCodec(Prompts):
     ) -> TokenizedText:
         if second is not None and self._pairs is not None:
             return self._encode_prompt(self._pairs.fill(text, second, instruction))
-        tokenized = self._tokenizer(text, second, return_attention_mask=False)
-        ids, types = list(tokenized["input_ids"]), list(tokenized.get("token_type_ids") or ())
-        if not getattr(tokenized, "is_fast", False):
-            return TokenizedText(ids, types, [])
-        places = tokenized.sequence_ids(0)
-        return TokenizedText(ids, types, [0 if at is None else at + 1 for at in places])
+        return self._encoder.encode_pair(text, second)
 
     def _encode_prompt(self, prompt: FilledPrompt) -> TokenizedText:
         """Return the tokens of a reranker's prompt; a text has those that hold any of it."""
-        if prompt.places is None or not getattr(self._tokenizer, "is_fast", False):
+        if prompt.places is None or self._backend is None:
             return TokenizedText(self._tokenize_text(prompt.text, special=False), [], [])
-        tokenized = self._tokenizer(
-            prompt.text,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_offsets_mapping=True,
-        )
+        # a batch, as only that lets other threads run
+        (found,) = self._backend.encode_batch([prompt.text], add_special_tokens=False)
         query, document = prompt.places
         parts = [
             1 if _overlap(query, *span) else 2 if _overlap(document, *span) else 0
-            for span in tokenized["offset_mapping"]
+            for span in found.offsets
         ]
-        return TokenizedText(list(tokenized["input_ids"]), [], parts)
+        return TokenizedText(found.ids, [], parts)
 
     def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
         added = getattr(self._tokenizer, "added_tokens_decoder", {})

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from transformers import AutoTokenizer
 
 from servekit.engines.api.base import TokenizedText
+from servekit.engines.echo.engine import EchoEngine
 from servekit.engines.text.tokenizer import TokenizerCodec
-from servekit.errors import RequestError
-from servekit.worker.input_encoding import cut_text
+from servekit.errors import ContextLengthExceeded, RequestError
+from servekit.protocol.messages import Generate, SamplingParams, WorkerSpec
+from servekit.worker.input_encoding import InputEncoder, cut_text
 from tests.unit.engines.transformers.test_classification import pair_tokenizer
 
 QUERY, DOCUMENT = "Which dog is lazy?", "The quick brown fox jumps over the lazy dog."
@@ -57,3 +62,31 @@ def test_a_document_is_cut_and_its_query_is_not(folder: Path) -> None:
 def test_a_cut_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(RequestError, match="3 leaves no room for text beside 3 special tokens"):
         cut_text(TokenizedText([1, 5, 2, 6, 2], [], [0, 1, 0, 2, 0]), 0, 0, 3)
+
+
+@pytest.fixture
+def encoder() -> Iterator[InputEncoder]:
+    path = ""
+    spec = WorkerSpec("m/0", "m", "echo", path, None, "cpu", "auto", None, False, {}, {}, "socket")
+    engine = EchoEngine(spec)
+    info = engine.load(lambda progress: None)
+    with ThreadPoolExecutor(4) as threads:
+        yield InputEncoder(engine, replace(info, max_context=20), threads)
+
+
+def test_other_threads_encode_the_same_in_the_same_order(encoder: InputEncoder) -> None:
+    texts: list[str | list[int]] = [f"text {at}" for at in range(100)]
+    plain = SamplingParams()
+    pairs = Generate(1, plain, inputs=texts, queries=["q"], task="score")
+    for request in (pairs, Generate(1, plain, inputs=texts, task="embed")):
+        found = encoder.encode(request, spread=True)
+        assert found == encoder.encode(request)
+        assert len(found[0]) == 100
+
+
+def test_the_first_input_that_is_too_long_is_told(encoder: InputEncoder) -> None:
+    texts: list[str | list[int]] = ["short"] * 100
+    texts[57] = texts[90] = "x" * 21
+    request = Generate(1, SamplingParams(), inputs=texts, task="embed")
+    with pytest.raises(ContextLengthExceeded, match=r"input\[57\] has"):
+        encoder.encode(request, spread=True)

@@ -262,3 +262,31 @@ def test_the_texts_are_the_same_each_time_and_have_all_added_tokens() -> None:
     assert named >= {"GEORGIAN", "HANGUL", "ETHIOPIC", "KHMER", "HIRAGANA", "CJK", "FULLWIDTH"}
     assert {*"\ufeff\0\u200d"} < {*whole}
     assert len(texts) < 1000 and len(whole) < 200_000, "a start must not take long"
+
+
+class Different(PreTrainedTokenizerFast):
+    """A tokenizer whose class joins pairs in another way than its backend."""
+
+    def __call__(self, text: Any, second: Any = None, **options: Any) -> Any:
+        return super().__call__(second or text, None if second is None else text, **options)
+
+
+@pytest.mark.parametrize("types", [True, False])
+def test_pairs_are_those_of_the_library(types: bool) -> None:
+    tokenizer = word_pieces()
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if types else [])]
+    tokenizer.model_input_names = names
+    slow = TextEncoder(tokenizer)
+    fast = proven(tokenizer)
+    assert fast.encode_pair != slow.encode_pair
+    for pair in (("the", "a b"), ("", "hh"), ("the", None), ("x" * 3000, "e")):
+        assert fast.encode_pair(*pair) == slow.encode_pair(*pair)
+    assert bool(fast.encode_pair("the", "a").types) is types
+
+
+def test_a_class_that_joins_pairs_in_its_own_way_is_left_to_it() -> None:
+    made: Any = Different
+    tokenizer = made(tokenizer_object=word_pieces().backend_tokenizer, unk_token="[UNK]")
+    assert proven(tokenizer).encode_pair("the", "a") == TextEncoder(tokenizer).encode_pair(
+        "the", "a"
+    )

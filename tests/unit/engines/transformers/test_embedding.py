@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,8 @@ from transformers import (
 )
 
 from servekit.engines.api.base import EmbedJob, Job
+from servekit.engines.api.job_state import EmbedRow
+from servekit.engines.transformers.embedding import PoolingRunner
 from servekit.errors import ContextLengthExceeded, LoadError, RequestError, Unsupported
 from servekit.protocol.messages import SamplingParams
 from tests.unit.engines.harness import CORPUS, Harness, byte_level_tokenizer
@@ -236,3 +239,61 @@ def test_what_its_files_say_wrong_is_a_load_error(harness: Make, tmp_path: Path)
     (folder / "modules.json").write_text(json.dumps([{"type": "x.Transformer", "path": "0_T"}]))
     with pytest.raises(LoadError, match="0_T"):
         harness(folder)
+
+
+class Recorder(PoolingRunner):
+    """A runner that notes the lengths of each batch, by row."""
+
+    def __init__(self, budget: int) -> None:
+        super().__init__(0, 512, budget)
+        self.batches: list[list[tuple[int, int]]] = []
+
+    def run_batch(self, batch: list[tuple[EmbedRow, int]]) -> list[bytes]:
+        self.batches.append([(row.job.id, len(row.job.inputs[at])) for row, at in batch])
+        return [bytes(4)] * len(batch)
+
+    def embed(self, texts: list[list[int]]) -> list[bytes]:
+        raise NotImplementedError
+
+    def run_rows(self, *lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """Return the batches of rows with texts of these lengths; the rows count from 0."""
+        for id, row in enumerate(lengths):
+            self.add(EmbedRow(str(id), EmbedJob(id, [[1] * length for length in row])))
+        done: list[int] = []
+        while self.running:
+            done += [row.job.id for row, _ in self.step()]
+        assert sorted(done) == list(range(len(lengths)))
+        return self.batches
+
+
+def test_a_batch_has_texts_of_similar_length_of_all_requests() -> None:
+    long = [400, 390, 310]
+    batches = Recorder(4000).run_rows([*long, 10, 11], [*long, 12, 13], [9])
+    assert batches[0] == [(0, 400), (0, 390), (0, 310), (1, 400), (1, 390), (1, 310)]
+    assert sorted(batches[1]) == [(0, 10), (0, 11), (1, 12), (1, 13), (2, 9)]
+    assert len(batches) == 2
+
+
+def test_a_small_batch_is_filled_with_shorter_texts() -> None:
+    batches = Recorder(4000).run_rows([400, 10, 10])
+    assert batches == [[(0, 400), (0, 10)], [(0, 10)]]  # up to a quarter of the most tokens
+
+
+def test_each_request_has_its_turn_whatever_comes_beside_it() -> None:
+    batches = Recorder(100).run_rows([100] * 5, [50], [3])
+    assert batches.index([(1, 50)]) == 1
+    assert batches.index([(2, 3)]) == 2
+
+
+def test_no_batch_has_more_tokens_than_fit_unless_it_is_one_text() -> None:
+    source = random.Random(3)
+    rows = [[source.randint(1, 300) for _ in range(source.randint(1, 40))] for _ in range(20)]
+    batches = Recorder(1000).run_rows(*rows)
+    sizes = [len(batch) * max(length for _, length in batch) for batch in batches]
+    assert max(sizes) <= 1000
+    assert sorted(one for batch in batches for one in batch) == sorted(
+        (id, length) for id, row in enumerate(rows) for length in row
+    )
+    tokens = sum(map(sum, rows))
+    assert sum(sizes) < 1.2 * tokens
+    assert Recorder(100).run_rows([300, 200], [5]) == [[(0, 300)], [(1, 5)], [(0, 200)]]
