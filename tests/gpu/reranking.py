@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import importlib.util
+import json
 import statistics
 import sys
 import tempfile
@@ -33,7 +34,6 @@ import transformers
 from tests.gpu.checks import Row
 from tests.gpu.engines import entry, serving
 from tests.gpu.images import show
-from tests.integration.instance import Instance
 from tests.unit.engines.transformers.test_classification import pair_tokenizer
 from tests.unit.engines.transformers.test_logit_score import make_reranker, score_as_the_card
 
@@ -62,6 +62,8 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
 }
+#: Further keys of the measured models' entries, from the command line as JSON.
+MORE: dict[str, Any] = {}
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 DOCUMENTS, ROUNDS = 64, 5
 AT_ONCE = (1, 4, 16)
@@ -71,7 +73,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.reranking")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--only", choices=["scores", "speed"])
+    parser.add_argument("--entry", type=json.loads, default={}, help="keys of the model's entry")
     args = parser.parse_args()
+    MORE.update(args.entry)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="servekit-gpu-") as made:
         if args.only != "speed":
@@ -96,9 +100,9 @@ def make_documents(query: int, count: int, repeats: int = 24) -> list[str]:
     return [f"{query}.{at} " + SENTENCE * (1 + (at + query) % repeats) for at in range(count)]
 
 
-def rerank(instance: Instance, model: str, query: str, documents: Sequence[str]) -> list[float]:
+def rerank(client: httpx.Client, model: str, query: str, documents: Sequence[str]) -> list[float]:
     body = {"model": model, "query": query, "documents": list(documents)}
-    answer = httpx.post(f"{instance.url}/v1/rerank", json=body, timeout=300)
+    answer = client.post("/v1/rerank", json=body)
     assert answer.status_code == 200, answer.text
     found: dict[int, float] = {
         one["index"]: one["relevance_score"] for one in answer.json()["results"]
@@ -143,11 +147,15 @@ def compare_scores(folder: Path, device: str) -> list[Row]:
         for name, path in (("cross", cross), ("causal", causal))
     ]
     rows = []
-    with serving(models) as up, concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with (
+        serving(models) as up,
+        httpx.Client(base_url=up.url, timeout=300) as client,
+        concurrent.futures.ThreadPoolExecutor(8) as pool,
+    ):
         for name, wanted in due.items():
 
             def ask(at: int, name: str = name) -> list[float]:
-                return rerank(up, name, queries[at], documents[at])
+                return rerank(client, name, queries[at], documents[at])
 
             found = list(pool.map(ask, range(8)))
             apart = max(
@@ -192,14 +200,15 @@ def _measure_model(name: str, path: Path, device: str, *, is_causal: bool) -> li
     else:
         peers["the library's forward"] = score_causal(path, device, getattr(torch, dtype))
     rows = []
-    with serving([entry("m", "transformers", path, device, dtype=dtype, memory="12GiB")]) as up:
+    model = entry("m", "transformers", path, device, dtype=dtype, memory="12GiB", **MORE)
+    with serving([model]) as up, httpx.Client(base_url=up.url, timeout=300) as client:
         for count in AT_ONCE:
 
             def ask_all(count: int = count) -> None:
                 with concurrent.futures.ThreadPoolExecutor(count) as pool:
                     list(
                         pool.map(
-                            lambda at: rerank(up, "m", queries[at], documents[at]), range(count)
+                            lambda at: rerank(client, "m", queries[at], documents[at]), range(count)
                         )
                     )
 

@@ -31,7 +31,8 @@ CUDA_BATCH_TOKENS = 32_768
 #: The least length of a text, as a share of the longest one in its batch, once the batch has this
 #: share of its most tokens. A smaller batch costs more than the padding that it saves: a GPU takes
 #: as long to have all its kernels started as to compute 16,384 tokens of a large encoder.
-_SIMILAR, _ENOUGH, _ENOUGH_ON_CUDA = 0.75, 0.25, 0.5
+_SIMILAR = 0.75
+_ENOUGH, _ENOUGH_ON_CUDA = 0.25, 0.5
 #: Rows whose texts are looked at for a batch.
 _ROWS_PER_BATCH = 32
 CPU_SLOTS = 32
@@ -45,7 +46,7 @@ class PoolingRunner(EmbedRunner):
         super().__init__()
         self._pad = pad
         self._budget = budget
-        self._enough = budget * (_ENOUGH_ON_CUDA if torch.cuda.is_initialized() else _ENOUGH)
+        self._enough = budget * (_ENOUGH if budget <= CPU_BATCH_TOKENS else _ENOUGH_ON_CUDA)
         self.capacity = capacity
 
     def pad_texts(
