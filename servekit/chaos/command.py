@@ -74,7 +74,7 @@ def run_chaos(
 async def _run_experiments(
     url: str, run_dir: Path, model: str | None, options: RunOptions
 ) -> list[ExperimentResult]:
-    target = await Target.find(url, run_dir, model)
+    target = await Target.find_target(url, run_dir, model)
     findings = []
     console = Console(stderr=True, highlight=False, markup=False)
     async for finding in experiment(target, options):

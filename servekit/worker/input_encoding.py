@@ -24,7 +24,7 @@ class InputEncoder:
         self._context = info.max_context
         self._instructs = "instruction" in info.serves
 
-    def encode(self, request: Generate) -> tuple[list[list[int]], list[list[int]]]:
+    def encode_input(self, request: Generate) -> tuple[list[list[int]], list[list[int]]]:
         """Return the ids of each input, and for pairs of texts the type of each of these ids."""
         if not request.inputs:
             raise RequestError("there is no input", param="input")

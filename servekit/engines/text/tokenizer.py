@@ -287,7 +287,7 @@ class _BytePieces:
         self._known: dict[int, bytes] = {}
         self.texts: dict[int, str] = {}  # tokens looked up so far that are valid text
 
-    def token_bytes(self, token: int) -> bytes:
+    def find_bytes(self, token: int) -> bytes:
         piece = self._known.get(token)
         if piece is None:
             piece = self._known[token] = self._look_up(token)
@@ -337,7 +337,7 @@ class ByteDecoder:
             text = self._texts.get(token_ids[0])
             if text is not None:
                 return text
-        text = self._utf8.decode(b"".join(map(self._pieces.token_bytes, token_ids)))
+        text = self._utf8.decode(b"".join(map(self._pieces.find_bytes, token_ids)))
         self._waits = self._utf8.getstate() != _SETTLED
         return text
 

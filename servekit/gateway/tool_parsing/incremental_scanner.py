@@ -80,7 +80,7 @@ class IncrementalScanner:
     def mark(self) -> None:
         self._mark = self.at
 
-    def release(self) -> None:
+    def drop_mark(self) -> None:
         self._mark = None
 
     def rewind(self) -> None:
@@ -220,11 +220,11 @@ class IncrementalScanner:
         """
         pieces: list[str] = []
 
-        def tell(text: str) -> None:
+        def collect_text(text: str) -> None:
             pieces.append(text)
             self.limit_held_text(len(text))
 
-        found = yield from self.read_until_marker(markers, tell, strip=False)
+        found = yield from self.read_until_marker(markers, collect_text, strip=False)
         if not found:
             raise ParseError
         self.at += len(found)

@@ -137,7 +137,7 @@ def read_thoughts(scanner: IncrementalScanner, begin: str, end: str, at_once: bo
     if not begins and not at_once:
         scanner.rewind()
         return
-    scanner.release()
+    scanner.drop_mark()
     yield from scanner.skip_space(MAX_SPACE)
     tell = partial(scanner.emit_text, kind=Reasoning)
     if (yield from scanner.read_until_marker((end,), tell)):

@@ -215,7 +215,7 @@ class Driver:
         if len(state.gpus) != order.gpus or state.fault or order.node not in ("", state.node):
             return None
         if state.running is not None and state.running.fingerprint != order.fingerprint:
-            await actor.end()
+            await actor.end_process()
             return replace(state, running=None)
         return state
 

@@ -192,7 +192,7 @@ class Stage:
         for one in self.remote:
             one.end_child(Stop(), 5.0)
         await asyncio.gather(*self.lives)
-        self.host.run_dir.release()
+        self.host.run_dir.unlock()
 
     async def leave(self) -> None:
         """As one that is killed: what it has started goes on."""
@@ -202,7 +202,7 @@ class Stage:
             if isinstance(one.child, RemoteChild):
                 one.child.disconnect()
         await asyncio.gather(*self.lives, return_exceptions=True)
-        self.host.run_dir.release()
+        self.host.run_dir.unlock()
 
 
 @asynccontextmanager

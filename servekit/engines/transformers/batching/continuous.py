@@ -136,8 +136,8 @@ class ContinuousRunner(CausalRunner):
         """Return whether prompt prefixes are cached; the library requires support in all layers."""
         return bool(getattr(self._processor.cache, "use_prefix_sharing", False))
 
-    def remove(self, adapter: Adapter) -> None:
-        super().remove(adapter)
+    def remove_adapter(self, adapter: Adapter) -> None:
+        super().remove_adapter(adapter)
         self._sampling.drop_rows()
 
     def cancel(self, row: Row) -> None:

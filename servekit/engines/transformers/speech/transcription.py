@@ -226,7 +226,7 @@ class TranscriptionRunner(TurnRunner[SpeechRow]):
             if row in queue:
                 queue.remove(row)
         if row.window in self._batch.windows:
-            self._batch.remove(row.window)
+            self._batch.free_seat(row.window)
 
     def _note_progress(self) -> None:
         if self._rows:

@@ -76,7 +76,7 @@ class ImageReader:
         self._decoder: nn.Module = self._model.get_decoder()
 
     @torch.no_grad()
-    def read(self, job: Job) -> PromptImages:
+    def read_images(self, job: Job) -> PromptImages:
         """Return the images of a job's prompt. Raises NotBatchable, or anything of the model."""
         ids = torch.tensor([job.prompt_ids], device=self._model.device)
         embedding: Any = self._model.get_input_embeddings()

@@ -135,7 +135,7 @@ async def _render_page(
     """Return the model that is shown in detail, and the parts of the page."""
     caller, say = await frame.caller(request), frame.say
     _, forbidden = await _note_rights(frame, request)
-    status = await frame.watch.status()
+    status = await frame.watch.recent_status()
     pushed = {route.status.name: route.status for route in frame.router.routes.values()}
     models = [_move(one, pushed) for one in list_models(frame, caller, status)]
     names = [one.name for one in models]

@@ -102,7 +102,7 @@ async def render_page(frame: Frame, caller: ApiKey | None) -> tuple[str, str, st
 
     Figures and gateways cover all models, so a visitor restricted to some models sees neither.
     """
-    status = await frame.watch.status()
+    status = await frame.watch.recent_status()
     whole = frame.sees_all(caller)
     models = list_models(frame, caller, status)
     happenings = [
