@@ -338,7 +338,7 @@ class TransformersEngine(LoopedEngine):
             return
         done, failure = threading.Event(), list[BaseException]()
 
-        def command() -> None:
+        def run_command() -> None:
             try:
                 work()
             except BaseException as error:
@@ -346,7 +346,7 @@ class TransformersEngine(LoopedEngine):
             done.set()
 
         with self._changed:
-            self._post(command)
+            self._post(run_command)
         self._await_event(done)
         if failure:
             raise failure[0]

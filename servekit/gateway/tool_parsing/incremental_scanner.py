@@ -50,7 +50,7 @@ class IncrementalScanner:
 
     # ---- for the parser
 
-    def write(self, text: str) -> None:
+    def append_text(self, text: str) -> None:
         """Append text, and drop the consumed text that no rewind can reach."""
         cut = self.at if self._mark is None else self._mark
         self.text = self.text[cut:] + text
@@ -286,7 +286,7 @@ class GeneratorParser:
 
     def feed(self, text: str) -> list[Event]:
         if not self._scanner.pass_on(text):
-            self._scanner.write(text)
+            self._scanner.append_text(text)
             next(self._script, None)
         return self._scanner.take_events()
 

@@ -58,7 +58,7 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
         note, forbidden = await _note_rights(frame, request)
         return [note, *(gr.Button(interactive=not forbidden) for _ in changing)]
 
-    async def tick(request: gr.Request, name: str, before: Sequence[int]) -> list[Any]:
+    async def refresh_page(request: gr.Request, name: str, before: Sequence[int]) -> list[Any]:
         """Return the parts that have changed since this browser's last tick."""
         name, shown = await _render_page(frame, request, name)
         now = tuple(map(hash, shown))
@@ -75,13 +75,13 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
         """Carry out what a button of the table says, and show the outcome."""
         pressed = str(event.name)
         if event.act == "show":
-            return ["", *await tick(request, pressed, before)]
+            return ["", *await refresh_page(request, pressed, before)]
         note = await _run_action(frame, request, _make_action(frame, str(event.act), pressed))
-        return [note, *await tick(request, name, before)]
+        return [note, *await refresh_page(request, name, before)]
 
     blocks.load(greet, None, [may, *changing], **NOW)
-    blocks.load(tick, [chosen, seen], [chosen, seen, *parts], **NOW)
-    gr.Timer(EVERY_S).tick(tick, [chosen, seen], [chosen, seen, *parts], **NOW)
+    blocks.load(refresh_page, [chosen, seen], [chosen, seen, *parts], **NOW)
+    gr.Timer(EVERY_S).tick(refresh_page, [chosen, seen], [chosen, seen, *parts], **NOW)
     # by default a press is dropped while another is being carried out
     table.click(
         press, [chosen, seen], [told, chosen, seen, *parts], trigger_mode="multiple", **QUIET

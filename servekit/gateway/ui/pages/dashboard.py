@@ -40,7 +40,7 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
         seen = gr.State(())
     parts = [figures, gpus, workers, events]
 
-    async def tick(request: gr.Request, before: Sequence[int]) -> list[Any]:
+    async def refresh_page(request: gr.Request, before: Sequence[int]) -> list[Any]:
         """Return the parts that have changed since this browser's last tick."""
         shown = await render_page(frame, await frame.caller(request))
         now = tuple(map(hash, shown))
@@ -52,10 +52,10 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
         return [now, *fresh]
 
     async def fill(request: gr.Request) -> list[Any]:
-        return await tick(request, ())
+        return await refresh_page(request, ())
 
     blocks.load(fill, None, [seen, *parts], **NOW)
-    gr.Timer(EVERY_S).tick(tick, [seen], [seen, *parts], **NOW)
+    gr.Timer(EVERY_S).tick(refresh_page, [seen], [seen, *parts], **NOW)
 
 
 def _build_log(frame: Frame, blocks: gr.Blocks) -> None:
@@ -70,7 +70,7 @@ def _build_log(frame: Frame, blocks: gr.Blocks) -> None:
         lines = gr.HTML("", elem_id="sk-log")
         seen = gr.State((0, ()))
 
-    async def tick(request: gr.Request, name: str | None, hold: bool, before: Any) -> list[Any]:
+    async def refresh_log(request: gr.Request, name: str | None, hold: bool, before: Any) -> list[Any]:
         old_html, old_names = before
         names, html = await _list_lines(frame, await frame.caller(request), name or "")
         updates = [gr.skip(), gr.skip(), gr.skip()]
@@ -82,9 +82,9 @@ def _build_log(frame: Frame, blocks: gr.Blocks) -> None:
         return [*updates, (old_html, names)]
 
     shown = [lines, whose, settings, seen]
-    blocks.load(tick, [whose, held, seen], shown, **NOW)
-    gr.Timer(EVERY_S).tick(tick, [whose, held, seen], shown, **NOW)
-    whose.change(tick, [whose, held, seen], shown, **NOW)
+    blocks.load(refresh_log, [whose, held, seen], shown, **NOW)
+    gr.Timer(EVERY_S).tick(refresh_log, [whose, held, seen], shown, **NOW)
+    whose.change(refresh_log, [whose, held, seen], shown, **NOW)
 
 
 async def _list_lines(
