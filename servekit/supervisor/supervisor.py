@@ -138,7 +138,7 @@ class Supervisor:
         self._signals = Signals(self._requests.put_nowait)
         fds = tuple(sock.fileno() for sock in resources.listeners)
         self._gateways = gateways_of(server, fds, self)
-        self._notifier = Notifier(environ, self._gateways)
+        self._notifier = Notifier(environ, self._last_sign_of_life)
         self.launcher: RayLauncher | None = None  # None: workers are children of the supervisor
         if plan.config.launcher == "ray":
             self.launcher = RayLauncher(plan, self, self._run, resources.takeover)
@@ -453,6 +453,9 @@ class Supervisor:
             async with asyncio.timeout(_FIGURES_S):
                 await self._measures.refresh()
         return self.status()
+
+    def _last_sign_of_life(self) -> float:
+        return max((gateway.answered_at for gateway in self._gateways), default=0.0)
 
     def status(self) -> Status:
         return Status(

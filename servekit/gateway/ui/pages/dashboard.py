@@ -70,7 +70,9 @@ def _build_log(frame: Frame, blocks: gr.Blocks) -> None:
         lines = gr.HTML("", elem_id="sk-log")
         seen = gr.State((0, ()))
 
-    async def refresh_log(request: gr.Request, name: str | None, hold: bool, before: Any) -> list[Any]:
+    async def refresh_log(
+        request: gr.Request, name: str | None, hold: bool, before: Any
+    ) -> list[Any]:
         old_html, old_names = before
         names, html = await _list_lines(frame, await frame.caller(request), name or "")
         updates = [gr.skip(), gr.skip(), gr.skip()]
