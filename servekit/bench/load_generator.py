@@ -83,7 +83,7 @@ class Driver:
             await self._open(order.rate or 0.0, at)
         self._end_of_time()
 
-    def stop(self) -> None:
+    def stop_now(self) -> None:
         """Stop now; requests in flight are left unfinished."""
         self._end_of_time()
         for exchange, connection in list(self._under_way.items()):

@@ -175,7 +175,7 @@ class ChatExchange(asyncio.Protocol):
         if not self.answer.stream or self.answer.status != 200:
             self._body += body
             return
-        for event in self._events.feed(body):
+        for event in self._events.read_events(body):
             if event == b"[DONE]":
                 self.answer.dones += 1
             else:

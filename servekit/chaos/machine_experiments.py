@@ -85,7 +85,7 @@ async def supervisor_killed(scene: ExperimentContext) -> ExperimentResult:
         await load.until_busy()
         mine = scene.target.list_processes()
         os.kill(scene.target.pid, signal.SIGKILL)
-        load.stop()
+        load.end_load()
         gone_s = await _until_gone(mine, scene)
     judge.expect_within(f"all {len(mine)} processes gone", gone_s, GONE_WITHIN_S)
     held = _memory_on_gpus({process.pid for process in mine})

@@ -93,7 +93,7 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
         ended = asyncio.Event()
         writing = asyncio.get_running_loop().create_task(self._write(response.id, stream, ended))
         try:
-            answer = await post_internally(self._app, _PATH, asked, stream.feed)
+            answer = await post_internally(self._app, _PATH, asked, stream.add_events)
             ended.set()
             await writing
         finally:

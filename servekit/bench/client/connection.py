@@ -218,7 +218,7 @@ class Connection(asyncio.Protocol):
                 raise msgspec.DecodeError("it is too long")
             return ""
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        return exchange.take_events(exchange.events.feed(data), now)
+        return exchange.take_events(exchange.events.read_events(data), now)
 
     def _finish(self, exchange: Exchange, now: float) -> None:
         outcome, message = self._verdict(exchange)

@@ -152,7 +152,7 @@ class Chats:
             if self._answers.get(session) is answer:
                 del self._answers[session]
 
-    def stop(self, session: str) -> None:
+    def stop_answer(self, session: str) -> None:
         """End the session's answer, and keep its text so far."""
         if answer := self._answers.get(session):
             answer.stopped = True

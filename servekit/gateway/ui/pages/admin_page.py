@@ -38,7 +38,7 @@ EVERY_S = 1.0
 TAIL_CHARS = 8_000
 
 
-def build_page(frame: Frame, blocks: gr.Blocks) -> None:
+def build_admin_page(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("operate")

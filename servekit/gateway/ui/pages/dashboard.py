@@ -22,7 +22,7 @@ from servekit.protocol.messages import ModelStatus, ReplicaStatus, Status
 EVERY_S = 1.0
 
 
-def build_page(frame: Frame, blocks: gr.Blocks) -> None:
+def build_dashboard(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("dashboard")

@@ -190,7 +190,7 @@ class Frame:
         """End the running requests when the button is clicked or the visit ends."""
 
         async def end_runs(request: gr.Request) -> None:
-            self.runs.stop(str(request.session_hash))
+            self.runs.stop_runs(str(request.session_hash))
 
         async def leave(request: gr.Request) -> None:
             self.runs.drop_runs(str(request.session_hash))

@@ -134,7 +134,7 @@ def _render_text(text: str, say: Say) -> str:
 # ---- the page
 
 
-def build_page(frame: Frame, blocks: gr.Blocks) -> None:
+def build_structured_page(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("structured")
