@@ -33,7 +33,7 @@ from servekit.engines.api.job_validation import Limits, check_job
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.process_activity import report_activity
 from servekit.engines.model_files.model_kind import ModelKind, find_model_kind, refuse_speech
-from servekit.engines.model_files.source import resolve_folder as resolve_source
+from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.text.pair_template import find_pair_template
 from servekit.engines.text.sampling_params import resolve_sampling
 from servekit.engines.text.structured_output import Constraint, Grammars, try_grammars
@@ -107,12 +107,12 @@ class VllmEngine(Engine):
     @classmethod
     def prepare(cls, spec: WorkerSpec) -> None:
         core_host.import_core()
-        folder = Path(resolve_source(spec.path, spec.revision, lambda progress: None))
+        folder = Path(resolve_folder(spec.path, spec.revision, lambda progress: None))
         engine_args.inspect_model(spec, folder)
 
     def load(self, report: Report) -> ModelInfo:
         with phase("files"):
-            folder = Path(resolve_source(self.spec.path, self.spec.revision, report))
+            folder = Path(resolve_folder(self.spec.path, self.spec.revision, report))
         refuse_speech(folder, self.spec)
         kind = find_model_kind(folder, self.spec)
         with phase("tokenizer"):

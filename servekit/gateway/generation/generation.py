@@ -316,14 +316,6 @@ class Generation:
         finally:
             self.cancel()
 
-    async def collect_choices(self) -> list[Choice]:
-        """Wait for all choices and return them."""
-        choices = [Choice() for _ in self._choices]
-        async for chunks in self:
-            for chunk in chunks:
-                choices[chunk.choice].add(chunk)
-        return choices
-
     def cancel(self) -> None:
         """Cancel all calls, because the client is gone or wants no more."""
         for choice in self._choices:

@@ -1,4 +1,4 @@
-"""The events that a parser finds in a model's text, and the parser protocol."""
+"""The events that a parser finds in a model's text."""
 
 from __future__ import annotations
 

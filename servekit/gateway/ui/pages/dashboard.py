@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.ui.pages.page_layout import NOW, Frame
 from servekit.gateway.ui.widgets import log_tail, machine_tables
-from servekit.gateway.ui.widgets.stat_cards import render_figures as draw
+from servekit.gateway.ui.widgets.stat_cards import render_figures
 from servekit.protocol.messages import ModelStatus, ReplicaStatus, Status
 
 EVERY_S = 1.0
@@ -116,7 +116,7 @@ async def render_page(frame: Frame, caller: ApiKey | None) -> tuple[str, str, st
     if status is not None and whole:
         workers += machine_tables.render_gateways(status.gateways, frame.say)
     return (
-        draw(list(frame.watch.samples), status, frame.say) if whole else "",
+        render_figures(list(frame.watch.samples), status, frame.say) if whole else "",
         f'{heading}<div class="sk-gpus">{gpus}</div></div>' if gpus else "",
         workers,
         machine_tables.render_events(happenings, frame.say),
