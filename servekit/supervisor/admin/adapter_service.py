@@ -133,13 +133,9 @@ def _checked(adapter: AdapterSpec) -> AdapterSpec:
         raise ConfigError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
     except ValueError as error:
         raise ConfigError(f"{error}") from None
-    if path.kind == "local" and not _is_absolute(given.path):
+    if path.kind == "local" and not Path(given.path).expanduser().is_absolute():
         raise ConfigError(_RELATIVE.format(given.path))
     return AdapterSpec(given.name, path.text, given.revision, adapter.any_base)
-
-
-def _is_absolute(path: str) -> bool:
-    return Path(path).expanduser().is_absolute()
 
 
 def _refused(refusal: Refusal) -> Refused:
