@@ -92,7 +92,7 @@ class Actors:
         self.orders.append(wish(1))
         return self.refusal
 
-    async def spawn(
+    async def start_process(
         self, name: str, order: StartOrder, incoming: Any, on_message: Any, on_line: Any
     ) -> RemoteChild[Any]:
         if self.left is None:
