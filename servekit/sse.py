@@ -33,7 +33,7 @@ class EventStream:
         """Return the bytes of an incomplete event."""
         return bytes(self._unread)
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def read_events(self, data: bytes) -> list[bytes]:
         """Return the data of each completed event, in order; events without data are skipped.
 
         Raises EventTooLong.
@@ -65,7 +65,7 @@ class EventStream:
 
     def end(self) -> list[bytes]:
         """Return the data of a last event that lacks its empty line, as some servers send it."""
-        return self.feed(b"\n\n\n")
+        return self.read_events(b"\n\n\n")
 
     def _check_size(self) -> None:
         if self._most_bytes is not None and len(self._unread) > self._most_bytes:

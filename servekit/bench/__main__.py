@@ -1,6 +1,6 @@
 """`python -m servekit.bench`: one client process; see `process`."""
 
-from servekit.bench.process import main
+from servekit.bench.process import run_client_process
 
 if __name__ == "__main__":
-    main()
+    run_client_process()

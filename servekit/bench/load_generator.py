@@ -83,13 +83,13 @@ class Driver:
             await self._open(order.rate or 0.0, at)
         self._end_of_time()
 
-    def stop(self) -> None:
+    def stop_now(self) -> None:
         """Stop now; requests in flight are left unfinished."""
         self._end_of_time()
         for exchange, connection in list(self._under_way.items()):
             if connection is not None:
                 connection.abort()
-            exchange.end("unfinished")
+            exchange.end_exchange("unfinished")
             self._done(exchange, None)
 
     def report(self) -> Report:
@@ -198,7 +198,7 @@ class Driver:
             connection = await self._dialer.open(min(CONNECT_S, self._order.timeout_s))
         except Unreachable as error:
             if exchange in self._under_way:
-                exchange.end("connect", str(error))
+                exchange.end_exchange("connect", str(error))
                 exchange.done(exchange)
             return
         if exchange not in self._under_way:

@@ -18,7 +18,7 @@ _REPORT_EVERY_S = 0.1
 LONGEST_LINE_BYTES = 256 * 2**20
 
 
-def main() -> None:
+def run_client_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)  # the hot path makes no cycles
@@ -71,7 +71,7 @@ async def _listen_for_end(
     line = await told.readline()
     go.set_result(msgspec.json.decode(line, type=Go) if line else None)
     await told.read()
-    driver.stop()
+    driver.stop_now()
 
 
 async def _measure_load(driver: Driver, at: float, out: asyncio.WriteTransport) -> None:

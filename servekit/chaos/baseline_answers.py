@@ -44,15 +44,15 @@ async def learn_answers(
     """
     room = asyncio.Semaphore(at_once)
 
-    async def ask(question: Question, stream: bool) -> ChatAnswer:
+    async def ask_question(question: Question, stream: bool) -> ChatAnswer:
         async with room:
             answer = await client.await_answer(question, stream=stream)
         if answer.failure:
             raise ServekitError(f"it does not answer even without a fault: {answer.failure}")
         return answer
 
-    first = await asyncio.gather(*(ask(question, True) for question in questions))
-    again = await asyncio.gather(*(ask(question, False) for question in questions))
+    first = await asyncio.gather(*(ask_question(question, True) for question in questions))
+    again = await asyncio.gather(*(ask_question(question, False) for question in questions))
     return [
         BaselineAnswer(question, one, one.text == other.text and one.usages == other.usages)
         for question, one, other in zip(questions, first, again, strict=True)

@@ -31,7 +31,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TokenUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -47,7 +47,7 @@ class _Body(msgspec.Struct):
 
     id: str = ""
     choices: list[_Choice] = []
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     error: _Problem | None = None
 
 
@@ -83,7 +83,7 @@ class ChatAnswer:
     status: int = 0
     text: str = ""
     finishes: list[str] = field(default_factory=list)
-    usages: list[Usage] = field(default_factory=list)
+    usages: list[TokenUsage] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
     dones: int = 0  # number of closing events of the stream
     chunks: int = 0  # events with text
@@ -132,7 +132,7 @@ class ChatExchange(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def fail(self, why: str) -> None:
+    def end_with_error(self, why: str) -> None:
         self.answer.error = self.answer.error or why
         self._end()
         self.abort()
@@ -155,7 +155,7 @@ class ChatExchange(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, msgspec.MsgspecError) as error:
-            self.fail(f"not an answer: {error}")
+            self.end_with_error(f"not an answer: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._whole and not self.over.done():
@@ -175,7 +175,7 @@ class ChatExchange(asyncio.Protocol):
         if not self.answer.stream or self.answer.status != 200:
             self._body += body
             return
-        for event in self._events.feed(body):
+        for event in self._events.read_events(body):
             if event == b"[DONE]":
                 self.answer.dones += 1
             else:
@@ -230,7 +230,7 @@ class Client:
         """Return a client of the same server with another key, hence another share in fairness."""
         return Client(f"http://{self.host}:{self.port}", key)
 
-    def request(self, question: Question, *, stream: bool) -> bytes:
+    def build_request(self, question: Question, *, stream: bool) -> bytes:
         body = question.body(stream=stream)
         head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self.host}:{self.port}\r\n"
@@ -241,7 +241,7 @@ class Client:
 
     async def send_request(self, question: Question, *, stream: bool) -> ChatExchange:
         """Send a request; the answer is `await exchange.over`."""
-        return await self._send(self.request(question, stream=stream), stream=stream)
+        return await self._send(self.build_request(question, stream=stream), stream=stream)
 
     async def await_answer(
         self, question: Question, *, stream: bool, patience_s: float = PATIENCE_S
@@ -261,7 +261,7 @@ class Client:
                 lambda: exchange, self.host, self.port
             )
         except OSError as error:
-            exchange.fail(f"cannot connect: {error}")
+            exchange.end_with_error(f"cannot connect: {error}")
         return exchange
 
     def connect_slowly(self, question: Question) -> socket.socket:
@@ -269,7 +269,7 @@ class Client:
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         sock.connect((self.host, self.port))
-        sock.sendall(self.request(question, stream=True))
+        sock.sendall(self.build_request(question, stream=True))
         sock.setblocking(False)
         return sock
 
@@ -278,5 +278,5 @@ async def await_answer(exchange: ChatExchange, patience_s: float) -> ChatAnswer:
     """Return the answer; an exchange that exceeds `patience_s` fails, and is abandoned."""
     await asyncio.wait((exchange.over,), timeout=patience_s)
     if not exchange.over.done():
-        exchange.fail(f"not answered within {patience_s:g} s")
+        exchange.end_with_error(f"not answered within {patience_s:g} s")
     return await exchange.over

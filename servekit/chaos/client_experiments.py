@@ -125,7 +125,7 @@ async def disconnect_clients(scene: ExperimentContext) -> ExperimentResult:
     Gateways share the slots, and the kernel distributes connections among gateways arbitrarily, so
     the number of clients is that of the slots of one gateway.
     """
-    status, model = await scene.target.status(), await scene.target.model()
+    status, model = await scene.target.read_status(), await scene.target.model()
     slots = sum((model.info.slots if model.info else 1) for _ in model.replicas)
     count = _within_limits(slots // len(status.gateways))
     judge = Judge("vanishing", f"{count} clients on {slots} slots vanish mid-stream")

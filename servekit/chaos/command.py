@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from servekit.chaos.result import ExperimentResult
-from servekit.chaos.run import RunOptions
-from servekit.chaos.run import run_experiments as experiment
+from servekit.chaos.run import RunOptions, run_experiments
 from servekit.chaos.target import Target
 from servekit.units import format_latency
 
@@ -74,10 +73,10 @@ def run_chaos(
 async def _run_experiments(
     url: str, run_dir: Path, model: str | None, options: RunOptions
 ) -> list[ExperimentResult]:
-    target = await Target.find(url, run_dir, model)
+    target = await Target.find_target(url, run_dir, model)
     findings = []
     console = Console(stderr=True, highlight=False, markup=False)
-    async for finding in experiment(target, options):
+    async for finding in run_experiments(target, options):
         console.print(f"{finding.experiment}: {finding.verdict}")
         findings.append(finding)
     return findings

@@ -39,13 +39,13 @@ class Load:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self.stop()
+        self.end_load()
         if error is not None:
             for task in self._tasks:
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=error is not None)
 
-    def stop(self) -> None:
+    def end_load(self) -> None:
         """Send no more requests; running ones may be answered."""
         self._stopping = True
 

@@ -37,7 +37,7 @@ async def memory_pressure(scene: ExperimentContext) -> ExperimentResult:
         return Judge("memory pressure", "").skip("only with --memory")
     size_bytes = min(scene.memory_bytes, int(cgroup.available_memory_bytes() * _MOST_OF_FREE))
     judge = Judge("memory pressure", f"{format_bytes(size_bytes)} allocated beside it")
-    before = await scene.target.status()
+    before = await scene.target.read_status()
     async with scene.load() as load:
         await load.until_busy()
         hog = await _start_hog(size_bytes)
@@ -48,7 +48,8 @@ async def memory_pressure(scene: ExperimentContext) -> ExperimentResult:
             await _end_hog(hog)
     judge.clean(load.tally)
     judge.promise(
-        _process_pids(before) == _process_pids(await scene.target.status()), "a process was lost"
+        _process_pids(before) == _process_pids(await scene.target.read_status()),
+        "a process was lost",
     )
     return judge.finding(load.tally)
 
@@ -84,7 +85,7 @@ async def supervisor_killed(scene: ExperimentContext) -> ExperimentResult:
         await load.until_busy()
         mine = scene.target.list_processes()
         os.kill(scene.target.pid, signal.SIGKILL)
-        load.stop()
+        load.end_load()
         gone_s = await _until_gone(mine, scene)
     judge.expect_within(f"all {len(mine)} processes gone", gone_s, GONE_WITHIN_S)
     held = _memory_on_gpus({process.pid for process in mine})

@@ -137,7 +137,7 @@ async def engine_stalled(scene: ExperimentContext) -> ExperimentResult:
         return judge.skip("the model has no stall_timeout_s")
     async with scene.load() as load:
         await load.until_busy()
-        at, before = time.monotonic(), await scene.target.status()
+        at, before = time.monotonic(), await scene.target.read_status()
         written = _log_lengths(scene)
         hanging = asyncio.create_task(_hang_engine(scene, mark))
         notice_s = await scene.target.await_status(
@@ -166,11 +166,11 @@ async def _hang_engine(scene: ExperimentContext, mark: str) -> ChatAnswer:
 
 async def gateway_killed(scene: ExperimentContext) -> ExperimentResult:
     """SIGKILL a gateway under load: another answers at once, and only its own connections break."""
-    status = await scene.target.status()
+    status = await scene.target.read_status()
     judge = Judge("gateway killed", f"SIGKILL to the busiest of {len(status.gateways)} gateways")
     async with scene.load() as load:
         await load.until_busy()
-        victim, broken = _kill_busiest_gateway(scene, await scene.target.status())
+        victim, broken = _kill_busiest_gateway(scene, await scene.target.read_status())
         load.excused = lambda answer: answer.port in broken
         at = time.monotonic()
         next_, whole_s = await asyncio.gather(

@@ -88,5 +88,5 @@ async def known_answers(target: Target, count: int = _QUESTIONS) -> list[Baselin
 
 
 async def _not_whole(target: Target) -> str:
-    why = describe_lacking(await target.status()) or "/readyz is not 200"
+    why = describe_lacking(await target.read_status()) or "/readyz is not 200"
     return f"the instance was not fully ready within {_RECOVER_WITHIN_S:g} s ({why})"

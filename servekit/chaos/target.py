@@ -27,7 +27,7 @@ _ANYWHERE = {"0.0.0.0", "::", "127.0.0.1", "::1", "localhost"}
 
 
 class Target:
-    """A model of a running instance of this user. Made by `find`."""
+    """A model of a running instance of this user. Made by `find_target`."""
 
     def __init__(self, url: str, run_dir: Path, status: Status, model: str, mark: str) -> None:
         self.client = Client(url)
@@ -38,7 +38,7 @@ class Target:
         self._mark = f"{MARK}={mark}"
 
     @classmethod
-    async def find(cls, url: str, run_dir: Path, model: str | None) -> Target:
+    async def find_target(cls, url: str, run_dir: Path, model: str | None) -> Target:
         """Return the target. Raises StartError unless `url` is the user's instance of `run_dir`."""
         record = read_record(run_dir)
         status = await _read_status(run_dir)
@@ -58,11 +58,11 @@ class Target:
 
     # ---- status
 
-    async def status(self) -> Status:
+    async def read_status(self) -> Status:
         return await _read_status(self.run_dir)
 
     async def model(self) -> ModelStatus:
-        return next(m for m in (await self.status()).models if m.name == self.name)
+        return next(m for m in (await self.read_status()).models if m.name == self.name)
 
     async def ready_replicas(self) -> list[ReplicaStatus]:
         return [r for r in (await self.model()).replicas if r.state == "ready"]
@@ -91,7 +91,7 @@ class Target:
         """Return the seconds until the status meets a condition; None after a timeout."""
         began = time.monotonic()
         while (passed := time.monotonic() - began) < within_s:
-            if true_of(await self.status()):
+            if true_of(await self.read_status()):
                 return passed
             await asyncio.sleep(_LOOK_EVERY_S)
         return None

@@ -268,9 +268,9 @@ def schema() -> None:
 
 def reference() -> None:
     """Print all metrics of /metrics with their labels, as a Markdown table."""
-    from servekit.metrics import metrics_reference as table
+    from servekit import metrics
 
-    print(table())
+    print(metrics.metrics_reference())
 
 
 @contextlib.contextmanager

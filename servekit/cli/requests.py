@@ -115,14 +115,14 @@ def _follow(folder: Path) -> Iterator[list[bytes]]:
 
     tails = {path: Tail(path, from_start=False) for path in find_files(folder)}
 
-    def read() -> Iterator[list[bytes]]:
+    def read_lines() -> Iterator[list[bytes]]:
         while True:
             for path in find_files(folder):
                 tails.setdefault(path, Tail(path, from_start=True))
             yield [line.encode() for tail in tails.values() for line in tail.lines()]
             time.sleep(_LOOK_EVERY_S)
 
-    return read()
+    return read_lines()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -110,9 +110,9 @@ def _list_items(node: Node | None) -> list[Node]:
 
 def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
     """Find errors in a model whose keys are each valid. Not every engine reads a file."""
-    kind = kind_of(config)
+    kind = find_engine_kind(config)
     if config.python is not None and config.engine in KINDS:
-        kind = environments.kind_of(config)
+        kind = environments.find_kind_in_environment(config)
     if kind.needs_files and config.path:
         yield from _check_source(paths.check_model_path, config, at, folder)
     if "remote" in kind.formats:
@@ -171,7 +171,7 @@ def _check_presets(config: ModelConfig, at: Place, folder: Path) -> Iterator[Pro
         message = "a preset is for text, and this model generates none."
         yield Problem((*at, "presets"), message, at_key=True)
         return
-    templates = config.options.get("chat_template_kwargs", not kind_of(config).is_remote)
+    templates = config.options.get("chat_template_kwargs", not find_engine_kind(config).is_remote)
     for i, preset in enumerate(config.presets):
         here = (*at, "presets", i)
         yield from _check_limit(config, preset.sampling, (*here, "sampling"))
@@ -270,7 +270,7 @@ _OF_RAY = (("ray", "ray"), ("cryptography", "cryptography"))
 _BY_RAY = "with `launcher: ray` workers get whole GPUs, and Ray says which: leave this out."
 
 
-def kind_of(config: ModelConfig) -> EngineKind:
+def find_engine_kind(config: ModelConfig) -> EngineKind:
     """Return the kind of a model's engine; for an unresolved `auto`, that of a likely engine."""
     if config.engine == "auto":
         return KINDS[requirements.engine_of_options(config.options) or "transformers"]
@@ -281,7 +281,7 @@ def check_machine(
     config: ModelConfig, at: Place, machine: Machine, *, elsewhere: bool = False
 ) -> Iterator[Problem]:
     """Find what a model's engine needs and this machine lacks; `elsewhere`: for remote workers."""
-    kind = environments.kind_of(config)
+    kind = environments.find_kind_in_environment(config)
     if config.engine == "vllm" and not elsewhere:
         yield from vllm_checks.check_arguments(config, (*at, "options", "engine_args"))
     if config.python is not None:
@@ -374,7 +374,7 @@ def _check_chat_template(
     config: ModelConfig, text: str, at: Place, folder: Path
 ) -> Iterator[Problem]:
     at = (*at, "chat_template")
-    if config.engine != "auto" and not kind_of(config).chat_templates:
+    if config.engine != "auto" and not find_engine_kind(config).chat_templates:
         message = f"the engine {config.engine} renders no chat template."
         yield Problem(at, message, at_key=True)
         return

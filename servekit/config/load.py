@@ -267,7 +267,7 @@ def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
             for adapter in model.adapters
         )
     }
-    kind = checks.kind_of(model)
+    kind = checks.find_engine_kind(model)
     if model.chat_template is not None:
         update["chat_template"] = read_template(model.chat_template, folder)
     if kind.instead in model.options:

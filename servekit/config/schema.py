@@ -88,7 +88,7 @@ def _engine(value: str) -> str:
         *known, last = ["auto", *plugins.engine_names()]
         expected = f"{', '.join(known)} or {last}"
         raise PydanticKnownError("literal_error", {"expected": expected})
-    plugins.kind_of(value)
+    plugins.import_plugin_kind(value)
     return value
 
 

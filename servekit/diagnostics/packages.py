@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import servekit
-from servekit.config.engines import installed as known
+from servekit.config.engines import installed
 from servekit.config.engines.environments import engines_of, list_environments
 from servekit.diagnostics.finding import Finding
 from servekit.system import python_command
@@ -99,7 +99,7 @@ def check_software(probed: Probed) -> Iterator[Finding]:
 
 def check_engines() -> Iterator[Finding]:
     """List the available engines, those of other environments, and the unusable plugins."""
-    for name, what in known.list_engines():
+    for name, what in installed.list_engines():
         yield Finding("engines", "ok", f"{name}: {what}")
     for folder, found in list_environments(os.environ):
         if isinstance(found, str):
@@ -107,7 +107,7 @@ def check_engines() -> Iterator[Finding]:
         else:
             there = ", ".join(engines_of(found)) or "none of servekit's own"
             yield Finding("engines", "ok", f"python: {folder.name}: {there}")
-    for sentence in known.refused_plugins():
+    for sentence in installed.refused_plugins():
         yield Finding("engines", "warning", sentence)
 
 

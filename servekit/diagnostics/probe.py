@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 
-def main() -> None:
+def probe_library() -> None:
     # The library may print; only the line of JSON goes to the real stdout.
     out = os.dup(1)
     os.dup2(2, 1)
@@ -45,4 +45,4 @@ def _probe_torch(torch: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    probe_library()

@@ -51,11 +51,11 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
     async def claim(self) -> list[HeldResponse] | None:
         if not self._router.access.rules.store_responses.max_bytes or self._router.draining:
             return None
-        return await self._find().claim()
+        return await self._find().claim_responses()
 
     async def work(self, row: HeldResponse) -> None:
         try:
-            if (response := await self._find().read(row.id)) is not None:
+            if (response := await self._find().read_response(row.id)) is not None:
                 if response.stream:
                     await self._stream(response)
                 else:
@@ -93,7 +93,7 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
         ended = asyncio.Event()
         writing = asyncio.get_running_loop().create_task(self._write(response.id, stream, ended))
         try:
-            answer = await post_internally(self._app, _PATH, asked, stream.feed)
+            answer = await post_internally(self._app, _PATH, asked, stream.add_events)
             ended.set()
             await writing
         finally:
@@ -136,7 +136,7 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
         while True:
             try:
                 rules = self._router.access.rules.store_responses
-                await self._find().finish(response, ended, rules, last)
+                await self._find().finish_response(response, ended, rules, last)
             except ResponsesUnavailable:
                 await asyncio.sleep(LOOK_EVERY_S)  # the log has it
             else:

@@ -96,7 +96,7 @@ class BackgroundStore:
     async def add(self, response: BackgroundResponse, rules: ResponseStorage) -> None:
         """Add a response that is to run. Raises TooManyInBackground."""
 
-        def add(file: sqlite3.Connection) -> None:
+        def insert_row(file: sqlite3.Connection) -> None:
             parts = response.shown, response.input, response.body
             packed = [zlib.compress(part, 1) for part in parts]
             size_bytes = sum(map(len, packed))
@@ -107,24 +107,24 @@ class BackgroundStore:
                 values = response.id, response.key, response.created, size_bytes
                 file.execute(query, (*values, *packed))
 
-        await self._run(add)
+        await self._run(insert_row)
 
-    async def claim(self) -> list[HeldResponse]:
+    async def claim_responses(self) -> list[HeldResponse]:
         """Renew the leases of this gateway, take what nobody runs, and return all held."""
 
-        def claim(file: sqlite3.Connection) -> list[HeldResponse]:
+        def claim_held(file: sqlite3.Connection) -> list[HeldResponse]:
             if file.execute("SELECT 1 FROM background LIMIT 1").fetchone() is None:
                 return []
             claim_rows(file, "background", "1", _TURN, self._owner, _MOST_HELD)
             rows = file.execute("SELECT id FROM background WHERE owner = ?", (self._owner,))
             return [HeldResponse(id) for (id,) in rows]
 
-        return await self._run(claim)
+        return await self._run(claim_held)
 
-    async def read(self, id: str) -> BackgroundResponse | None:
+    async def read_response(self, id: str) -> BackgroundResponse | None:
         """Return a response that this gateway holds; None if it holds it no longer."""
 
-        def read(file: sqlite3.Connection) -> BackgroundResponse | None:
+        def select_row(file: sqlite3.Connection) -> BackgroundResponse | None:
             columns = "key, created, response, input, body"
             query = f"SELECT {columns} FROM background WHERE id = ? AND owner = ?"
             if (row := file.execute(query, (id, self._owner)).fetchone()) is None:
@@ -134,7 +134,7 @@ class BackgroundStore:
             shown, asked, body = map(zlib.decompress, packed)
             return BackgroundResponse(id, key, created, shown, asked, body, stream)
 
-        return await self._run(read)
+        return await self._run(select_row)
 
     async def append(self, id: str, part: StreamPart) -> bool:
         """Add to the stream of a response. Returns False if this gateway holds it no longer."""
@@ -151,7 +151,7 @@ class BackgroundStore:
 
         return await self._run(append)
 
-    async def finish(
+    async def finish_response(
         self,
         done: BackgroundResponse,
         response: Json,
@@ -161,7 +161,7 @@ class BackgroundStore:
         """Store how a response, and its stream, ended, while this gateway holds it."""
         stored = StoredResponse(_encode(response), done.input)
 
-        def finish(file: sqlite3.Connection) -> None:
+        def remove_row(file: sqlite3.Connection) -> None:
             with transaction(file):
                 query = "DELETE FROM background WHERE id = ? AND owner = ?"
                 if file.execute(query, (done.id, self._owner)).rowcount:
@@ -169,12 +169,12 @@ class BackgroundStore:
                         insert_part(file, done.id, last)
                     _store(file, done.id, done.key, stored, rules)
 
-        await self._run(finish)
+        await self._run(remove_row)
 
     async def cancel(self, id: str, key: str, rules: ResponseStorage) -> None:
         """Store a response of the key as cancelled, unless it is done."""
 
-        def cancel(file: sqlite3.Connection) -> None:
+        def mark_cancelled(file: sqlite3.Connection) -> None:
             with transaction(file):
                 query = "DELETE FROM background WHERE id = ? AND key = ? RETURNING response, input"
                 for row in file.execute(query, (id, key)).fetchall():
@@ -183,7 +183,7 @@ class BackgroundStore:
                     _end_stream(file, id, "response_cancelled", "the response was cancelled")
                     _store(file, id, key, StoredResponse(_encode(cancelled), asked), rules)
 
-        await self._run(cancel)
+        await self._run(mark_cancelled)
 
 
 _encode = msgspec.json.Encoder().encode

@@ -92,7 +92,7 @@ class BatchRunner(LeaseRunner[Batch]):
         if time.monotonic() - self._swept_s > _SWEEP_EVERY_S:
             self._swept_s = time.monotonic()
             await self._store.sweep(self._rules)
-        held = await self._store.claim()
+        held = await self._store.claim_batches()
         for batch in held:
             if batch.status == "cancelling" and batch.id in self._cancelling:
                 self._cancelling[batch.id].set()
@@ -120,7 +120,7 @@ class BatchRunner(LeaseRunner[Batch]):
         status = "cancelled"
         if batch.status != "cancelling":
             status = await self._run_until(batch, path)
-        await self._store.finish(batch.id, status, self._rules)
+        await self._store.finish_batch(batch.id, status, self._rules)
 
     async def _run_until(self, batch: Batch, path: Path) -> str:
         """Run the lines, until the batch is cancelled or expires; return how it ended."""

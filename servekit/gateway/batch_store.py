@@ -143,14 +143,14 @@ class BatchStore:
     async def add_file(self, written: Path, file: StoredFile, rules: BatchRules) -> None:
         """Add a file that is written at a path of `make_path`."""
 
-        def add(db: sqlite3.Connection) -> None:
+        def insert_file(db: sqlite3.Connection) -> None:
             with transaction(db):
                 if file.bytes > _room(db, file.key, rules):
                     raise _too_much(rules)
                 _add_file(db, file)
                 written.replace(self.path(file.id))
 
-        await self._run(add)
+        await self._run(insert_file)
 
     async def find_file(self, id: str, key: str) -> StoredFile:
         """Return a file of the key. Raises FileNotFound."""
@@ -171,20 +171,20 @@ class BatchStore:
     async def remove_file(self, id: str) -> None:
         """Remove a file; a batch that reads it goes on to its end."""
 
-        def remove(db: sqlite3.Connection) -> None:
+        def delete_file(db: sqlite3.Connection) -> None:
             db.execute("DELETE FROM files WHERE id = ?", (id,))
             active = f"SELECT 1 FROM batches WHERE {_ACTIVE} AND record ->> 'input_file_id' = ?"
             if db.execute(active, (id,)).fetchone() is None:
                 self.path(id).unlink(missing_ok=True)
 
-        await self._run(remove)
+        await self._run(delete_file)
 
     # ---- batches, for clients
 
     async def add_batch(self, batch: Batch, rules: BatchRules) -> None:
         """Add a batch that is to run. Raises TooManyStored."""
 
-        def add(db: sqlite3.Connection) -> None:
+        def insert_batch(db: sqlite3.Connection) -> None:
             with transaction(db):
                 query = f"SELECT count(*) FROM batches WHERE key = ? AND {_ACTIVE}"
                 [(active,)] = db.execute(query, (batch.key,))
@@ -197,7 +197,7 @@ class BatchStore:
                 values = batch.id, batch.key, batch.created, batch.expires, batch.status
                 db.execute(f"{query} VALUES (?, ?, ?, ?, ?, ?)", (*values, _encode(batch.record)))
 
-        await self._run(add)
+        await self._run(insert_batch)
 
     async def find_batch(self, id: str, key: str) -> Batch:
         """Return a batch of the key. Raises BatchNotFound."""
@@ -214,25 +214,25 @@ class BatchStore:
     async def cancel_batch(self, id: str, key: str) -> Batch:
         """Begin to cancel a batch that is not done. Raises BatchNotFound."""
 
-        def cancel(db: sqlite3.Connection) -> None:
+        def mark_cancelling(db: sqlite3.Connection) -> None:
             with transaction(db):
                 where = "id = ? AND key = ? AND status IN ('validating', 'in_progress')"
                 for batch in _batches(db, where, id, key):
                     _set_status(db, batch, "cancelling")
 
-        await self._run(cancel)
+        await self._run(mark_cancelling)
         return await self.find_batch(id, key)
 
     # ---- batches, for the gateway that runs them
 
-    async def claim(self) -> list[Batch]:
+    async def claim_batches(self) -> list[Batch]:
         """Renew the leases of this gateway, take batches that nobody runs, and return all held."""
 
-        def claim(db: sqlite3.Connection) -> list[Batch]:
+        def claim_held(db: sqlite3.Connection) -> list[Batch]:
             claim_rows(db, "batches", _ACTIVE, "created", self._owner, _MOST_HELD)
             return _batches(db, f"owner = ? AND {_ACTIVE}", self._owner)
 
-        return await self._run(claim)
+        return await self._run(claim_held)
 
     async def done_lines(self, id: str) -> set[int]:
         """Return the numbers of the lines that have a result."""
@@ -276,10 +276,10 @@ class BatchStore:
 
         return await self._run(save)
 
-    async def finish(self, id: str, status: str, rules: BatchRules) -> None:
+    async def finish_batch(self, id: str, status: str, rules: BatchRules) -> None:
         """Write the files of a batch, which ends with this status, if this gateway holds it."""
 
-        def finish(db: sqlite3.Connection) -> None:
+        def write_files(db: sqlite3.Connection) -> None:
             if not (held := self._held(db, id)):
                 return
             [batch] = held
@@ -299,7 +299,7 @@ class BatchStore:
                 _set_status(db, batch, status)
                 db.execute("DELETE FROM results WHERE batch = ?", (id,))
 
-        await self._run(finish)
+        await self._run(write_files)
 
     def _held(self, db: sqlite3.Connection, id: str, *status: str) -> list[Batch]:
         """Return the batch if this gateway holds it, and it is in one of these states."""

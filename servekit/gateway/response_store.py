@@ -180,7 +180,7 @@ class ResponseStore:
         """
         return await answer(self._reader.submit(lambda file: _read_stream(file, id, key, after)))
 
-    async def remove(self, id: str, key: str) -> bool:
+    async def remove_response(self, id: str, key: str) -> bool:
         """Remove a response of the key. Returns whether there was one.
 
         Raises ResponsesUnavailable.

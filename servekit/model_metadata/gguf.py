@@ -217,7 +217,7 @@ class _Content(NamedTuple):
 
 def _read_content(path: Path) -> _Content:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return _Reader(data).read()
+        return _Reader(data).read_content()
 
 
 def _check_content(path: Path, content: _Content, part: bool) -> Header:
@@ -261,7 +261,7 @@ class _Reader:
         self._tokens = 0  # of the vocabulary
         self._ends: dict[str, int] = {}  # tokens of the vocabulary that may be ends, by their text
 
-    def read(self) -> _Content:
+    def read_content(self) -> _Content:
         magic, version, tensors, fields = self._unpack("4sIQQ")
         if magic != _MAGIC:
             raise ValueError("it does not start with GGUF")

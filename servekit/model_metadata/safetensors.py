@@ -52,7 +52,7 @@ def elements(folder: Path) -> dict[str, int]:
     return found
 
 
-def size_bytes(elements: Mapping[str, int], float_bytes: float | None = None) -> int:
+def count_bytes(elements: Mapping[str, int], float_bytes: float | None = None) -> int:
     """Return the size of the numbers in memory; `float_bytes`: that of each converted float."""
     bits = 0.0
     for kind, count in elements.items():

@@ -24,7 +24,9 @@ def explain_absence(method: str) -> str:
     )
 
 
-def size_bytes(method: str, tensors: Mapping[str, Sequence[int]], float_bytes: float) -> int:
+def count_quantized_bytes(
+    method: str, tensors: Mapping[str, Sequence[int]], float_bytes: float
+) -> int:
     """Return the size of a model's weights, by name and shape, once they are quantised."""
     return int(
         sum(_tensor_bytes(method, name, shape, float_bytes) for name, shape in tensors.items())

@@ -100,7 +100,7 @@ class RayActors:
         place.wait, place.measure, place.host, place.gpus = wait, measure, "", ()
         measure(RemoteGpus())
         try:
-            found: WorkerPlaced = await self.cluster.request(make_request)
+            found: WorkerPlaced = await self.cluster.ask_driver(make_request)
         except Unable as error:
             return error.message
         finally:
@@ -110,7 +110,7 @@ class RayActors:
         measure(RemoteGpus(place.gpus, place.gpus))
         return ""
 
-    async def spawn(
+    async def start_process(
         self,
         name: str,
         order: StartOrder,
@@ -148,7 +148,7 @@ class RayActors:
         secret = self._certificates.issue(order.role, name, is_dialled=True).to_bytes()
         what = order.args, order.env, secret, order.fingerprint, order.pin, order.role, order.listen
         try:
-            started: Started = await self.cluster.request(lambda id: Start(id, name, *what))
+            started: Started = await self.cluster.ask_driver(lambda id: Start(id, name, *what))
         except Unable as error:
             tail = [line for line in place.output.tail if not line.startswith("{")]
             last = f": {tail[-1].strip()}" if tail else ""
@@ -159,7 +159,9 @@ class RayActors:
         """Return a message about GPU memory that it holds elsewhere; "" if none or unknown."""
         try:
             async with asyncio.timeout(VACATE_S):
-                found: StrayMemory = await self.cluster.request(lambda id: GetStrayMemory(id, name))
+                found: StrayMemory = await self.cluster.ask_driver(
+                    lambda id: GetStrayMemory(id, name)
+                )
         except (Unable, TimeoutError):
             return ""
         return found.stray
@@ -170,7 +172,7 @@ class RayActors:
             return
         try:
             async with asyncio.timeout(VACATE_S):
-                await self.cluster.request(lambda id: ReleasePlace(id, name))
+                await self.cluster.ask_driver(lambda id: ReleasePlace(id, name))
         except (Unable, TimeoutError) as error:
             log.warning("placement_not_released", worker=name, reason=str(error))
 

@@ -133,7 +133,7 @@ class Cluster(ManagedProcess[FromCluster]):
             case RequestFailed(id, reason) if id == self._join_id:
                 if not self.joined.done():
                     self.joined.set_exception(Unable(reason))
-                self.fail(f"cannot join the Ray cluster: {reason}", permanent=False)
+                self.fail_boot(f"cannot join the Ray cluster: {reason}", permanent=False)
             case PlacementWaits(name, what):
                 self._listener.waits(name, what)
             case Lines(name, lines):
@@ -147,7 +147,7 @@ class Cluster(ManagedProcess[FromCluster]):
                 if asked is not None and not asked.done():
                     asked.set_result(message)
 
-    async def request(self, make: Callable[[int], msgspec.Struct]) -> Any:
+    async def ask_driver(self, make: Callable[[int], msgspec.Struct]) -> Any:
         """Return the answer. Raises Unable if there is none, or it is RequestFailed."""
         await self.there.wait()
         if self.child is None:

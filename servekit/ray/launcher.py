@@ -178,7 +178,7 @@ class RayLauncher:
             lambda told: worker.measure_gpus(told),
         )
 
-    async def spawn(
+    async def start_worker(
         self,
         worker: WorkerProcess,
         incoming: Any,
@@ -198,7 +198,7 @@ class RayLauncher:
             log_path=self._host.run_dir.log_path(worker.name),
             pin=KINDS[worker.model.engine].pin,
         )
-        return await self.actors.spawn(worker.name, order, incoming, on_message, on_line)
+        return await self.actors.start_process(worker.name, order, incoming, on_message, on_line)
 
     async def strays(self, name: str) -> str:
         """Return a sentence on GPU memory it holds on other GPUs; "" if none, or if unknown."""

@@ -39,7 +39,7 @@ class NodeInventory:
         wants, within_s = bootstrap.model_wants(models), self._settings.connect_s
         try:
             async with asyncio.timeout(within_s):
-                looked: NodesInspected = await cluster.request(
+                looked: NodesInspected = await cluster.ask_driver(
                     lambda id: InspectNodes(id, within_s, wants)
                 )
         except TimeoutError:
@@ -54,7 +54,7 @@ class NodeInventory:
         own, within_s = own_versions(), self._settings.connect_s
         if said := node_requirements.node_fault(node, own):
             try:  # the last report may be outdated: the node may have been busy, or repaired since
-                looked: NodesInspected = await cluster.request(
+                looked: NodesInspected = await cluster.ask_driver(
                     lambda id: InspectNodes(id, within_s, (), node.node)
                 )
             except Unable as error:

@@ -97,7 +97,7 @@ class RemoteGateway(Gateway):
             listen=self._listen(),
         )
         try:
-            child = await self._service.launcher.actors.spawn(
+            child = await self._service.launcher.actors.start_process(
                 self.name, order, self.incoming, self.receive, self._on_line
             )
         except Unable as error:

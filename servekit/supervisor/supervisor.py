@@ -138,7 +138,7 @@ class Supervisor:
         self._signals = Signals(self._requests.put_nowait)
         fds = tuple(sock.fileno() for sock in resources.listeners)
         self._gateways = gateways_of(server, fds, self)
-        self._notifier = Notifier(environ, self._gateways)
+        self._notifier = Notifier(environ, self._last_sign_of_life)
         self.launcher: RayLauncher | None = None  # None: workers are children of the supervisor
         if plan.config.launcher == "ray":
             self.launcher = RayLauncher(plan, self, self._run, resources.takeover)
@@ -282,7 +282,7 @@ class Supervisor:
     def _shut_down(self) -> None:
         self._admin_api.close()
         sockets.close_listeners(self._listeners)
-        self.run_dir.release()
+        self.run_dir.unlock()
 
     # ---- requests from operators
 
@@ -291,17 +291,17 @@ class Supervisor:
 
     def why(self, name: str) -> Why | Refused:
         others = [life for life in self._lives() if not isinstance(life, WorkerProcess)]
-        return snapshot.why(
+        return snapshot.explain_process(
             name, self._deployments.all_deployments(), others, self._swap_manager.residence
         )
 
     async def reload(self) -> Accepted | Refused:
         with self._notifier.reloading():
-            return await self._deployments.reload()
+            return await self._deployments.reload_config()
 
     async def set_profile(self, name: str) -> Accepted | Refused:
         with self._notifier.reloading():
-            answer = await self._deployments.reload("" if name == ALL_MODELS else name)
+            answer = await self._deployments.reload_config("" if name == ALL_MODELS else name)
         if isinstance(answer, Accepted):
             self._record_profile()
         return answer
@@ -314,7 +314,7 @@ class Supervisor:
             log.warning("profile_not_recorded", reason=error.strerror)
 
     async def restart(self, name: str, wait: bool) -> Accepted | Refused:
-        return await self._deployments.restart(name, wait=wait)
+        return await self._deployments.restart_model(name, wait=wait)
 
     def create_link(self) -> Link | Refused:
         if why := access_rules.refuse_link(self._deployments.plan.config):
@@ -413,7 +413,7 @@ class Supervisor:
         if self._guard.restart_if_dead():
             log.warning("orphan_guard_restarted")
         self._deployments.start_missing_fork_servers()
-        self._scaler.update()
+        self._scaler.scale_deployments()
         self._swap_manager.update()
         self._metrics.count_events()
         self._look_at_budgets()
@@ -453,6 +453,9 @@ class Supervisor:
             async with asyncio.timeout(_FIGURES_S):
                 await self._measures.refresh()
         return self.status()
+
+    def _last_sign_of_life(self) -> float:
+        return max((gateway.answered_at for gateway in self._gateways), default=0.0)
 
     def status(self) -> Status:
         return Status(

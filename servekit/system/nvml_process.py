@@ -33,7 +33,7 @@ from typing import Any
 from servekit.system.parent_death import die_with
 
 
-def main() -> None:
+def answer_questions() -> None:
     die_with(int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ignore a terminal's signals
         signal.signal(number, signal.SIG_IGN)
@@ -221,4 +221,4 @@ def _as_text(value: str | bytes) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    answer_questions()

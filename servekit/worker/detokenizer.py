@@ -88,7 +88,7 @@ class TextStream:
         self.plain = not (stops or sent_chars)
 
     @property
-    def stop(self) -> str:
+    def found_stop(self) -> str:
         """Return the stop string that was found, or ""."""
         return self._scanner.found
 

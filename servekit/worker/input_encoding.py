@@ -32,7 +32,7 @@ class InputEncoder:
         self._context = info.max_context
         self._instructs = "instruction" in info.serves
 
-    def encode(
+    def encode_input(
         self, request: Generate, *, spread: bool = False
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Return the ids of each input, and for pairs of texts the type of each of these ids.

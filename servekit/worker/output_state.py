@@ -112,7 +112,7 @@ class OutputState:
         if not stream.stopped:
             text += stream.finish(output.stop_token)
         if stream.stopped:
-            finish, stop, ended = "stop", stream.stop, -1
+            finish, stop, ended = "stop", stream.found_stop, -1
         else:
             stop, ended = "", output.stop_token
         return Delta(
@@ -221,8 +221,8 @@ class ScoredTask(OutputState):
         ids, logprobs = [id for _, id, _ in told], [logprob for _, _, logprob in told]
         completion = 0 if finish is None else self.completion
         self.cached = max(self.cached, min(output.cached_tokens, self.prompt_tokens))
-        counts, rest = (self.prompt_tokens, completion), (self.text.stop, self.cached)
-        ended = -1 if self.text.stop else output.stop_token
+        counts, rest = (self.prompt_tokens, completion), (self.text.found_stop, self.cached)
+        ended = -1 if self.text.found_stop else output.stop_token
         return Delta(self.id, text, ids, finish, *counts, logprobs, [], *rest, stop_token=ended)
 
     def _read_tokens(self, output: StepOutput) -> str:

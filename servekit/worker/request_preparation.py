@@ -88,7 +88,7 @@ class RequestPreparer:
                 return Prepared(recording=self._read_recording(request))
             case _:
                 spread = self._thread_for(request) is not self._readers
-                inputs, types = self._inputs.encode(request, spread=spread)
+                inputs, types = self._inputs.encode_input(request, spread=spread)
                 return Prepared(inputs=inputs, types=types)
 
     async def prepare_aside(self, request: Generate, wanted: Callable[[], bool]) -> Prepared:
@@ -97,23 +97,23 @@ class RequestPreparer:
         `wanted` is called in that thread; if it returns False, an empty result is returned.
         """
 
-        def prepare() -> Prepared:
+        def prepare_request() -> Prepared:
             return self.prepare(request) if wanted() else Prepared()
 
         def prepare_prompt() -> Prepared:
             check_request(request, self._info, self._engine.spec)
             return self._prepare_prompt(request) if wanted() else Prepared()
 
-        def constrain() -> object | None:
+        def compile_grammar() -> object | None:
             return self._compile_grammar(request) if wanted() else None
 
         loop = asyncio.get_running_loop()
         if request.params.grammar is None or request.task != "generate":
-            return await loop.run_in_executor(self._thread_for(request), prepare)
+            return await loop.run_in_executor(self._thread_for(request), prepare_request)
         if _request_length(request) <= LONG_PROMPT_CHARS:
-            return await loop.run_in_executor(self._compilers, prepare)
+            return await loop.run_in_executor(self._compilers, prepare_request)
         prepared = await loop.run_in_executor(self._reader, prepare_prompt)
-        prepared.constraint = await loop.run_in_executor(self._compilers, constrain)
+        prepared.constraint = await loop.run_in_executor(self._compilers, compile_grammar)
         return prepared
 
     def _thread_for(self, request: Generate) -> ThreadPoolExecutor:

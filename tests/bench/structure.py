@@ -3,7 +3,7 @@
 Prints one Markdown table: this package beside other packages, which are read where they are
 installed. The figures give a direction; no test holds them.
 
-    python -m tests.bench.structure [--others uvicorn starlette mosec]
+    python -m tests.bench.structure [--others uvicorn starlette mosec] [--names]
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Figures:
     in_folder: Counter[Path] = field(default_factory=Counter)
     functions: list[str] = field(default_factory=list)
     complexities: list[int] = field(default_factory=list)
-    #: Public functions, methods and classes: how many definitions share a name.
-    public: Counter[str] = field(default_factory=Counter)
+    #: Places of the public functions, methods and classes, by name.
+    public: dict[str, list[str]] = field(default_factory=dict)
     docstrings: int = 0
     bad_openings: int = 0
     #: Of public classes and functions, methods included: those there are, and with a docstring.
@@ -67,8 +67,7 @@ class Figures:
         yield "functions", f"{len(self.functions):,}"
         yield "one-word names of functions", _share(one_word, len(named))
         yield "private functions", _share(private, len(named))
-        shared = sum(count >= 5 for count in self.public.values())
-        yield "public names with five or more definitions", str(shared)
+        yield "public names with five or more definitions", str(len(self.shared_names()))
         yield (
             "docstrings that open with a pronoun or a question word",
             _share(self.bad_openings, self.docstrings),
@@ -91,6 +90,11 @@ class Figures:
         single = sum(self._implementations(members) == 1 for members in self.protocols.values())
         yield "protocols; with one implementation", f"{len(self.protocols)}; {single}"
 
+    def shared_names(self) -> dict[str, list[str]]:
+        """Return the public names that five or more definitions share, with their places."""
+        found = [(name, places) for name, places in self.public.items() if len(places) >= 5]
+        return dict(sorted(found, key=lambda one: -len(one[1])))
+
     def _implementations(self, members: set[str]) -> int:
         """Count the classes that have all members of a protocol, inherited ones not counted."""
         return sum(members <= have for have in self.classes.values())
@@ -105,11 +109,11 @@ def read_package(name: str, folder: Path) -> Figures:
         figures.file_lines.append(len(text.splitlines()))
         figures.lines += figures.file_lines[-1]
         figures.in_folder[path.parent] += path.name != "__init__.py"
-        _read_module(ast.parse(text, str(path)), figures)
+        _read_module(ast.parse(text, str(path)), str(path.relative_to(folder)), figures)
     return figures
 
 
-def _read_module(tree: ast.Module, figures: Figures) -> None:
+def _read_module(tree: ast.Module, place: str, figures: Figures) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
@@ -121,7 +125,7 @@ def _read_module(tree: ast.Module, figures: Figures) -> None:
             figures.function_lines.append((node.end_lineno or node.lineno) - node.lineno + 1)
             figures.complexities.append(_complexity(node))
         if isinstance(node, _Function | ast.ClassDef) and not node.name.startswith("_"):
-            figures.public[node.name] += 1
+            figures.public.setdefault(node.name, []).append(f"{place}:{node.lineno}")
             figures.documentable += 1
             figures.documented += ast.get_docstring(node) is not None
         if isinstance(node, _Function | ast.ClassDef | ast.Module):
@@ -164,9 +168,14 @@ def _share(part: int, whole: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.structure")
     parser.add_argument("--others", nargs="*", default=["uvicorn", "starlette", "mosec"])
-    names = parser.parse_args().others
+    parser.add_argument("--names", action="store_true", help="list our shared names instead")
+    arguments = parser.parse_args()
     found = [read_package("servekit", Path(__file__).parents[2] / "servekit")]
-    for name in names:
+    if arguments.names:
+        for name, places in found[0].shared_names().items():
+            print(f"{name} ({len(places)}): {', '.join(places)}")
+        return 0
+    for name in arguments.others:
         spec = find_spec(name)
         if spec is not None and spec.origin is not None:
             found.append(read_package(name, Path(spec.origin).parent))

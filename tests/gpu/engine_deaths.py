@@ -138,7 +138,7 @@ async def die(
     known: list[BaselineAnswer] | None,
 ) -> tuple[list[BaselineAnswer], list[str], bool]:
     """Have the busiest replica die under load; the undisturbed answers, a row, and whether well."""
-    target = await Target.find(url, run_dir, "m")
+    target = await Target.find_target(url, run_dir, "m")
     if await target.until_whole(UP_S) is None:
         raise RuntimeError(f"not both replicas of {engine} serve")
     known = known or await undisturbed(target, engine, args.device, args.streams)

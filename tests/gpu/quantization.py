@@ -122,7 +122,7 @@ def compare_memory(instance: Instance, folder: Path, method: str) -> Row:
     if method == "none":
         return Row("none: weights", f"{info.parameters * 2 / 2**20:.0f} MiB")
     width = 2 if info.device.startswith("cuda") else 4
-    due = weight_quantization.size_bytes(method, safetensors.read_shapes(folder), width)
+    due = weight_quantization.count_quantized_bytes(method, safetensors.read_shapes(folder), width)
     found = info.weights_bytes
     measured = f"{found / 2**20:.0f} MiB, {due / 2**20:.0f} estimated"
     return Row(f"{method}: weights", measured, abs(found - due) <= TOLERANCE * due)

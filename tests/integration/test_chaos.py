@@ -42,7 +42,7 @@ def scene(instance: Instance) -> ExperimentContext:
     url = instance.url
 
     async def make() -> ExperimentContext:
-        target = await Target.find(url, instance.run_dir, None)
+        target = await Target.find_target(url, instance.run_dir, None)
         known = await run.known_answers(target, count=4)
         assert all(one.sure for one in known)
         return ExperimentContext(target, known, SECONDS, memory_bytes=64 * 2**20)
@@ -91,7 +91,7 @@ def test_no_step_is_made_to_raise_in_who_was_not_started_for_it(tmp_path: Path) 
         url, pid = instance.until_settled().url, instance.replica("one/0").pid
 
         async def find() -> list[ExperimentResult]:
-            target = await Target.find(url, instance.run_dir, "one")
+            target = await Target.find_target(url, instance.run_dir, "one")
             known = await run.known_answers(target, count=2)
             scene = ExperimentContext(target, known, SECONDS)
             return [await run.EXPERIMENTS[n](scene) for n in ("step-raises", ELSEWHERE[0])]
@@ -108,7 +108,7 @@ def test_a_single_worker_is_waited_for(tmp_path: Path) -> None:
         url = instance.until_settled().url
 
         async def kill() -> ExperimentResult:
-            target = await Target.find(url, instance.run_dir, "one")
+            target = await Target.find_target(url, instance.run_dir, "one")
             known = await run.known_answers(target, count=2)
             return await run.EXPERIMENTS["worker-killed"](ExperimentContext(target, known, SECONDS))
 
@@ -131,7 +131,7 @@ def test_nothing_survives_the_supervisor_and_the_next_start_cleans(tmp_path: Pat
         url = instance.until_settled().url
 
         async def kill() -> ExperimentResult:
-            target = await Target.find(url, instance.run_dir, "a")
+            target = await Target.find_target(url, instance.run_dir, "a")
             known = await run.known_answers(target, count=2)
             return await run.EXPERIMENTS[run.LAST](ExperimentContext(target, known, SECONDS))
 
@@ -187,10 +187,10 @@ def test_the_command_wants_a_name_that_there_is(instance: Instance) -> None:
 
 def test_another_instances_url_is_refused(instance: Instance) -> None:
     with pytest.raises(StartError, match=r"not http://127\.0\.0\.1:9"):
-        asyncio.run(Target.find("http://127.0.0.1:9", instance.run_dir, None))
+        asyncio.run(Target.find_target("http://127.0.0.1:9", instance.run_dir, None))
 
 
 @pytest.mark.lane("long")
 def test_a_run_directory_where_nothing_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="no servekit runs"):
-        asyncio.run(Target.find("http://127.0.0.1:8000", tmp_path, None))
+        asyncio.run(Target.find_target("http://127.0.0.1:8000", tmp_path, None))

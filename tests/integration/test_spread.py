@@ -116,7 +116,7 @@ def test_under_load_a_ranks_death_is_seen_by_nobody(instance: Instance) -> None:
     """As `servekit chaos` kills it; how soon all is whole again is another test's."""
 
     async def kill(url: str) -> ExperimentResult:
-        target = await Target.find(url, instance.run_dir, None)
+        target = await Target.find_target(url, instance.run_dir, None)
         assert await target.until_whole(UP_S) is not None
         known = await chaos.known_answers(target, count=4)
         return await chaos.EXPERIMENTS["engine-process-killed"](

@@ -89,7 +89,7 @@ def questions(args: argparse.Namespace) -> list[Question]:
 
 async def soak(url: str, run_dir: Path, args: argparse.Namespace) -> tuple[Load, Killer, float]:
     """The load, the killer, and the time of this process on the processor per second."""
-    target = await Target.find(url, run_dir, None)
+    target = await Target.find_target(url, run_dir, None)
     known = await learn_answers(target.client, questions(args), at_once=args.streams)
     unsure = sum(not one.sure for one in known)
     if unsure:

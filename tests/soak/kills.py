@@ -120,7 +120,7 @@ class Killer:
 
     async def _watch(self) -> None:
         while True:
-            status = await self._target.status()
+            status = await self._target.read_status()
             now = time.monotonic()
             ready = {r.name: r.pid for m in status.models for r in m.replicas if r.state == "ready"}
             self.ready_s.append((now, len(ready)))

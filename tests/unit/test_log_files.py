@@ -36,7 +36,7 @@ def test_the_last_lines_go_back_into_what_was_rotated(tmp_path: Path) -> None:
     path = tmp_path / "a~0.log"
     file = RotatingFile(path, max_bytes=40, keep=3)
     for number in range(40):
-        file.write(b"line %d\n" % number)
+        file.append_line(b"line %d\n" % number)
     file.close()
     assert texts(path, 8) == [f"line {number}" for number in range(32, 40)]
     assert texts(path, 0) == []
@@ -65,16 +65,16 @@ def test_lines_have_the_time_they_tell_or_that_of_their_neighbours(tmp_path: Pat
 def test_a_tail_follows_through_rotations(tmp_path: Path) -> None:
     path = tmp_path / "a~0.log"
     file = RotatingFile(path, max_bytes=30, keep=3)
-    file.write(b"before\n")
+    file.append_line(b"before\n")
     tail = Tail(path, from_start=False)
     seen: list[str] = []
     for number in range(12):
-        file.write(b"line %d\n" % number)
+        file.append_line(b"line %d\n" % number)
         seen += tail.lines()
     assert seen == [f"line {number}" for number in range(12)]
     path.unlink()
     assert list(tail.lines()) == []
-    file.write(b"anew\n")
+    file.append_line(b"anew\n")
     assert list(tail.lines()) == ["anew"]
     tail.close()
     file.close()

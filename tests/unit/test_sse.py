@@ -63,35 +63,37 @@ def test_cuts_change_nothing(stream: bytes, data: st.DataObject) -> None:
     reader = EventStream()
     found = []
     for begin, end in itertools.pairwise(edges):
-        found += reader.feed(stream[begin:end])
+        found += reader.read_events(stream[begin:end])
     assert found == by_the_standard(stream)
 
 
 @given(streams())
 def test_byte_by_byte(stream: bytes) -> None:
     reader = EventStream()
-    found = [event for at in range(len(stream)) for event in reader.feed(stream[at : at + 1])]
+    found = [
+        event for at in range(len(stream)) for event in reader.read_events(stream[at : at + 1])
+    ]
     assert found == by_the_standard(stream)
 
 
 def test_an_event_is_there_with_its_last_byte() -> None:
     reader = EventStream()
-    assert reader.feed(b"data: a\n") == []
-    assert reader.feed(b"\n") == [b"a"]
-    assert reader.feed(b"data: b\r\n\r") == [b"b"], "the CR has ended the line already"
-    assert reader.feed(b"\ndata: c\n\n") == [b"c"]
+    assert reader.read_events(b"data: a\n") == []
+    assert reader.read_events(b"\n") == [b"a"]
+    assert reader.read_events(b"data: b\r\n\r") == [b"b"], "the CR has ended the line already"
+    assert reader.read_events(b"\ndata: c\n\n") == [b"c"]
 
 
 def test_several_in_one_read() -> None:
     reader = EventStream()
-    assert reader.feed(b"data: a\n\n: ping\n\ndata: b\n\ndata: [DO") == [b"a", b"b"]
+    assert reader.read_events(b"data: a\n\n: ping\n\ndata: b\n\ndata: [DO") == [b"a", b"b"]
     assert reader.unread == b"data: [DO"
-    assert reader.feed(b"NE]\n\n") == [b"[DONE]"]
+    assert reader.read_events(b"NE]\n\n") == [b"[DONE]"]
 
 
 def test_what_the_end_cuts_off_is_dropped() -> None:
     reader = EventStream()
-    assert reader.feed(b"data: a\n\ndata: b\n") == [b"a"]
+    assert reader.read_events(b"data: a\n\ndata: b\n") == [b"a"]
 
 
 def test_careless_servers_leave_out_the_last_empty_line() -> None:
@@ -102,7 +104,7 @@ def test_careless_servers_leave_out_the_last_empty_line() -> None:
         (b"", []),
     ):
         reader = EventStream()
-        assert reader.feed(b"data: a\n\n" + rest) == [b"a"]
+        assert reader.read_events(b"data: a\n\n" + rest) == [b"a"]
         assert reader.end() == found
 
 
@@ -112,7 +114,7 @@ def test_an_event_without_an_end_is_given_up(line: bytes) -> None:
     fed = 0
     with pytest.raises(EventTooLong):
         while fed < 2**21:
-            reader.feed(line)
+            reader.read_events(line)
             fed += len(line)
     assert fed > 2**19
 
@@ -120,4 +122,4 @@ def test_an_event_without_an_end_is_given_up(line: bytes) -> None:
 def test_a_stream_may_be_longer_than_an_event() -> None:
     reader = EventStream(2**20)
     event = b"data: " + b"x" * 2**19 + b"\n\n"
-    assert sum(len(reader.feed(event)) for _ in range(4)) == 4
+    assert sum(len(reader.read_events(event)) for _ in range(4)) == 4

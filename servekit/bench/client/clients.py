@@ -33,7 +33,7 @@ class Clients:
     """An async context of client processes; at its end no process is left."""
 
     def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:
-        self._program = program  # starts `servekit.bench.process.main`
+        self._program = program  # starts `servekit.bench.process.run_client_process`
         self._environ = environ
         self._processes: list[asyncio.subprocess.Process] = []
 

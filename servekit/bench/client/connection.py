@@ -43,7 +43,7 @@ class Exchange:
     def text(self) -> str:
         return "".join(self.texts or ())
 
-    def end(self, outcome: Outcome, message: str = "", now: float | None = None) -> None:
+    def end_exchange(self, outcome: Outcome, message: str = "", now: float | None = None) -> None:
         record = self.record
         record.outcome, record.message = outcome, message
         record.status = self.status
@@ -136,7 +136,7 @@ class Connection(asyncio.Protocol):
         exchange = self._exchange
         self.abort()
         if exchange is not None:
-            exchange.end(outcome, message)
+            exchange.end_exchange(outcome, message)
             exchange.done(exchange)
 
     # ---- asyncio.Protocol
@@ -218,11 +218,11 @@ class Connection(asyncio.Protocol):
                 raise msgspec.DecodeError("it is too long")
             return ""
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        return exchange.take_events(exchange.events.feed(data), now)
+        return exchange.take_events(exchange.events.read_events(data), now)
 
     def _finish(self, exchange: Exchange, now: float) -> None:
         outcome, message = self._verdict(exchange)
-        exchange.end(outcome, message, now)
+        exchange.end_exchange(outcome, message, now)
         self._exchange = None
         if self.closed or not (self._sized and self._keeps):
             self.abort()

@@ -14,7 +14,7 @@ _MESSAGE = 300
 _NULL = msgspec.Raw(b"null")
 
 
-class Usage(msgspec.Struct):
+class TokenUsage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
@@ -37,7 +37,7 @@ class AnswerSchema(msgspec.Struct):
     """An event of a stream, a whole answer, or an error in place of either."""
 
     choices: list[_Choice] | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     error: msgspec.Raw = _NULL
     data: list[msgspec.Raw] | None = None  # of embeddings
 

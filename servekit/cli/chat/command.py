@@ -262,7 +262,7 @@ def _read_line() -> str | None:
         while True:
             lines.append(input(prompt if not lines else "... "))
             if _is_quoted(lines):
-                if _ends_quoted(lines):
+                if "\n".join(lines).count(_QUOTES) > 1:
                     return "\n".join(lines)
             elif not lines[-1].endswith("\\"):
                 return "\n".join(lines)
@@ -283,10 +283,6 @@ def _is_quoted(lines: list[str]) -> bool:
     """Return whether the text begins with three quotation marks, also after /system."""
     first = lines[0].removeprefix("/set ").removeprefix("/system ").removeprefix("system ")
     return first.startswith(_QUOTES)
-
-
-def _ends_quoted(lines: list[str]) -> bool:
-    return "\n".join(lines).count(_QUOTES) > 1
 
 
 def _strip_quotes(text: str) -> str:

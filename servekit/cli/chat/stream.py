@@ -114,7 +114,7 @@ def _read_events(chunks: Iterator[bytes]) -> Iterator[bytes]:
     events = EventStream(_LONGEST_BYTES)
     try:
         for chunk in chunks:
-            yield from events.feed(chunk)
+            yield from events.read_events(chunk)
         yield from events.end()
     except EventTooLong:
         said = f"the server sent an event of more than {_LONGEST_BYTES} bytes"

@@ -149,14 +149,14 @@ def _ask_user(question: str, default: str, read: Callable[[str], T]) -> T:
 def _ask_model(model: str | None, name: str | None, output: Path, *, asks: bool) -> tuple[str, str]:
     from servekit.cli.init.config_template import name_of
 
-    def read(text: str) -> str:
+    def parse_answer(text: str) -> str:
         return _make_path(text, output)
 
     if model is None and asks:
         question = "Model (a folder, a .gguf file, a hub id such as Qwen/Qwen3-0.6B, or demo)"
-        path = _ask_user(question, "demo", read)
+        path = _ask_user(question, "demo", parse_answer)
     else:
-        path = read(model or "demo")
+        path = parse_answer(model or "demo")
     return path, name or name_of(path)
 
 
@@ -177,12 +177,12 @@ def _make_path(text: str, output: Path) -> str:
 
 
 def _ask_gpus(said: str | None, found: "tuple[Gpu, ...]", *, asks: bool) -> tuple[int, ...] | None:
-    def read(text: str) -> tuple[int, ...] | None:
+    def parse_answer(text: str) -> tuple[int, ...] | None:
         return _parse_indexes(text, found)
 
     if said is None and asks and found:
-        return _ask_user("GPUs (all, none, or by index: 0,1)", "all", read)
-    return read(said or "all")
+        return _ask_user("GPUs (all, none, or by index: 0,1)", "all", parse_answer)
+    return parse_answer(said or "all")
 
 
 def _parse_indexes(text: str, found: "tuple[Gpu, ...]") -> tuple[int, ...] | None:

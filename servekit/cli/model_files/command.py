@@ -239,7 +239,7 @@ def rm(
     size = format_bytes(found.size_bytes)
     if not yes:
         typer.confirm(f"Remove {source}, {size}?", abort=True)
-    disk.remove(found, os.environ)
+    disk.remove_files(found, os.environ)
     typer.echo(f"removed {source}: {size}")
 
 

@@ -35,7 +35,7 @@ def list_stored(environ: Mapping[str, str]) -> list[Stored]:
         if source := _name_source(identity):
             folders.setdefault(source, []).append(folder)
     return [
-        Stored(source, tuple(found), sum(map(measure, found)))
+        Stored(source, tuple(found), sum(map(measure_files, found)))
         for source, found in sorted(folders.items())
     ]
 
@@ -63,10 +63,10 @@ def size_of(path: str, stored: list[Stored]) -> int | None:
     if found is not None:
         return found.size_bytes
     local = Path(path)
-    return measure(local) if local.is_absolute() and local.exists() else None
+    return measure_files(local) if local.is_absolute() and local.exists() else None
 
 
-def measure(path: Path) -> int:
+def measure_files(path: Path) -> int:
     """Return the bytes of the files in a folder, each once: the hub's snapshots are links."""
     if path.is_file():
         return path.stat().st_size
@@ -77,7 +77,7 @@ def _files(folder: Path) -> Iterator[Path]:
     return (one for one in folder.rglob("*") if one.is_file() and not one.is_symlink())
 
 
-def remove(stored: Stored, environ: Mapping[str, str]) -> None:
+def remove_files(stored: Stored, environ: Mapping[str, str]) -> None:
     """Remove the files, and the commits that were pinned for them. Raises StartError."""
     try:
         for folder in stored.folders:

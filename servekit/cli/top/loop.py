@@ -37,9 +37,9 @@ _LEAST = 20, 5
 async def print_once(folder: Path, console: Console) -> None:
     """Print one picture, from two samples, since a rate needs an interval."""
     sampler = Sampler()
-    sampler.feed(await instance_lookup.status_soon(folder), time.monotonic())
+    sampler.add_status(await instance_lookup.status_soon(folder), time.monotonic())
     await asyncio.sleep(_BETWEEN_S)
-    sampler.feed(await instance_lookup.status_soon(folder), time.monotonic())
+    sampler.add_status(await instance_lookup.status_soon(folder), time.monotonic())
     view = sampler.view(await _read_events(folder))
     assert view is not None  # it has samples
     width = console.width if console.is_terminal else _WIDE
@@ -50,7 +50,7 @@ async def print_once(folder: Path, console: Console) -> None:
 async def watch_instance(folder: Path, console: Console, every_s: float) -> None:
     """Draw the picture until the user presses q. Raises StartError if no instance runs at first."""
     sampler = Sampler()
-    sampler.feed(
+    sampler.add_status(
         await instance_lookup.status_soon(folder), time.monotonic()
     )  # raises if no instance runs
     with _listen_for_keys() as pressed, _open_screen(console) as screen:
@@ -66,7 +66,9 @@ async def _update_screen(folder: Path, sampler: Sampler, screen: _Screen, every_
     while True:
         began, lost = time.monotonic(), ""
         try:
-            sampler.feed(await instance_lookup.status_soon(folder, _ANSWER_S), time.monotonic())
+            sampler.add_status(
+                await instance_lookup.status_soon(folder, _ANSWER_S), time.monotonic()
+            )
         except StartError:
             lost = f"no servekit runs in {folder}"
         except (ServekitError, OSError) as error:

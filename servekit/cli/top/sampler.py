@@ -42,7 +42,7 @@ class Sampler:
         self._status: Status | None = None
         self._lost_at = 0.0
 
-    def feed(self, status: Status, now_s: float) -> None:
+    def add_status(self, status: Status, now_s: float) -> None:
         """Add a status. `now_s` is on the monotonic clock."""
         if self._status is None or self._status.pid != status.pid:
             self._samples.clear()

@@ -72,7 +72,7 @@ class Background:
                     return status
             time.sleep(_LOOK_EVERY_S)
 
-    def end(self) -> None:
+    def stop_instance(self) -> None:
         """Stop the instance, and wait until it is gone. A second Ctrl-C does not wait."""
         try:
             self.process.terminate()
@@ -81,7 +81,7 @@ class Background:
             self.process.terminate()
             self.process.wait()
 
-    def find(self) -> Running | None:
+    def find_instance(self) -> Running | None:
         """Return the running instance, once it has its run directory."""
         from servekit.supervisor.process.instances import list_instances
 
@@ -90,7 +90,7 @@ class Background:
     def _read_status(self) -> Status | None:
         from servekit.cli.instance_lookup import read_status
 
-        found = self.find()
+        found = self.find_instance()
         if found is None:
             return None
         with contextlib.suppress(ServekitError):  # it does not listen yet, or no more

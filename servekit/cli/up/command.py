@@ -184,7 +184,7 @@ def _serve_in_background(plan: "Plan", path: Path, folder: Path | None, flags: l
         pid, log = instance.process.pid, instance.log
         typer.echo(f"servekit (pid {pid}) goes on in the background; its log: {log}", err=True)
         return 130
-    found = instance.find()
+    found = instance.find_instance()
     stop = _down_command(found.run_dir) if found is not None else "servekit down"
     facts = BannerFacts(plan.config.server.ui, stop, str(instance.log))
     print_tables(banner(status, facts, boxed=False))

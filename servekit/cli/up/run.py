@@ -60,7 +60,7 @@ def run(
         try:
             _serve(instance, Path(folder) / "run", system)
         finally:
-            instance.end()
+            instance.stop_instance()
 
 
 def _serve(instance: "Background", run_dir: Path, system: str) -> None:

@@ -243,7 +243,7 @@ def adapt_kind(kind: EngineKind, environment: Environment) -> EngineKind:
     return replace(kind, cpu_build=environment.is_for_cpus(kind))
 
 
-def kind_of(model: ModelConfig) -> EngineKind:
+def find_kind_in_environment(model: ModelConfig) -> EngineKind:
     """Return the kind of a model's engine, as it is in the environment of its workers.
 
     `python` must be resolved. An interpreter that is gone changes nothing here: the worker reports

@@ -108,7 +108,7 @@ def find_plugin(name: str) -> Plugin | None:
     return next((plugin for plugin in usable_plugins() if plugin.name == name), None)
 
 
-def kind_of(name: str) -> EngineKind:
+def import_plugin_kind(name: str) -> EngineKind:
     """Import the current kind of a plugin.
 
     Raises KeyError for an unknown plugin, ValueError with a sentence for an unusable kind.
@@ -122,13 +122,13 @@ def kind_of(name: str) -> EngineKind:
 
 def last_told(name: str) -> EngineKind:
     """Return the kind as last imported: running workers do not depend on changes of the package."""
-    return _told[name] if name in _told else kind_of(name)
+    return _told[name] if name in _told else import_plugin_kind(name)
 
 
 def options_of(name: str) -> type[Section] | None:
     """Return the options of an engine or plugin; None if no such engine can be used."""
     try:
-        return (KINDS[name] if name in KINDS else kind_of(name)).options
+        return (KINDS[name] if name in KINDS else import_plugin_kind(name)).options
     except (KeyError, ValueError):
         return None
 

@@ -103,7 +103,8 @@ class _Composer:
     def _build(self, event: yaml.Event, mark: Mark, depth: int) -> Node:
         tag = getattr(event, "tag", None)
         if tag not in (None, "!", _STR_TAG):
-            raise DocumentError(f"the tag {_short_tag(tag)} is not supported.", mark)
+            short = tag.replace("tag:yaml.org,2002:", "!!")[:40]
+            raise DocumentError(f"the tag {short} is not supported.", mark)
         if isinstance(event, yaml.ScalarEvent):
             _check_text(event.value, mark)
             is_plain = event.implicit[0] and tag is None
@@ -179,10 +180,6 @@ def _check_text(text: str, mark: Mark) -> None:
     bad = _UNPRINTABLE.search(text)
     if bad:
         raise DocumentError(f"this text holds an unprintable U+{ord(bad[0]):04X}.", mark)
-
-
-def _short_tag(tag: str) -> str:
-    return tag.replace("tag:yaml.org,2002:", "!!")[:40]
 
 
 def _resolve_scalar(text: str) -> Scalar:

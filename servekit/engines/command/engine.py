@@ -311,7 +311,7 @@ def _measure_weights(path: str, revision: str | None) -> int:
             found = Path(snapshot_download(path, revision=revision, local_files_only=True))
         if found.is_file():
             return sum(part.stat().st_size for part in gguf.parts(found))
-        return safetensors.size_bytes(safetensors.elements(found))
+        return safetensors.count_bytes(safetensors.elements(found))
     except (ImportError, OSError, ValueError):
         return 0
 

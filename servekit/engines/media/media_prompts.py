@@ -63,7 +63,7 @@ class MediaEncoder:
     def modalities(self) -> tuple[Modality, ...]:
         return tuple(self._marks)
 
-    def encode(
+    def encode_media(
         self,
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] = (),

@@ -82,7 +82,7 @@ def _join_blocks(
             raise RequestError(
                 "file: the recording has samples that are not numbers (NaN)", param="file"
             )
-        parts.append(resampler.feed(mixed.clip(-1, 1)))
+        parts.append(resampler.take_samples(mixed.clip(-1, 1)))
     parts.append(resampler.end())
     samples = np.concatenate(parts)
     if not len(samples):

@@ -41,7 +41,7 @@ class Resampler:
         self._filter = (cutoff * np.sinc(times * cutoff) * window).astype(np.float32)
         self._kept = np.zeros(self._margin, np.float32)
 
-    def feed(self, samples: Samples) -> Samples:
+    def take_samples(self, samples: Samples) -> Samples:
         """Return the new samples that are certain by now."""
         if self._filter is None:
             return samples

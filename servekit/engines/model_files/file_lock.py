@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import structlog
 
+from servekit.engines.api import load_phases
 from servekit.engines.api.base import Report
-from servekit.engines.api.load_phases import phase as timed
 from servekit.protocol.messages import Progress
 
 log: Any = structlog.get_logger(__name__)
@@ -39,7 +39,7 @@ def hold_lock(path: Path, report: Report, *, phase: str) -> Iterator[Report]:
     try:
         if not take_lock(descriptor):
             log.info("model_files_awaited", entry=path.stem)
-            with timed("lock"):
+            with load_phases.phase("lock"):
                 _wait_for_lock(descriptor, shared, report, phase)
         shared.unlink(missing_ok=True)  # of a dead owner
         try:

@@ -25,7 +25,7 @@ _LOGIT_SCORE = "LogitScore"
 _RERANKERS = {"Qwen3ForCausalLM": "qwen3-reranker"}
 
 
-def kind_of(folder: Path, spec: WorkerSpec) -> ModelKind:
+def find_model_kind(folder: Path, spec: WorkerSpec) -> ModelKind:
     """Return the kind of the model in a folder: `options.task`, else by its files.
 
     Raises LoadError if the files cannot have that task.
@@ -81,7 +81,7 @@ def read_score_tokens(folder: Path) -> ScoreTokens | None:
 
 def refuse_speech(folder: Path, spec: WorkerSpec) -> None:
     """Raise LoadError for a Whisper model, in the name of an engine that has no recordings."""
-    if kind_of(folder, spec) == "transcribe":
+    if find_model_kind(folder, spec) == "transcribe":
         raise LoadError(
             f"{spec.model} hears speech, which this engine does not serve; write engine:"
             " transformers, or engine: command for a server whose /v1/audio/transcriptions is"

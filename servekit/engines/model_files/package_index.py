@@ -179,7 +179,7 @@ def find_wheel(requirement: str, settings: Settings) -> Wheel:
     raise NoSuchWheel(said) if settings.indexes and not refused else LoadError(said)
 
 
-def size_bytes(wheel: Wheel, settings: Settings) -> int:
+def find_wheel_bytes(wheel: Wheel, settings: Settings) -> int:
     """Return the size of the file, by a HEAD request if the index does not tell it; 0: unknown."""
     if wheel.size_bytes:
         return wheel.size_bytes

@@ -52,13 +52,13 @@ def _download_wheel(requirement: str, scratch: Path, cache: Cache, report: Repor
 
     told = 0
 
-    def tell(done: int, total: int) -> None:
+    def report_bytes(done: int, total: int) -> None:
         nonlocal told
         if done - told >= _TELL_EVERY_BYTES or done == total:
             told = done
             report(Progress("fetch", done, total, "bytes"))
 
-    package_index.download_wheel(found, path, settings, tell)
+    package_index.download_wheel(found, path, settings, report_bytes)
     return path
 
 

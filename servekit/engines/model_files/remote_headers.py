@@ -31,13 +31,13 @@ def write_headers(
     Raises LoadError or an error of the HTTP client.
     """
 
-    def write(name: str) -> None:
+    def write_shard(name: str) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_header(path, sizes[name], lambda length: _fetch_start(repo, name, revision, length))
 
     with ThreadPoolExecutor(_PARALLEL) as pool:
-        list(pool.map(write, names))
+        list(pool.map(write_shard, names))
 
 
 def _write_header(path: Path, size: int, fetch: Callable[[int], bytes]) -> None:

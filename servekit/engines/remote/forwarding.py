@@ -110,7 +110,7 @@ class UsageReader:
         self._body = bytearray()
         self._reads = kind == "application/json"
 
-    def read(self, data: bytes) -> None:
+    def note_piece(self, data: bytes) -> None:
         self._reads = self._reads and len(self._body) + len(data) <= _MOST_READ_BYTES
         if self._reads:
             self._body += data

@@ -76,7 +76,7 @@ class RateLimiter:
         self._turn = asyncio.Lock()  # a fair lock
         self._changed = asyncio.Event()
 
-    async def admit(self, tokens: int) -> Sent:
+    async def await_turn(self, tokens: int) -> Sent:
         """Wait until a request of about `tokens` tokens may be sent."""
         loop = asyncio.get_running_loop()
         self.waiting += 1

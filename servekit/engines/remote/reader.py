@@ -57,7 +57,7 @@ async def _take_events(
 
 def _feed_events(events: EventStream, piece: bytes | None, answer: ResponseParser) -> bool:
     try:
-        found = events.end() if piece is None else events.feed(piece)
+        found = events.end() if piece is None else events.read_events(piece)
     except EventTooLong:
         raise wrong_answer(f"one of its events has more than {MAX_EVENT_BYTES} bytes") from None
     for data in found:

@@ -115,7 +115,7 @@ class Trials:
         self._waiting = 0
 
     @property
-    def pid(self) -> int | None:
+    def trial_pid(self) -> int | None:
         """Process id of the trial process; None if it was not needed yet."""
         return None if self._process is None else self._process.pid
 

@@ -38,7 +38,7 @@ class SegmentCache:
         self._known: OrderedDict[tuple[bool, str], list[int]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def encode(self, text: str) -> list[int]:
+    def encode_segments(self, text: str) -> list[int]:
         ids: list[int] = []
         for at, part in enumerate(self._split_text(text)):
             ids += self._encode_part((at == 0, part))

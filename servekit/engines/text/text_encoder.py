@@ -128,15 +128,17 @@ class TextEncoder:
         return _read_tokenized(ids, types, tokenized.sequence_ids(0))
 
     def _by_tokenizers(self, backend: Any) -> Encode:
-        def encode(text: str, special: bool) -> list[int]:
+        def encode_exactly(text: str, special: bool) -> list[int]:
             (tokenized,) = backend.encode_batch_fast([text], add_special_tokens=special)
             return list(tokenized.ids)
 
         borders = self._list_borders(backend)
         if not borders:
-            return encode
-        cache = SegmentCache(lambda text: encode(text, False), borders)
-        return lambda text, special: encode(text, True) if special else cache.encode(text)
+            return encode_exactly
+        cache = SegmentCache(lambda text: encode_exactly(text, False), borders)
+        return lambda text, special: (
+            encode_exactly(text, True) if special else cache.encode_segments(text)
+        )
 
     def _list_borders(self, backend: Any) -> list[str]:
         """Return the added tokens of the chat template at which texts may be cut."""
@@ -155,7 +157,7 @@ class TextEncoder:
         fast.no_padding()
         fast.enable_segment_cache(CACHE_BYTES)
 
-        def encode(text: str, special: bool) -> list[int]:
+        def encode_fast(text: str, special: bool) -> list[int]:
             try:
                 return list(fast.encode(text, special).ids)
             except Exception:  # of a byte without a token, which `tokenizers` leaves out
@@ -165,7 +167,7 @@ class TextEncoder:
                 self._retire_fastokens()
                 return self.reserve(text, special)
 
-        return encode
+        return encode_fast
 
     def _retire_fastokens(self) -> None:
         self.encode, self.library = self.reserve, "tokenizers"

@@ -25,7 +25,7 @@ class Pieces:
         self._known = {int(token): str(piece).encode() for token, piece in added.items()}
         self._byte_level = is_byte_level(getattr(tokenizer, "backend_tokenizer", None))
 
-    def token_bytes(self, token: int) -> bytes:
+    def find_bytes(self, token: int) -> bytes:
         """Return the token's bytes; empty for an id that only pads the vocabulary."""
         piece = self._known.get(token)
         if piece is None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from servekit.engines.api.base import TokenizedText, TooManyTokens
+from servekit.engines.api.base import PairCodec, TokenizedText, TooManyTokens
 from servekit.engines.text.chat_template import ChatTemplate
 from servekit.engines.text.pair_template import FilledPrompt, PairTemplate
 from servekit.engines.text.text_encoder import TextEncoder
@@ -43,7 +43,7 @@ _CUT_TOKENS = 128
 _QUICK_CHARS = 512
 
 
-class Prompts(ABC):
+class Prompts(PairCodec, ABC):
     """The encoding half of a codec, for any tokenizer."""
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -52,12 +52,6 @@ class Prompts(ABC):
     @abstractmethod
     def _tokenize_text(self, text: str, special: bool) -> list[int]:
         """Return token ids; with `special` the tokens of a text's beginning and end are added."""
-
-    @abstractmethod
-    def encode_parts(
-        self, text: str, second: str | None = None, instruction: str = ""
-    ) -> TokenizedText:
-        """See `base.PairCodec`."""
 
     @abstractmethod
     def tokens_of(self, texts: Collection[str]) -> dict[str, int]:
@@ -278,7 +272,7 @@ class _BytePieces:
         self._known: dict[int, bytes] = {}
         self.texts: dict[int, str] = {}  # tokens looked up so far that are valid text
 
-    def token_bytes(self, token: int) -> bytes:
+    def find_bytes(self, token: int) -> bytes:
         piece = self._known.get(token)
         if piece is None:
             piece = self._known[token] = self._look_up(token)
@@ -328,7 +322,7 @@ class ByteDecoder:
             text = self._texts.get(token_ids[0])
             if text is not None:
                 return text
-        text = self._utf8.decode(b"".join(map(self._pieces.token_bytes, token_ids)))
+        text = self._utf8.decode(b"".join(map(self._pieces.find_bytes, token_ids)))
         self._waits = self._utf8.getstate() != _SETTLED
         return text
 

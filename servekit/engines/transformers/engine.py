@@ -196,7 +196,10 @@ class TransformersEngine(LoopedEngine):
         jobs = []
         try:
             for number, message in enumerate(make_probes(modality)):
-                prompt, params = encoder.encode([message]), SamplingParams(max_tokens=_PROBE_TOKENS)
+                prompt, params = (
+                    encoder.encode_media([message]),
+                    SamplingParams(max_tokens=_PROBE_TOKENS),
+                )
                 id = -1 - number - 2 * MODALITIES.index(modality)
                 jobs.append(Job(id, prompt.ids, params, media=prompt.inputs))
                 check_job(jobs[-1], self._limits)
@@ -221,7 +224,7 @@ class TransformersEngine(LoopedEngine):
         self._take(EmbedRow(self._key(job.id), job))
 
     def read_recording(self, file: bytes, speech: SpeechParams) -> object:
-        return self._transcription_runner().reader.read(file, speech)
+        return self._transcription_runner().reader.read_recording(file, speech)
 
     def transcribe(self, job: SpeechJob) -> None:
         self._transcription_runner()
@@ -242,7 +245,7 @@ class TransformersEngine(LoopedEngine):
         sampling = resolve_sampling(job.params, self._defaults, self._head_size)
         limit = job.params.max_tokens or 1
         ends = ends_of(job, self._eos)
-        row = Row(self._key(job.id), job, sampling, ends, limit, self._pieces.token_bytes)
+        row = Row(self._key(job.id), job, sampling, ends, limit, self._pieces.find_bytes)
         row.constraint = cast(Constraint | None, job.constraint)
         row.adapter = adapter
         self._take(row)
@@ -267,7 +270,7 @@ class TransformersEngine(LoopedEngine):
             rows = [row for row in self._rows.values() if isinstance(row, Row)]
         if any(row.job.adapter == name for row in rows):
             raise RequestError(f"Requests with adapter {name!r} are under way.", param="lora_name")
-        adapters.unload(name)
+        adapters.drop_adapter(name)
 
     def _adapter_manager(self) -> AdapterManager:
         if self._sleep_state.asleep:
@@ -290,7 +293,7 @@ class TransformersEngine(LoopedEngine):
     ) -> MediaPrompt:
         if self._media is None:
             return super().encode_media(messages, tools, template, continues)
-        return self._media.encode(messages, tools, template, continues)
+        return self._media.encode_media(messages, tools, template, continues)
 
     def sleep(self) -> None:
         self.between_steps(self._sleep_state.sleep)
@@ -335,7 +338,7 @@ class TransformersEngine(LoopedEngine):
             return
         done, failure = threading.Event(), list[BaseException]()
 
-        def command() -> None:
+        def run_command() -> None:
             try:
                 work()
             except BaseException as error:
@@ -343,7 +346,7 @@ class TransformersEngine(LoopedEngine):
             done.set()
 
         with self._changed:
-            self._post(command)
+            self._post(run_command)
         self._await_event(done)
         if failure:
             raise failure[0]

@@ -123,11 +123,11 @@ def _fuse_rotary(file: Any, like: Tensor) -> None:
 
     made = torch.Generator(like.device).manual_seed(7)
 
-    def draw(*shape: int) -> Tensor:
+    def draw_tensor(*shape: int) -> Tensor:
         return torch.randn(shape, generator=made, device=like.device, dtype=like.dtype)
 
-    q, k = draw(1, 5, 6, 32).transpose(1, 2), draw(1, 5, 2, 32).transpose(1, 2)
-    cos, sin = (draw(1, 5, 16).repeat(1, 1, 2) for _ in range(2))
+    q, k = draw_tensor(1, 5, 6, 32).transpose(1, 2), draw_tensor(1, 5, 2, 32).transpose(1, 2)
+    cos, sin = (draw_tensor(1, 5, 16).repeat(1, 1, 2) for _ in range(2))
     for found, expected in zip(
         rotary_triton.rotate(q, k, cos, sin), own(q, k, cos, sin), strict=True
     ):

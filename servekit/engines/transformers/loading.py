@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from servekit.engines.api.base import Report
 from servekit.engines.api.load_phases import phase
-from servekit.engines.model_files.model_kind import ModelKind, kind_of
+from servekit.engines.model_files.model_kind import ModelKind, find_model_kind
 from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.text.pair_template import find_pair_template
 from servekit.engines.text.tokenizer import TokenizerCodec
@@ -85,7 +85,7 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
     torch.set_num_threads(threads)
     with phase("files"):
         folder = Path(resolve_folder(spec.path, spec.revision, report))
-    kind = kind_of(folder, spec)
+    kind = find_model_kind(folder, spec)
     if kind == "transcribe" and plan.is_spread(spec):
         raise LoadError(f"{spec.model} hears speech, and such a model runs on one GPU.")
     ranks = _start_ranks(folder, spec, kind)
@@ -118,7 +118,7 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
                 info,
                 dtype=method,
                 parameters=model.num_parameters(),
-                weights_bytes=weight_offload.size_bytes(model),
+                weights_bytes=weight_offload.count_model_bytes(model),
             )
     except BaseException:
         if ranks is not None:

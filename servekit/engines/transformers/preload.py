@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from servekit.engines.model_files.model_kind import ModelKind, kind_of
+from servekit.engines.model_files.model_kind import ModelKind, find_model_kind
 from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.text.structured_output import Grammars, try_grammars
 from servekit.engines.transformers import weights
@@ -45,7 +45,7 @@ def prepare_model(spec: WorkerSpec) -> None:
     torch.set_num_threads(1)  # a forked process would not have the threads of a pool
     folder = Path(resolve_folder(spec.path, spec.revision, lambda progress: None))
     tokenizer = weights.load_tokenizer(folder, spec)
-    if kind_of(folder, spec) != "generate":
+    if find_model_kind(folder, spec) != "generate":
         _prepared = Prepared(folder, tokenizer, template=spec.chat_template)
         return
     reads = processor.load_processor(folder, spec)

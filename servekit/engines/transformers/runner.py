@@ -69,13 +69,13 @@ class CausalRunner(ABC):
     @abstractmethod
     def step(self) -> list[tuple[Row, StepOutput]]: ...
 
-    def install(self, adapter: Adapter) -> None:
+    def install_adapter(self, adapter: Adapter) -> None:
         """Allow rows with this adapter."""
-        self._mixing.install(adapter)
+        self._mixing.install_adapter(adapter)
 
-    def remove(self, adapter: Adapter) -> None:
+    def remove_adapter(self, adapter: Adapter) -> None:
         """Remove an adapter that no row uses any more."""
-        self._mixing.remove(adapter)
+        self._mixing.uninstall_adapter(adapter)
 
     def tensors(self) -> Iterable[Tensor]:
         """Return the adapters' tensors in the model."""

@@ -72,7 +72,7 @@ class Adapters(AdapterTable[Any]):
             spec.name, "LORA", "mixed", WHY, rank, parameters, 2 * parameters, figures
         )
 
-    def unload(self, name: str) -> None:
+    def drop_adapter(self, name: str) -> None:
         """Unload an adapter; see `Engine.unload_adapter`."""
         self._core.call("remove_lora", self.get(name).lora_int_id)
         del self._served[name]

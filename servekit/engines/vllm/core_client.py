@@ -97,7 +97,7 @@ class Core:
                     self._abort_unlocked([sent.request_id for sent in made[:at]])
                     raise
 
-    def abort(self, names: list[str]) -> None:
+    def abort_jobs(self, names: list[str]) -> None:
         """Abort requests; unknown names and the core's death are ignored."""
         with self._sending:
             self._abort_unlocked(names)

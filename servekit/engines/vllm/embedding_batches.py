@@ -69,7 +69,7 @@ class Texts:
         if job.id not in self._held:
             # Cancelled meanwhile; the abort may have come before the last texts. The core ignores
             # unknown and finished requests.
-            self._core.abort(list(names))
+            self._core.abort_jobs(list(names))
 
     def _send_all(self, job: EmbedJob, names: Sequence[str]) -> None:
         for at in range(0, len(names), BATCH):

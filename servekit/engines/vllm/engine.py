@@ -32,8 +32,8 @@ from servekit.engines.api.job_state import make_embedding_output
 from servekit.engines.api.job_validation import Limits, check_job
 from servekit.engines.api.load_phases import phase
 from servekit.engines.api.process_activity import report_activity
-from servekit.engines.model_files.model_kind import ModelKind, kind_of, refuse_speech
-from servekit.engines.model_files.source import resolve_folder as resolve_source
+from servekit.engines.model_files.model_kind import ModelKind, find_model_kind, refuse_speech
+from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.text.pair_template import find_pair_template
 from servekit.engines.text.sampling_params import resolve_sampling
 from servekit.engines.text.structured_output import Constraint, Grammars, try_grammars
@@ -107,14 +107,14 @@ class VllmEngine(Engine):
     @classmethod
     def prepare(cls, spec: WorkerSpec) -> None:
         core_host.import_core()
-        folder = Path(resolve_source(spec.path, spec.revision, lambda progress: None))
+        folder = Path(resolve_folder(spec.path, spec.revision, lambda progress: None))
         engine_args.inspect_model(spec, folder)
 
     def load(self, report: Report) -> ModelInfo:
         with phase("files"):
-            folder = Path(resolve_source(self.spec.path, self.spec.revision, report))
+            folder = Path(resolve_folder(self.spec.path, self.spec.revision, report))
         refuse_speech(folder, self.spec)
-        kind = kind_of(folder, self.spec)
+        kind = find_model_kind(folder, self.spec)
         with phase("tokenizer"):
             tokenizer = weights.load_tokenizer(folder, self.spec)
         pairs = find_pair_template(folder, self.spec, kind, tokenizer)
@@ -301,7 +301,7 @@ class VllmEngine(Engine):
         names = self._held.cancel(job_id)
         self._prompts.pop(job_id, None)
         if names and self.fatal is None and not self._closing:
-            self._core.abort(names)
+            self._core.abort_jobs(names)
 
     def constrain(self, grammar: Grammar, emitted: Sequence[int]) -> Constraint:
         if self._embeds or self._grammars is None:
@@ -318,13 +318,13 @@ class VllmEngine(Engine):
     ) -> MediaPrompt:
         if self._media is None:
             return super().encode_media(messages, tools, template, continues)
-        return self._media.encode(messages, tools, template, continues)
+        return self._media.encode_media(messages, tools, template, continues)
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
         return self._loaded_adapters().load(adapter)
 
     def unload_adapter(self, name: str) -> None:
-        self._loaded_adapters().unload(name)
+        self._loaded_adapters().drop_adapter(name)
 
     def _loaded_adapters(self) -> Adapters:
         if self._adapters is None:
@@ -419,7 +419,7 @@ class VllmEngine(Engine):
         if self._embeds:
             embedding = self._held.embeddings.get(job_id)  # None: just cancelled
             return None if embedding is None else self._take_vector(job_id, embedding, output)
-        made = requests.output_of(job_id, output, self._stated.eos, self._pieces.token_bytes)
+        made = requests.output_of(job_id, output, self._stated.eos, self._pieces.find_bytes)
         if self._prompts and (ids := self._prompts.get(job_id)) is not None:
             self._take_prompt(made, output.new_prompt_logprobs_tensors, ids)
         return made
@@ -427,15 +427,15 @@ class VllmEngine(Engine):
     def _take_prompt(self, made: StepOutput, found: Any, prompt_ids: list[int]) -> None:
         """Add the prompt's log probabilities to the job's first output."""
         if found is not None:
-            made.prompt = requests.prompt_scores(found, prompt_ids, self._pieces.token_bytes)
+            made.prompt = requests.prompt_scores(found, prompt_ids, self._pieces.find_bytes)
         elif len(prompt_ids) == 1:  # its only token has no predecessor
-            made.prompt = [PromptToken(prompt_ids[0], self._pieces.token_bytes(prompt_ids[0]))]
+            made.prompt = [PromptToken(prompt_ids[0], self._pieces.find_bytes(prompt_ids[0]))]
         if made.prompt is not None or made.finish or made.error:
             self._prompts.pop(made.id, None)
 
     def _take_vector(self, job_id: int, embedding: Embedding, output: Any) -> StepOutput | None:
         if output.pooling_output is None:
-            self._core.abort(list(embedding.places))  # the other texts are useless now
+            self._core.abort_jobs(list(embedding.places))  # the other texts are useless now
             return StepOutput(job_id, [], error=requests.explain_end(output))
         vector = output.pooling_output.float().cpu().numpy()
         embedding.vectors[embedding.places[output.request_id]] = vector.astype("<f4").tobytes()

@@ -82,7 +82,7 @@ class Probes:
         finally:
             del self._open[name]
             if not answer.done():  # nobody waits for the answer any more
-                self._core.abort([name])
+                self._core.abort_jobs([name])
 
     def deliver(self, output: Any) -> None:
         """Take an output that belongs to no client's request."""

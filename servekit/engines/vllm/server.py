@@ -19,7 +19,7 @@ from msgspec import structs
 
 from servekit.engines.api.base import Report
 from servekit.engines.command.engine import CommandEngine
-from servekit.engines.model_files.model_kind import kind_of, refuse_speech
+from servekit.engines.model_files.model_kind import find_model_kind, refuse_speech
 from servekit.engines.model_files.source import resolve_folder
 from servekit.engines.vllm import engine_args
 from servekit.engines.vllm.argument_parser import format_flags
@@ -52,7 +52,7 @@ class VllmServerEngine(CommandEngine):
             raise LoadError("vLLM's own server serves here, with which servekit has no adapters.")
         folder = Path(resolve_folder(self.spec.path, self.spec.revision, report))
         refuse_speech(folder, self.spec)
-        kind = kind_of(folder, self.spec)
+        kind = find_model_kind(folder, self.spec)
         if kind in ("classify", "rerank"):
             raise LoadError(
                 "vLLM's own server serves here, by which servekit has no rerankers and classifiers."

@@ -144,7 +144,7 @@ class ApiKey(EndObserver):
 
     # ---- a call
 
-    def admit(self, call: InflightRequest, model: str, adapter: str = "") -> None:
+    def admit_call(self, call: InflightRequest, model: str, adapter: str = "") -> None:
         """Admit a call for a model, given by its own name, or for an `adapter` of it.
 
         Sets the call's key and priority. Raises Forbidden and RateLimited.

@@ -41,7 +41,7 @@ class Access:
     def __init__(self) -> None:
         self.rules = AccessRules()
         self.closed = False  # a key is needed
-        #: Whether `admit` has anything to check; usually it has not.
+        #: Whether `admit_call` has anything to check; usually it has not.
         self.watchful = False
         self.callers: dict[str, ApiKey] = {}  # by the names of their keys
         self._budgets = KeyBudgets()
@@ -144,7 +144,7 @@ class Access:
 
     # ---- authorization
 
-    def admit(self, call: InflightRequest, model: str, adapter: str = "") -> None:
+    def admit_call(self, call: InflightRequest, model: str, adapter: str = "") -> None:
         """Admit a call for a model, given by its own name, or for an `adapter` of it.
 
         Raises Forbidden, RateLimited, RequestError if the call exceeds a limit, and InvalidKey if
@@ -154,7 +154,7 @@ class Access:
             caller = call.caller or ACTING.get()
             if caller is None:
                 raise InvalidKey("an API key is needed")
-            caller.admit(call, model, adapter)
+            caller.admit_call(call, model, adapter)
             if self.rules.prefixes_by_key:
                 call.cache_salt = caller.rule.name
         request_limits.check_call(call, self.rules.limits)

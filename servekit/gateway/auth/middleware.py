@@ -102,7 +102,7 @@ class AuthMiddleware:
             exchange.extra = self._cors(exchange.headers)
         if self._forwarded is not None:
             origin = exchange.origin
-            origin.address = self._forwarded.find(origin.address, exchange.protocol.headers)
+            origin.address = self._forwarded.find_client(origin.address, exchange.protocol.headers)
         if self._strangers is not None:
             self._strangers.check_request(exchange.headers)
         handler(exchange)

@@ -155,7 +155,7 @@ class ChoiceStream(msgspec.Struct, eq=False):
         self._note_calls(events)
         return events
 
-    def end(self, *, cut: bool) -> list[Event]:
+    def end_text(self, *, cut: bool) -> list[Event]:
         """Return the events of the text that the parser has held back."""
         assert self.parser is not None
         events = self.parser.end(cut=cut)
@@ -316,14 +316,6 @@ class Generation:
         finally:
             self.cancel()
 
-    async def collect_choices(self) -> list[Choice]:
-        """Wait for all choices and return them."""
-        choices = [Choice() for _ in self._choices]
-        async for chunks in self:
-            for chunk in chunks:
-                choices[chunk.choice].add(chunk)
-        return choices
-
     def cancel(self) -> None:
         """Cancel all calls, because the client is gone or wants no more."""
         for choice in self._choices:
@@ -367,7 +359,7 @@ class Generation:
         self._left = [other for other in self._left if other is not choice]
         self.completion_tokens += delta.completion_tokens
         if choice.parser is not None:
-            events = events + choice.end(cut=finish == "length" or bool(stop))
+            events = events + choice.end_text(cut=finish == "length" or bool(stop))
         return GenerationChunk(
             choice.index, events, delta.logprobs, self._finish(choice, finish, stop),
             stop, delta.stop_token, delta.prompt,

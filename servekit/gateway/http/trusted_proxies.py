@@ -41,7 +41,7 @@ class ForwardedAddress:
     def __init__(self, trusted: tuple[str, ...]) -> None:
         self._read = _reading_headers(_do_nothing, trusted)
 
-    def find(self, address: str, headers: Headers) -> str:
+    def find_client(self, address: str, headers: Headers) -> str:
         """Return the address of the client that `address` forwards for, else `address`."""
         scope: Scope = {"type": "http", "client": (address, 0), "headers": headers}
         with contextlib.suppress(StopIteration):

@@ -196,7 +196,7 @@ class Router:
             check_grammar(call.params.grammar, self.access.rules.limits)
         if self.access.watchful:
             adapter = "" if asked is route else asked.status.name
-            self.access.admit(call, route.status.name, adapter)
+            self.access.admit_call(call, route.status.name, adapter)
         if BATCHED.get():
             call.priority = _LAST
         check_task(asked, call, self.models)

@@ -13,11 +13,11 @@ Only the gateway may import from here, and only what `__all__` lists.
 from servekit.gateway.tool_parsing.events import (
     CallArguments,
     Event,
-    Parser,
     Reasoning,
     Text,
     ToolCallStart,
 )
+from servekit.gateway.tool_parsing.incremental_scanner import Parser
 from servekit.gateway.tool_parsing.json_text import is_json
 from servekit.gateway.tool_parsing.lark import after_thoughts
 from servekit.gateway.tool_parsing.registry import FAMILIES, begins_thinking, parser

@@ -1,8 +1,6 @@
-"""The events that a parser finds in a model's text, and the parser protocol."""
+"""The events that a parser finds in a model's text."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import msgspec
 
@@ -35,17 +33,3 @@ class CallArguments(msgspec.Struct, frozen=True, gc=False):
 
 
 Event = Text | Reasoning | ToolCallStart | CallArguments
-
-
-class Parser(Protocol):
-    """Converts a model's text to events that do not depend on how the text was cut into pieces."""
-
-    def feed(self, text: str) -> list[Event]:
-        """Take the next piece; return the events that no further text can change."""
-
-    def end(self, *, cut: bool = False) -> list[Event]:
-        """Return the events of the text that was held back: no further text follows.
-
-        With `cut`, a limit or a stop string ended the text. Then the beginning of a marker, or a
-        call without a complete name, is dropped: it is no part of the answer.
-        """

@@ -59,20 +59,20 @@ class Syntax:
     def in_json(self, key: str) -> str:
         """Return a rule for {"name": …, key: {…}}."""
 
-        def write(name: str, schema: dict[str, Any]) -> str:
+        def write_call(name: str, schema: dict[str, Any]) -> str:
             head = f'{{"name": {json.dumps(name)}, "{key}": '
             return f"{self.lark.literal(head)} {self.lark.json(schema)} {self.lark.literal('}')}"
 
-        return self.any_tool(write)
+        return self.any_tool(write_call)
 
     def around(self, before: Sequence[str], behind: Sequence[str]) -> str:
         """Return a rule for a name and JSON between markers; "{}" stands for the name."""
 
-        def write(name: str, schema: dict[str, Any]) -> str:
+        def write_call(name: str, schema: dict[str, Any]) -> str:
             head = self.lark.literal(*(part.replace("{}", name) for part in before))
             return f"{head} {self.lark.json(schema)} {self.lark.literal(*behind)}".rstrip()
 
-        return self.any_tool(write)
+        return self.any_tool(write_call)
 
 
 Writer = Callable[[Syntax], tuple[str, str]]
@@ -135,7 +135,7 @@ def _write_kimi(syntax: Syntax) -> tuple[str, str]:
     lark = syntax.lark
     number = lark.rule("/[0-9]{1,2}/")
 
-    def write(name: str, schema: dict[str, Any]) -> str:
+    def write_call(name: str, schema: dict[str, Any]) -> str:
         head = lark.literal("<|tool_call_begin|>", f"functions.{name}:")
         between, end = (
             lark.literal("<|tool_call_argument_begin|>"),
@@ -143,7 +143,7 @@ def _write_kimi(syntax: Syntax) -> tuple[str, str]:
         )
         return f"{head} {number} {between} {lark.json(schema)} {end}"
 
-    calls = syntax.any_tool(write) + ("+" if syntax.many else "")
+    calls = syntax.any_tool(write_call) + ("+" if syntax.many else "")
     return "<|tool_calls_section_begin|>", f"{calls} {lark.literal('<|tool_calls_section_end|>')}"
 
 

@@ -37,7 +37,7 @@ def read_harmony(scanner: IncrementalScanner, *, tools: bool) -> Script[None]:
             scanner.rewind()
             yield from read_rest(scanner)
             return
-        scanner.release()
+        scanner.drop_mark()
         yield from _read_message(scanner, calls, header, tools)
         if not (yield from scanner.peek()):
             return

@@ -50,7 +50,7 @@ class IncrementalScanner:
 
     # ---- for the parser
 
-    def write(self, text: str) -> None:
+    def append_text(self, text: str) -> None:
         """Append text, and drop the consumed text that no rewind can reach."""
         cut = self.at if self._mark is None else self._mark
         self.text = self.text[cut:] + text
@@ -80,7 +80,7 @@ class IncrementalScanner:
     def mark(self) -> None:
         self._mark = self.at
 
-    def release(self) -> None:
+    def drop_mark(self) -> None:
         self._mark = None
 
     def rewind(self) -> None:
@@ -220,11 +220,11 @@ class IncrementalScanner:
         """
         pieces: list[str] = []
 
-        def tell(text: str) -> None:
+        def collect_text(text: str) -> None:
             pieces.append(text)
             self.limit_held_text(len(text))
 
-        found = yield from self.read_until_marker(markers, tell, strip=False)
+        found = yield from self.read_until_marker(markers, collect_text, strip=False)
         if not found:
             raise ParseError
         self.at += len(found)
@@ -276,8 +276,11 @@ def _space_before(text: str, start: int, stop: int) -> int:
     return len(tail) - len(tail.rstrip())
 
 
-class GeneratorParser:
-    """A parser that runs a script over its scanner."""
+class Parser:
+    """Converts a model's text to events that do not depend on how the text was cut into pieces.
+
+    It runs a script over its scanner.
+    """
 
     def __init__(self, script: Callable[[IncrementalScanner], Script[None]]) -> None:
         self._scanner = IncrementalScanner()
@@ -285,12 +288,18 @@ class GeneratorParser:
         next(self._script, None)
 
     def feed(self, text: str) -> list[Event]:
+        """Take the next piece; return the events that no further text can change."""
         if not self._scanner.pass_on(text):
-            self._scanner.write(text)
+            self._scanner.append_text(text)
             next(self._script, None)
         return self._scanner.take_events()
 
     def end(self, *, cut: bool = False) -> list[Event]:
+        """Return the events of the text that was held back: no further text follows.
+
+        With `cut`, a limit or a stop string ended the text. Then the beginning of a marker, or a
+        call without a complete name, is dropped: it is no part of the answer.
+        """
         self._scanner.ended, self._scanner.cut = True, cut
         next(self._script, None)
         return self._scanner.take_events()

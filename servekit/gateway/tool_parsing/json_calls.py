@@ -56,7 +56,7 @@ def read_close(scanner: IncrementalScanner, marker: str) -> Script[None]:
     yield from scanner.skip_space()
     if not (yield from scanner.take_end(marker)):
         raise ParseError
-    scanner.release()
+    scanner.drop_mark()
 
 
 def _read_call(scanner: IncrementalScanner, calls: Calls, *, strict: bool) -> Script[None]:
@@ -138,9 +138,9 @@ def _collect_value(scanner: IncrementalScanner) -> Script[str]:
     """Return the source of one complete JSON value."""
     pieces: list[str] = []
 
-    def tell(text: str) -> None:
+    def collect_text(text: str) -> None:
         pieces.append(text)
         scanner.limit_held_text()
 
-    yield from scanner.json(tell)
+    yield from scanner.json(collect_text)
     return "".join(pieces)

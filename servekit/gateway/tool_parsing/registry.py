@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 from servekit.gateway.tool_parsing import named_calls
-from servekit.gateway.tool_parsing.events import Parser, Reasoning
+from servekit.gateway.tool_parsing.events import Reasoning
 from servekit.gateway.tool_parsing.framed import read_framed
 from servekit.gateway.tool_parsing.harmony import read_harmony
 from servekit.gateway.tool_parsing.incremental_scanner import (
     MAX_SPACE,
-    GeneratorParser,
     IncrementalScanner,
+    Parser,
     Script,
 )
 from servekit.gateway.tool_parsing.json_calls import json_calls
@@ -88,15 +88,15 @@ def parser(
     reasoning; None leaves that to the dialect (see `begins_thinking`).
     """
     if dialect.tools == "harmony":
-        return GeneratorParser(lambda scanner: read_harmony(scanner, tools=bool(tools)))
+        return Parser(lambda scanner: read_harmony(scanner, tools=bool(tools)))
     if dialect.tools == FRAMED:
-        return GeneratorParser(lambda scanner: read_framed(scanner, dialect, reasoning=reasoning))
+        return Parser(lambda scanner: read_framed(scanner, dialect, reasoning=reasoning))
     make = FAMILIES.get(dialect.tools) if tools else None
     texts = {} if isinstance(tools, bool) else text_arguments(tools)
     family = make(dialect, texts) if make is not None else None
     at_once = dialect.thinks_at_once if thinking is None else thinking
     thinks = dialect if reasoning and dialect.think_end else None
-    return GeneratorParser(lambda scanner: _read_answer(scanner, family, thinks, at_once))
+    return Parser(lambda scanner: _read_answer(scanner, family, thinks, at_once))
 
 
 def begins_thinking(dialect: Dialect, template: Mapping[str, Any], continues: bool) -> bool:
@@ -137,7 +137,7 @@ def read_thoughts(scanner: IncrementalScanner, begin: str, end: str, at_once: bo
     if not begins and not at_once:
         scanner.rewind()
         return
-    scanner.release()
+    scanner.drop_mark()
     yield from scanner.skip_space(MAX_SPACE)
     tell = partial(scanner.emit_text, kind=Reasoning)
     if (yield from scanner.read_until_marker((end,), tell)):

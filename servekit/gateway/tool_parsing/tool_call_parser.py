@@ -47,7 +47,7 @@ class Calls:
         """Emit the start of a call: the text read so far can no longer become answer text."""
         if not name:
             raise ParseError
-        self._scanner.release()
+        self._scanner.drop_mark()
         self._scanner.emit(ToolCallStart(self.count, id or self._new_id(), name))
         self.count += 1
         self.named = ""
@@ -126,14 +126,14 @@ def _try_calls(scanner: IncrementalScanner, calls: Calls, body: Body, opening: s
         if scanner.cut and not calls.doubtful:
             if calls.named:
                 calls.start_call(calls.named)
-            scanner.release()
+            scanner.drop_mark()
             scanner.at = len(scanner.text)
             return
         scanner.rewind()
         if calls.count == known:  # the text after the opening may contain a call
             scanner.emit_text(opening)
             scanner.at += len(opening)
-    scanner.release()
+    scanner.drop_mark()
     if calls.count > known:
         yield from _skip_space(scanner)
 
@@ -142,5 +142,5 @@ def _skip_space(scanner: IncrementalScanner) -> Script[None]:
     """Skip white space that ends the text after a call."""
     scanner.mark()
     if not (yield from scanner.skip_space(MAX_SPACE)):
-        scanner.release()
+        scanner.drop_mark()
     scanner.rewind()

@@ -74,13 +74,13 @@ LATEX: list[dict[str, str | bool]] = [
 EXAMPLES = ("chat.example1", "chat.example2", "chat.example3")
 #: The builders of the other pages, by address.
 OTHERS = {
-    "compare": compare.build_page,
-    "playground": playground.build_page,
-    "embeddings": embeddings.build_page,
-    "structured": structured.build_page,
-    "dashboard": dashboard.build_page,
-    "requests": requests.build_page,
-    "operate": admin_page.build_page,
+    "compare": compare.build_compare_page,
+    "playground": playground.build_playground,
+    "embeddings": embeddings.build_embeddings_page,
+    "structured": structured.build_structured_page,
+    "dashboard": dashboard.build_dashboard,
+    "requests": requests.build_requests_page,
+    "operate": admin_page.build_admin_page,
 }
 #: Have conversations.js make what a question sends: the conversation, and the files of its images.
 SEND = "(text, _, ...more) => servekitChats.pack(true).then((all) => [text, all, ...more])"
@@ -283,7 +283,7 @@ class Events:
         parts.chat.undo(self.undo, parts.kept, shown, js=undone, **NOW)
         parts.kept.change(None, parts.kept, None, js="(kept) => servekitChats.keep(kept)", **NOW)
         parts.model.change(self.look, parts.model, [parts.sight, parts.workers], **NOW)
-        parts.box.stop(self.stop, None, None, **NOW)
+        parts.box.stop(self.stop_answer, None, None, **NOW)
         decided = "() => [servekitDecision()]"
         parts.decide.click(self.decide, parts.decision, None, js=decided, **NOW)
         kept_ticks = {"js": "(servers) => [servers]", **NOW}
@@ -448,8 +448,8 @@ class Events:
 
     # ---- ending
 
-    async def stop(self, request: gr.Request) -> None:
-        self._chats.stop(str(request.session_hash))
+    async def stop_answer(self, request: gr.Request) -> None:
+        self._chats.stop_answer(str(request.session_hash))
 
     async def leave(self, request: gr.Request) -> None:
         self._chats.drop_answer(str(request.session_hash))

@@ -179,12 +179,12 @@ class Chats:
         if answer.decision is not None and not answer.decision.done():
             answer.decision.set_result(decision)
 
-    def stop(self, session: str) -> None:
+    def stop_answer(self, session: str) -> None:
         """End the session's answer, and keep its text so far."""
         if answer := self._answers.get(session):
             answer.stopped = True
             answer.cancel()
-            self._runs.stop(session)
+            self._runs.stop_runs(session)
 
     def drop_answer(self, session: str) -> None:
         """End the session's answer, and show no more of it."""

@@ -241,7 +241,8 @@ class ProcessActor:
         for fd in listening:
             args += ["--listen-fd", str(fd)]
         mark = secrets.token_hex(16)
-        command = [sys.executable, *_safe_path(), "-m", "servekit.ray.process.actor_supervisor"]
+        # -P: the actor's working directory must not shadow our modules
+        command = [sys.executable, "-P", "-m", "servekit.ray.process.actor_supervisor"]
         try:
             process.warden = subprocess.Popen(
                 [*command, order.role, mark, str(report), *args],
@@ -339,11 +340,6 @@ def _own_threads() -> dict[str, str]:
     """
     told = {name: procfs.read_variable(os.getppid(), name) for name in THREADS}
     return {name: value for name, value in told.items() if value is not None}
-
-
-def _safe_path() -> tuple[str, ...]:
-    # The actor's working directory must not shadow our modules.
-    return ("-P",)
 
 
 def _release_actor() -> None:

@@ -94,14 +94,14 @@ class ActorHandle:
         answer = await self._call(self._actor.measure, within_s=_MEASURE_S)
         return msgspec.msgpack.decode(answer, type=Figures)
 
-    async def end(self) -> None:
+    async def end_process(self) -> None:
         """Kill the process, and wait for its end."""
         with contextlib.suppress(Gone):
             await self._call(self._actor.kill_process, within_s=_ANSWER_S)
 
     async def release(self) -> None:
         """Release the place, and return when Ray has done so."""
-        await self.end()
+        await self.end_process()
         await asyncio.to_thread(self._remove)
 
     def _remove(self) -> None:

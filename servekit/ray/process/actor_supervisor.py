@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 0.05
 _CLEAR_S = 5.0
 
 
-def main(role: str, mark: str, report_fd: int, args: list[str]) -> None:
+def supervise_process(role: str, mark: str, report_fd: int, args: list[str]) -> None:
     """Start the process, and return when nothing of it is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -91,4 +91,4 @@ def _end_worker(worker: subprocess.Popen[bytes], mark: str) -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+    supervise_process(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])

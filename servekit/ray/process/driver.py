@@ -25,7 +25,7 @@ from servekit.protocol.messages import Stop
 from servekit.protocol.ray_messages import Node, ToCluster
 from servekit.protocol.transport.connection import Connection, adopt_socket
 from servekit.ray.process import actor_handle, namespace_lock, nodes
-from servekit.ray.process.actor import ActorEvents, Figures
+from servekit.ray.process.actor import ActorEvents
 from servekit.ray.process.actor_handle import ActorHandle, Gone
 from servekit.ray.process.namespace_lock import NamespaceOwner
 from servekit.ray.process.node_checks import LOOK_S, NodeChecks
@@ -215,7 +215,7 @@ class Driver:
         if len(state.gpus) != order.gpus or state.fault or order.node not in ("", state.node):
             return None
         if state.running is not None and state.running.fingerprint != order.fingerprint:
-            await actor.end()
+            await actor.end_process()
             return replace(state, running=None)
         return state
 
@@ -282,7 +282,8 @@ class Driver:
         while True:
             with contextlib.suppress(Gone):  # a lost actor is noticed by polling
                 found = await actor.measure()
-                self._control.send(_as_measured(actor.name, found))
+                measured = found.gpus, found.pid, found.held, found.rss_bytes
+                self._control.send(c.Measured(actor.name, *measured))
             await asyncio.sleep(_MEASURE_EVERY_S)
 
     async def _forward_events(self, actor: ActorHandle) -> None:
@@ -307,10 +308,6 @@ class Driver:
             del self._actors[actor.name]
         self._spawn(actor.release())
         self._control.send(c.Exited(actor.name, 0, None, None, f"its node or actor is lost: {why}"))
-
-
-def _as_measured(name: str, found: Figures) -> c.Measured:
-    return c.Measured(name, found.gpus, found.pid, found.held, found.rss_bytes)
 
 
 def _as_exited(name: str, events: ActorEvents) -> c.Exited:

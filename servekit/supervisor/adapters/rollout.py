@@ -175,7 +175,7 @@ class Adapters:
         """
         async with self._turn:
             for name in self._surplus(worker):
-                if not await worker.unload_adapter(name):
+                if not await worker.ask_to_unload(name):
                     return ""
             for spec in self.book.expected():
                 outcome = await self._fetch(worker, spec, refused)
@@ -210,7 +210,7 @@ class Adapters:
             return info
         if spec.name in refused:
             return Refusal(refused[spec.name])
-        return await worker.load_adapter(spec)
+        return await worker.ask_to_load(spec)
 
     # ---- changes, one at a time
 
@@ -260,7 +260,7 @@ class Adapters:
             self.book.forget(spec.name)
 
     async def _load(self, workers: Sequence[WorkerProcess], spec: AdapterSpec) -> Outcome:
-        outcomes = await asyncio.gather(*(worker.load_adapter(spec) for worker in workers))
+        outcomes = await asyncio.gather(*(worker.ask_to_load(spec) for worker in workers))
         outcome = decide(self.model, outcomes)
         if isinstance(outcome, Refusal):
             await self._unload(spec.name)
@@ -281,7 +281,7 @@ class Adapters:
 
     async def _unload(self, name: str) -> None:
         holders = [worker for worker in self._serving() if name in worker.held_adapters]
-        await asyncio.gather(*(worker.unload_adapter(name) for worker in holders))
+        await asyncio.gather(*(worker.ask_to_unload(name) for worker in holders))
 
     async def _until_unused(self, name: str) -> None:
         """Wait until gateways have finished their requests for it, waiting ones included."""

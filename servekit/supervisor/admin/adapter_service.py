@@ -36,7 +36,7 @@ class AdapterService:
         self._gateways = gateways
         self._coming: dict[str, Deployment] = {}  # names being added, with their deployment
 
-    async def load_adapter(self, request: AddAdapter) -> Accepted | Refused:
+    async def handle_add(self, request: AddAdapter) -> Accepted | Refused:
         """Load an adapter on all workers of a model, or on none; if unloaded, with the model."""
         name = request.adapter.name
         try:
@@ -59,7 +59,7 @@ class AdapterService:
             )
         return Accepted(f"{name} serves on {deployment.model.name}, {outcome.mode}: {outcome.why}")
 
-    async def unload_adapter(self, request: RemoveAdapter) -> Accepted | Refused:
+    async def handle_remove(self, request: RemoveAdapter) -> Accepted | Refused:
         """Unload an adapter from all workers, once its requests are done."""
         found = (
             (f, e) for f in self._deployments.served if (e := f.adapters.book.get(request.name))
@@ -133,13 +133,9 @@ def _checked(adapter: AdapterSpec) -> AdapterSpec:
         raise ConfigError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
     except ValueError as error:
         raise ConfigError(f"{error}") from None
-    if path.kind == "local" and not _is_absolute(given.path):
+    if path.kind == "local" and not Path(given.path).expanduser().is_absolute():
         raise ConfigError(_RELATIVE.format(given.path))
     return AdapterSpec(given.name, path.text, given.revision, adapter.any_base)
-
-
-def _is_absolute(path: str) -> bool:
-    return Path(path).expanduser().is_absolute()
 
 
 def _refused(refusal: Refusal) -> Refused:

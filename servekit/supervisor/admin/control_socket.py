@@ -125,9 +125,9 @@ class AdminApi:
             case Restart(name, wait):
                 return self._supervisor.restart(name, wait)
             case AddAdapter():
-                return self._adapters.load_adapter(message)
+                return self._adapters.handle_add(message)
             case RemoveAdapter():
-                return self._adapters.unload_adapter(message)
+                return self._adapters.handle_remove(message)
             case GetAdapters():
                 return self._adapters.list_adapters(message)
             case GetMetrics():

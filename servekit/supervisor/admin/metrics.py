@@ -62,7 +62,7 @@ class ProcessCounters:
         self._book = book
         self._seen: dict[ManagedProcess[Any], tuple[int, int]] = {}
 
-    def update(self, lives: Iterable[ManagedProcess[Any]]) -> None:
+    def read_counters(self, lives: Iterable[ManagedProcess[Any]]) -> None:
         """Read the counters of current processes, and a last time those of the previous ones."""
         now = dict.fromkeys(lives)
         for life in {**self._seen, **now}:
@@ -112,7 +112,7 @@ class MetricsAggregator:
 
     def count_events(self) -> None:
         """Count the events of the processes; call this often."""
-        self._ledger.update([*self._gateways, *self._deployments.replicas()])
+        self._ledger.read_counters([*self._gateways, *self._deployments.replicas()])
 
     def answer_metrics(self, request: GetMetrics) -> Figures:
         self.count_events()

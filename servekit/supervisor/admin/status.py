@@ -28,14 +28,14 @@ def of_model(
         engine=model.engine,
         path=model.path,
         created=created,
-        replicas=tuple(replica.status() for replica in replicas),
+        replicas=tuple(replica.replica_status() for replica in replicas),
         info=deployment.info,
         aliases=model.aliases,
         timeout_s=model.timeout_s,
         max_queue=model.max_queue,
         quarantine_s=model.quarantine_s,
         adapters=deployment.adapter_statuses(),
-        standbys=tuple(standby.status() for standby in deployment.fork_servers.standbys),
+        standbys=tuple(standby.replica_status() for standby in deployment.fork_servers.standbys),
         residence=residence,
         routing=model.routing,
         scale=deployment.scale,
@@ -69,7 +69,7 @@ def gpus(here: Sequence[GpuStatus], replicas: Sequence[WorkerProcess]) -> tuple[
     return (*here, *sorted(there.values(), key=lambda one: (one.node, one.index)))
 
 
-def why(
+def explain_process(
     name: str,
     deployments: Sequence[Deployment],
     others: Sequence[ManagedProcess[Any]],

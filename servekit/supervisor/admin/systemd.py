@@ -17,8 +17,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
 
 from servekit.errors import ServekitError
 from servekit.protocol import readiness
@@ -29,18 +28,14 @@ VARIABLES = frozenset({"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"})
 _FEEDS = 4  # per WatchdogSec
 
 
-class Answering(Protocol):
-    """A gateway with the time of its last sign of life, on the monotonic clock."""
-
-    @property
-    def answered_at(self) -> float: ...
-
-
 class Notifier:
-    """Notifier of systemd; without systemd it does nothing."""
+    """Notifier of systemd; without systemd it does nothing.
 
-    def __init__(self, environ: Mapping[str, str], gateways: Sequence[Answering]) -> None:
-        self._gateways = gateways
+    `answered_at` returns the last sign of life of any gateway, on the monotonic clock.
+    """
+
+    def __init__(self, environ: Mapping[str, str], answered_at: Callable[[], float]) -> None:
+        self._answered_at = answered_at
         self._address = address(environ)
         self._feed_every_s = watchdog_s(environ, os.getpid()) / _FEEDS
         self._fed_at = 0.0
@@ -65,7 +60,7 @@ class Notifier:
         now = time.monotonic()
         if not self._feed_every_s or now - self._fed_at < self._feed_every_s:
             return
-        if self._stopping or any(one.answered_at > self._fed_at for one in self._gateways):
+        if self._stopping or self._answered_at() > self._fed_at:
             self._fed_at = now
             self._send("WATCHDOG=1")
 

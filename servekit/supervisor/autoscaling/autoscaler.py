@@ -60,7 +60,7 @@ class Scaler:
         self._rooms = rooms
         self._rows: dict[Deployment, Row] = {}
 
-    def update(self) -> None:
+    def scale_deployments(self) -> None:
         """Decide and begin what is due."""
         now = time.monotonic()
         scaled = {deployment: deployment.model.replicas for deployment in self._deployments.served}

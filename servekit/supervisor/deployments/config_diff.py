@@ -149,12 +149,9 @@ def _kind(old: ModelConfig, new: ModelConfig, before: Slots, after: Slots) -> Ki
         return "scaled"
     if _differ(old, new) & _IN_PLACE:
         return "adapted"
-    other_range = old.replicas != new.replicas and _has_range(old, new)
+    has_range = any(isinstance(one.replicas, ReplicaRange) for one in (old, new))
+    other_range = old.replicas != new.replicas and has_range
     return "updated" if other_range or _differ(old, new) & _NOT_THE_WORKERS else "unchanged"
-
-
-def _has_range(*models: ModelConfig) -> bool:
-    return any(isinstance(model.replicas, ReplicaRange) for model in models)
 
 
 def _differ(old: object, new: object) -> set[str]:

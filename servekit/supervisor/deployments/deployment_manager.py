@@ -82,7 +82,7 @@ class DeploymentManager:
 
     # ---- changes
 
-    async def reload(self, profile: str | None = None) -> Accepted | Refused:
+    async def reload_config(self, profile: str | None = None) -> Accepted | Refused:
         """Read the configuration again and apply it; refuse it unchanged if anything is wrong.
 
         With `profile` also switch to that profile ("": to all models). Reloads run one after the
@@ -103,7 +103,7 @@ class DeploymentManager:
         journal.record_event("reload", changes)
         return Accepted(changes)
 
-    async def restart(self, name: str, *, wait: bool) -> Accepted | Refused:
+    async def restart_model(self, name: str, *, wait: bool) -> Accepted | Refused:
         """Replace the workers of a model, or one worker, as a reload does."""
         found = self._find(name)
         if found is None:

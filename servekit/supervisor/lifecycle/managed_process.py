@@ -288,7 +288,7 @@ class ManagedProcess(ABC, Generic[Incoming]):
         self._due = time.monotonic()
         self._wake()
 
-    def fail(self, message: str, *, permanent: bool) -> None:
+    def fail_boot(self, message: str, *, permanent: bool) -> None:
         """Treat the running child as one that could not boot."""
         self._boot_failed = BootFailed(message, permanent)
         if self.child is not None:

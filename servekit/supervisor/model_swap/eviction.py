@@ -21,7 +21,7 @@ class CapacityView:
             if one.tier == "leaving":
                 self.free_model(one, one.asleep if one.falls_asleep else {})
 
-    def has_room(self, need: Mapping[str, int]) -> bool:
+    def has_bytes(self, need: Mapping[str, int]) -> bool:
         return not lacking(need, self.now) and not lacking(need, self.soon)
 
     def missing_bytes(self, need: Mapping[str, int]) -> dict[str, int]:

@@ -56,7 +56,7 @@ class SwapManager:
         )
         self._unasked = [one for one in workers if one.state in _COMING]
         for row in self._rows.values():
-            row.stop_changes()
+            row.cancel_change()
 
     def _spare(self) -> None:
         """At shutdown, end loading workers unless queued requests wait for them.

@@ -128,7 +128,7 @@ class ModelState:
             log.error("model_change_failed", model=task.get_name(), exc_info=task.exception())
         self.deployment.changed()
 
-    def stop_changes(self) -> None:
+    def cancel_change(self) -> None:
         if self.task is not None:
             self.task.cancel()
 

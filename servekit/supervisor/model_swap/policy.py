@@ -88,7 +88,7 @@ def _help(
         return relieve(one, others, room, now)
     if one.waiting_since is None or one.tier not in ("stopped", "asleep"):
         return [], ""
-    if room.has_room(one.needed_memory):
+    if room.has_bytes(one.needed_memory):
         room.subtract(one.needed_memory)
         return [SwapAction("load" if one.tier == "stopped" else "wake", one.name)], ""
     return make_room(one, others, room, now)

@@ -42,7 +42,7 @@ class RotatingFile:
         self._lost = 0  # lines in a row
         self._reason = ""  # why the last of them was lost
 
-    def write(self, line: bytes) -> None:
+    def append_line(self, line: bytes) -> None:
         """Append a line, its newline included."""
         try:
             self._append(self._gap() + line)
@@ -142,7 +142,7 @@ class Output(asyncio.Protocol):
     def _take(self, line: bytes) -> None:
         # A progress bar rewrites its line with \r; keep what it showed last.
         shown = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
-        self._file.write(shown + b"\n")
+        self._file.append_line(shown + b"\n")
         text = shown.decode(errors="replace")
         if text.strip():
             self._lines += 1

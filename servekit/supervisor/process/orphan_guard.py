@@ -90,7 +90,7 @@ class OrphanGuard:
         self._reap()
 
 
-def main() -> None:
+def guard_orphans() -> None:
     run_dir, mark, grace_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -118,4 +118,4 @@ def _succeeded(run_dir: Path, mark: str, grace_s: float) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    guard_orphans()

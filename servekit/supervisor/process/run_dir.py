@@ -156,7 +156,7 @@ class RunDir:
             undo.callback(_remove_empty, made)
             _make_private(path)
             taken = cls(path, _lock(path), made)
-            undo.callback(taken.release)
+            undo.callback(taken.unlock)
             taken._sign()
             _check_sockets(path)
             if sweep:
@@ -229,7 +229,7 @@ class RunDir:
         """Record the processes that run here. Raises OSError."""
         _write(self.path / CHILDREN, json.dumps([asdict(child) for child in children]))
 
-    def release(self) -> None:
+    def unlock(self) -> None:
         """Unlock the directory; keep the lock file, the logs and the events.
 
         A start that failed removes the directory too, if it created it.

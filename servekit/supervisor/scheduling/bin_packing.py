@@ -96,7 +96,7 @@ class Board:
         """Return how many workers of `want` are on a GPU."""
         return sum(gpu in slot for slot in self.slots_of(want))
 
-    def has_room(self, want: Want, slot: Slot) -> bool:
+    def fits(self, want: Want, slot: Slot) -> bool:
         return all(
             gpu in want.claims
             and (want.shares or not self.count_workers(want, gpu))
@@ -157,7 +157,7 @@ def _kept(wants: Sequence[Want], rooms: Mapping[Gpu, int], *, beyond_least: bool
         for slot in want.held:
             wanted = math.inf if beyond_least and want.grows else want.least
             enough = len(board.slots_of(want)) >= wanted
-            if not enough and len(slot) == want.width and board.has_room(want, slot):
+            if not enough and len(slot) == want.width and board.fits(want, slot):
                 board.placed.append((want, slot))
     return board
 
@@ -204,9 +204,9 @@ class _Search:
 def candidates(board: Board, want: Want, order: _Order = "emptiest") -> list[Slot]:
     """Return the slots where one more worker of `want` fits, best first."""
     gpus = sorted(
-        (gpu for gpu in want.claims if board.has_room(want, (gpu,))), key=lambda gpu: gpu.index
+        (gpu for gpu in want.claims if board.fits(want, (gpu,))), key=lambda gpu: gpu.index
     )
-    slots = [slot for slot in want.held if len(slot) == want.width and board.has_room(want, slot)]
+    slots = [slot for slot in want.held if len(slot) == want.width and board.fits(want, slot)]
     slots += [slot for slot in _ways(gpus, want.width) if slot not in slots]
     return sorted(slots, key=lambda slot: _rank(board, want, slot, order))
 

@@ -236,7 +236,7 @@ class GpuAdmission:
     def _turn_back(self, visitor: AdmissionRequest, before: Mapping[str, int]) -> None:
         if visitor.pid:  # still asleep, with its smaller claim
             self._turns.release_gpus(visitor.name)
-            self.ledger.claim(visitor.name, before)
+            self.ledger.reserve(visitor.name, before)
         else:
             self.left(visitor.name, ())
 
@@ -267,7 +267,7 @@ class GpuAdmission:
         held = {gpu.uuid: sum(one.get(gpu.uuid, 0) for one in seen) for gpu in visitor.place.gpus}
         if not seen and not any(self.ledger.held_bytes(name).values()):
             held = {gpu.uuid: self._unseen(visitor, gpu, reading) for gpu in visitor.place.gpus}
-        self.ledger.claim(name, self._at_most(visitor, held))
+        self.ledger.reserve(name, self._at_most(visitor, held))
 
     def _unseen(self, visitor: AdmissionRequest, gpu: Gpu, reading: NvmlReading) -> int:
         """Return the bytes that a worker may hold whose processes cannot be seen (in a container).
@@ -304,7 +304,7 @@ class GpuAdmission:
         claims = {gpu.uuid: size for gpu, size in zip(place.gpus, place.claims, strict=True)}
         self._guests[visitor.name] = visitor
         try:
-            self.ledger.claim(visitor.name, claims)
+            self.ledger.reserve(visitor.name, claims)
         except InsufficientMemory as error:
             return BlockReason(error.message)
         return None

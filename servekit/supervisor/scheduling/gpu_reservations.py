@@ -33,7 +33,7 @@ class GpuReservations:
         self._claims: dict[str, dict[str, int]] = {}
         self._measured: dict[str, dict[str, int]] = {}
 
-    def claim(self, holder: str, wants: Mapping[str, int]) -> None:
+    def reserve(self, holder: str, wants: Mapping[str, int]) -> None:
         """Set the claim of `holder`, in place of its previous one.
 
         Raises InsufficientMemory, with the arithmetic, and then changes nothing.

@@ -184,10 +184,10 @@ def _of_folder(model: ModelConfig, place: Assignment, folder: Path) -> Estimate:
     config = _config(folder)
     elements = safetensors.elements(folder)
     floats = _float_bytes(model, place, config)
-    weights = safetensors.size_bytes(elements, floats)
+    weights = safetensors.count_bytes(elements, floats)
     if (method := get_method(model)) and floats:
         shapes = safetensors.read_shapes(folder)
-        weights = weight_quantization.size_bytes(method, shapes, floats)
+        weights = weight_quantization.count_quantized_bytes(method, shapes, floats)
     if (folder / "modules.json").is_file():  # an embedding model has no KV cache
         return _spread(model, place, weights, None, 0.0)
     try:

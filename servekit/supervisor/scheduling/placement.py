@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from servekit.config.engines.environments import kind_of
+from servekit.config.engines.environments import find_kind_in_environment
 from servekit.config.schema import ModelConfig
 from servekit.supervisor.scheduling.gpu_matching import match_whole
 from servekit.supervisor.scheduling.memory_requests import (
@@ -75,7 +75,7 @@ def _has_whole_gpus(model: ModelConfig) -> bool:
 
 
 def _on_gpu(index: int, model: ModelConfig, gpus: Sequence[Gpu]) -> bool:
-    kind = kind_of(model)
+    kind = find_kind_in_environment(model)
     if kind.gpu_here == "must" and (model.device == "cpu" or not gpus):
         reason = "it asks for device: cpu" if gpus else "no NVIDIA GPU was found here"
         message = f"model {model.name!r}: the engine {model.engine} needs a GPU, and {reason}"

@@ -97,7 +97,7 @@ class ForkServer(ManagedProcess[FromStandby]):
                 log.info("standby_ready", child=self.name)
                 self.mark_ready()
             case BootFailed(reason, permanent):
-                self.fail(reason, permanent=permanent)
+                self.fail_boot(reason, permanent=permanent)
 
     def load(self) -> tuple[int, int]:
         return self.forks, 0
@@ -151,7 +151,7 @@ class ForkServer(ManagedProcess[FromStandby]):
                 self.forks += 1
                 return subreaper.register_fork(forked.pid)
 
-    def status(self) -> ReplicaStatus:
+    def replica_status(self) -> ReplicaStatus:
         """Return its status as a replica's, without a socket or requests."""
         return ReplicaStatus(
             name=self.name,

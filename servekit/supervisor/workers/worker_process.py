@@ -141,7 +141,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     async def spawn(self) -> AnyChild[FromWorker]:
         if self._launcher is None:
             return await super().spawn()
-        return await self._launcher.spawn(self, self.incoming, self.receive, self._on_line)
+        return await self._launcher.start_worker(self, self.incoming, self.receive, self._on_line)
 
     def command(self) -> Command:
         self._socket = self.host.run_dir.new_socket()
@@ -184,7 +184,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         if refusal is None or self.ending:
             return
         if refusal:
-            self.fail(refusal, permanent=False)
+            self.fail_boot(refusal, permanent=False)
             child.kill(refusal)
             return
         self.gpu.set_pid(child.pid)
@@ -210,7 +210,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             case PhaseReport() | GatewayConnected():
                 self.starting.add_report(message)
             case BootFailed(reason, permanent):
-                self.fail(reason, permanent=permanent)
+                self.fail_boot(reason, permanent=permanent)
             case EngineDied(cause):
                 self.mark_engine_dead(cause)
             case Pong():
@@ -258,7 +258,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             admit = functools.partial(self._is_ready, child, info, timings_s)
             reason = await self.adapters.join(self, info.refused_adapters, admit)
         if reason and child is not None and child is self.child and not self.ending:
-            self.fail(reason, permanent=permanent)
+            self.fail_boot(reason, permanent=permanent)
             child.kill(reason)
 
     def _is_ready(
@@ -332,7 +332,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
         """The adapters that it has, as it reports."""
         return self._held
 
-    async def load_adapter(self, adapter: AdapterSpec) -> Outcome:
+    async def ask_to_load(self, adapter: AdapterSpec) -> Outcome:
         """Have it load an adapter; end it if that takes longer than a model's load may."""
         name, limit_s = adapter.name, self.model.load_timeout_s
         request = LoadAdapter(self.admin.next_number(), adapter)
@@ -343,7 +343,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
             return answer.info
         return answer if isinstance(answer, Refusal) else Refusal("it has answered amiss")
 
-    async def unload_adapter(self, name: str) -> bool:
+    async def ask_to_unload(self, name: str) -> bool:
         """Have it unload an adapter; end it if it fails to, so that the adapter is gone."""
         limit_s = self.model.timeout_s + self.model.load_timeout_s
         request = UnloadAdapter(self.admin.next_number(), name)
@@ -491,7 +491,7 @@ class WorkerProcess(ManagedProcess[FromWorker]):
     def alert(self) -> str:
         return self.gpu.alert
 
-    def status(self) -> ReplicaStatus:
+    def replica_status(self) -> ReplicaStatus:
         """Return the status for gateways, which use state and address, and for operators."""
         last, gpu = self.liveness.last, self.gpu
         return ReplicaStatus(

@@ -181,7 +181,7 @@ async def test_a_stop_leaves_what_is_under_way_unfinished() -> None:
     async with serving(lambda _: [stream_head("transfer-encoding: chunked")]) as server:
         driver = Driver(order(server.target, users=3, requests=50))
         loop = asyncio.get_running_loop()
-        loop.call_later(0.1, driver.stop)
+        loop.call_later(0.1, driver.stop_now)
         await driver.measure(time.monotonic())
         driver.close()
     assert [record.outcome for record in driver.report().records] == ["unfinished"] * 3

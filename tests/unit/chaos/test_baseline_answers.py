@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servekit.chaos.baseline_answers import BaselineAnswer, Tally, classify_difference, make_prompt
-from servekit.chaos.client import ChatAnswer, Question, Usage
+from servekit.chaos.client import ChatAnswer, Question, TokenUsage
 
 #: A text in which no stretch occurs twice.
 TEXT = "".join(f"{a}{b}" for a in string.ascii_letters for b in string.digits)[:400]
@@ -18,7 +18,7 @@ def answer(text: str = "abc", **fields: object) -> ChatAnswer:
     found = ChatAnswer(
         0.0, stream=True, status=200, text=text, finishes=["length"], dones=1, ids={"x"}
     )
-    found.usages = [Usage(1, 3, 4)]
+    found.usages = [TokenUsage(1, 3, 4)]
     for name, value in fields.items():
         setattr(found, name, value)
     return found
@@ -57,7 +57,7 @@ def test_a_good_answer_is_clean() -> None:
 
 
 def test_usage_twice_or_otherwise_is_told() -> None:
-    for usages in ([Usage(1, 3, 4)] * 2, [Usage(1, 2, 3)], []):
+    for usages in ([TokenUsage(1, 3, 4)] * 2, [TokenUsage(1, 2, 3)], []):
         tally = tallied(answer(usages=usages))
         assert not tally.clean
         assert tally.kinds["usage"] == 1

@@ -63,21 +63,21 @@ async def test_one_gateway_answers_once(
     await one.add(asked, RULES)
     found = await responses.find("r1", "ada", RULES)
     assert found == StoredResponse(asked.shown, asked.input, "queued")
-    assert [held.id for held in await one.claim()] == ["r1"]
-    assert not await other.claim()
-    assert (await one.read("r1"), await other.read("r1")) == (asked, None)
+    assert [held.id for held in await one.claim_responses()] == ["r1"]
+    assert not await other.claim_responses()
+    assert (await one.read_response("r1"), await other.read_response("r1")) == (asked, None)
     found = await responses.find("r1", "ada", RULES)
     assert found is not None
     assert found.status == "in_progress"
 
     monkeypatch.setattr(leases, "LEASE_S", -1.0)  # the first gateway is silent
-    assert [held.id for held in await other.claim()] == ["r1"]
-    await one.finish(asked, {"id": "late"}, RULES)
-    await other.finish(asked, {"id": "good"}, RULES)
-    await other.finish(asked, {"id": "again"}, RULES)
+    assert [held.id for held in await other.claim_responses()] == ["r1"]
+    await one.finish_response(asked, {"id": "late"}, RULES)
+    await other.finish_response(asked, {"id": "good"}, RULES)
+    await other.finish_response(asked, {"id": "again"}, RULES)
     found = await responses.find("r1", "ada", RULES)
     assert found == StoredResponse(b'{"id":"good"}', b"[]")
-    assert not await one.claim()
+    assert not await one.claim_responses()
 
 
 async def test_a_cancelled_or_removed_one_is_not_answered(
@@ -86,17 +86,17 @@ async def test_a_cancelled_or_removed_one_is_not_answered(
     store = make_store()
     for id in ("r1", "r2"):
         await store.add(response(id, "ada"), RULES)
-    await store.claim()
+    await store.claim_responses()
     await store.cancel("r1", "bob", RULES)
-    assert [held.id for held in await store.claim()] == ["r1", "r2"]
+    assert [held.id for held in await store.claim_responses()] == ["r1", "r2"]
     await store.cancel("r1", "ada", RULES)
-    assert await responses.remove("r2", "ada")
+    assert await responses.remove_response("r2", "ada")
     for id in ("r1", "r2"):
-        await store.finish(response(id, "ada"), {"id": "late"}, RULES)
+        await store.finish_response(response(id, "ada"), {"id": "late"}, RULES)
     found = await responses.find("r1", "ada", RULES)
     assert found is not None
     assert json.loads(found.response) == {"id": "r1", "status": "cancelled"}
-    assert not await responses.remove("r2", "ada")
+    assert not await responses.remove_response("r2", "ada")
 
 
 async def test_the_keys_take_turns(make_store: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ async def test_the_keys_take_turns(make_store: Make, monkeypatch: pytest.MonkeyP
     for at in range(4):
         await store.add(response(f"ada{at}", "ada", at), RULES)
     await store.add(response("bob0", "bob", 9.0), RULES)
-    assert {held.id for held in await store.claim()} == {"ada0", "bob0", "ada1"}
+    assert {held.id for held in await store.claim_responses()} == {"ada0", "bob0", "ada1"}
 
 
 async def test_they_are_bounded(
@@ -121,9 +121,9 @@ async def test_they_are_bounded(
     with pytest.raises(TooManyInBackground, match="wait for some"):
         await store.add(response("r4", "bob"), ResponseStorage(100, 30.0))
 
-    await store.claim()
+    await store.claim_responses()
     noise, small = random.Random(1).randbytes(2000).hex(), ResponseStorage(1000, 30.0)
-    await store.finish(response("r1"), {"id": "r1", "output": [noise]}, small)
+    await store.finish_response(response("r1"), {"id": "r1", "output": [noise]}, small)
     found = await responses.find("r1", "", RULES)
     assert found is not None
     assert json.loads(found.response)["error"]["code"] == "storage_full"
@@ -166,11 +166,11 @@ async def test_streams_are_kept_with_their_responses(
     await store.add(asked, RULES)
     await store.add(response("r2", "ada"), RULES)
     assert not await store.append("r1", parts[1])  # it is not held yet
-    await store.claim()
+    await store.claim_responses()
     for part in parts[1:69]:
         for _ in range(2):  # the second time as if the first were not known
             assert await store.append("r1", part)
-    found = await store.read("r1")
+    found = await store.read_response("r1")
     assert found is not None
     assert found.stream == parts[:69]
 
@@ -185,14 +185,14 @@ async def test_streams_are_kept_with_their_responses(
     assert ([part.first for part in rest.parts], rest.done) == ([66, 67, 68], False)
 
     monkeypatch.setattr(leases, "LEASE_S", -1.0)  # the first gateway is silent
-    await other.claim()
+    await other.claim_responses()
     assert not await store.append("r1", parts[69])
-    await store.finish(asked, {"id": "late"}, RULES, parts[69])
-    await other.finish(asked, {"id": "good"}, RULES, parts[69])
+    await store.finish_response(asked, {"id": "late"}, RULES, parts[69])
+    await other.finish_response(asked, {"id": "good"}, RULES, parts[69])
     done = await responses.read_stream("r1", "ada", 67)
     assert done is not None
     assert ([part.first for part in done.parts], done.done) == ([68, 69], True)
-    assert await responses.remove("r1", "ada")
+    assert await responses.remove_response("r1", "ada")
     assert await responses.read_stream("r1", "ada", -1) is None
 
 
@@ -206,9 +206,9 @@ async def test_a_stream_takes_room_and_goes_with_its_response(
         asked = response(id)
         asked.stream = [StreamPart(0, 0, b"begin\n\n")]
         await store.add(asked, rules)
-        await store.claim()
+        await store.claim_responses()
         await store.append(id, StreamPart(1, 1, noise.randbytes(40_000)))
-        await store.finish(asked, {"id": id}, rules, StreamPart(2, 2, b"end\n\n"))
+        await store.finish_response(asked, {"id": id}, rules, StreamPart(2, 2, b"end\n\n"))
 
     for id in ("r1", "r2", "r3"):
         await add(id)
@@ -220,9 +220,9 @@ async def test_a_stream_takes_room_and_goes_with_its_response(
         assert 80_000 < total < 81_000
 
     await store.add(response("big"), ResponseStorage(100_000, 30.0))
-    await store.claim()
+    await store.claim_responses()
     await store.append("big", StreamPart(0, 0, noise.randbytes(120_000)))
-    await store.finish(response("big"), {"id": "big"}, rules)
+    await store.finish_response(response("big"), {"id": "big"}, rules)
     found = await responses.find("big", "", rules)
     assert found is not None
     assert json.loads(found.response)["error"]["code"] == "storage_full"

@@ -55,8 +55,8 @@ async def test_one_gateway_runs_a_batch_and_keeps_each_result_once(
     await one.add_batch(batch(), RULES)
     with pytest.raises(TooManyStored, match="max_batches"):
         await one.add_batch(batch("batch_2"), RULES)
-    assert [held.id for held in await one.claim()] == ["batch_1"]
-    assert not await other.claim()
+    assert [held.id for held in await one.claim_batches()] == ["batch_1"]
+    assert not await other.claim_batches()
     assert not await other.begin(batch(), 2, [])
     assert await one.begin(batch(), 2, [])
     for _ in range(2):
@@ -64,17 +64,17 @@ async def test_one_gateway_runs_a_batch_and_keeps_each_result_once(
     await other.save_result("batch_1", 2, good=True, result=b"stray")
 
     monkeypatch.setattr(leases, "LEASE_S", -1.0)  # the first gateway is silent
-    assert [held.id for held in await other.claim()] == ["batch_1"]
+    assert [held.id for held in await other.claim_batches()] == ["batch_1"]
     await one.save_result("batch_1", 2, good=True, result=b"late")
-    await one.finish("batch_1", "completed", RULES)
+    await one.finish_batch("batch_1", "completed", RULES)
     assert await other.done_lines("batch_1") == {1}
     await other.save_result("batch_1", 2, good=False, result=b"second")
-    await other.finish("batch_1", "completed", RULES)
+    await other.finish_batch("batch_1", "completed", RULES)
     done = await one.find_batch("batch_1", "")
     assert (done.status, done.total, done.completed, done.failed) == ("completed", 2, 1, 1)
     assert one.path(done.record["output_file_id"]).read_bytes() == b"first\n"
     assert one.path(done.record["error_file_id"]).read_bytes() == b"second\n"
-    assert not await other.claim()
+    assert not await other.claim_batches()
 
 
 async def test_the_files_of_a_key_are_bounded(make_store: Callable[[], BatchStore]) -> None:

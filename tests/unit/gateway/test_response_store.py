@@ -96,9 +96,11 @@ async def test_it_is_found_at_once_by_its_key_alone(store: ResponseStore, path: 
     save(store, "resp_1", "ada", b'{"a":1}')
     assert await store.find("resp_1", "ada", RULES) == StoredResponse(b'{"a":1}', b"[]")
     assert not await is_kept(store, "resp_1", "bob")
-    assert not await store.remove("resp_1", "bob")
+    assert not await store.remove_response("resp_1", "bob")
     assert not await is_kept(store, "resp_2", "ada")
-    assert await store.remove("resp_1", "ada") and not await store.remove("resp_1", "ada")
+    assert await store.remove_response("resp_1", "ada") and not await store.remove_response(
+        "resp_1", "ada"
+    )
     assert not await is_kept(store, "resp_1", "ada")
     assert mode_of(path) == 0o600
 
@@ -220,9 +222,9 @@ async def test_what_cannot_be_done_now_is_no_answer(
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(ResponsesUnavailable, match="locked"):
-            await store.remove("resp_0", "")
+            await store.remove_response("resp_0", "")
         other.execute("COMMIT")
-    assert await store.remove("resp_0", "")
+    assert await store.remove_response("resp_0", "")
 
 
 async def test_where_no_file_can_be_it_says_so(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ def test_numbers_are_counted_by_type(tmp_path: Path) -> None:
     )
     found = safetensors.elements(tmp_path)
     assert found == {"BF16": 12, "F32": 5, "I8": 1}
-    assert safetensors.size_bytes(found) == 24 + 20 + 1
-    assert safetensors.size_bytes(found, 2) == 24 + 10 + 1, "what is quantised stays as it is"
-    assert safetensors.size_bytes({"F4": 6}) == 3
+    assert safetensors.count_bytes(found) == 24 + 20 + 1
+    assert safetensors.count_bytes(found, 2) == 24 + 10 + 1, "what is quantised stays as it is"
+    assert safetensors.count_bytes({"F4": 6}) == 3
 
 
 def test_an_index_says_which_files_count(tmp_path: Path) -> None:

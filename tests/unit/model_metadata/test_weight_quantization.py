@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from servekit.model_metadata.weight_quantization import size_bytes
+from servekit.model_metadata.weight_quantization import count_quantized_bytes
 
 TENSORS = {
     "model.embed_tokens.weight": (100, 64),
@@ -22,4 +22,4 @@ KEPT = 2 * (6400 + 512 + 128 + 64 + 6400)
     [("int8", 256 * (64 + 5)), ("fp8", 256 * (64 + 4)), ("int4", 256 * 64 * 0.5625)],
 )
 def test_embeddings_the_head_and_experts_stay_as_they_are(method: str, due: float) -> None:
-    assert size_bytes(method, TENSORS, 2) == KEPT + due
+    assert count_quantized_bytes(method, TENSORS, 2) == KEPT + due

@@ -92,7 +92,7 @@ class Actors:
         self.orders.append(wish(1))
         return self.refusal
 
-    async def spawn(
+    async def start_process(
         self, name: str, order: StartOrder, incoming: Any, on_message: Any, on_line: Any
     ) -> RemoteChild[Any]:
         if self.left is None:
@@ -192,7 +192,7 @@ class Stage:
         for one in self.remote:
             one.end_child(Stop(), 5.0)
         await asyncio.gather(*self.lives)
-        self.host.run_dir.release()
+        self.host.run_dir.unlock()
 
     async def leave(self) -> None:
         """As one that is killed: what it has started goes on."""
@@ -202,7 +202,7 @@ class Stage:
             if isinstance(one.child, RemoteChild):
                 one.child.disconnect()
         await asyncio.gather(*self.lives, return_exceptions=True)
-        self.host.run_dir.release()
+        self.host.run_dir.unlock()
 
 
 @asynccontextmanager

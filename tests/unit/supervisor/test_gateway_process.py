@@ -46,7 +46,7 @@ async def test_one_that_is_silent_is_replaced(
             look.cancel()
             gateway.end_child(Stop(), 1.0)
             await life
-            host.run_dir.release()
+            host.run_dir.unlock()
 
 
 async def looking(gateway: Gateway) -> None:

@@ -21,7 +21,7 @@ def test_both_ports_are_taken_before_the_directory(tmp_path: Path) -> None:
             StartupResources.acquire(tmp_path / "other", "127.0.0.1", 0, ports[1])
         assert not (tmp_path / "other").exists()
     finally:
-        resources.run_dir.release()
+        resources.run_dir.unlock()
         for sock in resources.listeners:
             sock.close()
 
@@ -39,7 +39,7 @@ def test_nothing_is_kept_where_the_second_port_or_the_directory_is_taken(tmp_pat
         bind_listener("127.0.0.1", free).close()
         bind_listener("127.0.0.1", busy).close()
     finally:
-        held.run_dir.release()
+        held.run_dir.unlock()
         held.listeners[0].close()
 
 

@@ -79,8 +79,8 @@ def test_other_threads_encode_the_same_in_the_same_order(encoder: InputEncoder) 
     plain = SamplingParams()
     pairs = Generate(1, plain, inputs=texts, queries=["q"], task="score")
     for request in (pairs, Generate(1, plain, inputs=texts, task="embed")):
-        found = encoder.encode(request, spread=True)
-        assert found == encoder.encode(request)
+        found = encoder.encode_input(request, spread=True)
+        assert found == encoder.encode_input(request)
         assert len(found[0]) == 100
 
 
@@ -89,4 +89,4 @@ def test_the_first_input_that_is_too_long_is_told(encoder: InputEncoder) -> None
     texts[57] = texts[90] = "x" * 21
     request = Generate(1, SamplingParams(), inputs=texts, task="embed")
     with pytest.raises(ContextLengthExceeded, match=r"input\[57\] has"):
-        encoder.encode(request, spread=True)
+        encoder.encode_input(request, spread=True)

@@ -136,8 +136,8 @@ class ContinuousRunner(CausalRunner):
         """Return whether prompt prefixes are cached; the library requires support in all layers."""
         return bool(getattr(self._processor.cache, "use_prefix_sharing", False))
 
-    def remove(self, adapter: Adapter) -> None:
-        super().remove(adapter)
+    def remove_adapter(self, adapter: Adapter) -> None:
+        super().remove_adapter(adapter)
         self._sampling.drop_rows()
 
     def cancel(self, row: Row) -> None:
@@ -336,7 +336,8 @@ class ContinuousRunner(CausalRunner):
         reading = False
         while self._waiting and len(self._rows) < self.plan.slots:
             row = self._waiting[0]
-            if self._rows and self._promised_tokens() + _promised_to(row) > self.capacity:
+            promised = sum(_promised_to(other) for other in self._rows.values())
+            if self._rows and promised + _promised_to(row) > self.capacity:
                 break
             unread = row.job.media is not None and row.images is None
             if unread and reading:
@@ -351,9 +352,6 @@ class ContinuousRunner(CausalRunner):
             self._rows[row.key] = row
             self._processor.scheduler.add_waiting_request(_request_state(row))
         return refused
-
-    def _promised_tokens(self) -> int:
-        return sum(_promised_to(row) for row in self._rows.values())
 
     def _be_patient(self) -> None:
         if self._decoder is not None and self._decoder.seated:

@@ -39,7 +39,7 @@ class Shape:
     vocab_size: int
 
     @property
-    def token_bytes(self) -> int:
+    def token_kv_bytes(self) -> int:
         """Return the size of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
 
@@ -124,11 +124,11 @@ def plan_cache(
     if blocks < 2:
         raise LoadError(
             f"There is no room for a KV cache: {format_bytes(available_bytes)} of memory are "
-            f"available and one token takes {shape.token_bytes} bytes. Free some memory, or use a "
-            "smaller model.",
+            f"available and one token takes {shape.token_kv_bytes} bytes. Free some memory, or "
+            "use a smaller model.",
             permanent=False,
         )
-    return Plan(blocks, block_size, batch_tokens, slots, shape.token_bytes)
+    return Plan(blocks, block_size, batch_tokens, slots, shape.token_kv_bytes)
 
 
 def _tokens_that_fit(
@@ -141,9 +141,9 @@ def _tokens_that_fit(
                 f"{format_bytes(available)} are available.",
                 permanent=False,
             )
-        return asked // shape.token_bytes
+        return asked // shape.token_kv_bytes
     headroom = CUDA_HEADROOM_BYTES if cuda else 0
     fraction = CUDA_FRACTION if cuda else CPU_FRACTION
     room = int(available * fraction) - headroom - shape.fixed_bytes(batch_tokens, slots)
     mask_bytes = batch_tokens * shape.itemsize  # the library's dense mask has a column per token
-    return max(0, room) // (shape.token_bytes + shape.read_bytes + mask_bytes)
+    return max(0, room) // (shape.token_kv_bytes + shape.read_bytes + mask_bytes)

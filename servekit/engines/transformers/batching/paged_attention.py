@@ -226,12 +226,12 @@ def has_packed_kernel(heads: int, kv_heads: int, width: int, like: Tensor) -> bo
     pasts, queries = [0, 70, 33, 5], [40, 1, 65, 9]
     made = torch.Generator(like.device).manual_seed(7)
 
-    def draw(tokens: int, count: int) -> Tensor:
+    def draw_tensor(tokens: int, count: int) -> Tensor:
         size = (tokens, count, width)
         return torch.randn(size, generator=made, device=like.device, dtype=like.dtype)
 
-    query, tokens = draw(sum(queries), heads), sum(pasts) + sum(queries)
-    keys, values = draw(tokens, kv_heads), draw(tokens, kv_heads)
+    query, tokens = draw_tensor(sum(queries), heads), sum(pasts) + sum(queries)
+    keys, values = draw_tensor(tokens, kv_heads), draw_tensor(tokens, kv_heads)
     try:
         found = Packed.build(pasts, queries, like.device).attend(query, keys, values, None)
     except (RuntimeError, TypeError, AttributeError) as error:  # not built in, other arguments

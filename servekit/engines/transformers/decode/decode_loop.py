@@ -126,7 +126,7 @@ class DecodeLoop:
             if row is None or key in self.seated or row.adapter is not None:
                 continue
             if state.status == RequestStatus.DECODING and state.position_offset == row.length - 1:
-                kind = device_sampling.kind_of(row)
+                kind = device_sampling.classify_row(row)
                 self._slots.assign(row, state, kind, self._pages_of(key), self.pages.size)
                 if device_sampling.needs_host(row, self._vocab_size):
                     self._watched.add(key)

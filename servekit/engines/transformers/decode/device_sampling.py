@@ -49,7 +49,7 @@ def needs_host(row: Row, vocab_size: int) -> bool:
     return not how.greedy and how.ranked and not bounded
 
 
-def kind_of(row: Row) -> int:
+def classify_row(row: Row) -> int:
     """Return GREEDY, PLAIN or RANKED."""
     if row.sampling.greedy:
         return batch_slots.GREEDY

@@ -170,7 +170,7 @@ def _make_torch(shape: Shape) -> Kernel:
         raise LookupError(f"torch {torch.__version__} has no paged attention")
     _need_big_pages(shape)
 
-    def attend(
+    def attend_torch(
         query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
     ) -> Tensor:
         starts = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
@@ -184,7 +184,7 @@ def _make_torch(shape: Shape) -> Kernel:
         )
         return out
 
-    return Kernel("torch", attend)
+    return Kernel("torch", attend_torch)
 
 
 def _make_flash2(shape: Shape) -> Kernel:
@@ -202,7 +202,7 @@ def _with_cache(name: str, module: str, table_argument: str) -> Kernel:
         raise LookupError(f"{module} is not installed")
     with_cache: Any = importlib.import_module(module).flash_attn_with_kvcache
 
-    def attend(
+    def attend_with_cache(
         query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
     ) -> Tensor:
         out: Tensor = with_cache(
@@ -214,7 +214,7 @@ def _with_cache(name: str, module: str, table_argument: str) -> Kernel:
         )
         return out.squeeze(1)
 
-    return Kernel(name, attend)
+    return Kernel(name, attend_with_cache)
 
 
 def _make_flash4(shape: Shape) -> Kernel:
@@ -222,7 +222,7 @@ def _make_flash4(shape: Shape) -> Kernel:
         raise LookupError("flash-attn-4 is not installed")
     varlen: Any = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
 
-    def attend(
+    def attend_flash(
         query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
     ) -> Tensor:
         out = varlen(
@@ -235,7 +235,7 @@ def _make_flash4(shape: Shape) -> Kernel:
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first.view(query.shape)
 
-    return Kernel("flash4", attend)
+    return Kernel("flash4", attend_flash)
 
 
 def _need_big_pages(shape: Shape) -> None:

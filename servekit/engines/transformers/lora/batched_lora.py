@@ -148,7 +148,7 @@ class BatchedLora:
         """Set the layout of the next forward pass."""
         self.step = BatchLayout.build(parts)
 
-    def install(self, adapter: Adapter) -> None:
+    def install_adapter(self, adapter: Adapter) -> None:
         """Install an adapter; on an exception nothing of it remains."""
         try:
             for name, factors in adapter.factors.items():
@@ -157,10 +157,10 @@ class BatchedLora:
                 self._prompts += 1
                 self._wrap_embedding()
         except BaseException:
-            self.remove(adapter)
+            self.uninstall_adapter(adapter)
             raise
 
-    def remove(self, adapter: Adapter) -> None:
+    def uninstall_adapter(self, adapter: Adapter) -> None:
         self.step = None
         for name in adapter.factors:
             layer = self._layers.get(name)

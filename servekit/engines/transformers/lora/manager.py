@@ -90,7 +90,7 @@ class AdapterManager(AdapterTable[Adapter]):
         finally:
             self._collect_garbage()
 
-    def unload(self, name: str) -> None:
+    def drop_adapter(self, name: str) -> None:
         """Unload an adapter, as `Engine.unload_adapter`."""
         self._forget_adapter(self.get(name))  # no local name: the adapter must be collectable
         self._collect_garbage()
@@ -104,7 +104,7 @@ class AdapterManager(AdapterTable[Adapter]):
                 yield from adapter.model.buffers()
 
     def _forget_adapter(self, adapter: Adapter) -> None:
-        self._engine.between_steps(lambda: self._runner.remove(adapter))
+        self._engine.between_steps(lambda: self._runner.remove_adapter(adapter))
         del self._served[adapter.name], self._said[adapter.name]
 
     # ---------------------------------------------------------------- in steps
@@ -157,11 +157,11 @@ class AdapterManager(AdapterTable[Adapter]):
             _prepare_paged(adapter.model, self._runner)
         if self._model.device.type == "cuda":
             torch.cuda.synchronize()  # written on this thread's stream, read on the engine's
-        self._engine.between_steps(lambda: self._runner.install(adapter))
+        self._engine.between_steps(lambda: self._runner.install_adapter(adapter))
         try:
             figures, said = self._try_in_batch(adapter, peft, alone, skeletons)
         except BaseException:
-            self._engine.between_steps(lambda: self._runner.remove(adapter))
+            self._engine.between_steps(lambda: self._runner.remove_adapter(adapter))
             raise
         self._said[adapter.name] = said
         self._served[adapter.name] = adapter

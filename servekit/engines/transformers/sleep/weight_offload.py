@@ -58,7 +58,7 @@ def unique_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     return list({storage._cdata: storage for storage in found if storage.nbytes()}.values())
 
 
-def size_bytes(model: nn.Module) -> int:
+def count_model_bytes(model: nn.Module) -> int:
     """Return the size of a model's weights and buffers."""
     return sum(storage.nbytes() for storage in unique_storages(tensors_of(model)))
 

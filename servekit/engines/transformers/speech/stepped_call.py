@@ -35,7 +35,7 @@ class SteppedCall:
             self._error = None
             raise error
 
-    def stop(self) -> None:
+    def abandon(self) -> None:
         """Give the call up, between two steps."""
         self._stopped = True
         if self._thread is not None and not self.done:

@@ -191,7 +191,7 @@ class TranscriptionRunner(TurnRunner[SpeechRow]):
     def cancel(self, row: SpeechRow) -> None:
         self._drop(row)
         if row.call is not None:
-            row.call.stop()
+            row.call.abandon()
 
     def step(self) -> list[tuple[SpeechRow, StepOutput]]:
         """Begin windows, or write a token of each; go on with the recordings whose windows end."""
@@ -226,7 +226,7 @@ class TranscriptionRunner(TurnRunner[SpeechRow]):
             if row in queue:
                 queue.remove(row)
         if row.window in self._batch.windows:
-            self._batch.remove(row.window)
+            self._batch.free_seat(row.window)
 
     def _note_progress(self) -> None:
         if self._rows:

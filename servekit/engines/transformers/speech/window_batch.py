@@ -44,7 +44,7 @@ class Window:
     logprobs: list[float] = field(default_factory=list)
 
     @property
-    def position(self) -> int:
+    def last_position(self) -> int:
         """Return the place of the last token."""
         return len(self.prompt) + len(self.tokens) - 1
 
@@ -131,7 +131,7 @@ class WindowBatch:
         self._decode(len(self.windows))
         return self._read_tokens(list(self.windows), seats)
 
-    def remove(self, window: Window) -> None:
+    def free_seat(self, window: Window) -> None:
         """Free the seat of a window."""
         seat, last = self.windows.index(window), len(self.windows) - 1
         if seat != last:
@@ -165,7 +165,7 @@ class WindowBatch:
         columns = [
             (
                 (window.tokens or window.prompt)[-1],
-                window.position,
+                window.last_position,
                 *self._rules.bound(window.tokens, window.timed),
             )
             for window in windows
@@ -182,7 +182,7 @@ class WindowBatch:
         """Compute the next tokens of the first `count` seats, and perhaps of some empty ones."""
         if not self._graphs.on:
             seats = slice(0, count)
-            longest = max(window.position for window in self.windows) + 1
+            longest = max(window.last_position for window in self.windows) + 1
             self._compute_step(seats, longest, any(window.timed for window in self.windows))
             return
         rounded = min(1 << (count - 1).bit_length(), self.seats)
@@ -254,10 +254,10 @@ class WindowBatch:
         ended = [
             window
             for window in windows
-            if window.tokens[-1] in self._rules.ends or window.position + 1 >= window.most
+            if window.tokens[-1] in self._rules.ends or window.last_position + 1 >= window.most
         ]
         for window in ended:
-            self.remove(window)
+            self.free_seat(window)
         return ended
 
 

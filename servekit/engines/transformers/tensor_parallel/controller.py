@@ -67,12 +67,12 @@ class Ranks:
         The process is still ended if it does not exit by itself.
         """
 
-        def tell(reason: str) -> None:
+        def end_with_ranks(reason: str) -> None:
             died(reason)
             if not self._children.await_end(_EXIT_S):
                 end_process(reason)
 
-        self._children.died = tell
+        self._children.died = end_with_ranks
 
     @property
     def has_dead_rank(self) -> bool:

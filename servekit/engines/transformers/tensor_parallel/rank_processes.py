@@ -45,7 +45,7 @@ class _Child:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES))
     unfinished: bytes = b""
 
-    def read(self) -> bool:
+    def forward_output(self) -> bool:
         """Pass on the rank's output; return False at its end."""
         data = os.read(self.errors.fileno(), 65536)
         with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ class Children:
                     heard: _Child = key.data
                     if key.fileobj is heard.lifeline:
                         return heard
-                    if not heard.read():
+                    if not heard.forward_output():
                         selector.unregister(heard.errors)
         return None
 
@@ -176,7 +176,7 @@ class Children:
     def _drain_errors(self, child: _Child) -> None:
         os.set_blocking(child.errors.fileno(), False)
         with contextlib.suppress(BlockingIOError):
-            while child.read():
+            while child.forward_output():
                 pass
 
     def _end_all(self) -> None:

@@ -80,13 +80,13 @@ def tensor_forms(tensors: Sequence[Tensor]) -> tuple[TensorForm, ...]:
     )
 
 
-def size_bytes(tensors: Sequence[Tensor]) -> int:
+def count_buffer_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(_align_length(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
 
 def join_tensors(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return all tensors joined, uint8 [size_bytes]."""
-    whole = torch.empty(size_bytes(tensors), dtype=torch.uint8, device=device)
+    whole = torch.empty(count_buffer_bytes(tensors), dtype=torch.uint8, device=device)
     at = 0
     for tensor in tensors:
         flat = tensor.to(device).reshape(-1).view(torch.uint8)

@@ -76,7 +76,7 @@ class ImageReader:
         self._decoder: nn.Module = self._model.get_decoder()
 
     @torch.no_grad()
-    def read(self, job: Job) -> PromptImages:
+    def read_images(self, job: Job) -> PromptImages:
         """Return the images of a job's prompt. Raises NotBatchable, or anything of the model."""
         ids = torch.tensor([job.prompt_ids], device=self._model.device)
         embedding: Any = self._model.get_input_embeddings()
@@ -105,7 +105,9 @@ class ImageReader:
     def _run_to_decoder(self, ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the model calls its decoder with."""
 
-        def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def stop_at_decoder(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> None:
             raise _Reached(args, kwargs)
 
         asked = self._model.prepare_inputs_for_generation(
@@ -115,7 +117,7 @@ class ImageReader:
             use_cache=False,
             **inputs,
         )
-        hook = self._decoder.register_forward_pre_hook(stop, with_kwargs=True)
+        hook = self._decoder.register_forward_pre_hook(stop_at_decoder, with_kwargs=True)
         try:
             self._model(**asked, return_dict=True)
         except _Reached as reached:

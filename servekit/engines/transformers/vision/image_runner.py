@@ -172,7 +172,7 @@ class ImagesBeside:
         try:
             rows = [_probe_row(job) for job in jobs]
             for row in rows:
-                row.images = self._reader.read(row.job)
+                row.images = self._reader.read_images(row.job)
             self.texts.take_images(self._read_images)
             self._batches = True
             self._compare_logits(rows)
@@ -202,7 +202,7 @@ class ImagesBeside:
 
     def _read_images(self, row: Row) -> StepOutput | None:
         try:
-            row.images = self._reader.read(row.job)
+            row.images = self._reader.read_images(row.job)
         except NotBatchable:
             self._alone.add(row)
         except Exception as error:

@@ -95,7 +95,7 @@ class Supervisor:
         """Return the instance's directory, which holds the socket; None on another machine."""
         return self._way.parent if isinstance(self._way, Path) else None
 
-    async def status(self) -> Response:
+    async def show_status(self) -> Response:
         """Return what `servekit ps --json` prints. Raises Forbidden and what `answer_to` raises."""
         self._access.require_admin()
         return _json(as_builtins(await self.answer_to(GetStatus(), Status, ANSWER_S)))
@@ -211,7 +211,7 @@ def add_administration(app: FastAPI, supervisor: Supervisor) -> None:
         **common,
     )
     async def status() -> Response:
-        return await supervisor.status()
+        return await supervisor.show_status()
 
     @app.get(
         "/admin/why/{name:path}",

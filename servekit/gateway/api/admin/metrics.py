@@ -117,10 +117,10 @@ def _seen(task: asyncio.Task[Any]) -> None:
 
 
 def add_metrics(app: FastAPI, supervisor: Supervisor, access: Access) -> None:
-    async def ask() -> Page:
+    async def ask_supervisor() -> Page:
         return Page((await supervisor.answer_to(GetMetrics(), Figures, ANSWER_S)).series)
 
-    page = InTurn(ask, ASK_EVERY_S)
+    page = InTurn(ask_supervisor, ASK_EVERY_S)
 
     @app.get(
         PATH,

@@ -84,7 +84,7 @@ class Embedding:
 
     # ---- the answer
 
-    def write(self, model: str, dimensions: int, answers: list[Delta]) -> bytes:
+    def encode_answer(self, model: str, dimensions: int, answers: list[Delta]) -> bytes:
         """Return the body of /api/embed, with the first `dimensions` numbers of each vector; 0:
         all.
         """

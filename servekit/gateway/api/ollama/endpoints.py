@@ -150,7 +150,7 @@ class Ollama:
         truncate = request.truncate is not False
         embedding = Embedding(self._router, route, key, inputs, truncate=truncate)
         name = request.model or route.status.name
-        return embedding, partial(embedding.write, name, request.dimensions or 0)
+        return embedding, partial(embedding.encode_answer, name, request.dimensions or 0)
 
     def _embeddings(
         self, body: bytes, key: str

@@ -138,9 +138,9 @@ class BackgroundStream:
         self.end = self.shown | {"status": "failed", "error": error}
         number = self.next + b"".join(self._parts).count(b"\n\n")
         event = {"type": "response.failed", "sequence_number": number, "response": self.end}
-        self.feed(b"event: response.failed\ndata: %b\n\n" % msgspec.json.encode(event))
+        self.add_events(b"event: response.failed\ndata: %b\n\n" % msgspec.json.encode(event))
 
-    def feed(self, events: bytes) -> None:
+    def add_events(self, events: bytes) -> None:
         """Take whole events, to be stored."""
         self._parts.append(events)
 

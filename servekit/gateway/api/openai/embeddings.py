@@ -173,12 +173,12 @@ class Vectors:
             call.more |= {"tools": tools} if tools else {}
             call.more |= {"template": template} if template else {}
 
-        def write(answers: list[Delta]) -> bytes:
+        def encode_tokens(answers: list[Delta]) -> bytes:
             ids = answers[0].token_ids
             most = None if info is None else info.max_context
             return _encode(Tokens(len(ids), most, ids))
 
-        return EmbeddingCalls(self._router, [call], None), write
+        return EmbeddingCalls(self._router, [call], None), encode_tokens
 
     def _detokenize(
         self, body: bytes, key: str

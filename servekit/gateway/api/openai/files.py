@@ -194,7 +194,7 @@ async def _receive(request: Request, store: BatchStore, room: int, rules: BatchR
             async for data in request.stream():
                 pending += data
                 if len(pending) >= _WRITE_BYTES:
-                    await asyncio.to_thread(form.write, bytes(pending))
+                    await asyncio.to_thread(form.take_piece, bytes(pending))
                     pending.clear()
             await asyncio.to_thread(form.finish, bytes(pending))
         now_s = time.time()
@@ -239,7 +239,7 @@ class _Form:
         }
         self._parser = MultipartParser(boundary, callbacks)
 
-    def write(self, data: bytes) -> None:
+    def take_piece(self, data: bytes) -> None:
         """Read a piece of the form. Raises RequestError and OSError."""
         try:
             self._parser.write(data)
@@ -248,7 +248,7 @@ class _Form:
 
     def finish(self, data: bytes) -> None:
         """Read the last piece, and check that all is there."""
-        self.write(data)
+        self.take_piece(data)
         if not self._ended:
             raise RequestError("the form is incomplete: its last boundary is missing")
         if not self._has_file:

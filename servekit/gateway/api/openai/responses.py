@@ -319,7 +319,7 @@ class Responses:
         @app.delete("/v1/responses/{id}", tags=["OpenAI"], summary="Forget a stored response")
         async def remove(id: str) -> Reply:
             await self._find(id, _owner())
-            if not await self._store.remove(id, _owner()):
+            if not await self._store.remove_response(id, _owner()):
                 raise _not_found(id)
             self._wake()
             return _reply(_encode(RemovedResponse(id, "response", True)))

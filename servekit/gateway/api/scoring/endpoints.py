@@ -91,7 +91,7 @@ class Scoring:
         if request.return_documents is not None:
             returns = request.return_documents
 
-        def write(answers: list[Delta]) -> bytes:
+        def encode_ranking(answers: list[Delta]) -> bytes:
             ranked = sorted(enumerate(pairing.scores(answers)), key=lambda one: -one[1])
             results = [
                 Ranked(at, score, RankedDocument(documents[at]) if returns else UNSET)
@@ -103,7 +103,7 @@ class Scoring:
             return _encode(Reranked(new_id("rerank-"), "list", name, results, usage, meta))
 
         make = pairing.make_calls(route, self._router, key)
-        return PooledCalls(self._router, route, make, request.timeout_s), write
+        return PooledCalls(self._router, route, make, request.timeout_s), encode_ranking
 
     def _score(self, body: bytes, key: str) -> Parsed:
         request = decode(ScoreRequest, body)
@@ -117,13 +117,13 @@ class Scoring:
         pairing = _pair(request, queries, documents, (first, second))
         route = find_model(self._router, request.model, SCORING)
 
-        def write(answers: list[Delta]) -> bytes:
+        def encode_scores(answers: list[Delta]) -> bytes:
             data = [Score(at, "score", one) for at, one in enumerate(pairing.scores(answers))]
             id, usage = new_id("score-"), _count_usage(answers)
             return _encode(Scores(id, "list", int(time.time()), route.status.name, data, usage))
 
         make = pairing.make_calls(route, self._router, key)
-        return PooledCalls(self._router, route, make, request.timeout_s), write
+        return PooledCalls(self._router, route, make, request.timeout_s), encode_scores
 
     def _classify(self, body: bytes, key: str) -> Parsed:
         request = decode(ClassifyRequest, body)
@@ -133,7 +133,7 @@ class Scoring:
         model = route.status.name
         calls = pooled_calls(model, key, "classify", _params(request), inputs, asked)
 
-        def write(answers: list[Delta]) -> bytes:
+        def encode_labels(answers: list[Delta]) -> bytes:
             info = known_info(route)
             labels = () if info is None else info.labels
             vectors = [numbers(one) for answer in answers for one in answer.vectors]
@@ -141,7 +141,7 @@ class Scoring:
             id, usage = new_id("classify-"), _count_usage(answers)
             return _encode(Classes(id, "list", int(time.time()), model, data, usage))
 
-        return PooledCalls(self._router, route, lambda _: calls, request.timeout_s), write
+        return PooledCalls(self._router, route, lambda _: calls, request.timeout_s), encode_labels
 
 
 def _params(request: Pooled) -> SamplingParams:

@@ -38,7 +38,7 @@ EVERY_S = 1.0
 TAIL_CHARS = 8_000
 
 
-def build_page(frame: Frame, blocks: gr.Blocks) -> None:
+def build_admin_page(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("operate")
@@ -58,7 +58,7 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
         note, forbidden = await _note_rights(frame, request)
         return [note, *(gr.Button(interactive=not forbidden) for _ in changing)]
 
-    async def tick(request: gr.Request, name: str, before: Sequence[int]) -> list[Any]:
+    async def refresh_page(request: gr.Request, name: str, before: Sequence[int]) -> list[Any]:
         """Return the parts that have changed since this browser's last tick."""
         name, shown = await _render_page(frame, request, name)
         now = tuple(map(hash, shown))
@@ -75,13 +75,13 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
         """Carry out what a button of the table says, and show the outcome."""
         pressed = str(event.name)
         if event.act == "show":
-            return ["", *await tick(request, pressed, before)]
+            return ["", *await refresh_page(request, pressed, before)]
         note = await _run_action(frame, request, _make_action(frame, str(event.act), pressed))
-        return [note, *await tick(request, name, before)]
+        return [note, *await refresh_page(request, name, before)]
 
     blocks.load(greet, None, [may, *changing], **NOW)
-    blocks.load(tick, [chosen, seen], [chosen, seen, *parts], **NOW)
-    gr.Timer(EVERY_S).tick(tick, [chosen, seen], [chosen, seen, *parts], **NOW)
+    blocks.load(refresh_page, [chosen, seen], [chosen, seen, *parts], **NOW)
+    gr.Timer(EVERY_S).tick(refresh_page, [chosen, seen], [chosen, seen, *parts], **NOW)
     # by default a press is dropped while another is being carried out
     table.click(
         press, [chosen, seen], [told, chosen, seen, *parts], trigger_mode="multiple", **QUIET
@@ -135,7 +135,7 @@ async def _render_page(
     """Return the model that is shown in detail, and the parts of the page."""
     caller, say = await frame.caller(request), frame.say
     _, forbidden = await _note_rights(frame, request)
-    status = await frame.watch.status()
+    status = await frame.watch.recent_status()
     pushed = {route.status.name: route.status for route in frame.router.routes.values()}
     models = [_move(one, pushed) for one in list_models(frame, caller, status)]
     names = [one.name for one in models]

@@ -32,7 +32,7 @@ def make_options(frame: Frame, model: str, prompt: str, *settings: float | None)
     return RequestOptions(CHAT, {"model": model, "messages": messages, **more})
 
 
-def build_page(frame: Frame, blocks: gr.Blocks) -> None:
+def build_compare_page(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("compare")

@@ -16,13 +16,13 @@ from msgspec.structs import replace
 from servekit.gateway.auth.api_key import ApiKey
 from servekit.gateway.ui.pages.page_layout import NOW, Frame
 from servekit.gateway.ui.widgets import log_tail, machine_tables
-from servekit.gateway.ui.widgets.stat_cards import render_figures as draw
+from servekit.gateway.ui.widgets.stat_cards import render_figures
 from servekit.protocol.messages import ModelStatus, ReplicaStatus, Status
 
 EVERY_S = 1.0
 
 
-def build_page(frame: Frame, blocks: gr.Blocks) -> None:
+def build_dashboard(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("dashboard")
@@ -40,7 +40,7 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
         seen = gr.State(())
     parts = [figures, gpus, workers, events]
 
-    async def tick(request: gr.Request, before: Sequence[int]) -> list[Any]:
+    async def refresh_page(request: gr.Request, before: Sequence[int]) -> list[Any]:
         """Return the parts that have changed since this browser's last tick."""
         shown = await render_page(frame, await frame.caller(request))
         now = tuple(map(hash, shown))
@@ -52,10 +52,10 @@ def build_page(frame: Frame, blocks: gr.Blocks) -> None:
         return [now, *fresh]
 
     async def fill(request: gr.Request) -> list[Any]:
-        return await tick(request, ())
+        return await refresh_page(request, ())
 
     blocks.load(fill, None, [seen, *parts], **NOW)
-    gr.Timer(EVERY_S).tick(tick, [seen], [seen, *parts], **NOW)
+    gr.Timer(EVERY_S).tick(refresh_page, [seen], [seen, *parts], **NOW)
 
 
 def _build_log(frame: Frame, blocks: gr.Blocks) -> None:
@@ -70,7 +70,9 @@ def _build_log(frame: Frame, blocks: gr.Blocks) -> None:
         lines = gr.HTML("", elem_id="sk-log")
         seen = gr.State((0, ()))
 
-    async def tick(request: gr.Request, name: str | None, hold: bool, before: Any) -> list[Any]:
+    async def refresh_log(
+        request: gr.Request, name: str | None, hold: bool, before: Any
+    ) -> list[Any]:
         old_html, old_names = before
         names, html = await _list_lines(frame, await frame.caller(request), name or "")
         updates = [gr.skip(), gr.skip(), gr.skip()]
@@ -82,9 +84,9 @@ def _build_log(frame: Frame, blocks: gr.Blocks) -> None:
         return [*updates, (old_html, names)]
 
     shown = [lines, whose, settings, seen]
-    blocks.load(tick, [whose, held, seen], shown, **NOW)
-    gr.Timer(EVERY_S).tick(tick, [whose, held, seen], shown, **NOW)
-    whose.change(tick, [whose, held, seen], shown, **NOW)
+    blocks.load(refresh_log, [whose, held, seen], shown, **NOW)
+    gr.Timer(EVERY_S).tick(refresh_log, [whose, held, seen], shown, **NOW)
+    whose.change(refresh_log, [whose, held, seen], shown, **NOW)
 
 
 async def _list_lines(
@@ -102,7 +104,7 @@ async def render_page(frame: Frame, caller: ApiKey | None) -> tuple[str, str, st
 
     Figures and gateways cover all models, so a visitor restricted to some models sees neither.
     """
-    status = await frame.watch.status()
+    status = await frame.watch.recent_status()
     whole = frame.sees_all(caller)
     models = list_models(frame, caller, status)
     happenings = [
@@ -114,7 +116,7 @@ async def render_page(frame: Frame, caller: ApiKey | None) -> tuple[str, str, st
     if status is not None and whole:
         workers += machine_tables.render_gateways(status.gateways, frame.say)
     return (
-        draw(list(frame.watch.samples), status, frame.say) if whole else "",
+        render_figures(list(frame.watch.samples), status, frame.say) if whole else "",
         f'{heading}<div class="sk-gpus">{gpus}</div></div>' if gpus else "",
         workers,
         machine_tables.render_events(happenings, frame.say),

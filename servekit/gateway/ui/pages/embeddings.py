@@ -34,7 +34,7 @@ def make_options(model: str, given: str) -> RequestOptions:
     return RequestOptions("/v1/embeddings", {"model": model, "input": texts_of(given)})
 
 
-def build_page(frame: Frame, blocks: gr.Blocks) -> None:
+def build_embeddings_page(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("embeddings")

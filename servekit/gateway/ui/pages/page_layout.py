@@ -190,13 +190,13 @@ class Frame:
     def stop_with(self, blocks: gr.Blocks, stop: gr.Button) -> None:
         """End the running requests when the button is clicked or the visit ends."""
 
-        async def end(request: gr.Request) -> None:
-            self.runs.stop(str(request.session_hash))
+        async def end_runs(request: gr.Request) -> None:
+            self.runs.stop_runs(str(request.session_hash))
 
         async def leave(request: gr.Request) -> None:
             self.runs.drop_runs(str(request.session_hash))
 
-        stop.click(end, None, None, **NOW)
+        stop.click(end_runs, None, None, **NOW)
         blocks.unload(leave)
 
     def code(self, make: Callable[..., RequestOptions], inputs: Sequence[Any]) -> None:

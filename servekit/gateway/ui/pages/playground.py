@@ -31,7 +31,7 @@ def make_options(model: str, prompt: str, *settings: float | None) -> RequestOpt
     return RequestOptions(COMPLETIONS, {"model": model, "prompt": prompt, **more})
 
 
-def build_page(frame: Frame, blocks: gr.Blocks) -> None:
+def build_playground(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("playground")

@@ -20,7 +20,7 @@ from servekit.gateway.ui.widgets.request_table import (
 EVERY_S = 2.0
 
 
-def build_page(frame: Frame, blocks: gr.Blocks) -> None:
+def build_requests_page(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("requests")

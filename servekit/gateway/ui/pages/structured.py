@@ -134,7 +134,7 @@ def _render_text(text: str, say: Say) -> str:
 # ---- the page
 
 
-def build_page(frame: Frame, blocks: gr.Blocks) -> None:
+def build_structured_page(frame: Frame, blocks: gr.Blocks) -> None:
     """Lay the page out, within its route."""
     say = frame.say
     frame.head("structured")
@@ -185,7 +185,7 @@ def _schema_side(frame: Frame, blocks: gr.Blocks) -> gr.Dropdown:
     inputs = [model, prompt, text, limit]
     frame.code(make_schema_request, inputs)
 
-    async def ask(request: gr.Request, *values: Any) -> AsyncGenerator[Any]:
+    async def ask_schema(request: gr.Request, *values: Any) -> AsyncGenerator[Any]:
         async for shown, note in frame.run_request(
             request, partial(make_schema_request, *values), "schema"
         ):
@@ -195,7 +195,7 @@ def _schema_side(frame: Frame, blocks: gr.Blocks) -> gr.Dropdown:
             schema = json_of(values[2], "the schema")
             yield await asyncio.to_thread(of_schema, shown, schema, frame.say), note
 
-    run.click(ask, inputs, outputs, **QUIET)
+    run.click(ask_schema, inputs, outputs, **QUIET)
     return model
 
 
@@ -214,7 +214,7 @@ def _tools_side(frame: Frame, blocks: gr.Blocks) -> gr.Dropdown:
     inputs = [model, prompt, text, choice, limit]
     frame.code(make_tools_request, inputs)
 
-    async def ask(request: gr.Request, *values: Any) -> AsyncGenerator[Any]:
+    async def ask_tools(request: gr.Request, *values: Any) -> AsyncGenerator[Any]:
         async for shown, note in frame.run_request(
             request, partial(make_tools_request, *values), "tools"
         ):
@@ -224,5 +224,5 @@ def _tools_side(frame: Frame, blocks: gr.Blocks) -> gr.Dropdown:
             schemas = schemas_of(json_of(values[2], "the tools"))
             yield await asyncio.to_thread(of_tools, shown, schemas, frame.say), note
 
-    run.click(ask, inputs, outputs, **QUIET)
+    run.click(ask_tools, inputs, outputs, **QUIET)
     return model

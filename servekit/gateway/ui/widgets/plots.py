@@ -9,6 +9,7 @@ from html import escape
 from servekit.gateway.ui.pages.language import Say
 
 WIDTH, HEIGHT = 300.0, 90.0
+GRID = (0.5, HEIGHT / 2, HEIGHT - 0.5)
 STYLES = 6
 #: The steps of a scale, times a power of ten.
 _STEPS = (1.0, 2.0, 5.0, 10.0)
@@ -44,7 +45,7 @@ def render_chart(title: str, unit: str, lines: Sequence[PlotLine], span_s: float
     keys = "".join(_render_key(line, unit, single=len(lines) == 1) for line in lines)
     label = escape(_describe_chart(title, unit, lines, say))
     curves = "".join(_render_curve(line, span_s, top) for line in lines)
-    grid = "".join(f'<line x1="0" x2="{WIDTH:g}" y1="{y:g}" y2="{y:g}"/>' for y in _render_grid())
+    grid = "".join(f'<line x1="0" x2="{WIDTH:g}" y1="{y:g}" y2="{y:g}"/>' for y in GRID)
     return (
         f'<figure class="sk-plot"><figcaption><span>{escape(title)}</span>{keys}</figcaption>'
         '<div class="sk-plot-area">'
@@ -63,10 +64,6 @@ def format_number(value: float) -> str:
     if value >= 100 or value == int(value):
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2g}"
-
-
-def _render_grid() -> list[float]:
-    return [0.5, HEIGHT / 2, HEIGHT - 0.5]
 
 
 def _get_last(line: PlotLine) -> float | None:

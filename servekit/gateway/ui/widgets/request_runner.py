@@ -138,7 +138,7 @@ class Runs:
             if self._runs.get((visit.session, slot)) is run:
                 del self._runs[visit.session, slot]
 
-    def stop(self, session: str) -> None:
+    def stop_runs(self, session: str) -> None:
         """End all of a session's runs, and keep their text so far."""
         for (whose, _), run in list(self._runs.items()):
             if whose == session:

@@ -77,7 +77,7 @@ class StatusPoller:
         self.happenings.extend(list_changes(self._before, now, time.time()))
         self._before = now
 
-    async def status(self) -> Status | None:
+    async def recent_status(self) -> Status | None:
         """Return a recent status of all processes; None while the supervisor does not answer."""
         self._seen_s = time.monotonic()
         if self._seen_s - self._asked_s >= ASK_EVERY_S:

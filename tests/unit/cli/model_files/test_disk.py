@@ -54,6 +54,6 @@ def test_a_models_path_leads_to_its_files(tmp_path: Path) -> None:
 def test_removal_takes_one_source_and_its_pins(tmp_path: Path) -> None:
     fill(tmp_path)
     found = next(one for one in disk.list_stored(environ(tmp_path)) if one.source == "org/name")
-    disk.remove(found, environ(tmp_path))
+    disk.remove_files(found, environ(tmp_path))
     assert [one.source for one in disk.list_stored(environ(tmp_path))] == ["pkg==1.0"]
     assert not list(tmp_path.rglob("p.json"))

@@ -114,19 +114,19 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     sampler = Sampler()
     assert sampler.view(()) is None
     for second in range(60):
-        sampler.feed(status(MODEL, tokens=second * 10 if second < 40 else 390), float(second))
+        sampler.add_status(status(MODEL, tokens=second * 10 if second < 40 else 390), float(second))
     view = sampler.view(())
     assert view is not None and view.rates == {"qwen": 0.0}
     assert len(sampler._samples) <= 8, "it does not grow"
-    sampler.feed(status(MODEL, tokens=490), 60.0)
+    sampler.add_status(status(MODEL, tokens=490), 60.0)
     view = sampler.view(())
     assert view is not None and view.rates["qwen"] == pytest.approx(20.0)
 
 
 def test_another_supervisor_begins_anew_and_a_lost_one_is_told() -> None:
     sampler = Sampler()
-    sampler.feed(status(MODEL, tokens=1000), 0.0)
-    sampler.feed(status(MODEL, pid=8, tokens=5), 1.0)
+    sampler.add_status(status(MODEL, tokens=1000), 0.0)
+    sampler.add_status(status(MODEL, pid=8, tokens=5), 1.0)
     view = sampler.view(())
     assert view is not None and view.rates == {} and not view.trouble
     first, second = sampler.view((), "no servekit runs"), sampler.view((), "no servekit runs")

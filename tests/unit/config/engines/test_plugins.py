@@ -96,7 +96,7 @@ def test_it_is_gone_when_its_package_is(site: Path, tmp_path: Path) -> None:
     assert "but is the text 'acme'" in complaints(path)[0]
     assert KINDS["acme"] is plugins.UNTOLD  # what runs yet is known yet
     with pytest.raises(KeyError):
-        plugins.kind_of("acme")
+        plugins.import_plugin_kind("acme")
 
 
 def test_a_description_that_breaks_harms_nothing_that_runs(site: Path, tmp_path: Path) -> None:

@@ -105,10 +105,10 @@ def test_what_is_too_high_is_filtered() -> None:
 def test_blocks_of_any_size_give_the_same(rate: int, sizes: list[int]) -> None:
     sound = make_samples(sum(sizes) / rate + 0.01, rate=rate)[: sum(sizes)]
     whole = Resampler(rate, RATE)
-    due = np.concatenate([whole.feed(sound), whole.end()])
+    due = np.concatenate([whole.take_samples(sound), whole.end()])
     parted, parts, at = Resampler(rate, RATE), [], 0
     for size in sizes:
-        parts.append(parted.feed(sound[at : at + size]))
+        parts.append(parted.take_samples(sound[at : at + size]))
         at += size
     made = np.concatenate([*parts, parted.end()])
     assert len(made) == len(due) == -(-len(sound) * RATE // rate)

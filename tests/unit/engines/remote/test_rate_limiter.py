@@ -55,7 +55,7 @@ async def test_who_waits_goes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, order = RateLimiter(2, None), list[int]()
 
     async def ask(number: int) -> None:
-        await gate.admit(1)
+        await gate.await_turn(1)
         order.append(number)
 
     loop = asyncio.get_running_loop()
@@ -68,8 +68,8 @@ async def test_who_waits_goes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_one_who_gives_up_lets_the_next_one_go() -> None:
     gate = RateLimiter(1, None)
-    await gate.admit(1)
-    first, second = (asyncio.ensure_future(gate.admit(1)) for _ in range(2))
+    await gate.await_turn(1)
+    first, second = (asyncio.ensure_future(gate.await_turn(1)) for _ in range(2))
     await asyncio.sleep(0)
     assert gate.waiting == 2
     first.cancel()
@@ -82,8 +82,8 @@ async def test_one_who_gives_up_lets_the_next_one_go() -> None:
 
 async def test_tokens_that_were_not_needed_are_free_at_once() -> None:
     gate = RateLimiter(None, 100)
-    sent = await gate.admit(100)
-    waiting = asyncio.ensure_future(gate.admit(50))
+    sent = await gate.await_turn(100)
+    waiting = asyncio.ensure_future(gate.await_turn(50))
     await asyncio.sleep(0)
     gate.correct_estimate(sent, 10)
     async with asyncio.timeout(60):
@@ -95,7 +95,7 @@ async def test_all_wait_while_the_endpoint_wants_to_be_left_alone() -> None:
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     gate.pause_for(0.05)
-    await asyncio.gather(gate.admit(1), gate.admit(1))
+    await asyncio.gather(gate.await_turn(1), gate.await_turn(1))
     assert loop.time() - began_s >= 0.05
 
 

@@ -65,7 +65,7 @@ def grammars() -> Iterator[Grammars]:
     made = Grammars(byte_level_tokenizer(), 400, frozenset({2}))
     made.constraint(ordinary(0))
     yield made
-    assert made.trials.pid is not None
+    assert made.trials.trial_pid is not None
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_what_aborts_is_refused_and_the_next_one_served(
     names = [f"v{number}" for number in range(200)]
     text = json.dumps({"enum": names})
     process = grammars.trials
-    assert process.pid is not None
+    assert process.trial_pid is not None
     for signal_sent in (signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV):
         with ThreadPoolExecutor(1) as pool:
             explosive = schema(EXPLOSIVE % (PRIMES[0] + signal_sent))
             asked = pool.submit(grammars.constraint, explosive)
-            os.kill(trials_of(process.pid)[0], signal_sent)
+            os.kill(trials_of(process.trial_pid)[0], signal_sent)
             with pytest.raises(RequestError, match="MiB or overflows the stack") as caught:
                 asked.result()
             assert caught.value.status == 400
@@ -117,7 +117,7 @@ def test_a_trial_whose_process_is_killed_is_done_again(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_trial, "TURNS_S", LONG_TURNS_S)
-    before = grammars.trials.pid
+    before = grammars.trials.trial_pid
     assert before is not None
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(grammars.constraint, schema(EXPLOSIVE % 60_013))
@@ -125,7 +125,7 @@ def test_a_trial_whose_process_is_killed_is_done_again(
         os.kill(before, signal.SIGKILL)
         assert not asked.result().failure
     grammars.constraint(ordinary(2))
-    assert grammars.trials.pid not in (None, before)
+    assert grammars.trials.trial_pid not in (None, before)
     assert not is_alive(before)
 
 

@@ -57,7 +57,7 @@ def test_a_cut_text_has_the_ids_of_the_whole(kind: str) -> None:
     pieces += [*" \naé🙂ﬁ<x", "  ", "the", "e\u0301", "|>", "[INST", "<s>"]
     for _ in range(3000):
         text = "".join(source.choices(pieces, k=source.randint(0, 12)))
-        assert cache.encode(text) == encode(made, text), text
+        assert cache.encode_segments(text) == encode(made, text), text
 
 
 @pytest.mark.parametrize("kind", ["bytes", "first"])
@@ -79,14 +79,14 @@ def test_only_new_parts_are_tokenised() -> None:
         return [len(text)]
 
     cache = SegmentCache(count, ["<m>"], capacity_chars=20)
-    assert cache.encode("hello<m>one") == [5, 6]
-    assert cache.encode("hello<m>one<m>two") == [5, 6, 6]
+    assert cache.encode_segments("hello<m>one") == [5, 6]
+    assert cache.encode_segments("hello<m>one<m>two") == [5, 6, 6]
     assert asked == ["hello", "<m>one", "<m>two"]
-    cache.encode("<m>three")
-    assert cache.encode("<m>one") == [6]
+    cache.encode_segments("<m>three")
+    assert cache.encode_segments("<m>one") == [6]
     assert asked[3:] == ["<m>three", "<m>one"], "a first part is a part of another kind"
-    cache.encode("x" * 21)
-    cache.encode("x" * 21)
+    cache.encode_segments("x" * 21)
+    cache.encode_segments("x" * 21)
     assert asked[-2:] == ["x" * 21] * 2, "what is larger than the cache is not kept"
 
 
@@ -99,7 +99,7 @@ def test_what_was_not_used_for_longest_goes_first() -> None:
 
     cache = SegmentCache(count, ["<m>"], capacity_chars=10)
     for text in ("aaaa", "bbbb", "aaaa", "cccc", "aaaa", "bbbb"):
-        cache.encode(text)
+        cache.encode_segments(text)
     assert asked == ["aaaa", "bbbb", "cccc", "bbbb"]
 
 
@@ -109,4 +109,4 @@ def test_threads_share_it() -> None:
     texts = [f"the[INST]{number}[INST]the fox {number % 7}" for number in range(300)]
     expected = [encode(made, text) for text in texts]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(cache.encode, texts * 4)) == expected * 4
+        assert list(pool.map(cache.encode_segments, texts * 4)) == expected * 4

@@ -29,22 +29,22 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(text: str) -> None:
     tokenizer = byte_level_tokenizer()
     pieces = Pieces(tokenizer)
     ids = tokenizer(text)["input_ids"]
-    assert b"".join(pieces.token_bytes(token) for token in ids) == text.encode()
+    assert b"".join(pieces.find_bytes(token) for token in ids) == text.encode()
 
 
 def test_sentencepiece_has_spaces_and_bytes() -> None:
     tokenizer = sentencepiece_like()
     pieces = Pieces(tokenizer)
     vocabulary = tokenizer.get_vocab()
-    assert pieces.token_bytes(vocabulary["<0x0A>"]) == b"\n"
+    assert pieces.find_bytes(vocabulary["<0x0A>"]) == b"\n"
     ids = tokenizer("The quick é fox")["input_ids"]
-    assert b"".join(pieces.token_bytes(token) for token in ids) == " The quick é fox".encode()
+    assert b"".join(pieces.find_bytes(token) for token in ids) == " The quick é fox".encode()
 
 
 def test_special_tokens_are_their_names_and_padding_is_nothing() -> None:
     pieces = Pieces(byte_level_tokenizer())
-    assert pieces.token_bytes(2) == b"<|im_end|>"
-    assert pieces.token_bytes(100_000) == b""
+    assert pieces.find_bytes(2) == b"<|im_end|>"
+    assert pieces.find_bytes(100_000) == b""
 
 
 @pytest.mark.lane("models")

@@ -156,7 +156,7 @@ def single_bytes(tokenizer: Any, text: str) -> list[int]:
         return [3 + byte for byte in text.encode()]
     decoder = TokenizerCodec(tokenizer).decoder()
     assert isinstance(decoder, ByteDecoder)
-    by_bytes = {decoder._pieces.token_bytes(token): token for token in range(len(tokenizer))}
+    by_bytes = {decoder._pieces.find_bytes(token): token for token in range(len(tokenizer))}
     return [by_bytes[bytes([byte])] for byte in text.encode()]
 
 

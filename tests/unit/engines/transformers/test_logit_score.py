@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from servekit.engines.api.base import EmbedJob, Job
-from servekit.engines.model_files.model_kind import kind_of
+from servekit.engines.model_files.model_kind import find_model_kind
 from servekit.errors import ContextLengthExceeded, LoadError, Unsupported
 from servekit.protocol.messages import Generate, PoolingParams, SamplingParams
 from servekit.worker.input_encoding import InputEncoder
@@ -203,7 +203,7 @@ def test_a_document_is_cut_at_its_end_only_if_asked(reranker: Harness) -> None:
             queries=[QUERY],
             pooling=PoolingParams(input_tokens=most),
         )
-        [[ids], _] = encoder.encode(asked)
+        [[ids], _] = encoder.encode_input(asked)
         return ids
 
     long = "lazy dog " * 2000
@@ -234,7 +234,7 @@ def test_a_template_that_changes_texts_is_not_cut(tmp_path: Path) -> None:
             pooling=PoolingParams(instruction="c"),
         )
         with pytest.raises(Unsupported, match="has no place for one"):
-            InputEncoder(running.engine, running.info).encode(request)
+            InputEncoder(running.engine, running.info).encode_input(request)
     finally:
         running.close()
 
@@ -272,14 +272,14 @@ def test_it_neither_generates_nor_embeds(reranker: Harness) -> None:
 
 def test_the_task_of_the_file_comes_before_the_name(folder: Path, tmp_path: Path) -> None:
     spec = make_spec(folder, options={"task": "generate"})
-    assert kind_of(folder, spec) == "generate"
-    assert kind_of(folder, make_spec(folder)) == "rerank"
+    assert find_model_kind(folder, spec) == "generate"
+    assert find_model_kind(folder, make_spec(folder)) == "rerank"
     other = make_reranker(tmp_path / "tuned")
-    assert kind_of(other, make_spec(other)) == "generate"
-    assert kind_of(other, make_spec(other, options={"task": "rerank"})) == "rerank"
+    assert find_model_kind(other, make_spec(other)) == "generate"
+    assert find_model_kind(other, make_spec(other, options={"task": "rerank"})) == "rerank"
     (other / "config.json").write_text('{"architectures": ["BertModel"]}')
     with pytest.raises(LoadError, match="no causal language model; its files name BertModel"):
-        kind_of(other, make_spec(other, options={"task": "rerank"}))
+        find_model_kind(other, make_spec(other, options={"task": "rerank"}))
 
 
 @pytest.mark.parametrize(

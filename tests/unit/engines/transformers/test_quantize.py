@@ -58,7 +58,7 @@ def test_texts_are_those_of_the_library_in_any_company(quantised: Harness, folde
 def test_its_size_is_that_of_the_estimate(quantised: Harness, folder: Path) -> None:
     info = quantised.info
     count = sum(safetensors.elements(folder).values())
-    due = weight_quantization.size_bytes("int8", safetensors.read_shapes(folder), 4)
+    due = weight_quantization.count_quantized_bytes("int8", safetensors.read_shapes(folder), 4)
     assert (info.dtype, info.parameters) == ("int8", count)
     assert 0 <= info.weights_bytes - due < 0.02 * due  # with buffers
     assert info.weights_bytes < 0.8 * 4 * count

@@ -25,7 +25,7 @@ class RecordingCore:
             self.added += made
             self.changed.notify_all()
 
-    def abort(self, names: list[str]) -> None:
+    def abort_jobs(self, names: list[str]) -> None:
         with self.changed:
             self.aborted += names
             self.changed.notify_all()

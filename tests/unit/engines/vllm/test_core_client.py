@@ -133,7 +133,7 @@ def test_what_was_sent_before_one_that_cannot_be_is_aborted(started: Start) -> N
         one.add([SimpleNamespace(request_id=name) for name in "abcd"])
     assert client.sent == client.aborted == ["a", "b"] and not one.dead
     client.resources.engine_dead = True
-    one.abort(["a"])  # with the core its requests are gone
+    one.abort_jobs(["a"])  # with the core its requests are gone
     assert one.dead
 
 

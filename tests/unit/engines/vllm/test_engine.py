@@ -29,7 +29,7 @@ class Bench:
         self.engine = _engine()
         self.core = self.engine._core = RecordingCore(self._answer)
         self.engine._stated = Stated(frozenset({2}), 2, {})
-        self.engine._pieces = SimpleNamespace(token_bytes=lambda token: b"")
+        self.engine._pieces = SimpleNamespace(find_bytes=lambda token: b"")
         self.engine._embeds = embeds
         self.asked: list[Any] = []
         self.engine._probes = SimpleNamespace(

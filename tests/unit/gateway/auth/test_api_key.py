@@ -123,7 +123,7 @@ async def test_nobody_is_not_let_in(service: Service) -> None:
 )
 def test_priority_is_the_default_and_the_floor(own: int, asked: int, found: int) -> None:
     mine = call(priority=asked)
-    caller(priority=own).admit(mine, "m")
+    caller(priority=own).admit_call(mine, "m")
     assert mine.priority == found
 
 
@@ -152,9 +152,9 @@ def test_other_gateways_count_too() -> None:
     assert isinstance(alice.charge_request(), RateLimited)
     alice.add_usage("gateway/1", KeyUse("alice", 0, 40, 3))
     with pytest.raises(RateLimited):
-        alice.admit(call(), "m")
+        alice.admit_call(call(), "m")
     alice.add_usage("gateway/1", KeyUse("alice", 0, 0, 0))
-    alice.admit(call(), "m")
+    alice.admit_call(call(), "m")
 
 
 def test_a_gateway_that_tells_no_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,9 +164,9 @@ def test_a_gateway_that_tells_no_more_is_forgotten(monkeypatch: pytest.MonkeyPat
     alice.add_usage("gateway/1", KeyUse("alice", 0, 0, 1))
     now_s += FORGET_S - 0.1
     with pytest.raises(RateLimited):
-        alice.admit(call(), "m")
+        alice.admit_call(call(), "m")
     now_s += 0.2
-    alice.admit(call(), "m")
+    alice.admit_call(call(), "m")
 
 
 def test_another_rule_keeps_what_was_used() -> None:

@@ -77,7 +77,7 @@ async def test_whose_prefixes_a_call_may_share(by_key: bool) -> None:
     for name in ("alice", "bob", "alice"):
         call = InflightRequest("m", SamplingParams(), prompt="Hello")
         ACTING.set(await access.verify(name.encode()))
-        access.admit(call, "m")
+        access.admit_call(call, "m")
         salts.append(call.request(1).cache_salt)
     assert salts == (["alice", "bob", "alice"] if by_key else ["", "", ""])
 

@@ -26,6 +26,7 @@ from servekit.protocol.messages import (
 from tests.unit.engines.harness import TEMPLATE
 from tests.unit.engines.remote.liar import Liar, lying, said
 from tests.unit.engines.speaking import write_model
+from tests.unit.gateway.collecting import collect_choices
 from tests.unit.gateway.conftest import DEADLINE_S, until
 from tests.unit.worker.serving import serving, spec
 
@@ -79,7 +80,7 @@ async def test_stop_strings_do_not_cut_a_call_that_was_ordered(
         parallel=False,
     )
     async with asyncio.timeout(6 * DEADLINE_S):
-        [answer] = await Generation(router, asked).collect_choices()
+        [answer] = await collect_choices(Generation(router, asked))
     [call] = answer.calls
     assert call.name == "pick"
     assert json.loads(call.arguments) in ({"n": 1}, {"n": 2})
@@ -111,7 +112,7 @@ async def test_a_call_can_be_asked_for_of_any_model(
     params = SamplingParams(max_tokens=400, seed=3, temperature=1.0)
     asked = ask(params=params, tools=[TOOL, other], tool_choice=choice, stream=stream)
     async with asyncio.timeout(6 * DEADLINE_S):
-        [answer] = await Generation(plain, asked).collect_choices()
+        [answer] = await collect_choices(Generation(plain, asked))
     assert answer.text == "" and answer.calls
     assert {call.name for call in answer.calls} <= {"pick", "other"}
     assert all(isinstance(json.loads(call.arguments), dict) for call in answer.calls)
@@ -124,7 +125,7 @@ async def test_a_call_that_is_cut_off_leaves_no_markup(plain: Router) -> None:
         params = SamplingParams(max_tokens=limit, seed=3, temperature=1.0)
         asked = ask(params=params, tool_choice=NAMED)
         async with asyncio.timeout(6 * DEADLINE_S):
-            [answer] = await Generation(plain, asked).collect_choices()
+            [answer] = await collect_choices(Generation(plain, asked))
         assert answer.text == ""
         assert answer.finish == "length" or json.loads(answer.calls[0].arguments)
 
@@ -159,9 +160,9 @@ async def test_what_it_is_told_instead_of_a_grammar(far: tuple[Liar, Router]) ->
         ("required", True, "tool_calls"),
         (named, True, "stop"),
     ):
-        [answer] = await Generation(
-            router, ask(tool_choice=choice, parallel=parallel)
-        ).collect_choices()
+        [answer] = await collect_choices(
+            Generation(router, ask(tool_choice=choice, parallel=parallel))
+        )
         assert [(one.id, one.name) for one in answer.calls] == [("c1", "pick")]
         assert (json.loads(answer.calls[0].arguments), answer.finish) == ({"n": 1}, finish)
     bodies = [asked.body for asked in liar.asked]
@@ -173,9 +174,9 @@ async def test_what_it_is_told_instead_of_a_grammar(far: tuple[Liar, Router]) ->
 async def test_its_grammar_is_the_client_s_own(far: tuple[Liar, Router]) -> None:
     liar, router = far
     params = SamplingParams(grammar=Grammar("json_schema", '{"enum":[1]}'))
-    await Generation(
-        router, ask(params=params, template={"enable_thinking": True})
-    ).collect_choices()
+    await collect_choices(
+        Generation(router, ask(params=params, template={"enable_thinking": True}))
+    )
     [asked] = liar.asked
     assert asked.body["response_format"]["json_schema"]["schema"] == {"enum": [1]}
 
@@ -184,6 +185,6 @@ async def test_its_grammar_is_the_client_s_own(far: tuple[Liar, Router]) -> None
 async def test_no_mark_is_ever_told(far: tuple[Liar, Router], reasoning: bool) -> None:
     liar, router = far
     liar.answers += [said({"reasoning_content": "hm"}, "yes")]
-    [answer] = await Generation(router, ask(reasoning=reasoning, tools=[])).collect_choices()
+    [answer] = await collect_choices(Generation(router, ask(reasoning=reasoning, tools=[])))
     expected = ("yes", "hm") if reasoning else ("<think>\nhm\n</think>\n\nyes", "")
     assert (answer.text, answer.reasoning) == expected

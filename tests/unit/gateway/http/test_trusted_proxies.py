@@ -30,7 +30,7 @@ def test_the_nearest_address_that_is_no_trusted_proxy(
     address: str, forwarded: list[str], client: str
 ) -> None:
     headers = [(b"host", b"x"), *((b"x-forwarded-for", one.encode()) for one in forwarded)]
-    assert ForwardedAddress(("10.0.0.0/8",)).find(address, headers) == client
+    assert ForwardedAddress(("10.0.0.0/8",)).find_client(address, headers) == client
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,9 @@ async def test_stop_keeps_what_there_is_and_frees_the_engine(service: Service) -
     chats = open_chats(service)
     task = asyncio.create_task(views(chats, tokens=ENDLESS_TOKENS))
     await until(lambda: len(worker.steps) > 20)
-    chats.stop("other")
+    chats.stop_answer("other")
     assert worker.running == 1
-    chats.stop("s")
+    chats.stop_answer("s")
     last = (await task)[-1]
     await until(lambda: worker.running == 0)
     assert last.progress.finish == "cancelled"

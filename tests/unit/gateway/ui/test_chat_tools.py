@@ -200,7 +200,7 @@ async def test_stop_ends_a_question_and_a_call(page: Page, tmp_path: Path) -> No
             if view.asks is not None and not is_time(view):
                 page.chats.decide("s", view.asks["id"], "allow")
             if is_time(view):
-                page.chats.stop("s")
+                page.chats.stop_answer("s")
             last = view
         return last
 

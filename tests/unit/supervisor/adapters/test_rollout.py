@@ -43,7 +43,7 @@ class Fake:
     def held_adapters(self) -> dict[str, AdapterInfo]:
         return self.held
 
-    async def load_adapter(self, adapter: AdapterSpec) -> Outcome:
+    async def ask_to_load(self, adapter: AdapterSpec) -> Outcome:
         if not self.alive:
             return Refusal("dead", died=True, left=True)
         assert adapter.name not in self.held, "it has that one"
@@ -52,7 +52,7 @@ class Fake:
             self.held[adapter.name] = outcome
         return outcome
 
-    async def unload_adapter(self, name: str) -> bool:
+    async def ask_to_unload(self, name: str) -> bool:
         if not self.alive:
             return False
         assert name in self.held

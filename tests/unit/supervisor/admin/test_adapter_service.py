@@ -57,7 +57,7 @@ def service(tmp_path: Path) -> Make:
 
 
 async def refused(service: AdapterService, name: str, path: str, model: str = "") -> str:
-    answer = await service.load_adapter(AddAdapter(model, AdapterSpec(name, path)))
+    answer = await service.handle_add(AddAdapter(model, AdapterSpec(name, path)))
     assert isinstance(answer, Refused)
     assert answer.invalid, answer
     return answer.message
@@ -86,9 +86,7 @@ async def test_without_workers_it_is_the_moment_that_is_wrong(
     service: Make, tmp_path: Path
 ) -> None:
     for desk_, model in ((service("a"), ""), (service("a", "b"), "b-alias")):
-        answer = await desk_.load_adapter(
-            AddAdapter(model, AdapterSpec("x", folder(tmp_path / "x")))
-        )
+        answer = await desk_.handle_add(AddAdapter(model, AdapterSpec("x", folder(tmp_path / "x"))))
         assert isinstance(answer, Refused)
         assert (answer.invalid, answer.retry_after_s) == (False, 5.0)
 
@@ -96,7 +94,7 @@ async def test_without_workers_it_is_the_moment_that_is_wrong(
 async def test_to_a_model_that_is_stopped_it_comes_with_that(service: Make, tmp_path: Path) -> None:
     made = service("a")
     made._deployment("a").wanted = False
-    answer = await made.load_adapter(AddAdapter("", AdapterSpec("x", folder(tmp_path / "x"))))
+    answer = await made.handle_add(AddAdapter("", AdapterSpec("x", folder(tmp_path / "x"))))
     assert answer == Accepted("x is loaded with a, which is not there now")
     shown = made.list_adapters(GetAdapters("a"))
     assert isinstance(shown, Adapters)
@@ -119,9 +117,9 @@ async def test_the_files_comes_back_with_a_reload_and_what_is_not_there_is_said(
     service: Make,
 ) -> None:
     one = service("a")
-    gone = await one.unload_adapter(RemoveAdapter("a-filed"))
+    gone = await one.handle_remove(RemoveAdapter("a-filed"))
     assert isinstance(gone, Accepted)
     assert "a reload loads it again" in gone.message
-    assert await one.unload_adapter(RemoveAdapter("a-filed")) == Refused(
+    assert await one.handle_remove(RemoveAdapter("a-filed")) == Refused(
         "The lora adapter 'a-filed' cannot be found.", True
     )

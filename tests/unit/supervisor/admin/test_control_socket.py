@@ -66,13 +66,13 @@ class Answers:
 class AdapterAnswers:
     """One adapter may be had."""
 
-    async def load_adapter(self, request: AddAdapter) -> Accepted | Refused:
+    async def handle_add(self, request: AddAdapter) -> Accepted | Refused:
         await asyncio.sleep(0)
         if request.adapter.name == "x":
             return Accepted("x serves")
         return Refused("nobody is ready", retry_after_s=5.0)
 
-    async def unload_adapter(self, request: RemoveAdapter) -> Accepted | Refused:
+    async def handle_remove(self, request: RemoveAdapter) -> Accepted | Refused:
         return Refused(f"there is no {request.name}", True)
 
     def list_adapters(self, request: GetAdapters) -> Adapters | Refused:

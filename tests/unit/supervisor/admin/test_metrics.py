@@ -108,17 +108,17 @@ def test_restarts_go_on_where_a_successor_of_the_same_name_begins() -> None:
     book = CounterTable()
     ledger = ProcessCounters(book)
     old = Worker("m/0")
-    ledger.update([old])
+    ledger.read_counters([old])
     assert restarts(book) == {("m", "m/0"): 0}, "there from the start, so that 1 is an increase"
     old.restarts = 2
-    ledger.update([old])
+    ledger.read_counters([old])
     old.restarts = 3  # between two looks, the last of which does not see it any more
     new = Worker("m/0")
     new.restarts = 1
-    ledger.update([new])
+    ledger.read_counters([new])
     assert restarts(book) == {("m", "m/0"): 4}
-    ledger.update([new])
-    ledger.update([])
+    ledger.read_counters([new])
+    ledger.read_counters([])
     assert restarts(book) == {("m", "m/0"): 4}
 
 
@@ -135,9 +135,9 @@ def test_stalls_are_a_workers_and_gateways_have_a_metric_of_their_own() -> None:
     book = CounterTable()
     ledger = ProcessCounters(book)
     worker, gateway = Worker("m/0"), Door("gateway/0")
-    ledger.update([worker, gateway])
+    ledger.read_counters([worker, gateway])
     worker.stalls, gateway.restarts = 2, 1
-    ledger.update([worker, gateway])
+    ledger.read_counters([worker, gateway])
     assert sums(book) == {
         ("servekit_worker_restarts_total", ("m", "m/0")): [0],
         ("servekit_worker_stalls_total", ("m", "m/0")): [2],

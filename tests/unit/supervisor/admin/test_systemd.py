@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -113,11 +112,6 @@ def test_a_gateway_of_another_node_is_no_reason_to_restart_all() -> None:
 # ---------------------------------------------------------------- what is sent
 
 
-@dataclass
-class Gateway:
-    answered_at: float
-
-
 Heard = Callable[[], list[str]]
 
 
@@ -139,7 +133,7 @@ def manager(tmp_path: Path) -> tuple[dict[str, str], Heard]:
 
 def test_ready_is_that_a_gateway_answers(manager: tuple[dict[str, str], Heard]) -> None:
     environ, heard = manager
-    notifier = Notifier(environ, ())
+    notifier = Notifier(environ, lambda: 0.0)
     loading = model("b", replica("b/0", "loading"))
     notifier.on_change(status(loading, gateway="starting"))
     assert heard() == ["STATUS=0 of 1 models ready; b/0 loading"]
@@ -159,14 +153,14 @@ def test_ready_is_that_a_gateway_answers(manager: tuple[dict[str, str], Heard]) 
 
 def test_it_is_fed_while_a_gateway_answers(manager: tuple[dict[str, str], Heard]) -> None:
     environ, heard = manager
-    dead, alive = Gateway(0.0), Gateway(0.0)
-    notifier = Notifier(environ, (dead, alive))
+    answered_at = 0.0
+    notifier = Notifier(environ, lambda: answered_at)
     notifier.feed_watchdog()
     assert heard() == []
-    alive.answered_at = float("inf")
+    answered_at = float("inf")
     notifier.feed_watchdog()
     assert heard() == ["WATCHDOG=1"]
-    alive.answered_at = 0.0
+    answered_at = 0.0
     notifier.feed_watchdog()
     assert heard() == []
     notifier.stopping(1)
@@ -177,7 +171,7 @@ def test_it_is_fed_while_a_gateway_answers(manager: tuple[dict[str, str], Heard]
 
 def test_nobody_who_listens_is_no_harm(tmp_path: Path) -> None:
     for environ in ({}, {"NOTIFY_SOCKET": str(tmp_path / "none")}):
-        notifier = Notifier(environ, ())
+        notifier = Notifier(environ, lambda: 0.0)
         notifier.on_change(status(A))
         notifier.feed_watchdog()
         notifier.stopping(1)
@@ -186,6 +180,6 @@ def test_nobody_who_listens_is_no_harm(tmp_path: Path) -> None:
 def test_a_manager_that_does_not_read_holds_nothing_up(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
         deaf.bind(str(tmp_path / "deaf"))
-        notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "deaf")}, ())
+        notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "deaf")}, lambda: 0.0)
         for _ in range(2000):  # more than a socket's queue holds
             notifier.stopping(1)

@@ -167,10 +167,10 @@ def test_facts_of_a_model_that_never_loaded(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_requests_that_wait_add_replicas_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert scene.scale == ScaleStatus(1, 4, 1)
     scene.wait(1, 1)
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert scene.count == 2
     assert scene.made_up.causes == ["up", "scale"]
     assert scene.scale.desired == 2
@@ -184,14 +184,14 @@ def test_requests_that_wait_add_replicas_and_say_so(monkeypatch: pytest.MonkeyPa
 def test_none_is_added_while_one_is_coming(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
     scene.wait(9)
-    scene.scaler.update()
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
+    scene.scaler.scale_deployments()
     assert scene.count == 2 and scene.scale.waits == ""
     scene.made_up.living[1].state = "ready"
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert scene.count == 4, "they are doubled"
     scene.made_up.living[2].state = scene.made_up.living[3].state = "ready"
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert scene.count == 4 and scene.scale.waits == "`max` is 4"
 
 
@@ -199,7 +199,7 @@ def test_none_is_added_while_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
     scene.made_up.grow((), StartReason.from_supervisor_start()).state = "backoff"
     scene.wait(9)
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert scene.count == 2
     assert scene.scale.waits == "no replica is added while one is failing"
 
@@ -209,11 +209,11 @@ def test_what_has_no_room_is_told_once_and_taken_back(monkeypatch: pytest.Monkey
     scene.made_up.grow((), StartReason.from_supervisor_start()).state = "ready"
     scene.free = 1
     scene.wait(9)
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert (scene.count, scene.lacking) == (3, [1])
     assert (scene.scale.desired, scene.scale.waits) == (4, "no GPU is free")
     assert scene.scale.reason.startswith("scaled up to 3: ")
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert scene.lacking == [1, 0], "one is coming: more may not be needed"
     assert scene.scale.desired == 3
 
@@ -222,8 +222,8 @@ def test_no_change_is_noted_where_nothing_has_room(monkeypatch: pytest.MonkeyPat
     scene = Scene(monkeypatch)
     scene.free = 0
     scene.wait(9)
-    scene.scaler.update()
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
+    scene.scaler.scale_deployments()
     assert (scene.count, scene.told, scene.lacking) == (1, [], [1])
     assert scene.scale == ScaleStatus(1, 4, 2, "", 0.0, "no GPU is free")
 
@@ -232,7 +232,7 @@ def test_memory_that_another_model_waits_for_is_not_taken(monkeypatch: pytest.Mo
     scene = Scene(monkeypatch)
     scene.elsewhere = {"cpu": "b"}
     scene.wait(9)
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert scene.count == 1
     assert scene.scale.waits == "another model waits for memory"
 
@@ -243,25 +243,25 @@ def test_memory_that_another_model_waits_for_is_not_taken(monkeypatch: pytest.Mo
 def test_a_replica_that_did_not_start_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
     scene.wait(1)
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     scene.made_up.living[1].state, scene.made_up.living[1].reason = "failed", "no such weights"
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert [one.name for one in scene.made_up.living] == ["a/0"]
     assert scene.scale.reason == "scaled down to 1: it did not come up: no such weights"
     assert scene.told[-1][1] == {"model": "a", "replicas": 1, "drained": "a/1", "running": 0}
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert scene.count == 1 and scene.scale.waits == "the last did not come up"
 
 
 def test_one_that_serves_and_fails_later_was_not_stillborn(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
     scene.wait(1)
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     scene.made_up.living[1].state = "ready"
     scene.wait(0, oldest_s=0.0)
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     scene.made_up.living[1].state = "failed"
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert scene.count == 2
 
 
@@ -281,7 +281,7 @@ def test_an_on_demand_model_gives_up_the_replica_on_the_contested_gpu(
     scene.made_up.living[0].says(running=9)
     scene.made_up.grow((), StartReason.from_supervisor_start()).state = "ready"
     scene.elsewhere = {at: "b"}
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert [one.name for one in scene.made_up.living] == left
     if len(left) == 1:
         assert scene.scale.reason == "scaled down to 1: b waits for its memory"
@@ -291,7 +291,7 @@ def test_a_model_on_the_cpu_gives_up_a_replica_too(monkeypatch: pytest.MonkeyPat
     scene = Scene(monkeypatch, load="on_demand")
     scene.made_up.grow((), StartReason.from_supervisor_start()).state = "ready"
     scene.elsewhere = {"cpu": "b"}
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert [one.name for one in scene.made_up.living] == ["a/0"], "the latest goes"
 
 
@@ -320,15 +320,15 @@ def test_nothing_is_decided_meanwhile(monkeypatch: pytest.MonkeyPatch, why: str)
     scene.made_up.wanted = why != "unloaded"
     scene.made_up.changing = why == "a reload changes it"
     scene.deployments.halted = why == "the end"
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert scene.count == 1
     assert scene.scale == ScaleStatus(1, 4, 1), "its bounds are shown all the same"
 
 
 def test_a_status_is_published_on_changes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch)
-    scene.scaler.update()
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
+    scene.scaler.scale_deployments()
     assert scene.made_up.published == 1
 
 
@@ -337,12 +337,12 @@ def test_a_model_whose_range_is_taken_away_is_scaled_no_more(
 ) -> None:
     scene = Scene(monkeypatch)
     scene.wait(9)
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     scene.made_up.living[1].state = "ready"
     reloaded(scene, replicas=2)
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert scene.made_up.scale is None and scene.count == 2
     reloaded(scene, replicas={"min": 1, "max": 4})
     scene.wait(0)
-    scene.scaler.update()
+    scene.scaler.scale_deployments()
     assert scene.scale == ScaleStatus(1, 4, 2), "what was before is forgotten"

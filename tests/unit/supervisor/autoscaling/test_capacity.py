@@ -44,7 +44,7 @@ def one_more(*deployments: Deployment, dead: dict[str, dict[str, int]] | None = 
     """For the first of them: the index of a GPU, () for the CPU, or why not."""
     ledger = GpuReservations(GPUS)
     for name, claim in (dead or {}).items():
-        ledger.claim(name, claim)
+        ledger.reserve(name, claim)
 
     def has_room(model: ModelConfig, slot: tuple[Gpu, ...]) -> bool:
         return all(

@@ -84,7 +84,9 @@ async def test_a_reload_starts_and_drains_what_changed_and_nothing_else(scene: S
     manager = await scene.begin(echo("a"), echo("b"))
     (a, b), before = manager.replicas(), scene.published
     scene.write([echo("a"), echo("c")])
-    assert await manager.reload() == Accepted("a unchanged, c added with 1 replica, b removed")
+    assert await manager.reload_config() == Accepted(
+        "a unchanged, c added with 1 replica, b removed"
+    )
     await settle()
     assert [one.model.name for one in manager.served] == ["a", "c"]
     assert [one.model.name for one in manager.all_deployments()] == ["a", "c", "b"]
@@ -102,7 +104,7 @@ async def test_a_reload_starts_and_drains_what_changed_and_nothing_else(scene: S
 async def test_a_removed_model_is_known_until_its_last_worker_ended(scene: Scene) -> None:
     manager = await scene.begin(echo("a"), echo("b", replicas=2))
     scene.write([echo("a")])
-    await manager.reload()
+    await manager.reload_config()
     _, first, second = manager.replicas()
     manager.forget_process(first)
     assert names(manager) == ["a/0", "b/1"]
@@ -125,7 +127,7 @@ async def test_a_refused_reload_changes_nothing(
     manager = await scene.begin(echo("a"))
     plan, replicas = manager.plan, manager.replicas()
     write(scene)
-    answer = await manager.reload()
+    answer = await manager.reload_config()
     assert isinstance(answer, Refused)
     assert said in answer.message and answer.invalid is invalid
     assert manager.plan is plan and manager.replicas() == replicas
@@ -137,7 +139,7 @@ async def test_a_bug_breaks_off_a_reload_and_ends_nothing(
 ) -> None:
     manager = await scene.begin(echo("a"))
     monkeypatch.setattr(Source, "plan", lambda *_: 1 / 0)
-    answer = await manager.reload()
+    answer = await manager.reload_config()
     assert isinstance(answer, Refused)
     assert answer.message.startswith("the reload broke off: ZeroDivisionError")
     assert scene.told == ["broke off: ZeroDivisionError('division by zero')"]
@@ -146,7 +148,7 @@ async def test_a_bug_breaks_off_a_reload_and_ends_nothing(
 async def test_nothing_is_reloaded_once_it_ends(scene: Scene) -> None:
     manager = await scene.begin(echo("a"))
     manager.stop_changes()
-    answer = await manager.reload()
+    answer = await manager.reload_config()
     assert isinstance(answer, Refused)
     assert answer.message == "servekit is shutting down; there is nothing to reload"
     assert not answer.invalid
@@ -158,7 +160,7 @@ async def test_an_end_that_comes_while_the_file_is_read_stops_the_reload(
     manager = await scene.begin(echo("a"))
     scene.write([echo("b")])
     monkeypatch.setattr(Source, "await_rest", lambda self: setattr(manager, "halted", True))
-    assert isinstance(await manager.reload(), Refused)
+    assert isinstance(await manager.reload_config(), Refused)
     assert names(manager) == ["a/0"]
 
 
@@ -177,7 +179,7 @@ async def test_of_two_reloads_the_second_waits_for_the_first(
         return ""
 
     monkeypatch.setattr(manager, "_reload", read)
-    await asyncio.gather(manager.reload(), manager.reload())
+    await asyncio.gather(manager.reload_config(), manager.reload_config())
     assert most == [1, 1]
 
 
@@ -186,7 +188,7 @@ async def test_an_unchanged_model_retries_its_failed_workers(scene: Scene) -> No
     (worker,) = manager.replicas()
     retried: list[bool] = []
     worker.retry = lambda: retried.append(True)  # type: ignore[method-assign]
-    assert await manager.reload() == Accepted("nothing to change")
+    assert await manager.reload_config() == Accepted("nothing to change")
     assert retried == [True]
 
 
@@ -194,7 +196,7 @@ async def test_new_keys_reach_the_workers_that_go_on(scene: Scene) -> None:
     manager = await scene.begin(echo("a", timeout_s=5.0))
     (worker,) = manager.replicas()
     scene.write([echo("a", timeout_s=9.0)])
-    assert await manager.reload() == Accepted("a updated")
+    assert await manager.reload_config() == Accepted("a updated")
     assert manager.replicas() == [worker] and worker.model.timeout_s == 9.0
 
 

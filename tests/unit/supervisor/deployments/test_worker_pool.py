@@ -110,13 +110,13 @@ async def test_a_failed_worker_takes_nothing_and_a_sleeping_one_what_it_kept(
     worker.state = "failed"
     assert scene.pool.has_room(config(), FIRST)
     worker.state = "asleep"
-    scene.pool.gate.ledger.claim("a/0", {"GPU-0": 40})
+    scene.pool.gate.ledger.reserve("a/0", {"GPU-0": 40})
     assert scene.pool.has_room(config(memory="60%"), FIRST)
     assert not scene.pool.has_room(config(memory="61%"), FIRST)
 
 
 async def test_a_name_is_taken_while_its_memory_is_not_free(scene: Scene) -> None:
-    scene.pool.gate.ledger.claim("gone/0", {"GPU-0": 40})
+    scene.pool.gate.ledger.reserve("gone/0", {"GPU-0": 40})
     assert scene.pool.is_taken("gone/0")
 
 

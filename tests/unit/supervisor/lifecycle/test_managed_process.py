@@ -136,7 +136,7 @@ async def play(tmp_path: Path) -> AsyncIterator[Play]:
         stage.replica.end_child(Stop(), 0.2)
         await asyncio.wait_for(stage.task, 10)
         assert child is None or procfs.read_process(child.pid) is None
-    host.run_dir.release()
+    host.run_dir.unlock()
 
 
 async def test_it_comes_up_and_ends(play: Play) -> None:
@@ -147,17 +147,17 @@ async def test_it_comes_up_and_ends(play: Play) -> None:
     stage.replica.end_child(Stop(), 5.0)
     await asyncio.wait_for(stage.task, 60)
     assert stage.host.states == ["starting", "loading", "ready", "draining", "stopped"]
-    assert stage.replica.status().pid == 0
+    assert stage.replica.replica_status().pid == 0
 
 
 async def test_a_death_is_followed_by_a_new_life(play: Play) -> None:
     stage = play()
     await stage.until("ready")
-    first = stage.replica.status()
+    first = stage.replica.replica_status()
     os.kill(first.pid, signal.SIGKILL)
     await stage.host.until(lambda: stage.replica.restarts == 1)
     await stage.until("ready")
-    second = stage.replica.status()
+    second = stage.replica.replica_status()
     assert second.pid != first.pid
     assert second.socket != first.socket
     assert second.reason == "killed by SIGKILL"
@@ -167,7 +167,7 @@ async def test_a_death_is_followed_by_a_new_life(play: Play) -> None:
 async def test_an_engines_death_is_told_in_its_own_words(play: Play) -> None:
     stage = play(raise_on="(raise)")
     await stage.until("ready")
-    first = stage.replica.status()
+    first = stage.replica.replica_status()
     asked: Connection[WorkerToGateway] = await dial_address(
         first.socket, lambda: Connection(WorkerToGateway, lambda message: None, lambda error: None)
     )
@@ -197,7 +197,7 @@ def test_the_kernels_hand_is_seen_in_an_engines_death_only_where_it_killed() -> 
 async def test_a_permanent_boot_failure_is_not_tried_again(play: Play) -> None:
     stage = play(load_error="no such file")
     await stage.until("failed")
-    status = stage.replica.status()
+    status = stage.replica.replica_status()
     assert (status.reason, status.restarts, status.pid) == ("no such file", 0, 0)
     stage.replica.end_child(Stop(), 5.0)
     await asyncio.wait_for(stage.task, 60)
@@ -243,7 +243,7 @@ async def test_a_pong_brings_the_load(play: Play) -> None:
     await stage.until("ready")
     await poll_async("a pong", lambda: stage.replica.liveness.last.seq == 1)
     stage.replica.measure()
-    assert stage.replica.status().rss_bytes > 2**20
+    assert stage.replica.replica_status().rss_bytes > 2**20
 
 
 async def test_it_counts_requests_and_is_of_use_by_tokens_too(play: Play) -> None:
@@ -283,7 +283,7 @@ async def test_memory_that_strays_later_is_told_once_and_by_option_ends_it(
     pid = replica.pid
     replica.measure_gpus({pid: {"GPU-aa": 520 * 2**20}})
     words = "holds 520 MiB on GPU 0 (H200), which is not its own"
-    assert replica.status().stray == words
+    assert replica.replica_status().stray == words
     replica.measure_gpus({pid: {"GPU-aa": 520 * 2**20}})
     out, err = capfd.readouterr()
     assert (out + err).count("gpu_memory_stray") == 1
@@ -292,7 +292,7 @@ async def test_memory_that_strays_later_is_told_once_and_by_option_ends_it(
         assert words in replica.history.exits()[-1].what
         return
     replica.measure_gpus({pid: {}})
-    assert (replica.status().stray, replica.pid) == ("", pid)
+    assert (replica.replica_status().stray, replica.pid) == ("", pid)
 
 
 # ---------------------------------------------------------------- adapters
@@ -309,12 +309,12 @@ async def test_it_loads_and_unloads_and_says_what_it_holds(play: Play, tmp_path:
     await stage.until("ready")
     replica = stage.replica
     assert replica.serves
-    assert await replica.load_adapter(adapter(tmp_path)) == replica.held_adapters["x"]
-    refused = await replica.load_adapter(AdapterSpec("y", str(tmp_path / "nowhere")))
+    assert await replica.ask_to_load(adapter(tmp_path)) == replica.held_adapters["x"]
+    refused = await replica.ask_to_load(AdapterSpec("y", str(tmp_path / "nowhere")))
     assert isinstance(refused, Refusal)
     assert refused.invalid
     assert not refused.died
-    assert await replica.unload_adapter("x")
+    assert await replica.ask_to_unload("x")
     assert not replica.held_adapters
 
 
@@ -335,7 +335,7 @@ async def test_a_death_is_an_answer(
     await stage.until("ready")
     if "hang_on_adapter" in options:
         stage.replica.model = stage.replica.model.model_copy(update=settings)
-    outcome = await stage.replica.load_adapter(adapter(tmp_path))
+    outcome = await stage.replica.ask_to_load(adapter(tmp_path))
     assert isinstance(outcome, Refusal)
     assert outcome.died
     assert outcome.message.startswith("worker m/0 died while it loaded the adapter 'x': ")
@@ -347,7 +347,7 @@ async def test_a_death_is_an_answer(
 async def test_one_that_was_told_to_end_counts_for_nothing(play: Play, tmp_path: Path) -> None:
     stage = play(hang_on_adapter="x")
     await stage.until("ready")
-    loading = asyncio.create_task(stage.replica.load_adapter(adapter(tmp_path)))
+    loading = asyncio.create_task(stage.replica.ask_to_load(adapter(tmp_path)))
     await asyncio.sleep(0)
     stage.replica.end_child(Stop(), 0.1)
     outcome = await asyncio.wait_for(loading, 10)
@@ -361,7 +361,7 @@ async def test_one_that_was_told_to_end_counts_for_nothing(play: Play, tmp_path:
 async def request(stage: Stage, prompt: str) -> None:
     """Have the worker run a request, as a gateway would; its answer is of no interest."""
     connection = await dial_address(
-        stage.replica.status().socket,
+        stage.replica.replica_status().socket,
         lambda: Connection(WorkerToGateway, lambda message: None, lambda error: None),
     )
     connection.send(Hello(PROTOCOL, "gateway", "test"))

@@ -63,9 +63,9 @@ def test_asleep_on_the_cpu_it_holds_what_is_resident() -> None:
 def test_what_its_workers_keep_is_what_the_ledger_has() -> None:
     ledger, deployment = GpuReservations(GPUS), MadeUp(config())
     deployment.have("asleep", "asleep")
-    ledger.claim("a/0", {"GPU-0": GIB, "GPU-1": GIB})
-    ledger.claim("a/1", {"GPU-0": 2 * GIB})
-    ledger.claim("b/0", {"GPU-0": 5 * GIB})
+    ledger.reserve("a/0", {"GPU-0": GIB, "GPU-1": GIB})
+    ledger.reserve("a/1", {"GPU-0": 2 * GIB})
+    ledger.reserve("b/0", {"GPU-0": 5 * GIB})
     assert memory_accounting.kept(deployment.real, ledger) == {"GPU-0": 3 * GIB, "GPU-1": GIB}
 
 
@@ -74,7 +74,7 @@ def test_free_is_what_nobody_holds_and_nobody_was_promised() -> None:
     held = [{"GPU-0": 40 * GIB}, {CPU: 20 * GIB, RAM: 99 * GIB}, {"GPU-0": 10 * GIB}]
     free = memory_accounting.free(GPUS, "10GiB", held, ledger)
     assert free == {"GPU-0": 40 * GIB, "GPU-1": 90 * GIB, CPU: 30 * GIB, RAM: 29 * GIB}
-    ledger.claim("gone/0", {"GPU-1": 60 * GIB})  # its memory is not free yet
+    ledger.reserve("gone/0", {"GPU-1": 60 * GIB})  # its memory is not free yet
     assert memory_accounting.free(GPUS, "10GiB", held, ledger)["GPU-1"] == 30 * GIB
     over = [{"GPU-0": 95 * GIB}]
     assert memory_accounting.free(GPUS, "10GiB", over, ledger)["GPU-0"] == -5 * GIB

@@ -44,7 +44,7 @@ def test_what_runs_is_found_without_any_variable(tmp_path: Path) -> None:
     assert folders().count(path) == 1
     [found] = [one for one in list_instances() if one.run_dir == path]
     assert (found.record.pid, found.uid) == (os.getpid(), os.getuid())
-    made.release()
+    made.unlock()
     assert path not in folders()
 
 
@@ -53,7 +53,7 @@ def test_files_of_that_name_and_records_of_others_are_none(tmp_path: Path) -> No
     made.record(record(1))
     with (tmp_path / "lock").open("w"):
         assert not {made.path, tmp_path} & set(folders())
-    made.release()
+    made.unlock()
 
 
 def test_one_whose_directory_is_just_not_there_is_waited_for(
@@ -73,7 +73,7 @@ def test_one_whose_directory_is_just_not_there_is_waited_for(
         assert made.path in folders()
     finally:
         thread.join()
-        made.release()
+        made.unlock()
 
 
 def test_the_only_one_is_meant_or_the_default_or_the_given(tmp_path: Path) -> None:
@@ -117,9 +117,9 @@ def _find_last_in(tmp_path: Path) -> None:
     older = RunDir.claim(tmp_path / "runtime/servekit/default")
     older.log_path("a/0").touch()
     older.record(record())
-    older.release()
+    older.unlock()
     assert find_last(None, environ) == older.path
     newer = RunDir.take_default(environ)
     newer.record(record())
-    newer.release()
+    newer.unlock()
     assert find_last(None, environ) == newer.path == tmp_path / "state/servekit/default"

@@ -13,7 +13,7 @@ from servekit.supervisor.process.log_capture import Output, RotatingFile
 def test_rotates_by_size_and_keeps_a_few(tmp_path: Path) -> None:
     file = RotatingFile(tmp_path / "x.log", max_bytes=10, keep=2)
     for number in range(8):
-        file.write(b"%04d\n" % number)
+        file.append_line(b"%04d\n" % number)
     file.close()
     assert (tmp_path / "x.log").read_bytes() == b"0006\n0007\n"
     assert (tmp_path / "x.log.1").read_bytes() == b"0004\n0005\n"
@@ -24,17 +24,17 @@ def test_rotates_by_size_and_keeps_a_few(tmp_path: Path) -> None:
 def test_goes_on_where_an_earlier_incarnation_stopped(tmp_path: Path) -> None:
     for line in (b"first\n", b"second\n"):
         file = RotatingFile(tmp_path / "x.log")
-        file.write(line)
+        file.append_line(line)
         file.close()
     assert (tmp_path / "x.log").read_bytes() == b"first\nsecond\n"
     assert (tmp_path / "x.log").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_disk_that_refuses_does_not_raise(tmp_path: Path) -> None:
-    RotatingFile(tmp_path / "missing" / "x.log").write(b"lost\n")
+    RotatingFile(tmp_path / "missing" / "x.log").append_line(b"lost\n")
     file = RotatingFile(Path("/dev/full"))
-    file.write(b"lost\n")
-    file.write(b"lost\n")
+    file.append_line(b"lost\n")
+    file.append_line(b"lost\n")
     file.close()
 
 
@@ -42,17 +42,17 @@ def test_a_line_is_written_whole_or_lost_whole_and_the_gap_is_told_of(tmp_path: 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     path = tmp_path / "x.log"
     file = RotatingFile(path)
-    file.write(b"first\n")
+    file.append_line(b"first\n")
     with capture_logs() as told:
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-            file.write(b"second\n")  # of which four bytes fit
+            file.append_line(b"second\n")  # of which four bytes fit
             assert path.stat().st_size == len(b"first\n")
-            file.write(b"third\n")
+            file.append_line(b"third\n")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         for line in (b"fourth\n", b"fifth\n"):
-            file.write(line)
+            file.append_line(line)
     gap = b"[2 lines lost: File too large]\n"
     assert path.read_bytes() == b"first\n" + gap + b"fourth\nfifth\n"
     assert [event["event"] for event in told] == ["log_file_unwritable", "log_file_recovered"]
@@ -62,12 +62,12 @@ def test_a_line_is_written_whole_or_lost_whole_and_the_gap_is_told_of(tmp_path: 
 def test_a_log_that_was_removed_to_make_room_begins_anew(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     file = RotatingFile(path)
-    file.write(b"first\n")
+    file.append_line(b"first\n")
     path.unlink()
-    file.write(b"second\n")
+    file.append_line(b"second\n")
     assert path.read_bytes() == b"second\n"
     path.write_bytes(b"")  # emptied, as `: > x.log` does
-    file.write(b"third\n")
+    file.append_line(b"third\n")
     assert path.read_bytes() == b"third\n"
     file.close()
 

@@ -65,11 +65,11 @@ def test_it_is_private_and_leaves_only_the_lock_and_what_was_logged(tmp_path: Pa
     taken.record(Record(1, 2.0, "u", "c", "m"))
     taken.record_children([Started("w", 1, 2)])
     assert read_record(path) == Record(1, 2.0, "u", "c", "m")
-    taken.release()
+    taken.unlock()
     assert [p.name for p in path.iterdir()] == ["lock"]
     taken = RunDir.claim(path)
     taken.log_path("a/0").write_text("said")
-    taken.release()
+    taken.unlock()
     assert sorted(p.name for p in path.iterdir()) == ["lock", "logs"]
 
 
@@ -77,8 +77,8 @@ def test_a_second_instance_is_refused_and_told_who_holds_it(tmp_path: Path) -> N
     taken = RunDir.claim(tmp_path / "r")
     with pytest.raises(StartError, match=rf"in use by pid {os.getpid()};"):
         RunDir.claim(tmp_path / "r")
-    taken.release()
-    RunDir.claim(tmp_path / "r").release()
+    taken.unlock()
+    RunDir.claim(tmp_path / "r").unlock()
 
 
 def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_the_longest_path_allowed_holds_a_socket(tmp_path: Path) -> None:
     taken = RunDir.claim(tmp_path / ("x" * room))
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(taken.control))
-    taken.release()
+    taken.unlock()
 
 
 def test_sockets_and_logs_have_names_of_their_own(tmp_path: Path) -> None:
@@ -125,14 +125,14 @@ def test_sockets_and_logs_have_names_of_their_own(tmp_path: Path) -> None:
     assert taken.new_socket() != taken.new_socket()
     assert taken.log_path("a/b/0") != taken.log_path("a.b/0")
     assert taken.log_path("a/b/0").parent == taken.logs
-    taken.release()
+    taken.unlock()
 
 
 def test_a_new_start_sweeps_what_a_dead_one_left(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     path = tmp_path / "r"
-    RunDir.claim(path).release()
+    RunDir.claim(path).unlock()
     (path / "w7.sock").touch()
     (path / "children.json").write_text(
         json.dumps([{"name": "w", "pid": sleeper.pid, "started": started(sleeper)}])
@@ -140,18 +140,18 @@ def test_a_new_start_sweeps_what_a_dead_one_left(
     taken = RunDir.claim(path)
     assert sleeper.wait(timeout=5) == -signal.SIGKILL
     assert sorted(p.name for p in path.iterdir()) == ["lock", "logs"]
-    taken.release()
+    taken.unlock()
 
 
 def test_the_sweep_finds_by_mark_who_left_the_group(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     path = tmp_path / "r"
-    RunDir.claim(path).release()
+    RunDir.claim(path).unlock()
     (path / "supervisor.json").write_text(
         json.dumps({"pid": 1, "started_at": 0.0, "url": "", "config": "", "mark": DEAD})
     )
-    RunDir.claim(path).release()
+    RunDir.claim(path).unlock()
     assert sleeper.wait(timeout=5) == -signal.SIGKILL
 
 
@@ -164,11 +164,11 @@ def test_a_pid_that_belongs_to_another_program_now_is_left_alone(
 
 def test_records_of_nonsense_are_no_obstacle(tmp_path: Path) -> None:
     path = tmp_path / "r"
-    RunDir.claim(path).release()
+    RunDir.claim(path).unlock()
     for name in ("supervisor.json", "children.json"):
         (path / name).write_text('{"half')
     assert read_record(path) is None
-    RunDir.claim(path).release()
+    RunDir.claim(path).unlock()
 
 
 def test_the_default_survives_a_logout_and_has_fallbacks(tmp_path: Path) -> None:
@@ -214,14 +214,14 @@ def test_where_the_state_directory_cannot_be_used_another_is(short: Path) -> Non
     taken = RunDir.take_default(environ)
     assert taken.path == short / "runtime/servekit/default"
     assert "Not a directory" in taken.instead_of
-    taken.release()
+    taken.unlock()
     environ["XDG_STATE_HOME"] = str(short / ("x" * 100))
     taken = RunDir.take_default(environ)
     assert taken.path == short / "runtime/servekit/default"
     assert "socket paths" in taken.instead_of
     with pytest.raises(StartError, match="socket paths"):  # one that was asked for is not another
         RunDir.claim(short / ("x" * 100))
-    taken.release()
+    taken.unlock()
 
 
 def test_a_default_that_is_in_use_is_told_unless_another_machine_has_it(tmp_path: Path) -> None:
@@ -233,8 +233,8 @@ def test_a_default_that_is_in_use_is_told_unless_another_machine_has_it(tmp_path
     first.record(Record(1, 2.0, "u", "c", "m", "the boot of another machine"))
     second = RunDir.take_default(environ)
     assert second.path == tmp_path / f"servekit/default@{socket.gethostname()}"
-    second.release()
-    first.release()
+    second.unlock()
+    first.unlock()
 
 
 def test_what_was_removed_is_made_anew_with_its_lock_and_record(tmp_path: Path) -> None:
@@ -255,8 +255,8 @@ def test_what_was_removed_is_made_anew_with_its_lock_and_record(tmp_path: Path) 
     other = RunDir.claim(taken.path)
     with pytest.raises(StartError, match="in use"):
         taken.restore()
-    other.release()
-    taken.release()
+    other.unlock()
+    taken.unlock()
 
 
 def test_what_another_boot_has_left_is_not_ended(
@@ -265,13 +265,13 @@ def test_what_another_boot_has_left_is_not_ended(
     """Its PIDs and birthmarks are those of other processes by now."""
     path = tmp_path / "r"
     for boot, ended in (("another boot", False), (boot_id(), True)):
-        RunDir.claim(path).release()
+        RunDir.claim(path).unlock()
         record = {"pid": 1, "started_at": 0.0, "url": "", "config": "", "mark": "", "boot": boot}
         (path / "supervisor.json").write_text(json.dumps(record))
         (path / "children.json").write_text(
             json.dumps([{"name": "w", "pid": sleeper.pid, "started": started(sleeper)}])
         )
-        RunDir.claim(path).release()
+        RunDir.claim(path).unlock()
         if ended:
             assert sleeper.wait(timeout=5) == -signal.SIGKILL
         else:
@@ -303,7 +303,7 @@ def test_without_room_there_is_no_instance_and_nothing_is_left(tmp_path: Path) -
     taken = RunDir.claim(path)
     with no_room(16), pytest.raises(StartError, match="choose another"):  # the lock's PID fits
         taken.record(Record(1, 2.0, "u", "c", "m"))
-    taken.release()
+    taken.unlock()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -314,7 +314,7 @@ def test_a_record_that_finds_no_room_leaves_the_old_one(tmp_path: Path) -> None:
         taken.record_children([Started("w", 3, 4)])
     assert read_children(taken.path) == [Started("w", 1, 2)]
     assert not list(taken.path.glob("*.new"))
-    taken.release()
+    taken.unlock()
 
 
 def test_the_lock_of_a_start_in_vain_is_not_taken_for_ours(tmp_path: Path) -> None:
@@ -328,5 +328,5 @@ def test_the_lock_of_a_start_in_vain_is_not_taken_for_ours(tmp_path: Path) -> No
     assert not _is_still_there(in_vain, path / "lock")
     with pytest.raises(StartError, match="in use"):
         RunDir.claim(path)
-    taken.release()
+    taken.unlock()
     os.close(in_vain)

@@ -25,7 +25,7 @@ def of_two() -> tuple[GpuMemory, GpuReservations]:
     place = Assignment("a", 0, GPUS[:2], None, (40 * GIB, 40 * GIB))
     gpu = GpuMemory(place, GPUS, Entry(GpuAdmission(ledger), (1, 2)), lambda what: None)
     gpu.set_pid(os.getpid())
-    ledger.claim("a/0", {"GPU-0": 40 * GIB, "GPU-1": 40 * GIB})
+    ledger.reserve("a/0", {"GPU-0": 40 * GIB, "GPU-1": 40 * GIB})
     return gpu, ledger
 
 

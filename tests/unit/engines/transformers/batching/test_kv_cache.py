@@ -26,7 +26,7 @@ def test_plenty_of_memory_is_not_wasted_on_a_cpu() -> None:
     rich = small_plan(500 * GIB)
     assert rich.slots == 32
     assert rich.tokens == 32 * 512
-    assert rich.bytes == rich.tokens * SMALL.token_bytes
+    assert rich.bytes == rich.tokens * SMALL.token_kv_bytes
 
 
 def test_one_whole_context_fits_if_memory_allows() -> None:

@@ -45,7 +45,7 @@ def test_draws_are_the_hosts(scale: float) -> None:
     seats = BatchSlots(len(rows), 4, 0, VOCABULARY, torch.device("cpu"))
     for one in rows:
         assert not device_sampling.needs_host(one, VOCABULARY)
-        seats.assign(one, None, device_sampling.kind_of(one), [], 16)
+        seats.assign(one, None, device_sampling.classify_row(one), [], 16)
     seats.upload()
     logits = scale * torch.randn(len(rows), VOCABULARY, generator=made)
     kept = logits.clone()

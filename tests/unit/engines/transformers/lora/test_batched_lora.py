@@ -52,11 +52,11 @@ def test_each_token_gets_its_own_adapters_share(
     model, adapters = Model(), {uid: adapter(uid, rank) for uid, rank in SIZES.items()}
     mixed = BatchedLora(model)
     for one in adapters.values():
-        mixed.install(one)
+        mixed.install_adapter(one)
     x = torch.randn(1, sum(count for _, count in COUNTS), 16)
     for gone in (None, 2, 1, 3):
         if gone is not None:
-            mixed.remove(adapters.pop(gone))
+            mixed.uninstall_adapter(adapters.pop(gone))
         mixed.lay_out([Part(adapters.get(uid or 0), 0, count) for uid, count in COUNTS])
         assert torch.allclose(model.linear(x), expected(model, x, adapters), atol=1e-5)
     assert "forward" not in model.linear.__dict__
@@ -85,11 +85,11 @@ def test_what_overflows_in_one_adapter_is_its_own(
     for installed in ([*quiet.values()], [*quiet.values(), loud]):
         mixed = BatchedLora(model)
         for one in installed:
-            mixed.install(one)
+            mixed.install_adapter(one)
         mixed.lay_out([*parts, Part(installed[-1] if len(installed) > 3 else None, 0, 1)])
         seen.append(model.linear(x)[0, :-1])
         for one in installed:
-            mixed.remove(one)
+            mixed.uninstall_adapter(one)
     assert torch.isfinite(seen[1]).all()
     assert torch.allclose(seen[0], seen[1], atol=2e-2)
 
@@ -98,7 +98,7 @@ def test_what_overflows_in_one_adapter_is_its_own(
 def test_a_step_without_adapters_is_the_layers_own() -> None:
     model, x = Model(), torch.randn(1, 5, 16)
     mixed, plain = BatchedLora(model), model.linear(x)
-    mixed.install(adapter(1, 4))
+    mixed.install_adapter(adapter(1, 4))
     mixed.lay_out([Part(None, 0, 5)])
     assert mixed.step is None
     assert torch.equal(model.linear(x), plain)
@@ -116,7 +116,7 @@ def test_runs_of_one_adapter_are_one() -> None:
 def test_virtual_tokens_are_read_where_they_stand(past: int, count: int, rows: int) -> None:
     model = Model()
     mixed, table = BatchedLora(model), torch.randn(5, 16)
-    mixed.install(Adapter("p", 1, prompt=table))
+    mixed.install_adapter(Adapter("p", 1, prompt=table))
     mixed.lay_out([Part(None, 0, 2), Part(Adapter("p", 1, prompt=table), past, count)])
     ids = torch.zeros(1, 2 + count, dtype=torch.int64)
     found = model.embed(ids)[0]
@@ -131,7 +131,7 @@ def test_what_cannot_be_installed_leaves_nothing() -> None:
     bad = adapter(1, 4)
     bad.factors["nowhere"] = bad.factors["linear"]
     with pytest.raises(AttributeError):
-        mixed.install(bad)
+        mixed.install_adapter(bad)
     assert not mixed._layers and "forward" not in model.linear.__dict__
 
 
@@ -139,14 +139,14 @@ def test_what_cannot_be_installed_leaves_nothing() -> None:
 def test_nothing_is_kept_of_adapters_that_come_and_go() -> None:
     model = Model()
     mixed, stays = BatchedLora(model), adapter(1, 2)
-    mixed.install(stays)
+    mixed.install_adapter(stays)
     keys = set()
     for uid in range(2, 40):
         one = adapter(uid, 2)
-        mixed.install(one)
+        mixed.install_adapter(one)
         keys.add(mixed._keys[1, 1, uid, uid])
-        mixed.remove(one)
+        mixed.uninstall_adapter(one)
     assert set(mixed._keys) == {(1, 1)}
     assert len(keys) == 38  # a key means one layout only, whatever was forgotten meanwhile
-    mixed.remove(stays)
+    mixed.uninstall_adapter(stays)
     assert not mixed._keys

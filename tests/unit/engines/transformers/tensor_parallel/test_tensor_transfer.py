@@ -19,7 +19,7 @@ def sent(arguments: dict[str, Any], past: Any = None, pages: Any = None) -> Any:
     """Over a message and one tensor, as between two ranks."""
     packed, tensors = tensor_transfer.pack_arguments(arguments)
     whole = tensor_transfer.join_tensors(tensors, CPU)
-    assert len(whole) == tensor_transfer.size_bytes(tensors)
+    assert len(whole) == tensor_transfer.count_buffer_bytes(tensors)
     run = messages.Run("sdpa", packed, tensor_transfer.tensor_forms(tensors), len(whole))
     over = messages._order.decode(messages._encode(run))
     return tensor_transfer.unpack_value(

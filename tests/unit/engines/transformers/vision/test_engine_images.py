@@ -200,7 +200,7 @@ def test_a_prompt_that_is_not_batchable_runs_alone(
     def refuse(job: Any) -> Any:
         raise NotBatchable("its decoder takes more")
 
-    monkeypatch.setattr(eyes.engine._runner._reader, "read", refuse)
+    monkeypatch.setattr(eyes.engine._runner._reader, "read_images", refuse)
     asked = [ONE, NONE, HISTORY]
     jobs = [eyes.ask(messages) for messages in asked]
     left = eyes.ask(OTHER, max_tokens=400)
@@ -319,7 +319,7 @@ def test_a_full_device_fails_the_request_only(
     def fail(job: Any) -> Any:
         raise wrong
 
-    monkeypatch.setattr(eyes.engine._runner._reader, "read", fail)
+    monkeypatch.setattr(eyes.engine._runner._reader, "read_images", fail)
     lost = eyes.ask(ONE)
     eyes.until(lambda: eyes.ended(lost), "it fails")
     assert "no memory left" in (eyes.outputs[lost][0].error or "")

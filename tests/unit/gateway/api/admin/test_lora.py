@@ -39,11 +39,11 @@ class AdapterAnswers:
         self.answer = answer
         self.heard: list[AddAdapter | RemoveAdapter] = []
 
-    async def load_adapter(self, wish: AddAdapter) -> Accepted | Refused:
+    async def handle_add(self, wish: AddAdapter) -> Accepted | Refused:
         self.heard.append(wish)
         return self.answer
 
-    async def unload_adapter(self, wish: RemoveAdapter) -> Accepted | Refused:
+    async def handle_remove(self, wish: RemoveAdapter) -> Accepted | Refused:
         self.heard.append(wish)
         return self.answer
 

@@ -69,15 +69,15 @@ class Run:
         """Take what the model says, a token for each event, and store what becomes of it."""
         if not self.begun:
             self.begun = True
-            self.stream.feed(self.encoder.encode_start(self.generation))
+            self.stream.add_events(self.encoder.encode_start(self.generation))
         token = -1 if self.began.by_text else len(self.call.emitted)
         self.call.feed(Delta(0, "", token_ids=[token], continuation=self.began))
         self.call.texts.clear()
         if type(event) is Text and finish is None:
-            self.stream.feed(self.encoder.encode_text(self.generation, event.text))
+            self.stream.add_events(self.encoder.encode_text(self.generation, event.text))
         else:
             chunk = GenerationChunk(0, [event], finish=finish)
-            self.stream.feed(self.encoder.encode_chunks(self.generation, [chunk]))
+            self.stream.add_events(self.encoder.encode_chunks(self.generation, [chunk]))
 
     def store(self) -> None:
         if (part := self.stream.take_part()) is not None:
@@ -230,7 +230,7 @@ def test_another_text_ends_the_stream(sent: list[Event], then: list[Event]) -> N
         for event in then:
             other.tell(event)
     assert other.stream.take_part() is None
-    other.stream.feed(other.encoder.encode_late_error(caught.value) or b"")
+    other.stream.add_events(other.encoder.encode_late_error(caught.value) or b"")
     other.store()
     assert other.events()[:-1] == before
     last = other.events()[-1]

@@ -20,7 +20,7 @@ def test_a_form_is_read_in_pieces_of_any_size(piece_bytes: int) -> None:
     out = io.BytesIO()
     form, body = _Form(b"b", out, 100), PURPOSE + FILE
     for at in range(0, len(body), piece_bytes):
-        form.write(body[at : at + piece_bytes])
+        form.take_piece(body[at : at + piece_bytes])
     form.finish(b"")
     assert (out.getvalue(), form.size_bytes, form.name) == (b"{}", 2, "a.jsonl")
 
@@ -33,4 +33,4 @@ def test_a_header_without_end_is_refused(endless: bytes) -> None:
     form = _Form(b"b", io.BytesIO(), 100)
     with pytest.raises(RequestError, match="header"):
         for byte in b"--b\r\n" + endless:
-            form.write(bytes([byte]))
+            form.take_piece(bytes([byte]))

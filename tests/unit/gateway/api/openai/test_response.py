@@ -20,6 +20,7 @@ from servekit.gateway.generation.generation import (
     GenerationRequest,
 )
 from servekit.protocol.messages import ChatMessage, SamplingParams, TokenLogprob, Topology
+from tests.unit.gateway.collecting import collect_choices
 from tests.unit.gateway.conftest import DEADLINE_S, Service, until
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": [1, "ä"]}}\n</tool_call>'
@@ -38,7 +39,7 @@ def ask(text: str, **fields: Any) -> GenerationRequest:
 async def whole(service: Service, asked: GenerationRequest) -> tuple[Generation, list[Choice]]:
     turn = Generation(service.router, asked)
     async with asyncio.timeout(DEADLINE_S):
-        return turn, await turn.collect_choices()
+        return turn, await collect_choices(turn)
 
 
 async def speaking(
@@ -154,7 +155,7 @@ async def test_a_turn_that_is_cancelled_frees_all_its_calls(service: Service) ->
     turn.cancel()
     assert service.router.in_flight == 0
     with pytest.raises(ClientClosed):
-        await turn.collect_choices()
+        await collect_choices(turn)
     await until(lambda: worker.running == 0)
 
 
@@ -174,7 +175,7 @@ async def test_a_failure_of_one_choice_is_one_of_the_turn(service: Service) -> N
     worker.kill()
     with pytest.raises(WorkerLost):
         async with asyncio.timeout(DEADLINE_S):
-            await turn.collect_choices()
+            await collect_choices(turn)
 
 
 async def test_a_chat_as_openai_writes_it(service: Service) -> None:
@@ -277,7 +278,7 @@ async def test_log_probabilities_go_on_with_the_text_on_another_worker(
     await until(lambda: any(len(worker.steps) >= tokens for worker in workers))
     next(worker for worker in workers if worker.steps).kill()
     async with asyncio.timeout(DEADLINE_S):
-        [choice] = await turn.collect_choices()
+        [choice] = await collect_choices(turn)
     assert choice.text == text
     assert b"".join(one.token for one in choice.logprobs).decode() == text
     assert len(choice.logprobs) == turn.completion_tokens == len(text)
@@ -287,7 +288,7 @@ async def test_log_probabilities_go_on_with_the_text_on_another_worker(
 async def test_log_probabilities_in_both_forms(service: Service) -> None:
     await service.up()
     turn = Generation(service.router, ask("x"))
-    await turn.collect_choices()
+    await collect_choices(turn)
     half = TokenLogprob("ä".encode()[:1], -0.5, (("ä".encode()[:1], -0.5), (b"b", float("-inf"))))
     choice = Choice()
     choice.add(GenerationChunk(0, [], [half], "stop"))

@@ -71,7 +71,7 @@ async def test_stop_keeps_the_text_and_frees_the_engine(service: Service) -> Non
     runs = Runs(service.router)
     stream = runs.stream_run(VISIT, chat(tokens=ENDLESS_TOKENS))
     last = await _until_text(stream)
-    runs.stop("s")
+    runs.stop_runs("s")
     async for shown in stream:
         last = shown
     assert (last.busy, last.error, last.progress.finish) == (False, "", "cancelled")

@@ -160,7 +160,7 @@ def test_gpus_and_queues_have_plots_where_there_are_some() -> None:
 async def test_without_a_supervisor_the_page_goes_on(tmp_path: Path) -> None:
     router = Router("gateway/test")
     watch = watch_of(router, tmp_path / "nobody.sock")
-    assert await watch.status() is None
+    assert await watch.recent_status() is None
     watch.record_changes()
     assert "Tokens" in render_figures(list(watch.samples), None, SAY_ENGLISH)
 
