@@ -30,9 +30,9 @@ CPU_BATCH_TOKENS = 1024
 CUDA_BATCH_TOKENS = 32_768
 #: The least length of a text, as a share of the longest one in its batch, once the batch has this
 #: share of its most tokens. A smaller batch costs more than the padding that it saves: a GPU takes
-#: as long to have all its kernels started as to compute 16,384 tokens of a large encoder.
+#: as long to have all its kernels started as to compute some 10,000 tokens of a large encoder.
 _SIMILAR = 0.75
-_ENOUGH, _ENOUGH_ON_CUDA = 0.25, 0.5
+_ENOUGH, _ENOUGH_ON_CUDA = 0.25, 0.75
 #: Rows whose texts are looked at for a batch.
 _ROWS_PER_BATCH = 32
 CPU_SLOTS = 32
