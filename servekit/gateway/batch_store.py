@@ -7,6 +7,7 @@ batch's: what dies in between writes it again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sqlite3
@@ -172,10 +173,12 @@ class BatchStore:
         """Remove a file; a batch that reads it goes on to its end."""
 
         def remove(db: sqlite3.Connection) -> None:
-            db.execute("DELETE FROM files WHERE id = ?", (id,))
-            active = f"SELECT 1 FROM batches WHERE {_ACTIVE} AND record ->> 'input_file_id' = ?"
-            if db.execute(active, (id,)).fetchone() is None:
-                self.path(id).unlink(missing_ok=True)
+            with transaction(db):
+                active = f"SELECT 1 FROM batches WHERE {_ACTIVE} AND record ->> 'input_file_id' = ?"
+                if db.execute(active, (id,)).fetchone() is None:
+                    # first: that makes room for the other change where the disk is full
+                    self.path(id).unlink(missing_ok=True)
+                db.execute("DELETE FROM files WHERE id = ?", (id,))
 
         await self._run(remove)
 
@@ -333,15 +336,18 @@ class BatchStore:
 
         def sweep(db: sqlite3.Connection) -> None:
             now_s = time.time()
+            kept = db.execute("SELECT id FROM files WHERE expires >= ?", (now_s,))
+            known = {id for (id,) in kept}
+            known |= {batch.record["input_file_id"] for batch in _batches(db, _ACTIVE)}
+            # before their records: that makes room for the other change where the disk is full
+            for path in self._folder.glob("*") if self._folder.exists() else ():
+                with contextlib.suppress(FileNotFoundError):  # another gateway's upload is done
+                    if path.name not in known and path.stat().st_mtime < now_s - _LOOSE_S:
+                        path.unlink()
             with transaction(db):
                 old = f"created < ? AND NOT {_ACTIVE}"
                 db.execute(f"DELETE FROM batches WHERE {old}", (now_s - rules.days * _DAY_S,))
                 db.execute("DELETE FROM files WHERE expires < ?", (now_s,))
-            known = {id for (id,) in db.execute("SELECT id FROM files")}
-            known |= {batch.record["input_file_id"] for batch in _batches(db, _ACTIVE)}
-            for path in self._folder.glob("*") if self._folder.exists() else ():
-                if path.name not in known and path.stat().st_mtime < now_s - _LOOSE_S:
-                    path.unlink(missing_ok=True)
 
         await self._run(sweep)
 
