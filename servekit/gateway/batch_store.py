@@ -328,7 +328,7 @@ class BatchStore:
             path.unlink(missing_ok=True)
         now_s = time.time()
         name = f"{batch.id}_{kind}.jsonl"
-        expires = now_s + rules.days * _DAY_S
+        expires = expiry(now_s, rules, batch.record.get("output_expires_after_s"))
         return StoredFile(id, batch.key, "batch_output", name, size_bytes, now_s, expires)
 
     async def sweep(self, rules: BatchRules) -> None:
@@ -350,6 +350,15 @@ class BatchStore:
                 db.execute("DELETE FROM files WHERE expires < ?", (now_s,))
 
         await self._run(sweep)
+
+
+def expiry(created: float, rules: BatchRules, after_s: float | None) -> float:
+    """Return when a file is removed: `after_s` after it was made, and no later than by the rules.
+
+    Both are Unix times, s.
+    """
+    kept_s = rules.days * _DAY_S
+    return created + (kept_s if after_s is None else min(kept_s, after_s))
 
 
 def _encode(record: Json) -> str:

@@ -17,6 +17,7 @@ from servekit.gateway.batch_store import (
     StoredFile,
     TooManyStored,
     TooMuchStored,
+    expiry,
 )
 from servekit.protocol.access import BatchRules
 
@@ -113,3 +114,10 @@ async def test_what_is_old_or_loose_goes_and_what_is_read_stays(
     await store.sweep(RULES)
     assert not store.path("file-2").exists()
     assert not await store.list_files("", None)
+
+
+@pytest.mark.parametrize(("after_s", "expected"), [(None, 86400), (3600, 3600), (10**6, 86400)])
+def test_a_file_is_kept_as_long_as_asked_and_no_longer_than_the_rules_say(
+    after_s: float | None, expected: float
+) -> None:
+    assert expiry(0.0, RULES, after_s) == expected
