@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -279,7 +280,7 @@ def read_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes | None]
                 while (rest := file.readline(most_bytes)) and not rest.endswith(b"\n"):
                     pass
                 yield number, None
-            elif text := line.strip():
+            elif text := line.removeprefix(BOM_UTF8 if number == 1 else b"").strip():
                 yield number, text
 
 

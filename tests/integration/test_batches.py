@@ -190,6 +190,9 @@ def test_the_limits_of_files(instance: Instance, bob: openai.OpenAI) -> None:
     headers = {"authorization": f"Bearer {BOB}", "content-type": "multipart/form-data; boundary=x"}
     answer = httpx.post(f"{instance.url}/v1/files", content=pieces(), headers=headers)
     assert answer.status_code == 413
+    headers["content-type"] += "x" * 300
+    answer = httpx.post(f"{instance.url}/v1/files", content=b"--x", headers=headers)
+    assert (answer.status_code, "form" in answer.text) == (400, True)
     assert not [path for path in (instance.run_dir / "files").iterdir() if path.name[0] == "."]
 
 

@@ -23,6 +23,12 @@ def test_long_lines_are_passed_over_and_blank_ones_do_not_count(tmp_path: Path) 
     assert list(read_lines(file, 10)) == [(1, b"x" * 10), (3, None), (4, None), (5, b"last")]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    file = tmp_path / "in"
+    file.write_bytes(b"\xef\xbb\xbf{}\r\n{}\r\n")
+    assert [text for _, text in read_lines(file, 10)] == [b"{}", b"{}"]
+
+
 @pytest.mark.parametrize(
     ("content", "code"),
     [(b"", "empty_file"), (b"[1]\n2\n", "invalid_json_line"), (b"[" * 9000, "invalid_json_line"),

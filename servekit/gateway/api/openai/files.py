@@ -30,6 +30,8 @@ from servekit.protocol.access import BatchRules
 
 _MOST_FILES = 10_000
 _MOST_FIELD_BYTES = 4096
+#: The parser's own limit; RFC 2046 allows 70.
+_MOST_BOUNDARY_BYTES = 256
 #: What is parsed, and written to the disk, at once in a thread.
 _WRITE_BYTES = 2**20
 PAGE_PARAMETERS = query_parameters(
@@ -195,7 +197,7 @@ def _show(file: StoredFile) -> FileObject:
 async def _receive(request: Request, store: BatchStore, room: int, rules: BatchRules) -> StoredFile:
     """Write the file of a form to the disk as it arrives, and record it."""
     boundary = find_boundary(request.headers.get("content-type", "").encode("latin-1"))
-    if not boundary:
+    if not boundary or len(boundary) > _MOST_BOUNDARY_BYTES:
         raise Unsupported("send a form (multipart/form-data) with `file` and `purpose`")
     written: Path | None = None
     try:
@@ -301,6 +303,8 @@ class _Form:
             _, options = parse_options_header(self._value)
             self._part = options.get(b"name", b"").decode("utf-8", "replace")
             if self._part == "file":
+                if self._has_file:
+                    raise RequestError("file: the form has several; upload each", param="file")
                 self._has_file = True
                 self.name = options.get(b"filename", b"file").decode("utf-8", "replace")[:255]
         self._header = self._value = b""

@@ -56,6 +56,12 @@ def test_a_form_says_when_the_file_expires(
             form.finish(body + FILE)
 
 
+def test_a_form_with_two_files_is_refused() -> None:
+    form = _Form(b"b", io.BytesIO(), 100)
+    with pytest.raises(RequestError, match="several"):
+        form.finish(PURPOSE + FILE.removesuffix(b"--b--\r\n") + FILE)
+
+
 @pytest.mark.parametrize(
     "endless",
     [b"X-A: " + b"a" * 10_000, b"a" * 10_000, b"X-A: " + b"a" * 5000 + b"\r\n\r\n"],
