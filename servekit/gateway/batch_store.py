@@ -110,7 +110,7 @@ class BatchStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file = StoreFile(folder.with_name("batches.db"), _TABLES, _VERSION)
+        self._file = StoreFile(folder.with_name("batches.db"), _TABLES, _VERSION, folder)
         self._owner = secrets.token_hex(8)
 
     async def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
