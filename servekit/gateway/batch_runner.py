@@ -52,6 +52,7 @@ class _Line(msgspec.Struct):
 class _Body(msgspec.Struct):
     model: str = ""
     stream: bool | None = None
+    background: bool | None = None
 
 
 class LineError(Exception):
@@ -349,9 +350,10 @@ def parse_line(text: bytes | None, endpoint: str) -> _Line:
         body = msgspec.json.decode(line.body, type=_Body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise LineError("invalid_body", f"body: {error}", line.custom_id) from None
-    if body.stream:
-        said = "stream: a batch has whole answers; leave it out"
-        raise LineError("unsupported_parameter", said, line.custom_id)
+    for name in ("stream", "background"):
+        if getattr(body, name):
+            said = f"{name}: a batch has whole answers; leave it out"
+            raise LineError("unsupported_parameter", said, line.custom_id)
     return line
 
 

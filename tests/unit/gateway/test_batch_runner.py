@@ -53,7 +53,8 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
      (line(custom_id=""), "invalid_custom_id", ""), (line(method="GET"), "invalid_method", "a"),
      (line(url="/v1/embeddings"), "mismatched_endpoint", "a"),
      (line(body=1), "invalid_body", "a"), (line(body={"model": 1}), "invalid_body", "a"),
-     (b"\xff", "invalid_line", None), (line(body={"stream": True}), "unsupported_parameter", "a")],
+     (b"\xff", "invalid_line", None), (line(body={"stream": True}), "unsupported_parameter", "a"),
+     (line(body={"background": True}), "unsupported_parameter", "a")],
 )  # fmt: skip
 def test_a_line_that_is_no_request(text: bytes | None, code: str, id: str | None) -> None:
     with pytest.raises(LineError) as found:
