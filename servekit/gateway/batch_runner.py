@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class _Line(msgspec.Struct):
 class _Body(msgspec.Struct):
     model: str = ""
     stream: bool | None = None
+    background: bool | None = None
 
 
 class LineError(Exception):
@@ -279,7 +281,7 @@ def read_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes | None]
                 while (rest := file.readline(most_bytes)) and not rest.endswith(b"\n"):
                     pass
                 yield number, None
-            elif text := line.strip():
+            elif text := line.removeprefix(BOM_UTF8 if number == 1 else b"").strip():
                 yield number, text
 
 
@@ -348,9 +350,10 @@ def parse_line(text: bytes | None, endpoint: str) -> _Line:
         body = msgspec.json.decode(line.body, type=_Body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise LineError("invalid_body", f"body: {error}", line.custom_id) from None
-    if body.stream:
-        said = "stream: a batch has whole answers; leave it out"
-        raise LineError("unsupported_parameter", said, line.custom_id)
+    for name in ("stream", "background"):
+        if getattr(body, name):
+            said = f"{name}: a batch has whole answers; leave it out"
+            raise LineError("unsupported_parameter", said, line.custom_id)
     return line
 
 

@@ -7,6 +7,7 @@ batch's: what dies in between writes it again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sqlite3
@@ -109,7 +110,7 @@ class BatchStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file = StoreFile(folder.with_name("batches.db"), _TABLES, _VERSION)
+        self._file = StoreFile(folder.with_name("batches.db"), _TABLES, _VERSION, folder)
         self._owner = secrets.token_hex(8)
 
     async def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
@@ -172,10 +173,12 @@ class BatchStore:
         """Remove a file; a batch that reads it goes on to its end."""
 
         def delete_file(db: sqlite3.Connection) -> None:
-            db.execute("DELETE FROM files WHERE id = ?", (id,))
-            active = f"SELECT 1 FROM batches WHERE {_ACTIVE} AND record ->> 'input_file_id' = ?"
-            if db.execute(active, (id,)).fetchone() is None:
-                self.path(id).unlink(missing_ok=True)
+            with transaction(db):
+                active = f"SELECT 1 FROM batches WHERE {_ACTIVE} AND record ->> 'input_file_id' = ?"
+                if db.execute(active, (id,)).fetchone() is None:
+                    # first: that makes room for the other change where the disk is full
+                    self.path(id).unlink(missing_ok=True)
+                db.execute("DELETE FROM files WHERE id = ?", (id,))
 
         await self._run(delete_file)
 
@@ -325,7 +328,7 @@ class BatchStore:
             path.unlink(missing_ok=True)
         now_s = time.time()
         name = f"{batch.id}_{kind}.jsonl"
-        expires = now_s + rules.days * _DAY_S
+        expires = expiry(now_s, rules, batch.record.get("output_expires_after_s"))
         return StoredFile(id, batch.key, "batch_output", name, size_bytes, now_s, expires)
 
     async def sweep(self, rules: BatchRules) -> None:
@@ -333,17 +336,29 @@ class BatchStore:
 
         def sweep(db: sqlite3.Connection) -> None:
             now_s = time.time()
+            kept = db.execute("SELECT id FROM files WHERE expires >= ?", (now_s,))
+            known = {id for (id,) in kept}
+            known |= {batch.record["input_file_id"] for batch in _batches(db, _ACTIVE)}
+            # before their records: that makes room for the other change where the disk is full
+            for path in self._folder.glob("*") if self._folder.exists() else ():
+                with contextlib.suppress(FileNotFoundError):  # another gateway's upload is done
+                    if path.name not in known and path.stat().st_mtime < now_s - _LOOSE_S:
+                        path.unlink()
             with transaction(db):
                 old = f"created < ? AND NOT {_ACTIVE}"
                 db.execute(f"DELETE FROM batches WHERE {old}", (now_s - rules.days * _DAY_S,))
                 db.execute("DELETE FROM files WHERE expires < ?", (now_s,))
-            known = {id for (id,) in db.execute("SELECT id FROM files")}
-            known |= {batch.record["input_file_id"] for batch in _batches(db, _ACTIVE)}
-            for path in self._folder.glob("*") if self._folder.exists() else ():
-                if path.name not in known and path.stat().st_mtime < now_s - _LOOSE_S:
-                    path.unlink(missing_ok=True)
 
         await self._run(sweep)
+
+
+def expiry(created: float, rules: BatchRules, after_s: float | None) -> float:
+    """Return when a file is removed: `after_s` after it was made, and no later than by the rules.
+
+    Both are Unix times, s.
+    """
+    kept_s = rules.days * _DAY_S
+    return created + (kept_s if after_s is None else min(kept_s, after_s))
 
 
 def _encode(record: Json) -> str:

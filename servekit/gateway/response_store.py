@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shutil
 import sqlite3
 import time
 import zlib
@@ -210,11 +211,13 @@ class StoreFile:
     """A connection to the SQLite file at `path`, in a thread of its own.
 
     `tables` are the statements that make a new file, or bring one of an earlier version up to
-    `version`, its `user_version`.
+    `version`, its `user_version`. What is in `folder` is nothing without the file.
     """
 
-    def __init__(self, path: Path, tables: Sequence[str], version: int) -> None:
-        self._path = path
+    def __init__(
+        self, path: Path, tables: Sequence[str], version: int, folder: Path | None = None
+    ) -> None:
+        self._path, self._folder = path, folder
         self._tables, self._version = tables, version
         self._file: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None  # of the file that is open, or was
@@ -281,9 +284,13 @@ class StoreFile:
         return file
 
     def _put_aside(self) -> None:
-        """Rename the damaged file, unless another gateway has done so."""
+        """Rename the damaged file and its folder, unless another gateway has done so."""
         if _identify(self._path) != self._identity:
             return
+        if self._folder is not None and self._folder.exists():
+            aside = self._folder.with_name(f"{self._folder.name}.broken")
+            shutil.rmtree(aside, ignore_errors=True)
+            self._folder.replace(aside)
         for end in ("-wal", "-shm"):
             self._path.with_name(self._path.name + end).unlink(missing_ok=True)
         self._path.replace(self._path.with_name(f"{self._path.name}.broken"))
@@ -316,10 +323,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Return whether SQLite cannot read the file, and not only for now."""
-    return isinstance(error, sqlite3.DatabaseError) and not isinstance(
-        error, sqlite3.OperationalError
-    )
+    """Return whether SQLite cannot read the file: its subclasses are of other faults."""
+    return type(error) is sqlite3.DatabaseError
 
 
 @contextlib.contextmanager

@@ -151,6 +151,28 @@ def test_files_and_batches_are_of_their_key(ada: openai.OpenAI, bob: openai.Open
         ada.files.content(file)
 
 
+def test_files_expire_when_their_key_asks_for_it(ada: openai.OpenAI) -> None:
+    policy: Any = {"anchor": "created_at", "seconds": 3600}
+    content = ("in.jsonl", chat("a").encode())
+    file = ada.files.create(file=content, purpose="batch", expires_after=policy)
+    assert (file.expires_at or 0) - file.created_at == 3600
+    batch = ada.batches.create(
+        input_file_id=file.id,
+        endpoint=CHAT,
+        completion_window="24h",
+        output_expires_after=policy | {"seconds": 7200},
+    )
+    output = ada.files.retrieve(until(ada, batch, "completed").output_file_id or "")
+    assert (output.expires_at or 0) - output.created_at == 7200
+    with pytest.raises(openai.BadRequestError, match="output_expires_after"):
+        ada.batches.create(
+            input_file_id=file.id,
+            endpoint=CHAT,
+            completion_window="24h",
+            output_expires_after=policy | {"seconds": 1},
+        )
+
+
 def test_the_limits_of_files(instance: Instance, bob: openai.OpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
         bob.files.create(file=("big.jsonl", b"x" * 100 * MIB), purpose="batch")
@@ -168,6 +190,9 @@ def test_the_limits_of_files(instance: Instance, bob: openai.OpenAI) -> None:
     headers = {"authorization": f"Bearer {BOB}", "content-type": "multipart/form-data; boundary=x"}
     answer = httpx.post(f"{instance.url}/v1/files", content=pieces(), headers=headers)
     assert answer.status_code == 413
+    headers["content-type"] += "x" * 300
+    answer = httpx.post(f"{instance.url}/v1/files", content=b"--x", headers=headers)
+    assert (answer.status_code, "form" in answer.text) == (400, True)
     assert not [path for path in (instance.run_dir / "files").iterdir() if path.name[0] == "."]
 
 

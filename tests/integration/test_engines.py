@@ -96,7 +96,7 @@ def test_check_tells_what_there_is(tmp_path: Path, env: dict[str, str]) -> None:
     )
     told = servekit("check", str(config), env=env)
     assert told.returncode == 0, told.stderr
-    assert "markov (from servekit-markov 1.2.0)" in " ".join(told.stdout.split())
+    assert "m/0 markov cpu" in " ".join(told.stdout.split())
     assert "a: engine transformers: " in told.stdout or "a: engine vllm: " in told.stdout
     wrong = write_config(tmp_path, [served(tmp_path, options={"order": 0})])
     refused = servekit("up", "--config", str(wrong), env=env)

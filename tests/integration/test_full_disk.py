@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -247,3 +248,45 @@ def test_without_room_it_does_not_start_and_leaves_nothing(tmp_path: Path, disk:
     refused = room if isinstance(disk, Mounted) else "File too large; choose"
     sentence = f"cannot use the run directory {run_dir}: {refused} another with --run-dir\n"
     assert done.stderr == sentence
+
+
+DELETE_FILES = """
+import asyncio, contextlib, pathlib, sys, time
+from servekit.gateway.batch_store import BatchStore, StoredFile
+from servekit.protocol.access import BatchRules
+
+RULES = BatchRules(max_bytes=2**20, max_files=9, max_batches=9, days=30.0, concurrent=1)
+disk = pathlib.Path(sys.argv[1])
+
+def fill():
+    with contextlib.suppress(OSError), (disk / "ballast").open("ab", buffering=0) as ballast:
+        while ballast.write(bytes(4096)):
+            pass
+
+async def main():
+    store, now_s = BatchStore(disk / "files"), time.time()
+    for at in range(2):
+        (path := store.make_path()).write_bytes(bytes(40_000))
+        file = StoredFile(f"file-{at}", "", "batch", "", 40_000, now_s, now_s + 7200)
+        await store.add_file(path, file, RULES)
+    fill()
+    await store.remove_file("file-0")
+    fill()
+    time.time = lambda: now_s + 7300
+    await store.sweep(RULES)
+    time.time = lambda: now_s
+    print(await store.list_files("", None), [*(disk / "files").iterdir()])
+    store.close()
+
+asyncio.run(main())
+"""
+
+
+def test_files_of_a_full_disk_can_be_deleted_and_expire(tmp_path: Path) -> None:
+    """SQLite needs room to forget a file: the room that the file had."""
+    if reason := may_mount(tmp_path):
+        pytest.skip(f"this machine lets us mount nothing: {reason}")
+    script = MOUNT.replace("128k", "512k") + 'exec "$1" -c "$2" "$0"'
+    command = (*namespace(), "sh", "-c", script, str(tmp_path), sys.executable, DELETE_FILES)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("[] []\n"), done.stdout + done.stderr

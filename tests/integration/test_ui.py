@@ -747,12 +747,16 @@ def test_a_real_model_answers_stops_and_is_remembered(
 
 @contextlib.contextmanager
 def away_while(manager: contextlib.AbstractContextManager[Instance]) -> Iterator[Instance]:
-    """The context, entered and left in a thread: see `away`."""
-    entered = away(manager.__enter__)
-    try:
-        yield entered
-    finally:
-        away(lambda: manager.__exit__(None, None, None))
+    """The context, entered and left in a thread: see `away`.
+
+    The thread lives as long: what it starts would be killed at its end (`DIE_WITH_TESTS`).
+    """
+    with ThreadPoolExecutor(1) as pool:
+        entered = pool.submit(manager.__enter__).result()
+        try:
+            yield entered
+        finally:
+            pool.submit(manager.__exit__, None, None, None).result()
 
 
 @pytest.mark.lane("pages")

@@ -188,6 +188,12 @@ def chat(open_chat: Callable[..., Chat]) -> Chat:
     return open_chat()
 
 
+def test_an_image_that_comes_before_the_page_knows_the_model_is_kept(chat: Chat) -> None:
+    chat.page.route("**/queue/join*", lambda route: route.abort())  # all that the page asks
+    chat.page.reload()
+    chat.add(FILES[0])
+
+
 def test_images_are_added_taken_away_sent_and_kept(chat: Chat, instance: Instance) -> None:
     chat.add(*FILES)
     chat.until_drawn(chat.picked, 2)

@@ -165,8 +165,16 @@ def chats_within_its_limits(page: Page, url: str) -> None:
         expect(answers.last).to_contain_text(f"hello {count} hello", timeout=WITHIN_MS)
         expect(note).to_contain_text("tokens", timeout=WITHIN_MS)
         expect(page.locator("#sk-box textarea")).to_be_enabled(timeout=WITHIN_MS)
-    ask(page, "once more")
-    expect(note).to_contain_text("has used up its 2 requests a minute", timeout=WITHIN_MS)
+
+    def is_refused() -> bool:
+        ask(page, "once more")
+        try:
+            expect(note).to_contain_text("has used up its 2 requests a minute", timeout=10_000)
+        except AssertionError:  # a machine so slow that the key has earned another one
+            return False
+        return True
+
+    poll("the key's requests are used up", is_refused, 60)
     assert not problems
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from servekit.docs.pages import make_anchor
 
-_WORDS = {"int": "NUMBER", "integer": "NUMBER", "float": "NUMBER", "Path": "PATH", "path": "PATH"}
+_NUMBERS = "int", "integer", "integer range", "float", "float range"
+_WORDS = {**dict.fromkeys(_NUMBERS, "NUMBER"), "Path": "PATH", "path": "PATH"}
 
 
 def make_sections() -> str:

@@ -169,8 +169,11 @@ class TransformersEngine(LoopedEngine):
 
     def _prepare_media(self, processor: Any) -> str:
         """Prepare for the images and recordings that the model reads, and say how; else warn."""
-        from servekit.engines.media import media_prompts
-
+        try:
+            from servekit.engines.media import media_prompts
+        except ImportError as error:  # Pillow is not installed: texts are served anyway
+            warn_unavailable(self.spec.model, describe_error(error))
+            return ""
         max_audio_s = self.spec.options.get("max_audio_s") or MAX_AUDIO_S
         tried: Sequence[Modality] = media_prompts.list_modalities(processor)
         try:

@@ -57,9 +57,10 @@ def render_picker(say: Say, max_body_bytes: int) -> str:
     )
 
 
-def render_sight(blind: str, most: int) -> str:
+def render_sight(blind: str = "", most: int | None = None) -> str:
     """Return what images.js has to know of the model and the server, as HTML.
 
-    `blind` is why the model takes no images; `most` is the limit of a conversation.
+    `blind` is why the model takes no images; `most` is the limit of a conversation, if it is known.
     """
-    return f'<div class="sk-sight" hidden data-blind="{escape(blind)}" data-most="{most}"></div>'
+    limit = "" if most is None else f' data-most="{most}"'
+    return f'<div class="sk-sight" hidden data-blind="{escape(blind)}"{limit}></div>'

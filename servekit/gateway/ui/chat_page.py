@@ -158,7 +158,7 @@ def _lay_out(frame: Frame) -> Parts:
             with gr.Column(elem_id="sk-ask"):
                 gr.HTML(render_picker(say, frame.max_body_bytes), elem_id="sk-images")
                 box = _build_question(say)
-            sight = gr.HTML(render_sight("", 0), elem_id="sk-sight")
+            sight = gr.HTML(render_sight(), elem_id="sk-sight")
         with gr.Column(elem_id="sk-side"):
             with gr.Accordion(say("settings"), open=True, elem_id="sk-settings"):
                 settings = _build_settings(say)

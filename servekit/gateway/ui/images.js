@@ -55,6 +55,7 @@
     const used = all.reduce((sum, { id }) => sum + (files.get(id)?.blob.size ?? 0), 0);
     const problem =
       wrong ||
+      // before the page knows the limit, the server checks it
       (all.length >= sight().most && say("many", { most: sight().most })) ||
       (used + file.size > mostBytes && say("large", sizes));
     if (problem) {

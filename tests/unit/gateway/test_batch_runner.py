@@ -23,6 +23,12 @@ def test_long_lines_are_passed_over_and_blank_ones_do_not_count(tmp_path: Path) 
     assert list(read_lines(file, 10)) == [(1, b"x" * 10), (3, None), (4, None), (5, b"last")]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    file = tmp_path / "in"
+    file.write_bytes(b"\xef\xbb\xbf{}\r\n{}\r\n")
+    assert [text for _, text in read_lines(file, 10)] == [b"{}", b"{}"]
+
+
 @pytest.mark.parametrize(
     ("content", "code"),
     [(b"", "empty_file"), (b"[1]\n2\n", "invalid_json_line"), (b"[" * 9000, "invalid_json_line"),
@@ -47,7 +53,8 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
      (line(custom_id=""), "invalid_custom_id", ""), (line(method="GET"), "invalid_method", "a"),
      (line(url="/v1/embeddings"), "mismatched_endpoint", "a"),
      (line(body=1), "invalid_body", "a"), (line(body={"model": 1}), "invalid_body", "a"),
-     (b"\xff", "invalid_line", None), (line(body={"stream": True}), "unsupported_parameter", "a")],
+     (b"\xff", "invalid_line", None), (line(body={"stream": True}), "unsupported_parameter", "a"),
+     (line(body={"background": True}), "unsupported_parameter", "a")],
 )  # fmt: skip
 def test_a_line_that_is_no_request(text: bytes | None, code: str, id: str | None) -> None:
     with pytest.raises(LineError) as found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,9 @@ from servekit.gateway.batch_store import (
     StoredFile,
     TooManyStored,
     TooMuchStored,
+    expiry,
 )
+from servekit.gateway.response_store import ResponsesUnavailable
 from servekit.protocol.access import BatchRules
 
 RULES = BatchRules(max_bytes=100, max_files=3, max_batches=1, days=1.0, concurrent=2)
@@ -113,3 +116,28 @@ async def test_what_is_old_or_loose_goes_and_what_is_read_stays(
     await store.sweep(RULES)
     assert not store.path("file-2").exists()
     assert not await store.list_files("", None)
+
+
+@pytest.mark.parametrize(("after_s", "expected"), [(None, 86400), (3600, 3600), (10**6, 86400)])
+def test_a_file_is_kept_as_long_as_asked_and_no_longer_than_the_rules_say(
+    after_s: float | None, expected: float
+) -> None:
+    assert expiry(0.0, RULES, after_s) == expected
+
+
+async def test_a_damaged_file_is_put_aside_with_all_that_it_tells_of(
+    make_store: Callable[[], BatchStore], tmp_path: Path
+) -> None:
+    before = BatchStore(tmp_path / "files")
+    await add_file(before, "file-1", b"x")
+    before.close()
+    (tmp_path / "batches.db").write_bytes(b"no database" * 1000)
+    store, other = make_store(), make_store()
+    for one in (store, other):
+        with contextlib.suppress(ResponsesUnavailable):
+            await one.list_files("", None)
+    await add_file(store, "file-2", b"y")
+    await other.sweep(RULES)
+    assert [file.id for file in await other.list_files("", None)] == ["file-2"]
+    assert (tmp_path / "files.broken" / "file-1").read_bytes() == b"x"
+    assert (tmp_path / "batches.db.broken").exists()

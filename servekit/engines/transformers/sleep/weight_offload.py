@@ -230,7 +230,8 @@ def _flatten_tensor(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         return
     wrapper: Any = tensor
     for part in wrapper.__tensor_flatten__()[0]:
-        yield from _flatten_tensor(f"{name}.{part}", getattr(tensor, part))
+        if isinstance(held := getattr(tensor, part), Tensor):  # a sharded one names its ranks, too
+            yield from _flatten_tensor(f"{name}.{part}", held)
 
 
 def release_pages(own: Iterable[UntypedStorage]) -> None:

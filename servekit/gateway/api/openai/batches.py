@@ -18,6 +18,7 @@ from servekit.errors import RequestError
 from servekit.gateway.api.fields import UnixTime, doc
 from servekit.gateway.api.openai.files import (
     PAGE_PARAMETERS,
+    ExpiresAfter,
     NotServed,
     add_files,
     owner,
@@ -60,6 +61,7 @@ class BatchRequest(Struct):
         str, doc("How long it may take: a number, and s, m, h or d", "24h")
     ]
     metadata: _Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 class RequestCounts(Struct):
@@ -204,6 +206,14 @@ _BODY = {"required": True, "content": {"application/json": {"schema": {
         "endpoint": {"enum": list(ENDPOINTS)},
         "completion_window": {"type": "string", "examples": ["24h"]},
         "metadata": {"type": "object", "additionalProperties": {"type": "string"}},
+        "output_expires_after": {
+            "type": "object",
+            "required": ["anchor", "seconds"],
+            "properties": {
+                "anchor": {"enum": ["created_at"]},
+                "seconds": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+            },
+        },
     },
 }}}}  # fmt: skip
 
@@ -226,6 +236,8 @@ def _make_batch(asked: BatchRequest, window_s: float) -> Batch:
         "error_file_id": None,
         "metadata": asked.metadata,
     }
+    if (after := asked.output_expires_after) is not None:
+        record["output_expires_after_s"] = after.seconds
     id, now_s = f"batch_{secrets.token_hex(12)}", time.time()
     return Batch(id, owner(), now_s, now_s + window_s, "validating", record, 0, 0, 0, 0)
 

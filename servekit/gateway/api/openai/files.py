@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
@@ -24,19 +24,27 @@ from servekit.gateway.api.fields import UnixTime, doc
 from servekit.gateway.api.multipart import find_boundary
 from servekit.gateway.api.paging import query_parameters, read_limit
 from servekit.gateway.auth.authorization import ACTING
-from servekit.gateway.batch_store import BatchStore, StoredFile, TooMuchStored
+from servekit.gateway.batch_store import BatchStore, StoredFile, TooMuchStored, expiry
 from servekit.gateway.response_store import ResponsesUnavailable
 from servekit.protocol.access import BatchRules
 
 _MOST_FILES = 10_000
 _MOST_FIELD_BYTES = 4096
-_DAY_S = 86400.0
+#: The parser's own limit; RFC 2046 allows 70.
+_MOST_BOUNDARY_BYTES = 256
 #: What is parsed, and written to the disk, at once in a thread.
 _WRITE_BYTES = 2**20
 PAGE_PARAMETERS = query_parameters(
     ("limit", "The most entries", {"type": "integer", "minimum": 1}),
     ("after", "Only entries after the one of this id", {"type": "string"}),
 )
+
+
+class ExpiresAfter(Struct):
+    """When a file is removed."""
+
+    anchor: Annotated[Literal["created_at"], doc("The time that the seconds begin at")]
+    seconds: Annotated[int, doc("How long the file is kept", ge=3600, le=2592000)]
 
 
 class FileObject(Struct):
@@ -157,6 +165,12 @@ _FORM = {
                 "properties": {
                     "file": {"type": "string", "format": "binary"},
                     "purpose": {"enum": ["batch"]},
+                    "expires_after[anchor]": {"enum": ["created_at"]},
+                    "expires_after[seconds]": {
+                        "type": "integer",
+                        "minimum": 3600,
+                        "maximum": 2592000,
+                    },
                 },
             }
         }
@@ -183,7 +197,7 @@ def _show(file: StoredFile) -> FileObject:
 async def _receive(request: Request, store: BatchStore, room: int, rules: BatchRules) -> StoredFile:
     """Write the file of a form to the disk as it arrives, and record it."""
     boundary = find_boundary(request.headers.get("content-type", "").encode("latin-1"))
-    if not boundary:
+    if not boundary or len(boundary) > _MOST_BOUNDARY_BYTES:
         raise Unsupported("send a form (multipart/form-data) with `file` and `purpose`")
     written: Path | None = None
     try:
@@ -198,7 +212,7 @@ async def _receive(request: Request, store: BatchStore, room: int, rules: BatchR
                     pending.clear()
             await asyncio.to_thread(form.finish, bytes(pending))
         now_s = time.time()
-        id, expires = f"file-{secrets.token_hex(12)}", now_s + rules.days * _DAY_S
+        id, expires = f"file-{secrets.token_hex(12)}", expiry(now_s, rules, form.expires_after_s)
         file = StoredFile(id, owner(), "batch", form.name, form.size_bytes, now_s, expires)
         await store.add_file(written, file, rules)
     except ClientDisconnect:
@@ -219,12 +233,29 @@ def _join_header(held: bytes, more: bytes) -> bytes:
     return held + more
 
 
+def _read_expires_after(fields: Mapping[str, bytes]) -> int | None:
+    """Return the seconds that a form asks for, if it does. Raises RequestError."""
+    asked = {name: value for name, value in fields.items() if name.startswith("expires_after")}
+    if not asked:
+        return None
+    try:
+        told = {name[len("expires_after[") : -1]: asked[name].decode() for name in asked}
+        return msgspec.convert(told, ExpiresAfter, strict=False).seconds
+    except (msgspec.ValidationError, UnicodeDecodeError):
+        said = (
+            "expires_after: expected expires_after[anchor], `created_at`, and"
+            " expires_after[seconds], 3600 to 2592000"
+        )
+        raise RequestError(said, param="expires_after") from None
+
+
 class _Form:
     """A form whose part `file` goes to `out`, up to `room` bytes."""
 
     def __init__(self, boundary: bytes, out: IO[bytes], room: int) -> None:
         self._out, self._room = out, room
         self.size_bytes, self.name = 0, ""
+        self.expires_after_s: int | None = None
         self._fields: dict[str, bytes] = {}
         self._part = ""
         self._has_file = self._ended = False
@@ -256,6 +287,7 @@ class _Form:
         if (purpose := self._fields.get("purpose", b"")) != b"batch":
             shown = purpose.decode("utf-8", "replace")[:100]
             raise RequestError(f"purpose: expected `batch`, got {shown!r}", param="purpose")
+        self.expires_after_s = _read_expires_after(self._fields)
 
     def _begin(self) -> None:
         self._part = ""
@@ -271,6 +303,8 @@ class _Form:
             _, options = parse_options_header(self._value)
             self._part = options.get(b"name", b"").decode("utf-8", "replace")
             if self._part == "file":
+                if self._has_file:
+                    raise RequestError("file: the form has several; upload each", param="file")
                 self._has_file = True
                 self.name = options.get(b"filename", b"file").decode("utf-8", "replace")[:255]
         self._header = self._value = b""

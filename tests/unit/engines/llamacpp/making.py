@@ -45,7 +45,7 @@ def write_tiny_bert(path: Path, pooling: int = 2, labels: tuple[str, ...] = ()) 
     writer.add_unk_token_id(1)
     tensors = _bert_tensors()
     if labels:
-        writer.add_classifier_output_labels(labels)
+        writer.add_array("bert.classifier.output_labels", labels)  # gguf 0.19 has a method
         tensors |= _head_tensors(len(labels))
     for name, values in tensors.items():
         writer.add_tensor(name, values)

@@ -60,7 +60,8 @@ def test_its_size_is_that_of_the_estimate(quantised: Harness, folder: Path) -> N
     count = sum(safetensors.elements(folder).values())
     due = weight_quantization.count_quantized_bytes("int8", safetensors.read_shapes(folder), 4)
     assert (info.dtype, info.parameters) == ("int8", count)
-    assert 0 <= info.weights_bytes - due < 0.02 * due  # with buffers
+    # with buffers; zero points take 8 bytes in torchao 0.16
+    assert 0 <= info.weights_bytes - due < 0.03 * due
     assert info.weights_bytes < 0.8 * 4 * count
 
 

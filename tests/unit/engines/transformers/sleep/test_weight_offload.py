@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from servekit.engines.transformers import weights
 from servekit.engines.transformers.sleep import weight_offload
@@ -90,6 +93,17 @@ def test_weights_that_were_written_to_are_kept(large: Path) -> None:
 def test_what_is_shared_is_counted_once() -> None:
     whole = torch.zeros(10)
     assert len(unique_storages([whole, whole[2:], whole.view(5, 2), torch.zeros(3)])) == 2
+
+
+def test_of_a_sharded_tensor_the_part_of_this_rank_is_taken() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(torch.zeros(10), mesh, [Shard(0)])
+        [storage] = unique_storages([sharded])
+        assert storage.nbytes() == 40
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_load_that_fails_leaves_it_asleep_to_be_woken_later(large: Path) -> None:

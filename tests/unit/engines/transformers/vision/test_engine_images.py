@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from servekit.engines import media
 from servekit.engines.media import media_warnings
 from servekit.engines.transformers.vision import processor
 from servekit.engines.transformers.vision.batched_images import BatchedImages
@@ -408,6 +410,13 @@ def test_a_package_is_missing(llava: Path, package: str, monkeypatch: pytest.Mon
     assert told == [
         f"ImportError: LlavaProcessor requires the {package} library but it was not found"
     ]
+
+
+def test_what_decodes_images_is_missing(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without Pillow, where the library's processor loads."""
+    monkeypatch.delattr(media, "media_prompts", raising=False)
+    monkeypatch.setitem(sys.modules, "servekit.engines.media.media_prompts", None)
+    assert_serves_texts_only(llava)
 
 
 def test_a_folder_without_a_processor(llava: Path, tmp_path: Path) -> None:

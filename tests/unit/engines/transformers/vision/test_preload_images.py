@@ -27,7 +27,7 @@ def test_a_fork_sees_with_the_processor_that_was_prepared(folder: Path) -> None:
             prompt = running.engine.encode_media(ONE, (), {}, False)
             ids = running.generate(prompt.ids, media=prompt.inputs, max_tokens=8)
             known = preload._prepared
-            own = known is None or running.engine._images._processor is not known.processor
+            own = known is None or running.engine._media._processor is not known.processor
             running.close()
             return ids, running.info.serves, own
         afresh = forked(answer)
@@ -44,9 +44,9 @@ def test_without_pillow_texts_are_served(folder: Path) -> None:
         folder,
         """
         sys.modules["PIL"] = None
-        from servekit.engines.transformers.vision import processor
+        from servekit.engines.media import media_warnings
         told = []
-        processor.log.warning = lambda event, **why: told.append(why["reason"])
+        media_warnings.log.warning = lambda event, **why: told.append(why["reason"])
         running = harness.Harness(spec)
         assert "images" not in running.info.serves
         assert len(running.generate([5, 6, 7], max_tokens=3, ignore_eos=True)) == 3
