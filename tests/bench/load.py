@@ -1,9 +1,9 @@
 """A load generator in a process of its own: keep-alive connections that ask, count and ask again.
 
-    python -m tests.bench.load '{"port": 8000, "path": "/v1/completions", "body": "…", …}'
+    python -m tests.bench.load < ORDER.json
 
 It does as little per answer as it can, so that it is not what is measured: the requests are made
-before, an answer is told to be whole by its length, and of a stream `\\n\\n` and MARK are counted.
+before, an answer is told to be whole by its length, and of a stream `\\n\\n` and marks are counted.
 Its result is one line of JSON; `own_cores` says how much of a core it took: near 1, it was the
 limit.
 """
@@ -37,6 +37,7 @@ class Order(msgspec.Struct, frozen=True):
     warm_s: float = 0.5
     bodies: tuple[str, ...] = ()  # asked by turns, in place of `body`
     headers: tuple[str, ...] = ()  # of the requests, by turns: each line whole, with its end
+    mark: str = "~"  # what a token of a stream says once, and nothing else does
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -45,7 +46,8 @@ class Result(msgspec.Struct, frozen=True):
     wall_s: float
     answers: int
     events: int  # server-sent ones
-    tokens: int  # MARKs in them
+    tokens: int  # marks in them
+    received: int  # bytes
     writes: int  # by the first watched process
     own_cores: float
     other_cores: float  # taken by what is neither this process nor watched
@@ -62,7 +64,7 @@ class Result(msgspec.Struct, frozen=True):
 
 #: Connections that are opened at once.
 TOGETHER = 256
-#: What a token of a stream says, and nothing else does.
+#: What a token of the echo engine's streams says.
 MARK = "~"
 
 
@@ -72,8 +74,10 @@ class Unexpected(Exception):
 
 def run(order: Order, within_s: float = 60.0) -> Result:
     """Run the load in a process of its own; raises Unexpected with what it said."""
-    command = [sys.executable, "-m", "tests.bench.load", msgspec.json.encode(order).decode()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
+    command, told = [sys.executable, "-m", "tests.bench.load"], msgspec.json.encode(order).decode()
+    done = subprocess.run(
+        command, input=told, capture_output=True, text=True, timeout=within_s, check=False
+    )
     if done.returncode:
         raise Unexpected(done.stderr)
     return msgspec.json.decode(done.stdout, type=Result)
@@ -82,8 +86,9 @@ def run(order: Order, within_s: float = 60.0) -> Result:
 class Count:
     """What has come over all connections."""
 
-    def __init__(self) -> None:
-        self.answers = self.events = self.tokens = 0
+    def __init__(self, mark: str = MARK) -> None:
+        self.mark = mark.encode()
+        self.answers = self.events = self.tokens = self.received = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, why: str) -> None:
@@ -128,6 +133,7 @@ class WholeClient(Client):
     _expected = 0
 
     def data_received(self, data: bytes) -> None:
+        self._count.received += len(data)
         if self._received:
             data = self._received + data
         expected = self._expected or self._size(data)
@@ -157,7 +163,8 @@ class StreamClient(Client):
         # An event cut between its two \n is seen by the neighbours alone: what follows the second
         # one is HTTP's \r or the next event's first letter, so nothing is counted twice.
         self._count.events += data.count(b"\n\n") + (self._tail[-1:] == b"\n" == data[:1])
-        self._count.tokens += data.count(b"~")
+        self._count.tokens += data.count(self._count.mark)
+        self._count.received += len(data)
         tail = (self._tail + data if len(data) < 5 else data)[-5:]
         if tail != b"0\r\n\r\n":
             self._tail = tail
@@ -171,7 +178,7 @@ class StreamClient(Client):
 async def drive(order: Order) -> Result:
     """Open all connections, let them warm up, and count for `seconds`."""
     loop = asyncio.get_running_loop()
-    count = Count()
+    count = Count(order.mark)
     requests = itertools.cycle(_requests(order))
     kind = StreamClient if order.stream else WholeClient
     clients: list[Client] = []
@@ -203,18 +210,19 @@ async def _pass(count: Count, seconds: float) -> None:
 def _snapshot(count: Count, order: Order) -> list[float]:
     watched = [cpu_s(pid) for pid in order.watch]
     mine = cpu_s(os.getpid())
-    counted = (count.answers, count.events, count.tokens)
+    counted = (count.answers, count.events, count.tokens, count.received)
     return [*counted, writes(order.watch[0]), machine_cpu_s(), mine, *watched]
 
 
 def _result(wall_s: float, differences: list[float]) -> Result:
-    answers, events, tokens, written, machine_s, own_s, *watched = differences
+    answers, events, tokens, received, written, machine_s, own_s, *watched = differences
     others_s = max(0.0, machine_s - own_s - sum(watched))
     return Result(
         wall_s,
         int(answers),
         int(events),
         int(tokens),
+        int(received),
         int(written),
         own_s / wall_s,
         others_s / wall_s,
@@ -241,7 +249,7 @@ def _requests(order: Order) -> list[bytes]:
 def main() -> int:
     import uvloop
 
-    order = msgspec.json.decode(sys.argv[1], type=Order)
+    order = msgspec.json.decode(sys.stdin.read(), type=Order)
     gc.disable()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(drive(order))

@@ -1,7 +1,7 @@
 """An engine without a model that keeps a pace, for servekit and for vLLM's Rust front end alike.
 
 A request for one token has it at once; any other gets a token each step. The answer is the same for
-all: the tokens of the model's own vocabulary that have one MARK in their text, over and over.
+all: some words of the model's own vocabulary, each with one MARK, over and over.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from servekit.plugin import Emit, Engine, Job, Load, ModelInfo, Report, StepOutput, WorkerSpec
-from tests.bench.load import MARK
 
 NAME = "paced"
+#: A letter that no chunk has but in its text.
+MARK = "w"
+WORDS = 512
 STEP_S = 0.01
 CONTEXT = 131_072
 SLOTS = 4096
@@ -38,11 +40,14 @@ def copy_model(source: Path, folder: Path) -> Path:
 
 
 def read_answer(folder: Path) -> list[int]:
-    """Return the tokens of the answer."""
+    """Return the tokens of the answer: words with a space before them, the most frequent first."""
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    return sorted(
-        token for text, token in vocabulary.items() if text.isascii() and text.count(MARK) == 1
+    words = (
+        token
+        for text, token in vocabulary.items()
+        if text[0] == "Ġ" and text[1:].isascii() and text[1:].isalpha() and text.count(MARK) == 1
     )
+    return sorted(words)[:WORDS]
 
 
 class Pace:
