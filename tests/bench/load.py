@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tests.bench.cpu import cpu_s, machine_cpu_s, writes
+from tests.bench.cpu import cpu_s, machine_cpu_s, read_own_s, writes
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -38,6 +38,8 @@ class Order(msgspec.Struct, frozen=True):
     bodies: tuple[str, ...] = ()  # asked by turns, in place of `body`
     headers: tuple[str, ...] = ()  # of the requests, by turns: each line whole, with its end
     mark: str = "~"  # what a token of a stream says once, and nothing else does
+    own: str = ""  # a file where a watched process tells CPU time of its that does not count
+    number: str = ""  # what the bodies say once and get the request's number for, as wide
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -52,6 +54,7 @@ class Result(msgspec.Struct, frozen=True):
     own_cores: float
     other_cores: float  # taken by what is neither this process nor watched
     cpu_s: tuple[float, ...]
+    own_s: float = 0.0  # as told in `Order.own`
 
     @property
     def answers_per_s(self) -> float:
@@ -179,7 +182,7 @@ async def drive(order: Order) -> Result:
     """Open all connections, let them warm up, and count for `seconds`."""
     loop = asyncio.get_running_loop()
     count = Count(order.mark)
-    requests = itertools.cycle(_requests(order))
+    requests = _numbered(itertools.cycle(_requests(order)), order.number.encode())
     kind = StreamClient if order.stream else WholeClient
     clients: list[Client] = []
     for begin in range(0, order.connections, TOGETHER):
@@ -211,11 +214,12 @@ def _snapshot(count: Count, order: Order) -> list[float]:
     watched = [cpu_s(pid) for pid in order.watch]
     mine = cpu_s(os.getpid())
     counted = (count.answers, count.events, count.tokens, count.received)
-    return [*counted, writes(order.watch[0]), machine_cpu_s(), mine, *watched]
+    told_s = read_own_s(order.own) if order.own else 0.0
+    return [*counted, writes(order.watch[0]), machine_cpu_s(), mine, told_s, *watched]
 
 
 def _result(wall_s: float, differences: list[float]) -> Result:
-    answers, events, tokens, received, written, machine_s, own_s, *watched = differences
+    answers, events, tokens, received, written, machine_s, own_s, told_s, *watched = differences
     others_s = max(0.0, machine_s - own_s - sum(watched))
     return Result(
         wall_s,
@@ -227,6 +231,7 @@ def _result(wall_s: float, differences: list[float]) -> Result:
         own_s / wall_s,
         others_s / wall_s,
         tuple(watched),
+        told_s,
     )
 
 
@@ -244,6 +249,14 @@ def _requests(order: Order) -> list[bytes]:
         )
         made.append(head.encode() + body)
     return made
+
+
+def _numbered(requests: Iterator[bytes], mark: bytes) -> Iterator[bytes]:
+    """Make each request unlike all others, if they are marked."""
+    if not mark:
+        return requests
+    numbers = itertools.count()
+    return (one.replace(mark, b"%0*d" % (len(mark), next(numbers)), 1) for one in requests)
 
 
 def main() -> int:

@@ -7,8 +7,8 @@
 Neither has a model. servekit's worker runs the engine `tests.bench.paced`, and vllm-rs has
 `tests.bench.rust_core` for an engine core: each stream gets a token every 10 ms, and a request for
 one token is answered at once. SmolLM2's tokenizer, which a start of configs/demo.yaml has left in
-the cache. CPU is servekit's supervisor, gateway and worker, the step of the engine included, and
-vllm-rs without its engine core, whose part is told by itself. `bare` only writes.
+the cache. CPU is servekit's supervisor, gateway and worker without the engine's own steps, and
+vllm-rs without its engine core. `bare` only writes. No prompt comes twice, unless it says so.
 
 --wrk  a binary of wrk, to ask for requests, too
 """
@@ -29,22 +29,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-
 from tests.bench import crowd
-from tests.bench.cpu import await_calm, cpu_s
+from tests.bench.cpu import await_calm, cpu_s, read_own_s
 from tests.bench.figures import conditions
 from tests.bench.load import Order, Result, Unexpected, run
-from tests.bench.paced import MARK, copy_model, installed, model_entry
+from tests.bench.paced import MARK, OWN, copy_model, installed, model_entry, read_words
 from tests.bench.peers import await_answer, started
 from tests.bench.table import spread
-from tests.bench.tokenising import make_text
 from tests.bench.transformers_serve import cached_model
 from tests.integration.instance import Instance
 
@@ -52,10 +49,14 @@ OURS, THEIRS, BARE = "servekit", "vllm-rs", "bare"
 COMPLETION, CHAT = "completion", "chat"
 PATHS = {COMPLETION: "/v1/completions", CHAT: "/v1/chat/completions"}
 PROMPT = 140  # tokens
-#: Words of chats: of 5,396 tokens with the template's, and of 8k, 16k and 32k.
-LONG = (5365, 8192, 16384, 32000)
+#: Tokens of long chats without those of the template.
+LONG = (5365, 8000, 16000, 32000)
+LONG_TEXTS = 64
+TEMPLATE = 31
 CONNECTIONS = 64
 VARIED = 512
+#: It stands for the number of a request.
+NUMBER = "########"
 KINDS = ("tokens", "requests", "varied", "long", "first", "idle", "wrk")
 
 
@@ -65,7 +66,12 @@ class Server:
 
     port: int
     front: tuple[int, ...]
-    beside: tuple[int, ...] = ()
+    core: tuple[int, ...] = ()
+    own: Path | None = None  # where CPU time is told that is the engine's; see `read_own_s`
+
+    def front_s(self) -> float:
+        """CPU time of the front end so far, in seconds."""
+        return sum(map(cpu_s, self.front)) - (read_own_s(self.own) if self.own else 0.0)
 
 
 # ---------------------------------------------------------------- the servers
@@ -93,7 +99,7 @@ def _ours(folder: Path, model: Path) -> Iterator[Server]:
         (replica,) = status.models[0].replicas
         assert replica.state == "ready", replica
         pids = (status.gateways[0].pid, replica.pid, status.pid)
-        yield Server(urlsplit(status.url).port or 0, pids)
+        yield Server(urlsplit(status.url).port or 0, pids, own=model / OWN)
 
 
 @contextlib.contextmanager
@@ -137,10 +143,18 @@ def body(kind: str, text: str, tokens: int, **more: Any) -> str:
     return json.dumps(asked | {"messages": [{"role": "user", "content": text}]})
 
 
-def texts(count: int, words: int, seed: int = 1) -> list[str]:
-    """Texts of about so many tokens, all unlike."""
-    source = random.Random(seed)
-    return [make_text(words, source) for _ in range(count)]
+class Texts:
+    """Texts of so many tokens, of random words, each with a place for its number."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._source = random.Random(1)
+        self._pool = self._source.choices(words, k=100_000)
+
+    def make(self, count: int, tokens: int, *, numbered: bool = True) -> list[str]:
+        places = [self._source.randrange(len(self._pool) - tokens) for _ in range(count)]
+        begin = NUMBER if numbered else "00000000"
+        size = tokens - len(begin)  # each digit is a token
+        return [f"{begin} {' '.join(self._pool[at : at + size])}" for at in places]
 
 
 def headers(count: int) -> tuple[str, ...]:
@@ -198,19 +212,24 @@ def ratio(row: Row) -> str:
 class Contest:
     """All measurements, each of all servers by turns."""
 
-    def __init__(self, found: dict[str, Server], options: argparse.Namespace) -> None:
+    def __init__(
+        self, found: dict[str, Server], words: Sequence[str], options: argparse.Namespace
+    ) -> None:
         self._found = found
+        self._texts = Texts(words)
         self._options = options
         self._seconds: float = options.seconds
         self._calm: float = options.calm_within
         self.table = Table()
+        self._add = self.table.add
+        self.core_us: list[float] = []  # of each request, what vllm-rs's core took
 
     def run(self) -> None:
         self._warm()
         for number in range(self._options.rounds):
             for kind in self._options.only:
                 _say(f"round {number}: {kind}")
-                getattr(self, f"_{kind}")(number)
+                getattr(self, f"_{kind}")()
 
     def _turns(self, *, bare: bool = False) -> Iterator[tuple[str, Server]]:
         for name, server in self._found.items():
@@ -220,98 +239,119 @@ class Contest:
 
     def _warm(self) -> None:
         """Make caches and connections."""
-        for name, server in self._turns():
+        for _, server in self._turns():
             for kind in (COMPLETION, CHAT):
-                bodies = tuple(body(kind, text, 1) for text in texts(64, PROMPT))
-                self._ask(name, server, kind, bodies, CONNECTIONS)
+                bodies = [body(kind, text, 1) for text in self._texts.make(64, PROMPT)]
+                self._ask(server, kind, bodies, CONNECTIONS)
 
-    def _ask(self, name: str, server: Server, kind: str, bodies: Sequence[str], connections: int,
-             stream: bool = False, heads: tuple[str, ...] = ()) -> Result:
-        watch = (*server.front, *server.beside)
-        return run(
-            Order(
-                server.port, PATHS[kind], "", connections, watch, stream, self._seconds,
-                min(0.5, self._seconds), tuple(bodies), heads, MARK,
-            )
+    def _ask(
+        self,
+        server: Server,
+        kind: str,
+        bodies: Sequence[str],
+        connections: int,
+        heads: tuple[str, ...] = (),
+        *,
+        stream: bool = False,
+    ) -> tuple[Result, float]:
+        """Return what came, and the CPU time of the front end meanwhile, in seconds."""
+        order = Order(
+            port=server.port,
+            path=PATHS[kind],
+            body="",
+            connections=connections,
+            watch=(*server.front, *server.core),
+            stream=stream,
+            seconds=self._seconds,
+            bodies=tuple(bodies),
+            headers=heads,
+            mark=MARK,
+            number=NUMBER,
+            own=str(server.own) if server.own else "",
         )
-
-    def _front_us(self, server: Server, result: Result, count: int) -> float:
-        return 1e6 * sum(result.cpu_s[: len(server.front)]) / max(1, count)
+        one = run(order)
+        front_s = sum(one.cpu_s[: len(server.front)]) - one.own_s
+        return one, front_s
 
     # ---- the measurements
 
-    def _tokens(self, number: int) -> None:
+    def _tokens(self) -> None:
         for streams in self._options.streams:
-            bodies = [body(CHAT, text, 100_000, stream=True) for text in texts(64, PROMPT, number)]
+            bodies = [body(CHAT, one, 100_000, stream=True) for one in self._texts.make(64, PROMPT)]
+            what = f"chat token, {streams:,} streams"
             for name, server in self._turns(bare=True):
-                one = self._ask(name, server, CHAT, bodies, streams, stream=True)
-                add, what = self.table.add, f"a token of {streams} chats"
-                add(f"CPU, {what}", "µs", name, self._front_us(server, one, one.tokens))
-                if streams == 64 and name != BARE:
-                    add("bytes of a chat's token", "B", name, one.received / max(1, one.tokens))
-                add(f"tokens/s, {streams} chats", "/s", name, one.tokens_per_s)
-                self._tell_beside(f"of the core, {what}", name, server, one, one.tokens)
+                one, front_s = self._ask(server, CHAT, bodies, streams, stream=True)
+                self._add(f"CPU of a {what}", "µs", name, 1e6 * front_s / max(1, one.tokens))
+                if name != BARE:
+                    self._add(f"… tokens/s, {streams:,} streams", "", name, one.tokens_per_s)
+                if name != BARE and streams == 64:
+                    self._add(f"bytes of a {what}", "B", name, one.received / max(1, one.tokens))
 
-    def _requests(self, number: int) -> None:
+    def _requests(self) -> None:
         for kind in (COMPLETION, CHAT):
-            bodies = [body(kind, texts(1, PROMPT)[0], 1)]
-            self._short(kind, f"{kind}s, one and the same", bodies)
+            bodies = [body(kind, one, 1) for one in self._texts.make(1, PROMPT, numbered=False)]
+            self._short(kind, f"{kind}, always the same", bodies)
 
-    def _varied(self, number: int) -> None:
+    def _varied(self) -> None:
         for kind in (COMPLETION, CHAT):
-            bodies = [body(kind, text, 1) for text in texts(VARIED, PROMPT, number)]
-            self._short(kind, f"{kind}s, varied texts, headers and keys", bodies, headers(VARIED))
+            bodies = [body(kind, one, 1) for one in self._texts.make(VARIED, PROMPT)]
+            self._short(kind, f"{kind}, no text, key or head twice", bodies, headers(VARIED))
 
-    def _long(self, number: int) -> None:
-        for words in LONG:
-            bodies = [body(CHAT, text, 1) for text in texts(16, words, number)]
-            self._short(CHAT, f"chats of {words:,} words", bodies, connections=4)
+    def _long(self) -> None:
+        for tokens in LONG:
+            bodies = [body(CHAT, one, 1) for one in self._texts.make(LONG_TEXTS, tokens)]
+            self._short(CHAT, f"chat of {tokens + TEMPLATE:,} tokens", bodies, connections=4)
 
-    def _short(self, kind: str, what: str, bodies: Sequence[str], heads: tuple[str, ...] = (),
-               connections: int = CONNECTIONS) -> None:
+    def _short(
+        self,
+        kind: str,
+        what: str,
+        bodies: Sequence[str],
+        heads: tuple[str, ...] = (),
+        connections: int = CONNECTIONS,
+    ) -> None:
         for name, server in self._turns():
-            one = self._ask(name, server, kind, bodies, connections, heads=heads)
-            add = self.table.add
-            add(f"CPU, {what}", "µs", name, self._front_us(server, one, one.answers))
-            add(f"requests/s, {what}", "/s", name, one.answers_per_s)
-            self._tell_beside(f"of the core, {what}", name, server, one, one.answers)
+            one, front_s = self._ask(server, kind, bodies, connections, heads)
+            self._add(f"CPU of a {what}", "µs", name, 1e6 * front_s / max(1, one.answers))
+            self._add(f"… requests/s, {what}", "", name, one.answers_per_s)
+            if server.core:
+                core_s = sum(one.cpu_s[len(server.front) :])
+                self.core_us.append(1e6 * core_s / max(1, one.answers))
 
-    def _tell_beside(self, what: str, name: str, server: Server, one: Result, count: int) -> None:
-        if server.beside:
-            us = 1e6 * sum(one.cpu_s[len(server.front) :]) / max(1, count)
-            self.table.add(f"CPU {what}", "µs", f"{name}'s core", us)
-
-    def _first(self, number: int) -> None:
+    def _first(self) -> None:
         for streams in self._options.at_once:
             more = {"stream": True, "stream_options": {"include_usage": True}}
-            bodies = [[body(CHAT, text, 8, **more)] for text in texts(streams, PROMPT, number)]
+            asked = self._texts.make(streams, PROMPT, numbered=False)
+            bodies = [[body(CHAT, text, 8, **more)] for text in asked]
             for name, server in self._turns():
-                one = crowd.ask(crowd.Order(server.port, PATHS[CHAT], bodies, stream=True), 1)
-                for fraction in (0.5, 0.99):
-                    what = f"first event, p{100 * fraction:.0f}, {streams} chats at once"
-                    self.table.add(what, "ms", name, 1e3 * one.first_s(fraction))
+                order = crowd.Order(server.port, PATHS[CHAT], bodies, stream=True, mark=MARK)
+                one = crowd.ask(order, 1)
+                for share in (0.5, 0.99):
+                    what = f"first token, p{100 * share:.0f}, {streams:,} chats at once"
+                    self._add(what, "ms", name, 1e3 * one.first_s(share))
 
-    def _idle(self, number: int) -> None:
+    def _idle(self) -> None:
         turns = list(self._turns())
-        before = {name: sum(map(cpu_s, server.front)) for name, server in turns}
+        before = {name: server.front_s() for name, server in turns}
         time.sleep(self._options.idle)  # what is measured
         for name, server in turns:
-            ms = 1e3 * (sum(map(cpu_s, server.front)) - before[name]) / self._options.idle
-            self.table.add("CPU at rest", "ms/s", name, ms)
+            ms = 1e3 * (server.front_s() - before[name]) / self._options.idle
+            self._add("CPU at rest", "ms/s", name, ms)
 
-    def _wrk(self, number: int) -> None:
+    def _wrk(self) -> None:
         if self._options.wrk is None:
             return
         for kind in (COMPLETION, CHAT):
-            bodies = [body(kind, text, 1) for text in texts(VARIED, PROMPT, number)]
+            asked = self._texts.make(VARIED, PROMPT, numbered=False)
+            bodies = [body(kind, text, 1) for text in asked]
             for name, server in self._turns():
-                before = sum(map(cpu_s, server.front))
+                before = server.front_s()
                 answers, rate = ask_with_wrk(
                     self._options.wrk, server.port, PATHS[kind], bodies, self._seconds
                 )
-                us = 1e6 * (sum(map(cpu_s, server.front)) - before) / max(1, answers)
-                self.table.add(f"wrk: CPU, {kind}s, varied texts", "µs", name, us)
-                self.table.add(f"wrk: requests/s, {kind}s, varied texts", "/s", name, rate)
+                us = 1e6 * (server.front_s() - before) / max(1, answers)
+                self._add(f"wrk: CPU of a {kind}, {VARIED} texts", "µs", name, us)
+                self._add(f"… wrk: requests/s, {kind}", "", name, rate)
 
 
 _WRK = """
@@ -367,10 +407,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calm-within", type=float, default=0.0, metavar="SECONDS")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended, too
-    with tempfile.TemporaryDirectory(prefix="servekit-bench-") as folder:
-        with servers(Path(folder), options.vllm_rs, options.python) as found:
-            contest = Contest(found, options)
-            contest.run()
+    with (
+        tempfile.TemporaryDirectory(prefix="servekit-bench-") as folder,
+        servers(Path(folder), options.vllm_rs, options.python) as found,
+    ):
+        contest = Contest(found, list(read_words(Path(folder) / "model")), options)
+        contest.run()
     print("\n".join(contest.table.lines()))
     print(f"\n{options.rounds} rounds of {options.seconds:g} s; {conditions()}")
     return 0
