@@ -57,7 +57,7 @@ CONNECTIONS = 64
 VARIED = 512
 #: It stands for the number of a request.
 NUMBER = "########"
-KINDS = ("tokens", "requests", "varied", "long", "first", "idle", "wrk")
+KINDS = ("requests", "varied", "long", "first", "wrk", "tokens", "idle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,8 @@ def _ours(folder: Path, model: Path) -> Iterator[Server]:
         status = instance.until_settled(within_s=120)
         (replica,) = status.models[0].replicas
         assert replica.state == "ready", replica
+        proven = "tokenizer_library_used"  # the thread that proves it takes seconds of CPU time
+        instance.until(proven, lambda: proven in instance.log)
         pids = (status.gateways[0].pid, replica.pid, status.pid)
         yield Server(urlsplit(status.url).port or 0, pids, own=model / OWN)
 
