@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +64,11 @@ class Utility(msgspec.Struct, array_like=True):
 
 
 class Core:
-    """The loop between both sockets."""
+    """The loop between two ZMQ sockets, a DEALER and a PUSH."""
 
-    def __init__(self, model: Path, inputs: str, outputs: str) -> None:
-        import zmq
-
-        self._again = zmq.Again
-        self._now = zmq.NOBLOCK
-        context = zmq.Context()
-        self._input = context.socket(zmq.DEALER)
-        self._input.setsockopt(zmq.IDENTITY, IDENTITY)
-        for socket in (self._input, output := context.socket(zmq.PUSH)):
-            socket.setsockopt(zmq.RCVHWM, 0)
-            socket.setsockopt(zmq.SNDHWM, 0)
-        self._output = output
-        self._input.connect(inputs)
-        self._output.connect(outputs)
-        self._pace = Pace(read_answer(model))
+    def __init__(self, answer: Sequence[int], requests: Any, answers: Any) -> None:
+        self._input, self._output = requests, answers
+        self._pace = Pace(answer)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Request).decode
         self._input.send(self._encode(READY))
@@ -98,20 +87,18 @@ class Core:
                 else:
                     self._input.poll(int(left_s * 1e3))
             idle = not runs
-            self._take_all()
+            self.take_all()
             if idle and runs:
                 due_s = time.monotonic() + STEP_S
             if runs and time.monotonic() >= due_s:
-                self._step()
+                self.step()
                 due_s = max(due_s + STEP_S, time.monotonic())
 
-    def _take_all(self) -> None:
+    def take_all(self) -> None:
+        """Read all that has come, and answer what is answered at once."""
         at_once: list[Any] = []
-        while True:
-            try:
-                kind, *frames = self._input.recv_multipart(self._now)
-            except self._again:
-                break
+        while self._input.poll(0):
+            kind, *frames = self._input.recv_multipart()
             if kind == ADD:
                 request = self._decode(frames[0])
                 tokens = request.sampling_params.max_tokens or 0
@@ -128,7 +115,8 @@ class Core:
                 self._output.send(self._encode([0, [], None, time.monotonic(), reply]))
         self._send(at_once)
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Give each request its next token."""
         self._send([_output(*one) for one in self._pace.step()])
 
     def _send(self, outputs: list[Any]) -> None:
@@ -141,5 +129,19 @@ def _output(key: str, token: int, last: bool) -> list[Any]:
     return [key, [token], None, None, None, LENGTH] if last else [key, [token]]
 
 
+def main() -> None:
+    import zmq
+
+    model, inputs, outputs = sys.argv[1:]
+    context = zmq.Context()
+    requests, answers = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
+    requests.setsockopt(zmq.IDENTITY, IDENTITY)
+    for one, address in ((requests, inputs), (answers, outputs)):
+        one.setsockopt(zmq.RCVHWM, 0)
+        one.setsockopt(zmq.SNDHWM, 0)
+        one.connect(address)
+    Core(read_answer(Path(model)), requests, answers).run()
+
+
 if __name__ == "__main__":
-    Core(Path(sys.argv[1]), *sys.argv[2:4]).run()
+    main()

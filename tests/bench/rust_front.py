@@ -43,7 +43,7 @@ from tests.bench.paced import MARK, OWN, copy_model, installed, model_entry, rea
 from tests.bench.peers import await_answer, started
 from tests.bench.table import spread
 from tests.bench.transformers_serve import cached_model
-from tests.integration.instance import Instance
+from tests.integration.instance import DIE_WITH_TESTS, Instance
 
 OURS, THEIRS, BARE = "servekit", "vllm-rs", "bare"
 COMPLETION, CHAT = "completion", "chat"
@@ -78,9 +78,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def servers(folder: Path, binary: Path | None, python: str) -> Iterator[dict[str, Server]]:
+def servers(
+    folder: Path, source: Path, binary: Path | None, python: str
+) -> Iterator[dict[str, Server]]:
     """Start all of them; without the binary all but vllm-rs."""
-    model = copy_model(cached_model(), folder / "model")
+    model = copy_model(source, folder / "model")
     with contextlib.ExitStack() as stack:
         found = {OURS: stack.enter_context(_ours(folder, model))}
         if binary is not None:
@@ -109,13 +111,13 @@ def _theirs(folder: Path, model: Path, binary: Path, python: str) -> Iterator[Se
     """As `RustFrontendProcessManager` of vllm/v1/utils.py starts it."""
     inputs, outputs = (f"ipc://{folder / name}" for name in ("in", "out"))
     settings = {"model_tag": str(model), "model": str(model), "served_model_name": ["m"]}
-    core = (python, "-m", "tests.bench.rust_core", str(model), inputs, outputs)
+    core = (*DIE_WITH_TESTS, python, "-m", "tests.bench.rust_core", str(model), inputs, outputs)
     with (
         started(core, folder / "core.log") as engine,
         socket.create_server(("127.0.0.1", 0), backlog=4096) as listener,
     ):
         port = listener.getsockname()[1]
-        command = (str(binary), "frontend", "--listen-fd", str(listener.fileno()))
+        command = (*DIE_WITH_TESTS, str(binary), "frontend", "--listen-fd", str(listener.fileno()))
         command += ("--input-address", inputs, "--output-address", outputs)
         command += ("--args-json", json.dumps(settings))
         log = folder / "vllm-rs.log"
@@ -126,7 +128,7 @@ def _theirs(folder: Path, model: Path, binary: Path, python: str) -> Iterator[Se
 
 @contextlib.contextmanager
 def _bare(folder: Path) -> Iterator[Server]:
-    command = [sys.executable, "-m", "tests.bench.bare_write"]
+    command = [*DIE_WITH_TESTS, sys.executable, "-m", "tests.bench.bare_write"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -230,8 +232,14 @@ class Contest:
         self._warm()
         for number in range(self._options.rounds):
             for kind in self._options.only:
-                _say(f"round {number}: {kind}")
-                getattr(self, f"_{kind}")()
+                if kind != "idle":
+                    _say(f"round {number}: {kind}")
+                    getattr(self, f"_{kind}")()
+        if "idle" in self._options.only:
+            _say(f"resting for {self._options.settle:g} s")
+            time.sleep(self._options.settle)  # nothing tells that it rests
+            for _ in range(self._options.rounds):
+                self._idle()
 
     def _turns(self, *, bare: bool = False) -> Iterator[tuple[str, Server]]:
         for name, server in self._found.items():
@@ -398,6 +406,7 @@ def _say(text: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.rust_front", description=__doc__)
     parser.add_argument("--vllm-rs", type=Path, help="without it, servekit alone")
+    parser.add_argument("--model", type=Path, help="a folder with another tokenizer")
     parser.add_argument("--python", default=sys.executable, help="one that has pyzmq")
     parser.add_argument("--wrk", type=Path, default=shutil.which("wrk"))
     parser.add_argument("--only", choices=KINDS, nargs="+", default=KINDS)
@@ -405,13 +414,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, nargs="+", default=[64, 256, 1000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--settle", type=float, default=100.0, help="seconds before the rest")
     parser.add_argument("--idle", type=float, default=10.0, help="seconds of rest in each round")
     parser.add_argument("--calm-within", type=float, default=0.0, metavar="SECONDS")
     options = parser.parse_args(arguments)
+    source = options.model or cached_model()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended, too
     with (
         tempfile.TemporaryDirectory(prefix="servekit-bench-") as folder,
-        servers(Path(folder), options.vllm_rs, options.python) as found,
+        servers(Path(folder), source, options.vllm_rs, options.python) as found,
     ):
         contest = Contest(found, list(read_words(Path(folder) / "model")), options)
         contest.run()
