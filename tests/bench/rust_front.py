@@ -117,9 +117,10 @@ def _theirs(folder: Path, model: Path, binary: Path, python: str) -> Iterator[Se
         socket.create_server(("127.0.0.1", 0), backlog=4096) as listener,
     ):
         port = listener.getsockname()[1]
-        command = (*DIE_WITH_TESTS, str(binary), "frontend", "--listen-fd", str(listener.fileno()))
-        command += ("--input-address", inputs, "--output-address", outputs)
-        command += ("--args-json", json.dumps(settings))
+        command = [*DIE_WITH_TESTS, str(binary), "frontend"]
+        command += ["--listen-fd", str(listener.fileno())]
+        command += ["--input-address", inputs, "--output-address", outputs]
+        command += ["--args-json", json.dumps(settings)]
         log = folder / "vllm-rs.log"
         with started(command, log, pass_fds=(listener.fileno(),)) as process:
             await_answer(process, f"http://127.0.0.1:{port}/health", log)
