@@ -409,6 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vllm-rs", type=Path, help="without it, servekit alone")
     parser.add_argument("--model", type=Path, help="a folder with another tokenizer")
     parser.add_argument("--python", default=sys.executable, help="one that has pyzmq")
+    parser.add_argument("--hold", action="store_true", help="wait for another load generator")
     parser.add_argument("--wrk", type=Path, default=shutil.which("wrk"))
     parser.add_argument("--only", choices=KINDS, nargs="+", default=KINDS)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256, 1000, 2000])
@@ -425,6 +426,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="servekit-bench-") as folder,
         servers(Path(folder), source, options.vllm_rs, options.python) as found,
     ):
+        if options.hold:
+            print(
+                *(f"{name}: http://127.0.0.1:{one.port}" for name, one in found.items()), sep="\n"
+            )
+            sys.stdout.flush()
+            signal.pause()
         contest = Contest(found, list(read_words(Path(folder) / "model")), options)
         contest.run()
     print("\n".join(contest.table.lines()))
