@@ -1,7 +1,7 @@
 """servekit beside vllm-rs, vLLM's front end in Rust: the same tokenizer, tokens and pace, by turns.
 
     pip install pyzmq
-    pip download --no-deps vllm==0.26.0 && unzip -j vllm-*.whl vllm/vllm-rs
+    pip download --no-deps vllm==0.26.0 && unzip -j vllm-*.whl vllm/vllm-rs && chmod +x vllm-rs
     python -m tests.bench.rust_front --vllm-rs ./vllm-rs [--rounds 5] [--only tokens requests]
 
 Neither has a model. servekit's worker runs the engine `tests.bench.paced`, and vllm-rs has
@@ -400,6 +400,13 @@ def ask_with_wrk(
     return int(found[1]), int(found[1]) / (int(found[2]) / 1e6)
 
 
+def _check_peer(binary: Path, python: str) -> None:
+    if not os.access(binary, os.X_OK):
+        sys.exit(f"{binary} is no program; it is vllm/vllm-rs of vLLM's wheel (chmod +x)")
+    if subprocess.run([python, "-c", "import zmq"], stderr=subprocess.DEVNULL).returncode:
+        sys.exit(f"{python} has no pyzmq, which the engine core of vllm-rs needs")
+
+
 def _say(text: str) -> None:
     print(f"{time.monotonic():.0f} s: {text}", file=sys.stderr, flush=True)
 
@@ -420,6 +427,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--idle", type=float, default=10.0, help="seconds of rest in each round")
     parser.add_argument("--calm-within", type=float, default=0.0, metavar="SECONDS")
     options = parser.parse_args(arguments)
+    if options.vllm_rs is not None:
+        _check_peer(options.vllm_rs, options.python)
     source = options.model or cached_model()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended, too
     with (
