@@ -6,6 +6,7 @@ Source: Documentation/scheduler/sched-stats.rst (`schedstat`, nanoseconds on a C
 from __future__ import annotations
 
 import os
+import struct
 import time
 from pathlib import Path
 
@@ -23,6 +24,12 @@ def cpu_s(pid: int) -> float:
     except OSError:
         pass
     return total_ns / 1e9
+
+
+def read_own_s(path: str | Path) -> float:
+    """CPU time that a process has written there as a double, in seconds."""
+    (own_s,) = struct.unpack("d", Path(path).read_bytes())
+    return float(own_s)
 
 
 def writes(pid: int) -> int:

@@ -41,6 +41,7 @@ class Order(msgspec.Struct, frozen=True):
     path: str
     bodies: list[list[str]]
     stream: bool
+    mark: str = ""  # what the first event must have to count as one
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -100,7 +101,7 @@ def ask(order: Order, processes: int) -> Round:
 
 
 def _part(order: Order, at: int, of: int) -> Order:
-    return Order(order.port, order.path, order.bodies[at::of], order.stream)
+    return msgspec.structs.replace(order, bodies=order.bodies[at::of])
 
 
 def _process() -> subprocess.Popen[str]:
@@ -128,8 +129,8 @@ def _hear(process: subprocess.Popen[str]) -> str:
 class Crowd(Count):
     """What has come over all connections of this process."""
 
-    def __init__(self, connections: int) -> None:
-        super().__init__()
+    def __init__(self, connections: int, mark: str = "") -> None:
+        super().__init__(mark)
         self.tokens = 0
         self.firsts_s: list[float] = []
         self.gaps_s: list[float] = []
@@ -187,11 +188,14 @@ class Asker(asyncio.Protocol):
         events = data.count(b"\n\n")
         if events:
             now = time.monotonic()
-            if self._last_s:
+            if not self._last_s and self._crowd.mark not in data:
+                pass  # a role, which says nothing yet
+            elif self._last_s:
                 self._crowd.gaps_s.append(now - self._last_s)
+                self._last_s = now
             else:
                 self._crowd.firsts_s.append(now - self._asked)
-            self._last_s = now
+                self._last_s = now
         self._crowd.events += events
 
     def _finish(self) -> None:
@@ -219,7 +223,7 @@ def _size(data: bytes) -> int:
 
 async def _drive(order: Order) -> Told:
     loop = asyncio.get_running_loop()
-    crowd = Crowd(len(order.bodies))
+    crowd = Crowd(len(order.bodies), order.mark)
     askers: list[Asker] = []
     for bodies in order.bodies:
         requests = [_request(order, body) for body in bodies]

@@ -1,9 +1,9 @@
 """A load generator in a process of its own: keep-alive connections that ask, count and ask again.
 
-    python -m tests.bench.load '{"port": 8000, "path": "/v1/completions", "body": "…", …}'
+    python -m tests.bench.load < ORDER.json
 
 It does as little per answer as it can, so that it is not what is measured: the requests are made
-before, an answer is told to be whole by its length, and of a stream `\\n\\n` and MARK are counted.
+before, an answer is told to be whole by its length, and of a stream `\\n\\n` and marks are counted.
 Its result is one line of JSON; `own_cores` says how much of a core it took: near 1, it was the
 limit.
 """
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tests.bench.cpu import cpu_s, machine_cpu_s, writes
+from tests.bench.cpu import cpu_s, machine_cpu_s, read_own_s, writes
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -37,6 +37,9 @@ class Order(msgspec.Struct, frozen=True):
     warm_s: float = 0.5
     bodies: tuple[str, ...] = ()  # asked by turns, in place of `body`
     headers: tuple[str, ...] = ()  # of the requests, by turns: each line whole, with its end
+    mark: str = "~"  # what a token of a stream says once, and nothing else does
+    own: str = ""  # a file where a watched process tells CPU time of its that does not count
+    number: str = ""  # what the bodies say once and get the request's number for, as wide
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -45,11 +48,13 @@ class Result(msgspec.Struct, frozen=True):
     wall_s: float
     answers: int
     events: int  # server-sent ones
-    tokens: int  # MARKs in them
+    tokens: int  # marks in them
+    received: int  # bytes
     writes: int  # by the first watched process
     own_cores: float
     other_cores: float  # taken by what is neither this process nor watched
     cpu_s: tuple[float, ...]
+    own_s: float = 0.0  # as told in `Order.own`
 
     @property
     def answers_per_s(self) -> float:
@@ -62,7 +67,7 @@ class Result(msgspec.Struct, frozen=True):
 
 #: Connections that are opened at once.
 TOGETHER = 256
-#: What a token of a stream says, and nothing else does.
+#: What a token of the echo engine's streams says.
 MARK = "~"
 
 
@@ -72,8 +77,10 @@ class Unexpected(Exception):
 
 def run(order: Order, within_s: float = 60.0) -> Result:
     """Run the load in a process of its own; raises Unexpected with what it said."""
-    command = [sys.executable, "-m", "tests.bench.load", msgspec.json.encode(order).decode()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
+    command, told = [sys.executable, "-m", "tests.bench.load"], msgspec.json.encode(order).decode()
+    done = subprocess.run(
+        command, input=told, capture_output=True, text=True, timeout=within_s, check=False
+    )
     if done.returncode:
         raise Unexpected(done.stderr)
     return msgspec.json.decode(done.stdout, type=Result)
@@ -82,8 +89,9 @@ def run(order: Order, within_s: float = 60.0) -> Result:
 class Count:
     """What has come over all connections."""
 
-    def __init__(self) -> None:
-        self.answers = self.events = self.tokens = 0
+    def __init__(self, mark: str = MARK) -> None:
+        self.mark = mark.encode()
+        self.answers = self.events = self.tokens = self.received = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, why: str) -> None:
@@ -128,6 +136,7 @@ class WholeClient(Client):
     _expected = 0
 
     def data_received(self, data: bytes) -> None:
+        self._count.received += len(data)
         if self._received:
             data = self._received + data
         expected = self._expected or self._size(data)
@@ -157,7 +166,8 @@ class StreamClient(Client):
         # An event cut between its two \n is seen by the neighbours alone: what follows the second
         # one is HTTP's \r or the next event's first letter, so nothing is counted twice.
         self._count.events += data.count(b"\n\n") + (self._tail[-1:] == b"\n" == data[:1])
-        self._count.tokens += data.count(b"~")
+        self._count.tokens += data.count(self._count.mark)
+        self._count.received += len(data)
         tail = (self._tail + data if len(data) < 5 else data)[-5:]
         if tail != b"0\r\n\r\n":
             self._tail = tail
@@ -171,8 +181,8 @@ class StreamClient(Client):
 async def drive(order: Order) -> Result:
     """Open all connections, let them warm up, and count for `seconds`."""
     loop = asyncio.get_running_loop()
-    count = Count()
-    requests = itertools.cycle(_requests(order))
+    count = Count(order.mark)
+    requests = _numbered(itertools.cycle(_requests(order)), order.number.encode())
     kind = StreamClient if order.stream else WholeClient
     clients: list[Client] = []
     for begin in range(0, order.connections, TOGETHER):
@@ -203,22 +213,25 @@ async def _pass(count: Count, seconds: float) -> None:
 def _snapshot(count: Count, order: Order) -> list[float]:
     watched = [cpu_s(pid) for pid in order.watch]
     mine = cpu_s(os.getpid())
-    counted = (count.answers, count.events, count.tokens)
-    return [*counted, writes(order.watch[0]), machine_cpu_s(), mine, *watched]
+    counted = (count.answers, count.events, count.tokens, count.received)
+    told_s = read_own_s(order.own) if order.own else 0.0
+    return [*counted, writes(order.watch[0]), machine_cpu_s(), mine, told_s, *watched]
 
 
 def _result(wall_s: float, differences: list[float]) -> Result:
-    answers, events, tokens, written, machine_s, own_s, *watched = differences
+    answers, events, tokens, received, written, machine_s, own_s, told_s, *watched = differences
     others_s = max(0.0, machine_s - own_s - sum(watched))
     return Result(
         wall_s,
         int(answers),
         int(events),
         int(tokens),
+        int(received),
         int(written),
         own_s / wall_s,
         others_s / wall_s,
         tuple(watched),
+        told_s,
     )
 
 
@@ -238,10 +251,18 @@ def _requests(order: Order) -> list[bytes]:
     return made
 
 
+def _numbered(requests: Iterator[bytes], mark: bytes) -> Iterator[bytes]:
+    """Make each request unlike all others, if they are marked."""
+    if not mark:
+        return requests
+    numbers = itertools.count()
+    return (one.replace(mark, b"%0*d" % (len(mark), next(numbers)), 1) for one in requests)
+
+
 def main() -> int:
     import uvloop
 
-    order = msgspec.json.decode(sys.argv[1], type=Order)
+    order = msgspec.json.decode(sys.stdin.read(), type=Order)
     gc.disable()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(drive(order))

@@ -82,6 +82,7 @@ def started(
     environ: Mapping[str, str] | None = None,
     *,
     talks: bool = False,
+    pass_fds: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a group of its own, which is killed in the end with all of it.
 
@@ -96,6 +97,7 @@ def started(
             stderr=output,
             env=environ,
             start_new_session=True,
+            pass_fds=pass_fds,
         ) as process,
     ):
         try:

@@ -198,7 +198,9 @@ class TokenizerCodec(Prompts):
         return longest * (3 if any(step["type"] == "NFC" for step in steps) else 1)
 
     def decoder(self, markers: Collection[str] = ()) -> ByteDecoder | WindowDecoder:
-        kept = frozenset(token for token, text in self._special.items() if text in markers)
+        kept: frozenset[int] = frozenset()
+        if markers:
+            kept = frozenset(token for token, text in self._special.items() if text in markers)
         if not is_byte_level(self._backend):
             return WindowDecoder(self._tokenizer, self._special.keys() - kept if kept else None)
         pieces = self._kept.get(kept)

@@ -213,3 +213,44 @@ def test_images_keep_their_places_where_texts_are_put_before_them() -> None:
     assert "\n\nab[]cd;assistant:" in text
     results = ";user:Result of f: 42[]\n\nResult of f: 42[]\n\nab[]cd;"
     assert text.endswith(results)
+
+
+def by_library(template: ChatTemplate, turns: list[ChatMessage]) -> str:
+    """As `apply_chat_template` renders them."""
+    template.__dict__["_render_plain"] = None
+    return template.render(turns)
+
+
+@pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.jinja")), ids=lambda path: path.stem)
+def test_plain_turns_are_rendered_as_by_the_library(path: Path) -> None:
+    ours, theirs = real(path.stem), real(path.stem)
+    text = " {{ 7 * 7 }} </think> [/INST] <|im_end|>\n\0 é 🦊 "
+    for roles in (["user"], ["system", "user"], ["user", "assistant", "user"], ["assistant"]):
+        turns = [ChatMessage(role, role + text) for role in roles]
+        try:
+            expected = by_library(theirs, turns)
+        except RequestError as error:
+            with pytest.raises(RequestError) as refused:
+                ours.render(turns)
+            assert refused.value.message == error.message
+        else:
+            assert ours.render(turns) == expected
+    assert ours._render_plain is not None, "it has the shorter way"
+
+
+def test_a_shorter_way_that_gives_another_text_is_not_taken() -> None:
+    tokenizer: Any = byte_level_tokenizer()
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    own = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda messages, **more: own(messages, **more).upper()
+    assert ChatTemplate(tokenizer).render([ChatMessage("user", "hi")]) == "HI"
+
+
+def test_a_tokenizer_without_the_librarys_template_keeps_its_own_way() -> None:
+    class Tokenizer:
+        chat_template = "its own"
+
+        def apply_chat_template(self, messages: list[dict[str, str]], **more: object) -> str:
+            return f"<{messages[-1]['content']}>"
+
+    assert ChatTemplate(Tokenizer()).render([ChatMessage("user", "hi")]) == "<hi>"
