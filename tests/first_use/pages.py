@@ -324,7 +324,7 @@ class Walk:
             self.report.add(AREA, "another profile", page.locator("#sk-models").inner_text())
             self._report_page(page, "another profile", "operate-profile")
             page.get_by_role("button", name="all models", exact=True).click()
-            expect(row).to_contain_text("ready", timeout=WITHIN_MS)
+            expect(row).to_contain_text("loaded", timeout=WITHIN_MS)
 
     def open_link(self, run_dir: str) -> None:
         """Open a one-time link, as the owner does, and administer; another cannot open it."""

@@ -36,7 +36,8 @@ def find_tier(model: ModelStatus) -> Residency:
     states = {replica.state for replica in model.replicas}
     if "ready" in states:
         return "resident"
-    return "coming" if model.changing or states - {"failed", "stopped"} else "failed"
+    ended = states and states <= {"failed", "stopped"}  # there is none yet of one that comes back
+    return "failed" if ended and not model.changing else "coming"
 
 
 def explain_refusal(model: ModelStatus, act: Act, say: Say) -> str:
