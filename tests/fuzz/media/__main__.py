@@ -28,6 +28,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
+
+from servekit.errors import ServekitError
 from tests.fuzz.__main__ import GLIBC, GROWTH, STEADY, aftermath, attack
 from tests.fuzz.media import traces
 from tests.fuzz.media.damage import refer
@@ -169,7 +172,10 @@ def send_files(wish: argparse.Namespace, folder: Path, bait: Bait) -> list[str]:
         watched = Watched(instance.pid, status, wish.warm_up / total)
         begin_s = time.time()
         wrong = attack(one, wish, watched)
-        wrong += aftermath(instance, watched, wish)
+        try:
+            wrong += aftermath(instance, watched, wish)
+        except (ServekitError, httpx.HTTPError) as error:  # it has ended
+            wrong.append(f"{error}\n{instance.log[-5000:]}")
         end_s = time.time()
     if traced:
         strangers = traces.find_strangers(trace, begin_s, [folder], until_s=end_s)
