@@ -4,7 +4,8 @@
     python -m tests.clients --only outlines lm_eval
     python -m tests.clients --url http://127.0.0.1:8000 --legacy-url http://127.0.0.1:8888
 
-Without --url it starts an instance of its own: SmolLM2 of configs/demo.yaml on the CPU. Every
+Without --url it starts an instance of its own: SmolLM2 of configs/demo.yaml on the CPU, and models
+of random weights that see and hear, for clients that send pictures and recordings. Every
 client is installed in an environment of its own, which is kept for the next time, so that none of
 them decides what another, or servekit, has. Prints a Markdown table; exit code 1 if one failed.
 """
@@ -28,6 +29,7 @@ from servekit.engines.model_files.source import resolve_folder
 from tests.clients.environments import Environment, NotInstalled
 from tests.clients.table import Check, table
 from tests.integration.instance import Instance
+from tests.media_models import EARS, EYES, WHISPER, write_files, write_models
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -54,7 +56,13 @@ CLIENTS = (
     Client("pydantic_ai", ("pydantic-ai-slim[openai]",), "use_pydantic_ai.py"),
     Client("instructor", ("instructor",), "use_instructor.py"),
     Client("outlines", ("outlines[openai]",), "use_outlines.py"),
-    Client("ai_sdk", ("ai", "@ai-sdk/openai-compatible", "zod"), "use_ai_sdk.mjs", npm=True),
+    Client("openai_node", ("openai",), "use_openai_node.mjs", npm=True),
+    Client(
+        "ai_sdk",
+        ("ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai", "zod"),
+        "use_ai_sdk.mjs",
+        npm=True,
+    ),
     Client("huixiangdou", ("requests",), "use_huixiangdou.py"),
     Client("lm_eval", ("lm-eval[api]", "transformers"), "use_lm_eval.py"),
     Client("guidellm", ("guidellm",), "use_guidellm.py", torch=True),
@@ -71,6 +79,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--url", help="an instance that runs; by default one is started")
     parser.add_argument("--legacy-url", default="", help="its port with `legacy: huixiangdou`")
     parser.add_argument("--model", default="", help="by default the first that it lists")
+    parser.add_argument("--eyes", default="", help="one that sees; without it none is asked to")
+    parser.add_argument("--ears", default="", help="one that hears recordings in chats")
+    parser.add_argument("--whisper", default="", help="one that transcribes")
     parser.add_argument("--key", default="none", help="the API key, if it wants one")
     parser.add_argument("--tokenizer", help="a folder with the model's tokenizer")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CLIENT")
@@ -93,9 +104,11 @@ def instance(wish: argparse.Namespace) -> Iterator[tuple[str, str]]:
     port = _free_port()
     model = {"name": "smollm2", "path": load_config(DEMO).models[0].path, "device": "cpu"}
     server = {"legacy": "huixiangdou", "legacy_port": port}
+    wish.eyes, wish.ears, wish.whisper = EYES, EARS, WHISPER
     with (
+        tempfile.TemporaryDirectory() as models,
         tempfile.TemporaryDirectory() as folder,
-        Instance.up(Path(folder), [model], server=server) as one,
+        Instance.up(Path(folder), [model, *write_models(Path(models))], server=server) as one,
     ):
         one.until_settled(within_s=600)
         yield one.url, f"http://127.0.0.1:{port}"
@@ -121,12 +134,19 @@ def describe(wish: argparse.Namespace, url: str, legacy: str) -> dict[str, str]:
     """Return the environment variables that tell a script about the instance."""
     key = {"Authorization": f"Bearer {wish.key}"}
     listed = httpx.get(f"{url}/v1/models", headers=key, timeout=60).raise_for_status().json()
+    wish.cache.mkdir(parents=True, exist_ok=True)
+    picture, speech = write_files(wish.cache)
     return {
         "SERVED_URL": url,
         "SERVED_LEGACY_URL": legacy,
         "SERVED_MODEL": wish.model or listed["data"][0]["id"],
         "SERVED_KEY": wish.key,
         "SERVED_TOKENIZER": wish.tokenizer or _tokenizer(),
+        "SERVED_EYES": wish.eyes,
+        "SERVED_EARS": wish.ears,
+        "SERVED_WHISPER": wish.whisper,
+        "SERVED_PICTURE": str(picture),
+        "SERVED_SPEECH": str(speech),
     }
 
 

@@ -74,11 +74,14 @@ class Usage:
 
     @property
     def steady(self) -> float:
-        """As `growth`, had all parts brought what the one in the middle of them brought."""
+        """As `growth`, had all parts brought what the one in the middle of them brought.
+
+        Memory that rises and falls is not steady: it is no more than `growth`.
+        """
         if not self.seen:
             return 0.0
         steps = [after - before for before, after in pairwise(self.parts_bytes)]
-        return median(steps) * len(steps) / self.warm_bytes
+        return min(median(steps) * len(steps) / self.warm_bytes, self.growth)
 
 
 class Watched:
@@ -94,6 +97,9 @@ class Watched:
             usage.fds_before = fds(usage.pid)
 
     def sample(self, progress: float) -> None:
+        """Note the memory, once for each progress: what is slow to answer counts no more for it."""
+        if self.usages[0].rss_bytes and self.usages[0].rss_bytes[-1][0] == progress:
+            return
         for usage in self.usages:
             usage.rss_bytes.append((progress, procfs.rss_bytes(usage.pid)))
 

@@ -8,8 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from tests.fuzz.cases import Case, Maker, Manner
+from tests.fuzz.cases import Case, Manner
 from tests.fuzz.client import Client, Ended, Malformed
 from tests.fuzz.verdict import Wrong, check
 
@@ -37,10 +38,14 @@ class Failure:
     case: Case
 
 
+class Cases(Protocol):
+    def case(self, number: int) -> Case: ...
+
+
 class Fuzz:
     """One run against one server."""
 
-    def __init__(self, host: str, port: int, maker: Maker, requests: int) -> None:
+    def __init__(self, host: str, port: int, maker: Cases, requests: int) -> None:
         self._address = (host, port)
         self._maker = maker
         self._left = iter(range(requests))

@@ -13,6 +13,7 @@ MAX_ERROR_BYTES = 4096
 _OF_HTTP = ("invalid_http", "header_too_large", "request_timeout")
 ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
 LEGACY = ("/inference", "/stream")
+AUDIO = ("/v1/audio/transcriptions", "/v1/audio/translations")
 
 
 class Wrong(Exception):
@@ -125,6 +126,7 @@ _KEYS = {
     "/api/generate": {"model", "created_at", "response", "done"},
     "/api/embed": {"model", "embeddings"},
     "/inference": {"text", "error"},
+    **{path: {"text", "usage"} for path in AUDIO},
 }
 
 
@@ -167,7 +169,11 @@ def _check_events(asked: Asked, body: bytes) -> None:
             raise Wrong("a stream without [DONE]")
     elif not said:
         raise Wrong("a stream of nothing")
-    if not all(isinstance(one, dict) and "choices" in one for one in said):
+    if asked.path in AUDIO:
+        *deltas, done = [one.get("type") for one in said]
+        if done != "transcript.text.done" or set(deltas) - {"transcript.text.delta"}:
+            raise Wrong("events of a transcript that are not its own")
+    elif not all(isinstance(one, dict) and "choices" in one for one in said):
         raise Wrong("an event without choices")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import math
 import threading
@@ -14,6 +15,7 @@ from PIL import Image as Pillow
 from PIL import ImageOps
 
 from servekit.engines.api.base import MediaPrompt
+from servekit.engines.media.image_bounds import TooCostly, bound_exif, check_cost
 from servekit.engines.media.recording import MAX_AUDIO_S, Samples, decode_recording
 from servekit.engines.text.chat_template import SENTINEL, ChatTemplate
 from servekit.engines.text.tokenizer import begins_text
@@ -26,10 +28,14 @@ from servekit.protocol.types import MODALITIES, Modality
 #: pixel takes three bytes.
 MAX_PIXELS = 2**26
 MAX_PIXELS_TOGETHER = 2**28
+#: How many times longer than the other a side may be. Processors scale the shorter one to hundreds
+#: of pixels: a line of 1 × 60,000 pixels becomes an image of gigabytes.
+MAX_RATIO = 100
 #: Pillow's names of the formats. A JPEG of several pictures, as cameras write it, is its first.
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP", "image/gif": "GIF"}
 _ARTICLES: dict[Modality, str] = {"images": "an image", "audio": "a recording"}
 _KINDS: dict[Modality, str] = {"images": "image/png", "audio": "audio/wav"}
+bound_exif()
 
 
 class MediaEncoder:
@@ -56,8 +62,7 @@ class MediaEncoder:
             raise Unsupported(f"its chat template has no place for {nouns}", param="messages")
         extractor = find_extractor(processor)
         self._rate = int(getattr(extractor, "sampling_rate", 0))
-        #: The most samples of a recording, as the library would cut off the rest. 0: any number.
-        self._most_samples = int(getattr(extractor, "n_samples", 0))
+        self._most_samples = count_most_samples(extractor)
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
@@ -164,6 +169,20 @@ def find_extractor(processor: Any) -> Any | None:
     return None
 
 
+def count_most_samples(extractor: Any) -> int:
+    """Return the most samples of a recording, as the library would cut off the rest; 0: any number.
+
+    Whisper's extractor states them; that of Gemma 3n has them as the default of an argument.
+    """
+    if stated := getattr(extractor, "n_samples", 0):
+        return int(stated)
+    asked = inspect.signature(type(extractor).__call__).parameters
+    cuts, most = asked.get("truncation"), asked.get("max_length")
+    if cuts is None or most is None or cuts.default is not True:
+        return 0
+    return most.default if isinstance(most.default, int) else 0
+
+
 def list_modalities(processor: Any) -> list[Modality]:
     """Return what a processor reads beside text."""
     parts = {
@@ -218,6 +237,7 @@ def decode_images(images: Sequence[Media]) -> list[Any]:
 def _open_image(image: Media, place: int) -> Any:
     """Read an image's header and refuse what is too large or moves; nothing is decoded yet."""
     try:
+        check_cost(image.data, image.kind)
         opened = Pillow.open(io.BytesIO(image.data), formats=[_FORMATS[image.kind]])
         moves = image.kind != "image/jpeg" and getattr(opened, "is_animated", False)
     except Exception as error:  # of damaged data a decoder may raise anything
@@ -226,6 +246,12 @@ def _open_image(image: Media, place: int) -> Any:
         raise RequestError(
             f"messages: image {place} has {opened.width} × {opened.height} pixels, and"
             f" {MAX_PIXELS} are allowed",
+            param="messages",
+        )
+    if max(opened.size) > MAX_RATIO * min(opened.size):
+        raise RequestError(
+            f"messages: image {place} has {opened.width} × {opened.height} pixels, and no side may"
+            f" be more than {MAX_RATIO} times as long as the other",
             param="messages",
         )
     if moves:
@@ -245,5 +271,5 @@ def _decode_image(opened: Any, place: int) -> Any:
 
 
 def _undecodable(place: int, error: Exception) -> RequestError:
-    why = describe_error(error)
+    why = str(error) if isinstance(error, TooCostly) else describe_error(error)
     return RequestError(f"messages: image {place} cannot be decoded: {why}", param="messages")

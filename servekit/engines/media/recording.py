@@ -26,6 +26,9 @@ MAX_AUDIO_S = 1800.0
 #: Bounds of what a header may say.
 MAX_CHANNELS = 64
 MIN_RATE, MAX_RATE = 1000, 768_000
+#: Most numbers of all channels for each second that a recording may be long: two channels of
+#: 192 kHz, eight of 48. Silence at a higher rate takes few bytes and minutes of decoding.
+MAX_NUMBERS_PER_S = 384_000
 #: Numbers that are decoded at once, of all channels together.
 BLOCK = 2**18
 #: Sizes in the headers of WAV files whose writer did not know the size, as it wrote to a pipe.
@@ -40,6 +43,12 @@ _TYPES: dict[tuple[int, int], tuple[str, float]] = {
     (_FLOAT, 32): ("<f4", 1.0),
     (_FLOAT, 64): ("<f8", 1.0),
 }
+#: What files begin with that libsndfile is given: the first four bytes, and those after a size. It
+#: knows older formats, too, some of which print what they read, or open other files.
+_SIGNATURES = (b"RIFFWAVE", b"FORMAIFF", b"FORMAIFC")
+#: A tag before an MP3, of no content.
+_EMPTY_TAG = b"ID3\4\0\0\0\0\0\n" + bytes(10)
+_READ = "WAV, FLAC, Ogg and MP3 are read"
 _CUT_SHORT = "file: the recording is cut short: its header promises more than there is; send all"
 
 
@@ -69,8 +78,16 @@ def _join_blocks(
     resampler = Resampler(header.rate, rate)
     parts: list[Samples] = []
     left = int(max_s * header.rate)
+    numbers = int(max_s * MAX_NUMBERS_PER_S)
     for block in blocks:  # [samples, channels]
         left -= len(block)
+        numbers -= block.size
+        if numbers < 0:
+            raise RequestError(
+                f"file: the recording has {header.channels} channels of {header.rate} samples a"
+                " second, too many to decode for so long; send one channel of 16 kHz",
+                param="file",
+            )
         if left < 0:
             raise RequestError(
                 f"file: the recording is longer than {max_s:g} s; send it in parts, or raise"
@@ -152,7 +169,9 @@ def _read_blocks(
             values = wide.view("<i4").ravel()
         elif bits == 8:
             values = values.astype(np.float32) - greatest
-        yield (values.astype(np.float32) / np.float32(greatest)).reshape(-1, header.channels)
+        with np.errstate(invalid="ignore"):  # of what is no number, which is refused later
+            scaled = values.astype(np.float32) / np.float32(greatest)
+        yield scaled.reshape(-1, header.channels)
 
 
 # ---------------------------------------------------------------- other files
@@ -168,10 +187,52 @@ def _open_by_library(file: bytes) -> tuple[Header, Iterator[NDArray[Any]]]:
             param="file",
         ) from None
     try:
-        opened = soundfile.SoundFile(io.BytesIO(file))
+        opened = soundfile.SoundFile(_File(_check_signature(file)))
     except soundfile.LibsndfileError:
-        raise _unreadable("WAV, FLAC, Ogg and MP3 are read") from None
+        raise _unreadable(_READ) from None
     return Header(opened.samplerate, opened.channels), _read_by_library(opened)
+
+
+class _File(io.BytesIO):
+    """A file for libsndfile, which seeks to before its begin if a header lies.
+
+    soundfile would print the traceback of an error, as it is raised within C code.
+    """
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        try:
+            return super().seek(offset, whence)
+        except ValueError:
+            return self.tell()
+
+
+def _check_signature(file: bytes) -> bytes:
+    """Return a file without its tags, as libsndfile gets it.
+
+    Raises RequestError for a format that is not read. Without a tag before its first frame,
+    libsndfile takes an MP3 for the half of a file of Sound Designer, and looks for the other half,
+    `._`, in the working directory.
+    """
+    at = 0
+    while file[at : at + 3] == b"ID3" and len(file) >= at + 10:
+        size = 0
+        for byte in file[at + 6 : at + 10]:
+            size = size << 7 | byte & 0x7F
+        at += 10 + size
+    head = file[at : at + 12]
+    if _begins_frame(head):
+        return _EMPTY_TAG + file[at:]
+    if head[:4] in (b"fLaC", b"OggS") or head[:4] + head[8:] in _SIGNATURES:
+        return file[at:]
+    raise _unreadable(_READ)
+
+
+def _begins_frame(head: bytes) -> bool:
+    """Return whether this is the header of a frame of MPEG audio, without a reserved value."""
+    if len(head) < 4 or head[0] != 0xFF or head[1] < 0xE0:
+        return False
+    version, layer = head[1] >> 3 & 3, head[1] >> 1 & 3
+    return version != 1 and layer != 0 and head[2] >> 4 not in (0, 15) and head[2] >> 2 & 3 != 3
 
 
 def _read_by_library(opened: Any) -> Iterator[NDArray[Any]]:

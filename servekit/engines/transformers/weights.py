@@ -36,6 +36,11 @@ _AUTO: dict[ModelKind, Any] = {
     "transcribe": transformers.AutoModelForSpeechSeq2Seq,
     "see": transformers.AutoModelForMultimodalLM,
 }
+#: Classes of the part that reads and writes text, of models that also speak, by their architecture.
+_THINKERS = {
+    "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
+}
 #: Share of each GPU's free memory for weights; caches and activations need the rest.
 _WEIGHTS_FRACTION = 0.9
 
@@ -140,6 +145,8 @@ def outline_model(folder: Path, spec: WorkerSpec, kind: ModelKind = "generate") 
     config = transformers.AutoConfig.from_pretrained(folder, **trust)
     auto = _choose_auto(folder, kind)
     with torch.device("meta"):
+        if isinstance(auto, type) and issubclass(auto, transformers.PreTrainedModel):
+            return auto._from_config(config.thinker_config)  # type: ignore[no-untyped-call]
         return auto.from_config(config, trust_remote_code=spec.trust_remote_code)
 
 
@@ -147,8 +154,10 @@ def _choose_auto(folder: Path, kind: ModelKind) -> Any:
     """Return the library's class that loads a model.
 
     Some language models exist only with a part for images or recordings, and then generate from
-    texts with it.
+    texts with it. Of those that speak, only the thinker is loaded.
     """
+    if thinker := getattr(transformers, _THINKERS.get(read_model_type(folder), ""), None):
+        return thinker
     named, plain = read_model_type(folder), modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     seeing = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
     alone = kind == "generate" and named not in plain and named in seeing

@@ -7,6 +7,7 @@ image's file states; the engine decodes the file.
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -25,6 +26,9 @@ _DATA_URI = re.compile(r"data:[^,]{0,200}?;base64,", re.IGNORECASE)
 _FETCHED = ("https://", "http://")
 #: Markers of a JPEG that are followed by its size: start of frame, but not DHT, JPG and DAC.
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_FILL = re.compile(rb"\xff+")
+#: A photo has a dozen segments before its size, each of up to 64 KiB: this is on the event loop.
+_MOST_SEGMENTS = 2000
 #: Roles whose messages may hold images and recordings.
 _ROLES = ("user", "tool")
 
@@ -90,8 +94,9 @@ def _decode(text: str, where: str) -> bytes:
     except msgspec.ValidationError:
         pass
     try:
-        return msgspec.convert("".join(text.split()), bytes)
-    except msgspec.ValidationError:
+        plain = text.encode("ascii").translate(None, string.whitespace.encode())
+        return msgspec.convert(plain.decode(), bytes)
+    except (UnicodeEncodeError, msgspec.ValidationError):
         raise RequestError(f"{where}: this is not base64", param=where) from None
 
 
@@ -117,12 +122,16 @@ def _inspect(data: bytes) -> tuple[str, tuple[int, int]]:
 
 
 def _size_of_jpeg(data: bytes) -> tuple[int, int]:
+    """Return the size that a JPEG states; 0 if it is not among its first segments."""
     at = 2
-    while at + 9 <= len(data) and data[at] == 0xFF:
-        marker = data[at + 1]
+    for _ in range(_MOST_SEGMENTS):
+        found = _FILL.match(data, at)
+        if found is None or (at := found.end()) + 8 > len(data):
+            break
+        marker = data[at]
         if marker in _FRAMES:
-            return int.from_bytes(data[at + 7 : at + 9]), int.from_bytes(data[at + 5 : at + 7])
-        at += 1 if marker == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4])
+            return int.from_bytes(data[at + 6 : at + 8]), int.from_bytes(data[at + 4 : at + 6])
+        at += 1 + int.from_bytes(data[at + 1 : at + 3])
     return 0, 0
 
 

@@ -1,9 +1,21 @@
-"""The anthropic package: messages, streams, tools by `any` and by name, the list of models."""
+"""The anthropic package: messages, streams, tools by `any` and by name, models, pictures."""
 
 from __future__ import annotations
 
 import anthropic
-from report import KEY, LOOK, MODEL, QUESTION, URL, check, fits
+from report import (
+    EYES,
+    KEY,
+    LOOK,
+    MEDIA_TOKENS,
+    MODEL,
+    PICTURE,
+    QUESTION,
+    URL,
+    check,
+    encode,
+    fits,
+)
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
 FUNCTION = LOOK["function"]
@@ -13,6 +25,8 @@ TOOL = {
     "input_schema": FUNCTION["parameters"],
 }
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
+#: Version 2 of the package has no parameter for it.
+GREEDY = {"temperature": 0}
 
 
 def message() -> None:
@@ -48,5 +62,29 @@ def models() -> None:
     assert client.models.retrieve(MODEL).id == MODEL
 
 
+def picture() -> None:
+    """In a message and in a tool's result, whole and streamed, and counted."""
+    source = {"type": "base64", "media_type": "image/png", "data": encode(PICTURE)}
+    block = {"type": "image", "source": source}
+    call = {"type": "tool_use", "id": "t1", "name": "look_up", "input": {"city": "Bern", "days": 1}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [block]}
+    plain = [{"role": "user", "content": [block, {"type": "text", "text": "What is this?"}]}]
+    called = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    for turns in (plain, called):
+        asked = {"model": EYES, "messages": turns}
+        count = client.messages.count_tokens(**asked).input_tokens
+        made = client.messages.create(**asked, max_tokens=12, extra_body=GREEDY)
+        assert made.usage.input_tokens == count > MEDIA_TOKENS, (made.usage, count)
+        with client.messages.stream(**asked, max_tokens=12, extra_body=GREEDY) as pieces:
+            text = "".join(pieces.text_stream)
+        assert text and text == made.content[0].text, (text, made)
+
+
 for test in (message, stream, forced_tool, forced_tool_streamed, models):
     check(test.__name__, test)
+if EYES:
+    check("picture", picture)

@@ -1,11 +1,26 @@
-"""The openai package: chats, streams, tools that are asked for, embeddings' absence, responses."""
+"""The openai package: chats, streams, tools that are asked for, responses, pictures, recordings."""
 
 from __future__ import annotations
 
 import json
 
 import openai
-from report import KEY, LOOK, MODEL, QUESTION, URL, check, fits
+from report import (
+    EARS,
+    EYES,
+    KEY,
+    LOOK,
+    MEDIA_TOKENS,
+    MODEL,
+    PICTURE,
+    QUESTION,
+    SPEECH,
+    URL,
+    WHISPER,
+    check,
+    encode,
+    fits,
+)
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
 ASKED = [{"role": "user", "content": QUESTION}]
@@ -94,6 +109,77 @@ def model_left_out() -> None:
     assert made.choices, made
 
 
+def picture() -> None:
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encode(PICTURE)}"}}
+    ask(EYES, part)
+
+
+def picture_in_response() -> None:
+    uri = f"data:image/png;base64,{encode(PICTURE)}"
+    respond(EYES, {"type": "input_image", "image_url": uri, "detail": "auto"})
+
+
+def recording() -> None:
+    ask(EARS, {"type": "input_audio", "input_audio": {"data": encode(SPEECH), "format": "wav"}})
+
+
+def recording_in_response() -> None:
+    sound = {"data": encode(SPEECH), "format": "wav"}
+    respond(EARS, {"type": "input_audio", "input_audio": sound})
+
+
+def ask(model: str, part: dict[str, object]) -> None:
+    """Ask about a picture or a recording, whole and streamed."""
+    turns = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
+    asked = {"model": model, "messages": turns, "max_tokens": 12, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    assert whole.usage.prompt_tokens > MEDIA_TOKENS, whole.usage
+    pieces = client.chat.completions.create(**asked, stream=True)
+    text = "".join(p.choices[0].delta.content or "" for p in pieces if p.choices)
+    assert text and text == whole.choices[0].message.content, (text, whole)
+
+
+def respond(model: str, part: dict[str, object]) -> None:
+    turns = [{"role": "user", "content": [part, {"type": "input_text", "text": "What is this?"}]}]
+    asked = {"model": model, "input": turns, "max_output_tokens": 12, "temperature": 0}
+    whole = client.responses.create(**asked)
+    assert whole.usage.input_tokens > MEDIA_TOKENS, whole.usage
+    with client.responses.stream(**asked) as pieces:
+        text = "".join(p.delta for p in pieces if p.type == "response.output_text.delta")
+    assert text and text == whole.output_text, (text, whole)
+
+
+def transcription() -> None:
+    for send in (SPEECH, ("a.wav", SPEECH.read_bytes()), ("a.wav", SPEECH.open("rb"), "audio/wav")):
+        made = client.audio.transcriptions.create(model=WHISPER, file=send)
+        assert made.text and made.usage.seconds == 2, made
+    told = client.audio.transcriptions.create(
+        model=WHISPER, file=SPEECH, response_format="verbose_json",
+        timestamp_granularities=["word", "segment"],
+    )  # fmt: skip
+    assert told.duration == 1.5 and told.segments and told.words, told
+    srt = client.audio.transcriptions.create(model=WHISPER, file=SPEECH, response_format="srt")
+    assert "-->" in srt, srt
+
+
+def transcription_streamed() -> None:
+    whole = client.audio.transcriptions.create(model=WHISPER, file=SPEECH).text
+    events = list(client.audio.transcriptions.create(model=WHISPER, file=SPEECH, stream=True))
+    text = "".join(one.delta for one in events if one.type == "transcript.text.delta")
+    assert events[-1].type == "transcript.text.done", events
+    assert (text.strip(), events[-1].text) == (whole, whole), events
+
+
+def translation() -> None:
+    assert client.audio.translations.create(model=WHISPER, file=SPEECH).text
+
+
 for test in (models, chat, stream, forced_tool, forced_tool_streamed, cut_tool, tool_result,
              responses, forced_response, model_left_out):  # fmt: skip
+    check(test.__name__, test)
+for test in (picture, picture_in_response) if EYES else ():
+    check(test.__name__, test)
+for test in (recording, recording_in_response) if EARS else ():
+    check(test.__name__, test)
+for test in (transcription, transcription_streamed, translation) if WHISPER else ():
     check(test.__name__, test)

@@ -1,9 +1,10 @@
 """Small models with eyes or ears, of random weights: LLaVA, Idefics3, Qwen2-VL, Qwen3-VL, Gemma 3,
-and Qwen2-Audio.
+Gemma 3n, Qwen2-Audio and Qwen2.5-Omni.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ _PARTS = (
     "{% if not (loop.last and continue_final_message) %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_GEMMA3N_TOKENS = ("image", "boi", "eoi", "audio", "boa", "eoa")
 
 
 def write_seeing_model(folder: Path, tokenizer_from: Path) -> Path:
@@ -231,6 +233,126 @@ def write_qwen2_audio(folder: Path, tokenizer_from: Path, hears_s: int = 2) -> P
     processor = LIBRARY.Qwen2AudioProcessor(extractor, tokenizer, chat_template=template)
     processor.save_pretrained(folder)
     return folder
+
+
+def write_qwen2_5_omni(folder: Path, tokenizer_from: Path) -> Path:
+    """Write the thinker of a model that sees and hears."""
+    names = ("vision_bos", "vision_eos", "image", "video", "audio_bos", "audio_eos", "audio")
+    tokenizer = LIBRARY.AutoTokenizer.from_pretrained(
+        tokenizer_from, extra_special_tokens={f"{name}_token": f"<|{name}|>" for name in names}
+    )
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in names}
+    seen = "<|vision_bos|><|image|><|vision_eos|>"
+    heard = "{% elif part['type'] == 'audio' %}<|audio_bos|><|audio|><|audio_eos|>{% endif %}{% end"
+    tokenizer.chat_template = _PARTS.replace("MARK", seen).replace("{% endif %}{% end", heard, 1)
+    sizes = _describe_text(tokenizer)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    ears = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "n_window": 10}
+    eyes = {"depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64}
+    thinker = {
+        "audio_config": ears
+        | {"encoder_ffn_dim": 64, "num_mel_bins": 16, "output_dim": sizes["hidden_size"]}
+        | {"max_source_positions": 1500},
+        "vision_config": eyes
+        | {"out_hidden_size": sizes["hidden_size"], "fullatt_block_indexes": [1]},
+        "text_config": sizes | {"rope_parameters": rope},
+        "audio_token_index": ids["audio"],
+        "image_token_index": ids["image"],
+        "video_token_index": ids["video"],
+        "audio_start_token_id": ids["audio_bos"],
+        "audio_end_token_id": ids["audio_eos"],
+        "vision_start_token_id": ids["vision_bos"],
+        "vision_end_token_id": ids["vision_eos"],
+    }
+    config = LIBRARY.Qwen2_5OmniThinkerConfig(**thinker)
+    _save_loud(LIBRARY.Qwen2_5OmniThinkerForConditionalGeneration, config, folder)
+    _save_qwen_processor(folder, tokenizer, patch=14, most_tokens=16)
+    images = json.loads((folder / "preprocessor_config.json").read_text())
+    extractor = LIBRARY.WhisperFeatureExtractor(feature_size=16)
+    named = {"processor_class": "Qwen2_5OmniProcessor"}
+    both = (
+        images | named | json.loads(extractor.to_json_string())
+    )  # one file, as in published models
+    (folder / "preprocessor_config.json").write_text(json.dumps(both))
+    return folder
+
+
+def write_whole_qwen2_5_omni(folder: Path, tokenizer_from: Path) -> Path:
+    """Write that thinker with what speaks, as it is published."""
+    write_qwen2_5_omni(folder, tokenizer_from)
+    kind = LIBRARY.Qwen2_5OmniThinkerForConditionalGeneration
+    thinker = kind.from_pretrained(folder)
+    hidden = thinker.config.text_config.hidden_size
+    small: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "hidden_size": 32,
+        "head_dim": 16,
+    }
+    talker = small | {"embedding_size": hidden, "num_key_value_heads": 1, "intermediate_size": 32}
+    sound = small | {"ff_mult": 1, "emb_dim": 16, "num_embeds": 64, "enc_dim": 16}
+    sound |= {"enc_emb_dim": 16, "enc_channels": [16, 16, 16, 16, 48]}
+    sound |= {"enc_attention_channels": 8, "enc_se_channels": 8}
+    config = LIBRARY.Qwen2_5OmniConfig(
+        thinker_config=thinker.config.to_dict(),
+        talker_config=talker | {"vocab_size": 300},
+        token2wav_config={"dit_config": sound, "bigvgan_config": {"upsample_initial_channel": 32}},
+        enable_audio_output=False,
+    )
+    whole = LIBRARY.Qwen2_5OmniForConditionalGeneration(config).float()
+    whole.thinker.load_state_dict(thinker.state_dict())
+    whole.save_pretrained(folder)
+    return folder
+
+
+def write_gemma3n(folder: Path, tokenizer_from: Path) -> Path:
+    """Write a model whose decoder adds something of its own to each layer, for media too.
+
+    Its eyes are timm's, which has to be installed with torchvision: a small ResNet.
+    """
+    tokenizer = write_gemma3n_processor(folder, tokenizer_from)
+    size = len(tokenizer)
+    text = _describe_text(tokenizer) | {"vocab_size": size + 16, "head_dim": 16}
+    text |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [128] * 4}
+    text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
+    text |= {"activation_sparsity_pattern": [0.5, 0.0] * 2, "laurel_rank": 8}
+    text |= {"vocab_size_per_layer_input": size, "hidden_size_per_layer_input": 8}
+    eyes = {"architecture": "resnet18", "hidden_size": 512, "model_args": None}
+    ears: dict[str, Any] = {"input_feat_size": 16, "hidden_size": 32, "conf_num_attention_heads": 4}
+    ears |= {"conf_num_hidden_layers": 1, "sscp_conv_channel_size": [8, 4]}
+    config = LIBRARY.Gemma3nConfig(
+        text_config=text,
+        vision_config=eyes | {"vocab_size": 8, "vocab_offset": size},
+        audio_config=ears | {"vocab_size": 8, "vocab_offset": size + 8},
+        audio_soft_tokens_per_image=12,
+        vision_soft_tokens_per_image=49,
+        tie_word_embeddings=False,
+        **{
+            f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+            for name in _GEMMA3N_TOKENS
+        },
+    )
+    _save_loud(LIBRARY.Gemma3nForConditionalGeneration, config, folder)
+    return folder
+
+
+def write_gemma3n_processor(folder: Path, tokenizer_from: Path) -> Any:
+    """Write all but the model, and return the tokenizer."""
+    tokenizer = LIBRARY.AutoTokenizer.from_pretrained(
+        tokenizer_from,
+        extra_special_tokens={f"{name}_token": f"<|{name}|>" for name in _GEMMA3N_TOKENS},
+    )
+    tokenizer.chat_template = None
+    heard = "{% elif part['type'] == 'audio' %}<|audio|>{% endif %}{% end"
+    LIBRARY.Gemma3nProcessor(
+        LIBRARY.Gemma3nAudioFeatureExtractor(feature_size=16),
+        LIBRARY.SiglipImageProcessorPil(size={"height": 224, "width": 224}),
+        tokenizer,
+        chat_template=_PARTS.replace("MARK", "<|image|>").replace("{% endif %}{% end", heard, 1),
+        audio_seq_length=12,
+        image_seq_length=49,
+    ).save_pretrained(folder)
+    return tokenizer
 
 
 def _load_qwen_tokenizer(folder: Path) -> tuple[Any, dict[str, int]]:

@@ -7,6 +7,7 @@ they are loaded without the part, as no video ever comes here.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,29 @@ def _load(folder: Path, spec: WorkerSpec, kind: str) -> Any:
     trust = {"local_files_only": True, "trust_remote_code": spec.trust_remote_code}
     library: Any = transformers
     known: Any = processing_auto
-    named: Any = getattr(library, str(known.PROCESSOR_MAPPING_NAMES.get(kind)), None)
+    name = known.PROCESSOR_MAPPING_NAMES.get(kind) or _read_class(folder)
+    named: Any = getattr(library, str(name), None)
     parts: list[str] = getattr(named, "get_attributes", list)()
     if is_torchvision_available() or _VIDEOS not in parts:
         return library.AutoProcessor.from_pretrained(folder, **trust)
     # By its module: 5.17 exports a placeholder that asks for torchvision.
     images: Any = image_processing_auto.AutoImageProcessor
     autos = {"image_processor": images, "tokenizer": library.AutoTokenizer}
+    autos["feature_extractor"] = library.AutoFeatureExtractor
     made = [None if p == _VIDEOS else autos[p].from_pretrained(folder, **trust) for p in parts]
     stated, _ = named.get_processor_dict(folder, **trust)
     unchecked = {"check_argument_for_proper_class": lambda self, name, part: None}
     without: Any = type(named.__name__, (named,), unchecked)
     return without.from_args_and_dict(made, stated)
+
+
+def _read_class(folder: Path) -> str:
+    """Return the name of the processor's class that the folder states; "" if it states none."""
+    for file in ("processor_config.json", "preprocessor_config.json"):
+        try:
+            stated = json.loads((folder / file).read_text())
+        except (OSError, ValueError):
+            continue
+        if isinstance(stated, dict) and isinstance(stated.get("processor_class"), str):
+            return str(stated["processor_class"])
+    return ""

@@ -6,6 +6,7 @@ import io
 import struct
 import sys
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from servekit.engines.media.recording import decode_recording
 from servekit.engines.media.resampling import Resampler
 from servekit.errors import RequestError, Unsupported
+from tests.fuzz.media import sounds
 from tests.unit.engines.hearing_model import RATE, make_samples, write_wav
 
 SOUND = make_samples(2)
@@ -197,3 +199,50 @@ def test_damaged_files_are_heard_or_refused(form: str, data: st.DataObject) -> N
 
 
 DAMAGED = {form: pack(form, sound=SOUND[:4000]) for form in ("WAV", "FLAC", "OGG", "MP3")}
+
+
+def test_silence_of_many_channels_is_not_decoded_to_its_end() -> None:
+    """A second of eight channels of 655 kHz takes four kilobytes, and fifty milliseconds."""
+    with pytest.raises(RequestError, match="8 channels of 655350 samples a second, too many") as no:
+        read(sounds.bomb_silence(2, 655_350, 8), 10)
+    assert (no.value.status, no.value.param) == (400, "file")
+
+
+@pytest.mark.parametrize("form", ["SDS", "VOC", "PAF", "W64", "MAT5"])
+def test_formats_of_old_programs_are_refused(form: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """libsndfile prints what it finds in some of them."""
+    for file in (pack(form, sound=SOUND[:4000]), b"ID3\4\0\0\0\0\0\2\0\0" + pack(form)):
+        with pytest.raises(RequestError, match="WAV, FLAC, Ogg and MP3 are read"):
+            read(file)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("form", ["MP3", "FLAC"])
+def test_tags_before_a_recording_are_left_out(form: str) -> None:
+    file = pack(form)
+    due = read(file)
+    tag = b"ID3\4\0\0\0\0\1\0" + bytes(128)
+    for tags in (tag, tag * 3):
+        assert (read(tags + file) == due).all()
+
+
+def test_no_other_half_of_a_recording_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libsndfile takes an MP3 for something else if a file `._` is in the working directory."""
+    due = read(pack("MP3"))
+    (tmp_path / "._").write_bytes(bytes(range(256)) * 20)
+    monkeypatch.chdir(tmp_path)
+    assert (read(pack("MP3")) == due).all()
+
+
+def test_a_header_that_leads_to_before_the_file_prints_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raised: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    file = pack("AIFF", sound=SOUND[:4000])
+    at = file.index(b"SSND") + 2
+    with pytest.raises(RequestError, match="cannot be read as audio"):
+        read(file[:at] + b"\0\0\0\x80" + file[at + 4 :])
+    assert not raised

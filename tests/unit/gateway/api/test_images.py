@@ -6,6 +6,7 @@ import base64
 import io
 import random
 import struct
+import time
 from typing import Literal
 
 import pytest
@@ -49,6 +50,16 @@ def test_the_file_says_what_it_is(kind: Format, size: tuple[int, int]) -> None:
     for told in ("image/png", "text/html", ""):  # which may be wrong
         image = read_data_uri(f"data:{told};base64,{encode(data)}", "here", "low")
         assert image == Media(data, f"image/{kind.lower()}", detail="low")
+
+
+@pytest.mark.parametrize("more", [b"\xff", b"\xff\xe0\0\2", b"\xff\xff\xe0\0\2"])
+def test_a_jpeg_of_segments_alone_does_not_keep_the_event_loop(more: bytes) -> None:
+    """They took a second and more, in which no stream went on."""
+    data = b"\xff\xd8" + more * (6_000_000 // len(more))
+    began_s = time.process_time()
+    assert _inspect(data + make_file("JPEG")[2:])[0] == "image/jpeg"
+    assert time.process_time() - began_s < 0.3
+    assert _inspect(b"\xff\xd8" + more * 100 + make_file("JPEG")[2:]) == ("image/jpeg", (33, 17))
 
 
 def test_webp_has_three_headers() -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from servekit.engines.media.media_prompts import MediaEncoder
+from servekit.engines.text.chat_template import ChatTemplate
 from servekit.errors import RequestError
 from servekit.protocol.messages import ChatMessage, Media
 from tests.unit.engines.harness import make_spec
 from tests.unit.engines.hearing_model import make_samples, write_wav
-from tests.unit.engines.seeing_model import write_qwen2_audio
+from tests.unit.engines.seeing_model import (
+    LIBRARY,
+    write_gemma3n,
+    write_gemma3n_processor,
+    write_qwen2_5_omni,
+    write_qwen2_audio,
+    write_whole_qwen2_5_omni,
+)
 from tests.unit.engines.transformers.vision.pictures import RED, Reference, say
 from tests.unit.engines.transformers.vision.test_engine_images import TOKENS, Seeing
 
@@ -88,3 +97,48 @@ def test_recordings_together_are_as_long_as_one_may_be(folder: Path) -> None:
 def test_a_model_without_eyes_is_not_sent_an_image(ears: Seeing) -> None:
     with pytest.raises(RequestError):
         ears.engine.encode_media([say("user", RED)], (), {}, False)
+
+
+@pytest.mark.parametrize("write", [write_qwen2_5_omni, write_whole_qwen2_5_omni])
+def test_a_thinker_sees_and_hears_in_the_batch(
+    write: Callable[[Path, Path], Path], tmp_path: Path, tiny_model: Path
+) -> None:
+    """Alone, and in a folder with what speaks, of which only the thinker is loaded."""
+    written = write_qwen2_5_omni(tmp_path / "thinker", tiny_model)
+    reference = Reference(written)
+    model = Seeing(make_spec(write(tmp_path / "served", tiny_model)))
+    try:
+        assert {"audio", "images"} <= set(model.info.serves)
+        assert model.info.detail.endswith("; images and recordings in the batch")
+        asked = [ONE, OTHER, NONE, HISTORY, [say("user", RED, LOW, "What is this?")]]
+        due = [reference.ask(messages, TOKENS)[1] for messages in asked]
+        jobs = [model.ask(messages) for messages in asked]
+        assert [model.tokens(job) for job in jobs] == due
+        assert len({tuple(answer) for answer in due}) == len(asked)
+    finally:
+        model.close()
+
+
+def test_gemma_3n_answers_one_at_a_time(tmp_path: Path, tiny_model: Path) -> None:
+    pytest.importorskip("timm")  # which its eyes are of
+    folder = write_gemma3n(tmp_path, tiny_model)
+    reference, model = Reference(folder), Seeing(make_spec(folder))
+    try:
+        assert {"audio", "images"} <= set(model.info.serves)
+        assert "recordings one at a time: its decoder takes per_layer_inputs" in model.info.detail
+        for messages in (ONE, OTHER, NONE, HISTORY, [say("user", RED, LOW, "What is this?")]):
+            assert model.tokens(model.ask(messages)) == reference.ask(messages, TOKENS)[1]
+    finally:
+        model.close()
+
+
+def test_a_recording_that_the_library_would_cut_is_refused(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    """Its extractor says how much it hears only where it is called: 30 s, for Gemma 3n and 4."""
+    write_gemma3n_processor(tmp_path, tiny_model)
+    processor = LIBRARY.AutoProcessor.from_pretrained(tmp_path)
+    encoder = MediaEncoder(processor, ChatTemplate(processor.tokenizer))
+    with pytest.raises(RequestError, match="recording 2 is longer than the 30 s that the model"):
+        encoder.encode([say("user", LOW, record(1, 30.1))])
+    assert encoder.encode([say("user", LOW, record(1, 30.0))]).ids
