@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -134,42 +135,51 @@ class Chats:
         answer = self._answers[session] = Answer(list(turns))
         kept = self._allowed.get(session)
         answer.allowed = kept[1] if kept and kept[0] == conversation else frozenset()
+        make = partial(self._make_options, model, settings, files or {})
         try:
-            offer = _NO_TOOLS
-            if open_offer is not None:
-                yield answer.view(starting=True)
-                if (opened := await answer.wait_for(open_offer())) is None:
-                    if not answer.dropped:
-                        yield answer.last()
-                    return
-                offer = opened
-            for _ in range(MOST_ROUNDS):
-                options = self._make_options(model, answer.turns, settings, files or {}, offer)
-                async with aclosing(self._run_request(answer, visit, options, offer)) as views:
-                    async for view in views:
-                        if answer.dropped:
-                            return
-                        yield view
-                        if not view.busy:
-                            return
-                if answer.dropped:
-                    return
-                async with aclosing(self._make_calls(answer, offer)) as views:
-                    async for view in views:
-                        if answer.dropped:
-                            return
-                        yield view
-                        if not view.busy:
-                            return
-                self._keep_allowed(session, conversation, answer.allowed)
-            yield answer.last(f"the model called tools {MOST_ROUNDS} times for one question")
+            async with aclosing(self._stream_rounds(answer, visit, make, open_offer)) as views:
+                async for view in views:
+                    if answer.dropped:
+                        return
+                    yield view
         except RequestError as error:
             if not answer.dropped:
                 yield answer.last(error.message)
         finally:
             answer.cancel()
+            self._keep_allowed(session, conversation, answer.allowed)
             if self._answers.get(session) is answer:
                 del self._answers[session]
+
+    async def _stream_rounds(
+        self,
+        answer: Answer,
+        visit: Visit,
+        make_options: Callable[[Answer, Offer], RequestOptions],
+        open_offer: OpenOffer | None,
+    ) -> AsyncGenerator[View, None]:
+        """Ask the model, and make its calls, until it calls no more; the last view is not busy."""
+        offer = _NO_TOOLS
+        if open_offer is not None:
+            yield answer.view(starting=True)
+            if (opened := await answer.wait_for(open_offer())) is None:
+                yield answer.last()
+                return
+            offer = opened
+        for _ in range(MOST_ROUNDS):
+            options = make_options(answer, offer)
+            for part in (
+                self._run_request(answer, visit, options, offer),
+                self._make_calls(answer, offer),
+            ):
+                async with aclosing(part) as views:
+                    async for view in views:
+                        yield view
+                        if not view.busy:
+                            return
+                if answer.dropped:
+                    return
+        yield answer.last(f"the model called tools {MOST_ROUNDS} times for one question")
 
     def decide(self, session: str, call: str, decision: Decision) -> None:
         """Take a visitor's answer to the call by this id; another one has been answered before."""
@@ -205,14 +215,14 @@ class Chats:
     def _make_options(
         self,
         model: str,
-        turns: Sequence[StoredMessage],
         settings: Settings,
         files: Mapping[str, str],
+        answer: Answer,
         offer: Offer,
     ) -> RequestOptions:
         info = known_info(self._router.find(model)) if self._router.serves(model) else None
         with_calls = info is None or "tools" in info.serves
-        body = make_body(model, turns, settings, files, with_calls=with_calls)
+        body = make_body(model, answer.turns, settings, files, with_calls=with_calls)
         return RequestOptions(CHAT, body | ({"tools": offer.define()} if offer.tools else {}))
 
     async def _run_request(

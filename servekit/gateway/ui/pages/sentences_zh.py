@@ -81,6 +81,17 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         "它的工作进程已结束，此模型不再提供服务",
     ),
     (r"an internal error; see the logs", "内部错误，详见日志"),
+    # ---- tools of MCP servers
+    (r"the tools of (.+) cannot be used: (.+)", "无法使用 {0} 的工具：{1}"),
+    (r"the model called tools (\d+) times for one question", "模型为一个问题调用了 {0} 轮工具"),
+    (r"there is no such server any more", "此服务器已不存在"),
+    (r"this needs a key with `tools: true`", "需要带有 `tools: true` 的密钥"),
+    (
+        r"a server by its address needs a key with `admin: true`",
+        "按地址使用服务器需要带有 `admin: true` 的密钥",
+    ),
+    (r"it did not start within ([\d.]+) s", "{0} 秒内没有启动"),
+    (r"(.+); it is tried again in (\d+) s", "{0}；{1} 秒后重试"),
 )
 _COMPILED = [(re.compile(pattern, re.DOTALL), words) for pattern, words in _PATTERNS]
 #: Parts in parts of a sentence that are translated; a deeper one is not ours.

@@ -37,7 +37,7 @@ from servekit.gateway.ui.conversation import (
     parse_turns,
     turn_at,
 )
-from servekit.gateway.ui.pages.language import SAY_ENGLISH
+from servekit.gateway.ui.pages.language import SAY_ENGLISH, Say
 from servekit.gateway.ui.widgets.request_runner import Runs, Visit
 from servekit.protocol.access import McpServer
 from servekit.protocol.messages import AccessRules, KeyRule, Topology
@@ -248,6 +248,7 @@ async def test_a_model_that_calls_for_ever_is_stopped(
 async def test_servers_that_cannot_be_used_end_the_answer_with_a_sentence(page: Page) -> None:
     last = (await page.ask("hello", names=("odd", "gone")))[-1]
     assert last.error == "the tools of gone cannot be used: there is no such server any more"
+    assert Say("zh").translate(last.error) == "无法使用 gone 的工具：此服务器已不存在"
     assert not last.busy
     page.caller = ApiKey(KeyRule("k"), 0.0)
     assert "tools: true" in (await page.ask("hello"))[-1].error
