@@ -42,11 +42,15 @@ def find_free_port() -> int:
 
 
 def make_environment(folder: Path) -> dict[str, str]:
-    """Return the variables of a user who has only just arrived; fetched models are kept."""
+    """Return the variables of a user who has only just arrived; fetched models are kept.
+
+    The run directory is named, as commands without one find, and stop, other instances of the user.
+    """
     home = folder / "home"
     home.mkdir(exist_ok=True)
     return {
         "HOME": str(home),
+        "SERVEKIT_RUN_DIR": str(folder / "run"),
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
         "TERM": "tmux-256color",
         "LANG": "C.UTF-8",
