@@ -267,16 +267,16 @@ class Recorder(PoolingRunner):
 
 
 def test_a_batch_has_texts_of_similar_length_of_all_requests() -> None:
-    long = [400, 390, 310]
-    batches = Recorder(4000).run_rows([*long, 10, 11], [*long, 12, 13], [9])
-    assert batches[0] == [(0, 400), (0, 390), (0, 310), (1, 400), (1, 390), (1, 310)]
+    long = [100, 97, 76]
+    batches = Recorder(1000).run_rows([*long, 10, 11], [*long, 12, 13], [9])
+    assert batches[0] == [(0, 100), (0, 97), (0, 76), (1, 100), (1, 97), (1, 76)]
     assert sorted(batches[1]) == [(0, 10), (0, 11), (1, 12), (1, 13), (2, 9)]
     assert len(batches) == 2
 
 
 def test_a_small_batch_is_filled_with_shorter_texts() -> None:
-    batches = Recorder(4000).run_rows([400, 10, 10])
-    assert batches == [[(0, 400), (0, 10)], [(0, 10)]]  # up to a quarter of the most tokens
+    batches = Recorder(1000).run_rows([100, 10, 10])
+    assert batches == [[(0, 100), (0, 10)], [(0, 10)]]  # up to a quarter of the most tokens
 
 
 def test_each_request_has_its_turn_whatever_comes_beside_it() -> None:

@@ -51,7 +51,7 @@ def test_they_are_the_models_own_before_anything_else(
     tokens, noted = either.tokens(job), either.logprobs(job)
     expected = scored(tiny_model, PROMPTS[0], tokens)
     assert len(noted) == len(tokens)
-    piece = either.engine._pieces.token_bytes
+    piece = either.engine._pieces.find_bytes
     for token, one, logs in zip(tokens, noted, expected, strict=True):
         assert one.token == piece(token)
         assert one.logprob == pytest.approx(float(logs[token]), abs=1e-3)
