@@ -158,9 +158,10 @@ def _make_client(url: str, key: str, ca: Path | None, *, insecure: bool) -> "htt
 
 
 def _read_question(text: str) -> str:
+    """Return a piped question without the end of its last line, which `echo` adds."""
     if not text.strip():
         raise ConfigError("no question: the input is empty")
-    return text
+    return text.rstrip("\r\n")
 
 
 class Talk:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from servekit.cli.chat.command import Talk, _run_command, _strip_quotes
+from servekit.cli.chat.command import Talk, _read_question, _run_command, _strip_quotes
 from servekit.cli.chat.stream import ChatParameters
+from servekit.errors import ConfigError
 
 
 @pytest.fixture
@@ -33,6 +34,13 @@ def test_commands_answer(
 ) -> None:
     assert _run_command(talk, typed)
     assert said in capsys.readouterr().out
+
+
+def test_a_piped_question_has_no_end_of_line() -> None:
+    assert _read_question("Which city?\n") == "Which city?"
+    assert _read_question("  a\n\nb\r\n\n") == "  a\n\nb"
+    with pytest.raises(ConfigError, match="the input is empty"):
+        _read_question(" \n")
 
 
 def test_show_has_what_was_set(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
