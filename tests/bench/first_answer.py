@@ -68,7 +68,7 @@ def install(folder: Path) -> list[Step]:
     steps = []
     for command in (
         (sys.executable, "-m", "venv", str(folder)),
-        (*pip, "install", "--quiet", "-c", CONSTRAINTS, "."),
+        (*pip, "install", "--quiet", "--no-compile", "-c", CONSTRAINTS, "."),
     ):
         began_s = time.monotonic()
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
