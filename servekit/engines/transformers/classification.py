@@ -41,8 +41,7 @@ class ClassificationRunner(PoolingRunner):
 
     def __init__(self, model: PreTrainedModel, activate: Activation, *limits: int) -> None:
         """`limits` are the padding's id, the context and the tokens in a batch."""
-        super().__init__(*limits)
-        self._model: Any = model
+        super().__init__(model, *limits)
         self._activate = activate
         types = getattr(model.config.get_text_config(), "type_vocab_size", None) or 0
         self._has_types = types > 1 and "token_type_ids" in signature(model.forward).parameters

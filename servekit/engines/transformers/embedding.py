@@ -42,11 +42,12 @@ CUDA_SLOTS = 256
 class PoolingRunner(EmbedRunner):
     """Runner of texts in padded batches, which have at most `budget` tokens, or a single text."""
 
-    def __init__(self, pad: int, capacity: int, budget: int) -> None:
+    def __init__(self, model: PreTrainedModel, pad: int, capacity: int, budget: int) -> None:
         super().__init__()
+        self._model: Any = model
         self._pad = pad
         self._budget = budget
-        self._enough = budget * (_ENOUGH if budget <= CPU_BATCH_TOKENS else _ENOUGH_ON_CUDA)
+        self._enough = budget * (_ENOUGH_ON_CUDA if model.device.type == "cuda" else _ENOUGH)
         self.capacity = capacity
 
     def pad_texts(
@@ -101,8 +102,7 @@ class EmbeddingRunner(PoolingRunner):
     def __init__(
         self, model: PreTrainedModel, pooling: Pooling, pad: int, capacity: int, budget: int
     ) -> None:
-        super().__init__(pad, capacity, budget)
-        self._model: Any = model
+        super().__init__(model, pad, capacity, budget)
         self._pooling = pooling
 
     @torch.no_grad()

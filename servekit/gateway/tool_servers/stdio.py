@@ -37,7 +37,7 @@ async def open_stdio(
     OSError if it cannot be started.
     """
     process = await asyncio.create_subprocess_exec(
-        *module_command("servekit.system.exec_with_parent"),
+        *module_command("servekit.gateway.tool_servers.exec_with_parent"),
         str(os.getpid()),
         *address.command,
         stdin=asyncio.subprocess.PIPE,

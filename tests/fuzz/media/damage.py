@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import random
 import zipfile
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 #: Numbers that a length, a width or a rate becomes.
 LIES = (
@@ -130,3 +133,47 @@ def _make_movie(name: bytes) -> bytes:
 def rubbish(rng: random.Random) -> bytes:
     size = rng.choice((0, 0, 1, 2, 11, 12, 100, 5000))
     return rng.choice((rng.randbytes(size), b"\0" * size, b"\xff" * size))
+
+
+class Kind(NamedTuple):
+    """Files of one kind, such as pictures, and what is done to them."""
+
+    honest: Callable[[], tuple[bytes, ...]]
+    foreign: Callable[[], tuple[bytes, ...]]  # of formats that are not read
+    lie: Callable[[random.Random], bytes]
+    bomb: Callable[[random.Random], bytes]
+    #: Where the shares of each harm end, in the order of `HARMS`; the rest is whole.
+    shares: Sequence[float]
+
+
+HARMS = (
+    *("damaged", "lies", "bomb", "polyglot", "refers", "joined", "other format", "rubbish"),
+    "whole",
+)
+
+
+def make_hostile(
+    rng: random.Random, kind: Kind, references: tuple[bytes, ...]
+) -> tuple[str, bytes]:
+    """Return a harm, and a file with it; `references` name other files and addresses."""
+    harm = HARMS[bisect_right(kind.shares, rng.random())]
+    match harm:
+        case "damaged":
+            return harm, damage(rng, rng.choice(kind.honest()))
+        case "lies":
+            return harm, kind.lie(rng)
+        case "bomb":
+            return harm, kind.bomb(rng)
+        case "polyglot":
+            return harm, polyglot(rng, rng.choice(kind.honest()), references)
+        case "refers":
+            return harm, rng.choice(references)
+        case "joined":
+            one = rng.choice(kind.honest())
+            two = rng.choice((*kind.honest(), *kind.foreign()))
+            return harm, rng.choice((splice, relabel))(rng, one, two)
+        case "other format":
+            return harm, damage(rng, rng.choice(kind.foreign()))
+        case "rubbish":
+            return harm, rubbish(rng)
+    return harm, rng.choice(kind.honest())

@@ -236,22 +236,5 @@ def bomb(rng: random.Random) -> bytes:
 
 def make_picture(rng: random.Random, references: tuple[bytes, ...]) -> tuple[str, bytes]:
     """A picture, and what is wrong with it."""
-    roll = rng.random()
-    if roll < 0.40:
-        return "damaged", damage.damage(rng, rng.choice(honest()))
-    if roll < 0.58:
-        return "lies", lie(rng)
-    if roll < 0.64:
-        return "bomb", bomb(rng)
-    if roll < 0.74:
-        return "polyglot", damage.polyglot(rng, rng.choice(honest()), references)
-    if roll < 0.80:
-        return "refers", rng.choice(references)
-    if roll < 0.88:
-        one, two = rng.choice(honest()), rng.choice((*honest(), *foreign()))
-        return "joined", rng.choice((damage.splice, damage.relabel))(rng, one, two)
-    if roll < 0.94:
-        return "other format", damage.damage(rng, rng.choice(foreign()))
-    if roll < 0.97:
-        return "rubbish", damage.rubbish(rng)
-    return "whole", rng.choice(honest())
+    kind = damage.Kind(honest, foreign, lie, bomb, (0.40, 0.58, 0.64, 0.74, 0.80, 0.88, 0.94, 0.97))
+    return damage.make_hostile(rng, kind, references)

@@ -143,22 +143,5 @@ def bomb(rng: random.Random) -> bytes:
 
 def make_sound(rng: random.Random, references: tuple[bytes, ...]) -> tuple[str, bytes]:
     """A recording, and what is wrong with it."""
-    roll = rng.random()
-    if roll < 0.42:
-        return "damaged", damage.damage(rng, rng.choice(honest()))
-    if roll < 0.60:
-        return "lies", lie(rng)
-    if roll < 0.64:
-        return "bomb", bomb(rng)
-    if roll < 0.73:
-        return "polyglot", damage.polyglot(rng, rng.choice(honest()), references)
-    if roll < 0.79:
-        return "refers", rng.choice(references)
-    if roll < 0.86:
-        one, two = rng.choice(honest()), rng.choice((*honest(), *foreign()))
-        return "joined", rng.choice((damage.splice, damage.relabel))(rng, one, two)
-    if roll < 0.94:
-        return "other format", damage.damage(rng, rng.choice(foreign()))
-    if roll < 0.97:
-        return "rubbish", damage.rubbish(rng)
-    return "whole", rng.choice(honest())
+    kind = damage.Kind(honest, foreign, lie, bomb, (0.42, 0.60, 0.64, 0.73, 0.79, 0.86, 0.94, 0.97))
+    return damage.make_hostile(rng, kind, references)

@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,7 +246,8 @@ class Recorder(PoolingRunner):
     """A runner that notes the lengths of each batch, by row."""
 
     def __init__(self, budget: int) -> None:
-        super().__init__(0, 512, budget)
+        model: Any = SimpleNamespace(device=torch.device("cpu"))
+        super().__init__(model, 0, 512, budget)
         self.batches: list[list[tuple[int, int]]] = []
 
     def run_batch(self, batch: list[tuple[EmbedRow, int]]) -> list[bytes]:

@@ -1,7 +1,7 @@
 """Entry point that replaces itself by a command that the kernel kills when its parent dies.
 
-`python -m servekit.system.exec_with_parent PARENT_PID COMMAND...`, for commands that are not ours.
-PR_SET_PDEATHSIG stays across exec, unless the program is setuid. Source: prctl(2).
+`python -m servekit.gateway.tool_servers.exec_with_parent PARENT_PID COMMAND...`, for commands that
+are not ours. PR_SET_PDEATHSIG stays across exec, unless the program is setuid. Source: prctl(2).
 """
 
 from __future__ import annotations
