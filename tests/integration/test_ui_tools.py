@@ -233,18 +233,29 @@ def test_a_model_without_tools_says_so_before_it_is_asked(chat: Chat) -> None:
     expect(chat["#sk-box textarea"]).to_have_value("hello")
 
 
-def test_only_keys_with_tools_are_offered_them_and_only_admins_name_servers(
-    browser: Browser, url: str
-) -> None:
+@pytest.fixture
+def address() -> Iterator[str]:
+    """The address of an MCP server over HTTP that is not in the file."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = subprocess.Popen([sys.executable, ODD, "http", str(port)])
-    chats = [Chat(browser, url, key) for key in (GUEST, USER, ADMIN)]
-    guest, user, admin = chats
-    address = f"http://127.0.0.1:{port}/mcp"
     try:
         poll("the server listens", lambda: _listens(port))
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_only_keys_with_tools_are_offered_them_and_only_admins_name_servers(
+    browser: Browser, url: str, address: str
+) -> None:
+    chats: list[Chat] = []
+    try:
+        for key in (GUEST, USER, ADMIN):
+            chats.append(Chat(browser, url, key))
+        guest, user, admin = chats
         expect(user.fold).to_be_visible()
         expect(guest.fold).to_be_hidden()
         user.turn_on(address)
@@ -256,8 +267,6 @@ def test_only_keys_with_tools_are_offered_them_and_only_admins_name_servers(
         admin.until_ended()
         expect(admin["#sk-chat .bot-row .md"]).to_contain_text("444")
     finally:
-        server.kill()
-        server.wait()
         for chat in chats:
             chat.context.close()
 
