@@ -13,7 +13,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,9 +116,12 @@ class ToolServer:
         """Return after how long a failed server may be started again, s; 0 or less is now."""
         return self._retry_at_s - time.monotonic()
 
-    async def close(self) -> None:
-        """End the server for good, and wait until its processes are gone."""
+    def close(self) -> Coroutine[Any, Any, None]:
+        """Refuse calls from now on; what is returned ends the server and waits for that."""
         self._closed = True
+        return self._end_all()
+
+    async def _end_all(self) -> None:
         async with self._starting:
             if self._idle is not None:
                 self._idle.cancel()
