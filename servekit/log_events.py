@@ -200,6 +200,7 @@ EVENTS = {
     "endpoint_request_failed": "A request to the endpoint failed",
     "cuda_graph_failed": "A step cannot be recorded as a CUDA graph: {reason}",
     "layer_merge_failed": "The layer {layer} cannot be merged: {reason}",
+    "texts_run_without_graphs": "{model} runs without CUDA graphs: its vectors would be others",
     "texts_run_alone": "{model} reads one text at a time: it would read the padding of a batch",
     "weights_not_packed": "{model} runs with its weights as they are: {reason}",
     "weight_packing_failed": "The weights cannot be packed, and stay as they are: {reason}",

@@ -50,7 +50,8 @@ class TransformersOptions(Section):
     """How to run steps that bring one token for each request: as CUDA graphs, each started before
     the tokens of the last step are known, or one by one as the library does. auto: graph on a GPU
     if it passes its test. With eager, a model's layers run as the library has them; else norms and
-    rotary embeddings are fused on a GPU in 16 bits."""
+    rotary embeddings are fused on a GPU in 16 bits. Models that embed, classify and score run
+    small batches by graphs, but for eager."""
     decode_attention: Literal[
         "auto", "triton", "flash2", "flash3", "flash4", "torch", "reference"
     ] = "auto"
