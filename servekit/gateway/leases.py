@@ -15,6 +15,8 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from servekit.gateway.response_store import ResponsesUnavailable
+from servekit.gateway.routing.router import Router
+from servekit.system.timers import next_tick_s
 
 #: How long a gateway that is silent keeps what it holds.
 LEASE_S = 6.0
@@ -54,13 +56,15 @@ def end_leases(file: sqlite3.Connection, table: str, owner: str) -> None:
 class LeaseRunner(Generic[_Row]):
     """Runs the rows that this gateway holds, each in a task."""
 
-    def __init__(self) -> None:
+    def __init__(self, router: Router) -> None:
+        self._router = router
         self._tasks: dict[str, asyncio.Task[None]] = {}
         #: Set to look at once.
         self.woken = asyncio.Event()
+        router.access.on_change(self.woken.set)  # rows may be run now
 
     async def claim(self) -> Sequence[_Row] | None:
-        """Return all rows that this gateway holds; None if it is not to run any now."""
+        """Return all rows that this gateway holds; None if it may run none by its rules."""
         raise NotImplementedError
 
     async def work(self, row: _Row) -> None:
@@ -72,11 +76,14 @@ class LeaseRunner(Generic[_Row]):
         try:
             while True:
                 self.woken.clear()
+                wait_s: float | None = next_tick_s(LOOK_EVERY_S, asyncio.get_running_loop().time())
                 with contextlib.suppress(ResponsesUnavailable):  # the log has it
                     if (held := await self.claim()) is not None:
                         self._follow(held)
+                    else:
+                        wait_s = None
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.woken.wait(), LOOK_EVERY_S)
+                    await asyncio.wait_for(self.woken.wait(), wait_s)
         finally:
             running = list(self._tasks.values())
             for task in running:

@@ -39,6 +39,7 @@ from servekit.gateway.http.asgi import (
     error_headers,
 )
 from servekit.gateway.http.request_context import RequestContext
+from servekit.system.timers import next_tick_s
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -574,8 +575,9 @@ class Sweep:
         self._tell_at_s = 0.0
 
     def _run(self) -> None:
-        self._timer = self._loop.call_later(self._limits.sweep_every_s, self._run)
         now_s = self._loop.time()
+        wait_s = next_tick_s(self._limits.sweep_every_s, now_s)
+        self._timer = self._loop.call_later(wait_s, self._run)
         connections = tuple(self._connections)
         most = self._limits.most_connections
         crowded = len(connections) > most
