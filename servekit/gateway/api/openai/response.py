@@ -18,7 +18,8 @@ from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text,
 from servekit.protocol.messages import Prompt, PromptToken, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
-_PROCESS = secrets.token_hex(8)  # makes ids of several gateways differ
+#: 64 random bits, which make ids of several gateways differ: letters and digits.
+_PROCESS = secrets.token_urlsafe(8).translate({ord("-"): "A", ord("_"): "B"})
 _numbers = itertools.count(secrets.randbits(16))
 
 _USAGE = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}'
@@ -38,7 +39,7 @@ LOWEST = -9999.0
 
 def new_id(prefix: str) -> str:
     """Return a fresh id in OpenAI's format."""
-    return f"{prefix}{_PROCESS}{next(_numbers):08x}"
+    return f"{prefix}{_PROCESS}{next(_numbers):x}"
 
 
 def event(data: Any) -> bytes:
@@ -159,8 +160,9 @@ class ChatEncoder(ResponseEncoder):
     def encode_start(self, generation: Generation) -> bytes:
         head = _encode(self._head(generation, "chat.completion.chunk"))[:-1]
         self._before = b'data: %b,"choices":[{"index":' % head
-        self._after = b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % (
-            b',"usage":null' if self._usage else b""
+        self._after = b'}%b,"finish_reason":null}]%b}\n\n' % (
+            b',"logprobs":null' if self._logprobs else b"",
+            b',"usage":null' if self._usage else b"",
         )
         self.frame = self._before + b'0,"delta":{"content":', self._after
         first = {"role": "assistant", "content": ""}
@@ -203,10 +205,11 @@ class ChatEncoder(ResponseEncoder):
         finish: str | None = None,
         more: dict[str, Any] | None = None,
     ) -> bytes:
+        told = self._logprobs_of(logprobs) if logprobs else None
         choice = {
             "index": index,
             "delta": delta,
-            "logprobs": self._logprobs_of(logprobs) if logprobs else None,
+            **({"logprobs": told} if self._logprobs else {}),
             "finish_reason": finish,
             **(more or {}),
         }
