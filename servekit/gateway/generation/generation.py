@@ -376,6 +376,11 @@ class Generation:
     # ---- token counts; the choices of one prompt share it
 
     @property
+    def emitted_tokens(self) -> int:
+        """The tokens of all answers so far."""
+        return sum([len(choice.call.emitted) for choice in self._choices])
+
+    @property
     def prompt_tokens(self) -> int:
         """Return the tokens of all prompts, those from the prefix cache included."""
         return sum([choice.call.prompt_tokens for choice in self._choices[:: self.request.n]])
