@@ -166,8 +166,7 @@ class Gateway:
             if self._settings.ui:
                 tasks.append(self._loop.create_task(self._bring_up_ui()))
             await self._stop
-            if self._router.in_flight:
-                self._router.fail_all()
+            if self._router.fail_all():
                 await asyncio.sleep(_LAST_WORDS_S)
             for task in (*tasks, *later):
                 task.cancel()

@@ -228,7 +228,7 @@ async def test_a_stream_says_the_same_as_the_whole(service: Service) -> None:
 async def test_each_chunk_has_the_counts_so_far_on_request(service: Service, kind: str) -> None:
     each = StreamUsage(wanted=True, each=True)
     if kind == "completion":
-        await service.up()
+        await service.up(step_s=0.001)
         asked = GenerationRequest(
             model="m", params=SamplingParams(12, 0.0), prompts=["abc"], stream=True
         )
