@@ -10,6 +10,7 @@ start of the text: so the vector of a text does not depend on the rest of the ba
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,7 @@ from transformers import PreTrainedModel
 from servekit.engines.api.job_state import EmbedRow, EmbedRunner
 from servekit.engines.transformers.pooling import Pooling
 from servekit.engines.transformers.runner_factory import UNSTATED_CONTEXT, spread_how
-from servekit.engines.transformers.shape_graphs import MOST_TOKENS, ShapeGraphs
+from servekit.engines.transformers.shape_graphs import ShapeGraphs
 from servekit.protocol.messages import ModelInfo, WorkerSpec
 
 log: Any = structlog.get_logger(__name__)
@@ -39,10 +40,12 @@ CUDA_BATCH_TOKENS = 32_768
 #: as long to have all its kernels started as to compute some 10,000 tokens of a large encoder.
 _SIMILAR = 0.75
 _ENOUGH, _ENOUGH_ON_CUDA = 0.25, 0.75
-#: The first of these in tokens where graphs start the kernels, and the tokens of similar texts
-#: from which on these run in one batch without a graph, and so without more padding.
-_ENOUGH_BY_GRAPHS = 4096
-_ENOUGH_WITHOUT_GRAPHS = 12_288
+#: Tokens of the largest batch with a graph, and the smallest such limit. A larger one takes a GPU
+#: longer than it takes to start its kernels.
+_GRAPH_TOKENS, _LEAST_GRAPH_TOKENS = 8192, 512
+#: The first share above, and the tokens of similar texts that run in one batch without a graph, and
+#: so without more padding, where graphs start the kernels; of the tokens of the largest graph.
+_ENOUGH_BY_GRAPHS, _ENOUGH_WITHOUT_GRAPHS = 0.5, 1.5
 #: Rows whose texts are looked at for a batch.
 _ROWS_PER_BATCH = 32
 #: The largest difference of vectors that counts as rounding, in low precision.
@@ -59,7 +62,7 @@ class PoolingRunner(EmbedRunner):
         self._model: Any = model
         self._pad = pad
         self._budget = budget
-        self._makes_graphs = False
+        self._graph_tokens = 0  # of the largest batch with a graph; 0: there are none
         self._graphs: ShapeGraphs | None = None
         self.capacity = capacity
 
@@ -102,24 +105,41 @@ class PoolingRunner(EmbedRunner):
             return
         texts = [[1, 2], [1, 2, 3, 2]]
         due = self._embed_arrays(texts)
-        self._makes_graphs = True
+        self._graph_tokens = self._count_graph_tokens()
         self.make_pages()
         for _ in range(3):  # without a graph, recorded, replayed
             made = self._embed_arrays(texts)
             failed = self._graphs is None or self._graphs.failure
             if failed or not np.allclose(made, due, rtol=ROUNDING, atol=ROUNDING):
                 log.warning("texts_run_without_graphs", model=spec.model)
-                self._makes_graphs = False
+                self._graph_tokens = 0
                 self.drop_pages()
                 return
+
+    def _count_graph_tokens(self) -> int:
+        """Return the tokens that take the GPU half as long again as the start of its kernels."""
+        size = min(self.capacity, _GRAPH_TOKENS // 32)
+        short, long = [[1, 2]], [[1] * size] * (_GRAPH_TOKENS // size)
+        short_s, long_s = (
+            min(self._time_batch(texts) for _ in range(3)) for texts in (short, long)
+        )
+        tokens = int(_GRAPH_TOKENS * 1.5 * short_s / long_s)
+        return max(_LEAST_GRAPH_TOKENS, min(_GRAPH_TOKENS, tokens))
+
+    def _time_batch(self, texts: list[list[int]]) -> float:
+        began_s = time.perf_counter()
+        self.embed(texts)
+        return time.perf_counter() - began_s
 
     def _embed_arrays(self, texts: list[list[int]]) -> list[np.ndarray[Any, Any]]:
         return [np.frombuffer(vector, "<f4") for vector in self.embed(texts)]
 
     def make_pages(self) -> None:
         """Prepare for graphs; there is no KV cache."""
-        if self._makes_graphs:
-            self._graphs = ShapeGraphs(self.forward, self._model.device, self._pad)
+        if self._graph_tokens:
+            self._graphs = ShapeGraphs(
+                self.forward, self._model.device, self._pad, self._graph_tokens
+            )
 
     def drop_pages(self) -> None:
         """Free the graphs, which hold the addresses of weights."""
@@ -134,7 +154,8 @@ class PoolingRunner(EmbedRunner):
         longest = len(rows[0].job.inputs[rows[0].left[0]])
         budget, enough = self._budget, self._budget * _ENOUGH
         if self._graphs is not None:
-            budget, enough = self._choose_budget(rows, longest), _ENOUGH_BY_GRAPHS
+            budget = self._choose_budget(rows, longest)
+            enough = self._graph_tokens * _ENOUGH_BY_GRAPHS
         elif self._model.device.type == "cuda":
             enough = budget * _ENOUGH_ON_CUDA
         most, some = (max(1, int(tokens // longest)) for tokens in (budget, min(enough, budget)))
@@ -148,8 +169,8 @@ class PoolingRunner(EmbedRunner):
         """Return the tokens of a batch by a graph, or more if that many are similar."""
         similar = range(int(_SIMILAR * longest), longest + 1)
         count = sum(len(row.job.inputs[at]) in similar for row in rows for at in row.left)
-        if count * longest < _ENOUGH_WITHOUT_GRAPHS:
-            return min(self._budget, MOST_TOKENS)
+        if count * longest < self._graph_tokens * _ENOUGH_WITHOUT_GRAPHS:
+            return min(self._budget, self._graph_tokens)
         return self._budget
 
     @staticmethod

@@ -17,9 +17,6 @@ from servekit.engines.transformers.decode.graphs import Graphs
 
 #: The forward pass: ids, mask and token types, each [texts, tokens], to outputs [texts, …].
 Forward = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, ...]]
-#: Tokens of the largest batch with a graph, padding included; a GPU computes a larger one for
-#: longer than it takes to start its kernels.
-MOST_TOKENS = 8192
 #: Most graphs; of texts up to 512 tokens there are some 200 shapes.
 _MOST_GRAPHS = 256
 #: The least rounding of lengths, in tokens.
@@ -47,10 +44,12 @@ class _Shape:
 class ShapeGraphs:
     """A forward pass that runs by a graph from the second use of a shape on.
 
-    A shape is rounded up, and what fills it up is padding: the model must not read it.
+    A shape is rounded up, and what fills it up is padding: the model must not read it. Batches of
+    more than `most_tokens`, padding included, have no graph.
     """
 
-    def __init__(self, forward: Forward, device: torch.device, pad: int) -> None:
+    def __init__(self, forward: Forward, device: torch.device, pad: int, most_tokens: int) -> None:
+        self._most_tokens = most_tokens
         self._forward = forward
         self._pad = pad
         self._graphs = Graphs(device, wanted=True)
@@ -66,7 +65,7 @@ class ShapeGraphs:
         texts, tokens = ids.shape
         key = (round_up(texts, 1), round_up(tokens, 2, _LENGTH_STEP))
         known = key in self._shapes
-        if key[0] * key[1] > MOST_TOKENS or not (known or len(self._shapes) < _MOST_GRAPHS):
+        if key[0] * key[1] > self._most_tokens or not (known or len(self._shapes) < _MOST_GRAPHS):
             return self._forward(ids, mask, types)
         if not known:
             more = None if types is None else types.new_empty(key)

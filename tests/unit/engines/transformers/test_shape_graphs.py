@@ -56,7 +56,7 @@ def make_batch(texts: int, tokens: int, *, typed: bool) -> tuple[Tensor, Tensor,
 
 @pytest.mark.parametrize("typed", [True, False])
 def test_outputs_are_those_of_the_plain_pass(encoder: Pass, typed: bool) -> None:
-    graphs = ShapeGraphs(encoder, CPU, pad=0)
+    graphs = ShapeGraphs(encoder, CPU, 0, 8192)
     for texts, tokens in ((1, 1), (9, 33), (10, 40), (9, 48), (1, 16), (17, 100), (9, 33)):
         for _ in range(3):  # without a graph, with a new one, again
             batch = make_batch(texts, tokens, typed=typed)
@@ -68,7 +68,7 @@ def test_outputs_are_those_of_the_plain_pass(encoder: Pass, typed: bool) -> None
 
 
 def test_nothing_of_the_last_batch_is_left(encoder: Pass) -> None:
-    graphs = ShapeGraphs(encoder, CPU, pad=0)
+    graphs = ShapeGraphs(encoder, CPU, 0, 8192)
     for texts, tokens in ((10, 48), (10, 48), (10, 48), (9, 35)):
         batch = make_batch(texts, tokens, typed=True)
         found = graphs.run(*batch)
@@ -82,7 +82,7 @@ def test_shapes_are_rounded_to_few(encoder: Pass) -> None:
         shapes.append(ids.shape)
         return encoder(ids, mask, types)
 
-    graphs = ShapeGraphs(forward, CPU, pad=0)
+    graphs = ShapeGraphs(forward, CPU, 0, 8192)
     for tokens in range(97, 113):
         graphs.run(*make_batch(9, tokens, typed=False))
     assert {tuple(shape) for shape in shapes} == {(12, 112)}
@@ -95,7 +95,7 @@ def test_a_large_batch_keeps_its_shape() -> None:
         seen.append(ids.shape)
         return (mask.sum(1),)
 
-    graphs = ShapeGraphs(forward, CPU, pad=0)
+    graphs = ShapeGraphs(forward, CPU, 0, 8192)
     for _ in range(3):
         graphs.run(*make_batch(99, 99, typed=False))
     assert {tuple(shape) for shape in seen} == {(99, 99)}
@@ -109,7 +109,7 @@ def test_shapes_beyond_the_most_graphs_run_as_they_are(monkeypatch: pytest.Monke
         made.append(tuple(ids.shape))
         return (mask.sum(1),)
 
-    graphs = ShapeGraphs(forward, CPU, pad=0)
+    graphs = ShapeGraphs(forward, CPU, 0, 8192)
     for tokens in (15, 31, 14, 31):
         graphs.run(*make_batch(1, tokens, typed=False))
     assert made == [(1, 16), (1, 31), (1, 16), (1, 31)]
