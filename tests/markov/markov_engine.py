@@ -115,17 +115,14 @@ class MarkovEngine(Engine):
                 self._chain[line[start:at]][token] += 1
 
     def _loop(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._jobs or self._closed)
-                    if self._closed:
-                        return
-                    outputs = [self._step(job) for job in list(self._jobs.values())[: self._slots]]
-                    self._progress_at = time.monotonic()
-                self._emit(outputs)
-        except Exception as error:
-            self.fatal = error  # the worker ends, and is replaced
+        while True:  # what this raises ends the worker, which is replaced
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if self._closed:
+                    return
+                outputs = [self._step(job) for job in list(self._jobs.values())[: self._slots]]
+                self._progress_at = time.monotonic()
+            self._emit(outputs)
 
     def _step(self, job: Job) -> plugin.StepOutput:
         token = self._next(job)

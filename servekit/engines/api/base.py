@@ -241,8 +241,10 @@ class Engine(ABC):
     def fatal(self) -> BaseException | None:
         """Return the error that stopped the engine; None while it runs.
 
-        An engine sets it, from any thread, when its loop cannot continue, after it has emitted the
-        outputs of its completed steps, and emits nothing afterwards. The worker then sends the
+        An error that escapes from a thread which `start` has started is set by itself: see
+        `engine_threads`. Otherwise an engine sets it, from any thread, when its loop cannot
+        continue, after it has emitted the outputs of its completed steps, and emits nothing
+        afterwards. The worker then sends the
         emitted outputs and exits at once, to be replaced. The engine reports no failure for its
         jobs, because they continue in other workers.
         """
@@ -283,7 +285,7 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self, emit: Emit) -> None:
-        """Start the engine's loop."""
+        """Start the engine's loop, in a thread of its own."""
 
     @abstractmethod
     def submit(self, job: Job) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from servekit.engines import create_engine
 from servekit.engines.api.base import EmbedJob, Job, StepOutput
+from servekit.engines.api.engine_threads import start_engine
 from servekit.errors import RequestError
 from servekit.protocol.messages import (
     ModelInfo,
@@ -35,7 +36,7 @@ class Running:
         self.breaks: Exception | None = None  # raised where the engine tells what it made
         self._changed = threading.Condition()
         self._last = 0
-        self.engine.start(self._emit)
+        start_engine(self.engine, self._emit)
 
     def _emit(self, outputs: Sequence[StepOutput]) -> None:
         with self._changed:
