@@ -270,13 +270,19 @@ class Engine(ABC):
     def identify(self, *, portable: bool = False) -> str:
         """Return a digest of the files that `load` has read; see `api.generation_identity`.
 
-        A worker continues another worker's streams only if their digests are equal. "" for an
-        engine whose `path` is neither a file nor the name of one.
+        A worker continues another worker's streams only if their digests are equal. It covers
+        `path` and the options that are a `ConfigPath`; "" if none of them names a file.
         """
         spec = self.spec
-        return identify_files(
-            *(spec.path, spec.revision), portable=portable, trust_remote_code=spec.trust_remote_code
-        )
+        found = [
+            identify_files(
+                *(spec.path, spec.revision),
+                portable=portable,
+                trust_remote_code=spec.trust_remote_code,
+            ),
+            *(identify_files(file, None, portable=portable) for file in spec.files),
+        ]
+        return ".".join(filter(None, found))
 
     def identify_adapter(self, adapter: AdapterSpec, *, portable: bool = False) -> str:
         """Return the name and digest of a loaded adapter, as `identify` does for the model."""
