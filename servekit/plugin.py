@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from servekit.engines.api.base import TokenizedText as TokenizedText
     from servekit.engines.api.base import TooManyTokens as TooManyTokens
     from servekit.engines.api.generation_identity import identify_files as identify_files
-    from servekit.engines.api.threaded_engine import LoopedEngine as LoopedEngine
     from servekit.errors import LoadError as LoadError
     from servekit.errors import RequestError as RequestError
     from servekit.errors import Unsupported as Unsupported
@@ -58,7 +57,6 @@ _MODULES = {
         "TooManyTokens",
     ),
     "servekit.engines.api.generation_identity": ("identify_files",),
-    "servekit.engines.api.threaded_engine": ("LoopedEngine",),
     "servekit.errors": ("LoadError", "RequestError", "Unsupported"),
     "servekit.protocol.adapters": ("AdapterInfo", "AdapterSpec"),
     "servekit.protocol.messages": (

@@ -30,7 +30,6 @@ from msgspec.structs import replace
 
 from servekit.engines import create_engine, fetch_ahead
 from servekit.engines.api.base import Engine
-from servekit.engines.api.engine_threads import start_engine
 from servekit.engines.api.load_phases import heard_by, phase
 from servekit.engines.api.text_engine import TextEngine
 from servekit.errors import LoadError, Unsupported, describe_error
@@ -67,6 +66,7 @@ from servekit.protocol.tool_formats import FRAMED
 from servekit.protocol.transport.connection import Connection, Factory
 from servekit.system.parent_death import CHAOS, FAIL_STEP, end_group
 from servekit.worker.adapters import Adapters
+from servekit.worker.engine_threads import start_engine
 from servekit.worker.runner import Runner
 from servekit.worker.sleep import SleepControl
 from servekit.worker.transport import Channel

@@ -241,12 +241,11 @@ class Engine(ABC):
     def fatal(self) -> BaseException | None:
         """Return the error that stopped the engine; None while it runs.
 
-        An error that escapes from a thread which `start` has started is set by itself: see
-        `engine_threads`. Otherwise an engine sets it, from any thread, when its loop cannot
-        continue, after it has emitted the outputs of its completed steps, and emits nothing
-        afterwards. The worker then sends the
-        emitted outputs and exits at once, to be replaced. The engine reports no failure for its
-        jobs, because they continue in other workers.
+        The worker sets it to an error that escapes from a thread of `start`. Otherwise an engine
+        sets it, from any thread, when its loop cannot continue, after it has emitted the outputs of
+        its completed steps, and emits nothing afterwards. The worker then sends the emitted outputs
+        and exits at once, to be replaced. The engine reports no failure for its jobs, because they
+        continue in other workers.
         """
         return self._fatal
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from servekit.engines import create_engine
 from servekit.engines.api.base import EmbedJob, Job, StepOutput
-from servekit.engines.api.engine_threads import start_engine
 from servekit.errors import RequestError
 from servekit.protocol.messages import (
     ModelInfo,
@@ -18,6 +17,7 @@ from servekit.protocol.messages import (
     TokenLogprob,
     WorkerSpec,
 )
+from servekit.worker.engine_threads import start_engine
 
 DEADLINE_S = 60.0
 

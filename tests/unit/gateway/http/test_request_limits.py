@@ -145,7 +145,7 @@ async def test_the_router_keeps_them(service: Service) -> None:
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 DEEP = {"type": "function", "function": {"name": "f", "parameters": schema(4)}}
-PICTURES = [Media(b"", "image/png")] * 3
+PICTURES = (Media(b"", "image/png"),) * 3
 HELLO = ChatMessage("user", "Hi")
 OVER: list[tuple[str, dict[str, Any]]] = [
     ("stop_strings", {"params": SamplingParams(stop=("a", "b"))}),
@@ -174,9 +174,8 @@ async def test_a_request_over_a_limit_is_refused_before_its_model_is_loaded(
     limits = replace(LIMITS, images=2, json_depth=16)
     router.apply_topology(Topology((status,), access=AccessRules(limits=limits)))
     told.clear()
-    request = GenerationRequest(
-        **{"model": "m", "params": SamplingParams(), "messages": [HELLO]} | fields
-    )
+    asked: dict[str, Any] = {"model": "m", "params": SamplingParams(), "messages": [HELLO]}
+    request = GenerationRequest(**asked | fields)
     with pytest.raises(RequestError, match=rf"see server\.limits\.{key}"):
         async with asyncio.timeout(DEADLINE_S):
             await open_generation(router, request)
