@@ -525,16 +525,20 @@ def test_sleep_changes_nothing_that_it_says(engine: Running, reference: list[int
 # ---------------------------------------------------------------- what it has loaded
 
 
-@pytest.mark.parametrize("heat", [0.0, 5.0])
+@pytest.mark.parametrize(
+    "stated",
+    [{"temperature": 0.0}, {"temperature": 5.0}, {"temperature": 5.0, "top_k": 1}],
+    ids=lambda stated: "-".join(map(str, stated.values())),
+)
 def test_the_files_defaults_are_those_of_a_request(
-    subject: Subject, tmp_path: Path, heat: float
+    subject: Subject, tmp_path: Path, stated: Params
 ) -> None:
-    """`models[].sampling`. One of these two is far from any default of the engine's own."""
-    running = Running(replace(subject.spec(tmp_path), sampling={"temperature": heat}))
+    """`models[].sampling`. One of these is far from any default of the engine's own."""
+    running = Running(replace(subject.spec(tmp_path), sampling=stated))
     try:
-        params: Params = {"max_tokens": 24, "ignore_eos": True, "seed": 5}
-        stated = running.generate(PROMPT, temperature=heat, **params)
-        assert running.alike(running.generate(PROMPT, temperature=None, **params), stated)
+        params: Params = {"max_tokens": 24, "ignore_eos": True, "seed": 5, "temperature": None}
+        expected = running.generate(PROMPT, **params | stated)
+        assert running.alike(running.generate(PROMPT, **params), expected)
     finally:
         running.close()
 

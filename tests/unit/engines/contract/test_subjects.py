@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import markov
 from tests.plugin_site import path_with
 
 TESTS = Path(__file__).parent
 
 
+@pytest.mark.lane("long")
 def test_the_models_of_a_file_are_tried(tmp_path: Path) -> None:
     file = tmp_path / "servekit.yaml"
     corpus = markov.write_corpus(tmp_path / "texts")
