@@ -16,10 +16,10 @@ def test_each_file_of_an_option_is_part_of_the_identity(tmp_path: Path, portable
     """Also of an engine without a path."""
     words, folder = tmp_path / "words.txt", tmp_path / "folder"
     folder.mkdir()
-    files = (str(words), str(folder))
+    files = [str(words), str(folder)]
 
     def identity(path: str = "") -> str:
-        engine = create_engine(spec("echo", path, files=files))
+        engine = create_engine(spec("echo", path, files=tuple(files)))
         return Engine.identify(engine, portable=portable)  # echo's own ignores its files
 
     words.write_text("one")
@@ -31,7 +31,7 @@ def test_each_file_of_an_option_is_part_of_the_identity(tmp_path: Path, portable
     (folder / "b").write_text("b")
     seen.append(identity())
     seen.append(identity(str(words)))
-    files = files[:1]
+    files.pop()
     seen.append(identity())
     assert len(set(seen)) == len(seen)
 
