@@ -172,7 +172,6 @@ EVENTS = {
     "placement_not_released": "The placement of {worker} cannot be released: {reason}",
     "takeover_completed": "The {gateways} gateways of the last supervisor are no longer needed",
     # engines
-    "engine_loop_failed": "The engine's loop has failed",
     "engine_core_died": "vLLM's engine core has died",
     "core_host_failed": "vLLM's engine core starts anew, as its prepared process failed: {reason}",
     "vllm_served_by_its_server": "{reason}; its own server serves instead",

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from servekit.config.base_model import Section
+from servekit.config.engines.path_options import ConfigPath
 from servekit.vllm_source import arguments
 
 
@@ -195,7 +196,7 @@ class LlamaCppOptions(Section):
     model's file names a pooling."""
     binding: Literal["auto", "xllamacpp", "llama-cpp-python"] = "auto"
     """The Python package with llama.cpp; auto: xllamacpp if it is installed."""
-    library: str | None = None
+    library: ConfigPath | None = None
     """A folder with llama.cpp's own libraries (libllama.so), relative to this file, to use instead
     of a package: this allows any build of it for GPUs."""
 
