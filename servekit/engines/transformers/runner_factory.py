@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import msgspec
 import structlog
 import torch
 from msgspec.structs import replace
@@ -17,6 +18,12 @@ from servekit.engines.transformers.batching import kv_cache, paged_attention, se
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.decode import kernels
 from servekit.engines.transformers.decode.decode_loop import StepOptions
+from servekit.engines.transformers.decode.speculative import (
+    WEIGHTS_WORTH,
+    NgramProposer,
+    Speculation,
+    Speculator,
+)
 from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.sequential import StaticRunner
 from servekit.engines.transformers.sleep import device_memory
@@ -56,6 +63,8 @@ def make_causal_runner(
                 reason = f"{type(error).__name__}: {error}"
                 model.set_attn_implementation(attention)
                 log.warning("batching_test_failed", model=spec.model, mode=str(way), reason=reason)
+    if spec.options.get("speculative"):
+        raise LoadError(f"options.speculative needs continuous batching, and {reason}.")
     if batching == "continuous":
         raise LoadError(f"{spec.model} cannot run with continuous batching: {reason}.")
     log.info("sequential_mode_chosen", model=spec.model, reason=reason)
@@ -97,6 +106,8 @@ def _list_ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
             why = str(error)
         if why and spec.options.get("decode") == "graph":
             raise LoadError(f"options.decode is graph, and {why}.")
+        if why and spec.options.get("speculative"):
+            raise LoadError(f"options.speculative needs servekit's own decoding, and {why}.")
         yield _Way(True, None, why)
     yield _Way(False)
 
@@ -113,7 +124,7 @@ def step_options(
     if how == "eager":
         raise LookupError("")
     device: torch.device = model.device
-    if device.type != "cuda" and how == "auto":
+    if device.type != "cuda" and how == "auto" and not spec.options.get("speculative"):
         raise LookupError("")
     config = model.config.get_text_config()
     if model.config._attn_implementation != "sdpa" or spec.options.get("attention"):
@@ -131,7 +142,13 @@ def step_options(
         named = "reference"
     kernel = kernels.choose_kernel(named, asked)
     on_gpu = device.type == "cuda"
-    return StepOptions(kernel, context, graphs=on_gpu and kernel.captured, ahead=on_gpu)
+    speculator = None
+    if stated := spec.options.get("speculative"):
+        speculation = msgspec.convert(stated, Speculation)
+        worth = WEIGHTS_WORTH[spec.device]
+        speculator = Speculator(NgramProposer(speculation), speculation, worth)
+    graphs = on_gpu and kernel.captured
+    return StepOptions(kernel, context, graphs=graphs, ahead=on_gpu, speculator=speculator)
 
 
 def _find_obstacle(model: PreTrainedModel, spec: WorkerSpec) -> str:

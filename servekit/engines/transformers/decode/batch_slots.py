@@ -3,13 +3,16 @@
 The tensors keep their addresses, as CUDA graphs require. The host writes to a slot when a request
 takes or leaves it, and to its row of the page table when the request gets another page; the device
 advances the tokens and positions itself, one step ahead of the host.
+
+A step that verifies proposed tokens (`speculative`) has a slot for each of them: `lend` overwrites
+the slots, and the next `upload` restores them.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +71,7 @@ class BatchSlots:
     _free: list[int] = field(init=False)
     _moved: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
     _paged: set[int] = field(default_factory=set)
+    _lent: int = 0  # slots from the first on that `lend` has overwritten
 
     def __post_init__(self) -> None:
         self.ints = torch.zeros(self.count, _COLUMNS, dtype=torch.int64, device=self.device)
@@ -110,6 +114,8 @@ class BatchSlots:
 
     def upload(self) -> None:
         """Send changes to the device, in order with the steps and without waiting."""
+        if self._lent:
+            self._restore_slots()
         if self._moved:
             where = self._index_tensor(self._moved)
             ints, floats = zip(*self._moved.values(), strict=True)
@@ -122,6 +128,47 @@ class BatchSlots:
                 0, self._index_tensor(rows), self._send_values(self._table[rows])
             )
             self._paged.clear()
+
+    def lend(self, proposals: Mapping[str, Sequence[int]], size: int) -> list[int]:
+        """Fill the first `size` slots with all tokens that a step reads: of each row its last one
+        and those proposed, in the order of `taken`. Return the number of tokens of each row.
+
+        No step may be running: the device's tokens and positions are replaced by the host's.
+        """
+        ints: list[list[int]] = []
+        floats: list[list[float]] = []
+        owners: list[int] = []
+        spans = []
+        for key, slot in self.taken.items():
+            own, numbers = _slot_values(slot.row, slot.done, slot.kind, self.vocab_size)
+            proposed = proposals.get(key, ())
+            for ahead, token in enumerate((own[TOKEN], *proposed)):
+                one = own.copy()
+                one[TOKEN] = token
+                one[POSITION] += ahead
+                one[COUNT] += ahead
+                ints.append(one)
+                floats.append(numbers)
+            spans.append(1 + len(proposed))
+            owners += [slot.index] * spans[-1]
+        spare = size - len(owners)
+        ints += [[0] * _COLUMNS] * spare
+        floats += [[1.0] * 3] * spare
+        table = np.full((size, self.pages), self.trash, np.int32)
+        table[: len(owners)] = self._table[owners]
+        self.ints[:size].copy_(self._send_values(np.array(ints, np.int64)))
+        self.floats[:size].copy_(self._send_values(np.array(floats, np.float32)))
+        self.table[:size].copy_(self._send_values(table))
+        self._lent = max(self._lent, size)
+        return spans
+
+    def _restore_slots(self) -> None:
+        for index in range(self._lent):
+            self._moved[index] = ([0] * _COLUMNS, [1.0] * 3)
+        for slot in self.taken.values():
+            self._moved[slot.index] = _slot_values(slot.row, slot.done, slot.kind, self.vocab_size)
+        self._paged.update(range(self._lent))
+        self._lent = 0
 
     def _index_tensor(self, slots: Iterable[int]) -> Tensor:
         return self._send_values(np.fromiter(slots, np.int64))
@@ -138,7 +185,7 @@ def _slot_values(
 ) -> tuple[list[int], list[float]]:
     sampling: Sampling = row.sampling
     noise = noise_base(sampling.seed)
-    token = row.context[-1]
+    token = (row.completion or row.job.prompt_ids)[-1]
     limit = sampling.top_k or vocab_size
     ints = [token, cached, row.position, noise, limit, kind, row.shift, 1]
     floor = math.log(sampling.min_p) if sampling.min_p else -math.inf

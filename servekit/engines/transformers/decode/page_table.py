@@ -8,11 +8,13 @@ share one and a block holds the pages of all layers in sequence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from servekit.engines.transformers.decode.host_attention import QueryGroup, attend_groups
 from servekit.engines.transformers.decode.kernels import Attend
 
 #: Share of blocks that the library's scheduler keeps free of new requests.
@@ -53,19 +55,19 @@ class Pages:
         blocks: list[int] = self._owner.block_table[key]
         return blocks
 
-    def reserve(self, state: Any) -> bool:
-        """Allocate room for one more token; return False if the cache is full."""
+    def reserve(self, state: Any, tokens: int = 1) -> bool:
+        """Allocate room for more tokens; return False, with nothing done, if the cache is full."""
         if not self._new:
-            found: bool = self._scheduler._allocate_blocks_if_needed(state, 1)
+            found: bool = self._scheduler._allocate_blocks_if_needed(state, tokens)
             return found
-        if self._cache.can_store_request_tokens(state, 1):
+        if self._cache.can_store_request_tokens(state, tokens):
             return True
         self._cache.pool.try_to_free_sectors()
-        if self._cache.can_store_request_tokens(state, 1):
+        if self._cache.can_store_request_tokens(state, tokens):
             return True
         self._cache.evict_cached_blocks()
         self._cache.pool.try_to_free_sectors()
-        return bool(self._cache.can_store_request_tokens(state, 1))
+        return bool(self._cache.can_store_request_tokens(state, tokens))
 
     def is_ample(self) -> bool:
         """Return whether enough blocks are free to begin new requests beside those that decode."""
@@ -92,6 +94,7 @@ class DecodeStep:
     table: Tensor  # [requests, pages] int32
     slots: Tensor  # [requests] int64, index into the tokens of all pages
     lengths: Tensor  # [requests] int32
+    groups: Sequence[QueryGroup] = ()  # if set, the queries are attended to without the kernel
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
@@ -103,6 +106,8 @@ class DecodeStep:
             flat.index_copy_(0, self.slots, states[0].transpose(0, 1))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         asked = query[0].transpose(0, 1)
+        if self.groups:
+            return attend_groups(self.groups, asked, keys, values, scale).unsqueeze(0)
         return self.kernel(asked, keys, values, self.table, self.lengths, scale).unsqueeze(0)
 
 
