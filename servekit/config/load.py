@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from servekit.config import checks, paths, shorthands
 from servekit.config.access import KeyConfig, TlsConfig
 from servekit.config.chat_template import read_template
-from servekit.config.engines import environments, plugins, requirements
+from servekit.config.engines import environments, plugins, requirements, speculative_checks
 from servekit.config.engines.environments import Environment
 from servekit.config.engines.installed import Machine
 from servekit.config.engines.options import KINDS
@@ -273,6 +273,10 @@ def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
     if kind.instead in model.options:
         library = paths.resolve_path(str(model.options[kind.instead]), folder)
         update["options"] = {**model.options, kind.instead: str(library)}
+    if "model" in (asked := speculative_checks.get_speculative(model)):
+        with contextlib.suppress(ValueError):  # reported by the checks
+            asked = {**asked, "model": paths.check_model_path(str(asked["model"]), folder).text}
+            update["options"] = {**model.options, "speculative": asked}
     if model.engine == "command":
         update["options"] = {**model.options, "command": checks.resolve_command(model, folder)}
         update["python"] = None  # the server's, not the worker's

@@ -10,9 +10,9 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from servekit.config.base_model import Section
 from servekit.vllm_source import arguments
@@ -35,6 +35,18 @@ class Speculative(Section):
     """ngram: tokens that are looked up, at least."""
     model: str | None = None
     """draft: the smaller model's path, as the `path` of a model; its tokenizer must be the same."""
+
+    @model_validator(mode="after")
+    def _fits_its_method(self) -> Self:
+        if self.method == "draft" and self.model is None:
+            raise ValueError("`method: draft` needs `model`, the path of a smaller model")
+        if self.method != "draft" and self.model is not None:
+            raise ValueError("`model` is for `method: draft`: leave one of them out")
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(
+                f"ngram_min is {self.ngram_min}, more than ngram_max, {self.ngram_max}"
+            )
+        return self
 
 
 class TransformersOptions(Section):

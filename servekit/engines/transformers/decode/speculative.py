@@ -201,16 +201,15 @@ class Speculator:
         return bool(wanted) and self.proposer.is_promising(wanted)
 
     def _find_wanted(self, slots: Sequence[BatchSlot], room: int) -> Wanted:
-        left = room - len(slots)
+        share = room // len(slots) - 1 if slots else 0
         wanted: Wanted = {}
         for slot in slots:
             key, row = slot.row.key, slot.row
             chance = self._chances.setdefault(key, _PRIOR)
-            most = min(self.speculation.tokens, row.remaining - 1, left)
+            most = min(self.speculation.tokens, row.remaining - 1, share)
             count = count_worthwhile(chance, len(slots), self.worth, self.proposer.cost, most)
             if count > 0:
                 wanted[key] = (slot, count)
-                left -= count
         return wanted
 
     def note(self, key: str, proposed: int, accepted: int) -> None:
