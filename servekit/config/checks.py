@@ -17,8 +17,8 @@ from servekit.config.engines import (
     environments,
     plugins,
     quantization_checks,
-    speculative_checks,
     requirements,
+    speculative_checks,
     vllm_checks,
 )
 from servekit.config.engines.installed import Machine, find_module, install_command

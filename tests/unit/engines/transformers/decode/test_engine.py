@@ -98,5 +98,5 @@ def test_what_cannot_be_is_told(harness: Make) -> None:
         harness(options=GRAPH | {"decode_attention": "flash3"})
     with pytest.raises(LoadError, match=r"options.speculative needs servekit's own .*flash3"):
         harness(options=NGRAM | {"decode_attention": "flash3"})
-    with pytest.raises(LoadError, match="options.speculative needs continuous batching, and"):
+    with pytest.raises(LoadError, match=r"options.speculative needs continuous batching, and"):
         harness(options=NGRAM | {"batching": "static"})
