@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace as replace_fields
 from typing import Any, NamedTuple
 
-import msgspec
 import structlog
 import torch
 from msgspec.structs import replace
@@ -18,12 +18,7 @@ from servekit.engines.transformers.batching import kv_cache, paged_attention, se
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.decode import kernels
 from servekit.engines.transformers.decode.decode_loop import StepOptions
-from servekit.engines.transformers.decode.speculative import (
-    WEIGHTS_WORTH,
-    NgramProposer,
-    Speculation,
-    Speculator,
-)
+from servekit.engines.transformers.decode.speculation_setup import Draft, make_speculator
 from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.sequential import StaticRunner
 from servekit.engines.transformers.sleep import device_memory
@@ -43,7 +38,11 @@ _NOT_PAGEABLE = (ValueError, TypeError, AttributeError, LookupError, NotImplemen
 
 
 def make_causal_runner(
-    model: PreTrainedModel, spec: WorkerSpec, chat: bool, ranks: Ranks | None = None
+    model: PreTrainedModel,
+    spec: WorkerSpec,
+    chat: bool,
+    ranks: Ranks | None = None,
+    draft: Draft | None = None,
 ) -> tuple[CausalRunner, ModelInfo]:
     """Return the runner for a model, and its properties. Raises LoadError."""
     batching = spec.options.get("batching", "auto")
@@ -52,9 +51,9 @@ def make_causal_runner(
     )
     if not reason:
         attention = str(model.config._attn_implementation)
-        for way in _list_ways(model, spec):
+        for way in _list_ways(model, spec, draft):
             try:
-                return _make_continuous(model, spec, chat, way, attention, ranks)
+                return _make_continuous(model, spec, chat, way, attention, ranks, draft)
             except LoadError:
                 raise
             except Exception as error:
@@ -91,7 +90,7 @@ class _Way(NamedTuple):
         return "decoding by itself" if self.decode else "continuous batching"
 
 
-def _list_ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
+def _list_ways(model: PreTrainedModel, spec: WorkerSpec, draft: Draft | None) -> Iterator[_Way]:
     """Yield the ways to try: attention per request, then the library's over the whole batch."""
     own = model.config._attn_implementation == "sdpa" and spec.options.get("attention") is None
     if own and paged_attention.has_full_attention(model.config.get_text_config()):
@@ -99,7 +98,7 @@ def _list_ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
         try:
             context, size = _find_context(model, spec), _block_size(spec)
             with phase("kernels", lacks=LookupError):
-                options = step_options(model, spec, context, size)
+                options = step_options(model, spec, context, size, draft)
             yield _Way(True, options)
             why = "its decoding failed its test"
         except LookupError as error:
@@ -113,7 +112,11 @@ def _list_ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
 
 
 def step_options(
-    model: PreTrainedModel, spec: WorkerSpec, context: int, block_size: int
+    model: PreTrainedModel,
+    spec: WorkerSpec,
+    context: int,
+    block_size: int,
+    draft: Draft | None = None,
 ) -> StepOptions:
     """Return how servekit itself runs this model's steps of one token per request.
 
@@ -142,12 +145,9 @@ def step_options(
         named = "reference"
     kernel = kernels.choose_kernel(named, asked)
     on_gpu = device.type == "cuda"
-    speculator = None
-    if stated := spec.options.get("speculative"):
-        speculation = msgspec.convert(stated, Speculation)
-        worth = WEIGHTS_WORTH[spec.device]
-        speculator = Speculator(NgramProposer(speculation), speculation, worth)
     graphs = on_gpu and kernel.captured
+    chunk = spec.options.get("max_batch_tokens") or kv_cache.default_batch_tokens(spec.device)
+    speculator = make_speculator(spec, draft, block_size, chunk, graphs=graphs)
     return StepOptions(kernel, context, graphs=graphs, ahead=on_gpu, speculator=speculator)
 
 
@@ -174,9 +174,10 @@ def _make_continuous(
     way: _Way,
     attention: str,
     ranks: Ranks | None,
+    draft: Draft | None,
 ) -> tuple[CausalRunner, ModelInfo]:
     context = _find_context(model, spec)
-    size = _plan_cache(model, spec, context, ranks)
+    size = _plan_cache(model, spec, context, ranks, draft)
     with phase("cache"):
         runner = _with_less_on_failure(
             lambda halvings: ContinuousRunner(
@@ -213,8 +214,7 @@ def _make_static(
     model: PreTrainedModel, spec: WorkerSpec, chat: bool, why: str
 ) -> tuple[CausalRunner, ModelInfo]:
     context = _find_context(model, spec)
-    default = kv_cache.CPU_BATCH_TOKENS if spec.device == "cpu" else kv_cache.CUDA_BATCH_TOKENS
-    chunk = spec.options.get("max_batch_tokens") or default
+    chunk = spec.options.get("max_batch_tokens") or kv_cache.default_batch_tokens(spec.device)
     runner = StaticRunner(model, context, chunk)
     detail = f"one request at a time, {model.config._attn_implementation or 'no attention'}{why}"
     return runner, _describe_model(model, spec, chat, runner, 1, 0, detail, context)
@@ -268,11 +268,17 @@ def _find_context(model: PreTrainedModel, spec: WorkerSpec) -> int:
 
 
 def _plan_cache(
-    model: PreTrainedModel, spec: WorkerSpec, context: int, ranks: Ranks | None
+    model: PreTrainedModel,
+    spec: WorkerSpec,
+    context: int,
+    ranks: Ranks | None,
+    draft: Draft | None,
 ) -> kv_cache.Plan:
     """Return the cache plan of one rank; configured sizes are totals of all ranks."""
     options, count = spec.options, 1 if ranks is None else ranks.size
     shape = kv_cache.shape_of(model.config.get_text_config(), model.dtype.itemsize)
+    if draft is not None:
+        shape = replace_fields(shape, draft_kv_bytes=draft.shape.token_kv_bytes)
     stated = options.get("kv_cache_bytes")
     return kv_cache.plan_cache(
         shape.part(count),

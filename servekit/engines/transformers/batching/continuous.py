@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -135,6 +135,11 @@ class ContinuousRunner(CausalRunner):
     def shares_prefixes(self) -> bool:
         """Return whether prompt prefixes are cached; the library requires support in all layers."""
         return bool(getattr(self._processor.cache, "use_prefix_sharing", False))
+
+    def tensors(self) -> Iterable[Tensor]:
+        yield from super().tensors()
+        if self._step_options is not None and self._step_options.speculator is not None:
+            yield from self._step_options.speculator.proposer.tensors()
 
     def remove_adapter(self, adapter: Adapter) -> None:
         super().remove_adapter(adapter)

@@ -87,7 +87,7 @@ class BatchSlots:
         cached = row.length - 1
         slot = BatchSlot(index, row, state, kind, cached, cached, len(pages) * size)
         self.taken[row.key] = slot
-        self._moved[index] = _slot_values(row, cached, kind, self.vocab_size)
+        self._moved[index] = slot_values(row, cached, kind, self.vocab_size)
         self.set_pages(slot, pages)
         return slot
 
@@ -140,33 +140,32 @@ class BatchSlots:
         owners: list[int] = []
         spans = []
         for key, slot in self.taken.items():
-            own, numbers = _slot_values(slot.row, slot.done, slot.kind, self.vocab_size)
+            own, numbers = slot_values(slot.row, slot.done, slot.kind, self.vocab_size)
             proposed = proposals.get(key, ())
-            for ahead, token in enumerate((own[TOKEN], *proposed)):
-                one = own.copy()
-                one[TOKEN] = token
-                one[POSITION] += ahead
-                one[COUNT] += ahead
-                ints.append(one)
-                floats.append(numbers)
+            ints += follow_tokens(own, (own[TOKEN], *proposed))
             spans.append(1 + len(proposed))
+            floats += [numbers] * spans[-1]
             owners += [slot.index] * spans[-1]
-        spare = size - len(owners)
-        ints += [[0] * _COLUMNS] * spare
-        floats += [[1.0] * 3] * spare
-        table = np.full((size, self.pages), self.trash, np.int32)
-        table[: len(owners)] = self._table[owners]
-        self.ints[:size].copy_(self._send_values(np.array(ints, np.int64)))
-        self.floats[:size].copy_(self._send_values(np.array(floats, np.float32)))
-        self.table[:size].copy_(self._send_values(table))
+        self.fill(ints, floats, self._table[owners], size)
         self._lent = max(self._lent, size)
         return spans
+
+    def fill(self, ints: list[list[int]], floats: list[list[float]], pages: Any, size: int) -> None:
+        """Overwrite the first `size` slots: with these, and the rest of them empty."""
+        spare = size - len(ints)
+        table = np.full((size, self.pages), self.trash, np.int32)
+        table[: len(ints), : pages.shape[1]] = pages
+        all_ints = np.array(ints + [[0] * _COLUMNS] * spare, np.int64)
+        all_floats = np.array(floats + [[1.0] * 3] * spare, np.float32)
+        self.ints[:size].copy_(self._send_values(all_ints))
+        self.floats[:size].copy_(self._send_values(all_floats))
+        self.table[:size].copy_(self._send_values(table))
 
     def _restore_slots(self) -> None:
         for index in range(self._lent):
             self._moved[index] = ([0] * _COLUMNS, [1.0] * 3)
         for slot in self.taken.values():
-            self._moved[slot.index] = _slot_values(slot.row, slot.done, slot.kind, self.vocab_size)
+            self._moved[slot.index] = slot_values(slot.row, slot.done, slot.kind, self.vocab_size)
         self._paged.update(range(self._lent))
         self._lent = 0
 
@@ -180,9 +179,20 @@ class BatchSlots:
         return made.pin_memory().to(self.device, non_blocking=True)
 
 
-def _slot_values(
-    row: Row, cached: int, kind: int, vocab_size: int
-) -> tuple[list[int], list[float]]:
+def follow_tokens(first: list[int], tokens: Sequence[int]) -> list[list[int]]:
+    """Return the integers of slots with tokens in sequence, from those of the first one's slot."""
+    slots = []
+    for ahead, token in enumerate(tokens):
+        one = first.copy()
+        one[TOKEN] = token
+        one[POSITION] += ahead
+        one[COUNT] += ahead
+        slots.append(one)
+    return slots
+
+
+def slot_values(row: Row, cached: int, kind: int, vocab_size: int) -> tuple[list[int], list[float]]:
+    """Return the integers and floats of a slot whose row has `cached` tokens in the cache."""
     sampling: Sampling = row.sampling
     noise = noise_base(sampling.seed)
     token = (row.completion or row.job.prompt_ids)[-1]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -26,13 +25,12 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.api.job_state import NOT_A_NUMBER
-from servekit.engines.transformers.decode import batch_slots, device_sampling
+from servekit.engines.transformers.decode import device_sampling
 from servekit.engines.transformers.decode.batch_slots import BatchSlot, BatchSlots
 from servekit.engines.transformers.decode.device_sampling import SamplingMode
-from servekit.engines.transformers.decode.graphs import Graphs
-from servekit.engines.transformers.decode.host_attention import group_queries
 from servekit.engines.transformers.decode.kernels import Kernel
-from servekit.engines.transformers.decode.page_table import DecodeStep, Holder, Pages
+from servekit.engines.transformers.decode.page_table import Pages
+from servekit.engines.transformers.decode.slot_steps import SlotSteps, bucket_size
 from servekit.engines.transformers.decode.speculative import Speculator
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.sampling import Sampler, best_tokens
@@ -83,7 +81,6 @@ class DecodeLoop:
         options: StepOptions,
     ) -> None:
         """Use the library's batch processor `made`. Raises ValueError for an unknown cache."""
-        self._model = model
         self._scheduler = made.scheduler
         self._rows = rows
         self._options = options
@@ -93,17 +90,15 @@ class DecodeLoop:
         self._vocab_size = int(head.weight.shape[0])
         wide = -(-options.context // self.pages.size) + _SPARE_PAGES
         self._slots = BatchSlots(slots, wide, self.pages.trash, self._vocab_size, device)
-        self._graphs = Graphs(device, options.graphs)
-        self._holder = Holder()
+        self._steps = SlotSteps(model, self.pages, self._slots, options.kernel, options.graphs)
         self._sampler = Sampler()
-        self._chosen = torch.zeros(slots, dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
         self._heard = [torch.zeros(slots, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
-        self._logits: Tensor | None = None
         self._inflight: InflightStep | None = None
         self._watched: set[str] = set()
         self._speculator = options.speculator
-        self._spans: list[int] = []  # of a step with several tokens per row: their numbers
+        if self._speculator is not None:
+            self._speculator.proposer.open(self.pages, self._slots)
 
     # ---- participants
 
@@ -115,29 +110,18 @@ class DecodeLoop:
     @property
     def how(self) -> str:
         """Return a short description for people."""
-        graphs = "CUDA graphs" if self._graphs.on else "no CUDA graphs"
-        failure = f" ({self._graphs.failure})" if self._graphs.failure else ""
-        how = f"{graphs}{failure}, {self._options.kernel.name} attention"
+        how = self._steps.how
         return how if self._speculator is None else f"{how}, {self._speculator.how}"
 
     def record_graphs(self) -> None:
-        """Record all graphs that requests may need, with empty slots; the largest one first.
-
-        Later ones reuse its memory. Where one cannot be recorded, the others are not tried.
-        """
-        for size in batch_sizes(self._slots.count):
-            for mode in device_sampling.MODES:
-                if self._graphs.failure:
-                    return
-                self._run_graph(size, mode)
-
-    def _run_graph(self, size: int, mode: SamplingMode) -> None:
-        work = partial(self._compute_step, size, mode)
-        self._graphs.run((size, mode), work, self._slots.ints)
+        """Record the CUDA graphs of all steps."""
+        self._steps.record_graphs()
+        if self._speculator is not None:
+            self._speculator.proposer.record_graphs()
 
     @property
     def uses_graphs(self) -> bool:
-        return self._graphs.on
+        return self._steps.graphs.on
 
     def admit_rows(self) -> None:
         """Give slots to all decoding rows; a row with an adapter stays with the library."""
@@ -169,6 +153,8 @@ class DecodeLoop:
         if self._inflight is not None and self._inflight.arrived is not None:
             self._inflight.arrived.synchronize()
         self._inflight = None
+        if self._speculator is not None:
+            self._speculator.proposer.close()
 
     # ---- steps
 
@@ -215,14 +201,13 @@ class DecodeLoop:
         """Run a step that verifies proposals, or whose tokens the host chooses; none is running."""
         proposals = self._fit_into_pages(proposals)
         total = len(self.seated) + sum(map(len, proposals.values()))
-        size = bucket_size(total, self._slots.count) if self._graphs.on else total
-        self._spans = self._slots.lend(proposals, size)
+        size = self._steps.fit_size(total)
+        spans = self._slots.lend(proposals, size)
         slots = list(self.seated.values())
         watched = bool(self._watched)
-        self._run_graph(size, device_sampling.FREE if watched else self._find_mode())
-        chosen = [] if watched else self._chosen[:total].tolist()
-        firsts = accumulate(self._spans, initial=0)
-        self._spans = []
+        self._steps.run(size, device_sampling.FREE if watched else self._find_mode(), spans)
+        chosen = [] if watched else self._steps.chosen[:total].tolist()
+        firsts = accumulate(spans, initial=0)
         verified = [
             _Verified(slot, first, proposals.get(slot.row.key, ()))
             for slot, first in zip(slots, firsts, strict=False)
@@ -245,13 +230,14 @@ class DecodeLoop:
         return outputs
 
     def _choose_on_host(self, going: list[_Verified]) -> list[int]:
-        assert self._logits is not None
+        logits = self._steps.logits
+        assert logits is not None
         places = [one.first + one.accepted for one in going]
-        scores = self._logits[torch.tensor(places, device=self._logits.device)]
+        scores = logits[torch.tensor(places, device=logits.device)]
         rows = [one.slot.row for one in going]
-        for row, logits in zip(rows, scores, strict=True):
+        for row, own in zip(rows, scores, strict=True):
             if row.noted is not None:
-                row.noted.append(logits.clone())
+                row.noted.append(own.clone())
         self._sampler.apply(rows, scores)
         return best_tokens(scores).tolist()  # type: ignore[no-any-return]
 
@@ -305,7 +291,7 @@ class DecodeLoop:
         running = self._run_slots(self._find_mode())
         self._heard.reverse()
         reach = max(slot.index for slot in running) + 1
-        heard = self._heard[0][:reach].copy_(self._chosen[:reach], non_blocking=True)
+        heard = self._heard[0][:reach].copy_(self._steps.chosen[:reach], non_blocking=True)
         arrived = None
         if heard.is_pinned():
             cuda: Any = torch.cuda  # untyped in part
@@ -314,8 +300,7 @@ class DecodeLoop:
         return InflightStep(running, heard, arrived)
 
     def _find_mode(self) -> SamplingMode:
-        kinds = {slot.kind for slot in self.seated.values()}
-        return SamplingMode(plain=batch_slots.PLAIN in kinds, ranked=batch_slots.RANKED in kinds)
+        return device_sampling.find_mode({slot.kind for slot in self.seated.values()})
 
     def _settle_step(self, inflight: InflightStep | None) -> list[Output]:
         if inflight is None:
@@ -381,62 +366,11 @@ class DecodeLoop:
     def _run_slots(self, mode: SamplingMode) -> list[BatchSlot]:
         """Start a step of all slots, and return these."""
         self._slots.upload()
-        size = bucket_size(self._slots.reach, self._slots.count)
-        self._run_graph(size, mode)
+        self._steps.run(bucket_size(self._slots.reach, self._slots.count), mode)
         running = list(self.seated.values())
         for slot in running:
             slot.started += 1
         return running
-
-    def _compute_step(self, size: int, mode: SamplingMode) -> None:
-        """Run the step, using only tensors at fixed addresses and without waiting for any."""
-        ints, floats = self._slots.ints[:size], self._slots.floats[:size]
-        logits = self._forward_slots(ints, self._slots.table[:size])
-        if mode.free:
-            if self._logits is None:
-                shape = (self._slots.count, logits.shape[-1])
-                self._logits = torch.empty(shape, dtype=torch.float32, device=logits.device)
-            self._logits[:size].copy_(logits)
-            return
-        tokens = device_sampling.choose_tokens(logits.float(), ints, floats, mode)
-        self._chosen[:size].copy_(tokens)
-        ints[:, batch_slots.TOKEN].copy_(tokens.clamp(min=0))  # an invalid token ends its row later
-        _advance_slots(ints)
-
-    def _forward_slots(self, ints: Tensor, table: Tensor) -> Tensor:
-        """Return the logits of each slot, [slots, vocabulary]."""
-        position, size = ints[:, batch_slots.POSITION].contiguous(), self.pages.size
-        place = (position // size).clamp(max=table.shape[1] - 1).unsqueeze(1)
-        page = table.gather(1, place).squeeze(1).long()
-        slots, lengths = page * size + position % size, (position + 1).int()
-        self._holder.layout = layout = DecodeStep(
-            self.pages, self._options.kernel.attend, table, slots, lengths
-        )
-        if not self._options.kernel.captured:
-            spans = self._spans or [1] * len(table)
-            layout.groups = group_queries(table.long(), lengths.tolist(), spans, size)
-        logits: Tensor = self._model(
-            input_ids=ints[:, batch_slots.TOKEN].unsqueeze(0),
-            position_ids=(position + ints[:, batch_slots.SHIFT]).unsqueeze(0),
-            attention_mask=None,
-            use_cache=False,
-            cache=self._holder,
-        ).logits
-        return logits[0]
-
-
-def bucket_size(seated: int, most: int) -> int:
-    """Return the batch size for a number of slots: there are few sizes, each with its own graph."""
-    return min(most, 1 << (seated - 1).bit_length())
-
-
-def batch_sizes(most: int) -> list[int]:
-    """Return all batch sizes, the largest first."""
-    return sorted({bucket_size(seated, most) for seated in range(1, most + 1)}, reverse=True)
-
-
-def _advance_slots(ints: Tensor) -> None:
-    ints[:, batch_slots.POSITION : batch_slots.COUNT + 1].add_(ints[:, batch_slots.ALIVE :])
 
 
 def _is_ending(slot: BatchSlot) -> bool:

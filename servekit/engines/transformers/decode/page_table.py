@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from servekit.engines.transformers.decode.host_attention import QueryGroup, attend_groups
@@ -19,6 +20,15 @@ from servekit.engines.transformers.decode.kernels import Attend
 
 #: Share of blocks that the library's scheduler keeps free of new requests.
 _MARGIN = 0.15
+
+
+class LayerPages(Protocol):
+    """Pages of `size` tokens in each layer."""
+
+    size: int
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of one layer, [pages, page size, kv heads, width] each."""
 
 
 class Pages:
@@ -42,7 +52,6 @@ class Pages:
         self.stride: int = self._owner.block_physical_stride // self.size if self._new else 1
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of one layer, [pages, page size, kv heads, width] each."""
         if self._new:
             keys, values = self._owner.get_cache_for_block_table(index)
             return keys, values
@@ -89,7 +98,7 @@ class Pages:
 class DecodeStep:
     """Requests with one token each: where the token is written, and what it attends to."""
 
-    pages: Pages
+    pages: LayerPages
     kernel: Attend
     table: Tensor  # [requests, pages] int32
     slots: Tensor  # [requests] int64, index into the tokens of all pages
@@ -115,7 +124,7 @@ class DecodeStep:
 class Holder:
     """The object that the model receives as its cache."""
 
-    layout: DecodeStep | None = None
+    layout: DecodeStep | ChunkStep | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
@@ -132,3 +141,28 @@ def hand_over(
     """
     kwargs["cache"] = cache
     return key_states, value_states
+
+
+@dataclass(slots=True)
+class ChunkStep:
+    """Tokens of one request in sequence, after those in its pages."""
+
+    pages: LayerPages
+    index: Tensor  # [tokens with those before] int64, index into the tokens of all pages
+    count: int  # number of new tokens
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    ) -> Tensor:
+        """Attend as `paged_attention.attend` does: packed states [1, heads, tokens, width]."""
+        states = []
+        for pages, new in zip(self.pages.layer(layer), (key, value), strict=True):
+            flat = pages.view(-1, *pages.shape[2:])
+            flat.index_copy_(0, self.index[-self.count :], new[0].transpose(0, 1))
+            states.append(flat[self.index].transpose(0, 1).unsqueeze(0))
+        places = torch.arange(len(self.index), device=query.device)
+        mask = places <= places[-self.count :].unsqueeze(1)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, *states, attn_mask=mask, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2)

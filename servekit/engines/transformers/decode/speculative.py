@@ -18,14 +18,17 @@ tokens. `count_worthwhile` decides by the number of running rows and by what was
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from torch import Tensor
 
-from servekit.engines.transformers.decode.batch_slots import BatchSlot
+from servekit.engines.transformers.decode.batch_slots import BatchSlot, BatchSlots
+from servekit.engines.transformers.decode.page_table import Pages
 from servekit.engines.transformers.request_row import Row
 
 #: Tokens whose arithmetic takes as long as reading the weights once. Measured on a CPU core with
@@ -63,19 +66,35 @@ class Counts(NamedTuple):
 Wanted = dict[str, tuple[BatchSlot, int]]
 
 
-class Proposer(Protocol):
-    """A source of proposals; `cost` is the time of one proposed token per time of a step."""
+class Proposer(ABC):
+    """A source of proposals; `cost` is the time of proposing a token per time of a step."""
 
-    cost: float
+    cost = 0.0
 
+    @abstractmethod
     def propose(self, wanted: Wanted) -> dict[str, list[int]]:
         """Return proposed tokens by row's key: at most the number wanted for the row, or none."""
 
     def is_promising(self, wanted: Wanted) -> bool:
         """Return whether it may propose, given all tokens of the rows but the latest."""
+        return True
 
+    @abstractmethod
     def forget(self, key: str) -> None:
         """Forget a row that has ended."""
+
+    def open(self, pages: Pages, slots: BatchSlots) -> None:  # noqa: B027 - most need none
+        """Prepare for rows with this cache and these slots."""
+
+    def record_graphs(self) -> None:  # noqa: B027
+        """Record CUDA graphs, before the first request."""
+
+    def close(self) -> None:  # noqa: B027
+        """Free what `open` has allocated."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of its model on the device."""
+        yield from ()
 
 
 # ---------------------------------------------------------------- n-grams
@@ -104,10 +123,8 @@ class _History:
         return self.tokens[:total]
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """A proposer of the tokens that followed the row's last ones where these occurred before."""
-
-    cost = 0.0
 
     def __init__(self, speculation: Speculation) -> None:
         self._longest, self._shortest = speculation.ngram_max, speculation.ngram_min
@@ -163,10 +180,11 @@ def count_worthwhile(chance: float, rows: int, worth: float, cost: float, most: 
     """Return how many tokens to propose for a row, of `most`.
 
     A token of one of n rows brings 1/n of a step's tokens if it is accepted; to verify it takes
-    1/(n + W) of a step's time, with W for `WEIGHTS_WORTH`, and to propose it `cost`. So the j-th
-    token is proposed while `chance` to the power j is more than n/(n + W) + n x cost.
+    1/(n + W) of a step's time, with W for `WEIGHTS_WORTH`, and to propose one for each row takes
+    `cost`. So the j-th token is proposed while `chance` to the power j is more than n/(n + W) +
+    `cost`.
     """
-    threshold = rows / (rows + worth) + rows * cost
+    threshold = rows / (rows + worth) + cost
     if chance <= threshold:
         return 0
     return most if chance >= 1.0 else min(most, int(math.log(threshold) / math.log(chance)))

@@ -12,7 +12,7 @@ import torch
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
-from servekit.engines.transformers.decode import decode_loop
+from servekit.engines.transformers.decode import decode_loop, slot_steps
 from servekit.engines.transformers.decode.batch_slots import TOKEN
 from servekit.engines.transformers.decode.graphs import Graphs
 from tests.unit.engines.transformers.decode.crowds import (
@@ -157,7 +157,7 @@ def test_a_seat_that_was_left_touches_no_page(tiny_model: Path) -> None:
 
 
 def test_sizes_of_batches_are_few() -> None:
-    assert [decode_loop.bucket_size(seated, 48) for seated in (1, 2, 3, 5, 32, 33, 48)] == [
+    assert [slot_steps.bucket_size(seated, 48) for seated in (1, 2, 3, 5, 32, 33, 48)] == [
         *(1, 2, 4, 8, 32, 48, 48)
     ]
 
@@ -179,7 +179,7 @@ def test_all_that_a_crowd_needs_is_recorded_ahead(
     monkeypatch.setattr(Graphs, "run", noting)
     engine = runner(tiny_model, wish(ahead=True))
     assert engine._decoder is not None
-    engine._decoder._graphs.on = True  # their sizes
+    engine._decoder._steps.graphs.on = True  # their sizes
     with torch.no_grad():
         engine._decoder.record_graphs()
     recorded = list(keys)
@@ -221,4 +221,4 @@ def test_pages_can_be_dropped_and_made_again(tiny_model: Path) -> None:
     engine.make_pages()
     assert texts(Crowd.of(4, 4, UNWATCHED, 20).run(engine)) == before
     assert engine.decodes == "no CUDA graphs, reference attention"
-    assert torch.is_tensor(engine._decoder._chosen) if engine._decoder else False
+    assert torch.is_tensor(engine._decoder._steps.chosen) if engine._decoder else False

@@ -19,6 +19,7 @@ from servekit.engines.transformers.decode import speculative
 from servekit.engines.transformers.decode.batch_slots import POSITION, BatchSlots
 from servekit.engines.transformers.decode.speculative import (
     NgramProposer,
+    Proposer,
     Speculation,
     Speculator,
     Wanted,
@@ -48,10 +49,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class Seer:
+class Seer(Proposer):
     """A proposer that knows what will be said, and is wrong with some of it."""
-
-    cost = 0.0
 
     def __init__(self, known: dict[str, list[int]], wrong: float, seed: int = 7) -> None:
         self._known, self._wrong, self._made = known, wrong, random.Random(seed)
@@ -67,9 +66,6 @@ class Seer:
             if said:
                 found[key] = said
         return found
-
-    def is_promising(self, wanted: Wanted) -> bool:
-        return True
 
     def forget(self, key: str) -> None:
         self.forgotten[key] += 1
