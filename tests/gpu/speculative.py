@@ -2,23 +2,27 @@
 
 --device cpu          try the script itself, with a tiny model
 --shape 8B            sizes of the measured model (0.6B or 8B), with random weights in bfloat16
+--draft 0.6B          sizes of its draft model
 --streams 1 4 16 64   requests at the same time
 --tokens 4            proposed tokens
 --only NAME           one of: equal, speed
 
 - equal: a random model in float32 says the same with proposals as without: greedy text, text of a
-  seed, with penalties and with log probabilities; 8 requests at a time.
+  seed, with penalties and with log probabilities; 8 requests at a time. Its draft is the model
+  itself, so all but what penalties change is accepted. Then their caches are made anew.
 - speed: tokens/s with and without proposals. A random model says nothing that makes sense, so its
   logits get a script on top, by place, and it says that: it computes as any model of its size, and
   what it says has the repetitions of a real text. One script is a file of servekit in which some
   names are changed, with the file itself as the prompt, as when an assistant edits code; the other
   is a page of the documentation, with a prompt that has nothing to do with it. Tokens are words and
-  signs. The two ways take turns; figures are medians of `--rounds`.
+  signs. The draft model's script has another token in a quarter of the places. The ways take turns;
+  figures are medians of `--rounds`.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import re
 import statistics
 import sys
@@ -37,6 +41,7 @@ from servekit.engines.api.base import Job
 from servekit.engines.text.sampling_params import Sampling
 from servekit.engines.transformers import fused_layers
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
+from servekit.engines.transformers.decode.speculation_setup import Draft
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.runner_factory import make_causal_runner
 from servekit.protocol.messages import SamplingParams
@@ -57,12 +62,20 @@ SHAPES = {
 CONTEXT = 8192
 #: What the script adds to the logit of its token: more than random logits differ.
 LOUD = 1000.0
+WAYS = {
+    "greedy": Sampling(temperature=0.0),
+    "of a seed": Sampling(temperature=0.7, seed=5),
+    "top-k, top-p": Sampling(temperature=0.7, top_k=40, top_p=0.9, seed=6),
+    "penalties": Sampling(temperature=0.0, repetition_penalty=1.05),
+    "log probabilities": Sampling(temperature=0.0, logprobs=3),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.speculative")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--shape", default="8B", choices=[*SHAPES])
+    parser.add_argument("--draft", default="0.6B", choices=[*SHAPES])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--tokens", type=int, default=4)
     parser.add_argument("--length", type=int, default=512, help="tokens of an answer")
@@ -70,7 +83,7 @@ def main() -> int:
     parser.add_argument("--only", choices=["equal", "speed"])
     args = parser.parse_args()
     if args.device == "cpu":
-        args.shape, args.streams, args.length = "tiny", [1, 4], 96
+        args.shape, args.draft, args.streams, args.length = "tiny", "tiny", [1, 4], 96
     right = True
     with torch.no_grad():
         if args.only != "speed":
@@ -143,7 +156,9 @@ def make_model(shape: str, device: str, dtype: torch.dtype, seed: int = 0) -> An
     return model
 
 
-def make_runner(model: Any, device: str, speculative: dict[str, Any] | None) -> ContinuousRunner:
+def make_runner(
+    model: Any, device: str, speculative: dict[str, Any] | None = None, draft: Draft | None = None
+) -> ContinuousRunner:
     options: dict[str, Any] = {"decode": "graph", "kv_cache_bytes": 6 * 2**30, "slots": 128}
     if device == "cpu":
         options |= {"kv_cache_bytes": 2**28, "slots": 32}
@@ -151,7 +166,7 @@ def make_runner(model: Any, device: str, speculative: dict[str, Any] | None) -> 
         options["speculative"] = speculative
     spec = make_spec("made", device=device, max_context=CONTEXT, options=options)
     model.set_attn_implementation("sdpa")
-    runner, info = make_causal_runner(model, spec, False)
+    runner, info = make_causal_runner(model, spec, False, None, draft)
     print(info.detail, flush=True)
     assert isinstance(runner, ContinuousRunner)
     return runner
@@ -193,35 +208,50 @@ def counts_of(runner: ContinuousRunner) -> tuple[int, int]:
 def compare_texts(args: argparse.Namespace) -> bool:
     shape = "tiny" if args.shape == "tiny" else "0.6B"
     model = make_model(shape, args.device, torch.float32)
-    plain = make_runner(model, args.device, None)
-    made = {"method": "ngram", "tokens": args.tokens, "ngram_min": 1}
-    guessing = make_runner(model, args.device, made)
-    ways = {
-        "greedy": Sampling(temperature=0.0),
-        "of a seed": Sampling(temperature=0.7, seed=5),
-        "top-k, top-p": Sampling(temperature=0.7, top_k=40, top_p=0.9, seed=6),
-        "penalties": Sampling(temperature=0.0, repetition_penalty=1.05),
-        "log probabilities": Sampling(temperature=0.0, logprobs=3),
+    plain = make_runner(model, args.device)
+    ngram = {"method": "ngram", "tokens": args.tokens, "ngram_min": 1}
+    draft = Draft(make_model(shape, args.device, torch.float32), 0.0)
+    drafts = {"method": "draft", "tokens": args.tokens, "model": "itself"}
+    guessing = {
+        "n-gram": make_runner(model, args.device, ngram),
+        "draft": make_runner(model, args.device, drafts, draft),
     }
     right = True
-    print(f"\n| float32, {shape} | the same | proposed | accepted |\n|---|---|---|---|")
-    for name, sampling in ways.items():
-        said = []
-        before = counts_of(guessing)
-        for runner in (plain, guessing):
-            rows = [
-                make_row(f"{name}{at}", _circle(at), min(args.length, 200), sampling)
-                for at in range(8)
-            ]
-            run_rows(runner, rows)
-            said.append([row.completion for row in rows])
-        same = sum(one == other for one, other in zip(*said, strict=True))
-        proposed, accepted = (b - a for a, b in zip(before, counts_of(guessing), strict=True))
-        print(f"| {name} | {same}/8 | {proposed} | {accepted} |", flush=True)
-        right &= same == 8
-    plain.close()
-    guessing.close()
+    print(f"\n| float32, {shape} | proposals | the same | proposed | accepted |")
+    print("|---|---|---|---|---|")
+    for turn in ("", ", caches anew"):
+        for name, sampling in WAYS.items():
+            expected = _say(plain, f"{name}{turn}", sampling, args.length)
+            for how, runner in guessing.items():
+                before = counts_of(runner)
+                said = _say(runner, f"{name}{turn}", sampling, args.length)
+                same = sum(one == other for one, other in zip(said, expected, strict=True))
+                proposed, accepted = _since(before, runner)
+                print(
+                    f"| {name}{turn} | {how} | {same}/{len(said)} | {proposed} | {accepted} |",
+                    flush=True,
+                )
+                right &= same == len(said)
+                if how == "draft" and name != "penalties":
+                    right &= accepted >= 0.97 * proposed > 0
+        if not turn:
+            for runner in guessing.values():
+                runner.drop_pages()
+                runner.make_pages()
+    for runner in (plain, *guessing.values()):
+        runner.close()
     return right
+
+
+def _say(runner: ContinuousRunner, name: str, sampling: Sampling, length: int) -> list[list[int]]:
+    rows = [make_row(f"{name}{at}", _circle(at), min(length, 200), sampling) for at in range(8)]
+    run_rows(runner, rows)
+    return [row.completion for row in rows]
+
+
+def _since(before: tuple[int, int], runner: ContinuousRunner) -> tuple[int, int]:
+    proposed, accepted = counts_of(runner)
+    return proposed - before[0], accepted - before[1]
 
 
 def _circle(at: int) -> list[int]:
@@ -251,44 +281,72 @@ def read_scripts(length: int, vocabulary: int) -> dict[str, tuple[list[int], lis
 
 def measure_speed(args: argparse.Namespace) -> bool:
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-    model = make_model(args.shape, args.device, dtype)
-    script = Script.of(args.device)
+    model, small = (
+        make_model(shape, args.device, dtype, seed)
+        for seed, shape in enumerate((args.shape, args.draft))
+    )
+    script, of_draft = Script.of(args.device), Script.of(args.device)
     model.register_forward_hook(script.add, with_kwargs=True)
-    plain = make_runner(model, args.device, None)
-    guessing = make_runner(model, args.device, {"method": "ngram", "tokens": args.tokens})
-    scripts = read_scripts(args.length, SHAPES[args.shape][-1])
+    small.register_forward_hook(of_draft.add, with_kwargs=True)
+    sizes = [sum(one.numel() for one in each.parameters()) for each in (small, model)]
+    draft = Draft(small, 0.1 if args.device == "cpu" else sizes[0] / sizes[1])
+    asked = {"tokens": args.tokens}
+    runners = {
+        "plain": make_runner(model, args.device),
+        "n-gram": make_runner(model, args.device, {"method": "ngram", **asked}),
+        "draft": make_runner(model, args.device, {"method": "draft", "model": "m", **asked}, draft),
+    }
     right = True
     print(
-        f"\n| {args.shape}, {args.tokens} tokens | streams | plain tok/s | n-gram tok/s | ratio"
-        " | accepted | tokens a row and step | as written |\n|---|---|---|---|---|---|---|---|"
+        f"\n| {args.shape}, draft {args.draft}, {args.tokens} tokens | streams | proposals | tok/s"
+        " | ratio | accepted | tokens a row and step | as written |"
+        "\n|---|---|---|---|---|---|---|---|"
     )
+    scripts = read_scripts(args.length, SHAPES[args.shape][-1])
     for name, (prompt, answer) in scripts.items():
         script.write(prompt, answer)
+        luck = random.Random(5)
+        of_draft.write(prompt, [9 if luck.random() < 0.25 else token for token in answer])
         for streams in args.streams:
-            speeds: tuple[list[float], list[float]] = ([], [])
-            before, same, steps = counts_of(guessing), True, 0
-            for turn in range(1 + args.rounds):
-                for runner, kept in zip((plain, guessing), speeds, strict=True):
-                    rows = [
-                        make_row(f"{name}{streams}.{turn}.{at}", prompt, len(answer))
-                        for at in range(streams)
-                    ]
-                    speed, steps = run_rows(runner, rows)
-                    same &= all(row.completion == answer for row in rows)
-                    if turn:  # the first one warms up
-                        kept.append(speed)
-            one, other = (statistics.median(kept) for kept in speeds)
-            proposed, accepted = (b - a for a, b in zip(before, counts_of(guessing), strict=True))
-            share = f"{accepted / proposed:.0%} of {proposed}" if proposed else "none proposed"
-            print(
-                f"| {name} | {streams} | {one:.0f} | {other:.0f} | {other / one:.2f} | {share} |"
-                f" {(len(answer) - 1) / steps:.2f} | {'yes' if same else 'NO'} |",
-                flush=True,
-            )
-            right &= same
-    plain.close()
-    guessing.close()
+            right &= _compare_speeds(args, runners, name, prompt, answer, streams)
+    for runner in runners.values():
+        runner.close()
     return right
+
+
+def _compare_speeds(
+    args: argparse.Namespace,
+    runners: dict[str, ContinuousRunner],
+    name: str,
+    prompt: list[int],
+    answer: list[int],
+    streams: int,
+) -> bool:
+    speeds: dict[str, list[float]] = {how: [] for how in runners}
+    before = {how: counts_of(runner) for how, runner in runners.items() if how != "plain"}
+    same, steps = dict.fromkeys(runners, True), dict.fromkeys(runners, 0)
+    for turn in range(1 + args.rounds):
+        for how, runner in runners.items():
+            rows = [
+                make_row(f"{name}{streams}.{turn}.{at}", prompt, len(answer))
+                for at in range(streams)
+            ]
+            speed, steps[how] = run_rows(runner, rows)
+            same[how] &= all(row.completion == answer for row in rows)
+            if turn:  # the first one warms up
+                speeds[how].append(speed)
+    plain = statistics.median(speeds["plain"])
+    for how, runner in runners.items():
+        speed, share = statistics.median(speeds[how]), ""
+        if how != "plain":
+            proposed, accepted = _since(before[how], runner)
+            share = f"{accepted / proposed:.0%} of {proposed}" if proposed else "none proposed"
+        print(
+            f"| {name} | {streams} | {how} | {speed:.0f} | {speed / plain:.2f} | {share} |"
+            f" {(len(answer) - 1) / steps[how]:.2f} | {'yes' if same[how] else 'NO'} |",
+            flush=True,
+        )
+    return all(same.values())
 
 
 if __name__ == "__main__":

@@ -276,14 +276,16 @@ def _plan_cache(
 ) -> kv_cache.Plan:
     """Return the cache plan of one rank; configured sizes are totals of all ranks."""
     options, count = spec.options, 1 if ranks is None else ranks.size
+    available = _available_bytes(model, spec, ranks)
     shape = kv_cache.shape_of(model.config.get_text_config(), model.dtype.itemsize)
     if draft is not None:
         shape = replace_fields(shape, draft_kv_bytes=draft.shape.token_kv_bytes)
+        available -= draft.shape.fixed_bytes(0, options.get("slots") or kv_cache.CUDA_SLOTS)
     stated = options.get("kv_cache_bytes")
     return kv_cache.plan_cache(
         shape.part(count),
         cuda=spec.device == "cuda",
-        available_bytes=_available_bytes(model, spec, ranks),
+        available_bytes=available,
         max_context=context,
         block_size=_block_size(spec),
         slots=options.get("slots"),

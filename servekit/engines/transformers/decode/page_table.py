@@ -159,10 +159,12 @@ class ChunkStep:
         for pages, new in zip(self.pages.layer(layer), (key, value), strict=True):
             flat = pages.view(-1, *pages.shape[2:])
             flat.index_copy_(0, self.index[-self.count :], new[0].transpose(0, 1))
-            states.append(flat[self.index].transpose(0, 1).unsqueeze(0))
+            whole = flat[self.index].transpose(0, 1).unsqueeze(0)
+            states.append(whole.repeat_interleave(query.shape[1] // whole.shape[1], 1))
+        first = self.count == len(self.index)
         places = torch.arange(len(self.index), device=query.device)
-        mask = places <= places[-self.count :].unsqueeze(1)
+        mask = None if first else places <= places[-self.count :].unsqueeze(1)
         out = torch.nn.functional.scaled_dot_product_attention(
-            query, *states, attn_mask=mask, scale=scaling, enable_gqa=True
+            query, *states, attn_mask=mask, is_causal=first, scale=scaling
         )
         return out.transpose(1, 2)
