@@ -122,7 +122,7 @@ class Script:
             places = torch.arange(out.logits.shape[1], device=out.logits.device).unsqueeze(0)
         kept = kwargs.get("logits_to_keep")
         if kept is not None:
-            places = places[:, kept]
+            places = places[:, slice(-kept, None) if isinstance(kept, int) else kept]
         said = self.tokens[places].unsqueeze(-1)
         added = self.loudness.to(out.logits.dtype).expand(said.shape)
         out.logits = out.logits.scatter_add(-1, said, added)

@@ -39,6 +39,7 @@ from servekit.engines.transformers.batching import batch_processor, kv_cache, pa
 from servekit.engines.transformers.batching import scheduler as groups
 from servekit.engines.transformers.batching.kv_cache import Plan
 from servekit.engines.transformers.decode.decode_loop import DecodeLoop, StepOptions
+from servekit.engines.transformers.decode.speculative import Counts
 from servekit.engines.transformers.lora.adapter import Adapter
 from servekit.engines.transformers.lora.batched_lora import Part
 from servekit.engines.transformers.request_row import Row
@@ -130,6 +131,12 @@ class ContinuousRunner(CausalRunner):
     def kv_used(self) -> float:
         rows = list(self._rows.values())
         return min(1.0, sum(row.length for row in rows) / self.capacity)
+
+    @property
+    def speculated(self) -> Counts:
+        """Return the numbers of tokens that were proposed and accepted so far."""
+        options = self._step_options
+        return options.speculator.counts if options and options.speculator else Counts()
 
     @property
     def shares_prefixes(self) -> bool:

@@ -239,7 +239,7 @@ class DecodeLoop:
             if row.noted is not None:
                 row.noted.append(own.clone())
         self._sampler.apply(rows, scores)
-        return best_tokens(scores).tolist()  # type: ignore[no-any-return]
+        return best_tokens(scores).tolist()
 
     def _push_verified(self, one: _Verified, token: int, outputs: list[Output]) -> bool:
         """Push a row's next token; return whether it is the proposed one, so that another follows.

@@ -54,7 +54,8 @@ class DraftPages:
         count = int(np.prod(sizes)) * like.element_size()
         with LazyZeros():
             flat = torch.zeros(count, dtype=torch.uint8, device=like.device)
-        self._keys, self._values = flat.view(like.dtype).view(sizes)
+        states: Tensor = flat.view(dtype=like.dtype).view(*sizes)
+        self._keys, self._values = states[0], states[1]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         return self._keys[index], self._values[index]

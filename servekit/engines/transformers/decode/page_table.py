@@ -155,7 +155,7 @@ class ChunkStep:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
     ) -> Tensor:
         """Attend as `paged_attention.attend` does: packed states [1, heads, tokens, width]."""
-        states = []
+        states: list[Tensor] = []
         for pages, new in zip(self.pages.layer(layer), (key, value), strict=True):
             flat = pages.view(-1, *pages.shape[2:])
             flat.index_copy_(0, self.index[-self.count :], new[0].transpose(0, 1))
@@ -165,6 +165,6 @@ class ChunkStep:
         places = torch.arange(len(self.index), device=query.device)
         mask = None if first else places <= places[-self.count :].unsqueeze(1)
         out = torch.nn.functional.scaled_dot_product_attention(
-            query, *states, attn_mask=mask, is_causal=first, scale=scaling
+            query, states[0], states[1], attn_mask=mask, is_causal=first, scale=scaling
         )
         return out.transpose(1, 2)

@@ -154,7 +154,9 @@ def look_up(tokens: Any, longest: int, shortest: int, count: int) -> list[int]:
     tokens. Where less than `count` tokens follow it, these are repeated: the text may be periodic.
     """
     size = len(tokens)
-    ends = np.flatnonzero(tokens[:-1] == tokens[-1]) if size > 1 else ()
+    if size < 2:
+        return []
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
     best = None
     for length in range(1, longest + 1):
         if length > 1:

@@ -48,6 +48,9 @@ def test_greedy_in_a_crowd_of_all_sorts(
     begun = expected[0][:9]
     continued = one.submit(PROMPTS[0], emitted=begun, max_tokens=24, ignore_eos=True)
     assert begun + one.tokens(continued) == expected[0]
+    load = one.engine.load_now()
+    assert 0 <= load.accepted_tokens <= load.draft_tokens
+    assert bool(load.accepted_tokens) == (options is NGRAM)
 
 
 @pytest.mark.parametrize("options", [GRAPH, NGRAM], ids=["graph", "ngram"])

@@ -126,10 +126,15 @@ def test_a_full_cache_changes_no_text(tiny_model: Path, monkeypatch: pytest.Monk
 
     expected = crowd().run(runner(tiny_model, None))
     engine, speculator = speculating(tiny_model, Seer(texts(expected), 0.1), 20, blocks=20)
-    ran_dry = []
+    ran_dry: list[int] = []
     decoder: Any = engine._decoder
     run_dry = decoder._run_dry
-    monkeypatch.setattr(decoder, "_run_dry", lambda: ran_dry.append(1) or run_dry())
+
+    def running_dry() -> Any:
+        ran_dry.append(1)
+        return run_dry()
+
+    monkeypatch.setattr(decoder, "_run_dry", running_dry)
     found = crowd().run(engine)
     assert texts(found) == texts(expected)
     assert ran_dry
