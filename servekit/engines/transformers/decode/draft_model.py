@@ -89,7 +89,8 @@ class DraftProposer(Proposer):
         self.cost = cost
         self._model: Any = model
         self._shape, self._kernel, self._graphs, self._chunk = shape, kernel, graphs, chunk
-        self._vocab_size = int(self._model.get_input_embeddings().weight.shape[0])
+        embedding: Any = model.get_input_embeddings()
+        self._vocab_size = int(embedding.weight.shape[0])
         self._readings: dict[str, _Reading] = {}
         self._filled: dict[int, int] = {}  # hash of all tokens up to a block's end, by block
 
