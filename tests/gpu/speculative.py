@@ -27,7 +27,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -179,18 +179,20 @@ def make_row(
     return Row(name, job, sampling or Sampling(temperature=0.0), frozenset(), length)
 
 
-def run_rows(runner: ContinuousRunner, rows: Sequence[Row]) -> tuple[float, int]:
+def run_rows(
+    runner: ContinuousRunner, rows: Sequence[Row], clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, int]:
     """Return the tokens/s and the number of steps after all rows have had their first token."""
     for row in rows:
         runner.add(row)
     while not all(row.completion for row in rows):
         runner.step()
-    before, began, steps = sum(len(row.completion) for row in rows), time.perf_counter(), 0
+    before, began, steps = sum(len(row.completion) for row in rows), clock(), 0
     while runner.running or runner.waiting:
         runner.step()
         steps += 1
     made = sum(len(row.completion) for row in rows) - before
-    return made / (time.perf_counter() - began), steps
+    return made / (clock() - began), steps
 
 
 def counts_of(runner: ContinuousRunner) -> tuple[int, int]:
