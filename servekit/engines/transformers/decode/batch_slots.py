@@ -29,6 +29,8 @@ _COLUMNS = 8
 TOKEN, POSITION, COUNT, NOISE, LIMIT, KIND, SHIFT, ALIVE = range(_COLUMNS)
 #: Columns of `floats`; FLOOR is the logarithm of min-p.
 TEMPERATURE, TOP_P, FLOOR = range(3)
+#: Pages beyond a row's own that a draft may reach into: of 32 tokens, 8 to a page.
+_BEYOND = 5
 #: How a slot's token is chosen.
 GREEDY, PLAIN, RANKED = range(3)
 
@@ -45,6 +47,7 @@ class BatchSlot:
     done: int  # including only steps whose result is known
     room: int  # tokens that fit into its pages
     taken: bool = True
+    pages: int = 0
 
     def update_state(self) -> None:
         """Update the library's record to the host's state."""
@@ -93,6 +96,7 @@ class BatchSlots:
 
     def set_pages(self, slot: BatchSlot, pages: list[int]) -> None:
         """Set the pages of a slot's tokens, in order."""
+        slot.pages = len(pages)
         self._table[slot.index, : len(pages)] = pages
         self._table[slot.index, len(pages) :] = self.trash
         self._paged.add(slot.index)
@@ -146,20 +150,22 @@ class BatchSlots:
             spans.append(1 + len(proposed))
             floats += [numbers] * spans[-1]
             owners += [slot.index] * spans[-1]
-        self.fill(ints, floats, self._table[owners], size)
+        used = max(slot.pages for slot in self.taken.values())
+        self.fill(ints, floats, self._table[owners, :used], size)
         self._lent = max(self._lent, size)
         return spans
 
     def fill(self, ints: list[list[int]], floats: list[list[float]], pages: Any, size: int) -> None:
         """Overwrite the first `size` slots: with these, and the rest of them empty."""
         spare = size - len(ints)
-        table = np.full((size, self.pages), self.trash, np.int32)
+        width = min(self.pages, pages.shape[1] + _BEYOND)  # what lies beyond is never read
+        table = np.full((size, width), self.trash, np.int32)
         table[: len(ints), : pages.shape[1]] = pages
         all_ints = np.array(ints + [[0] * _COLUMNS] * spare, np.int64)
         all_floats = np.array(floats + [[1.0] * 3] * spare, np.float32)
         self.ints[:size].copy_(self._send_values(all_ints))
         self.floats[:size].copy_(self._send_values(all_floats))
-        self.table[:size].copy_(self._send_values(table))
+        self.table[:size, :width].copy_(self._send_values(table))
 
     def _restore_slots(self) -> None:
         for index in range(self._lent):

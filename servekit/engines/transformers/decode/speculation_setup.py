@@ -12,6 +12,7 @@ from servekit.engines.transformers.batching import kv_cache, paged_attention
 from servekit.engines.transformers.decode import kernels
 from servekit.engines.transformers.decode.draft_model import DraftProposer
 from servekit.engines.transformers.decode.speculative import (
+    WAIT_COST,
     WEIGHTS_WORTH,
     NgramProposer,
     Proposer,
@@ -78,4 +79,4 @@ def make_speculator(
             graphs=graphs and kernel.captured,
             chunk=batch_tokens,
         )
-    return Speculator(proposer, speculation, WEIGHTS_WORTH[spec.device])
+    return Speculator(proposer, speculation, WEIGHTS_WORTH[spec.device], WAIT_COST[spec.device])

@@ -32,9 +32,12 @@ from servekit.engines.transformers.decode.page_table import Pages
 from servekit.engines.transformers.request_row import Row
 
 #: Tokens whose arithmetic takes as long as reading the weights once. Measured on a core of an AMD
-#: EPYC, 24 with packed weights in float32, and fewer without; for a GPU its ratio of arithmetic to
-#: bandwidth, less what it costs to wait for the tokens of each step.
-WEIGHTS_WORTH = {"cpu": 16, "cuda": 96}
+#: EPYC, 24 with packed weights in float32, and fewer without; for a GPU about half of its ratio of
+#: arithmetic to bandwidth.
+WEIGHTS_WORTH = {"cpu": 16, "cuda": 128}
+#: What a step takes longer, as a share, because it is not started before the tokens of the last one
+#: are known.
+WAIT_COST = {"cpu": 0.0, "cuda": 0.1}
 #: A row's chance that a proposed token is accepted, before anything is known of it.
 _PRIOR = 0.6
 #: Weight of one accepted or rejected token in that chance.
@@ -182,9 +185,9 @@ def count_worthwhile(chance: float, rows: int, worth: float, cost: float, most: 
     """Return how many tokens to propose for a row, of `most`.
 
     A token of one of n rows brings 1/n of a step's tokens if it is accepted; to verify it takes
-    1/(n + W) of a step's time, with W for `WEIGHTS_WORTH`, and to propose one for each row takes
-    `cost`. So the j-th token is proposed while `chance` to the power j is more than n/(n + W) +
-    `cost`.
+    1/(n + W) of a step's time, with W for `WEIGHTS_WORTH`, and to propose one for each row, and to
+    wait, takes `cost`. So the j-th token is proposed while `chance` to the power j is more than
+    n/(n + W) + `cost`.
     """
     threshold = rows / (rows + worth) + cost
     if chance <= threshold:
@@ -196,12 +199,14 @@ def count_worthwhile(chance: float, rows: int, worth: float, cost: float, most: 
 class Speculator:
     """The proposals of all rows: whether they pay, and what became of them.
 
-    `worth` is one of `WEIGHTS_WORTH`. `room` is the maximum number of tokens in a step.
+    `worth` is one of `WEIGHTS_WORTH`, `wait` of `WAIT_COST`. `room` is the maximum number of tokens
+    in a step.
     """
 
     proposer: Proposer
     speculation: Speculation
     worth: float
+    wait: float = 0.0
     counts: Counts = field(default_factory=Counts)
     _chances: dict[str, float] = field(default_factory=dict)  # by row's key
 
@@ -222,12 +227,13 @@ class Speculator:
 
     def _find_wanted(self, slots: Sequence[BatchSlot], room: int) -> Wanted:
         share = room // len(slots) - 1 if slots else 0
+        cost = self.proposer.cost + self.wait
         wanted: Wanted = {}
         for slot in slots:
             key, row = slot.row.key, slot.row
             chance = self._chances.setdefault(key, _PRIOR)
             most = min(self.speculation.tokens, row.remaining - 1, share)
-            count = count_worthwhile(chance, len(slots), self.worth, self.proposer.cost, most)
+            count = count_worthwhile(chance, len(slots), self.worth, cost, most)
             if count > 0:
                 wanted[key] = (slot, count)
         return wanted
