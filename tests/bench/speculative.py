@@ -57,8 +57,11 @@ class Account:
 """
 _CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = {
-    "code edit": _CHAT.format(f"Rename the class to Wallet in this code.\n```python\n{CODE}```")
-    + "```python\nclass Wallet:\n    def __init__(self, owner, balance):\n",
+    "code edit": _CHAT.format(
+        f"Repeat this code with the class renamed to Wallet.\n```python\n{CODE}```"
+    )
+    + "```python\nclass Wallet:\n    def __init__(self, owner, balance):\n        self.owner = owner\n"
+    + "        self.balance = balance\n        self.entries = []\n",
     "story": _CHAT.format("Tell me a story about a fox and the sea."),
 }
 
@@ -68,7 +71,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=4)
-    parser.add_argument("--length", type=int, default=200, help="tokens of an answer")
+    parser.add_argument("--length", type=int, default=250, help="tokens of an answer")
     parser.add_argument("--quick", action="store_true")
     asked = parser.parse_args()
     if asked.quick:
