@@ -60,8 +60,8 @@ PROMPTS = {
     "code edit": _CHAT.format(
         f"Repeat this code with the class renamed to Wallet.\n```python\n{CODE}```"
     )
-    + "```python\nclass Wallet:\n    def __init__(self, owner, balance):\n        self.owner = owner\n"
-    + "        self.balance = balance\n        self.entries = []\n",
+    + "```python\nclass Wallet:\n    def __init__(self, owner, balance):\n"
+    + "        self.owner = owner\n        self.balance = balance\n        self.entries = []\n",
     "story": _CHAT.format("Tell me a story about a fox and the sea."),
 }
 
