@@ -159,7 +159,7 @@ def make_model(shape: str, device: str, dtype: torch.dtype, seed: int = 0) -> An
 def make_runner(
     model: Any, device: str, speculative: dict[str, Any] | None = None, draft: Draft | None = None
 ) -> ContinuousRunner:
-    options: dict[str, Any] = {"decode": "graph", "kv_cache_bytes": 6 * 2**30, "slots": 128}
+    options: dict[str, Any] = {"decode": "graph", "kv_cache_bytes": 14 * 2**30, "slots": 128}
     if device == "cpu":
         options |= {"kv_cache_bytes": 2**28, "slots": 32}
     if speculative:
