@@ -19,6 +19,7 @@ from servekit.config.engines import (
     plugins,
     quantization_checks,
     requirements,
+    speculative_checks,
     vllm_checks,
 )
 from servekit.config.engines.installed import Machine, find_module, install_command
@@ -133,6 +134,7 @@ def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Proble
     asks = requirements.requirements_of(config, folder)
     is_gguf = asks.format == "gguf"
     yield from quantization_checks.check_quantization(config, at, is_gguf=is_gguf)
+    yield from speculative_checks.check_speculative(config, at, folder)
     if config.engine != "auto":
         for lack in requirements.find_lacks(kind, asks):
             message = f"the engine {config.engine} {lack.what}."

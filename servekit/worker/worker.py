@@ -201,7 +201,8 @@ class Worker:
         running, waiting = now.running, now.waiting
         trouble = self._engine.trouble if isinstance(self._engine, TextEngine) else ""
         age_s, kv_used, finished = now.progress_age_s, now.kv_used, self._completed
-        return Pong(seq, age_s, running, waiting, kv_used, self._served, trouble, finished)
+        drafts = now.draft_tokens, now.accepted_tokens
+        return Pong(seq, age_s, running, waiting, kv_used, self._served, trouble, finished, *drafts)
 
     @property
     def _completed(self) -> int:

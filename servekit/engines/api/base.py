@@ -129,12 +129,17 @@ Emit = Callable[[Sequence[StepOutput]], None]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The current load of the engine. `progress_age_s` is 0 while it is idle."""
+    """The current load of the engine. `progress_age_s` is 0 while it is idle.
+
+    The tokens of speculative decoding are counted from its start on.
+    """
 
     running: int
     waiting: int
     kv_used: float
     progress_age_s: float
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Decoder(Protocol):
