@@ -1,6 +1,7 @@
 """`python -m tests.llama_server MODEL PORT`: llama.cpp's own server, which xllamacpp has inside.
 
-With `f32` as a third word its KV cache is in float32.
+With `f32` as a third word its KV cache is in float32; a fourth is the projector of a model that
+sees or hears.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import threading
 import xllamacpp
 
 
-def main(model: str, port: str, cache: str = "f16") -> None:
+def main(model: str, port: str, cache: str = "f16", mmproj: str = "") -> None:
     params = xllamacpp.CommonParams()
     params.model.path = model
+    params.mmproj.path = mmproj
     params.hostnames = ["127.0.0.1"]
     params.port = int(port)
     params.n_parallel = 4

@@ -194,6 +194,12 @@ class LlamaCppOptions(Section):
     model's file names a pooling."""
     binding: Literal["auto", "xllamacpp", "llama-cpp-python"] = "auto"
     """The Python package with llama.cpp; auto: xllamacpp if it is installed."""
+    mmproj: str | Literal[False] | None = None
+    """The projector of a model that sees or hears: a GGUF file, relative to this file, or a file of
+    the hub or of a wheel, as in `path`. By default `mmproj*.gguf` beside the model's file; false:
+    none."""
+    max_audio_s: Annotated[float, Field(gt=0, le=86_400)] = 1800.0
+    """Longest recording in a conversation, in seconds."""
     library: str | None = None
     """A folder with llama.cpp's own libraries (libllama.so), relative to this file, to use instead
     of a package: this allows any build of it for GPUs."""
