@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -273,6 +273,9 @@ def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
     if kind.instead in model.options:
         library = paths.resolve_path(str(model.options[kind.instead]), folder)
         update["options"] = {**model.options, kind.instead: str(library)}
+    if files := checks.name_files(model, kind):
+        found = {name: paths.check_model_path(path, folder).text for name, path in files.items()}
+        update["options"] = {**model.options, **cast(Any, update.get("options", {})), **found}
     if model.engine == "command":
         update["options"] = {**model.options, "command": checks.resolve_command(model, folder)}
         update["python"] = None  # the server's, not the worker's

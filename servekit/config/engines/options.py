@@ -336,6 +336,8 @@ class EngineKind:
     extra: str = ""
     #: The option that names a library to use instead of them.
     instead: str = ""
+    #: Options that name further files of the model, each as `path` does.
+    file_options: tuple[str, ...] = ()
     gpu: Literal["never", "may", "must"] = "may"
     #: A package with the same module built for CPUs, which uses no GPU.
     cpu_package: str = ""
@@ -472,9 +474,10 @@ _OURS = {
         chat_templates=True,
         extra="llamacpp",
         instead="library",
+        file_options=("mmproj",),
         parallel=("split",),
         env={"GGML_NO_BACKTRACE": "1"},  # else a debugger is attached to a worker that aborts
-        neutral=frozenset({"slots", "threads", "batch_tokens"}),
+        neutral=frozenset({"slots", "threads", "batch_tokens", "max_audio_s"}),
     ),
     "openai": EngineKind(
         OpenAIOptions,

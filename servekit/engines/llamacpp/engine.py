@@ -16,6 +16,7 @@ import structlog
 from msgspec import structs
 
 from servekit.engines.api.base import EmbedJob, Job, MediaPrompt, Report
+from servekit.engines.api.generation_identity import identify_files
 from servekit.engines.api.job_state import EmbedRow, ends_of
 from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.load_phases import phase
@@ -138,7 +139,7 @@ class LlamaCppEngine(LoopedEngine):
         self._media = encoder
         detail = " and ".join(NOUNS[one] for one in read)
         log.info("images_prepared", model=self.spec.model, detail=f"{detail} in the batch")
-        self._media_detail = f"; {detail} by {loaded.projector.name}"
+        self._media_detail = f"; {detail} by {loaded.projector.path.name}"
         return tuple(read)
 
     def _prove(self, encoder: MediaEncoder, modality: Modality) -> bool:
@@ -202,6 +203,13 @@ class LlamaCppEngine(LoopedEngine):
         template, parser = cast(LlamaCodec, self.codec).template, self.spec.tool_parser
         tools = tool_capabilities(template, dialect, parser, grammars=bool(grammar))
         return (*SERVES, *grammar, *tools)
+
+    def identify(self, *, portable: bool = False) -> str:
+        found = super().identify(portable=portable)
+        projector = self._loaded and self._loaded.projector
+        if not projector:
+            return found
+        return f"{found}.{identify_files(str(projector.path), None, portable=portable)}"
 
     # ---------------------------------------------------------------- requests
 

@@ -235,10 +235,10 @@ class Picture:
 class Projector:
     """A loaded projector. One thread at a time encodes; any number of threads tokenise."""
 
-    def __init__(self, mtmd: Mtmd, address: int, width: int, name: str) -> None:
+    def __init__(self, mtmd: Mtmd, address: int, width: int, path: Path) -> None:
         """`width` is the number of an embedding's numbers, as the model takes it."""
         self._mtmd, self._address, self._width = mtmd, address, width
-        self.name = name
+        self.path = path
         of = mtmd.call
         found: dict[Modality, bool] = {
             "images": of("mtmd_support_vision", address),

@@ -103,7 +103,7 @@ def _load(
     if not address:
         why = mtmd.log.complaints or "it does not say why"
         raise LoadError(f"llama.cpp cannot load {path} for this model: {why}.")
-    found = Projector(mtmd, address, model.input_size, path.name)
+    found = Projector(mtmd, address, model.input_size, path)
     if not found.modalities:
         found.close()
         raise LoadError(f"{path} reads neither images nor recordings.")
