@@ -62,27 +62,23 @@ class MediaEncoder:
         marked = [_mark_media(message, marker, numbers) for message in messages]
         with self._lock:
             text = self._codec.template.render(marked, tools, template, continues)
-            pieces = re.split(
-                f"{marker}([0-9]+)_", text
-            )  # texts, and numbers of media between them
-            _check_places({int(number) for number in pieces[1::2]}, media)
+            texts = re.split(f"{marker}([0-9]+)_", text)
+            texts, places = texts[::2], [int(number) for number in texts[1::2]]
+            _check_places(places, media)
             taken = self._take_media(media)
-            parts: list[str | Picture] = list(pieces)
-            parts[1::2] = [taken[int(number)] for number in pieces[1::2]]
+            parts: list[str | Picture] = [texts[0]]
+            for place, after in zip(places, texts[1:], strict=True):
+                parts += [taken[place], after]
             special = self._codec.completes(text)
             made = self._projector.tokenize([part for part in parts if part], special=special)
             for one in taken:
                 one.free()
-        if made is None:
-            raise RequestError(
-                "messages: llama.cpp cannot prepare these images or recordings", param="messages"
-            )
         self._check_chunks(made)
         return MediaPrompt(made.ids, made)
 
     def _take_media(self, media: Sequence[Media]) -> list[Picture]:
         """Decode media for llama.cpp, in their order. Raises RequestError."""
-        images = iter(decode_images([one for one in media if one.modality == "images"]))
+        images = decode_images([one for one in media if one.modality == "images"])
         recordings = [one for one in media if one.modality == "audio"]
         sounds = iter(decode_recordings(recordings, self._projector.sample_rate, self._max_audio_s))
         taken = []
@@ -91,7 +87,7 @@ class MediaEncoder:
             if one.modality == "audio":
                 taken.append(self._projector.take_recording(next(sounds), key))
             else:
-                image = next(images)
+                image = images.pop(0)  # whose memory is then free
                 taken.append(self._projector.take_image(image.size, image.tobytes(), key))
         return taken
 

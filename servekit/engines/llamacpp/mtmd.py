@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from servekit.engines.llamacpp.capi import Functions, Library, LogCallback, LogListener
 from servekit.engines.llamacpp.struct_layouts import Layout, fill_copy, recognise_default
-from servekit.errors import LoadError
+from servekit.errors import LoadError, RequestError
 from servekit.protocol.types import Modality
 
 Array = NDArray[np.float32]
@@ -233,7 +233,7 @@ class Picture:
 
 
 class Projector:
-    """A loaded projector. One thread at a time encodes; any number of threads tokenise."""
+    """A loaded projector. One thread at a time encodes, and one tokenises."""
 
     def __init__(self, mtmd: Mtmd, address: int, width: int, path: Path) -> None:
         """`width` is the number of an embedding's numbers, as the model takes it."""
@@ -258,11 +258,13 @@ class Projector:
         made = self._mtmd.call("mtmd_bitmap_init_from_audio", len(plain), plain.ctypes.data)
         return Picture(self._mtmd, made, key)
 
-    def tokenize(self, parts: Sequence[str | Picture], *, special: bool) -> ChunkedPrompt | None:
-        """Return the chunks of a prompt; None if a picture cannot be prepared.
+    def tokenize(self, parts: Sequence[str | Picture], *, special: bool) -> ChunkedPrompt:
+        """Return the chunks of a prompt. One thread at a time calls it.
 
-        `special`: the tokens of a text's beginning and end are added.
+        `special`: the tokens of a text's beginning and end are added. Raises RequestError if a
+        picture cannot be prepared.
         """
+        self._mtmd.log.listen(None)
         kept, pointers = [], (POINTER(_Part) * len(parts))()
         for at, part in enumerate(parts):
             if isinstance(part, str):
@@ -276,7 +278,11 @@ class Projector:
         memory = _ChunkMemory(self._mtmd, made)
         arguments = (self._address, made, pointers, len(parts), special)
         if self._mtmd.call("mtmd_tokenize_from_parts", *arguments):
-            return None
+            why = self._mtmd.log.complaints or "it does not say why"
+            raise RequestError(
+                f"messages: llama.cpp cannot prepare these images or recordings: {why}",
+                param="messages",
+            )
         return self._read_chunks(made, memory)
 
     def _read_chunks(self, chunks: int, memory: _ChunkMemory) -> ChunkedPrompt:

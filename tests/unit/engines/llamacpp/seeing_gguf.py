@@ -56,7 +56,7 @@ def convert_model(folder: Path, out: Path) -> tuple[Path, Path]:
     text = {name: values for name, values in tensors.items() if name not in seen}
     return (
         _write_text(out / "model.gguf", folder, config, text),
-        _write_projector(out / "mmproj.gguf", folder, config, seen),
+        write_projector(out / "mmproj.gguf", folder, config, seen),
     )
 
 
@@ -145,7 +145,7 @@ def _add_vocabulary(writer: Any, folder: Path, text: dict[str, Any]) -> int:
 # ---------------------------------------------------------------- the projector
 
 
-def _write_projector(path: Path, folder: Path, config: dict[str, Any], tensors: Any) -> Path:
+def write_projector(path: Path, folder: Path, config: dict[str, Any], tensors: Any) -> Path:
     kind = config["model_type"]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.MMPROJ])
     writer.add_type(gguf.GGUFType.MMPROJ)

@@ -20,7 +20,7 @@ from servekit.engines.transformers.vision.batched_images import BatchedImages
 from servekit.engines.transformers.vision.image_reader import NotBatchable
 from servekit.errors import LoadError, RequestError, Unsupported
 from servekit.protocol.messages import ChatMessage
-from tests.unit.engines.harness import Harness, assert_alive, make_spec
+from tests.unit.engines.harness import Seeing, assert_alive, make_spec
 from tests.unit.engines.seeing_model import (
     LIBRARY,
     write_gemma3,
@@ -71,20 +71,7 @@ CASES = [
     for pair in product(WRITERS, OPTIONS)
     if pair != ("gemma3", "own steps")  # not all of its layers attend to the whole context
 ]
-TOKENS = 24
-
-
-class Seeing(Harness):
-    def ask(self, messages: list[ChatMessage], **params: Any) -> int:
-        """Submit a conversation as a worker does."""
-        made = {"max_tokens": TOKENS, "ignore_eos": True} | params
-        if any(one.media for one in messages):
-            prompt = self.engine.encode_media(messages, (), {}, False)
-            return self.submit(prompt.ids, media=prompt.inputs, **made)
-        return self.submit(self.engine.codec.render_chat(messages), **made)
-
-    def answer(self, messages: list[ChatMessage], **params: Any) -> list[int]:
-        return self.tokens(self.ask(messages, **params))
+TOKENS = Seeing.TOKENS
 
 
 Folders = Callable[[str], Path]
