@@ -10,7 +10,7 @@ Imports neither torch nor transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 from msgspec import structs
@@ -25,10 +25,8 @@ from servekit.engines.llamacpp.bindings import POOLINGS
 from servekit.engines.llamacpp.embedding import LlamaClassifier, LlamaEmbedder
 from servekit.engines.llamacpp.generation import GenerationRunner
 from servekit.engines.llamacpp.loading import Loaded, load_from_spec
-from servekit.engines.llamacpp.media_prompts import MediaEncoder
 from servekit.engines.llamacpp.request_row import LlamaRow
 from servekit.engines.llamacpp.tokenizer import LlamaCodec
-from servekit.engines.media.media_prompts import make_probes
 from servekit.engines.media.media_warnings import warn_unavailable
 from servekit.engines.media.recording import MAX_AUDIO_S
 from servekit.engines.text.sampling_params import resolve_sampling
@@ -46,6 +44,9 @@ from servekit.protocol.messages import (
 )
 from servekit.protocol.tasks import NOUNS
 from servekit.protocol.types import Modality
+
+if TYPE_CHECKING:
+    from servekit.engines.llamacpp.media_prompts import MediaEncoder
 
 log: Any = structlog.get_logger(__name__)
 
@@ -127,6 +128,11 @@ class LlamaCppEngine(LoopedEngine):
         if not codec.chat:
             warn_unavailable(self.spec.model, "the model has no chat template")
             return ()
+        try:
+            from servekit.engines.llamacpp.media_prompts import MediaEncoder
+        except ImportError as error:  # Pillow is not installed: texts are served anyway
+            warn_unavailable(self.spec.model, describe_error(error))
+            return ()
         encoder = MediaEncoder(
             loaded.projector,
             codec,
@@ -144,6 +150,8 @@ class LlamaCppEngine(LoopedEngine):
 
     def _prove(self, encoder: MediaEncoder, modality: Modality) -> bool:
         """Have the model read a sample, and warn if it cannot."""
+        from servekit.engines.media.media_prompts import make_probes
+
         try:
             with phase("images"):
                 prompt = encoder.encode_media(make_probes(modality)[:1])
