@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -52,8 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def instance(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Instance]:
-    common = {"engine": "llamacpp", "device": "cpu"}
-    options = {"threads": 1, "cache_type": "f32", "flash_attention": "off"}
+    common: dict[str, Any] = {"engine": "llamacpp", "device": "cpu"}
+    options: dict[str, Any] = {"threads": 1, "cache_type": "f32", "flash_attention": "off"}
     paths = {"qwen": "qwen-gguf/model.gguf", "gemma": "gemma-gguf/model.gguf"}
     paths["blind"] = write_tiny_gguf(folder / "blind.gguf", context=2048).name
     models = [
@@ -98,8 +99,10 @@ def test_an_answer_outlives_its_workers(instance: Instance) -> None:
     for replica in before:
         os.kill(replica.pid, signal.SIGKILL)
     assert "".join([*begun, *coming]) == due
-    for replica in before:
-        poll("it is replaced", lambda one=replica: instance.replica(one.name).restarts > 0)
+    poll(
+        "both are replaced",
+        lambda: all(instance.replica(one.name).restarts > 0 for one in before),
+    )
     instance.until_settled()
 
 

@@ -37,8 +37,10 @@ _TEXT = {
     "model.": "model.",
     "lm_head.": "lm_head.",
 }
-_MEDIA = ("model.vision_model.", "model.connector.", "visual.", "vision_tower.", "audio_tower.")
-_MEDIA += ("multi_modal_projector.",)
+_MEDIA = (
+    *("model.vision_model.", "model.connector.", "visual.", "vision_tower.", "audio_tower."),
+    "multi_modal_projector.",
+)
 _NORMAL, _CONTROL = 1, 3
 #: Names that the map lacks, or has for another architecture.
 _NAMES = {

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ import pytest
 from PIL import Image as Pillow
 from safetensors.numpy import load_file
 
-from servekit.engines.llamacpp import loading
 from servekit.engines.llamacpp.bindings import open_binding
 from servekit.engines.llamacpp.engine import LlamaCppEngine
 from servekit.engines.llamacpp.media_prompts import MediaEncoder
@@ -34,6 +33,7 @@ from servekit.errors import LoadError, RequestError, Unsupported
 from servekit.model_metadata import projector
 from servekit.model_metadata.gguf import read_header
 from servekit.protocol.messages import ChatMessage, Media
+from servekit.system import cgroup
 from tests.polling import poll
 from tests.unit.engines.harness import Seeing, assert_alive, make_spec
 from tests.unit.engines.hearing_model import make_samples, write_wav
@@ -292,11 +292,14 @@ def test_many_are_cancelled_at_any_time(eyes: Seeing) -> None:
         size = (drawn.randrange(40, 300), drawn.randrange(40, 300))
         messages = [say("user", paint("red", size), paint("blue", size), "?")]
         job = eyes.ask(messages, max_tokens=40)
-        steps = turn % 5
-        eyes.until(lambda job=job, steps=steps: len(eyes.outputs.get(job, [])) >= steps, "steps")
+        eyes.until(partial(_has_run, eyes, job, turn % 5), "it has some tokens")
         eyes.engine.cancel(job)
     eyes.until_idle()
     assert eyes.answer(HISTORY) == due
+
+
+def _has_run(engine: Seeing, job: int, steps: int) -> bool:
+    return len(engine.outputs.get(job, [])) >= steps
 
 
 def test_a_preempted_request_reads_its_images_again(folder: Path) -> None:
@@ -330,19 +333,19 @@ def test_an_image_that_cannot_be_encoded_fails_alone(
     assert_alive(eyes)
 
 
-def test_memory_of_images_is_freed(eyes: Seeing) -> None:
+def test_memory_of_images_is_freed(eyes: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a prompt are in llama.cpp's memory."""
-    calls: list[str] = []
     mtmd = eyes.engine._loaded.projector._mtmd
-    freed = mtmd.mtmd_input_chunks_free
-    mtmd.mtmd_input_chunks_free = lambda chunks: (calls.append("freed"), freed(chunks))
-    try:
-        eyes.answer(OTHER)
-        eyes.until_idle()
-        del eyes.outputs[max(eyes.outputs)]
-        eyes.until_true(lambda: gc.collect() >= 0 and len(calls) > 0)
-    finally:
-        mtmd.mtmd_input_chunks_free = freed
+    free, calls = mtmd.mtmd_input_chunks_free, []
+
+    def note_freed(chunks: int) -> None:
+        calls.append(chunks)
+        free(chunks)
+
+    monkeypatch.setattr(mtmd, "mtmd_input_chunks_free", note_freed)
+    eyes.answer(OTHER)
+    eyes.until_idle()
+    eyes.until_true(lambda: gc.collect() >= 0 and len(calls) > 0)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -535,7 +538,7 @@ def test_the_projector_takes_memory(folder: Path, monkeypatch: pytest.MonkeyPatc
     header = read_header(folder / "mmproj.gguf")
     taken = projector.estimate_bytes(header)
     assert taken > (folder / "mmproj.gguf").stat().st_size
-    monkeypatch.setattr(loading.cgroup, "available_memory_bytes", lambda: taken + 1000)
+    monkeypatch.setattr(cgroup, "available_memory_bytes", lambda: taken + 1000)
     with pytest.raises(LoadError, match="Memory is enough for a context of 0 tokens only"):
         open_engine(folder)
     engine = open_engine(folder, options={"mmproj": False})
