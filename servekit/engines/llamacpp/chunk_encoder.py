@@ -71,7 +71,7 @@ class ChunkEncoder:
                 prompt, chunk = self._queue.popleft()
             try:
                 made, failure = self._projector.encode(chunk), ""
-            except (RuntimeError, MemoryError) as error:
+            except Exception as error:  # of the library: the request fails, and no other
                 made, failure = None, describe_error(error)
             with self._changed:
                 if chunk.requested:  # otherwise it was dropped meanwhile

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_void_p
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -176,15 +178,17 @@ class MediaChunk:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """The positions of a prompt's tokens: `saved` has where each chunk ends, and how many fewer
-    positions than tokens it has.
+    """The positions of a prompt's tokens.
+
+    `saved` has where each chunk ends, and how many fewer positions than tokens there are by then.
     """
 
     saved: tuple[tuple[int, int], ...] = ()
 
     def find(self, index: int) -> int:
         """Return the position of a token that is a text's, or the first of a chunk."""
-        return index - sum(fewer for end, fewer in self.saved if end <= index)
+        before = bisect_right(self.saved, index, key=lambda one: one[0])
+        return index - self.saved[before - 1][1] if before else index
 
 
 #: Those of a prompt without images.
@@ -201,15 +205,19 @@ class ChunkedPrompt:
 
     def find_chunk(self, index: int) -> MediaChunk | None:
         """Return the chunk that token `index` belongs to; None: a text."""
-        return next((one for one in self.chunks if one.start <= index < one.end), None)
+        before = bisect_right(self.chunks, index, key=lambda one: one.start)
+        chunk = self.chunks[before - 1] if before else None
+        return chunk if chunk is not None and index < chunk.end else None
 
     def next_start(self, index: int, end: int) -> int:
-        """Return where the first chunk after token `index` begins, or `end`."""
-        return next((one.start for one in self.chunks if one.start >= index), end)
+        """Return where the first chunk from token `index` on begins, or `end`."""
+        at = bisect_left(self.chunks, index, key=lambda one: one.start)
+        return self.chunks[at].start if at < len(self.chunks) else end
 
     @property
     def positions(self) -> Positions:
-        return Positions(tuple((one.end, one.count - one.positions) for one in self.chunks))
+        saved = accumulate(one.count - one.positions for one in self.chunks)
+        return Positions(tuple(zip((one.end for one in self.chunks), saved, strict=True)))
 
     def mark_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Return a prompt's tokens, and what follows it, with the marks of its chunks."""

@@ -22,12 +22,10 @@ from servekit.model_metadata.gguf import Header, read_header
 from servekit.protocol.messages import WorkerSpec
 
 
-def find_projector(
-    model: Path, header: Header, spec: WorkerSpec, report: Report
-) -> tuple[Path, Header] | None:
+def find_projector(model: Path, spec: WorkerSpec, report: Report) -> tuple[Path, Header] | None:
     """Return the file of the model's projector and its header; None if it has none.
 
-    Raises LoadError for a named file that is no projector, or one for another model.
+    Raises LoadError for a named file that is no projector.
     """
     named = spec.options.get("mmproj")
     if named is False:
@@ -35,17 +33,17 @@ def find_projector(
     if named is not None:
         path = resolve_file(str(named), None, report)
         found = read_header(path)
-        if why := _find_misfit(found, header):
+        if why := _explain_other(found):
             raise LoadError(f"options.mmproj: {path} {why}.")
         return path, found
     try:
-        return _find_beside(model, header)
+        return _find_beside(model)
     except LoadError as error:
         warn_unavailable(spec.model, error.message)
         return None
 
 
-def _find_beside(model: Path, header: Header) -> tuple[Path, Header] | None:
+def _find_beside(model: Path) -> tuple[Path, Header] | None:
     beside = projector.find_projectors(model)
     if not beside:
         return None
@@ -53,22 +51,19 @@ def _find_beside(model: Path, header: Header) -> tuple[Path, Header] | None:
         names = " and ".join(one.name for one in beside[:2])
         raise LoadError(f"{names} lie beside the model; options.mmproj says which is its own")
     found = read_header(beside[0])
-    if why := _find_misfit(found, header):
-        raise LoadError(f"{beside[0]} {why}; options.mmproj names another, or is false")
+    if why := _explain_other(found):
+        raise LoadError(f"{beside[0]} {why}")
     return beside[0], found
 
 
-def _find_misfit(found: Header, header: Header) -> str:
-    """Return why a file is no projector of the model, as far as headers tell; "" if it may be."""
+def _explain_other(found: Header) -> str:
+    """Return why a file is no projector; "" if it is one.
+
+    Whether it is one of the model is left to llama.cpp: headers state the width of the embeddings
+    in several ways.
+    """
     if found.architecture != projector.ARCHITECTURE:
         return f"is no projector: it is a model of the architecture {found.architecture!r}"
-    width = header.metadata.get(f"{header.architecture}.embedding_length")
-    for kind in ("vision", "audio"):
-        makes = found.metadata.get(f"clip.{kind}.projection_dim")
-        # Some state the width of another part, which llama.cpp checks when it loads them.
-        if makes and width and int(makes) % int(width) and int(width) % int(makes):
-            numbers = f"its embeddings have {makes} numbers, and this model's {width}"
-            return f"is for another model: {numbers}"
     return ""
 
 

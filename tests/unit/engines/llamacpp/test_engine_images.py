@@ -457,7 +457,7 @@ def test_a_projector_for_another_model(
     """A named one is an error; one that only lies beside the model leaves it without eyes."""
     file = wider(tmp_path, write)
     said = refusal(folder, mmproj=str(file))
-    assert "is for another model: its embeddings have 96 numbers, and this model's 128" in said
+    assert said.startswith("options.mmproj: llama.cpp cannot load") and "(n_embd = 96)" in said
     shutil.copy(folder / "model.gguf", tmp_path)
     engine = open_engine(tmp_path)
     try:
@@ -467,7 +467,7 @@ def test_a_projector_for_another_model(
     finally:
         engine.close()
     assert [event for event, _ in warned] == ["images_unavailable"]
-    assert "is for another model" in warned[0][1] and "options.mmproj" in warned[0][1]
+    assert "mismatch between text model (n_embd = 128) and mmproj (n_embd = 96)" in warned[0][1]
 
 
 def test_what_is_no_projector(folder: Path, tmp_path: Path) -> None:
