@@ -19,18 +19,21 @@ Array = NDArray[np.float32]
 _ARCHITECTURES = {
     "idefics3": gguf.MODEL_ARCH.LLAMA,
     "qwen2_vl": gguf.MODEL_ARCH.QWEN2VL,
+    "qwen3_vl": gguf.MODEL_ARCH.QWEN3VL,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
     "qwen2_audio": gguf.MODEL_ARCH.QWEN2,
 }
 _PROJECTORS = {
     "idefics3": gguf.VisionProjectorType.IDEFICS3,
     "qwen2_vl": gguf.VisionProjectorType.QWEN2VL,
+    "qwen3_vl": gguf.VisionProjectorType.QWEN3VL,
     "gemma3": gguf.VisionProjectorType.GEMMA3,
     "qwen2_audio": gguf.VisionProjectorType.QWEN2A,
 }
 #: Where the tensors of the text model begin in a file, and what the map of names calls it.
 _TEXT = {
     "model.text_model.": "model.",
+    "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "language_model.": "model.",
@@ -39,11 +42,17 @@ _TEXT = {
 }
 _MEDIA = (
     *("model.vision_model.", "model.connector.", "visual.", "vision_tower.", "audio_tower."),
-    "multi_modal_projector.",
+    *("multi_modal_projector.", "model.visual."),
 )
 _NORMAL, _CONTROL = 1, 3
 #: Names that the map lacks, or has for another architecture.
 _NAMES = {
+    "model.visual.": "visual.",
+    "visual.deepstack_merger_list.0.linear_": "v.deepstack.0.",
+    "visual.deepstack_merger_list.": "v.deepstack.",
+    "visual.merger.norm.": "v.post_ln.",
+    "visual.merger.linear_fc1.": "mm.0.",
+    "visual.merger.linear_fc2.": "mm.2.",
     "vision_tower.": "vision_tower.vision_model.",
     "mm_input_projection_weight": "mm_input_projection.weight",
 }
@@ -88,12 +97,15 @@ def _write_text(path: Path, folder: Path, config: dict[str, Any], tensors: Any) 
     rope = text["rope_parameters"]
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     head = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    if kind == "gemma3":
+    if kind in ("gemma3", "qwen3_vl"):
         writer.add_key_length(head)
         writer.add_value_length(head)
+    if kind == "gemma3":
         writer.add_sliding_window(text["sliding_window"])
     else:
         writer.add_rope_dimension_count(head)
+    if kind == "qwen3_vl":
+        writer.add_num_deepstack_layers(len(config["vision_config"]["deepstack_visual_indexes"]))
     if "mrope_section" in rope:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     size = _add_vocabulary(writer, folder, text)
@@ -158,7 +170,7 @@ def write_projector(path: Path, folder: Path, config: dict[str, Any], tensors: A
     else:
         _describe_eyes(writer, folder, config)
     for name, values in tensors.items():
-        for found, part in _name_parts(name, values):
+        for found, part in _name_parts(name, values, apart=kind == "qwen2_vl"):
             writer.add_tensor(found, np.ascontiguousarray(part))
     return _write(writer, path)
 
@@ -172,7 +184,8 @@ def _describe_eyes(writer: Any, folder: Path, config: dict[str, Any]) -> None:
     images = images.get("image_processor", images)
     writer.add_clip_has_vision_encoder(True)
     writer.add_vision_projection_dim(config.get("text_config", config)["hidden_size"])
-    writer.add_vision_image_size(eyes.get("image_size", 560))
+    positions = eyes.get("num_position_embeddings", 1600)
+    writer.add_vision_image_size(eyes.get("image_size") or int(positions**0.5) * eyes["patch_size"])
     writer.add_vision_patch_size(eyes["patch_size"])
     width = eyes.get("embed_dim", eyes["hidden_size"])
     writer.add_vision_embedding_length(width)
@@ -193,6 +206,10 @@ def _describe_eyes(writer: Any, folder: Path, config: dict[str, Any]) -> None:
         )
     if kind != "qwen2_vl":
         writer.add_vision_use_gelu(True)
+    if kind == "qwen3_vl":
+        writer.add_vision_spatial_merge_size(eyes["spatial_merge_size"])
+        deep = eyes["deepstack_visual_indexes"]
+        writer.add_vision_is_deepstack_layers([at in deep for at in range(eyes["depth"])])
 
 
 def _describe_ears(writer: Any, config: dict[str, Any]) -> None:
@@ -207,8 +224,11 @@ def _describe_ears(writer: Any, config: dict[str, Any]) -> None:
     writer.add_audio_attention_layernorm_eps(1e-5)
 
 
-def _name_parts(name: str, values: Array) -> Iterator[tuple[str, Array]]:
-    """Yield a tensor by its GGUF name, or the parts of one that llama.cpp has apart."""
+def _name_parts(name: str, values: Array, *, apart: bool) -> Iterator[tuple[str, Array]]:
+    """Yield a tensor by its GGUF name, or the parts of one that llama.cpp has apart.
+
+    `apart`: so it has queries, keys and values.
+    """
     if name.startswith("vision_tower.head."):  # not used
         return
     for old, new in _NAMES.items():
@@ -220,9 +240,12 @@ def _name_parts(name: str, values: Array) -> Iterator[tuple[str, Array]]:
     if name.startswith("multi_modal_projector.linear."):
         yield name.replace("multi_modal_projector.linear", "mm.a.fc"), values
         return
+    if name.startswith(("v.", "mm.")):
+        yield name, values
+        return
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
     pieces = {name: values}
-    if ".qkv." in name:
+    if ".qkv." in name and apart:
         thirds = np.split(values, 3)
         pieces = {name.replace("qkv", one): third for one, third in zip("qkv", thirds, strict=True)}
     for own, part in pieces.items():

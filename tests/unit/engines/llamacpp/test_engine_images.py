@@ -43,12 +43,18 @@ from tests.unit.engines.seeing_model import (
     write_idefics3,
     write_qwen2_audio,
     write_qwen2_vl,
+    write_qwen3_vl,
 )
 from tests.unit.engines.transformers.vision.pictures import Reference, paint, say
 
-#: Idefics3 cuts images into tiles, Qwen2-VL has positions of three parts, and Gemma 3 attends to an
-#: image in both directions.
-WRITERS = {"idefics3": write_idefics3, "qwen2_vl": write_qwen2_vl, "gemma3": write_gemma3}
+#: Idefics3 cuts images into tiles, Qwen2-VL has positions of three parts, Qwen3-VL gives its layers
+#: vectors of images, too, and Gemma 3 attends to an image in both directions.
+WRITERS = {
+    "idefics3": write_idefics3,
+    "qwen2_vl": write_qwen2_vl,
+    "qwen3_vl": write_qwen3_vl,
+    "gemma3": write_gemma3,
+}
 #: Of sides that Qwen2-VL leaves as they are. llama.cpp's server has another decoder of JPEG.
 RED, BLUE, TALL = paint("red", (112, 84)), paint("blue", (84, 112)), paint("green", (56, 140))
 ONE = [say("user", RED, "What is this?")]
