@@ -58,15 +58,18 @@ _NAMES = {
 }
 
 
-def convert_model(folder: Path, out: Path) -> tuple[Path, Path]:
-    """Convert a folder into `model.gguf` and `mmproj.gguf` of the folder `out`."""
+def convert_model(folder: Path, out: Path, *, begins: bool = False) -> tuple[Path, Path]:
+    """Convert a folder into `model.gguf` and `mmproj.gguf` of the folder `out`.
+
+    `begins`: its texts begin with a token, which its chat template does not write.
+    """
     out.mkdir(parents=True, exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     seen = {name: values for name, values in tensors.items() if name.startswith(_MEDIA)}
     text = {name: values for name, values in tensors.items() if name not in seen}
     return (
-        _write_text(out / "model.gguf", folder, config, text),
+        _write_text(out / "model.gguf", folder, config, text, begins=begins),
         write_projector(out / "mmproj.gguf", folder, config, seen),
     )
 
@@ -82,7 +85,9 @@ def _write(writer: Any, path: Path) -> Path:
 # ---------------------------------------------------------------- the text model
 
 
-def _write_text(path: Path, folder: Path, config: dict[str, Any], tensors: Any) -> Path:
+def _write_text(
+    path: Path, folder: Path, config: dict[str, Any], tensors: Any, *, begins: bool
+) -> Path:
     kind, text = config["model_type"], config.get("text_config", config)
     architecture = _ARCHITECTURES[kind]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
@@ -108,6 +113,9 @@ def _write_text(path: Path, folder: Path, config: dict[str, Any], tensors: Any) 
         writer.add_num_deepstack_layers(len(config["vision_config"]["deepstack_visual_indexes"]))
     if "mrope_section" in rope:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    writer.add_add_bos_token(begins)
+    if begins:
+        writer.add_bos_token_id(text["vocab_size"] - 1)
     size = _add_vocabulary(writer, folder, text)
     names = gguf.get_tensor_name_map(architecture, text["num_hidden_layers"])
     for name, values in tensors.items():
@@ -151,7 +159,6 @@ def _add_vocabulary(writer: Any, folder: Path, text: dict[str, Any]) -> int:
     writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in merges])
     writer.add_eos_token_id(text["eos_token_id"])
     writer.add_pad_token_id(text["pad_token_id"])
-    writer.add_add_bos_token(False)
     writer.add_chat_template((folder / "chat_template.jinja").read_text())
     return len(ordered)
 

@@ -120,7 +120,12 @@ def eyes(folder: Path) -> Iterator[Seeing]:
 @pytest.fixture(scope="module")
 def server(seeing: Seeing) -> Iterator[str]:
     """The URL of llama.cpp's own server of the same files, in a process of its own."""
-    folder = Path(seeing.engine.spec.path).parent
+    with run_server(Path(seeing.engine.spec.path).parent) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def run_server(folder: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = (sys.executable, "-m", "tests.llama_server", f"{folder}/model.gguf", str(port))
@@ -170,6 +175,24 @@ def test_answers_are_llama_cpp_s(seeing: Seeing, server: str, messages: list[Cha
     prompt = seeing.engine.encode_media(messages, (), {}, False)
     assert len(prompt.ids) == tokens
     assert settle(seeing.text(seeing.ask(messages, ignore_eos=False))) == settle(text)
+
+
+def test_a_text_begins_with_its_token(write: Folders, tmp_path: Path) -> None:
+    """Which the file wants, and the chat template leaves out."""
+    convert_model(write("gemma3"), tmp_path, begins=True)
+    engine = open_engine(tmp_path)
+    try:
+        with run_server(tmp_path) as url:
+            for messages in (ONE, NONE):
+                text, tokens = ask_server(url, messages)
+                job = engine.ask(messages, ignore_eos=False)
+                assert settle(engine.text(job)) == settle(text)
+                ids = engine.engine.codec.render_chat(messages)
+                if messages is ONE:
+                    ids = engine.engine.encode_media(messages, (), {}, False).ids
+                assert len(ids) == tokens and ids[0] > ids[1]  # it is the last of the vocabulary
+    finally:
+        engine.close()
 
 
 def test_answers_are_those_of_transformers(write: Folders, eyes: Seeing) -> None:
