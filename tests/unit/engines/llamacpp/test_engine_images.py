@@ -9,9 +9,6 @@ import io
 import json
 import random
 import shutil
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -34,7 +31,7 @@ from servekit.model_metadata import projector
 from servekit.model_metadata.gguf import read_header
 from servekit.protocol.messages import ChatMessage, Media
 from servekit.system import cgroup
-from tests.polling import poll
+from tests.llama_server import run_server
 from tests.unit.engines.harness import Seeing, assert_alive, make_spec
 from tests.unit.engines.hearing_model import make_samples, write_wav
 from tests.unit.engines.llamacpp.seeing_gguf import convert_model, write_projector
@@ -120,32 +117,9 @@ def eyes(folder: Path) -> Iterator[Seeing]:
 @pytest.fixture(scope="module")
 def server(seeing: Seeing) -> Iterator[str]:
     """The URL of llama.cpp's own server of the same files, in a process of its own."""
-    with run_server(Path(seeing.engine.spec.path).parent) as url:
+    folder = Path(seeing.engine.spec.path).parent
+    with run_server(f"{folder}/model.gguf", "f32", f"{folder}/mmproj.gguf") as url:
         yield url
-
-
-@contextlib.contextmanager
-def run_server(folder: Path) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = (sys.executable, "-m", "tests.llama_server", f"{folder}/model.gguf", str(port))
-    run = subprocess.Popen(
-        (*command, "f32", f"{folder}/mmproj.gguf"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    url = f"http://127.0.0.1:{port}"
-
-    def serves() -> bool:
-        assert run.poll() is None, run.stdout and run.stdout.read()
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{url}/health").status_code == 200
-        return False
-
-    try:
-        poll("llama.cpp's server serves", serves)
-        yield url
-    finally:
-        run.kill()
-        run.communicate()
 
 
 def ask_server(url: str, messages: list[ChatMessage]) -> tuple[str, int]:
@@ -182,7 +156,8 @@ def test_a_text_begins_with_its_token(write: Folders, tmp_path: Path) -> None:
     convert_model(write("gemma3"), tmp_path, begins=True)
     engine = open_engine(tmp_path)
     try:
-        with run_server(tmp_path) as url:
+        files = f"{tmp_path}/model.gguf", "f32", f"{tmp_path}/mmproj.gguf"
+        with run_server(*files) as url:
             for messages in (ONE, NONE):
                 text, tokens = ask_server(url, messages)
                 job = engine.ask(messages, ignore_eos=False)
