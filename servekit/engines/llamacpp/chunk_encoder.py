@@ -7,6 +7,7 @@ projector has buffers and a schedule of its own in llama.cpp.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 
 from servekit.engines.llamacpp.mtmd import ChunkedPrompt, MediaChunk, Projector
@@ -14,6 +15,8 @@ from servekit.errors import describe_error
 
 #: Chunks of a request that are encoded ahead of the one that is read next.
 AHEAD = 2
+#: An encoding that takes longer hangs. A large image takes minutes on a CPU.
+HANGS_S = 600.0
 
 
 class ChunkEncoder:
@@ -24,6 +27,7 @@ class ChunkEncoder:
         self._changed = threading.Condition()
         self._queue: deque[tuple[ChunkedPrompt, MediaChunk]] = deque()
         self._closing = False
+        self._began_at = 0.0  # the encoding that runs; 0: none does
         self._thread = threading.Thread(target=self._encode_chunks, name="images", daemon=True)
         self._thread.start()
 
@@ -49,10 +53,16 @@ class ChunkEncoder:
         """Forget the embeddings of a chunk that has been read."""
         chunk.requested, chunk.embeddings = False, None
 
-    def wait(self, chunks: list[MediaChunk], timeout_s: float) -> bool:
-        """Wait until one of the chunks is encoded, or has failed; return whether one is."""
+    def wait(self, chunks: list[MediaChunk], timeout_s: float) -> None:
+        """Wait until one of the chunks is encoded, or has failed."""
         with self._changed:
-            return self._changed.wait_for(lambda: any(map(_is_done, chunks)), timeout_s)
+            self._changed.wait_for(lambda: any(map(_is_done, chunks)), timeout_s)
+
+    @property
+    def hangs(self) -> bool:
+        """True if the encoding that runs is no progress any more."""
+        began_at = self._began_at
+        return began_at > 0 and time.monotonic() - began_at > HANGS_S
 
     def close(self) -> None:
         """Stop the thread after its current chunk, and wait for that."""
@@ -69,11 +79,13 @@ class ChunkEncoder:
                 if self._closing:
                     return
                 prompt, chunk = self._queue.popleft()
+                self._began_at = time.monotonic()
             try:
                 made, failure = self._projector.encode(chunk), ""
             except Exception as error:  # of the library: the request fails, and no other
                 made, failure = None, describe_error(error)
             with self._changed:
+                self._began_at = 0.0
                 if chunk.requested:  # otherwise it was dropped meanwhile
                     chunk.embeddings, chunk.failure = made, failure
                 self._changed.notify_all()

@@ -252,7 +252,7 @@ class LlamaCppEngine(LoopedEngine):
 
     def _note_progress(self) -> None:
         runner = self._runner
-        if not (isinstance(runner, GenerationRunner) and runner.waited):
+        if not (isinstance(runner, GenerationRunner) and runner.hangs):
             super()._note_progress()
 
     def classify(self, job: EmbedJob) -> None:

@@ -104,8 +104,8 @@ class GenerationRunner:
         self._context = context
         self._projector = projector
         self._encoder = None if projector is None else ChunkEncoder(projector)
-        #: The last step only waited for embeddings, and in vain.
-        self.waited = False
+        #: The last step only waited for embeddings, which do not come.
+        self.hangs = False
         self._step_tokens = step_tokens
         self._rewinds = rewinds
         self._waiting: deque[LlamaRow] = deque()
@@ -177,7 +177,8 @@ class GenerationRunner:
             return outputs + self._suspect_rows()
         if chosen:
             self._end_trial()
-        self.waited = not (plan.tokens or outputs) and not self._wait_for_embeddings()
+        idle = not (plan.tokens or outputs)
+        self.hangs = idle and self._wait_for_embeddings()
         return outputs
 
     def _choose_tokens(self, wanted: list[_At]) -> list[tuple[Place, int]]:
@@ -298,12 +299,13 @@ class GenerationRunner:
         return ended
 
     def _wait_for_embeddings(self) -> bool:
-        """Wait for what every running request waits for; return whether it is there."""
+        """Wait a little for what every running request waits for; return whether that hangs."""
         if self._encoder is None:
-            return True
+            return False
         rows = [(place.row, place) for place in self._places if place.row is not None]
         chunks = [row.find_chunk(len(place.cached)) for row, place in rows]
-        return self._encoder.wait([one for one in chunks if one is not None], WAIT_S)
+        self._encoder.wait([one for one in chunks if one is not None], WAIT_S)
+        return self._encoder.hangs
 
     # ---------------------------------------------------------------- coming and going
 

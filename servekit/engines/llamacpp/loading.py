@@ -134,7 +134,7 @@ def _plan_memory(
         max_context=spec.max_context,
         gpu_layers=spec.options.get("gpu_layers"),
         cache_type=cache_type,
-        budgets=_reserve_bytes(_gpu_budgets(binding, spec), taken),
+        budgets=reserve_bytes(_gpu_budgets(binding, spec), taken),
         host_bytes=max(0, cgroup.available_memory_bytes() - taken),
     )
     return memory_fit.fit_memory(memory_fit.shape_of(headers, cache_type), options)
@@ -150,7 +150,7 @@ def _gpu_budgets(binding: Binding, spec: WorkerSpec) -> tuple[int, ...]:
     return tuple(min(one, spec.memory_bytes or one) for one in free[: spec.gpus])
 
 
-def _reserve_bytes(budgets: tuple[int, ...], taken: int) -> tuple[int, ...]:
+def reserve_bytes(budgets: tuple[int, ...], taken: int) -> tuple[int, ...]:
     """Take the projector's memory from the first GPU, on which llama.cpp puts it."""
     return tuple(max(0, one - (taken if at == 0 else 0)) for at, one in enumerate(budgets))
 

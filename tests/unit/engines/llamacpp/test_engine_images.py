@@ -20,6 +20,7 @@ import pytest
 from PIL import Image as Pillow
 from safetensors.numpy import load_file
 
+from servekit.engines.llamacpp import chunk_encoder, loading
 from servekit.engines.llamacpp.bindings import open_binding
 from servekit.engines.llamacpp.engine import LlamaCppEngine
 from servekit.engines.llamacpp.media_prompts import MediaEncoder
@@ -289,6 +290,30 @@ def test_texts_go_on_while_an_image_is_encoded(
     assert eyes.answer(OTHER) == eyes.answer(OTHER, cache_salt="again")
 
 
+def test_an_encoding_that_hangs_is_no_progress(
+    eyes: Seeing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take minutes on a CPU, but not for ever: then the supervisor replaces the worker."""
+    go_on = threading.Event()
+
+    def hang(self: Projector, chunk: MediaChunk) -> Any:
+        assert go_on.wait(60)
+        raise RuntimeError("it was let go")
+
+    monkeypatch.setattr(Projector, "encode", hang)
+    with contextlib.ExitStack() as held:
+        held.callback(go_on.set)
+        job = eyes.ask(OTHER, cache_salt="never seen")
+        steps = eyes.count_steps()
+        eyes.until_true(lambda: steps() > 10)
+        assert eyes.engine.load_now().progress_age_s < 5
+        monkeypatch.setattr(chunk_encoder, "HANGS_S", 0.01)
+        eyes.until_true(lambda: eyes.engine.load_now().progress_age_s > 0.3)
+    eyes.until(lambda: eyes.ended(job), "it ends")
+    monkeypatch.undo()
+    assert_alive(eyes)
+
+
 def test_many_are_cancelled_at_any_time(eyes: Seeing) -> None:
     drawn = random.Random(5)
     due = eyes.answer(HISTORY)
@@ -355,11 +380,19 @@ def test_memory_of_images_is_freed(eyes: Seeing, monkeypatch: pytest.MonkeyPatch
 # ---------------------------------------------------------------- what is refused
 
 
+def bomb() -> Media:
+    """A few kilobytes for as many pixels as take a quarter of a gigabyte."""
+    file = io.BytesIO()
+    Pillow.new("1", (9000, 9000)).save(file, "PNG")
+    return Media(file.getvalue(), "image/png")
+
+
 @pytest.mark.parametrize(
     ("media", "words"),
     [
         (Media(RED.data[:60], RED.kind), "image 1 cannot be decoded"),
         (Media(b"", RED.kind), "image 1 cannot be decoded"),
+        (bomb(), r"image 1 has 9000 × 9000 pixels, and 67108864 are allowed"),
         (paint("red", (8, 900)), "no side may be more than 100 times as long"),
     ],
 )
@@ -547,6 +580,12 @@ def test_the_projector_takes_memory(folder: Path, monkeypatch: pytest.MonkeyPatc
         open_engine(folder)
     engine = open_engine(folder, options={"mmproj": False})
     engine.close()
+
+
+def test_the_projector_takes_memory_of_the_first_gpu() -> None:
+    assert loading.reserve_bytes((10, 10), 4) == (6, 10)
+    assert loading.reserve_bytes((3, 10), 4) == (0, 10)
+    assert loading.reserve_bytes((), 4) == ()
 
 
 # ---------------------------------------------------------------- recordings
