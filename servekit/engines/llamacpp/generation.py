@@ -169,23 +169,28 @@ class GenerationRunner:
         ]
         for place, tokens in plan.texts:
             self._note_read(place, tokens)
-        chosen = self._choose_tokens(wanted)
-        if plan.piece is not None:
-            chosen += self._choose_tokens(self._read_piece(plan.piece))
-        outputs += [self._push_token(*one) for one in chosen if one[1] != NOT_A_NUMBER]
-        if any(token == NOT_A_NUMBER for _, token in chosen) or not all(numbers):
+        sane = self._push_tokens(wanted, outputs) and all(numbers)
+        if sane and plan.piece is not None:
+            wanted = self._read_piece(plan.piece)
+            sane = self._push_tokens(wanted, outputs)
+        if not sane:
             return outputs + self._suspect_rows()
-        if chosen:
+        if outputs:
             self._end_trial()
         idle = not (plan.tokens or outputs)
         self.hangs = idle and self._wait_for_embeddings()
         return outputs
 
-    def _choose_tokens(self, wanted: list[_At]) -> list[tuple[Place, int]]:
-        """Choose the next tokens by the logits of the last pass."""
-        return [
+    def _push_tokens(self, wanted: list[_At], outputs: list[tuple[LlamaRow, StepOutput]]) -> bool:
+        """Choose the next tokens by the logits of the last pass, and append them to `outputs`.
+
+        Returns False if there is a NaN among the logits.
+        """
+        chosen = [
             (place, choose_token(_row_of(place), self._context.logits(at))) for place, at in wanted
         ]
+        outputs += [self._push_token(*one) for one in chosen if one[1] != NOT_A_NUMBER]
+        return all(token != NOT_A_NUMBER for _, token in chosen)
 
     def _note_read(self, place: Place, tokens: list[int]) -> None:
         place.cached += tokens
@@ -229,6 +234,8 @@ class GenerationRunner:
         room, scored, plan = self._step_tokens, PROMPT_OUTPUTS, Plan()
         for place in sorted(active, key=lambda place: left[place.id] > 1):
             row, start = _row_of(place), len(place.cached)
+            if self._encoder is not None and row.media is not None:
+                self._encoder.request(row.media, start)
             if row.find_chunk(start) is not None:
                 plan.piece = plan.piece or self._plan_piece(place, plan)
             else:
@@ -250,10 +257,7 @@ class GenerationRunner:
         """Return the next piece of an image, if its embeddings are there and the plan has room."""
         row, start = _row_of(place), len(place.cached)
         chunk = row.find_chunk(start)
-        if chunk is None or row.media is None or self._encoder is None:
-            raise RuntimeError(f"sequence {place.id} has no image at token {start}")
-        self._encoder.request(row.media, start)
-        if chunk.embeddings is None:
+        if chunk is None or chunk.embeddings is None:
             return None
         room, left = self._step_tokens - plan.tokens, chunk.end - start
         if chunk.whole and left > room:

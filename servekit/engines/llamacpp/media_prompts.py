@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from servekit.engines.api.base import MediaPrompt
-from servekit.engines.llamacpp.mtmd import ChunkedPrompt, Picture, Projector
+from servekit.engines.llamacpp.mtmd import Bitmap, ChunkedPrompt, Projector
 from servekit.engines.llamacpp.tokenizer import LlamaCodec
 from servekit.engines.media.media_prompts import (
     check_modalities,
@@ -66,7 +66,7 @@ class MediaEncoder:
             texts, places = texts[::2], [int(number) for number in texts[1::2]]
             _check_places(places, media)
             taken = self._take_media(media)
-            parts: list[str | Picture] = [texts[0]]
+            parts: list[str | Bitmap] = [texts[0]]
             for place, after in zip(places, texts[1:], strict=True):
                 parts += [taken[place], after]
             special = self._codec.completes(text)
@@ -76,7 +76,7 @@ class MediaEncoder:
         self._check_chunks(made)
         return MediaPrompt(made.ids, made)
 
-    def _take_media(self, media: Sequence[Media]) -> list[Picture]:
+    def _take_media(self, media: Sequence[Media]) -> list[Bitmap]:
         """Decode media for llama.cpp, in their order. Raises RequestError."""
         images = decode_images([one for one in media if one.modality == "images"])
         recordings = [one for one in media if one.modality == "audio"]

@@ -227,7 +227,7 @@ class ChunkedPrompt:
         return marked
 
 
-class Picture:
+class Bitmap:
     """An image in RGB, or samples of a recording, for `Projector.tokenize`."""
 
     def __init__(self, mtmd: Mtmd, address: int, key: bytes) -> None:
@@ -256,17 +256,17 @@ class Projector:
         self.sample_rate: int = of("mtmd_get_audio_sample_rate", address)
         self.multiplies_positions: bool = of("mtmd_decode_use_mrope", address)
 
-    def take_image(self, size: tuple[int, int], rgb: bytes, key: bytes) -> Picture:
+    def take_image(self, size: tuple[int, int], rgb: bytes, key: bytes) -> Bitmap:
         """Copy an image of `size` (width, height)."""
-        return Picture(self._mtmd, self._mtmd.call("mtmd_bitmap_init", *size, rgb), key)
+        return Bitmap(self._mtmd, self._mtmd.call("mtmd_bitmap_init", *size, rgb), key)
 
-    def take_recording(self, samples: Array, key: bytes) -> Picture:
+    def take_recording(self, samples: Array, key: bytes) -> Bitmap:
         """Copy the samples of a recording at `sample_rate`, from -1 to 1."""
         plain = np.ascontiguousarray(samples, np.float32)
         made = self._mtmd.call("mtmd_bitmap_init_from_audio", len(plain), plain.ctypes.data)
-        return Picture(self._mtmd, made, key)
+        return Bitmap(self._mtmd, made, key)
 
-    def tokenize(self, parts: Sequence[str | Picture], *, special: bool) -> ChunkedPrompt:
+    def tokenize(self, parts: Sequence[str | Bitmap], *, special: bool) -> ChunkedPrompt:
         """Return the chunks of a prompt. One thread at a time calls it.
 
         `special`: the tokens of a text's beginning and end are added. Raises RequestError if a

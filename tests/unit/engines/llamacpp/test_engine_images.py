@@ -24,6 +24,7 @@ from servekit.engines.llamacpp import chunk_encoder, loading
 from servekit.engines.llamacpp.bindings import open_binding
 from servekit.engines.llamacpp.engine import LlamaCppEngine
 from servekit.engines.llamacpp.media_prompts import MediaEncoder
+from servekit.engines.llamacpp.model import Context, InsufficientMemory
 from servekit.engines.llamacpp.mtmd import MediaChunk, Projector
 from servekit.engines.media import media_warnings
 from servekit.engines.text.tokenizer import REPLACEMENT
@@ -194,6 +195,19 @@ def test_pictures_and_texts_at_once(seeing: Seeing) -> None:
     assert max(len(batch) for batch in seeing.batches) > 2  # they did share steps
 
 
+def test_two_jobs_of_one_prompt(seeing: Seeing) -> None:
+    """As of a request for several answers."""
+    due = seeing.answer(HISTORY)
+    prompt = seeing.engine.encode_media(HISTORY, (), {}, False)
+    asked: dict[str, Any] = {"media": prompt.inputs, "max_tokens": Seeing.TOKENS}
+    asked |= {"ignore_eos": True, "cache_salt": "of two"}
+    for cancelled in (False, True):
+        jobs = [seeing.submit(prompt.ids, **asked) for _ in range(3)]
+        if cancelled:
+            seeing.engine.cancel(jobs.pop(0))
+        assert [seeing.tokens(job) for job in jobs] == [due] * len(jobs)
+
+
 def test_a_picture_is_cached_by_its_content(seeing: Seeing) -> None:
     lead = "This is a text of more than some tokens before a picture. " * 2
     asked = [[say("user", lead, image, " and ", RED, "?")] for image in (TALL, TALL, BLUE)]
@@ -340,6 +354,35 @@ def test_a_preempted_request_reads_its_images_again(folder: Path) -> None:
         engine.engine._loaded.context.capacity = 250  # too little for both
         assert [engine.tokens(job) for job in jobs] == [due, due]
         engine.engine._loaded.context.capacity = capacity
+    finally:
+        engine.close()
+
+
+def test_a_pass_without_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp finds no place for an image: others, who had a token in that step, make room."""
+    engine = open_engine(folder, options={"slots": 2})
+    try:
+        due = [engine.answer(messages, max_tokens=60) for messages in (ONE, NONE)]
+        encode, decode = Projector.encode, Context.decode_embeddings
+        go_on, refusals = threading.Event(), iter(range(3))
+
+        def encode_late(self: Projector, chunk: MediaChunk) -> Any:
+            assert go_on.wait(60)
+            return encode(self, chunk)
+
+        def refuse(self: Context, *arguments: Any, **more: Any) -> None:
+            if next(refusals, None) is not None:
+                raise InsufficientMemory
+            decode(self, *arguments, **more)
+
+        monkeypatch.setattr(Projector, "encode", encode_late)
+        monkeypatch.setattr(Context, "decode_embeddings", refuse)
+        picture = engine.ask(ONE, max_tokens=60, cache_salt="anew")
+        text = engine.ask(NONE, max_tokens=60, cache_salt="anew")
+        engine.until(lambda: len(engine.outputs.get(text, [])) > 5, "the text is under way")
+        go_on.set()
+        assert [engine.tokens(job) for job in (picture, text)] == due
+        assert next(refusals, None) is None
     finally:
         engine.close()
 
