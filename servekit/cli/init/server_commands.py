@@ -276,6 +276,8 @@ _LLAMA = {
     **_share_option(_Option("model", _text), "-m", "--model"),
     **_share_option(_Option("model", _repository), "-hf", "-hfr", "--hf-repo"),
     **_share_option(_Option("options.mmproj", _text), "-mm", "--mmproj"),
+    **_share_option(_Option("options.image_min_tokens", _number), "--image-min-tokens"),
+    **_share_option(_Option("options.image_max_tokens", _number), "--image-max-tokens"),
     **_share_option(_Option("options.mmproj", lambda _: False, "none"), "--no-mmproj"),
     **_share_option(_Option("names", lambda values: [values[0]]), "-a", "--alias"),
     **_share_option(_Option("port", _number), "--port"),

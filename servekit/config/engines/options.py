@@ -200,6 +200,11 @@ class LlamaCppOptions(Section):
     none."""
     max_audio_s: Annotated[float, Field(gt=0, le=86_400)] = 1800.0
     """Longest recording in a conversation, in seconds."""
+    image_min_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Fewest tokens of an image, for a projector that takes images of any size; smaller images are
+    enlarged. By default as llama.cpp has it for the projector."""
+    image_max_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Most tokens of an image, likewise; larger images are made smaller, which saves time."""
     library: str | None = None
     """A folder with llama.cpp's own libraries (libllama.so), relative to this file, to use instead
     of a package: this allows any build of it for GPUs."""

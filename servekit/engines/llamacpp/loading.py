@@ -127,7 +127,8 @@ def _plan_memory(
     projector: Header | None,
 ) -> memory_fit.Plan:
     cache_type = _cache_type(spec)
-    taken = 0 if projector is None else estimate_bytes(projector)
+    most_tokens = spec.options.get("image_max_tokens")
+    taken = 0 if projector is None else estimate_bytes(projector, most_tokens)
     options = memory_fit.FitOptions(
         slots=_count_slots(spec, pooling),
         batch=_count_batch_tokens(spec, pooling),

@@ -94,6 +94,9 @@ def _load(
         "n_threads": settings.threads,
         "flash_attn_type": FLASH_ATTENTION[settings.flash_attention],
     }
+    for name in ("image_min_tokens", "image_max_tokens"):
+        if (asked := spec.options.get(name)) is not None:
+            fields[name] = int(asked)
     address = mtmd.load_projector(str(path), model.address, fields)
     if not address:
         why = mtmd.log.complaints or "it does not say why"

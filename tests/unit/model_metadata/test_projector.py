@@ -37,6 +37,8 @@ def test_memory(kind: str, patches: int) -> None:
     """The weights, and activations of the largest image that llama.cpp takes as it is."""
     made = header(kind, vision__image_size=64, vision__patch_size=16, **EYES)
     assert estimate_bytes(made) == 1000 + 4 * patches * (80 + 80)
+    fewer = 16 if kind == "gemma3" else 4 * 100
+    assert estimate_bytes(made, 100) == 1000 + 4 * fewer * (80 + 80)
 
 
 def test_ears() -> None:

@@ -358,13 +358,13 @@ def test_a_preempted_request_reads_its_images_again(folder: Path) -> None:
         engine.close()
 
 
-def test_a_pass_without_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_without_room(convert: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp finds no place for an image: others, who had a token in that step, make room."""
-    engine = open_engine(folder, options={"slots": 2})
+    engine = open_engine(convert("gemma3"), options={"slots": 2})
     try:
-        due = [engine.answer(messages, max_tokens=60) for messages in (ONE, NONE)]
+        due = [engine.answer(messages, max_tokens=600) for messages in (ONE, NONE)]
         encode, decode = Projector.encode, Context.decode_embeddings
-        go_on, refusals = threading.Event(), iter(range(3))
+        go_on, refusals = threading.Event(), iter(range(2))
 
         def encode_late(self: Projector, chunk: MediaChunk) -> Any:
             assert go_on.wait(60)
@@ -377,8 +377,8 @@ def test_a_pass_without_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(Projector, "encode", encode_late)
         monkeypatch.setattr(Context, "decode_embeddings", refuse)
-        picture = engine.ask(ONE, max_tokens=60, cache_salt="anew")
-        text = engine.ask(NONE, max_tokens=60, cache_salt="anew")
+        picture = engine.ask(ONE, max_tokens=600, cache_salt="anew")
+        text = engine.ask(NONE, max_tokens=600, cache_salt="anew")
         engine.until(lambda: len(engine.outputs.get(text, [])) > 5, "the text is under way")
         go_on.set()
         assert [engine.tokens(job) for job in (picture, text)] == due
@@ -600,6 +600,24 @@ def test_a_library_without_libmtmd(folder: Path, monkeypatch: pytest.MonkeyPatch
     engine = open_engine(folder)
     engine.close()
     assert "images" not in engine.info.serves
+
+
+def test_limits_of_an_image(folder: Path) -> None:
+    """Of Qwen2-VL, which takes images of any size; llama.cpp's own limits are 8 and 4096 tokens."""
+    pictures = [paint("red", size) for size in ((56, 56), (1120, 1120))]
+    counts = []
+    for options in ({}, {"image_min_tokens": 30, "image_max_tokens": 60}):
+        engine = open_engine(folder, options=options)
+        prompts = [
+            engine.engine.encode_media([say("user", one)], (), {}, False) for one in pictures
+        ]
+        counts.append([prompt.inputs.chunks[0].count for prompt in prompts])
+        engine.close()
+    assert counts[0][0] < 30 and counts[0][1] == 1600
+    assert 30 <= counts[1][0] <= counts[1][1] <= 60
+    assert "options.mmproj" in refusal(
+        folder, mmproj=str(folder / "mmproj.gguf"), image_min_tokens=60, image_max_tokens=30
+    )
 
 
 def test_files_tell_a_worker_from_another(folder: Path, tmp_path: Path) -> None:
