@@ -145,6 +145,8 @@ def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Proble
         yield from _check_option_path(text, (*at, "options", *place), folder)
     if kind.instead in config.options:
         yield from _check_library(config, (*at, "options", kind.instead), folder)
+    for name, path in name_files(config, kind).items():
+        yield from _check_file(path, (*at, "options", name), folder)
     if config.chat_template is not None and not kind.is_remote:
         yield from _check_chat_template(config, config.chat_template, at, folder)
     if config.gpus is not None:
@@ -441,6 +443,22 @@ def _check_library(config: ModelConfig, at: Place, folder: Path) -> Iterator[Pro
         path = paths.resolve_path(str(config.options[str(at[-1])]), folder)
         if path.is_dir() and not any(path.glob("libllama*")):
             yield Problem(at, f"there is no libllama.so in {path}.")
+
+
+def name_files(config: ModelConfig, kind: EngineKind) -> dict[str, str]:
+    """Return the further files that a model's options name, by the options' names."""
+    named = {name: config.options.get(name) for name in kind.file_options}
+    return {name: path for name, path in named.items() if isinstance(path, str)}
+
+
+def _check_file(path: str, at: Place, folder: Path) -> Iterator[Problem]:
+    try:
+        found = paths.check_model_path(path, folder)
+    except ValueError as error:
+        yield Problem(at, f"{error}.")
+        return
+    if not found.is_gguf:
+        yield Problem(at, f"{path} is no GGUF file.")
 
 
 def _check_gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ OF_A_MODEL = {
     "ngl": "layers are placed by themselves; `device: cpu` uses no GPU",
     "num_gpu": "layers are placed by themselves; `device: cpu` uses no GPU",
     "n_parallel": "`options: {{slots: {value}}}` is how many requests run at once",
+    "mmproj": "`options: {{mmproj: {value}}}` is the projector that llamacpp reads images with",
     "num_parallel": "`options: {{slots: {value}}}` is how many requests run at once",
     # Ollama
     "num_ctx": _CONTEXT,

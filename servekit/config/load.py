@@ -271,11 +271,14 @@ def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
     kind = checks.find_engine_kind(model)
     if model.chat_template is not None:
         update["chat_template"] = read_template(model.chat_template, folder)
-    options = update["options"] = resolve_options(kind.options, model.options, folder)
+    options = resolve_options(kind.options, model.options, folder)
+    for name, path in checks.name_files(model, kind).items():
+        options[name] = paths.check_model_path(path, folder).text
     if "model" in (asked := speculative_checks.get_speculative(model)):
         with contextlib.suppress(ValueError):  # reported by the checks
             asked = {**asked, "model": paths.check_model_path(str(asked["model"]), folder).text}
-            update["options"] = {**options, "speculative": asked}
+            options["speculative"] = asked
+    update["options"] = options
     if model.engine == "command":
         update["options"] = {**model.options, "command": checks.resolve_command(model, folder)}
         update["python"] = None  # the server's, not the worker's

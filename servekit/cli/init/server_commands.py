@@ -275,6 +275,10 @@ _CACHE_TYPES = {name: name for name in ("f32", "f16", "bf16", "q8_0", "q4_0")}
 _LLAMA = {
     **_share_option(_Option("model", _text), "-m", "--model"),
     **_share_option(_Option("model", _repository), "-hf", "-hfr", "--hf-repo"),
+    **_share_option(_Option("options.mmproj", _text), "-mm", "--mmproj"),
+    **_share_option(_Option("options.image_min_tokens", _number), "--image-min-tokens"),
+    **_share_option(_Option("options.image_max_tokens", _number), "--image-max-tokens"),
+    **_share_option(_Option("options.mmproj", lambda _: False, "none"), "--no-mmproj"),
     **_share_option(_Option("names", lambda values: [values[0]]), "-a", "--alias"),
     **_share_option(_Option("port", _number), "--port"),
     **_share_option(_Option("context", _number), "-c", "--ctx-size"),

@@ -229,6 +229,17 @@ class LlamaCppOptions(Section):
     model's file names a pooling."""
     binding: Literal["auto", "xllamacpp", "llama-cpp-python"] = "auto"
     """The Python package with llama.cpp; auto: xllamacpp if it is installed."""
+    mmproj: str | Literal[False] | None = None
+    """The projector of a model that sees or hears: a GGUF file, relative to this file, or a file of
+    the hub or of a wheel, as in `path`. By default `mmproj*.gguf` beside the model's file; false:
+    none."""
+    max_audio_s: Annotated[float, Field(gt=0, le=86_400)] = 1800.0
+    """Longest recording in a conversation, in seconds."""
+    image_min_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Fewest tokens of an image, for a projector that takes images of any size; smaller images are
+    enlarged. By default as llama.cpp has it for the projector."""
+    image_max_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Most tokens of an image, likewise; larger images are made smaller, which saves time."""
     library: ConfigPath | None = None
     """A folder with llama.cpp's own libraries (libllama.so), relative to this file, to use instead
     of a package: this allows any build of it for GPUs."""
@@ -365,6 +376,8 @@ class EngineKind:
     extra: str = ""
     #: The option that names a library to use instead of them.
     instead: str = ""
+    #: Options that name further files of the model, each as `path` does.
+    file_options: tuple[str, ...] = ()
     gpu: Literal["never", "may", "must"] = "may"
     #: A package with the same module built for CPUs, which uses no GPU.
     cpu_package: str = ""
@@ -501,9 +514,10 @@ _OURS = {
         chat_templates=True,
         extra="llamacpp",
         instead="library",
+        file_options=("mmproj",),
         parallel=("split",),
         env={"GGML_NO_BACKTRACE": "1"},  # else a debugger is attached to a worker that aborts
-        neutral=frozenset({"slots", "threads", "batch_tokens"}),
+        neutral=frozenset({"slots", "threads", "batch_tokens", "max_audio_s"}),
     ),
     "openai": EngineKind(
         OpenAIOptions,

@@ -46,7 +46,7 @@ CACHE_TYPES: dict[str, tuple[int, float]] = {
 POOLINGS = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}
 #: Prompt tokens of one pass that may need logits: each takes a row of the vocabulary's size.
 PROMPT_OUTPUTS = 64
-_FLASH = {"auto": -1, "off": 0, "on": 1}
+FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _SPLITS = {"layer": 1, "row": 2}
 #: Size of either struct, with a reserve: a callee accesses only its own struct's size.
 _STRUCT_WORDS = 256
@@ -237,7 +237,7 @@ def context_fields(settings: Settings) -> dict[str, Any]:
         "n_seq_max": settings.sequences,
         "n_threads": settings.threads,
         "n_threads_batch": settings.threads,
-        "flash_attn_type": _FLASH[settings.flash_attention],
+        "flash_attn_type": FLASH_ATTENTION[settings.flash_attention],
         "flash_attn": settings.flash_attention == "on",  # for older versions
         "type_k": kind,
         "type_v": kind,

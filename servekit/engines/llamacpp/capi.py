@@ -41,19 +41,20 @@ class Batch(ctypes.Structure):
     )
 
 
-_LogCallback = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
+LogCallback = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
 #: llama.cpp keeps the address of a logger for good, even if the library is refused later.
 _LOGGERS: list[Any] = []
 _P = c_void_p
 #: Result and argument types by function name. llama.cpp's own pointer types are plain addresses.
 _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_backend_init": (None, ()),
-    "llama_log_set": (None, (_LogCallback, _P)),
+    "llama_log_set": (None, (LogCallback, _P)),
     "llama_supports_gpu_offload": (c_bool, ()),
     "llama_model_free": (None, (_P,)),
     "llama_free": (None, (_P,)),
     "llama_model_get_vocab": (_P, (_P,)),
     "llama_model_n_embd": (c_int32, (_P,)),
+    "llama_model_n_embd_inp": (c_int32, (_P,)),
     "llama_model_n_params": (ctypes.c_uint64, (_P,)),
     "llama_model_size": (ctypes.c_uint64, (_P,)),
     "llama_model_n_swa": (c_int32, (_P,)),
@@ -78,6 +79,7 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_batch_init": (Batch, (c_int32, c_int32, c_int32)),
     "llama_batch_free": (None, (Batch,)),
     "llama_decode": (c_int32, (_P, Batch)),
+    "llama_set_causal_attn": (None, (_P, c_bool)),
     "llama_encode": (c_int32, (_P, Batch)),
     "llama_get_logits_ith": (POINTER(c_float), (_P, c_int32)),
     "llama_get_embeddings_seq": (POINTER(c_float), (_P, c_int32)),
@@ -97,24 +99,12 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-class Library:
-    """A llama.cpp library: the functions above by their C names, and its log.
+class Functions:
+    """Functions of a shared library by their C names. A call releases the GIL."""
 
-    One per process, because llama.cpp's log is global. A call releases the GIL.
-    """
-
-    def __init__(self, path: str, binding: str) -> None:
-        """Open the library. Raises LoadError if it lacks a function."""
+    def __init__(self, opened: ctypes.CDLL, binding: str) -> None:
         self.binding = binding  # name and version, for messages
-        self._library = ctypes.CDLL(path)
-        for name, (result, arguments) in _PROTOTYPES.items():
-            self.declare(name, result, arguments)
-        self._complaints: list[str] = []
-        self._dots: Callable[[], None] | None = None
-        logger = _LogCallback(self._on_log)
-        _LOGGERS.append(logger)
-        self.call("llama_log_set", logger, None)
-        self.call("llama_backend_init")
+        self._library = opened
 
     def declare(self, name: str, result: Any, arguments: tuple[Any, ...]) -> None:
         """Make a function available to `call`. Raises LoadError if the library lacks it."""
@@ -131,6 +121,23 @@ class Library:
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a function by its C name."""
         return getattr(self, name)(*arguments)
+
+
+class Library(Functions):
+    """A llama.cpp library: the functions above, and its log.
+
+    One per process, because llama.cpp's log is global.
+    """
+
+    def __init__(self, path: str, binding: str) -> None:
+        """Open the library. Raises LoadError if it lacks a function."""
+        super().__init__(ctypes.CDLL(path), binding)
+        self.path = path
+        for name, (result, arguments) in _PROTOTYPES.items():
+            self.declare(name, result, arguments)
+        self._log = LogListener()
+        self.call("llama_log_set", self._log.callback, None)
+        self.call("llama_backend_init")
 
     def creating(self, name: str, parameters: type[ctypes.Structure], first: Any) -> Any:
         """Return a function that creates an object from `first` and a struct of parameters."""
@@ -165,12 +172,31 @@ class Library:
 
     def listen(self, dots: Callable[[], None] | None) -> None:
         """Clear the kept errors; then call `dots` for each loaded percent of a model's tensors."""
+        self._log.listen(dots)
+
+    @property
+    def complaints(self) -> str:
+        """The recent errors that llama.cpp logged."""
+        return self._log.complaints
+
+
+class LogListener:
+    """The receiver of a library's log, which keeps its recent errors."""
+
+    def __init__(self) -> None:
+        self._complaints: list[str] = []
+        self._dots: Callable[[], None] | None = None
+        self.callback = LogCallback(self._on_log)
+        _LOGGERS.append(self.callback)
+
+    def listen(self, dots: Callable[[], None] | None) -> None:
+        """Clear the kept errors; then call `dots` for each dot that is logged."""
         self._complaints.clear()
         self._dots = dots
 
     @property
     def complaints(self) -> str:
-        """The recent errors that llama.cpp logged."""
+        """The recent errors."""
         return "; ".join(self._complaints)
 
     def _on_log(self, level: int, text: bytes | None, _: Any) -> None:

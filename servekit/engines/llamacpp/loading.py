@@ -13,9 +13,12 @@ from servekit.engines.api.load_phases import phase
 from servekit.engines.llamacpp import memory_fit
 from servekit.engines.llamacpp.bindings import POOLINGS, Binding, Settings, open_binding
 from servekit.engines.llamacpp.model import Context, Model
+from servekit.engines.llamacpp.mtmd import Projector
+from servekit.engines.llamacpp.projector_loading import find_projector, load_projector
 from servekit.engines.model_files.source import resolve_file
 from servekit.errors import LoadError
 from servekit.model_metadata.gguf import Header
+from servekit.model_metadata.projector import estimate_bytes
 from servekit.protocol.messages import Progress, WorkerSpec
 from servekit.system import cgroup
 from servekit.units import format_bytes
@@ -44,6 +47,13 @@ class Loaded:
     plan: memory_fit.Plan
     header: Header
     pooling: int | None  # pooling type of embeddings; None: the model generates
+    projector: Projector | None = None  # of a model that reads images or recordings
+
+    def close(self) -> None:
+        self.context.close()
+        if self.projector is not None:
+            self.projector.close()
+        self.model.close()
 
 
 def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
@@ -57,13 +67,19 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
     if spec.device == "cuda" and not binding.library.call("llama_supports_gpu_offload"):
         raise LoadError(f"{binding.without_gpu} Or say `device: cpu`.")
     pooling = _choose_pooling(headers[0], spec)
-    plan = _plan_memory(binding, headers, spec, pooling)
+    media = None if pooling is not None else find_projector(path, spec, report)
+    plan = _plan_memory(binding, headers, spec, pooling, media and media[1])
     settings = _make_settings(path, plan, spec, pooling)
     with phase("weights"):
         model = _load_model(binding, settings, spec, report)
+    try:
+        projector = media and load_projector(binding, media[0], model, settings, spec)
+    except LoadError:
+        model.close()
+        raise
     with phase("cache"):
         context = _new_context(binding, model, settings, plan)
-    return Loaded(binding, model, context, plan, headers[0], pooling)
+    return Loaded(binding, model, context, plan, headers[0], pooling, projector)
 
 
 # ---------------------------------------------------------------- what is wanted
@@ -104,17 +120,23 @@ def _count_batch_tokens(spec: WorkerSpec, pooling: int | None) -> int:
 
 
 def _plan_memory(
-    binding: Binding, headers: list[Header], spec: WorkerSpec, pooling: int | None
+    binding: Binding,
+    headers: list[Header],
+    spec: WorkerSpec,
+    pooling: int | None,
+    projector: Header | None,
 ) -> memory_fit.Plan:
     cache_type = _cache_type(spec)
+    most_tokens = spec.options.get("image_max_tokens")
+    taken = 0 if projector is None else estimate_bytes(projector, most_tokens)
     options = memory_fit.FitOptions(
         slots=_count_slots(spec, pooling),
         batch=_count_batch_tokens(spec, pooling),
         max_context=spec.max_context,
         gpu_layers=spec.options.get("gpu_layers"),
         cache_type=cache_type,
-        budgets=_gpu_budgets(binding, spec),
-        host_bytes=cgroup.available_memory_bytes(),
+        budgets=reserve_bytes(_gpu_budgets(binding, spec), taken),
+        host_bytes=max(0, cgroup.available_memory_bytes() - taken),
     )
     return memory_fit.fit_memory(memory_fit.shape_of(headers, cache_type), options)
 
@@ -127,6 +149,11 @@ def _gpu_budgets(binding: Binding, spec: WorkerSpec) -> tuple[int, ...]:
     if not free:
         raise LoadError(f"{binding.library.binding} finds no GPU.", permanent=False)
     return tuple(min(one, spec.memory_bytes or one) for one in free[: spec.gpus])
+
+
+def reserve_bytes(budgets: tuple[int, ...], taken: int) -> tuple[int, ...]:
+    """Take the projector's memory from the first GPU, on which llama.cpp puts it."""
+    return tuple(max(0, one - (taken if at == 0 else 0)) for at, one in enumerate(budgets))
 
 
 def _cache_type(spec: WorkerSpec) -> str:

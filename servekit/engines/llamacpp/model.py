@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from ctypes import c_char_p, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int8, c_int32, c_uint32, c_void_p
 
 import numpy as np
 from numpy.typing import NDArray
 
 from servekit.engines.llamacpp.bindings import Binding, Settings
-from servekit.engines.llamacpp.capi import Library
+from servekit.engines.llamacpp.capi import Batch, Library
 from servekit.engines.llamacpp.vocabulary import Vocabulary
 
 
@@ -28,6 +29,8 @@ class Model:
         self.parameters: int = of("llama_model_n_params", address)
         self.size_bytes: int = of("llama_model_size", address)
         self.embedding_size: int = of("llama_model_n_embd", address)
+        #: Numbers of an embedding in place of a token: some models have more for images.
+        self.input_size: int = of("llama_model_n_embd_inp", address)
         self.description = library.call_for_text("llama_model_desc", address)
         self.encodes: bool = of("llama_model_has_encoder", address)
         #: A sequence can be cut anywhere and continued from there.
@@ -121,8 +124,43 @@ class Context:
 
         Raises InsufficientMemory, or RuntimeError if llama.cpp fails.
         """
+        self._run_pass(self._batch)
+
+    def decode_embeddings(
+        self,
+        sequence: int,
+        positions: NDArray[np.int32],
+        embeddings: NDArray[np.float32],
+        *,
+        output: bool,
+        causal: bool,
+    ) -> None:
+        """Run one pass over `embeddings` [count, width] in place of tokens; raises as the above.
+
+        `positions` [parts, count] have several parts with M-RoPE. With `output` the logits of the
+        last one are computed. Without `causal` each is attended to by all others.
+        """
+        count = len(embeddings)
+        places, rows = np.ascontiguousarray(positions), np.ascontiguousarray(embeddings)
+        one = (c_int32 * 1)(sequence)
+        batch = Batch(
+            count,
+            None,
+            rows.ctypes.data_as(POINTER(c_float)),
+            places.ctypes.data_as(POINTER(c_int32)),
+            (c_int32 * count)(*[1] * count),
+            (POINTER(c_int32) * count)(*[ctypes.cast(one, POINTER(c_int32))] * count),
+            (c_int8 * count)(*[0] * (count - 1), output),
+        )
+        self._library.call("llama_set_causal_attn", self._address, causal)
+        try:
+            self._run_pass(batch)
+        finally:
+            self._library.call("llama_set_causal_attn", self._address, True)
+
+    def _run_pass(self, batch: Batch) -> None:
         self._library.listen(None)
-        code = self._library.call(self._run, self._address, self._batch)
+        code = self._library.call(self._run, self._address, batch)
         if code == 1:
             raise InsufficientMemory
         if code:

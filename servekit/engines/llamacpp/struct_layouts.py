@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from ctypes import c_bool, c_float, c_int32, c_size_t, c_uint32, c_void_p
 from typing import Any
 
-from servekit.engines.llamacpp.capi import Library
+from servekit.engines.llamacpp.capi import Functions, Library
 from servekit.errors import LoadError
 
 #: Name, type, and llama.cpp's default of each field, in order.
@@ -105,12 +105,13 @@ def recognise_defaults(library: Library) -> tuple[ctypes.Structure, ctypes.Struc
     Raises LoadError if a layout is not known.
     """
     return (
-        _recognise_default(library, "llama_model_default_params", MODEL_LAYOUTS),
-        _recognise_default(library, "llama_context_default_params", CONTEXT_LAYOUTS),
+        recognise_default(library, "llama_model_default_params", MODEL_LAYOUTS),
+        recognise_default(library, "llama_context_default_params", CONTEXT_LAYOUTS),
     )
 
 
-def _recognise_default(library: Library, name: str, layouts: Sequence[Layout]) -> ctypes.Structure:
+def recognise_default(library: Functions, name: str, layouts: Sequence[Layout]) -> ctypes.Structure:
+    """Return the default parameters that the function `name` tells. Raises LoadError."""
     library.declare(name, _Raw, ())
     defaults = bytes(library.call(name))
     struct = recognise_layout(defaults, layouts)

@@ -22,12 +22,32 @@ _HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 class LlamaCodec(Prompts):
     """A codec for a llama.cpp vocabulary; see `base.Codec`."""
 
-    def __init__(self, vocabulary: Vocabulary, template: str, pair_template: str = "") -> None:
-        """Store the source of the chat template, and the text of pairs; "" for none."""
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        template: str,
+        pair_template: str = "",
+        *,
+        completes_chats: bool = False,
+    ) -> None:
+        """Store the source of the chat template, and the text of pairs; "" for none.
+
+        `completes_chats`: chats without the token of a text's beginning get it, if the file wants
+        it, as llama.cpp has chats with images.
+        """
         super().__init__(ChatTemplate(Renderer(template, vocabulary.special_tokens_map)))
         self._vocabulary = vocabulary
         self._pair_template = pair_template
         self._drops_space = vocabulary.drops_first_space
+        self._completes_chats = completes_chats
+
+    def completes(self, chat: str) -> bool:
+        """Return whether a rendered conversation lacks the token of a text's beginning."""
+        begin = self._vocabulary.special_tokens_map.get("bos_token")
+        return self._completes_chats and not (begin and chat.startswith(begin))
+
+    def _completes(self, chat: str) -> bool:
+        return self.completes(chat)
 
     def _tokenize_text(self, text: str, special: bool) -> list[int]:
         return self._vocabulary.tokenize(text, special=special)

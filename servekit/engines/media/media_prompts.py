@@ -7,7 +7,7 @@ import io
 import math
 import threading
 import wave
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,10 +81,12 @@ class MediaEncoder:
         recordings = [one for one in media if one.modality == "audio"]
         with self._lock:
             text = self._template.render(messages, tools, template, continues)
-            for modality in {one.modality for one in media}.difference(self._marks):
-                raise Unsupported(f"messages: it takes no {NOUNS[modality]}", param="messages")
+            check_modalities(media, self._marks)
             self._check_marks(text, {"images": len(images), "audio": len(recordings)})
-            pictures, sounds = decode_images(images), self._decode_recordings(recordings)
+            pictures = decode_images(images)
+            sounds = decode_recordings(
+                recordings, self._rate, self._max_audio_s, self._most_samples
+            )
             try:
                 return self._make_prompt(text, pictures, sounds)
             except (MemoryError, RequestError):
@@ -108,28 +110,6 @@ class MediaEncoder:
         made.pop("attention_mask", None)  # of ones
         return MediaPrompt(ids, made)
 
-    def _decode_recordings(self, recordings: Sequence[Media]) -> list[Samples]:
-        """Return the samples of recordings, as long together as a single one may be."""
-        decoded: list[Samples] = []
-        left_s = self._max_audio_s
-        for place, one in enumerate(recordings, 1):
-            try:
-                decoded.append(decode_recording(one.data, self._rate, left_s))
-            except RequestError as error:
-                said = error.message.removeprefix("file: ")
-                raise type(error)(
-                    f"messages: recording {place}: {said}", param="messages"
-                ) from error
-            if 0 < self._most_samples < len(decoded[-1]):
-                heard_s = self._most_samples / self._rate
-                raise RequestError(
-                    f"messages: recording {place} is longer than the {heard_s:g} s that the model"
-                    " hears; send it in parts",
-                    param="messages",
-                )
-            left_s -= len(decoded[-1]) / self._rate
-        return decoded
-
     def _find_marks(self, kind: str) -> list[str]:
         """Return the added tokens that the template writes for each medium, and only for it."""
         one = Media(b"", kind)
@@ -152,6 +132,11 @@ def _check_mark(mark: str, places: int, count: int, modality: Modality) -> None:
             " prompts; leave it out",
             param="messages",
         )
+    check_places(places, count, modality)
+
+
+def check_places(places: int, count: int, modality: Modality) -> None:
+    """Raise RequestError if the chat template left media out."""
     if places < count:
         noun = NOUNS[modality]
         raise RequestError(
@@ -190,6 +175,12 @@ def list_modalities(processor: Any) -> list[Modality]:
         "audio": find_extractor(processor),
     }
     return [one for one in MODALITIES if parts[one] is not None]
+
+
+def check_modalities(media: Iterable[Media], known: Collection[Modality]) -> None:
+    """Raise Unsupported for media that the model does not read."""
+    for modality in {one.modality for one in media}.difference(known):
+        raise Unsupported(f"messages: it takes no {NOUNS[modality]}", param="messages")
 
 
 def make_probes(modality: Modality) -> list[ChatMessage]:
@@ -232,6 +223,31 @@ def decode_images(images: Sequence[Media]) -> list[Any]:
             param="messages",
         )
     return [_decode_image(one, place) for place, one in enumerate(opened, 1)]
+
+
+def decode_recordings(
+    recordings: Sequence[Media], rate: int, max_audio_s: float, most_samples: int = 0
+) -> list[Samples]:
+    """Return the samples of recordings, as long together as a single one may be.
+
+    `most_samples` is what the model hears of one; 0: any number. Raises RequestError.
+    """
+    decoded: list[Samples] = []
+    left_s = max_audio_s
+    for place, one in enumerate(recordings, 1):
+        try:
+            decoded.append(decode_recording(one.data, rate, left_s))
+        except RequestError as error:
+            said = error.message.removeprefix("file: ")
+            raise type(error)(f"messages: recording {place}: {said}", param="messages") from error
+        if 0 < most_samples < len(decoded[-1]):
+            raise RequestError(
+                f"messages: recording {place} is longer than the {most_samples / rate:g} s that the"
+                " model hears; send it in parts",
+                param="messages",
+            )
+        left_s -= len(decoded[-1]) / rate
+    return decoded
 
 
 def _open_image(image: Media, place: int) -> Any:

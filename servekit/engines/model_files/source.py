@@ -25,7 +25,7 @@ from servekit.engines.api.load_phases import phase
 from servekit.engines.model_files import gguf_convert, hub, prefetch, pypi
 from servekit.engines.model_files.cache import Cache, Key
 from servekit.errors import LoadError
-from servekit.model_metadata import model_folder
+from servekit.model_metadata import model_folder, projector
 from servekit.model_metadata.gguf import begins_as_gguf, read_header
 from servekit.protocol.messages import Progress
 
@@ -298,7 +298,7 @@ def _conversion_key(source: PyPI) -> Key:
 def _only_gguf(folder: Path) -> Path:
     if folder.is_file():
         raise LoadError(f"{folder} is no .gguf file, and engine llamacpp loads nothing else.")
-    found = sorted(folder.glob("*.gguf"))
+    found = projector.find_models(folder)
     if len(found) == 1:
         return found[0]
     if found:

@@ -21,7 +21,13 @@ from servekit.config.engines.options import KINDS
 from servekit.config.engines.quantization_checks import get_method
 from servekit.config.engines.speculative_checks import get_speculative
 from servekit.config.schema import ModelConfig
-from servekit.model_metadata import gguf, kv_cache_shape, safetensors, weight_quantization
+from servekit.model_metadata import (
+    gguf,
+    kv_cache_shape,
+    projector,
+    safetensors,
+    weight_quantization,
+)
 from servekit.model_metadata.kv_cache_shape import Attention
 from servekit.supervisor.scheduling import local_model_files
 from servekit.supervisor.scheduling.memory_requests import (
@@ -251,11 +257,23 @@ def _of_gguf(model: ModelConfig, place: Assignment, path: Path) -> Estimate:
     shape = kv_cache_shape.of_gguf(file)
     if model.engine == "llamacpp":
         number = _CACHE_BYTES[str(model.options.get("cache_type", "f16"))]
-        return _spread(model, place, file.weights_bytes, shape, number, partly=True)
+        found = _spread(model, place, file.weights_bytes, shape, number, partly=True)
+        return replace(found, weights_bytes=found.weights_bytes + _projector_bytes(model, path))
     stored = 4 if file.elements < _FLOAT32_BELOW else 2
     number = _BYTES.get(model.dtype, stored if place.gpus else 4)
     found = _spread(model, place, int(file.elements * number), shape, number)
     return replace(found, from_gguf=True)
+
+
+def _projector_bytes(model: ModelConfig, path: Path) -> int:
+    """Return the size of the projector of a model in llama.cpp, which a replica has once.
+
+    0 if it has none, or if that is not here yet.
+    """
+    named = model.options.get("mmproj")
+    beside = [] if named is False else projector.find_projectors(path)
+    files = beside if named is None else [Path(str(named))]
+    return files[0].stat().st_size if len(files) == 1 and files[0].is_file() else 0
 
 
 def _quantization(model: ModelConfig) -> str | None:

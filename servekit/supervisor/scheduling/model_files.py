@@ -12,7 +12,7 @@ from pathlib import Path
 
 from servekit.config.schema import ModelConfig
 from servekit.errors import LoadError
-from servekit.model_metadata import gguf, model_folder
+from servekit.model_metadata import gguf, model_folder, projector
 from servekit.model_metadata.gguf import read_header
 from servekit.supervisor.deployments.plan import Plan
 from servekit.supervisor.scheduling import local_model_files
@@ -42,7 +42,7 @@ def problem(model: ModelConfig, path: Path) -> str:
     """
     try:
         if model.engine == "llamacpp" and path.is_dir():
-            [path] = path.glob("*.gguf")
+            [path] = projector.find_models(path)
         if path.is_file():
             return _of_gguf(model, path)
         model_folder.check(path)

@@ -22,6 +22,7 @@ from transformers import (
 from servekit.engines.api.base import Job, StepOutput
 from servekit.engines.transformers.engine import TransformersEngine
 from servekit.protocol.messages import (
+    ChatMessage,
     ModelInfo,
     Progress,
     SamplingParams,
@@ -270,3 +271,20 @@ def assert_alive(harness: Harness) -> None:
     """The loop lives on and serves the next request."""
     assert len(harness.generate(PROMPTS[1], max_tokens=3, ignore_eos=True)) == 3
     assert harness.engine.fatal is None
+
+
+class Seeing(Harness):
+    """An engine whose model reads images or recordings, and what conversations it is asked."""
+
+    TOKENS = 24  # of an answer
+
+    def ask(self, messages: list[ChatMessage], **params: Any) -> int:
+        """Submit a conversation as a worker does."""
+        made = {"max_tokens": self.TOKENS, "ignore_eos": True} | params
+        if any(one.media for one in messages):
+            prompt = self.engine.encode_media(messages, (), {}, False)
+            return self.submit(prompt.ids, media=prompt.inputs, **made)
+        return self.submit(self.engine.codec.render_chat(messages), **made)
+
+    def answer(self, messages: list[ChatMessage], **params: Any) -> list[int]:
+        return self.tokens(self.ask(messages, **params))

@@ -43,6 +43,9 @@ RIGHT = [
     "engine: llamacpp, path: 'pypi:a==1'",
     "engine: llamacpp, path: m.gguf, options: {library: build}",
     "engine: llamacpp, path: m.gguf, options: {library: ./build/libllama.so}",
+    "engine: llamacpp, path: m.gguf, options: {mmproj: ./m.gguf}",
+    "engine: llamacpp, path: org/name:Q8_0, options: {mmproj: org/name/mmproj-F16.gguf}",
+    "engine: llamacpp, path: m.gguf, options: {mmproj: false}",
     "engine: transformers, path: m.gguf, adapters: [{name: x, path: ./BOFT}]",
     "engine: transformers, path: ./f, parallel: device_map, gpus_per_replica: 2, idle_sleep_s: 1",
     "engine: echo, path: anything at all",
@@ -67,6 +70,14 @@ WRONG = [
         "there is no libllama.so in {here}/f.",
     ),
     ("engine: llamacpp, path: m.gguf, options: {library: [f]}", "must be text, but is a list."),
+    (
+        "engine: llamacpp, path: m.gguf, options: {mmproj: ./none.gguf}",
+        "models[0].options.mmproj: {here}/none.gguf: does not exist.",
+    ),
+    (
+        "engine: llamacpp, path: m.gguf, options: {mmproj: ./f}",
+        "models[0].options.mmproj: ./f is no GGUF file.",
+    ),
     (
         "engine: llamacpp, path: org/name",
         "a GGUF file of the hub is org/name:Q4_K_M, or org/name/FILE.gguf.",
@@ -143,6 +154,17 @@ def test_a_library_that_is_named_is_enough(tmp_path: Path, engine: str) -> None:
     config, _ = load_here(tmp_path / "servekit.yaml", Machine(False, lambda module: False))
     [found] = config.models
     assert (found.engine, found.options["library"]) == ("llamacpp", str(tmp_path / "build"))
+
+
+@pytest.mark.parametrize("engine", ["llamacpp", "auto"])
+def test_a_projector_is_relative_to_the_file(tmp_path: Path, engine: str) -> None:
+    model = f"engine: {engine}, path: m.gguf, options: {{mmproj: ./m.gguf, library: build}}"
+    assert told(tmp_path, model) == ""
+    config, _ = load_here(tmp_path / "servekit.yaml", Machine(False, lambda module: True))
+    [found] = config.models
+    assert found.engine == "llamacpp"
+    assert found.options["mmproj"] == str(tmp_path / "m.gguf")
+    assert found.options["library"] == str(tmp_path / "build")
 
 
 def test_an_engine_for_gpus_needs_one(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from servekit.engines.vllm.engine import VllmEngine
 from servekit.errors import RequestError
 from servekit.protocol.adapters import AdapterSpec
 from servekit.protocol.messages import ChatMessage, Grammar, Media
-from tests.unit.engines.harness import write_tiny_llama
+from tests.unit.engines.harness import Seeing, write_tiny_llama
 from tests.unit.engines.seeing_model import write_idefics3, write_qwen2_vl, write_seeing_model
 from tests.unit.engines.transformers.vision.pictures import (
     BLUE,
@@ -29,7 +29,6 @@ from tests.unit.engines.transformers.vision.pictures import (
     paint,
     say,
 )
-from tests.unit.engines.transformers.vision.test_engine_images import Seeing
 from tests.unit.engines.vllm import test_engine_real as real
 
 pytestmark = [

@@ -9,10 +9,9 @@ import pytest
 
 from servekit.engines.vllm.engine import VllmEngine
 from servekit.errors import RequestError
-from tests.unit.engines.harness import write_tiny_llama
+from tests.unit.engines.harness import Seeing, write_tiny_llama
 from tests.unit.engines.seeing_model import write_qwen2_audio
 from tests.unit.engines.transformers.vision.pictures import Reference, say
-from tests.unit.engines.transformers.vision.test_engine_images import Seeing
 from tests.unit.engines.transformers.vision.test_engine_recordings import (
     HISTORY,
     LOW,

@@ -171,6 +171,19 @@ def test_gguf(tmp_path: Path) -> None:
     assert asis.on_each_floor_bytes == 0, "what does not fit stays in the host's memory"
 
 
+def test_the_projector_of_a_gguf_model(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf")
+    plain = of(path, engine="llamacpp").weights_bytes
+    (tmp_path / "mmproj-F16.gguf").write_bytes(bytes(1000))
+    elsewhere = tmp_path / "other.gguf"
+    elsewhere.write_bytes(bytes(500))
+    options: list[dict[str, Any]] = [{}, {"mmproj": False}, {"mmproj": str(elsewhere)}]
+    found = [of(path, engine="llamacpp", options=one).weights_bytes - plain for one in options]
+    assert found == [1000, 0, 500]
+    (tmp_path / "mmproj-Q8_0.gguf").touch()  # none is taken then
+    assert of(path, engine="llamacpp").weights_bytes == plain
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 200_000])
 def test_a_damaged_folder_is_told_in_a_sentence(tmp_path: Path, text: str) -> None:
     path = folder(tmp_path / "m")

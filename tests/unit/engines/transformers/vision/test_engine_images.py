@@ -20,7 +20,7 @@ from servekit.engines.transformers.vision.batched_images import BatchedImages
 from servekit.engines.transformers.vision.image_reader import NotBatchable
 from servekit.errors import LoadError, RequestError, Unsupported
 from servekit.protocol.messages import ChatMessage
-from tests.unit.engines.harness import Harness, assert_alive, make_spec
+from tests.unit.engines.harness import Seeing, assert_alive, make_spec
 from tests.unit.engines.seeing_model import (
     LIBRARY,
     write_gemma3,
@@ -74,20 +74,7 @@ CASES = [
     # not all of gemma3's layers attend to the whole context
     if pair[0] != "gemma3" or pair[1] in ("continuous", "static")
 ]
-TOKENS = 24
-
-
-class Seeing(Harness):
-    def ask(self, messages: list[ChatMessage], **params: Any) -> int:
-        """Submit a conversation as a worker does."""
-        made = {"max_tokens": TOKENS, "ignore_eos": True} | params
-        if any(one.media for one in messages):
-            prompt = self.engine.encode_media(messages, (), {}, False)
-            return self.submit(prompt.ids, media=prompt.inputs, **made)
-        return self.submit(self.engine.codec.render_chat(messages), **made)
-
-    def answer(self, messages: list[ChatMessage], **params: Any) -> list[int]:
-        return self.tokens(self.ask(messages, **params))
+TOKENS = Seeing.TOKENS
 
 
 Folders = Callable[[str], Path]

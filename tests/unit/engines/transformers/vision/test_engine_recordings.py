@@ -11,7 +11,7 @@ from servekit.engines.media.media_prompts import MediaEncoder
 from servekit.engines.text.chat_template import ChatTemplate
 from servekit.errors import RequestError
 from servekit.protocol.messages import ChatMessage, Media
-from tests.unit.engines.harness import make_spec
+from tests.unit.engines.harness import Seeing, make_spec
 from tests.unit.engines.hearing_model import make_samples, write_wav
 from tests.unit.engines.seeing_model import (
     LIBRARY,
@@ -22,7 +22,7 @@ from tests.unit.engines.seeing_model import (
     write_whole_qwen2_5_omni,
 )
 from tests.unit.engines.transformers.vision.pictures import RED, Reference, say
-from tests.unit.engines.transformers.vision.test_engine_images import TOKENS, Seeing
+from tests.unit.engines.transformers.vision.test_engine_images import TOKENS
 
 
 def record(seed: int, duration_s: float = 1.0) -> Media:
