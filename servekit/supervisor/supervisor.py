@@ -213,7 +213,7 @@ class Supervisor:
         while True:
             match await self._requests.get():
                 case BaseException() as error:
-                    journal.record_event("down", f"broke off: {error}")
+                    journal.record_event("down", f"failed: {error}")
                     raise error
                 case "hangup" if not self._has_terminal or has_terminal():
                     self._spawn(self.reload())
