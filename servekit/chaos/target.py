@@ -17,7 +17,7 @@ from servekit.config.load import load_config
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.protocol.messages import GetStatus, ModelStatus, ReplicaStatus, Status
-from servekit.supervisor.admin.control_socket import query_supervisor
+from servekit.supervisor.admin.control_socket import request_answer
 from servekit.supervisor.process.run_dir import no_instance_error, read_record
 from servekit.system import procfs
 from servekit.system.orphan_cleanup import MARK
@@ -175,10 +175,7 @@ def describe_lacking(status: Status) -> str:
 
 
 async def _read_status(run_dir: Path) -> Status:
-    answer = await query_supervisor(run_dir / "control.sock", GetStatus())
-    if not isinstance(answer, Status):
-        raise ServekitError("the supervisor sent an answer of an unexpected type")
-    return answer
+    return await request_answer(run_dir, GetStatus(), Status)
 
 
 def _is_ours(pid: int) -> bool:
