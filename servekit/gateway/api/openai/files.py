@@ -24,8 +24,8 @@ from servekit.gateway.api.fields import UnixTime, doc
 from servekit.gateway.api.multipart import find_boundary
 from servekit.gateway.api.paging import query_parameters, read_limit
 from servekit.gateway.auth.authorization import ACTING
-from servekit.gateway.batch_store import BatchStore, StoredFile, TooMuchStored, expiry
-from servekit.gateway.response_store import ResponsesUnavailable
+from servekit.gateway.storage.batch_store import BatchStore, StoredFile, TooMuchStored, expiry
+from servekit.gateway.storage.store_file import ResponsesUnavailable
 from servekit.protocol.access import BatchRules
 
 _MOST_FILES = 10_000

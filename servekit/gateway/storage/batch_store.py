@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from servekit.errors import RequestError
-from servekit.gateway.leases import claim_rows, end_leases
-from servekit.gateway.response_store import StoreFile, answer, transaction
+from servekit.gateway.storage.leases import claim_rows, end_leases
+from servekit.gateway.storage.store_file import StoreFile, await_work, transaction
 from servekit.protocol.access import BatchRules
 
 Json = dict[str, Any]
@@ -114,7 +114,7 @@ class BatchStore:
         self._owner = secrets.token_hex(8)
 
     async def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        return await answer(self._file.submit(work))
+        return await await_work(self._file.submit(work))
 
     def close(self) -> None:
         """Give up all leases, so that another gateway goes on at once."""

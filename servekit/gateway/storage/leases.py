@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from servekit.gateway.response_store import ResponsesUnavailable
+from servekit.gateway.storage.store_file import ResponsesUnavailable
 
 #: How long a gateway that is silent keeps what it holds.
 LEASE_S = 6.0

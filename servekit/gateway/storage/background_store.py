@@ -16,17 +16,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from servekit.errors import RequestError
-from servekit.gateway.leases import claim_rows, end_leases
-from servekit.gateway.response_store import (
+from servekit.gateway.storage.leases import claim_rows, end_leases
+from servekit.gateway.storage.response_store import (
     StoredResponse,
-    StoreFile,
     StreamPart,
-    answer,
     insert_part,
     insert_response,
     open_responses,
-    transaction,
 )
+from servekit.gateway.storage.store_file import StoreFile, await_work, transaction
 from servekit.protocol.access import ResponseStorage
 
 Json = dict[str, Any]
@@ -86,7 +84,7 @@ class BackgroundStore:
         self._owner = secrets.token_hex(8)
 
     async def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        return await answer(self._file.submit(work))
+        return await await_work(self._file.submit(work))
 
     def close(self) -> None:
         """Give up all leases, so that another gateway goes on at once."""
