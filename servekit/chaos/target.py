@@ -44,7 +44,7 @@ class Target:
         status = await _read_status(run_dir)
         if record is None or record.pid != status.pid:
             raise no_instance_error(run_dir)
-        if not _is_same(url, status.url):
+        if not is_same_address(url, status.url):
             raise StartError(
                 f"the instance of {run_dir} serves {status.url}, not {url}; "
                 "name the right one with --run-dir"
@@ -182,7 +182,8 @@ def _is_ours(pid: int) -> bool:
     return Path(f"/proc/{pid}").stat().st_uid == os.getuid()
 
 
-def _is_same(asked: str, serves: str) -> bool:
+def is_same_address(asked: str, serves: str) -> bool:
+    """Return whether a URL is that of the instance, which may listen on all addresses."""
     one, other = urlsplit(asked), urlsplit(serves)
     if (one.port or 80) != (other.port or 80):
         return False
