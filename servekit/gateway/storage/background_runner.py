@@ -121,7 +121,8 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
         """Store the events of a stream, but for the last ones of a response that is done."""
         while not ended.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), _WRITE_EVERY_S)
+                async with asyncio.timeout(_WRITE_EVERY_S):
+                    await ended.wait()
             if stream.end is None and (part := stream.take_part()) is not None:
                 await self._append(id, part)
 

@@ -242,7 +242,8 @@ class BatchRunner(LeaseRunner[Batch]):
         while self._running >= self._rules.concurrent or not self._is_idle(model):
             self._freed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._freed.wait(), _IDLE_EVERY_S)
+                async with asyncio.timeout(_IDLE_EVERY_S):
+                    await self._freed.wait()
         self._running += 1
 
     def _is_idle(self, model: str) -> bool:

@@ -75,8 +75,10 @@ class LeaseRunner(Generic[_Row]):
                 with contextlib.suppress(ResponsesUnavailable):  # the log has it
                     if (held := await self.claim()) is not None:
                         self._follow(held)
+                # not by wait_for: Python 3.11's forgets a cancellation if the event is set then
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.woken.wait(), LOOK_EVERY_S)
+                    async with asyncio.timeout(LOOK_EVERY_S):
+                        await self.woken.wait()
         finally:
             running = list(self._tasks.values())
             for task in running:
