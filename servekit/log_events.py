@@ -172,7 +172,6 @@ EVENTS = {
     "placement_not_released": "The placement of {worker} cannot be released: {reason}",
     "takeover_completed": "The {gateways} gateways of the last supervisor are no longer needed",
     # engines
-    "engine_loop_failed": "The engine's loop has failed",
     "engine_core_died": "vLLM's engine core has died",
     "core_host_failed": "vLLM's engine core starts anew, as its prepared process failed: {reason}",
     "vllm_served_by_its_server": "{reason}; its own server serves instead",
@@ -200,6 +199,7 @@ EVENTS = {
     "endpoint_request_failed": "A request to the endpoint failed",
     "cuda_graph_failed": "A step cannot be recorded as a CUDA graph: {reason}",
     "layer_merge_failed": "The layer {layer} cannot be merged: {reason}",
+    "texts_run_without_graphs": "{model} runs without CUDA graphs: its vectors would be others",
     "texts_run_alone": "{model} reads one text at a time: it would read the padding of a batch",
     "weights_not_packed": "{model} runs with its weights as they are: {reason}",
     "weight_packing_failed": "The weights cannot be packed, and stay as they are: {reason}",

@@ -222,6 +222,16 @@ METRICS: tuple[Metric, ...] = (
         "Circuit breaker of the model: 1 for its state: closed (normal), open or half-open.",
     ),
     _gauge("servekit_adapters", ("model", "state"), "Adapters by their current state."),
+    _counter(
+        "servekit_spec_decode_num_draft_tokens_total",
+        _WORKER,
+        "Tokens that speculative decoding has proposed in the worker's process.",
+    ),
+    _counter(
+        "servekit_spec_decode_num_accepted_tokens_total",
+        _WORKER,
+        "Proposed tokens that the model has accepted.",
+    ),
     # ---- GPUs
     _gauge(
         "servekit_worker_gpu_memory_bytes",

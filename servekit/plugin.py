@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from servekit.config.base_model import Section as Section
     from servekit.config.engines.options import EngineKind as EngineKind
+    from servekit.config.engines.path_options import ConfigPath as ConfigPath
     from servekit.engines.api.base import Codec as Codec
     from servekit.engines.api.base import Decoder as Decoder
     from servekit.engines.api.base import EmbedJob as EmbedJob
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from servekit.engines.api.base import StepOutput as StepOutput
     from servekit.engines.api.base import TokenizedText as TokenizedText
     from servekit.engines.api.base import TooManyTokens as TooManyTokens
-    from servekit.engines.api.threaded_engine import LoopedEngine as LoopedEngine
+    from servekit.engines.api.generation_identity import identify_files as identify_files
     from servekit.errors import LoadError as LoadError
     from servekit.errors import RequestError as RequestError
     from servekit.errors import Unsupported as Unsupported
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "servekit.config.base_model": ("Section",),
     "servekit.config.engines.options": ("EngineKind",),
+    "servekit.config.engines.path_options": ("ConfigPath",),
     "servekit.engines.api.base": (
         "Codec",
         "Decoder",
@@ -54,7 +56,7 @@ _MODULES = {
         "TokenizedText",
         "TooManyTokens",
     ),
-    "servekit.engines.api.threaded_engine": ("LoopedEngine",),
+    "servekit.engines.api.generation_identity": ("identify_files",),
     "servekit.errors": ("LoadError", "RequestError", "Unsupported"),
     "servekit.protocol.adapters": ("AdapterInfo", "AdapterSpec"),
     "servekit.protocol.messages": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -18,10 +19,12 @@ from servekit.config.engines import (
     plugins,
     quantization_checks,
     requirements,
+    speculative_checks,
     vllm_checks,
 )
 from servekit.config.engines.installed import Machine, find_module, install_command
 from servekit.config.engines.options import KINDS, EngineKind
+from servekit.config.engines.path_options import list_paths
 from servekit.config.error_reporting import Problem, dotted_path, missing_key, shorten_text
 from servekit.config.mcp import McpServerConfig
 from servekit.config.scale import ReplicaRange
@@ -77,7 +80,7 @@ def check_paths(root: Node) -> Iterator[Problem]:
         keys = model.value if isinstance(model.value, dict) else {"path": model}
         path = keys.get("path")
         if (path is None or path.value is None) and _needs_path(plain_value(model)):
-            yield missing_key(("models", i, "path"), is_written=path is not None)
+            yield missing_key(("models", i, "path"), root, is_written=path is not None)
 
 
 def check_written_paths(root: Node, folder: Path) -> Iterator[Problem]:
@@ -100,8 +103,11 @@ def _needs_path(model: Any) -> bool:
     engine = model.get("engine", "transformers")
     if engine == "command" or (engine == "auto" and "command" in options):
         return "{path}" in str(options.get("command"))
+    if engine == "auto":
+        return True
+    # of an engine that is not known, this is not either
     known = isinstance(engine, str) and plugins.options_of(engine) is not None
-    return not known or "nothing" not in KINDS[engine].formats
+    return known and "nothing" not in KINDS[engine].formats
 
 
 def _list_items(node: Node | None) -> list[Node]:
@@ -113,6 +119,10 @@ def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Proble
     kind = find_engine_kind(config)
     if config.python is not None and config.engine in KINDS:
         kind = environments.find_kind_in_environment(config)
+    if kind.formats == {"nothing"} and config.path and config.engine != "echo":
+        # echo stands for other engines, in files that are tried without them
+        message = f"the engine {config.engine} has no model: leave this out."
+        yield Problem((*at, "path"), message, at_key=True)
     if kind.needs_files and config.path:
         yield from _check_source(paths.check_model_path, config, at, folder)
     if "remote" in kind.formats:
@@ -124,12 +134,15 @@ def check_model(config: ModelConfig, at: Place, folder: Path) -> Iterator[Proble
     asks = requirements.requirements_of(config, folder)
     is_gguf = asks.format == "gguf"
     yield from quantization_checks.check_quantization(config, at, is_gguf=is_gguf)
+    yield from speculative_checks.check_speculative(config, at, folder)
     if config.engine != "auto":
         for lack in requirements.find_lacks(kind, asks):
             message = f"the engine {config.engine} {lack.what}."
             yield Problem((*at, *lack.at), message, at_key=lack.at_key)
     if kind.adapters:
         yield from _check_adapters(config, at, folder)
+    for place, text in list_paths(kind.options, config.options):
+        yield from _check_option_path(text, (*at, "options", *place), folder)
     if kind.instead in config.options:
         yield from _check_library(config, (*at, "options", kind.instead), folder)
     if config.chat_template is not None and not kind.is_remote:
@@ -409,16 +422,25 @@ def _check_source(
         yield Problem((*at, "revision"), message)
 
 
+def _check_option_path(text: str, at: Place, folder: Path) -> Iterator[Problem]:
+    """Find an option that names no file or folder."""
+    try:
+        path = paths.resolve_path(text, folder)
+        path.stat()
+    except ValueError as error:
+        yield Problem(at, f"{error}.")
+    except OSError as error:
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else error.strerror
+        yield Problem(at, f"{path}: {reason}.")
+
+
 def _check_library(config: ModelConfig, at: Place, folder: Path) -> Iterator[Problem]:
     if config.options.get("binding", "auto") != "auto":
         yield Problem(at, "`binding` also says where llama.cpp is; leave one out.", at_key=True)
-    try:
+    with contextlib.suppress(ValueError, OSError):  # `_check_option_path` has told
         path = paths.resolve_path(str(config.options[str(at[-1])]), folder)
-    except ValueError as error:
-        yield Problem(at, f"{error}.")
-        return
-    if not path.is_file() and not any(path.glob("libllama*")):
-        yield Problem(at, f"there is no libllama.so in {path}.")
+        if path.is_dir() and not any(path.glob("libllama*")):
+            yield Problem(at, f"there is no libllama.so in {path}.")
 
 
 def _check_gpus(config: ModelConfig, gpus: tuple[int | str, ...], at: Place) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from servekit.config.base_model import Section, read_field_docs
 from servekit.config.engines import plugins
 from servekit.config.engines.options import ENGINE_OPTIONS
 from servekit.config.scale import BRANCHES
-from servekit.config.schema import AdapterConfig, Config, ModelConfig
+from servekit.config.schema import Config
 from servekit.config.yaml.nodes import Loc, Node, find_node, format_place
 from servekit.errors import ConfigError
 
@@ -36,6 +36,9 @@ _SYNONYMS = {
     "count": "replicas",
     "engine_args": "options",
 }
+_OF_A_PACKAGE = "If a package brings this engine, install that beside servekit: pip install …"
+#: What people write for no value.
+_NOTHING = {"none", "null", "nil", "unlimited", "off"}
 _EXPECTED = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",
@@ -120,7 +123,11 @@ def _problem(loc: tuple[str | int, ...], errors: list[ErrorDetails], root: Node)
     first = errors[0]
     if first["type"] == "missing":
         is_written = find_node(root, loc).depth == len(loc)
-        return missing_key(loc, is_written=is_written)
+        inner = str(first["loc"][-1])
+        if inner != loc[-1]:  # the mapping that it belongs to is missing, too
+            purpose = _purpose((*loc, inner), root)
+            return Problem(loc, f"missing; it must have '{inner}': {purpose}")
+        return missing_key(loc, root, is_written=is_written)
     if first["type"] == "extra_forbidden":
         return Problem(loc, _unknown_key(loc, root), at_key=True)
     node = find_node(root, loc).node
@@ -132,12 +139,20 @@ def _problem(loc: tuple[str | int, ...], errors: list[ErrorDetails], root: Node)
     if loc[:1] == ("keys",) and len(loc) == 2 and isinstance(node.value, str):
         return Problem(loc, f"is no mapping; {foreign_keys.OF_A_KEY['key']}.")
     message = f"must be {' or '.join(wanted)}, but is {describe_value(node)}."
+    if isinstance(node.value, str) and node.value.lower() in _NOTHING and _is_optional(loc, root):
+        return Problem(loc, f"{message} Leave out the key instead.")
     return Problem(loc, message + _hint(node, wanted, first))
 
 
-def missing_key(loc: tuple[str | int, ...], *, is_written: bool = False) -> Problem:
+def _is_optional(loc: tuple[str | int, ...], root: Node) -> bool:
+    section = _section(loc[:-1], root)
+    field = section.model_fields.get(str(loc[-1])) if section else None
+    return field is not None and not field.is_required()
+
+
+def missing_key(loc: tuple[str | int, ...], root: Node, *, is_written: bool = False) -> Problem:
     """Return the problem of a key that is not there, or that `is_written` without a value."""
-    return Problem(loc, f"{'has no value' if is_written else 'missing'}; {_purpose(loc)}")
+    return Problem(loc, f"{'has no value' if is_written else 'missing'}; {_purpose(loc, root)}")
 
 
 def _describe_limits(error: ErrorDetails) -> str:
@@ -191,7 +206,8 @@ def _hint(node: Node, wanted: list[str], error: ErrorDetails) -> str:
         return f" Write [{shorten_text(node.text)}]."
     if error["type"] == "literal_error" and isinstance(node.value, str):
         choices = error.get("ctx", {}).get("expected", "").replace("'", "")
-        return _did_you_mean(node.value, choices.replace(" or ", ", ").split(", "))
+        guess = _did_you_mean(node.value, choices.replace(" or ", ", ").split(", "))
+        return guess or (f" {_OF_A_PACKAGE}" if key == "engine" else "")
     is_quoted = isinstance(node.value, str) and node.value.replace(".", "", 1).isdigit()
     return " Leave out the quotes." if is_quoted and "number" in wanted[0] else ""
 
@@ -285,9 +301,8 @@ def _did_you_mean(word: str, valid: list[str]) -> str:
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
-def _purpose(loc: tuple[str | int, ...]) -> str:
-    sections: dict[int, type[Section]] = {1: Config, 3: ModelConfig, 5: AdapterConfig}
-    section = sections.get(len(loc))
+def _purpose(loc: tuple[str | int, ...], root: Node) -> str:
+    section = _section(loc[:-1], root)
     docs = read_field_docs(section) if section else {}
     text = " ".join(docs.get(str(loc[-1]), "").split())
     return (text[:1].lower() + text[1:]) or "it must be written."

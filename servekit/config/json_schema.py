@@ -20,9 +20,10 @@ def json_schema() -> Schema:
     schema = Config.model_json_schema()
     engines = [name for name in plugins.engine_names() if plugins.options_of(name) is not None]
     definitions = schema["$defs"]
-    definitions |= {
-        _options_title(engine): KINDS[engine].options.model_json_schema() for engine in engines
-    }
+    for engine in engines:
+        options = KINDS[engine].options.model_json_schema()
+        definitions |= options.pop("$defs", {})  # of mappings within them
+        definitions[_options_title(engine)] = options
     model = definitions["ModelConfig"]
     model["allOf"] = [*(_options_of(engine) for engine in engines), _PATH_OF_AUTO]
     model["properties"]["engine"]["enum"] = ["auto", *engines]

@@ -26,10 +26,11 @@ from pydantic import ValidationError
 from servekit.config import checks, paths, shorthands
 from servekit.config.access import KeyConfig, TlsConfig
 from servekit.config.chat_template import read_template
-from servekit.config.engines import environments, plugins, requirements
+from servekit.config.engines import environments, plugins, requirements, speculative_checks
 from servekit.config.engines.environments import Environment
 from servekit.config.engines.installed import Machine
 from servekit.config.engines.options import KINDS
+from servekit.config.engines.path_options import resolve_options
 from servekit.config.engines.selection import EngineChoice, choose_engine
 from servekit.config.error_reporting import Problem, config_error, explain_errors, explain_mapping
 from servekit.config.json_schema import json_schema
@@ -270,9 +271,11 @@ def _absolute_model(model: ModelConfig, folder: Path) -> ModelConfig:
     kind = checks.find_engine_kind(model)
     if model.chat_template is not None:
         update["chat_template"] = read_template(model.chat_template, folder)
-    if kind.instead in model.options:
-        library = paths.resolve_path(str(model.options[kind.instead]), folder)
-        update["options"] = {**model.options, kind.instead: str(library)}
+    options = update["options"] = resolve_options(kind.options, model.options, folder)
+    if "model" in (asked := speculative_checks.get_speculative(model)):
+        with contextlib.suppress(ValueError):  # reported by the checks
+            asked = {**asked, "model": paths.check_model_path(str(asked["model"]), folder).text}
+            update["options"] = {**options, "speculative": asked}
     if model.engine == "command":
         update["options"] = {**model.options, "command": checks.resolve_command(model, folder)}
         update["python"] = None  # the server's, not the worker's

@@ -8,10 +8,12 @@ path: ${MODELS}/qwen        a variable; ${MODELS:-/srv/models} with a default; $
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
+from servekit.config.engines import plugins
+from servekit.config.engines.path_options import path_options
 from servekit.config.error_reporting import Problem
-from servekit.config.yaml.nodes import Node
+from servekit.config.yaml.nodes import Node, plain_value
 from servekit.units import parse_duration
 
 Loc = tuple[str | int, ...]
@@ -37,19 +39,35 @@ COUNTS = {
 
 def expand(root: Node, environ: Mapping[str, str]) -> list[Problem]:
     """Replace the shorthands in the nodes; return the variables that are not set."""
-    return list(_expand(root, (), environ))
+    return list(_expand(root, (), environ, _find_path_options(root)))
 
 
-def _expand(node: Node, loc: Loc, environ: Mapping[str, str]) -> Iterator[Problem]:
+def _find_path_options(root: Node) -> set[Loc]:
+    """Return the places of engines' options that are paths."""
+    found: set[Loc] = set()
+    data = plain_value(root)
+    models = data.get("models") if isinstance(data, dict) else None
+    for i, model in enumerate(models if isinstance(models, list) else []):
+        engine = model.get("engine", "transformers") if isinstance(model, dict) else None
+        options = plugins.options_of(engine) if isinstance(engine, str) else None
+        if options is not None:
+            found |= {("models", i, "options", name) for name in path_options(options)}
+    return found
+
+
+def _expand(
+    node: Node, loc: Loc, environ: Mapping[str, str], path_places: Collection[Loc]
+) -> Iterator[Problem]:
     if isinstance(node.value, dict):
         for key, child in node.value.items():
-            yield from _expand(child, (*loc, key), environ)
+            yield from _expand(child, (*loc, key), environ, path_places)
     elif isinstance(node.value, list):
         for index, child in enumerate(node.value):
-            yield from _expand(child, (*loc, index), environ)
+            yield from _expand(child, (*loc, index), environ, path_places)
     elif isinstance(node.value, str) and loc:
         key = str(loc[-1])
-        if key in _EXPANDED or (loc[:2] == ("server", "mcp") and loc[3:4] in _EXPANDED_OF_MCP):
+        of_mcp = loc[:2] == ("server", "mcp") and loc[3:4] in _EXPANDED_OF_MCP
+        if key in _EXPANDED or loc[:4] in path_places or of_mcp:
             yield from _expand_variables(node, loc, environ)
         elif key.endswith("_s"):
             node.value = _parse_span(node.value)

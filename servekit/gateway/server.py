@@ -54,6 +54,7 @@ from servekit.protocol.transport.credentials import Renew
 from servekit.protocol.transport.rpc import Way
 from servekit.protocol.transport.socket_handover import await_heir
 from servekit.system.parent_death import end_group
+from servekit.system.timers import next_tick_s
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -165,8 +166,7 @@ class Gateway:
             if self._settings.ui:
                 tasks.append(self._loop.create_task(self._bring_up_ui()))
             await self._stop
-            if self._router.in_flight:
-                self._router.fail_all()
+            if self._router.fail_all():
                 await asyncio.sleep(_LAST_WORDS_S)
             for task in (*tasks, *later):
                 task.cancel()
@@ -249,7 +249,7 @@ class Gateway:
     async def _report(self) -> None:
         last: Traffic | None = None
         while True:
-            await asyncio.sleep(TRAFFIC_EVERY_S)
+            await asyncio.sleep(next_tick_s(TRAFFIC_EVERY_S, self._loop.time()))
             router = self._router
             if not self._channel.has_supervisor:
                 continue  # counts accumulate until a supervisor connects
@@ -306,7 +306,8 @@ class Gateway:
                         with contextlib.suppress(FileNotFoundError):  # no directory
                             ui_server = serving(ErrorMiddleware(ui.app, log), _bound(path))
                             await servers.enter_async_context(ui_server)
-                    await asyncio.wait((self._stop,), timeout=_LOOK_AT_SOCKET_EVERY_S)
+                    wait_s = next_tick_s(_LOOK_AT_SOCKET_EVERY_S, self._loop.time())
+                    await asyncio.wait((self._stop,), timeout=wait_s)
         finally:
             await ui.shutdown()  # else the streams of open pages delay the end
 
@@ -388,9 +389,10 @@ async def _renew_date(server: uvicorn.Server) -> None:
 
     uvicorn's own `main_loop` wakes up ten times a second, to look whether it should end.
     """
+    loop = asyncio.get_running_loop()
     while True:
         await server.on_tick(0)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(next_tick_s(1.0, loop.time()))
 
 
 async def _listen(

@@ -241,6 +241,8 @@ class Pong(Message, frozen=True):
     served: int = 0  # requests completed, or units of 8 tokens; without its own probes
     trouble: str = ""  # a sentence: why a healthy worker cannot serve now
     finished: int = 0  # requests completed, without its own probes
+    draft_tokens: int = 0  # tokens proposed by speculative decoding
+    accepted_tokens: int = 0  # those of them that were accepted
 
 
 # ---------------------------------------------------------------- supervisor → gateway

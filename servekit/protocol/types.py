@@ -267,6 +267,7 @@ class WorkerSpec(Value, frozen=True):
     sleeps: bool = False  # prepare the engine for sleep
     edition: str = ""  # a digest of the settings that affect the text
     chat_template: str = ""  # jinja text; "": the model's own
+    files: tuple[str, ...] = ()  # of its options, those paths whose content may affect the text
 
 
 class ReplicaStatus(Value, frozen=True):

@@ -68,6 +68,7 @@ from servekit.system import procfs, sockets, subreaper
 from servekit.system.nvml_client import driver
 from servekit.system.orphan_cleanup import Started, end_leftovers, mark_by_limit
 from servekit.system.rlimits import is_shortage
+from servekit.system.timers import next_tick_s
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
@@ -82,12 +83,12 @@ END_S = WORKER_GRACE_S + 2 * KILL_S
 TICK_S = 0.2
 SLEPT_S = 2.0
 #: The same interval, once nothing has changed and no request has come for `REST_AFTER_S`.
-TICK_AT_REST_S = 1.0
+TICK_AT_REST_S = 2.0
 REST_AFTER_S = 30.0
 #: The longest wait for new figures before an operator gets those of the last measurement.
 _FIGURES_S = 1.0
-#: The interval at which the token budgets of keys are looked at.
-BUDGETS_EVERY_S = 1.0
+#: The interval of the looks at the run directory, orphans and the token budgets of keys.
+HOUSEKEEPING_EVERY_S = 1.0
 
 #: States of workers in which nothing is due.
 _CALM = ("ready", "asleep", "failed")
@@ -143,7 +144,7 @@ class Supervisor:
         rooms = LocalCapacity(self._deployments) if self.launcher is None else RayCapacity()
         self._scaler = Scaler(self._deployments, self._gateways, self._swap_manager, rooms)
         self._usage = UsageLedger()
-        self._budgets_at = 0.0  # when the budgets were looked at last
+        self._housekeeping_at_s = 0.0
         self._active_at, self._requests_seen = time.monotonic(), 0
         self._links = BrowserLinks(access_rules.SESSIONS)
         adapters = AdapterService(self._deployments, self._gateways)
@@ -401,7 +402,11 @@ class Supervisor:
 
     def _tick_once(self, slept: bool) -> None:
         self._note_activity()
-        self._restore_run_dir()
+        if (now_s := time.monotonic()) >= self._housekeeping_at_s:
+            self._housekeeping_at_s = now_s + HOUSEKEEPING_EVERY_S
+            self._restore_run_dir()
+            subreaper.reap_orphans()
+            self._publish_budgets()
         for life in self._lives():
             if slept:
                 life.forgive_suspension()
@@ -412,16 +417,12 @@ class Supervisor:
         self._scaler.scale_deployments()
         self._swap_manager.update()
         self._metrics.count_events()
-        self._look_at_budgets()
         self._notifier.feed_watchdog()
         if self._quarantine.expire() or self._noticed:
             self._publish_soon()
 
-    def _look_at_budgets(self) -> None:
-        """Tell the gateways which keys have used up their tokens; once a second."""
-        if time.monotonic() - self._budgets_at < BUDGETS_EVERY_S:
-            return
-        self._budgets_at = time.monotonic()
+    def _publish_budgets(self) -> None:
+        """Tell the gateways which keys have used up their tokens."""
         spent = self._usage.find_spent(self._deployments.plan.config.keys)
         for gateway in self._gateways:
             gateway.publish_budgets(spent)
@@ -509,12 +510,11 @@ async def ticking(look: Callable[[bool], None], is_at_rest: Callable[[], bool]) 
         now = time.monotonic()
         try:
             look(now - last > tick_s + SLEPT_S)
-            subreaper.reap_orphans()
         except Exception as error:  # one failure must not stop the ticks
             if not is_shortage(error):  # the monitor warns of that
                 log.exception("tick_failed")
         last, tick_s = now, TICK_AT_REST_S if is_at_rest() else TICK_S
-        await asyncio.sleep(tick_s)
+        await asyncio.sleep(next_tick_s(tick_s, now))
 
 
 def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ MOST_TOKENS = 2**20
 _CHARS = 16
 _PLAIN = PoolingParams()
 #: Inputs that one thread encodes at a time.
-_PART = 8
+_PART = 4
 Made = TypeVar("Made")
 
 

@@ -24,6 +24,7 @@ from servekit.protocol.transport.connection import (
     dial_address,
     listen_at,
 )
+from servekit.system.timers import next_tick_s
 
 if TYPE_CHECKING:
     from servekit.worker.runner import Runner
@@ -94,8 +95,9 @@ class InheritedChannel:
 
     async def _keep_socket(self, runner: Runner) -> None:
         """Create the socket again if its file was removed, for gateways that connect later."""
+        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(next_tick_s(_LOOK_EVERY_S, loop.time()))
             if os.path.exists(self._path):  # noqa: ASYNC240, PTH110 - one quick call
                 continue
             if self._server is not None:

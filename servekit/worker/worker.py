@@ -66,6 +66,7 @@ from servekit.protocol.tool_formats import FRAMED
 from servekit.protocol.transport.connection import Connection, Factory
 from servekit.system.parent_death import CHAOS, FAIL_STEP, end_group
 from servekit.worker.adapters import Adapters
+from servekit.worker.engine_threads import start_engine
 from servekit.worker.runner import Runner
 from servekit.worker.sleep import SleepControl
 from servekit.worker.transport import Channel
@@ -200,7 +201,8 @@ class Worker:
         running, waiting = now.running, now.waiting
         trouble = self._engine.trouble if isinstance(self._engine, TextEngine) else ""
         age_s, kv_used, finished = now.progress_age_s, now.kv_used, self._completed
-        return Pong(seq, age_s, running, waiting, kv_used, self._served, trouble, finished)
+        drafts = now.draft_tokens, now.accepted_tokens
+        return Pong(seq, age_s, running, waiting, kv_used, self._served, trouble, finished, *drafts)
 
     @property
     def _completed(self) -> int:
@@ -235,15 +237,17 @@ class Worker:
 
     def _on_death(self) -> None:
         assert self._engine is not None and self._engine.fatal is not None
-        self._report_death(describe_error(self._engine.fatal))
+        error = self._engine.fatal
+        raised = error if error.__traceback__ is not None else None
+        self._report_death(describe_error(error), raised)
 
     def _on_broken(self, error: str) -> None:
         self._report_death(f"the health probe failed: {error}")
 
-    def _report_death(self, cause: str) -> None:
+    def _report_death(self, cause: str, error: BaseException | None = None) -> None:
         """Report the engine's death to the supervisor, disconnect the gateways and exit."""
         if self._dying is None and not self._exit.done():
-            log.error("engine_died", cause=cause)
+            log.error("engine_died", cause=cause, exc_info=error)
             self._channel.send(EngineDied(cause))
             self._dying = self._loop.create_task(self._lose_gateways())
 
@@ -352,7 +356,7 @@ class Worker:
         self._slumber = SleepControl(
             runner, self._channel.send, lambda: self._send_probe(info), self._on_broken
         )
-        self._engine.start(runner.emit)
+        start_engine(self._engine, runner.emit)
         self._runner = runner  # not before: a ping would ask an engine that has not started
         try:
             await self._channel.serve(spec, runner)

@@ -5,11 +5,11 @@
 
 - scores: small rerankers in float32, a cross-encoder and a causal one (the code of Qwen3-Reranker's
   model card): queries asked at the same time have the scores of the library's forward, each alone.
-- speed: documents in a second, of 1, 4 and 16 clients that ask for 64 documents of 16 to 250 tokens
-  each, with random weights in bfloat16: a cross-encoder of the size of bge-reranker-large, and a
-  causal reranker of the size of Qwen3-Reranker-0.6B. Beside them the library's forward in this
-  process, on one query after another, without a server, and, where it is installed,
-  sentence-transformers' CrossEncoder.
+- speed: the time of one client that asks for one document, and the documents a second of 1, 4 and
+  16 clients that ask for 64 documents of 16 to 250 tokens each, with random weights in bfloat16: a
+  cross-encoder of the size of bge-reranker-large, and a causal reranker of the size of
+  Qwen3-Reranker-0.6B. Beside them the library's forward in this process, on one query after
+  another, without a server, and, where it is installed, sentence-transformers' CrossEncoder.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ SMALL: dict[str, Any] = {
 MORE: dict[str, Any] = {}
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 DOCUMENTS, ROUNDS = 64, 5
-AT_ONCE = (1, 4, 16)
+#: Clients, and the documents of a request of each.
+LOADS = ((1, 1), (1, DOCUMENTS), (4, DOCUMENTS), (16, DOCUMENTS))
+#: Rounds before those that count: a GPU's graphs of the shapes of batches are recorded in them.
+WARM_ROUNDS = 6
 
 
 def main() -> int:
@@ -186,8 +189,8 @@ def measure_speed(folder: Path, device: str) -> list[Row]:
 
 def _measure_model(name: str, path: Path, device: str, *, is_causal: bool) -> list[Row]:
     dtype = "bfloat16" if device == "cuda" else "float32"
-    documents = [make_documents(at, DOCUMENTS) for at in range(max(AT_ONCE))]
-    queries = [f"Which dog of {at} is lazy?" for at in range(max(AT_ONCE))]
+    documents = [make_documents(at, DOCUMENTS) for at in range(16)]
+    queries = [f"Which dog of {at} is lazy?" for at in range(16)]
     peers: dict[str, Callable[[Pairs], object]] = {}
     if not is_causal:
         peers["the library's forward"] = score_pairs(path, device, getattr(torch, dtype))
@@ -202,39 +205,45 @@ def _measure_model(name: str, path: Path, device: str, *, is_causal: bool) -> li
     rows = []
     model = entry("m", "transformers", path, device, dtype=dtype, memory="12GiB", **MORE)
     with serving([model]) as up, httpx.Client(base_url=up.url, timeout=300) as client:
-        for count in AT_ONCE:
+        for count, size in LOADS:
 
-            def ask_all(count: int = count) -> None:
+            def ask_all(count: int = count, size: int = size) -> None:
                 with concurrent.futures.ThreadPoolExecutor(count) as pool:
                     list(
                         pool.map(
-                            lambda at: rerank(client, "m", queries[at], documents[at]), range(count)
+                            lambda at: rerank(client, "m", queries[at], documents[at][-size:]),
+                            range(count),
                         )
                     )
 
-            def loop(score: Callable[[Pairs], object], count: int = count) -> None:
+            def loop(
+                score: Callable[[Pairs], object], count: int = count, size: int = size
+            ) -> None:
                 for at in range(count):
-                    score([(queries[at], one) for one in documents[at]])
+                    score([(queries[at], one) for one in documents[at][-size:]])
 
             works: dict[str, Callable[[], None]] = {"servekit": ask_all}
             works |= {peer: partial(loop, score) for peer, score in peers.items()}
-            rates = _time_in_turns(works, count * DOCUMENTS)
+            rates = _time_in_turns(works, count * size)
             ours = rates.pop("servekit")
             told = [f"{ours / rate:.2f} of {peer} ({rate:,.0f})" for peer, rate in rates.items()]
-            measured = f"{ours:,.0f} documents/s; {'; '.join(told)}"
+            rate = f"{ours:,.0f} documents/s" if size > 1 else f"{1000 / ours:.1f} ms"
+            measured = f"{rate}; {'; '.join(told)}"
             ahead = ours >= max(rates.values())
-            rows.append(Row(f"{name}, clients: {count}", measured, ahead or device == "cpu"))
+            rows.append(
+                Row(f"{name}, {count} × {size} documents", measured, ahead or device == "cpu")
+            )
     return rows
 
 
 def _time_in_turns(works: dict[str, Callable[[], None]], amount: int) -> dict[str, float]:
-    """Return the median rate of each; the first round does not count."""
+    """Return the median rate of each."""
     took_s: dict[str, list[float]] = {name: [] for name in works}
-    for at in range(1 + ROUNDS):
+    for at in range(WARM_ROUNDS + ROUNDS):
         for name, work in works.items():
             began = time.perf_counter()
             work()
-            if at:
+            if at >= WARM_ROUNDS:
                 took_s[name].append(time.perf_counter() - began)
     return {name: amount / statistics.median(found) for name, found in took_s.items()}
 

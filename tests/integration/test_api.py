@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     models = [
         {**echo("echo"), "aliases": ["gpt-4o"]},
         {**echo("slow", step_s=0.01, slots=2), "max_queue": 2},
+        echo("pausing", step_s=1.5),
     ]
     server = {"max_body_bytes": 100_000}
     with Instance.up(tmp_path_factory.mktemp("api"), models, server=server) as instance:
@@ -114,7 +116,7 @@ def test_completions_with_the_openai_client(client: openai.OpenAI) -> None:
 
 
 def test_models(client: openai.OpenAI, http: httpx.Client) -> None:
-    assert {model.id for model in client.models.list()} == {"echo", "slow"}
+    assert {model.id for model in client.models.list()} == {"echo", "slow", "pausing"}
     assert client.models.retrieve("gpt-4o").id == "echo"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nothing/such")
@@ -166,6 +168,27 @@ def test_a_chunked_body_over_the_limit_is_413(instance: Instance) -> None:
     )  # fmt: skip
     assert connection.getresponse().status == 413
     connection.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat"])
+def test_a_client_that_leaves_in_a_long_pause_is_noticed_before_its_end(
+    instance: Instance, path: str
+) -> None:
+    """The end of its connection looks like that of a client which still reads."""
+    address = httpx.URL(instance.url)
+    left = re.compile(
+        r"request_finished.* first_s=([\d.]+) .*outcome=client_closed.* total_s=([\d.]+)"
+    )
+    before = len(left.findall(instance.log))
+    leaver = HTTPConnection(str(address.host), address.port, timeout=30)
+    body = json.dumps({"model": "pausing", "messages": hi("hello, you"), "stream": True})
+    leaver.request("POST", path, body, {"content-type": "application/json"})
+    response = leaver.getresponse()
+    assert response.read1(1000)
+    response.close()
+    leaver.close()
+    first_s, total_s = poll("it is noticed", lambda: left.findall(instance.log)[before:])[0]
+    assert float(total_s) - float(first_s) < 1.0
 
 
 def test_a_client_that_leaves_frees_its_slot(http: httpx.Client) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -302,6 +304,38 @@ def test_requests_that_wait_for_images_hold_so_many_bytes(
         assert first.result().status_code == 200
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
     assert ask(instance, "eyes", long, slow).status_code == 200
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_request_that_waits_for_images_is_answered_while_servekit_ends(
+    tmp_path: Path, in_time: bool
+) -> None:
+    with Pictures() as pictures, ThreadPoolExecutor(1) as pool:
+        threading.Thread(target=pictures.serve_forever).start()
+        fetching = {
+            "hosts": [pictures.url.removeprefix("http://")],
+            "private_addresses": True,
+            "timeout_s": 60,
+        }
+        settings = {"fetch_images": fetching, "drain_timeout_s": 30 if in_time else 1}
+        with Instance.up(tmp_path, [odd("eyes", "--images", "taken")], server=settings) as ending:
+            ending.until_settled()
+            slow = {"type": "image_url", "image_url": f"{pictures.url}/slow"}
+            asked = pool.submit(ask, ending, "eyes", text("Which?"), slow)
+            poll("it is asked for", lambda: "/slow" in pictures.asked)
+            ending.signal(signal.SIGTERM)
+            ending.until("it drains", lambda: "draining" in ending.log)
+            if in_time:
+                pictures.may_answer.set()
+            answer = asked.result(60)
+            pictures.may_answer.set()
+            assert ending.wait() == 0
+        pictures.shutdown()
+    if in_time:
+        assert answer.status_code == 200, answer.text
+    else:
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "model_unavailable"
 
 
 def test_an_answer_goes_on_in_another_server_with_its_images(instance: Instance) -> None:

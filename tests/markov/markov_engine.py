@@ -61,7 +61,6 @@ class MarkovEngine(Engine):
         self.vocab_size = END + 1
         self._order: int = spec.options["order"]
         self._slots: int = spec.options["slots"]
-        self._heat = spec.sampling.get("temperature", 1.0)
         self._chain: dict[bytes, Counter[int]] = defaultdict(Counter)  # what follows, how often
         self._jobs: dict[int, Job] = {}
         self._changed = threading.Condition()
@@ -115,17 +114,14 @@ class MarkovEngine(Engine):
                 self._chain[line[start:at]][token] += 1
 
     def _loop(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._jobs or self._closed)
-                    if self._closed:
-                        return
-                    outputs = [self._step(job) for job in list(self._jobs.values())[: self._slots]]
-                    self._progress_at = time.monotonic()
-                self._emit(outputs)
-        except Exception as error:
-            self.fatal = error  # the worker ends, and is replaced
+        while True:  # what this raises ends the worker, which is replaced
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if self._closed:
+                    return
+                outputs = [self._step(job) for job in list(self._jobs.values())[: self._slots]]
+                self._progress_at = time.monotonic()
+            self._emit(outputs)
 
     def _step(self, job: Job) -> plugin.StepOutput:
         token = self._next(job)
@@ -147,13 +143,17 @@ class MarkovEngine(Engine):
             seen = self._chain.get(state, Counter()).most_common()
             follow = [(token, count) for token, count in seen if token != END or not goes_on]
             state = state[1:]
-        heat = self._heat if params.temperature is None else params.temperature
+        heat = self._stated(params.temperature, "temperature", 1.0)
         if not heat or len(follow) == 1:
             return follow[0][0]
-        follow = follow[: params.top_k or None]
+        follow = follow[: int(self._stated(params.top_k, "top_k", 0)) or None]
         weights = [(count / follow[0][1]) ** (1 / heat) for _, count in follow]
-        kept = sum(weights) * (params.top_p or 1.0)
+        kept = sum(weights) * self._stated(params.top_p, "top_p", 1.0)
         while sum(weights[:-1]) >= kept:
             weights.pop()
         draw = random.Random(None if params.seed is None else f"{params.seed} {at}")
         return draw.choices([token for token, _ in follow[: len(weights)]], weights)[0]
+
+    def _stated(self, asked: float | None, name: str, default: float) -> float:
+        """What the request asks for, else what the file says, else `default`."""
+        return self.spec.sampling.get(name, default) if asked is None else asked

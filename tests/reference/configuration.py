@@ -23,6 +23,9 @@ def make_tables() -> str:
     for engine, name in _engines(sections):
         parts += [f"## Options of {engine}", _about(sections[name])]
         parts.append(_section("models[].options.", sections[name]))
+        for path, nested in _nested("models[].options.", sections[name], sections):
+            parts += [f"### {path.removesuffix('.')}", _about(sections[nested])]
+            parts.append(_section(path, sections[nested]))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -10,12 +10,44 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from servekit.config.base_model import Section
+from servekit.config.engines.path_options import ConfigPath
 from servekit.vllm_source import arguments
+
+
+class Speculative(Section):
+    """Speculative decoding: tokens that are proposed cheaply, and verified together in one step of
+    the model. The text is the same as without."""
+
+    method: Literal["ngram", "draft"]
+    """ngram: what followed the same tokens earlier in the prompt or the answer, at no cost; for
+    answers that repeat their prompt, such as edits of code. draft: the tokens of a smaller model.
+    """
+    tokens: Annotated[int, Field(ge=1, le=32)] = 4
+    """Tokens proposed for a request in a step, at most. Fewer, or none, are proposed to requests
+    whose proposals were rejected, and while many requests run."""
+    ngram_max: Annotated[int, Field(ge=1, le=32)] = 3
+    """ngram: tokens that are looked up, at most."""
+    ngram_min: Annotated[int, Field(ge=1, le=32)] = 2
+    """ngram: tokens that are looked up, at least."""
+    model: str | None = None
+    """draft: the smaller model's path, as the `path` of a model; its tokenizer must be the same."""
+
+    @model_validator(mode="after")
+    def _fits_its_method(self) -> Self:
+        if self.method == "draft" and self.model is None:
+            raise ValueError("`method: draft` needs `model`, the path of a smaller model")
+        if self.method != "draft" and self.model is not None:
+            raise ValueError("`model` is for `method: draft`: leave one of them out")
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(
+                f"ngram_min is {self.ngram_min}, more than ngram_max, {self.ngram_max}"
+            )
+        return self
 
 
 class TransformersOptions(Section):
@@ -50,12 +82,15 @@ class TransformersOptions(Section):
     """How to run steps that bring one token for each request: as CUDA graphs, each started before
     the tokens of the last step are known, or one by one as the library does. auto: graph on a GPU
     if it passes its test. With eager, a model's layers run as the library has them; else norms and
-    rotary embeddings are fused on a GPU in 16 bits."""
+    rotary embeddings are fused on a GPU in 16 bits. Models that embed, classify and score run
+    small batches by graphs, but for eager."""
     decode_attention: Literal[
         "auto", "triton", "flash2", "flash3", "flash4", "torch", "reference"
     ] = "auto"
     """Attention of these steps: servekit's own kernel in Triton, or a package's; auto: the best one
     found."""
+    speculative: Speculative | None = None
+    """Speculative decoding; requests with an adapter run without it."""
     max_lora_rank: Annotated[int, Field(ge=1, le=4096)] = 256
     """Highest rank of a LoRA adapter; a higher rank is refused."""
     max_audio_s: Annotated[float, Field(gt=0, le=86_400)] = 1800.0
@@ -194,7 +229,7 @@ class LlamaCppOptions(Section):
     model's file names a pooling."""
     binding: Literal["auto", "xllamacpp", "llama-cpp-python"] = "auto"
     """The Python package with llama.cpp; auto: xllamacpp if it is installed."""
-    library: str | None = None
+    library: ConfigPath | None = None
     """A folder with llama.cpp's own libraries (libllama.so), relative to this file, to use instead
     of a package: this allows any build of it for GPUs."""
 
@@ -429,7 +464,7 @@ _OURS = {
         parallel=("tensor", "device_map"),
         sleeps=True,
         neutral=frozenset({"max_batch_tokens", "kv_cache_bytes", "slots", "threads"})
-        | {"max_lora_rank", "max_audio_s"},
+        | {"max_lora_rank", "max_audio_s", "speculative"},
     ),
     "vllm": EngineKind(
         VllmOptions,

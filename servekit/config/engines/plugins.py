@@ -116,8 +116,11 @@ def import_plugin_kind(name: str) -> EngineKind:
     found = find_plugin(name)
     if found is None:
         raise KeyError(name)
-    _told[name] = _described(found) if found.kind else UNTOLD
-    return _told[name]
+    kind = _described(found) if found.kind else UNTOLD
+    if isinstance(kind, ValueError):
+        raise kind
+    _told[name] = kind
+    return kind
 
 
 def last_told(name: str) -> EngineKind:
@@ -134,18 +137,22 @@ def options_of(name: str) -> type[Section] | None:
 
 
 @cache
-def _described(plugin: Plugin) -> EngineKind:
+def _described(plugin: Plugin) -> EngineKind | ValueError:
+    """Import the kind of a plugin; return the error for an unusable one.
+
+    The error is kept, too: torch, once imported, cannot be blamed on the plugin a second time.
+    """
     module, _, attribute = plugin.kind.partition(":")
     had_torch = "torch" in sys.modules
     try:
         kind = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # third-party code
         what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{_blame(plugin)} cannot be imported: {what}") from error
+        return ValueError(f"{_blame(plugin)} cannot be imported: {what}")
     if not isinstance(kind, EngineKind) or not issubclass(kind.options, Section):
-        raise ValueError(f"{_blame(plugin)} is no EngineKind whose options are a Section")
+        return ValueError(f"{_blame(plugin)} is no EngineKind whose options are a Section")
     if "torch" in sys.modules and not had_torch:
-        raise ValueError(f"{_blame(plugin)} imports torch; only the engine itself may")
+        return ValueError(f"{_blame(plugin)} imports torch; only the engine itself may")
     return kind
 
 

@@ -129,12 +129,17 @@ Emit = Callable[[Sequence[StepOutput]], None]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The current load of the engine. `progress_age_s` is 0 while it is idle."""
+    """The current load of the engine. `progress_age_s` is 0 while it is idle.
+
+    The tokens of speculative decoding are counted from its start on.
+    """
 
     running: int
     waiting: int
     kv_used: float
     progress_age_s: float
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Decoder(Protocol):
@@ -241,10 +246,11 @@ class Engine(ABC):
     def fatal(self) -> BaseException | None:
         """Return the error that stopped the engine; None while it runs.
 
-        An engine sets it, from any thread, when its loop cannot continue, after it has emitted the
-        outputs of its completed steps, and emits nothing afterwards. The worker then sends the
-        emitted outputs and exits at once, to be replaced. The engine reports no failure for its
-        jobs, because they continue in other workers.
+        The worker sets it to an error that escapes from a thread of `start`. Otherwise an engine
+        sets it, from any thread, when its loop cannot continue, after it has emitted the outputs of
+        its completed steps, and emits nothing afterwards. The worker then sends the emitted outputs
+        and exits at once, to be replaced. The engine reports no failure for its jobs, because they
+        continue in other workers.
         """
         return self._fatal
 
@@ -268,13 +274,19 @@ class Engine(ABC):
     def identify(self, *, portable: bool = False) -> str:
         """Return a digest of the files that `load` has read; see `api.generation_identity`.
 
-        A worker continues another worker's streams only if their digests are equal. "" for an
-        engine whose `path` is neither a file nor the name of one.
+        A worker continues another worker's streams only if their digests are equal. It covers
+        `path` and the options that are a `ConfigPath`; "" if none of them names a file.
         """
         spec = self.spec
-        return identify_files(
-            *(spec.path, spec.revision), portable=portable, trust_remote_code=spec.trust_remote_code
-        )
+        found = [
+            identify_files(
+                *(spec.path, spec.revision),
+                portable=portable,
+                trust_remote_code=spec.trust_remote_code,
+            ),
+            *(identify_files(file, None, portable=portable) for file in spec.files),
+        ]
+        return ".".join(filter(None, found))
 
     def identify_adapter(self, adapter: AdapterSpec, *, portable: bool = False) -> str:
         """Return the name and digest of a loaded adapter, as `identify` does for the model."""
@@ -283,7 +295,7 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self, emit: Emit) -> None:
-        """Start the engine's loop."""
+        """Start the engine's loop, in a thread of its own."""
 
     @abstractmethod
     def submit(self, job: Job) -> None:

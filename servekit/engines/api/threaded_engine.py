@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Protocol
 
-import structlog
-
 from servekit.engines.api.base import (
     TOLD_TO_FAIL,
     EmbedJob,
@@ -30,8 +28,6 @@ from servekit.engines.api.base import (
 )
 from servekit.errors import EngineFailed, RequestError
 from servekit.protocol.messages import WorkerSpec
-
-log: Any = structlog.get_logger(__name__)
 
 #: How long `close` waits for the current step; the thread ends with its process anyway.
 CLOSE_TIMEOUT_S = 5.0
@@ -136,7 +132,6 @@ class LoopedEngine(Engine):
             while self._await_work():
                 self._run_step()
         except BaseException as error:  # a panic in Rust is not an Exception
-            log.exception("engine_loop_failed")
             self._die(error)
         else:
             self._runner.close()  # not after a failure: a broken device may never answer

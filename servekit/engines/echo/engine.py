@@ -162,7 +162,7 @@ class EchoEngine(Engine):
         self._emit = emit
         self._step_s: float = self._options.get("step_s", 0.0)
         self._slots: int = self._options.get("slots", 64)
-        self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_steps, name="engine", daemon=True)
         self._thread.start()
 
     def load_adapter(self, adapter: AdapterSpec) -> AdapterInfo:
@@ -257,12 +257,6 @@ class EchoEngine(Engine):
                 child.wait()
 
     # ---- the loop
-
-    def _run_thread(self) -> None:
-        try:
-            self._run_steps()
-        except Exception as error:
-            self.fatal = error
 
     def _run_steps(self) -> None:
         _be_punctual()

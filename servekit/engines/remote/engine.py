@@ -191,8 +191,6 @@ class OpenAIEngine(TextEngine):
     def _run_loop(self) -> None:
         try:
             self._loop.run_until_complete(self._run_until_closed())
-        except Exception as error:
-            self.fatal = error
         finally:
             self._loop.close()
 

@@ -170,10 +170,14 @@ class TokenizerCodec(Prompts):
             return TokenizedText(self._tokenize_text(prompt.text, special=False), [], [])
         # a batch, as only that lets other threads run
         (found,) = self._backend.encode_batch([prompt.text], add_special_tokens=False)
-        query, document = prompt.places
-        parts = [
-            1 if _overlap(query, *span) else 2 if _overlap(document, *span) else 0
-            for span in found.offsets
+        (query, query_end), (document, document_end) = ((p.start, p.stop) for p in prompt.places)
+        parts = [  # plain numbers, as a prompt has hundreds of tokens
+            1
+            if start < query_end and query < end
+            else 2
+            if start < document_end and document < end
+            else 0
+            for start, end in found.offsets
         ]
         return TokenizedText(found.ids, [], parts)
 
@@ -207,10 +211,6 @@ class TokenizerCodec(Prompts):
         if pieces is None:
             pieces = self._kept[kept] = _BytePieces(self._backend, self._special.keys() - kept)
         return ByteDecoder(pieces)
-
-
-def _overlap(text: range, start: int, end: int) -> bool:
-    return start < text.stop and text.start < end
 
 
 def begins_text(tokenizer: Any, text: str) -> bool:

@@ -6,8 +6,9 @@ to models that have them. The scores are those that vLLM returns: see `choose_ac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import structlog
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from servekit.engines.api.job_state import EmbedRow
 from servekit.engines.transformers.embedding import (
+    ROUNDING,
     PoolingRunner,
     count_batch_tokens,
     describe_pooled,
@@ -32,8 +34,6 @@ log: Any = structlog.get_logger(__name__)
 
 Activation = Callable[[Tensor], Tensor]
 Made = TypeVar("Made", bound="ClassificationRunner")
-#: The largest difference of scores that counts as rounding, in low precision.
-_ROUNDING = 0.05
 
 
 class ClassificationRunner(PoolingRunner):
@@ -48,33 +48,34 @@ class ClassificationRunner(PoolingRunner):
 
     def embed(self, texts: list[list[int]]) -> list[bytes]:
         """Return the scores of texts, one little-endian float32 vector per text."""
-        _, scores = self._score(texts, [])
-        return [row.astype("<f4").tobytes() for row in scores.cpu().numpy()]
+        _, scores = self.run_texts(texts, self._complete_types(texts, []))
+        return [row.astype("<f4").tobytes() for row in scores.numpy()]
 
     def run_batch(self, batch: list[tuple[EmbedRow, int]]) -> list[bytes]:
         texts = [row.job.inputs[at] for row, at in batch]
-        types = [
-            (row.job.types and row.job.types[at]) or [0] * len(ids)
-            for (row, at), ids in zip(batch, texts, strict=True)
-        ]
-        logits, scores = (each.cpu().numpy() for each in self._score(texts, types))
+        stated = [row.job.types[at] if row.job.types else [] for row, at in batch]
+        types = self._complete_types(texts, stated)
+        logits, scores = (each.numpy() for each in self.run_texts(texts, types))
         chosen = [logits if row.job.raw else scores for row, _ in batch]
         return [rows[place].astype("<f4").tobytes() for place, rows in enumerate(chosen)]
 
     def logits_of(self, texts: list[list[int]]) -> Tensor:
         """Return the logits of texts, float32 [texts, labels]."""
-        return self._score(texts, [])[0]
+        return self.run_texts(texts, self._complete_types(texts, []))[0]
 
-    @torch.no_grad()
-    def _score(self, texts: list[list[int]], types: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Return the logits and the scores, float32 [texts, labels]; [] stands for types of 0."""
-        device = self._model.device
-        ids, mask = self.pad_texts(texts, device)
-        more = {}
-        if self._has_types and types:
-            more["token_type_ids"] = self.pad_texts(types, device, 0)[0]
+    def forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the logits and the scores, float32 [texts, labels]."""
+        more = {} if types is None else {"token_type_ids": types}
         logits: Tensor = self._model(input_ids=ids, attention_mask=mask, **more).logits.float()
         return logits, self._activate(logits)
+
+    def _complete_types(
+        self, texts: list[list[int]], stated: Sequence[Sequence[int]]
+    ) -> list[Sequence[int]] | None:
+        """Return the token types of each text, 0 where none are stated; None without types."""
+        if not self._has_types:
+            return None
+        return [types or [0] * len(ids) for ids, types in zip_longest(texts, stated)]
 
 
 def choose_activation(config: Any) -> Activation:
@@ -153,6 +154,7 @@ def batch_texts(
     pad, context = padding_id(model, tokenizer), find_context(model, None, tokenizer, spec)
     runner = make_runner(pad, context, budget)
     if budget and _keeps_scores(runner):
+        runner.try_graphs(spec)
         return runner, context, budget
     log.warning("texts_run_alone", model=spec.model)
     return make_runner(pad, context, 0), context, 0
@@ -165,4 +167,4 @@ def _keeps_scores(runner: ClassificationRunner) -> bool:
     """
     short, long = [1, 2], [1, 2, 3, 4, 3, 2] * 2
     [alone], together = (runner.logits_of(texts) for texts in ([short], [short, long]))
-    return bool((alone - together[0]).abs().max() <= _ROUNDING * (1 + alone.abs().max()))
+    return bool((alone - together[0]).abs().max() <= ROUNDING * (1 + alone.abs().max()))

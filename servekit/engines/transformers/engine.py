@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +20,7 @@ from msgspec import structs
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from servekit.engines.api.base import EmbedJob, Job, MediaPrompt, Report, SpeechJob
+from servekit.engines.api.base import EmbedJob, Job, Load, MediaPrompt, Report, SpeechJob
 from servekit.engines.api.job_state import EmbedRow, ends_of
 from servekit.engines.api.job_validation import Limits, check_inputs, check_job
 from servekit.engines.api.load_phases import phase
@@ -38,6 +39,7 @@ from servekit.engines.transformers import (
     preload,
     prompt_scores,
 )
+from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.lora.manager import AdapterManager
 from servekit.engines.transformers.lora.module_clone import BaseChanged
 from servekit.engines.transformers.request_row import Row
@@ -323,6 +325,17 @@ class TransformersEngine(LoopedEngine):
 
     def _lose_rank(self, reason: str) -> None:
         self.fatal = EngineFailed(reason)
+
+    def load_now(self) -> Load:
+        load, runner = super().load_now(), getattr(self._runner, "texts", self._runner)
+        if not isinstance(runner, ContinuousRunner):
+            return load
+        counts = runner.speculated
+        tokens = {
+            "draft_tokens": counts.draft_tokens,
+            "accepted_tokens": counts.accepted_tokens,
+        }
+        return replace(load, **tokens)
 
     # ---------------------------------------------------------------- between steps
 

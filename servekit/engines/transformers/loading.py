@@ -33,6 +33,12 @@ from servekit.engines.transformers import (
     quantize,
     weights,
 )
+from servekit.engines.transformers.decode.speculation_setup import (
+    Draft,
+    check_draft,
+    check_tokenizers,
+    get_speculation,
+)
 from servekit.engines.transformers.lora.module_clone import clone_modules
 from servekit.engines.transformers.runner import Runner
 from servekit.engines.transformers.runner_factory import (
@@ -111,7 +117,8 @@ def load_from_spec(spec: WorkerSpec, report: Report) -> Loaded:
         with weights.explain_errors(folder, spec):
             packs = spec.device == "cpu" and kind != "transcribe" and not quantize.get_method(spec)
             packed = _pack_weights(model, spec, kind) if packs else ""
-            runner, info = _make_runner(folder, spec, model, codec, tokenizer, ranks, kind)
+            draft = _load_draft(spec, kind, tokenizer, model, report)
+            runner, info = _make_runner(folder, spec, model, codec, tokenizer, ranks, kind, draft)
         info = structs.replace(info, detail=info.detail + packed)
         if method := quantize.get_method(spec):
             info = structs.replace(
@@ -177,6 +184,31 @@ def _load_model(folder: Path, spec: WorkerSpec, report: Report, kind: ModelKind)
     return model
 
 
+def _load_draft(
+    spec: WorkerSpec, kind: ModelKind, tokenizer: Any, model: PreTrainedModel, report: Report
+) -> Draft | None:
+    """Return the draft model, if the options name one. Raises LoadError."""
+    speculation = get_speculation(spec)
+    if speculation is not None and kind not in ("generate", "see"):
+        raise LoadError(f"options.speculative is for text, and {spec.model} generates none.")
+    if speculation is None or speculation.model is None:
+        return None
+    name = f"the draft model {speculation.model}"
+    options = {key: one for key, one in spec.options.items() if key != "quantization"}
+    own = structs.replace(spec, model=name, path=speculation.model, revision=None, options=options)
+    folder = Path(resolve_folder(own.path, None, report))
+    if find_model_kind(folder, own) != "generate":
+        raise LoadError(f"{name} generates no text.")
+    check_tokenizers(tokenizer, weights.load_tokenizer(folder, own), name)
+    with weights.explain_errors(folder, own):
+        draft = _load_model(folder, own, report, "generate")
+        check_draft(draft, name)
+        if spec.device == "cpu":
+            _pack_weights(draft, own, "generate")
+    sizes = [weight_offload.count_model_bytes(one) for one in (draft, model)]
+    return Draft(draft, sizes[0] / sizes[1])
+
+
 def _pack_weights(model: PreTrainedModel, spec: WorkerSpec, kind: ModelKind) -> str:
     """Pack linear layers; return a description for people."""
     half = kind == "embed" and model.config.is_encoder_decoder
@@ -199,6 +231,7 @@ def _make_runner(
     tokenizer: Any,
     ranks: Ranks | None,
     kind: ModelKind,
+    draft: Draft | None,
 ) -> tuple[Runner, ModelInfo]:
     instructs = codec.takes_instruction
     if kind == "classify":
@@ -216,7 +249,7 @@ def _make_runner(
         return embedding.make_embedding_runner(model, how, tokenizer, spec)
     # Before a batch changes the model's attention, which is not the one for images.
     twin = clone_modules(model) if kind == "see" else None
-    texts, info = make_causal_runner(model, spec, codec.chat, ranks)
+    texts, info = make_causal_runner(model, spec, codec.chat, ranks, draft)
     if why := explain_no_adapters(model, spec):
         refused = {adapter.name: why for adapter in spec.adapters}
         info = structs.replace(info, refused_adapters=refused)

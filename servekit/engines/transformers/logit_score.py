@@ -30,8 +30,8 @@ from servekit.protocol.messages import Capability, ModelInfo, WorkerSpec
 class LogitScoreRunner(ClassificationRunner):
     """Runner of pairs; the vector of a pair is its one score.
 
-    Texts are padded on the left, so that the last position is of each text, and the head is run
-    there alone.
+    The model gets texts with padding on the left, so that the last position is of each text, and
+    the head is run there alone.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class LogitScoreRunner(ClassificationRunner):
         if "logits_to_keep" in signature(model.forward).parameters:
             self._last = {"logits_to_keep": 1}
 
-    @torch.no_grad()
-    def _score(self, texts: list[list[int]], types: list[list[int]]) -> tuple[Tensor, Tensor]:
-        backwards, mask = self.pad_texts([text[::-1] for text in texts], self._model.device)
-        mask = mask.flip(1)
+    def forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
+        tokens = ids.shape[1]
+        moved = (torch.arange(tokens, device=ids.device) + mask.sum(1, keepdim=True)) % tokens
+        ids, mask = ids.gather(1, moved), mask.gather(1, moved)
         logits: Tensor = self._model(
-            input_ids=backwards.flip(1),
+            input_ids=ids,
             attention_mask=mask,
             position_ids=(mask.cumsum(1) - 1).clamp(min=0),
             **self._last,

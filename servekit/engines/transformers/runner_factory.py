@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace as replace_fields
 from typing import Any, NamedTuple
 
 import structlog
@@ -17,6 +18,7 @@ from servekit.engines.transformers.batching import kv_cache, paged_attention, se
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
 from servekit.engines.transformers.decode import kernels
 from servekit.engines.transformers.decode.decode_loop import StepOptions
+from servekit.engines.transformers.decode.speculation_setup import Draft, make_speculator
 from servekit.engines.transformers.runner import CausalRunner
 from servekit.engines.transformers.sequential import StaticRunner
 from servekit.engines.transformers.sleep import device_memory
@@ -36,7 +38,11 @@ _NOT_PAGEABLE = (ValueError, TypeError, AttributeError, LookupError, NotImplemen
 
 
 def make_causal_runner(
-    model: PreTrainedModel, spec: WorkerSpec, chat: bool, ranks: Ranks | None = None
+    model: PreTrainedModel,
+    spec: WorkerSpec,
+    chat: bool,
+    ranks: Ranks | None = None,
+    draft: Draft | None = None,
 ) -> tuple[CausalRunner, ModelInfo]:
     """Return the runner for a model, and its properties. Raises LoadError."""
     batching = spec.options.get("batching", "auto")
@@ -45,9 +51,9 @@ def make_causal_runner(
     )
     if not reason:
         attention = str(model.config._attn_implementation)
-        for way in _list_ways(model, spec):
+        for way in _list_ways(model, spec, draft):
             try:
-                return _make_continuous(model, spec, chat, way, attention, ranks)
+                return _make_continuous(model, spec, chat, way, attention, ranks, draft)
             except LoadError:
                 raise
             except Exception as error:
@@ -56,6 +62,8 @@ def make_causal_runner(
                 reason = f"{type(error).__name__}: {error}"
                 model.set_attn_implementation(attention)
                 log.warning("batching_test_failed", model=spec.model, mode=str(way), reason=reason)
+    if spec.options.get("speculative"):
+        raise LoadError(f"options.speculative needs continuous batching, and {reason}.")
     if batching == "continuous":
         raise LoadError(f"{spec.model} cannot run with continuous batching: {reason}.")
     log.info("sequential_mode_chosen", model=spec.model, reason=reason)
@@ -82,7 +90,7 @@ class _Way(NamedTuple):
         return "decoding by itself" if self.decode else "continuous batching"
 
 
-def _list_ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
+def _list_ways(model: PreTrainedModel, spec: WorkerSpec, draft: Draft | None) -> Iterator[_Way]:
     """Yield the ways to try: attention per request, then the library's over the whole batch."""
     own = model.config._attn_implementation == "sdpa" and spec.options.get("attention") is None
     if own and paged_attention.has_full_attention(model.config.get_text_config()):
@@ -90,19 +98,25 @@ def _list_ways(model: PreTrainedModel, spec: WorkerSpec) -> Iterator[_Way]:
         try:
             context, size = _find_context(model, spec), _block_size(spec)
             with phase("kernels", lacks=LookupError):
-                options = step_options(model, spec, context, size)
+                options = step_options(model, spec, context, size, draft)
             yield _Way(True, options)
             why = "its decoding failed its test"
         except LookupError as error:
             why = str(error)
         if why and spec.options.get("decode") == "graph":
             raise LoadError(f"options.decode is graph, and {why}.")
+        if why and spec.options.get("speculative"):
+            raise LoadError(f"options.speculative needs servekit's own decoding, and {why}.")
         yield _Way(True, None, why)
     yield _Way(False)
 
 
 def step_options(
-    model: PreTrainedModel, spec: WorkerSpec, context: int, block_size: int
+    model: PreTrainedModel,
+    spec: WorkerSpec,
+    context: int,
+    block_size: int,
+    draft: Draft | None = None,
 ) -> StepOptions:
     """Return how servekit itself runs this model's steps of one token per request.
 
@@ -113,7 +127,7 @@ def step_options(
     if how == "eager":
         raise LookupError("")
     device: torch.device = model.device
-    if device.type != "cuda" and how == "auto":
+    if device.type != "cuda" and how == "auto" and not spec.options.get("speculative"):
         raise LookupError("")
     config = model.config.get_text_config()
     if model.config._attn_implementation != "sdpa" or spec.options.get("attention"):
@@ -131,7 +145,10 @@ def step_options(
         named = "reference"
     kernel = kernels.choose_kernel(named, asked)
     on_gpu = device.type == "cuda"
-    return StepOptions(kernel, context, graphs=on_gpu and kernel.captured, ahead=on_gpu)
+    graphs = on_gpu and kernel.captured
+    chunk = spec.options.get("max_batch_tokens") or kv_cache.default_batch_tokens(spec.device)
+    speculator = make_speculator(spec, draft, block_size, chunk, graphs=graphs)
+    return StepOptions(kernel, context, graphs=graphs, ahead=on_gpu, speculator=speculator)
 
 
 def _find_obstacle(model: PreTrainedModel, spec: WorkerSpec) -> str:
@@ -157,9 +174,10 @@ def _make_continuous(
     way: _Way,
     attention: str,
     ranks: Ranks | None,
+    draft: Draft | None,
 ) -> tuple[CausalRunner, ModelInfo]:
     context = _find_context(model, spec)
-    size = _plan_cache(model, spec, context, ranks)
+    size = _plan_cache(model, spec, context, ranks, draft)
     with phase("cache"):
         runner = _with_less_on_failure(
             lambda halvings: ContinuousRunner(
@@ -196,8 +214,7 @@ def _make_static(
     model: PreTrainedModel, spec: WorkerSpec, chat: bool, why: str
 ) -> tuple[CausalRunner, ModelInfo]:
     context = _find_context(model, spec)
-    default = kv_cache.CPU_BATCH_TOKENS if spec.device == "cpu" else kv_cache.CUDA_BATCH_TOKENS
-    chunk = spec.options.get("max_batch_tokens") or default
+    chunk = spec.options.get("max_batch_tokens") or kv_cache.default_batch_tokens(spec.device)
     runner = StaticRunner(model, context, chunk)
     detail = f"one request at a time, {model.config._attn_implementation or 'no attention'}{why}"
     return runner, _describe_model(model, spec, chat, runner, 1, 0, detail, context)
@@ -251,16 +268,24 @@ def _find_context(model: PreTrainedModel, spec: WorkerSpec) -> int:
 
 
 def _plan_cache(
-    model: PreTrainedModel, spec: WorkerSpec, context: int, ranks: Ranks | None
+    model: PreTrainedModel,
+    spec: WorkerSpec,
+    context: int,
+    ranks: Ranks | None,
+    draft: Draft | None,
 ) -> kv_cache.Plan:
     """Return the cache plan of one rank; configured sizes are totals of all ranks."""
     options, count = spec.options, 1 if ranks is None else ranks.size
+    available = _available_bytes(model, spec, ranks)
     shape = kv_cache.shape_of(model.config.get_text_config(), model.dtype.itemsize)
+    if draft is not None:
+        shape = replace_fields(shape, draft_kv_bytes=draft.shape.token_kv_bytes)
+        available -= draft.shape.fixed_bytes(0, options.get("slots") or kv_cache.CUDA_SLOTS)
     stated = options.get("kv_cache_bytes")
     return kv_cache.plan_cache(
         shape.part(count),
         cuda=spec.device == "cuda",
-        available_bytes=_available_bytes(model, spec, ranks),
+        available_bytes=available,
         max_context=context,
         block_size=_block_size(spec),
         slots=options.get("slots"),

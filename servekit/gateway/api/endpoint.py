@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,9 +30,10 @@ from servekit.gateway.http.asgi import (
     send_json,
     session_of,
 )
+from servekit.gateway.http.request_context import INCOMPLETE
 from servekit.gateway.http.response import DisconnectWatcher, Endpoint, Response
 from servekit.gateway.routing.adapter_route import base_of
-from servekit.gateway.routing.router import Router
+from servekit.gateway.routing.router import IncompleteRequest, Router
 from servekit.protocol.messages import Delta
 
 log: Any = structlog.get_logger("servekit.gateway")
@@ -111,11 +113,19 @@ class GenerationEndpoint:
         self, response: Response, size_bytes: int, work: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
         """Run `work` in a task, which ends when the client is gone. Raises QueueFull."""
-        self._router.hold_incomplete(size_bytes)
-        task = asyncio.get_running_loop().create_task(_answer_errors(response, work))
+        context = copy_context()
+        context.run(INCOMPLETE.set, True)
+
+        def fail(error: ServekitError) -> None:
+            response.send_error(error)
+            task.cancel()
+
+        self._router.hold_incomplete(request := IncompleteRequest(size_bytes, fail))
+        answering = _answer_errors(response, work)
+        task = asyncio.get_running_loop().create_task(answering, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: self._router.release_incomplete(size_bytes))
+        task.add_done_callback(lambda _: self._router.release_incomplete(request))
         response.on_gone = partial(_cancel, task)
 
     def _opens_later(self, request: GenerationRequest) -> bool:

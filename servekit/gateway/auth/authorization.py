@@ -157,7 +157,7 @@ class Access:
             caller.admit_call(call, model, adapter)
             if self.rules.prefixes_by_key:
                 call.cache_salt = caller.rule.name
-        request_limits.check_call(call, self.rules.limits)
+        request_limits.check_counts(call.messages, call.params.stop, self.rules.limits)
         if self.rules.log_prompts:
             prompt = call.prompt if call.messages is None else call.messages
             key, name = call.key if self.closed else "", adapter or model

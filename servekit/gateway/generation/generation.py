@@ -20,7 +20,8 @@ import msgspec
 from msgspec.structs import replace
 
 from servekit.errors import ModelNotFound, RequestError, Unsupported
-from servekit.gateway.http.request_limits import check_free
+from servekit.gateway.api.images import list_media
+from servekit.gateway.http.request_limits import check_counts, check_free
 from servekit.gateway.routing.adapter_route import base_of
 from servekit.gateway.routing.preset_route import PresetRoute, complete_chat, complete_params
 from servekit.gateway.routing.request import InflightRequest, Reader
@@ -42,6 +43,7 @@ from servekit.gateway.tool_parsing import (
     tool_grammar,
 )
 from servekit.gateway.tool_parsing import ToolChoice as ToolChoice
+from servekit.protocol.access import RequestLimits
 from servekit.protocol.messages import (
     ChatMessage,
     Delta,
@@ -214,8 +216,7 @@ class Generation:
             self._tool_choice = _NO_TOOLS
             choices = self._make_choices(params)
         else:
-            limits = router.access.rules.limits
-            check_free(request.tools, request.template, params.grammar, limits)
+            _check_limits(request, router.access.rules.limits)
             self._tool_choice = tools = _choose_tools(request, status)
             if status.info is not None:
                 dialect = _dialect(status.info, tools)
@@ -376,6 +377,11 @@ class Generation:
     # ---- token counts; the choices of one prompt share it
 
     @property
+    def emitted_tokens(self) -> int:
+        """The tokens of all answers so far."""
+        return sum([len(choice.call.emitted) for choice in self._choices])
+
+    @property
     def prompt_tokens(self) -> int:
         """Return the tokens of all prompts, those from the prefix cache included."""
         return sum([choice.call.prompt_tokens for choice in self._choices[:: self.request.n]])
@@ -391,8 +397,19 @@ async def open_generation(router: Router, request: GenerationRequest) -> Generat
     route = router.find(request.model)
     if route.status.info is None:
         router.access.require_model(route.status.name, base_of(route))
+        _check_limits(request, router.access.rules.limits)
+        router.check_media(route.base, list_media(request.messages or ()))
         await router.demand.until_known(route, request.timeout_s)
     return Generation(router, request)
+
+
+def _check_limits(request: GenerationRequest, limits: RequestLimits) -> None:
+    """Raise RequestError for a request over `server.limits`, with all that its client has sent.
+
+    The router sees only what its calls keep of it.
+    """
+    check_counts(request.messages, request.params.stop, limits)
+    check_free(request.tools, request.template, request.params.grammar, limits)
 
 
 def _complete(route: ModelQueue, request: GenerationRequest) -> GenerationRequest:

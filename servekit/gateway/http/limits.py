@@ -9,7 +9,7 @@ so that many half-sent bodies do not lock other clients out.
 
 The same sweep ends the connection of a client that does not read its response. A client that only
 closes its sending side after a request (`nc -N`) gets its response. It looks like a client that has
-left, so it is sent an interim response: a kernel whose socket is closed replies with a reset.
+left, so it is sent bytes that mean nothing: a kernel whose socket is closed replies with a reset.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from servekit.gateway.http.asgi import (
     error_headers,
 )
 from servekit.gateway.http.request_context import RequestContext
+from servekit.system.timers import next_tick_s
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -49,16 +50,16 @@ _REFUSED = 1 << 62
 #: Allowed bytes of chunk framing for each byte of content; a one-byte chunk needs five.
 _FRAMING = 8
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-#: Delay after an interim response before the first check for a reset; each sweep checks again.
+#: A leading zero of the next chunk's size, or of the last one's: RFC 9112, section 7.1.
+_LEADING_ZERO = b"0"
+_EVENTS, _EVENT_COMMENT = b"text/event-stream", b":\n\n"
+#: Delay after such bytes before the first check for a reset; each sweep checks again.
 _RESET_WITHIN_S = 0.02
 #: `struct linger` (l_onoff, l_linger) that makes a close send a reset.
 _RESET = struct.pack("ii", 1, 0)
 #: Paths that are served whatever the number of connections: health checks decide on restarts.
 VITAL = (b"/livez", b"/readyz", b"/health", b"/v1/health", b"/ping")
 _TELL_EVERY_S = 10.0
-#: Pages whose streams (the heartbeat of each tab) may be silent for long. Once a response has begun
-#: no interim response can tell whether its client is there, so EOF counts as leaving.
-_PAGES = (b"/ui/", b"/ui?")
 
 
 class BadHttp(RequestError):
@@ -501,17 +502,24 @@ class LimitedProtocol(HttpToolsProtocol):
             or cycle is None
             or cycle.response_complete
             or self.scheme == "https"  # TLS cannot be half-closed
-            or (cycle.response_started and self.url.startswith(_PAGES))
         ):
             self.transport.close()  # our transport flushes first
             return False
         self._half_closed = True
         cycle.keep_alive = False  # no further request can come
-        old = self.parser.get_http_version() == "1.0"  # HTTP/1.0 has no interim responses
-        if not (old or self.pipeline or cycle.response_started):
-            self.transport.write(_CONTINUE)
+        if not self.pipeline and (probe := self._choose_probe(cycle)):
+            self.transport.write(probe)
             self.loop.call_later(_RESET_WITHIN_S, self._look_for_reset)
         return True
+
+    def _choose_probe(self, cycle: Any) -> bytes:
+        """Return bytes that a client which still reads passes over; b"" if there are none."""
+        if cycle.response_started:
+            if cycle.chunked_encoding:
+                return _LEADING_ZERO
+            return _EVENT_COMMENT if getattr(cycle, "sends_events", False) else b""
+        old = self.parser.get_http_version() == "1.0"  # HTTP/1.0 has no interim responses
+        return b"" if old else _CONTINUE
 
     def _look_for_reset(self) -> bool:
         """Abort and return True if the client's kernel has reset the connection.
@@ -551,7 +559,9 @@ def _without_chunks(cycle: Any, app: ASGIApp) -> ASGIApp:
         def sending(message: Any) -> Awaitable[None]:
             nonlocal measured
             if message["type"] == "http.response.start":
-                measured = any(name == b"content-length" for name, _ in message.get("headers", ()))
+                headers = dict(message.get("headers", ()))
+                measured = b"content-length" in headers
+                cycle.sends_events = headers.get(b"content-type", b"").startswith(_EVENTS)
                 if not measured:
                     cycle.chunked_encoding = False
             elif not measured:
@@ -574,8 +584,9 @@ class Sweep:
         self._tell_at_s = 0.0
 
     def _run(self) -> None:
-        self._timer = self._loop.call_later(self._limits.sweep_every_s, self._run)
         now_s = self._loop.time()
+        wait_s = next_tick_s(self._limits.sweep_every_s, now_s)
+        self._timer = self._loop.call_later(wait_s, self._run)
         connections = tuple(self._connections)
         most = self._limits.most_connections
         crowded = len(connections) > most

@@ -107,6 +107,8 @@ class RequestContext(EndObserver):
 
 #: Context of the current request, within its task or callback.
 ORIGIN: ContextVar[RequestContext | None] = ContextVar("origin", default=None)
+#: Whether the current request was taken before it had calls: see `Router.hold_incomplete`.
+INCOMPLETE: ContextVar[bool] = ContextVar("incomplete", default=False)
 #: Whether the current request is of a batch, and waits for all others.
 BATCHED: ContextVar[bool] = ContextVar("batched", default=False)
 

@@ -8,6 +8,7 @@ endpoints that accept them; a request without such parts pays nothing.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,7 +20,7 @@ from servekit.protocol.types import Grammar
 
 if TYPE_CHECKING:
     from servekit.gateway.routing.request import InflightRequest
-    from servekit.protocol.messages import ModelInfo
+    from servekit.protocol.messages import ChatMessage, ModelInfo
 
 #: Highest `multipleOf` of a schema, apart from a factor that is a power of ten.
 MAX_MULTIPLE = 10_000
@@ -32,9 +33,10 @@ _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPPINGS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 
 
-def check_call(call: InflightRequest, limits: RequestLimits) -> None:
-    """Raise RequestError if a call holds more messages or stop strings than allowed."""
-    messages, stops = call.messages, call.params.stop
+def check_counts(
+    messages: Sequence[ChatMessage] | None, stops: Sequence[str], limits: RequestLimits
+) -> None:
+    """Raise RequestError for more messages or stop strings than allowed."""
     if messages is not None and len(messages) > limits.messages:
         raise _too_many(len(messages), limits.messages, "messages", "messages")
     if len(stops) > limits.stop_strings:

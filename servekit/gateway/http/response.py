@@ -185,6 +185,7 @@ class FastResponse:
         "status",
     )
     message_event = _NullEvent()
+    chunked_encoding = True  # of a stream
 
     def __init__(self, protocol: Http, handler: FastHandler) -> None:
         self.protocol = protocol

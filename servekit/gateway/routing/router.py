@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -21,12 +22,13 @@ from servekit.errors import (
     QueueFull,
     RequestError,
     RequestQuarantined,
+    ServekitError,
     SourceQuarantined,
     WorkerLost,
 )
 from servekit.gateway.auth.authorization import Access
 from servekit.gateway.demand_reporter import DemandReporter
-from servekit.gateway.http.request_context import BATCHED
+from servekit.gateway.http.request_context import BATCHED, INCOMPLETE
 from servekit.gateway.http.request_limits import check_fits, check_grammar, held_bytes
 from servekit.gateway.routing.adapter_route import (
     AdapterRoute,
@@ -63,6 +65,14 @@ log: Any = structlog.get_logger("servekit.gateway")
 _LAST = 1000
 
 
+@dataclass(eq=False, slots=True)
+class IncompleteRequest:
+    """A request that has no calls yet."""
+
+    size_bytes: int
+    fail: Callable[[ServekitError], None]
+
+
 class Router:
     """The models of the service, as this gateway knows them.
 
@@ -94,7 +104,7 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self.end_of_tick = EndOfTick()
         self._open: set[InflightRequest] = set()
-        self._incomplete_bytes = 0
+        self._incomplete: set[IncompleteRequest] = set()
         self._deadlines = Deadlines(self._open, self._expire)
         self._farewells = AdapterUsageTracker(self._open, unused)
         self.demand = DemandReporter(use)
@@ -208,27 +218,29 @@ class Router:
         self._admit(route, call)
         return asked
 
-    def hold_incomplete(self, size_bytes: int) -> None:
+    def hold_incomplete(self, request: IncompleteRequest) -> None:
         """Count a request that waits for its images, an earlier response or a first load.
 
-        Raises QueueFull if such requests hold too many bytes.
+        Its calls are taken while the gateway drains, too. Raises QueueFull if such requests hold
+        too many bytes.
         """
         limit_bytes = self.access.rules.max_queue_bytes
-        if self._incomplete_bytes + size_bytes > limit_bytes:
+        if sum(one.size_bytes for one in self._incomplete) + request.size_bytes > limit_bytes:
             said = f"requests that are not complete hold {limit_bytes // 2**20} MiB already"
             raise QueueFull(f"{said}; try later", retry_after_s=1.0)
-        self._incomplete_bytes += size_bytes
+        self._incomplete.add(request)
 
-    def release_incomplete(self, size_bytes: int) -> None:
+    def release_incomplete(self, request: IncompleteRequest) -> None:
         """Count a request of `hold_incomplete` no longer."""
-        self._incomplete_bytes -= size_bytes
+        self._incomplete.remove(request)
+        self._note_idle()
 
     def check_media(self, route: ModelQueue, media: Sequence[Media]) -> None:
         """Raise RequestError for media that the model, or `server.limits`, does not take."""
         check_media(route, media, self.access.rules.limits.images, self.models)
 
     def _admit(self, route: ModelQueue, call: InflightRequest) -> None:
-        if self.draining:
+        if self.draining and not INCOMPLETE.get():
             raise ModelUnavailable("servekit is shutting down", retry_after_s=5.0)
         route.check_available()
         now_s = call.created_s
@@ -282,15 +294,21 @@ class Router:
     def drain(self) -> None:
         """Refuse new calls; `idle` is set when all calls in flight are done."""
         self.draining = True
-        if not self._open:
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self.draining and not self._open and not self._incomplete:
             self.idle.set()
 
-    def fail_all(self) -> None:
-        """Fail all calls in flight, because the time to drain is over."""
+    def fail_all(self) -> bool:
+        """Fail all calls in flight, as the time to drain is over; return whether there were any."""
         said = "servekit shut down before this was done; send the request again when it is back"
-        for call in list(self._open):
+        for call in (calls := list(self._open)):
             self._withdraw(call)
             call.fail(ModelUnavailable(said, retry_after_s=5.0))
+        for request in (held := list(self._incomplete)):
+            request.fail(ModelUnavailable(said, retry_after_s=5.0))
+        return bool(calls or held)
 
     def position(self, call: InflightRequest) -> int | None:
         """Return how many calls are ahead of this one in its queue; None once it runs."""
@@ -678,8 +696,7 @@ class Router:
             self._charge(call)
         if call.route is not None:
             call.route.left(call)
-        if self.draining and not self._open:
-            self.idle.set()
+        self._note_idle()
 
 
 def waiting_of(route: ModelQueue, source: str) -> list[InflightRequest]:

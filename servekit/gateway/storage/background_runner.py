@@ -48,8 +48,8 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
     """
 
     def __init__(self, router: Router, find: Callable[[], BackgroundStore], app: ASGIApp) -> None:
-        super().__init__()
-        self._router, self._find, self._app = router, find, app
+        super().__init__(router)
+        self._find, self._app = find, app
         #: Streams whose model was replaced: their answers begin again.
         self._changed: set[str] = set()
 

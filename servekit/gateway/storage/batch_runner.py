@@ -72,8 +72,8 @@ class BatchRunner(LeaseRunner[Batch]):
     def __init__(
         self, router: Router, find: Callable[[], BatchStore], app: ASGIApp, max_body_bytes: int
     ) -> None:
-        super().__init__()
-        self._router, self._find, self._app = router, find, app
+        super().__init__(router)
+        self._find, self._app = find, app
         self._max_body_bytes = max_body_bytes
         self._running = 0
         self._freed = asyncio.Event()

@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from servekit.gateway.routing.router import Router
 from servekit.gateway.storage.store_file import ResponsesUnavailable, StoreFile, await_work
+from servekit.system.timers import next_tick_s
 
 #: How long a gateway that is silent keeps what it holds.
 LEASE_S = 6.0
@@ -71,13 +73,15 @@ class LeasedStore:
 class LeaseRunner(Generic[_Row]):
     """Runs the rows that this gateway holds, each in a task."""
 
-    def __init__(self) -> None:
+    def __init__(self, router: Router) -> None:
+        self._router = router
         self._tasks: dict[str, asyncio.Task[None]] = {}
         #: Set to look at once.
         self.woken = asyncio.Event()
+        router.access.on_change(self.woken.set)  # rows may be run now
 
     async def claim(self) -> Sequence[_Row] | None:
-        """Return all rows that this gateway holds; None if it is not to run any now."""
+        """Return all rows that this gateway holds; None if it may run none by its rules."""
         raise NotImplementedError
 
     async def work(self, row: _Row) -> None:
@@ -89,12 +93,15 @@ class LeaseRunner(Generic[_Row]):
         try:
             while True:
                 self.woken.clear()
+                wait_s: float | None = next_tick_s(LOOK_EVERY_S, asyncio.get_running_loop().time())
                 with contextlib.suppress(ResponsesUnavailable):  # the log has it
                     if (held := await self.claim()) is not None:
                         self._follow(held)
+                    else:
+                        wait_s = None
                 # not by wait_for: Python 3.11's forgets a cancellation if the event is set then
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_EVERY_S):
+                    async with asyncio.timeout(wait_s):
                         await self.woken.wait()
         finally:
             running = list(self._tasks.values())

@@ -124,7 +124,7 @@ class RequestMeter(RequestObserver):
         durations[-1] += took
         if durations is not self._well:
             return
-        self._usage_in[bisect_left(_tokens, prompt)] += 1  # their sums: see `take`
+        self._usage_in[bisect_left(_tokens, prompt)] += 1  # their sums: see `pop_counts`
         self._usage_out[bisect_left(_tokens, completion)] += 1
         if completion > 1 and call.first_s:
             pace = (now - call.first_s) / (completion - 1)
@@ -243,11 +243,11 @@ class RequestMetrics:
         """Return the meter of a call; `route` is None if no model has its name."""
         model = "" if route is None else route.base.status.name
         adapter = "" if route is None or route.base is route else route.status.name
-        if call.messages is not None:
-            operation = "chat"
+        task = call.more.get("task") if call.more else None
+        if task is None:
+            operation = "text_completion" if call.messages is None else "chat"
         else:
-            task = call.more.get("task") if call.more else None
-            operation = "text_completion" if task is None else _OPERATIONS.get(task, task)
+            operation = _OPERATIONS.get(task, task)
         of = model, adapter, operation
         return self._meters.get(of) or self._make(*of)
 

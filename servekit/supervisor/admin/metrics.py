@@ -148,7 +148,12 @@ class MetricsAggregator:
             yield from _one_of("servekit_breaker_state", name, _BREAKER, deployment.circuit.state)
         for replica in self._deployments.replicas():
             who = replica.model.name, replica.name
-            yield Series("servekit_kv_cache_usage_ratio", who, [replica.liveness.last.kv_used])
+            last = replica.liveness.last
+            yield Series("servekit_kv_cache_usage_ratio", who, [last.kv_used])
+            if drafts := last.draft_tokens:
+                yield Series("servekit_spec_decode_num_draft_tokens_total", who, [drafts])
+                accepted = last.accepted_tokens
+                yield Series("servekit_spec_decode_num_accepted_tokens_total", who, [accepted])
             yield from of_gpus(who, replica.gpu)
         for gpu in self._deployments.gpus:
             labels = str(gpu.index), gpu.uuid, gpu.name, gpu.node

@@ -26,14 +26,15 @@ from servekit.system.gpus import gpu_memory_by_pid, gpus_in_use
 from servekit.system.orphan_cleanup import MARK, Started
 from servekit.system.rlimits import count_open_files, is_shortage
 from servekit.system.shared_memory import Segment
+from servekit.system.timers import next_tick_s
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
 #: Interval of the looks at /dev/shm; at rest, when what follows is as seldom, too.
-_LOOK_EVERY_S, _LOOK_AT_REST_S = 0.2, 1.0
+_LOOK_EVERY_S, _LOOK_AT_REST_S = 0.2, 2.0
 #: The age of figures that are fresh enough for an operator.
 _FRESH_S = 1.0
-#: Looks between measurements of memory and open files.
+#: Looks between measurements of memory and open files, but at rest.
 _MEMORY_EVERY = 10
 #: Looks between measurements that take milliseconds: NVML, the memory maps of all processes.
 _REST_EVERY = 25
@@ -72,11 +73,12 @@ class ResourceMonitor:
             except Exception as error:  # a figure that cannot be read must not stop the others
                 if not is_shortage(error):  # `_check_files` warns of that
                     log.exception("measurement_failed")
-            await asyncio.sleep(_LOOK_AT_REST_S if self._is_at_rest() else _LOOK_EVERY_S)
+            every_s = _LOOK_AT_REST_S if self._is_at_rest() else _LOOK_EVERY_S
+            await asyncio.sleep(next_tick_s(every_s, time.monotonic()))
 
     async def _measure_due(self, count: int) -> None:
         """Measure what is due; `count` is the number of looks so far."""
-        if count % _MEMORY_EVERY == 0:
+        if count % (_REST_EVERY if self._is_at_rest() else _MEMORY_EVERY) == 0:
             self._check_files()
             await self.memory()
         if self._has_new_segments() or count % _REST_EVERY == 0:

@@ -19,6 +19,7 @@ from typing import Any
 
 from servekit.config.engines.options import KINDS
 from servekit.config.engines.quantization_checks import get_method
+from servekit.config.engines.speculative_checks import get_speculative
 from servekit.config.schema import ModelConfig
 from servekit.model_metadata import gguf, kv_cache_shape, safetensors, weight_quantization
 from servekit.model_metadata.kv_cache_shape import Attention
@@ -42,6 +43,8 @@ _BATCH_TOKENS = 2048
 _SLOTS = 256
 #: Lengths of requests, in tokens, whose number is told.
 _LENGTHS = (2048, 8192, 32768)
+#: Options that a draft model does not share with its model.
+_NOT_OF_DRAFTS = {"speculative", "quantization"}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Bytes per number in llama.cpp's caches: blocks of 32 with their scale.
 _CACHE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
@@ -112,9 +115,35 @@ def estimate(
     if path is None:
         return Estimate(unknown="not fetched yet, so its size is not known")
     try:
-        return _of_gguf(model, place, path) if path.is_file() else _of_folder(model, place, path)
+        found = _of_gguf(model, place, path) if path.is_file() else _of_folder(model, place, path)
     except (ValueError, OSError, LookupError, TypeError) as error:
         return Estimate(unknown=str(error) or repr(error))
+    if draft := get_speculative(model).get("model"):
+        options = {key: model.options[key] for key in model.options.keys() - _NOT_OF_DRAFTS}
+        small = model.model_copy(update={"path": draft, "revision": None, "options": options})
+        return _add_draft(found, estimate(small, place, environ))
+    return found
+
+
+def _add_draft(found: Estimate, draft: Estimate | None) -> Estimate:
+    """Return the estimate of a model together with its draft model's."""
+    if draft is None or found.unknown:
+        return found
+    if draft.unknown:
+        return replace(found, unknown=f"draft model: {draft.unknown}")
+    workspace = max(0, draft.on_each_workspace_bytes - CONTEXT_BYTES)
+    token_bytes = draft.kv_1k_bytes / 1024
+    return replace(
+        found,
+        weights_bytes=found.weights_bytes + draft.weights_bytes,
+        kv_1k_bytes=found.kv_1k_bytes + draft.kv_1k_bytes,
+        on_each_weights_bytes=found.on_each_weights_bytes + draft.on_each_weights_bytes,
+        on_each_kv_bytes=found.on_each_kv_bytes + int(found.context * token_bytes),
+        on_each_workspace_bytes=found.on_each_workspace_bytes + workspace,
+        on_each_requests=tuple(
+            (tokens, size + int(tokens * token_bytes)) for tokens, size in found.on_each_requests
+        ),
+    )
 
 
 def check_weights_fit(

@@ -6,6 +6,7 @@ import hashlib
 import json
 
 from servekit.config.engines.options import KINDS
+from servekit.config.engines.path_options import list_paths
 from servekit.config.schema import ModelConfig
 from servekit.protocol.adapters import AdapterSpec
 from servekit.protocol.messages import WorkerSpec
@@ -42,6 +43,7 @@ def make_worker_spec(
         sleeps=model.idle_sleep_s is not None,
         edition=digest_settings(model),
         chat_template=model.chat_template or "",
+        files=_list_files(model),
     )
 
 
@@ -73,6 +75,13 @@ def _options_of_text(model: ModelConfig) -> dict[str, object]:
         if name not in neutral:
             found[name] = value
     return found
+
+
+def _list_files(model: ModelConfig) -> tuple[str, ...]:
+    """Return the files and folders among the options that may change the generated text."""
+    kind = KINDS[model.engine]
+    found = list_paths(kind.options, model.options)
+    return tuple(path for place, path in found if place[0] not in kind.neutral)
 
 
 def choose_parallel(model: ModelConfig, place: Assignment) -> Parallel:

@@ -12,12 +12,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from servekit.engines.api.threaded_engine import LoopedEngine
 from servekit.plugin import (
     Capability,
     ChatMessage,
     Job,
     LoadError,
-    LoopedEngine,
     ModelInfo,
     Report,
     StepOutput,

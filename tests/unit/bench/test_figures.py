@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench import counting
 from tests.bench.contest import bare
 from tests.bench.cpu import cpu_s, machine_cpu_s, memory_bytes, writes
 from tests.bench.load import Order, Unexpected, run
@@ -89,6 +90,11 @@ def test_the_python_of_the_hot_path_is_measured(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" µs") >= 2 and "request" in done.stdout and "token" in done.stdout
+
+
+async def test_the_cost_of_counting_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    await counting.main(batches=1)
+    assert capsys.readouterr().out.count("where nothing is counted") == 2
 
 
 @pytest.mark.lane("bench")

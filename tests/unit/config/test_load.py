@@ -55,6 +55,10 @@ MODEL = [
     ('replicas: "2"', "must be a whole number or auto, but is the text '2'. Leave out the quotes."),
     ("replicas: yes", "must be a whole number or auto, but is the truth value yes."),
     ("max_queue: 1e3", "must be a whole number, but is the number 1e3."),
+    (
+        "max_queue: none",
+        "must be a whole number, but is the text 'none'. Leave out the key instead.",
+    ),
     ("timeout_s: 0", "must be more than 0, but is the number 0."),
     ("timeout_s: .inf", "must be a finite number, but is the number .inf."),
     ("timeout_s: 1:30", "must be a number, but is the text '1:30'."),

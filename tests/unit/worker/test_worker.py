@@ -11,12 +11,14 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from servekit.engines.api import load_phases
 from servekit.engines.api.base import Engine, Job, Load, Report, StepOutput
@@ -517,6 +519,59 @@ async def test_a_dead_engine_ends_its_worker(start: Start) -> None:
     assert scene.answered() == 3, "what its steps brought is out"
     assert not any(isinstance(message, Failed) for message in scene.told), "it goes on elsewhere"
     assert not scene.engine.closed, "a broken device may hang"
+
+
+class Threaded(Puppet):
+    """A puppet with a loop of its own, which breaks at a word."""
+
+    breaks_at_once = False
+
+    def start(self, emit: Any) -> None:
+        super().start(emit)
+        self.broken = threading.Event()
+        threading.Thread(target=self._break, daemon=True).start()
+        if self.breaks_at_once:
+            self.broken.set()
+
+    def _break(self) -> None:
+        self.broken.wait()
+        raise IndexError("index 7 is out of bounds")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_an_error_in_the_engines_thread_is_its_death_and_its_traceback_logged(
+    start: Start, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    monkeypatch.setattr(Threaded, "breaks_at_once", at_once)
+    with capture_logs() as logged:
+        scene = await start(Threaded)
+        if at_once:
+            scene.control.send(LoadModel(scene.spec))
+        else:
+            await scene.boot()
+            scene.engine.broken.set()
+        assert await scene.code() == EXIT_ENGINE_DIED
+        await until(lambda: scene.of(EngineDied))
+    assert scene.of(EngineDied)[0].cause == "IndexError: index 7 is out of bounds"
+    [died] = [entry for entry in logged if entry["event"] == "engine_died"]
+    frames = traceback.extract_tb(died["exc_info"].__traceback__)
+    assert frames[-1].name == "_break"
+
+
+async def test_an_error_in_another_thread_is_not_the_engines_death(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", heard.append)
+    scene = await start(Threaded)
+    await scene.boot()
+    other = threading.Thread(target=lambda: 1 / 0)
+    other.start()
+    other.join()
+    assert [args.exc_type for args in heard] == [ZeroDivisionError]
+    assert scene.engine.fatal is None
+    assert (await scene.ping()).running == 0
 
 
 async def test_a_death_that_nobody_told_of_is_seen_by_the_next_ping(start: Start) -> None:

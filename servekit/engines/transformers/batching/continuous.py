@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -39,6 +39,7 @@ from servekit.engines.transformers.batching import batch_processor, kv_cache, pa
 from servekit.engines.transformers.batching import scheduler as groups
 from servekit.engines.transformers.batching.kv_cache import Plan
 from servekit.engines.transformers.decode.decode_loop import DecodeLoop, StepOptions
+from servekit.engines.transformers.decode.speculative import Counts
 from servekit.engines.transformers.lora.adapter import Adapter
 from servekit.engines.transformers.lora.batched_lora import Part
 from servekit.engines.transformers.request_row import Row
@@ -132,9 +133,20 @@ class ContinuousRunner(CausalRunner):
         return min(1.0, sum(row.length for row in rows) / self.capacity)
 
     @property
+    def speculated(self) -> Counts:
+        """Return the numbers of tokens that were proposed and accepted so far."""
+        options = self._step_options
+        return options.speculator.counts if options and options.speculator else Counts()
+
+    @property
     def shares_prefixes(self) -> bool:
         """Return whether prompt prefixes are cached; the library requires support in all layers."""
         return bool(getattr(self._processor.cache, "use_prefix_sharing", False))
+
+    def tensors(self) -> Iterable[Tensor]:
+        yield from super().tensors()
+        if self._step_options is not None and self._step_options.speculator is not None:
+            yield from self._step_options.speculator.proposer.tensors()
 
     def remove_adapter(self, adapter: Adapter) -> None:
         super().remove_adapter(adapter)

@@ -26,6 +26,11 @@ CUDA_SLOTS = 256
 CUDA_HEADROOM_BYTES = 512 * 2**20
 
 
+def default_batch_tokens(device: str) -> int:
+    """Return the tokens in one forward pass on a device unless the options say."""
+    return CUDA_BATCH_TOKENS if device == "cuda" else CPU_BATCH_TOKENS
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The dimensions that determine the size of a cached token."""
@@ -37,11 +42,13 @@ class Shape:
     itemsize: int
     hidden: int
     vocab_size: int
+    draft_kv_bytes: int = 0  # of one token's keys and values of a draft model
 
     @property
     def token_kv_bytes(self) -> int:
-        """Return the size of one token's keys and values in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
+        """Return the size of one token's keys and values in all layers, also of a draft model."""
+        own = 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
+        return own + self.draft_kv_bytes
 
     @property
     def read_bytes(self) -> int:

@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.eager_paged import eager_paged_attention_forward
 
-from servekit.engines.transformers.decode.page_table import DecodeStep
+from servekit.engines.transformers.decode.page_table import ChunkStep, DecodeStep
 from servekit.errors import describe_error
 
 log: Any = structlog.get_logger(__name__)
@@ -263,7 +263,7 @@ def attend(
     Returns [1, tokens, heads, width].
     """
     _refuse_unsupported(kwargs)
-    if isinstance(cache.layout, DecodeStep):  # one token per request, all on the device
+    if isinstance(cache.layout, DecodeStep | ChunkStep):  # of servekit's own steps
         layer: Any = module.layer_idx
         return cache.layout.attend(layer, query, key, value, scaling), None
     layout: Layout = cache.layout

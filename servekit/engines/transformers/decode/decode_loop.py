@@ -8,13 +8,15 @@ that was still the request's own when the step started, and its token is discard
 another request gets is written only by later steps, in the device's order.
 
 Rows that need the host between logits and token (`device_sampling.needs_host`) make the step
-synchronous: the forward pass is the same, but `sampling` chooses the tokens of all rows.
+synchronous: the forward pass is the same, but `sampling` chooses the tokens of all rows. So do
+proposed tokens (`speculative`), which can only be looked for once the last ones are known.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from functools import partial
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +24,14 @@ from torch import Tensor
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from servekit.engines.api.base import StepOutput
-from servekit.engines.transformers.decode import batch_slots, device_sampling
+from servekit.engines.api.job_state import NOT_A_NUMBER
+from servekit.engines.transformers.decode import device_sampling
 from servekit.engines.transformers.decode.batch_slots import BatchSlot, BatchSlots
 from servekit.engines.transformers.decode.device_sampling import SamplingMode
-from servekit.engines.transformers.decode.graphs import Graphs
 from servekit.engines.transformers.decode.kernels import Kernel
-from servekit.engines.transformers.decode.page_table import DecodeStep, Holder, Pages
+from servekit.engines.transformers.decode.page_table import Pages
+from servekit.engines.transformers.decode.slot_steps import SlotSteps, bucket_size
+from servekit.engines.transformers.decode.speculative import Speculator
 from servekit.engines.transformers.request_row import Row
 from servekit.engines.transformers.sampling import Sampler, best_tokens
 
@@ -44,6 +48,17 @@ class StepOptions(NamedTuple):
     context: int  # maximum tokens of a request
     graphs: bool
     ahead: bool
+    speculator: Speculator | None = None
+
+
+@dataclass(slots=True)
+class _Verified:
+    """A row in a step that verifies proposed tokens."""
+
+    slot: BatchSlot
+    first: int  # place of its last token among those of the step
+    proposed: Sequence[int]
+    accepted: int = 0
 
 
 class InflightStep(NamedTuple):
@@ -66,7 +81,6 @@ class DecodeLoop:
         options: StepOptions,
     ) -> None:
         """Use the library's batch processor `made`. Raises ValueError for an unknown cache."""
-        self._model = model
         self._scheduler = made.scheduler
         self._rows = rows
         self._options = options
@@ -76,15 +90,15 @@ class DecodeLoop:
         self._vocab_size = int(head.weight.shape[0])
         wide = -(-options.context // self.pages.size) + _SPARE_PAGES
         self._slots = BatchSlots(slots, wide, self.pages.trash, self._vocab_size, device)
-        self._graphs = Graphs(device, options.graphs)
-        self._holder = Holder()
+        self._steps = SlotSteps(model, self.pages, self._slots, options.kernel, options.graphs)
         self._sampler = Sampler()
-        self._chosen = torch.zeros(slots, dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
         self._heard = [torch.zeros(slots, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
-        self._logits: Tensor | None = None
         self._inflight: InflightStep | None = None
         self._watched: set[str] = set()
+        self._speculator = options.speculator
+        if self._speculator is not None:
+            self._speculator.proposer.open(self.pages, self._slots)
 
     # ---- participants
 
@@ -96,28 +110,18 @@ class DecodeLoop:
     @property
     def how(self) -> str:
         """Return a short description for people."""
-        graphs = "CUDA graphs" if self._graphs.on else "no CUDA graphs"
-        failure = f" ({self._graphs.failure})" if self._graphs.failure else ""
-        return f"{graphs}{failure}, {self._options.kernel.name} attention"
+        how = self._steps.how
+        return how if self._speculator is None else f"{how}, {self._speculator.how}"
 
     def record_graphs(self) -> None:
-        """Record all graphs that requests may need, with empty slots; the largest one first.
-
-        Later ones reuse its memory. Where one cannot be recorded, the others are not tried.
-        """
-        for size in batch_sizes(self._slots.count):
-            for mode in device_sampling.MODES:
-                if self._graphs.failure:
-                    return
-                self._run_graph(size, mode)
-
-    def _run_graph(self, size: int, mode: SamplingMode) -> None:
-        work = partial(self._compute_step, size, mode)
-        self._graphs.run((size, mode), work, self._slots.ints)
+        """Record the CUDA graphs of all steps."""
+        self._steps.record_graphs()
+        if self._speculator is not None:
+            self._speculator.proposer.record_graphs()
 
     @property
     def uses_graphs(self) -> bool:
-        return self._graphs.on
+        return self._steps.graphs.on
 
     def admit_rows(self) -> None:
         """Give slots to all decoding rows; a row with an adapter stays with the library."""
@@ -135,6 +139,8 @@ class DecodeLoop:
         """Free the slot of a cancelled row; the output of its running step is discarded."""
         self._slots.free_slot(key)
         self._watched.discard(key)
+        if self._speculator is not None:
+            self._speculator.forget(key)
 
     def return_rows(self) -> None:
         """Return all rows to the library; no step may be running."""
@@ -147,6 +153,8 @@ class DecodeLoop:
         if self._inflight is not None and self._inflight.arrived is not None:
             self._inflight.arrived.synchronize()
         self._inflight = None
+        if self._speculator is not None:
+            self._speculator.proposer.close()
 
     # ---- steps
 
@@ -156,12 +164,20 @@ class DecodeLoop:
         Without room for the step, all rows are returned to the library, which then frees some.
         """
         self._watched = {key for key in self._watched if self._needs_host(key)}
-        if self._watched:
-            return self.finish_step() + (self._look_on() if self.seated else [])
+        outputs: list[Output] = []
+        proposals: dict[str, list[int]] = {}
+        if self._watched or self._is_promising():
+            outputs = self.finish_step()
+            if not self.seated:
+                return outputs
+            proposals = self._find_proposals()
         if not self._make_room():
-            return self._run_dry()
+            return outputs + self._run_dry()
+        if self._watched or proposals:
+            return outputs + self._step_and_wait(proposals)
         before, self._inflight = self._inflight, self._start_step()
-        return self._settle_step(before) + ([] if self._options.ahead else self.finish_step())
+        outputs += self._settle_step(before)
+        return outputs + ([] if self._options.ahead else self.finish_step())
 
     def finish_step(self) -> list[Output]:
         """Return the output of the running step, if any."""
@@ -171,38 +187,111 @@ class DecodeLoop:
     def _needs_host(self, key: str) -> bool:
         return device_sampling.needs_host(self.seated[key].row, self._vocab_size)
 
-    def _look_on(self) -> list[Output]:
-        """Run a step whose tokens the host chooses."""
-        if not self._make_room():
-            return self._run_dry()
-        running = self._run_slots(device_sampling.FREE)
-        assert self._logits is not None
-        ints = self._slots.ints
-        where = torch.tensor([slot.index for slot in running], device=ints.device)
-        scores, rows = self._logits[where], [slot.row for slot in running]
-        for row, logits in zip(rows, scores, strict=True):
-            if row.noted is not None:
-                row.noted.append(logits.clone())
-        self._sampler.apply(rows, scores)
-        tokens = best_tokens(scores)
-        ints[where, batch_slots.TOKEN] = tokens.clamp(min=0)
-        _advance_slots(ints)
-        return [
-            self._push_token(slot, token)
-            for slot, token in zip(running, tokens.tolist(), strict=True)
+    def _is_promising(self) -> bool:
+        """Return whether to wait for the running step, since there are likely to be proposals."""
+        speculator, slots = self._speculator, list(self.seated.values())
+        return speculator is not None and speculator.is_promising(slots, self._slots.count)
+
+    def _find_proposals(self) -> dict[str, list[int]]:
+        if self._speculator is None:
+            return {}
+        return self._speculator.propose(list(self.seated.values()), self._slots.count)
+
+    def _step_and_wait(self, proposals: Mapping[str, Sequence[int]]) -> list[Output]:
+        """Run a step that verifies proposals, or whose tokens the host chooses; none is running."""
+        proposals = self._fit_into_pages(proposals)
+        total = len(self.seated) + sum(map(len, proposals.values()))
+        size = self._steps.fit_size(total)
+        spans = self._slots.lend(proposals, size)
+        slots = list(self.seated.values())
+        watched = bool(self._watched)
+        self._steps.run(size, device_sampling.FREE if watched else self._find_mode(), spans)
+        chosen = [] if watched else self._steps.chosen[:total].tolist()
+        firsts = accumulate(spans, initial=0)
+        verified = [
+            _Verified(slot, first, proposals.get(slot.row.key, ()))
+            for slot, first in zip(slots, firsts, strict=False)
         ]
+        outputs: list[Output] = []
+        going = verified
+        while going:
+            if watched:
+                tokens = self._choose_on_host(going)
+            else:
+                tokens = [chosen[one.first + one.accepted] for one in going]
+            going = [
+                one
+                for one, token in zip(going, tokens, strict=True)
+                if self._push_verified(one, token, outputs)
+            ]
+        for one in verified:
+            one.slot.started = one.slot.done
+            self._note_proposal(one)
+        return outputs
+
+    def _choose_on_host(self, going: list[_Verified]) -> list[int]:
+        logits = self._steps.logits
+        assert logits is not None
+        places = [one.first + one.accepted for one in going]
+        scores = logits[torch.tensor(places, device=logits.device)]
+        rows = [one.slot.row for one in going]
+        for row, own in zip(rows, scores, strict=True):
+            if row.noted is not None:
+                row.noted.append(own.clone())
+        self._sampler.apply(rows, scores)
+        return best_tokens(scores).tolist()
+
+    def _push_verified(self, one: _Verified, token: int, outputs: list[Output]) -> bool:
+        """Push a row's next token; return whether it is the proposed one, so that another follows.
+
+        NaN after proposed tokens is left to the step that finds it after the row's own.
+        """
+        slot, at = one.slot, one.accepted
+        row = slot.row
+        if at and (token == NOT_A_NUMBER or row.broken):
+            row.broken, row.scores = False, None
+            if row.noted:
+                row.noted.pop()
+            return False
+        output = self._push_token(slot, token)
+        if at and not output.error:
+            earlier = next(made for owner, made in reversed(outputs) if owner is row)
+            earlier.token_ids += output.token_ids
+            earlier.finish, earlier.stop_token = output.finish, output.stop_token
+            if output.logprobs:
+                earlier.logprobs = [*(earlier.logprobs or ()), *output.logprobs]
+        else:
+            outputs.append((row, output))
+        if not slot.taken or at == len(one.proposed) or one.proposed[at] != token:
+            return False
+        one.accepted += 1
+        return True
+
+    def _note_proposal(self, one: _Verified) -> None:
+        if self._speculator is not None:
+            self._speculator.note(one.slot.row.key, len(one.proposed), one.accepted)
+
+    def _fit_into_pages(self, proposals: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+        """Reserve pages for proposals; shorten those for which there are none."""
+        fitting = {}
+        for key, proposed in proposals.items():
+            slot = self.seated[key]
+            if slot.started + 1 + len(proposed) > slot.room:
+                slot.state.position_offset = slot.started
+                if self.pages.reserve(slot.state, 1 + len(proposed)):
+                    self._update_pages(slot)
+            if kept := proposed[: slot.room - slot.started - 1]:
+                fitting[key] = kept
+        return fitting
 
     def _start_step(self) -> InflightStep | None:
         """Start a step; return None if every slot's request ends with the running step."""
         if all(_is_ending(slot) for slot in self.seated.values()):
             return None
-        kinds = {slot.kind for slot in self.seated.values()}
-        running = self._run_slots(
-            SamplingMode(plain=batch_slots.PLAIN in kinds, ranked=batch_slots.RANKED in kinds)
-        )
+        running = self._run_slots(self._find_mode())
         self._heard.reverse()
         reach = max(slot.index for slot in running) + 1
-        heard = self._heard[0][:reach].copy_(self._chosen[:reach], non_blocking=True)
+        heard = self._heard[0][:reach].copy_(self._steps.chosen[:reach], non_blocking=True)
         arrived = None
         if heard.is_pinned():
             cuda: Any = torch.cuda  # untyped in part
@@ -210,17 +299,23 @@ class DecodeLoop:
             arrived.record()
         return InflightStep(running, heard, arrived)
 
+    def _find_mode(self) -> SamplingMode:
+        return device_sampling.find_mode({slot.kind for slot in self.seated.values()})
+
     def _settle_step(self, inflight: InflightStep | None) -> list[Output]:
         if inflight is None:
             return []
         if inflight.arrived is not None:
             inflight.arrived.synchronize()
         tokens = inflight.tokens.tolist()
-        return [
-            self._push_token(slot, tokens[slot.index]) for slot in inflight.running if slot.taken
-        ]
+        outputs = []
+        for slot in inflight.running:
+            if slot.taken:
+                outputs.append((slot.row, self._push_token(slot, tokens[slot.index])))
+                self._note_proposal(_Verified(slot, 0, ()))
+        return outputs
 
-    def _push_token(self, slot: BatchSlot, token: int) -> Output:
+    def _push_token(self, slot: BatchSlot, token: int) -> StepOutput:
         row = slot.row
         slot.done += 1
         output = row.push(token)
@@ -231,7 +326,7 @@ class DecodeLoop:
             self._update_pages(slot)  # a block may have been exchanged for an equal one
         if output.finish or output.error:
             self._end_row(slot)
-        return row, output
+        return output
 
     def _end_row(self, slot: BatchSlot) -> None:
         key = slot.row.key
@@ -271,59 +366,11 @@ class DecodeLoop:
     def _run_slots(self, mode: SamplingMode) -> list[BatchSlot]:
         """Start a step of all slots, and return these."""
         self._slots.upload()
-        size = bucket_size(self._slots.reach, self._slots.count)
-        self._run_graph(size, mode)
+        self._steps.run(bucket_size(self._slots.reach, self._slots.count), mode)
         running = list(self.seated.values())
         for slot in running:
             slot.started += 1
         return running
-
-    def _compute_step(self, size: int, mode: SamplingMode) -> None:
-        """Run the step, using only tensors at fixed addresses and without waiting for any."""
-        ints, floats = self._slots.ints[:size], self._slots.floats[:size]
-        logits = self._forward_slots(ints, self._slots.table[:size])
-        if mode.free:
-            if self._logits is None:
-                shape = (self._slots.count, logits.shape[-1])
-                self._logits = torch.empty(shape, dtype=torch.float32, device=logits.device)
-            self._logits[:size].copy_(logits)
-            return
-        tokens = device_sampling.choose_tokens(logits.float(), ints, floats, mode)
-        self._chosen[:size].copy_(tokens)
-        ints[:, batch_slots.TOKEN].copy_(tokens.clamp(min=0))  # an invalid token ends its row later
-        _advance_slots(ints)
-
-    def _forward_slots(self, ints: Tensor, table: Tensor) -> Tensor:
-        """Return the logits of each slot, [slots, vocabulary]."""
-        position, size = ints[:, batch_slots.POSITION].contiguous(), self.pages.size
-        place = (position // size).clamp(max=table.shape[1] - 1).unsqueeze(1)
-        page = table.gather(1, place).squeeze(1).long()
-        slots, lengths = page * size + position % size, (position + 1).int()
-        self._holder.layout = DecodeStep(
-            self.pages, self._options.kernel.attend, table, slots, lengths
-        )
-        logits: Tensor = self._model(
-            input_ids=ints[:, batch_slots.TOKEN].unsqueeze(0),
-            position_ids=(position + ints[:, batch_slots.SHIFT]).unsqueeze(0),
-            attention_mask=None,
-            use_cache=False,
-            cache=self._holder,
-        ).logits
-        return logits[0]
-
-
-def bucket_size(seated: int, most: int) -> int:
-    """Return the batch size for a number of slots: there are few sizes, each with its own graph."""
-    return min(most, 1 << (seated - 1).bit_length())
-
-
-def batch_sizes(most: int) -> list[int]:
-    """Return all batch sizes, the largest first."""
-    return sorted({bucket_size(seated, most) for seated in range(1, most + 1)}, reverse=True)
-
-
-def _advance_slots(ints: Tensor) -> None:
-    ints[:, batch_slots.POSITION : batch_slots.COUNT + 1].add_(ints[:, batch_slots.ALIVE :])
 
 
 def _is_ending(slot: BatchSlot) -> bool:

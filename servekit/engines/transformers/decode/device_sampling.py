@@ -7,6 +7,7 @@ those that report more than the token, and those whose top-p may reach beyond th
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -30,14 +31,14 @@ class SamplingMode(NamedTuple):
 
 
 FREE = SamplingMode(free=True)
-#: All modes of a step.
-MODES = (
+#: The modes in which the device chooses the tokens, and all modes.
+CHOOSING = (
     SamplingMode(),
     SamplingMode(plain=True),
     SamplingMode(ranked=True),
     SamplingMode(plain=True, ranked=True),
-    FREE,
 )
+MODES = (*CHOOSING, FREE)
 
 
 def needs_host(row: Row, vocab_size: int) -> bool:
@@ -47,6 +48,11 @@ def needs_host(row: Row, vocab_size: int) -> bool:
     how = row.sampling
     bounded = 0 < how.top_k <= CANDIDATES or vocab_size <= CANDIDATES
     return not how.greedy and how.ranked and not bounded
+
+
+def find_mode(kinds: Collection[int]) -> SamplingMode:
+    """Return the mode of a step with rows of these kinds."""
+    return SamplingMode(plain=batch_slots.PLAIN in kinds, ranked=batch_slots.RANKED in kinds)
 
 
 def classify_row(row: Row) -> int:

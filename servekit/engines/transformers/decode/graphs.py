@@ -28,40 +28,40 @@ class Graphs:
         self.failure = ""
         self._graphs: dict[Hashable, Any] = {}
         self._pool: Any = None
+        self._side: Any = None
 
-    def run(self, key: Hashable, work: Callable[[], None], changed: Tensor) -> None:
+    def run(
+        self, key: Hashable, work: Callable[[], None], changed: Tensor, *, rehearsed: bool = False
+    ) -> None:
         """Run `work`, which depends only on `key` and on tensors at fixed addresses.
 
         Running it twice must equal running it once, except for `changed`, which is restored
-        between.
+        between. With `rehearsed` it has run before, and is recorded without another run.
         """
         if not self.on:
             work()
             return
         if key not in self._graphs:
-            self._graphs[key] = self._try_record(work, changed)
+            self._graphs[key] = self._try_record(work, changed, rehearsed)
         graph = self._graphs[key]
         if graph is None:
             work()
         else:
             graph.replay()
 
-    def _try_record(self, work: Callable[[], None], changed: Tensor) -> Any:
+    def _try_record(self, work: Callable[[], None], changed: Tensor, rehearsed: bool) -> Any:
         """Return the graph, or None if recording fails."""
         try:
-            return self._record_graph(work, changed)
+            if not rehearsed:
+                self._rehearse_work(work, changed)
+            return self._record_graph(work)
         except Exception as error:  # any failure of a model: it is served without a graph
             self.failure = describe_error(error)
             log.warning("cuda_graph_failed", reason=self.failure)
             torch.cuda.synchronize(self._device)
             return None
 
-    def _record_graph(self, work: Callable[[], None], changed: Tensor) -> Any:
-        kept = changed.clone()
-        try:
-            self._rehearse_work(work)  # compiles kernels outside the graph
-        finally:
-            changed.copy_(kept)
+    def _record_graph(self, work: Callable[[], None]) -> Any:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -70,10 +70,16 @@ class Graphs:
             work()
         return graph
 
-    def _rehearse_work(self, work: Callable[[], None]) -> None:
+    def _rehearse_work(self, work: Callable[[], None], changed: Tensor) -> None:
+        """Run `work`, which compiles kernels, outside the graph."""
         cuda: Any = torch.cuda  # untyped in part
-        current, side = cuda.current_stream(), cuda.Stream(self._device)
-        side.wait_stream(current)
-        with cuda.stream(side):
-            work()
-        current.wait_stream(side)
+        if self._side is None:  # one for all: each stream has a workspace and memory of its own
+            self._side = cuda.Stream(self._device)
+        current, kept = cuda.current_stream(), changed.clone()
+        self._side.wait_stream(current)
+        try:
+            with cuda.stream(self._side):
+                work()
+        finally:
+            current.wait_stream(self._side)
+            changed.copy_(kept)

@@ -8,15 +8,27 @@ share one and a block holds the pages of all layers in sequence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from servekit.engines.transformers.decode.host_attention import QueryGroup, attend_groups
 from servekit.engines.transformers.decode.kernels import Attend
 
 #: Share of blocks that the library's scheduler keeps free of new requests.
 _MARGIN = 0.15
+
+
+class LayerPages(Protocol):
+    """Pages of `size` tokens in each layer."""
+
+    size: int
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of one layer, [pages, page size, kv heads, width] each."""
 
 
 class Pages:
@@ -40,7 +52,6 @@ class Pages:
         self.stride: int = self._owner.block_physical_stride // self.size if self._new else 1
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of one layer, [pages, page size, kv heads, width] each."""
         if self._new:
             keys, values = self._owner.get_cache_for_block_table(index)
             return keys, values
@@ -53,19 +64,19 @@ class Pages:
         blocks: list[int] = self._owner.block_table[key]
         return blocks
 
-    def reserve(self, state: Any) -> bool:
-        """Allocate room for one more token; return False if the cache is full."""
+    def reserve(self, state: Any, tokens: int = 1) -> bool:
+        """Allocate room for more tokens; return False, with nothing done, if the cache is full."""
         if not self._new:
-            found: bool = self._scheduler._allocate_blocks_if_needed(state, 1)
+            found: bool = self._scheduler._allocate_blocks_if_needed(state, tokens)
             return found
-        if self._cache.can_store_request_tokens(state, 1):
+        if self._cache.can_store_request_tokens(state, tokens):
             return True
         self._cache.pool.try_to_free_sectors()
-        if self._cache.can_store_request_tokens(state, 1):
+        if self._cache.can_store_request_tokens(state, tokens):
             return True
         self._cache.evict_cached_blocks()
         self._cache.pool.try_to_free_sectors()
-        return bool(self._cache.can_store_request_tokens(state, 1))
+        return bool(self._cache.can_store_request_tokens(state, tokens))
 
     def is_ample(self) -> bool:
         """Return whether enough blocks are free to begin new requests beside those that decode."""
@@ -87,11 +98,12 @@ class Pages:
 class DecodeStep:
     """Requests with one token each: where the token is written, and what it attends to."""
 
-    pages: Pages
+    pages: LayerPages
     kernel: Attend
     table: Tensor  # [requests, pages] int32
     slots: Tensor  # [requests] int64, index into the tokens of all pages
     lengths: Tensor  # [requests] int32
+    groups: Sequence[QueryGroup] = ()  # if set, the queries are attended to without the kernel
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
@@ -103,6 +115,8 @@ class DecodeStep:
             flat.index_copy_(0, self.slots, states[0].transpose(0, 1))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         asked = query[0].transpose(0, 1)
+        if self.groups:
+            return attend_groups(self.groups, asked, keys, values, scale).unsqueeze(0)
         return self.kernel(asked, keys, values, self.table, self.lengths, scale).unsqueeze(0)
 
 
@@ -110,7 +124,7 @@ class DecodeStep:
 class Holder:
     """The object that the model receives as its cache."""
 
-    layout: DecodeStep | None = None
+    layout: DecodeStep | ChunkStep | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
@@ -127,3 +141,30 @@ def hand_over(
     """
     kwargs["cache"] = cache
     return key_states, value_states
+
+
+@dataclass(slots=True)
+class ChunkStep:
+    """Tokens of one request in sequence, after those in its pages."""
+
+    pages: LayerPages
+    index: Tensor  # [tokens with those before] int64, index into the tokens of all pages
+    count: int  # number of new tokens
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    ) -> Tensor:
+        """Attend as `paged_attention.attend` does: packed states [1, heads, tokens, width]."""
+        states: list[Tensor] = []
+        for pages, new in zip(self.pages.layer(layer), (key, value), strict=True):
+            flat = pages.view(-1, *pages.shape[2:])
+            flat.index_copy_(0, self.index[-self.count :], new[0].transpose(0, 1))
+            whole = flat[self.index].transpose(0, 1).unsqueeze(0)
+            states.append(whole.repeat_interleave(query.shape[1] // whole.shape[1], 1))
+        first = self.count == len(self.index)
+        places = torch.arange(len(self.index), device=query.device)
+        mask = None if first else places <= places[-self.count :].unsqueeze(1)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, states[0], states[1], attn_mask=mask, is_causal=first, scale=scaling
+        )
+        return out.transpose(1, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from servekit.gateway.api.endpoint import GenerationEndpoint
 from servekit.gateway.api.openai.generation_request import chat_request, completion_request
 from servekit.gateway.api.openai.request import check_prompt_logprobs, completion_prompts
-from servekit.gateway.api.openai.response import ChatEncoder, CompletionEncoder
+from servekit.gateway.api.openai.response import ChatEncoder, CompletionEncoder, StreamUsage
 from servekit.gateway.api.openai.response_types import (
     ChatChunk,
     ChatCompletion,
@@ -13,7 +13,12 @@ from servekit.gateway.api.openai.response_types import (
     CompletionChunk,
     OpenAIError,
 )
-from servekit.gateway.api.openai.schema import ChatRequest, CompletionRequest, decode
+from servekit.gateway.api.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    StreamOptions,
+    decode,
+)
 from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.generation.generation import GenerationRequest
 from servekit.gateway.http.response import Handler
@@ -32,10 +37,9 @@ class OpenAI:
 
 def _parse_chat(body: bytes, key: str) -> tuple[GenerationRequest, ChatEncoder]:
     request = decode(ChatRequest, body)
-    options = request.stream_options
     check_prompt_logprobs(request)
     encoder = ChatEncoder(
-        usage=bool(options and options.include_usage),
+        usage=_stream_usage(request.stream_options),
         logprobs=bool(request.logprobs),
         prompt_logprobs=request.prompt_logprobs,
     )
@@ -45,15 +49,20 @@ def _parse_chat(body: bytes, key: str) -> tuple[GenerationRequest, ChatEncoder]:
 def _parse_completion(body: bytes, key: str) -> tuple[GenerationRequest, CompletionEncoder]:
     request = decode(CompletionRequest, body)
     prompts = completion_prompts(request)
-    options = request.stream_options
     check_prompt_logprobs(request)
     encoder = CompletionEncoder(
-        usage=bool(options and options.include_usage),
+        usage=_stream_usage(request.stream_options),
         logprobs=request.logprobs,
         echo=bool(request.echo),
         prompt_logprobs=request.prompt_logprobs,
     )
     return completion_request(request, prompts, key), encoder
+
+
+def _stream_usage(options: StreamOptions | None) -> StreamUsage:
+    if options is None or not options.include_usage:
+        return StreamUsage()
+    return StreamUsage(wanted=True, each=bool(options.continuous_usage_stats))
 
 
 OPERATIONS = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,7 +19,8 @@ from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text,
 from servekit.protocol.messages import Prompt, PromptToken, TokenLogprob
 
 _encode = msgspec.json.Encoder().encode
-_PROCESS = secrets.token_hex(8)  # makes ids of several gateways differ
+#: 64 random bits, which make ids of several gateways differ: letters and digits.
+_PROCESS = secrets.token_urlsafe(8).translate({ord("-"): "A", ord("_"): "B"})
 _numbers = itertools.count(secrets.randbits(16))
 
 _USAGE = b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}'
@@ -38,7 +40,7 @@ LOWEST = -9999.0
 
 def new_id(prefix: str) -> str:
     """Return a fresh id in OpenAI's format."""
-    return f"{prefix}{_PROCESS}{next(_numbers):08x}"
+    return f"{prefix}{_PROCESS}{next(_numbers):x}"
 
 
 def event(data: Any) -> bytes:
@@ -57,6 +59,40 @@ def usage(generation: Generation) -> dict[str, Any]:
     if not generation.cached_tokens:
         return counts
     return {**counts, "prompt_tokens_details": {"cached_tokens": generation.cached_tokens}}
+
+
+@dataclass(frozen=True, slots=True)
+class StreamUsage:
+    """The token counts in the chunks of a stream: in the last one, or with `each` in all."""
+
+    wanted: bool = False
+    each: bool = False
+
+    @property
+    def frame(self) -> bytes | None:
+        """The end of a chunk, if it is the same for all."""
+        if self.each:
+            return None
+        return b',"usage":null}\n\n' if self.wanted else b"}\n\n"
+
+    def encode_last(self, generation: Generation) -> bytes:
+        """Return the end of a chunk without a `frame`."""
+        return b',"usage":%b}\n\n' % _encode(self._count(generation))
+
+    def describe(self, generation: Generation) -> dict[str, Any]:
+        """Return the part of a chunk with the counts."""
+        if self.each:
+            return {"usage": self._count(generation)}
+        return {"usage": None} if self.wanted else {}
+
+    @staticmethod
+    def _count(generation: Generation) -> dict[str, int]:
+        prompt, completion = generation.prompt_tokens, generation.emitted_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
 
 
 def encode_usage(generation: Generation) -> bytes:
@@ -105,7 +141,9 @@ def stop_reason(generation: Generation, ended: GenerationChunk | Choice) -> dict
 class ChatEncoder(ResponseEncoder):
     """The answer to POST /v1/chat/completions."""
 
-    def __init__(self, *, usage: bool, logprobs: bool, prompt_logprobs: int | None = None) -> None:
+    def __init__(
+        self, *, usage: StreamUsage, logprobs: bool, prompt_logprobs: int | None = None
+    ) -> None:
         self._id = new_id("chatcmpl-")
         self._prompt_logprobs = prompt_logprobs
         self._created = int(time.time())
@@ -159,10 +197,10 @@ class ChatEncoder(ResponseEncoder):
     def encode_start(self, generation: Generation) -> bytes:
         head = _encode(self._head(generation, "chat.completion.chunk"))[:-1]
         self._before = b'data: %b,"choices":[{"index":' % head
-        self._after = b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % (
-            b',"usage":null' if self._usage else b""
-        )
-        self.frame = self._before + b'0,"delta":{"content":', self._after
+        logprobs = b',"logprobs":null' if self._logprobs else b""
+        self._after = b'}%b,"finish_reason":null}]' % logprobs
+        if (last := self._usage.frame) is not None:
+            self.frame = self._before + b'0,"delta":{"content":', self._after + last
         first = {"role": "assistant", "content": ""}
         count = generation.count
         return b"".join([self._chunk(generation, index, first) for index in range(count)])
@@ -191,7 +229,8 @@ class ChatEncoder(ResponseEncoder):
             name = b"reasoning_content"
         else:
             return self._chunk(generation, index, delta_of(event))
-        parts = self._before, index, name, _encode(event.text), self._after
+        after = self.frame[1] if self.frame else self._after + self._usage.encode_last(generation)
+        parts = self._before, index, name, _encode(event.text), after
         return b'%b%d,"delta":{"%b":%b%b' % parts
 
     def _chunk(
@@ -203,18 +242,19 @@ class ChatEncoder(ResponseEncoder):
         finish: str | None = None,
         more: dict[str, Any] | None = None,
     ) -> bytes:
+        told = self._logprobs_of(logprobs) if logprobs else None
         choice = {
             "index": index,
             "delta": delta,
-            "logprobs": self._logprobs_of(logprobs) if logprobs else None,
+            **({"logprobs": told} if self._logprobs else {}),
             "finish_reason": finish,
             **(more or {}),
         }
         head = self._head(generation, "chat.completion.chunk") | {"choices": [choice]}
-        return event(head | {"usage": None} if self._usage else head)
+        return event(head | self._usage.describe(generation))
 
     def encode_end(self, generation: Generation) -> bytes:
-        if not self._usage:
+        if not self._usage.wanted:
             return DONE
         head = self._head(generation, "chat.completion.chunk")
         return event(head | {"choices": [], "usage": usage(generation)}) + DONE
@@ -266,7 +306,7 @@ class CompletionEncoder(ResponseEncoder):
     def __init__(
         self,
         *,
-        usage: bool,
+        usage: StreamUsage,
         logprobs: int | None,
         echo: bool,
         prompt_logprobs: int | None = None,
@@ -316,10 +356,8 @@ class CompletionEncoder(ResponseEncoder):
     def encode_start(self, generation: Generation) -> bytes:
         head = _encode(self._head(generation))[:-1]
         before = b'data: %b,"choices":[{"index":0,"text":' % head
-        after = b',"logprobs":null,"finish_reason":null}]%b}\n\n' % (
-            b',"usage":null' if self._usage else b""
-        )
-        self.frame = None if self._logprobs else (before, after)
+        if (last := self._usage.frame) is not None and not self._logprobs:
+            self.frame = before, b',"logprobs":null,"finish_reason":null}]' + last
         if not self._echo or generation.request.params.echo:
             return b""
         return b"".join(
@@ -377,7 +415,7 @@ class CompletionEncoder(ResponseEncoder):
     ) -> bytes:
         choice = self._choice(index, text, logprobs, finish, prompt) | (more or {})
         chunk = self._head(generation) | {"choices": [choice]}
-        return event(chunk | {"usage": None} if self._usage else chunk)
+        return event(chunk | self._usage.describe(generation))
 
     def _choice(
         self,
@@ -417,7 +455,7 @@ class CompletionEncoder(ResponseEncoder):
         }
 
     def encode_end(self, generation: Generation) -> bytes:
-        if not self._usage:
+        if not self._usage.wanted:
             return DONE
         return event(self._head(generation) | {"choices": [], "usage": usage(generation)}) + DONE
 

@@ -38,8 +38,8 @@ StopReason = Annotated[
     str | int | None,
     doc("With `stop_token_ids`: the string or token that ended the answer; null: neither"),
 ]
-ChatId = Annotated[str, doc("The id of the answer", "chatcmpl-7b35f4db8396fb0f9c5bde0e")]
-CompletionId = Annotated[str, doc("The id of the answer", "cmpl-8c8b8b6dc2369d51eb0e80d1")]
+ChatId = Annotated[str, doc("The id of the answer", "chatcmpl-jT09y9SKnUo8f13")]
+CompletionId = Annotated[str, doc("The id of the answer", "cmpl-jT09y9SKnUo8f14")]
 
 
 class PromptTokensDetails(Struct):
@@ -173,8 +173,8 @@ class ChatChunkChoice(Struct):
 
     index: Index
     delta: Annotated[ChatDelta, doc("The new part of the answer")]
-    logprobs: Logprobs
     finish_reason: Finish | None
+    logprobs: Logprobs | UnsetType = UNSET
     stop_reason: StopReason | UnsetType = UNSET
 
 

@@ -110,6 +110,8 @@ class StreamOptions(msgspec.Struct):
 
     include_usage: bool | None = None
     """Send a last chunk, without choices, with the token counts."""
+    continuous_usage_stats: bool | None = None
+    """vLLM's: with `include_usage`, each chunk has the token counts so far."""
     queue_position: bool | None = None
     """servekit's own: send a comment for each new position in the queue."""
     include_obfuscation: Ignored = None

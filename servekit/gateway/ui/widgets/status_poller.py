@@ -22,6 +22,7 @@ from servekit.gateway.routing.router import Router
 from servekit.gateway.ui.widgets.metrics_history import Sample, make_sample
 from servekit.protocol.messages import GetStatus, ModelStatus, ReplicaStatus, Status
 from servekit.protocol.metrics_messages import Figures, GetMetrics
+from servekit.system.timers import next_tick_s
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -69,7 +70,7 @@ class StatusPoller:
             every_s = ASK_EVERY_S if now_s - self._seen_s < LOOKS_S else ASK_SELDOM_S
             if now_s - self._asked_s >= every_s:
                 await self._asked()
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(next_tick_s(EVERY_S, asyncio.get_running_loop().time()))
 
     def record_changes(self) -> None:
         """Record the events since the last call."""

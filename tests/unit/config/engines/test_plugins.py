@@ -13,6 +13,8 @@ from servekit.config.engines import installed, plugins
 from servekit.config.engines.options import KINDS
 from servekit.config.json_schema import json_schema
 from servekit.config.load import load_config
+from servekit.supervisor.scheduling.memory_requests import Assignment
+from servekit.supervisor.workers.worker_spec import make_worker_spec
 from tests import markov
 from tests.unit.config.test_load import complaints, write
 
@@ -169,3 +171,84 @@ def test_a_description_that_imports_torch_is_refused(site: Path, tmp_path: Path)
     )
     assert run.returncode == 2
     assert "imports torch; only the engine itself may." in run.stderr
+
+
+WORDS_KIND = """
+from servekit.plugin import ConfigPath, EngineKind, Section
+class WordsOptions(Section):
+    words: ConfigPath
+    \'\'\'A list of words, one a line.\'\'\'
+    more: tuple[ConfigPath, ...] = ()
+    other: ConfigPath | None = None
+    default: ConfigPath = "default.txt"
+    text: str = "words.txt"
+KIND = EngineKind(WordsOptions, formats=frozenset({"nothing"}), neutral=frozenset({"other"}))
+""".replace("\\'", "'")
+
+
+def words(folder: Path, text: str) -> Path:
+    return write(folder, f"models:\n  - {{name: a, engine: words{text}}}\n")
+
+
+@pytest.fixture
+def words_site(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A plugin whose options are paths, and the files `a` to `d` beside the configuration."""
+    monkeypatch.delitem(sys.modules, "words_kind", raising=False)
+    bring(site, "words", "words = nowhere:Engine", "words = words_kind:KIND", words_kind=WORDS_KIND)
+    for name in ("a", "b", "c", "d", "default.txt"):
+        (tmp_path / name).write_text(name)
+    return tmp_path
+
+
+def test_options_that_are_paths_are_relative_to_the_file(
+    words_site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CORPUS", str(words_site / "c"))
+    path = words(words_site, ", options: {words: a, more: [./b, $CORPUS], other: d}")
+    monkeypatch.chdir("/")
+    [served] = load_config(path).models
+    here = str(words_site)
+    assert served.engine_options().model_dump() == {
+        "words": f"{here}/a",
+        "more": (f"{here}/b", f"{here}/c"),
+        "other": f"{here}/d",
+        "default": f"{here}/default.txt",
+        "text": "words.txt",
+    }
+    worker = make_worker_spec(served, Assignment("a", 0, (), None), "")
+    names = ("a", "b", "c", "default.txt")
+    assert set(worker.files) == {f"{here}/{name}" for name in names}, "others may change the text"
+
+
+def test_a_file_that_an_option_names_must_exist(words_site: Path) -> None:
+    assert complaints(words(words_site, ", options: {words: a, more: [b, x], other: y}")) == [
+        f":2:60: models[0].options.more[1]: {words_site}/x: does not exist.",
+        f":2:71: models[0].options.other: {words_site}/y: does not exist.",
+    ]
+    [complaint] = complaints(words(words_site, ", options: {words: $UNSET_HERE}"))
+    assert "UNSET_HERE is not set in the environment" in complaint
+    (words_site / "default.txt").unlink()
+    [complaint] = complaints(words(words_site, ", options: {words: a}"))
+    assert complaint.endswith(f"options.default: {words_site}/default.txt: does not exist.")
+
+
+def test_an_option_that_is_missing_is_named(words_site: Path) -> None:
+    said = "missing; it must have 'words': a list of words, one a line."
+    assert complaints(words(words_site, "")) == [f":2:5: models[0].options: {said}"]
+    assert complaints(words(words_site, ", options: {}")) == [
+        ":2:30: models[0].options.words: missing; a list of words, one a line."
+    ]
+
+
+def test_a_path_is_refused_where_the_engine_has_no_model(words_site: Path) -> None:
+    assert complaints(words(words_site, ", path: ./a, options: {words: a}")) == [
+        ":2:30: models[0].path: the engine words has no model: leave this out."
+    ]
+
+
+def test_an_engine_that_is_not_installed_is_the_one_complaint(site: Path, tmp_path: Path) -> None:
+    [complaint] = complaints(words(tmp_path, ""))
+    assert complaint.endswith(
+        "but is the text 'words'. If a package brings this engine, install that beside servekit: "
+        "pip install …"
+    )

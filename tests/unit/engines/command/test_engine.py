@@ -87,7 +87,7 @@ async def test_a_server_without_chats_serves_completions() -> None:
 
 
 async def test_embeddings() -> None:
-    async with started(task="embed") as (_, running):
+    async with started(task="embed", endpoints=()) as (_, running):
         assert (running.info.serves, running.info.embedding_size) == (("embed",), 2)
         job = ask(running, Generate(1, SamplingParams(), task="embed", inputs=["a"]))
         assert (await running.answer(job))[-1].vectors

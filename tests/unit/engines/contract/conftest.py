@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from servekit.config.engines import plugins
 from tests.unit.engines.contract.running import Running
 from tests.unit.engines.contract.subjects import SUBJECTS, Subject
 
@@ -28,7 +29,13 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if chosen.site is not None:
         site = str(chosen.site(tmp_path_factory.mktemp("site")))
         sys.path.insert(0, site)
-        request.addfinalizer(lambda: sys.path.remove(site))
+        plugins.look_again()
+
+        def remove() -> None:
+            sys.path.remove(site)
+            plugins.look_again()
+
+        request.addfinalizer(remove)
     if chosen.missing:
         pytest.skip(chosen.missing)
     return chosen

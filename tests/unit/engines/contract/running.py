@@ -17,6 +17,7 @@ from servekit.protocol.messages import (
     TokenLogprob,
     WorkerSpec,
 )
+from servekit.worker.engine_threads import start_engine
 
 DEADLINE_S = 60.0
 
@@ -35,7 +36,7 @@ class Running:
         self.breaks: Exception | None = None  # raised where the engine tells what it made
         self._changed = threading.Condition()
         self._last = 0
-        self.engine.start(self._emit)
+        start_engine(self.engine, self._emit)
 
     def _emit(self, outputs: Sequence[StepOutput]) -> None:
         with self._changed:

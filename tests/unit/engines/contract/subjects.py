@@ -3,6 +3,9 @@
 A row says what the engine needs to run a model that is small enough for every test run. What an
 engine cannot do it says by `ModelInfo`; `exempt` names the tests that it cannot pass for another
 reason, with that reason.
+
+An engine of another package needs no row: with SERVEKIT_CONTRACT=servekit.yaml in the environment
+the models of that file are tried instead, on the CPU.
 """
 
 from __future__ import annotations
@@ -15,8 +18,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from servekit.config.engines.options import KINDS
+from servekit.config.load import load_config
+from servekit.config.schema import ModelConfig
 from servekit.protocol.adapters import AdapterSpec
 from servekit.protocol.messages import WorkerSpec
+from servekit.supervisor.scheduling.memory_requests import Assignment
+from servekit.supervisor.workers.worker_spec import make_worker_spec
 from tests import markov
 
 #: Few, so that sixty-four jobs have to wait.
@@ -69,6 +76,7 @@ def _vllm_is_for_cpus() -> bool:
 
 
 def spec(engine: str, path: Path | str, **fields: Any) -> WorkerSpec:
+    """Return what its worker would get: options have their defaults."""
     known: dict[str, Any] = {
         "name": "model/0",
         "model": "model",
@@ -80,11 +88,11 @@ def spec(engine: str, path: Path | str, **fields: Any) -> WorkerSpec:
         "max_context": None,
         "trust_remote_code": False,
         "sampling": {},
-        "options": {},
         "socket": "",
         "sleeps": True,
     }
-    return WorkerSpec(**known | fields)
+    options = KINDS[engine].options.model_validate(fields.pop("options", {}))
+    return WorkerSpec(**known | fields | {"options": options.model_dump(exclude_none=True)})
 
 
 # ---------------------------------------------------------------- the rows
@@ -150,12 +158,23 @@ def _markov(folder: Path) -> WorkerSpec:
 _ONE_CANDIDATE = "it has one candidate for each token"
 _NO_END = "it never ends by itself"
 
-SUBJECTS = [
+
+def _of_file(path: Path) -> list[Subject]:
+    """Return the models of a configuration file, each with the settings that its worker gets."""
+
+    def spec_of(model: ModelConfig) -> Callable[[Path], WorkerSpec]:
+        return lambda folder: make_worker_spec(model, Assignment(model.name, 0, (), None), "")
+
+    return [Subject(model.name, spec_of(model)) for model in load_config(path).models]
+
+
+_ROWS = [
     Subject(
         "echo",
         _echo,
         adapter=_echo_adapter,
         exempt={
+            "test_a_chat_is_rendered_with_all_its_messages": "it repeats the last message",
             "test_one_candidate_is_greedy": _ONE_CANDIDATE,
             "test_an_end_of_its_own_is_stop": _NO_END,
             "test_ignoring_the_end_goes_on": _NO_END,
@@ -169,3 +188,5 @@ SUBJECTS = [
     Subject("llamacpp", _llamacpp, modules=("xllamacpp", "llama_cpp")),
     Subject("markov", _markov, site=markov.install),
 ]
+_FILE = os.environ.get("SERVEKIT_CONTRACT")
+SUBJECTS = _of_file(Path(_FILE)) if _FILE else _ROWS

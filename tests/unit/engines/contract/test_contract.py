@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import os
 import threading
 from functools import cache
 from itertools import pairwise
@@ -18,10 +19,11 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from servekit.engines.api.base import Job
 from servekit.errors import RequestError, Unsupported
-from servekit.protocol.messages import Capability, Grammar, SamplingParams
+from servekit.protocol.messages import Capability, ChatMessage, Grammar, SamplingParams
 from tests.polling import poll
 from tests.unit.engines.contract.running import Running
 from tests.unit.engines.contract.subjects import Subject
@@ -85,6 +87,20 @@ def test_text_and_tokens_are_two_ways_of_saying_it(engine: Running) -> None:
         assert "".join(decoder.push([token]) for token in ids) + decoder.flush() == engine.text(ids)
 
 
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_chat_is_rendered_with_all_its_messages(engine: Running, continues: bool) -> None:
+    if not engine.info.chat:
+        pytest.skip("it has no chat template")
+    said = [ChatMessage("user", PROMPT), ChatMessage("assistant", "jumps over")]
+    said += [] if continues else [ChatMessage("user", OTHERS[0])]
+    ids = engine.engine.codec.render_chat(said, continues=continues)
+    assert all(0 <= token < engine.engine.vocab_size for token in ids)
+    text = engine.text(ids)
+    assert all(message.content in text for message in said)
+    assert not continues or text.rstrip().endswith("jumps over")
+    engine.generate(ids, max_tokens=3)
+
+
 # ---------------------------------------------------------------- tokens
 
 
@@ -115,8 +131,9 @@ def test_an_end_of_its_own_is_stop(engine: Running) -> None:
     seed, tokens = ending(engine)
     job = engine.submit(PROMPT, max_tokens=len(tokens) + 1, temperature=1.0, seed=seed)
     assert (engine.tokens(job), engine.finish(job)) == (tokens, "stop")
-    cut = engine.submit(PROMPT, max_tokens=len(tokens) - 1, temperature=1.0, seed=seed)
-    assert (engine.tokens(cut), engine.finish(cut)) == (tokens[:-1], "length")
+    # so the end itself is not among the tokens
+    cut = engine.submit(PROMPT, max_tokens=len(tokens), temperature=1.0, seed=seed)
+    assert (engine.tokens(cut), engine.finish(cut)) == (tokens, "length")
 
 
 def test_ignoring_the_end_goes_on(engine: Running) -> None:
@@ -297,6 +314,25 @@ def test_sixty_four_at_once_all_end_right(engine: Running, reference: list[int])
     for job, count in jobs.items():
         assert engine.alike(engine.tokens(job), reference[:count])
     poll("it is idle", engine.is_idle)
+
+
+def test_as_many_run_at_once_as_it_has_slots(engine: Running) -> None:
+    slots = engine.info.slots
+    poll("it is idle", engine.is_idle)
+    jobs = [engine.submit(PROMPT, **engine.endless) for _ in range(slots + 2)]
+
+    def begun() -> int:
+        return sum(job in engine.outputs for job in jobs)
+
+    try:
+        engine.until(lambda: begun() >= slots, "its slots are full")
+        steps = len(engine.outputs[jobs[0]])
+        engine.until(lambda: len(engine.outputs[jobs[0]]) > steps + 2, "it has gone on")
+        now = engine.engine.load_now()
+        assert (begun(), now.running, now.waiting) == (slots, slots, 2)
+    finally:
+        for job in jobs:
+            engine.engine.cancel(job)
 
 
 def test_its_load_is_told_while_it_works_and_nothing_when_idle(engine: Running) -> None:
@@ -488,6 +524,46 @@ def test_sleep_changes_nothing_that_it_says(engine: Running, reference: list[int
         assert_well(engine, reference)
 
 
+# ---------------------------------------------------------------- what it has loaded
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [{"temperature": 0.0}, {"temperature": 5.0}, {"temperature": 5.0, "top_k": 1}],
+    ids=lambda stated: "-".join(map(str, stated.values())),
+)
+def test_the_files_defaults_are_those_of_a_request(
+    subject: Subject, tmp_path: Path, stated: Params
+) -> None:
+    """`models[].sampling`. One of these is far from any default of the engine's own."""
+    running = Running(replace(subject.spec(tmp_path), sampling=stated))
+    try:
+        params: Params = {"max_tokens": 24, "ignore_eos": True, "seed": 5, "temperature": None}
+        expected = running.generate(PROMPT, **params | stated)
+        assert running.alike(running.generate(PROMPT, **params), expected)
+    finally:
+        running.close()
+
+
+def test_what_it_has_loaded_is_told_apart(subject: Subject, tmp_path: Path) -> None:
+    """Workers go on with each other's answers only where their digests are the same."""
+    spec = subject.spec(tmp_path)
+    ours = [file for file in tmp_path.rglob("*") if file.is_file()]
+    if not ours and not spec.files and not Path(spec.path).exists():
+        pytest.skip("it reads no file")
+
+    def identity() -> str:
+        running = Running(spec)
+        running.close()
+        return running.engine.identify()
+
+    before = identity()
+    assert before and before == identity()
+    if ours:  # else they are a user's, and stay as they are
+        os.utime(max(ours, key=lambda file: file.stat().st_size), (1, 1))
+        assert identity() != before
+
+
 # ---------------------------------------------------------------- its life
 
 
@@ -554,8 +630,8 @@ def test_a_death_is_known_at_once_and_after_all_that_was_made(
         if fault == "in a step":
             try:
                 engine.fail_step()
-            except Unsupported:
-                return
+            except Unsupported as error:
+                pytest.skip(error.message)
         else:
             running.breaks = RuntimeError("nobody listens")
         assert told.wait(60), "its death was not told"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     AutoModel,
     BertConfig,
@@ -255,6 +256,9 @@ class Recorder(PoolingRunner):
         return [bytes(4)] * len(batch)
 
     def embed(self, texts: list[list[int]]) -> list[bytes]:
+        raise NotImplementedError
+
+    def forward(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> tuple[Tensor, ...]:
         raise NotImplementedError
 
     def run_rows(self, *lengths: Sequence[int]) -> list[list[tuple[int, int]]]:

@@ -7,8 +7,10 @@ import contextlib
 import json
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from servekit.gateway.http.limits import Bodies, LimitedProtocol, Limits
 from servekit.gateway.http.protocol import Http
 from servekit.gateway.http.response import FastResponse
 from servekit.gateway.server import serving
+from servekit.sse import EventStream
 from tests.integration.certificates import make as make_certificate
 from tests.polling import WITHIN_S
 from tests.unit.gateway.conftest import until
@@ -78,11 +81,17 @@ async def stream(receive: Receive, send: Send) -> None:
 
 
 async def quiet(receive: Receive, send: Send) -> None:
+    """Say something, and then nothing until `Seen.enough`."""
     await receive()
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"alive", "more_body": True})
-    await watch(receive)
-    Seen.gone.set()
+    await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+    await send({"type": "http.response.body", "body": b"data: alive\n\n", "more_body": True})
+    watching = asyncio.ensure_future(watch(receive))
+    watching.add_done_callback(lambda _: Seen.gone.set())
+    ending = asyncio.ensure_future(Seen.enough.wait())
+    await asyncio.wait((watching, ending), return_when=asyncio.FIRST_COMPLETED)
+    await send({"type": "http.response.body", "body": b"data: end\n\n"})
+    for task in (watching, ending):
+        task.cancel()
 
 
 async def huge(receive: Receive, send: Send) -> None:
@@ -119,6 +128,7 @@ async def watch(receive: Receive) -> None:
 ODD = {
     "/ui/slow": slow,
     "/ui/quiet": quiet,
+    "/quiet": quiet,
     "/slow": slow,
     "/stream": stream,
     "/long": long,
@@ -138,6 +148,14 @@ def slow_hot(exchange: FastResponse) -> None:
     else:
         length = len(exchange.body)
         asyncio.get_running_loop().call_later(0.05, lambda: exchange.send_json(b"%d" % length))
+
+
+def quiet_hot(exchange: FastResponse) -> None:
+    exchange.begin_stream(EVENT_STREAM)
+    exchange.write(b"data: alive\n\n")
+    exchange.on_gone = Seen.gone.set
+    ending = asyncio.ensure_future(Seen.enough.wait())
+    ending.add_done_callback(lambda _: exchange.write(b"data: end\n\n", last=True))
 
 
 def long_hot(exchange: FastResponse, word: bytes = b"one ") -> None:
@@ -167,6 +185,7 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
     connect.port = port  # type: ignore[attr-defined]
     Seen.begun, Seen.gone, Seen.enough = (asyncio.Event() for _ in range(3))
     hot = {b"/hot": count_hot, b"/slow_hot": slow_hot, b"/long_hot": long_hot}
+    hot[b"/quiet_hot"] = quiet_hot
     async with serving(
         count_bytes, listener, hot, MAX_BODY_BYTES, getattr(request, "param", LIMITS)
     ):
@@ -494,14 +513,45 @@ async def test_pipelined_requests_are_answered_after_the_end(connect: Connect) -
     assert got.count(b"\r\n\r\n2") == 3
 
 
-async def test_a_browser_that_has_left_a_silent_stream_is_noticed_at_once(
-    connect: Connect,
+QUIET = [(b"/ui/quiet", b"1.1"), (b"/quiet", b"1.0"), (b"/quiet", b"1.1"), (b"/quiet_hot", b"1.1")]
+
+
+@pytest.mark.parametrize(("path", "version"), QUIET)
+async def test_a_client_that_has_left_a_silent_stream_is_noticed_within_a_second(
+    connect: Connect, path: bytes, version: bytes
 ) -> None:
     reader, writer = await connect()
-    writer.write(HEAD % b"/ui/quiet" + b"content-length: 2\r\n\r\nab")
-    await asyncio.wait_for(reader.readuntil(b"alive"), WITHIN_S)
-    writer.write_eof()
-    await asyncio.wait_for(Seen.gone.wait(), WITHIN_S)
+    writer.write(b"POST %b HTTP/%b\r\nhost: x\r\ncontent-length: 2\r\n\r\nab" % (path, version))
+    await asyncio.wait_for(reader.readuntil(b"alive\n\n"), WITHIN_S)
+    writer.close()
+    async with asyncio.timeout(1.0):
+        await Seen.gone.wait()
+
+
+@pytest.mark.parametrize(("path", "version"), QUIET)
+async def test_a_client_that_only_sends_no_more_gets_the_whole_of_a_silent_stream(
+    connect: Connect, path: bytes, version: bytes
+) -> None:
+    """By Python's own client, beside raw HTTP/1.0, whose body is all until the end."""
+
+    def read(sock: socket.socket) -> list[bytes]:
+        answer = HTTPResponse(sock, method="POST")
+        answer.begin()
+        first = answer.read1(100)
+        sock.shutdown(socket.SHUT_WR)
+        said.set()
+        return EventStream().read_events(first + answer.read())
+
+    said = threading.Event()
+    with socket.create_connection(("127.0.0.1", connect.port), WITHIN_S) as sock:
+        head = b"POST %b HTTP/%b\r\nhost: x\r\ncontent-length: 2\r\n\r\nab"
+        sock.sendall(head % (path, version))
+        reading = asyncio.create_task(asyncio.to_thread(read, sock))
+        await until(said.is_set)
+        await asyncio.sleep(3 * LIMITS.sweep_every_s)  # it is looked for
+        assert not Seen.gone.is_set()
+        Seen.enough.set()
+        assert await reading == [b"alive", b"end"]
 
 
 @pytest.mark.parametrize("path", [b"/slow", b"/slow_hot", b"/ui/slow"])

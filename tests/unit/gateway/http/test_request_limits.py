@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from servekit.errors import RequestError
+from servekit.gateway.generation.generation import GenerationRequest, open_generation
 from servekit.gateway.http.request_limits import (
-    check_call,
+    check_counts,
     check_depth,
     check_free,
     check_schema,
 )
 from servekit.gateway.routing.request import InflightRequest
+from servekit.gateway.routing.router import Router
 from servekit.protocol.access import RequestLimits
-from servekit.protocol.messages import AccessRules, ChatMessage, SamplingParams
+from servekit.protocol.messages import (
+    AccessRules,
+    ChatMessage,
+    Media,
+    ModelInfo,
+    ModelStatus,
+    SamplingParams,
+    Topology,
+)
+from servekit.protocol.residency import ResidencyStatus
 from servekit.protocol.types import Grammar
-from tests.unit.gateway.conftest import Service
+from tests.unit.gateway.conftest import DEADLINE_S, Service
 
 LIMITS = RequestLimits(messages=2, stop_strings=1, json_depth=8, schema_depth=3)
 
@@ -114,12 +127,11 @@ async def test_the_router_looks_at_grammars(service: Service) -> None:
 
 
 def test_counts() -> None:
-    stop = SamplingParams(stop=("a", "b"))
     messages = [ChatMessage("user", "x")] * 3
     with pytest.raises(RequestError, match="messages: 3 are over the limit of 2"):
-        check_call(InflightRequest("m", SamplingParams(), messages=messages), LIMITS)
+        check_counts(messages, (), LIMITS)
     with pytest.raises(RequestError, match="stop: 2 are over the limit of 1"):
-        check_call(InflightRequest("m", stop, prompt="x"), LIMITS)
+        check_counts(None, ("a", "b"), LIMITS)
 
 
 async def test_the_router_keeps_them(service: Service) -> None:
@@ -129,3 +141,42 @@ async def test_the_router_keeps_them(service: Service) -> None:
         service.router.open(InflightRequest("m", SamplingParams(stop=("a", "b")), prompt="x"))
     asked = service.router.open(InflightRequest("m", SamplingParams(max_tokens=2), prompt="x"))
     assert [delta async for delta in asked]
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+DEEP = {"type": "function", "function": {"name": "f", "parameters": schema(4)}}
+PICTURES = (Media(b"", "image/png"),) * 3
+HELLO = ChatMessage("user", "Hi")
+OVER: list[tuple[str, dict[str, Any]]] = [
+    ("stop_strings", {"params": SamplingParams(stop=("a", "b"))}),
+    (
+        "stop_strings",
+        {"params": SamplingParams(stop=("a", "b")), "tools": [TOOL], "tool_choice": "required"},
+    ),
+    ("messages", {"messages": [HELLO] * 3}),
+    ("images", {"messages": [ChatMessage("user", "Look", media=PICTURES)]}),
+    ("schema_depth", {"tools": [DEEP]}),
+    ("json_depth", {"template": {"x": nested(17)}}),
+]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["resident", "never loaded"])
+@pytest.mark.parametrize(("key", "fields"), OVER)
+async def test_a_request_over_a_limit_is_refused_before_its_model_is_loaded(
+    key: str, fields: dict[str, Any], known: bool
+) -> None:
+    """Also with what the engine is not to hear, such as stop strings of a call that is required."""
+    told: list[Any] = []
+    router = Router("test", use=told.append)
+    info = ModelInfo(64, 4, True, "echo", "none", "cpu", serves=("generate", "tools", "images"))
+    away = ResidencyStatus("on_demand", "stopped")
+    status = ModelStatus("m", "echo", "x", 0, (), info if known else None, residence=away)
+    limits = replace(LIMITS, images=2, json_depth=16)
+    router.apply_topology(Topology((status,), access=AccessRules(limits=limits)))
+    told.clear()
+    asked: dict[str, Any] = {"model": "m", "params": SamplingParams(), "messages": [HELLO]}
+    request = GenerationRequest(**asked | fields)
+    with pytest.raises(RequestError, match=rf"see server\.limits\.{key}"):
+        async with asyncio.timeout(DEADLINE_S):
+            await open_generation(router, request)
+    assert told == []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,10 @@ class Runner(LeaseRunner[Row]):
     """Holds what `held` says; each row's work lasts until `finish` has its id."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.rules_changed: list[Callable[[], None]] = []
+        access = SimpleNamespace(on_change=self.rules_changed.append)
+        router: Any = SimpleNamespace(access=access)
+        super().__init__(router)
         self.held: list[Row] | None = []
         self.fails = False
         self.finish: set[str] = set()
@@ -115,6 +120,28 @@ async def test_it_looks_again_when_it_is_woken_and_not_before(runner: Runner) ->
     assert runner.looks == 1
     runner.woken.set()
     await poll_async("it has looked again", lambda: runner.looks == 2)
+
+
+async def test_without_rows_to_run_it_sleeps_until_the_rules_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leases, "LOOK_EVERY_S", 0.001)
+    runner = Runner()
+    runner.held = None
+    running = asyncio.create_task(runner.run())
+    try:
+        await poll_async("the first look", lambda: runner.looks == 1)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert runner.looks == 1
+        runner.held = [Row("a")]
+        [tell] = runner.rules_changed
+        tell()
+        await poll_async("looks at each interval", lambda: runner.looks > 5)
+        assert runner.begun == {"a": 1}
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_an_end_at_the_moment_of_a_wake_is_an_end() -> None:

@@ -236,11 +236,16 @@ def test_adapters_without_end_share_a_label(clock: Clock) -> None:
     ("task", "operation"),
     [("embed", "embeddings"), ("tokenize", "tokenize"), ("detokenize", "detokenize")],
 )
+@pytest.mark.parametrize(
+    "asked",
+    [{"prompt": "x"}, {}],  # the other is a chat, as of Anthropic's count_tokens
+    ids=["prompt", "chat"],
+)
 def test_operations_have_the_names_of_the_convention(
-    clock: Clock, task: str, operation: str
+    clock: Clock, task: str, operation: str, asked: dict[str, Any]
 ) -> None:
     counted = RequestMetrics()
-    call = begun(counted, clock, prompt="x", more={"task": task})
+    call = begun(counted, clock, **asked, more={"task": task})
     call.feed(Delta(1, "", finish="stop", prompt_tokens=3))
     kinds = {labels[0] for metric, labels in told(counted) if metric.startswith("gen_ai_server")}
     assert kinds == {operation}

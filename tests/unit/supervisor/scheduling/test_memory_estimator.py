@@ -141,6 +141,22 @@ def test_a_shorter_context_takes_less(tmp_path: Path) -> None:
     assert (found.context, found.on_each_kv_bytes) == (8192, GIB)
 
 
+def test_a_draft_model_is_counted_too(tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    large, small = folder(tmp_path), folder(tmp_path / "small")
+    alone, draft = of(large), of(small)
+    asked: dict[str, Any] = {"method": "draft", "model": str(small)}
+    both = of(large, options={"speculative": asked})
+    assert both.weights_bytes == alone.weights_bytes + draft.weights_bytes
+    assert both.on_each_kv_bytes == alone.on_each_kv_bytes + draft.on_each_kv_bytes
+    assert both.on_each_least_bytes > alone.on_each_least_bytes + draft.weights_bytes
+    assert both.on_each_requests[0][1] == 2 * alone.on_each_requests[0][1]
+    missing = of(large, options={"speculative": asked | {"model": str(tmp_path / "none")}})
+    assert missing.unknown.startswith("draft model: ")
+    plain = of(large, options={"speculative": {"method": "ngram"}})
+    assert plain == alone
+
+
 def test_an_embedding_model_remembers_nothing(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
     (path / "modules.json").write_text("[]")

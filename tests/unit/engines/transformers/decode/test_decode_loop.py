@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from servekit.engines.api.base import StepOutput
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
-from servekit.engines.transformers.decode import decode_loop
+from servekit.engines.transformers.decode import decode_loop, slot_steps
 from servekit.engines.transformers.decode.batch_slots import TOKEN
 from servekit.engines.transformers.decode.graphs import Graphs
 from tests.unit.engines.transformers.decode.crowds import (
@@ -49,7 +49,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
         monkeypatch.setattr(decode_loop.DecodeLoop, name, counting)
 
-    for name in ("_start_step", "_look_on", "_run_dry"):
+    for name in ("_start_step", "_step_and_wait", "_run_dry"):
         count(name)
     yield counted
 
@@ -79,7 +79,7 @@ def test_what_the_host_must_see_is_the_same_too(tiny_model: Path, calls: Counter
     expected = Crowd.of(2, 12, hows, 40).run(runner(tiny_model, None))
     found = Crowd.of(2, 12, hows, 40).run(runner(tiny_model, wish(ahead=True)))
     assert texts(found) == texts(expected)
-    assert calls["_look_on"] > 10
+    assert calls["_step_and_wait"] > 10
     compared = 0
     for key, outputs in found.items():
         said = zip(outputs, expected[key], strict=True)
@@ -157,7 +157,7 @@ def test_a_seat_that_was_left_touches_no_page(tiny_model: Path) -> None:
 
 
 def test_sizes_of_batches_are_few() -> None:
-    assert [decode_loop.bucket_size(seated, 48) for seated in (1, 2, 3, 5, 32, 33, 48)] == [
+    assert [slot_steps.bucket_size(seated, 48) for seated in (1, 2, 3, 5, 32, 33, 48)] == [
         *(1, 2, 4, 8, 32, 48, 48)
     ]
 
@@ -167,11 +167,10 @@ def test_all_that_a_crowd_needs_is_recorded_ahead(
 ) -> None:
     """On a CPU nothing is recorded, but the steps run: with empty slots, they change no text."""
     keys: list[Any] = []
-    run = Graphs.run
 
-    def noting(self: Graphs, key: Any, *args: Any) -> None:
+    def noting(self: Graphs, key: Any, work: Callable[[], None], changed: torch.Tensor) -> None:
         keys.append(key)
-        run(self, key, *args)
+        work()
 
     def say(engine: ContinuousRunner) -> list[Any]:
         return [texts(Crowd.of(2, 12, hows, 40).run(engine)) for hows in (UNWATCHED, WATCHED)]
@@ -180,6 +179,7 @@ def test_all_that_a_crowd_needs_is_recorded_ahead(
     monkeypatch.setattr(Graphs, "run", noting)
     engine = runner(tiny_model, wish(ahead=True))
     assert engine._decoder is not None
+    engine._decoder._steps.graphs.on = True  # their sizes
     with torch.no_grad():
         engine._decoder.record_graphs()
     recorded = list(keys)
@@ -221,4 +221,4 @@ def test_pages_can_be_dropped_and_made_again(tiny_model: Path) -> None:
     engine.make_pages()
     assert texts(Crowd.of(4, 4, UNWATCHED, 20).run(engine)) == before
     assert engine.decodes == "no CUDA graphs, reference attention"
-    assert torch.is_tensor(engine._decoder._chosen) if engine._decoder else False
+    assert torch.is_tensor(engine._decoder._steps.chosen) if engine._decoder else False

@@ -18,17 +18,27 @@ from tests.unit.engines.transformers.lora import making
 
 Make = Callable[..., Harness]
 GRAPH: dict[str, Any] = {"decode": "graph"}
+NGRAM: dict[str, Any] = {"speculative": {"method": "ngram", "tokens": 5, "ngram_min": 1}}
 
 
-def test_greedy_in_a_crowd_of_all_sorts(harness: Make, tiny: Harness, tiny_model: Path) -> None:
-    one = harness(options=GRAPH)
-    assert one.info.detail.endswith("; decoding: no CUDA graphs, reference attention")
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [(GRAPH, "attention"), (NGRAM, "attention, 5 proposed tokens (ngram)")],
+    ids=["graph", "ngram"],
+)
+def test_greedy_in_a_crowd_of_all_sorts(
+    harness: Make, tiny: Harness, tiny_model: Path, options: dict[str, Any], how: str
+) -> None:
+    one = harness(options=options)
+    assert one.info.detail.endswith(f"; decoding: no CUDA graphs, reference {how}")
     expected = reference(tiny_model, PROMPTS, 24)
     asked: list[dict[str, Any]] = [
         {"grammar": JSON, "max_tokens": 60, "logprobs": 3},
         {"grammar": DIGITS, "temperature": 1.0, "seed": 3},
         {"temperature": 1.0, "top_p": 0.9, "seed": 4, "presence_penalty": 1.0},
         {"temperature": 0.8, "top_k": 30, "seed": 5},
+        {"max_tokens": 40, "repetition_penalty": 1.1, "ignore_eos": True, "logprobs": 1},
+        {"max_tokens": 40, "logit_bias": ((40, 60.0), (41, 60.0)), "min_tokens": 9},
     ]
     jobs = [one.submit(prompt, max_tokens=24, ignore_eos=True) for prompt in PROMPTS]
     others = [one.submit(PROMPTS[0], **params) for params in asked]
@@ -38,11 +48,17 @@ def test_greedy_in_a_crowd_of_all_sorts(harness: Make, tiny: Harness, tiny_model
     begun = expected[0][:9]
     continued = one.submit(PROMPTS[0], emitted=begun, max_tokens=24, ignore_eos=True)
     assert begun + one.tokens(continued) == expected[0]
+    load = one.engine.load_now()
+    assert 0 <= load.accepted_tokens <= load.draft_tokens
+    assert bool(load.accepted_tokens) == (options is NGRAM)
 
 
-def test_adapters_are_run_beside_it(harness: Make, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [GRAPH, NGRAM], ids=["graph", "ngram"])
+def test_adapters_are_run_beside_it(
+    harness: Make, tiny_model: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
     """In the library's steps, which take turns with those of the base's rows."""
-    one = harness(options=GRAPH)
+    one = harness(options=options)
     for seed, kind in enumerate(("lora", "ia3")):
         folder = making.write(tiny_model, tmp_path / kind, making.configs()[kind], seed)
         one.engine.load_adapter(making.spec(folder))
@@ -56,8 +72,9 @@ def test_adapters_are_run_beside_it(harness: Make, tiny_model: Path, tmp_path: P
         assert texts == making.reference(tiny_model, tmp_path / name, prompts, count)
 
 
-def test_it_sleeps_and_wakes(harness: Make) -> None:
-    one = harness(options=GRAPH)
+@pytest.mark.parametrize("options", [GRAPH, NGRAM], ids=["graph", "ngram"])
+def test_it_sleeps_and_wakes(harness: Make, options: dict[str, Any]) -> None:
+    one = harness(options=options)
     before = one.generate(PROMPTS[0])
     one.engine.sleep()
     one.engine.wake()
@@ -82,3 +99,7 @@ def test_a_kernel_that_is_wrong_leaves_decoding_to_the_library(
 def test_what_cannot_be_is_told(harness: Make) -> None:
     with pytest.raises(LoadError, match=r"options.decode is graph, and flash3: .*not installed"):
         harness(options=GRAPH | {"decode_attention": "flash3"})
+    with pytest.raises(LoadError, match=r"options.speculative needs servekit's own .*flash3"):
+        harness(options=NGRAM | {"decode_attention": "flash3"})
+    with pytest.raises(LoadError, match=r"options.speculative needs continuous batching, and"):
+        harness(options=NGRAM | {"batching": "static"})

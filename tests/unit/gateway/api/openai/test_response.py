@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.errors import ClientClosed, RequestError, Unsupported, WorkerLost
-from servekit.gateway.api.openai.response import ChatEncoder, CompletionEncoder
+from servekit.gateway.api.openai.response import ChatEncoder, CompletionEncoder, StreamUsage
 from servekit.gateway.app import Application
 from servekit.gateway.generation.generation import (
     Choice,
@@ -180,7 +180,7 @@ async def test_a_failure_of_one_choice_is_one_of_the_turn(service: Service) -> N
 
 async def test_a_chat_as_openai_writes_it(service: Service) -> None:
     await speaking(service)
-    form = ChatEncoder(usage=True, logprobs=False)
+    form = ChatEncoder(usage=StreamUsage(wanted=True), logprobs=False)
     turn, choices = await whole(service, ask(f"<think>t</think>a{CALL}", tools=[TOOL], n=2))
     body = json.loads(form.encode_response(turn, choices))
     assert body["object"] == "chat.completion"
@@ -193,7 +193,7 @@ async def test_a_chat_as_openai_writes_it(service: Service) -> None:
 
 async def test_content_is_null_beside_calls_only(service: Service) -> None:
     await speaking(service)
-    form = ChatEncoder(usage=False, logprobs=False)
+    form = ChatEncoder(usage=StreamUsage(), logprobs=False)
     turn, choices = await whole(service, ask(CALL, tools=[TOOL]))
     assert (
         json.loads(form.encode_response(turn, choices))["choices"][0]["message"]["content"] is None
@@ -207,7 +207,7 @@ async def test_a_stream_says_the_same_as_the_whole(service: Service) -> None:
     events = await streamed(
         service,
         ask(f"<think>t</think>a{CALL}", tools=[TOOL], n=2),
-        ChatEncoder(usage=True, logprobs=False),
+        ChatEncoder(usage=StreamUsage(wanted=True), logprobs=False),
     )
     assert events[-1] == "[DONE]"
     assert events[-2]["choices"] == []
@@ -224,13 +224,37 @@ async def test_a_stream_says_the_same_as_the_whole(service: Service) -> None:
         assert json.loads(text) == {"at": [1, "ä"]}
 
 
+@pytest.mark.parametrize("kind", ["chat", "thinking", "completion"])
+async def test_each_chunk_has_the_counts_so_far_on_request(service: Service, kind: str) -> None:
+    each = StreamUsage(wanted=True, each=True)
+    if kind == "completion":
+        await service.up(step_s=0.001)
+        asked = GenerationRequest(
+            model="m", params=SamplingParams(12, 0.0), prompts=["abc"], stream=True
+        )
+        events = await streamed(
+            service, asked, CompletionEncoder(usage=each, logprobs=None, echo=False)
+        )
+    else:
+        await speaking(service, step_s=0.001)
+        text = "<think>because</think>so be it" if kind == "thinking" else "so be it"
+        events = await streamed(service, ask(text), ChatEncoder(usage=each, logprobs=False))
+    counts = [one["usage"]["completion_tokens"] for one in events[:-1]]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 3
+    for one in events[:-1]:
+        told = one["usage"]
+        assert told["total_tokens"] == told["prompt_tokens"] + told["completion_tokens"]
+        assert told["prompt_tokens"] == events[-2]["usage"]["prompt_tokens"]
+
+
 async def test_completions_echo_and_number_their_choices(service: Service) -> None:
     await service.up()
     asked = GenerationRequest(
         model="m", params=SamplingParams(2, 0.0), prompts=["ab", "c"], stream=True
     )
     events = await streamed(
-        service, asked, CompletionEncoder(usage=False, logprobs=False, echo=True)
+        service, asked, CompletionEncoder(usage=StreamUsage(), logprobs=False, echo=True)
     )
     assert events[-1] == "[DONE]"
     texts = ["", ""]
@@ -292,13 +316,15 @@ async def test_log_probabilities_in_both_forms(service: Service) -> None:
     half = TokenLogprob("ä".encode()[:1], -0.5, (("ä".encode()[:1], -0.5), (b"b", float("-inf"))))
     choice = Choice()
     choice.add(GenerationChunk(0, [], [half], "stop"))
-    chat = json.loads(ChatEncoder(usage=False, logprobs=True).encode_response(turn, [choice]))
+    chat = json.loads(
+        ChatEncoder(usage=StreamUsage(), logprobs=True).encode_response(turn, [choice])
+    )
     [told] = chat["choices"][0]["logprobs"]["content"]
     assert told["bytes"] == [0xC3]
     assert told["logprob"] == -0.5
     assert told["top_logprobs"][1] == {"token": "b", "logprob": -9999.0, "bytes": [98]}
     turn.request.prompts = ["x"]
-    plain = CompletionEncoder(usage=False, logprobs=True, echo=False).encode_response(
+    plain = CompletionEncoder(usage=StreamUsage(), logprobs=True, echo=False).encode_response(
         turn, [choice]
     )
     told = json.loads(plain)["choices"][0]["logprobs"]

@@ -1,0 +1,46 @@
+"""Checks of `speculative` of the transformers engine, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from servekit.config import paths
+from servekit.config.error_reporting import Problem
+from servekit.config.schema import ModelConfig
+
+
+def get_speculative(config: ModelConfig) -> dict[str, Any]:
+    """Return the option of a model with the transformers engine; {} if it has none."""
+    found = config.options.get("speculative") if config.engine == "transformers" else None
+    return found if isinstance(found, dict) else {}
+
+
+def check_speculative(
+    config: ModelConfig, at: tuple[str | int, ...], folder: Path
+) -> Iterator[Problem]:
+    """Find what a model with speculative decoding cannot have, and a draft model that is none."""
+    if not (asked := get_speculative(config)):
+        return
+    options = config.options
+    if options.get("batching") == "static":
+        message = "speculative decoding needs continuous batching: leave one of them out."
+        yield Problem((*at, "options", "batching"), message)
+    if options.get("decode") == "eager":
+        message = "speculative decoding is part of servekit's own decoding: leave one of them out."
+        yield Problem((*at, "options", "decode"), message)
+    if options.get("attention"):
+        message = "speculative decoding needs the default attention: leave one of them out."
+        yield Problem((*at, "options", "attention"), message)
+    if options.get("task") == "rerank":
+        message = "a reranker generates no text to speculate about."
+        yield Problem((*at, "options", "speculative"), message, at_key=True)
+    if config.gpus_per_replica > 1:
+        message = "a model with `speculative` is on one GPU; engine vllm spreads it."
+        yield Problem((*at, "gpus_per_replica"), message)
+    if model := asked.get("model"):
+        try:
+            paths.check_model_path(str(model), folder)
+        except ValueError as error:
+            yield Problem((*at, "options", "speculative", "model"), f"{error}.")

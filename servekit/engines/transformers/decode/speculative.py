@@ -1,0 +1,259 @@
+"""Speculative decoding: proposals of tokens, which one forward pass verifies all at once.
+
+The pass reads a row's last token and its k proposed ones, and so gives the logits after each of
+them. From these a token is chosen as in any other step, with the noise of its own position (see
+`sampling`), and the next one counts only while the chosen token is the proposed one. So each token
+is the very one that the row would have had without proposals: greedy text and the text of a seed
+are the same. Over all seeds a proposal x is accepted with probability p(x), and otherwise replaced
+by a draw from p without x: the rejection sampling of speculative decoding, for a proposal that is
+certain (Leviathan et al., 2023, https://arxiv.org/abs/2211.17192).
+
+`NgramProposer` looks the row's last tokens up in its own prompt and completion (prompt lookup,
+https://github.com/apoorvumang/prompt-lookup-decoding).
+
+Verification pays while the pass is dominated by reading the weights, which happens once for all
+tokens. `count_worthwhile` decides by the number of running rows and by what was accepted before.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from servekit.engines.transformers.decode.batch_slots import BatchSlot, BatchSlots
+from servekit.engines.transformers.decode.page_table import Pages
+from servekit.engines.transformers.request_row import Row
+
+#: Tokens whose arithmetic takes as long as reading the weights once. Measured on a core of an AMD
+#: EPYC, 24 with packed weights in float32, and fewer without; for a GPU about half of its ratio of
+#: arithmetic to bandwidth.
+WEIGHTS_WORTH = {"cpu": 16, "cuda": 128}
+#: What a step takes longer, as a share, because it is not started before the tokens of the last one
+#: are known.
+WAIT_COST = {"cpu": 0.0, "cuda": 0.1}
+#: A row's chance that a proposed token is accepted, before anything is known of it.
+_PRIOR = 0.6
+#: Weight of one accepted or rejected token in that chance.
+_LEARNT = 0.15
+#: Share by which the chance of a row returns to the prior with each token without proposals, so
+#: that it tries again.
+_FORGOTTEN = 1 / 128
+
+
+class Speculation(msgspec.Struct, frozen=True):
+    """The option `speculative`."""
+
+    method: Literal["ngram", "draft"]
+    tokens: int = 4  # maximum number of proposed tokens of a row in a step
+    ngram_max: int = 3  # maximum and minimum length of what is looked up
+    ngram_min: int = 2
+    model: str | None = None  # the draft model
+
+
+class Counts(NamedTuple):
+    """Tokens since the start, as vLLM counts them."""
+
+    drafts: int = 0  # proposals
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+#: By a row's key, its slot and the most tokens to propose for it.
+Wanted = dict[str, tuple[BatchSlot, int]]
+
+
+class Proposer(ABC):
+    """A source of proposals; `cost` is the time of proposing a token per time of a step."""
+
+    cost = 0.0
+
+    @abstractmethod
+    def propose(self, wanted: Wanted) -> dict[str, list[int]]:
+        """Return proposed tokens by row's key: at most the number wanted for the row, or none."""
+
+    def is_promising(self, wanted: Wanted) -> bool:
+        """Return whether it may propose, given all tokens of the rows but the latest."""
+        return True
+
+    @abstractmethod
+    def forget(self, key: str) -> None:
+        """Forget a row that has ended."""
+
+    def open(self, pages: Pages, slots: BatchSlots) -> None:  # noqa: B027 - most need none
+        """Prepare for rows with this cache and these slots."""
+
+    def record_graphs(self) -> None:  # noqa: B027
+        """Record CUDA graphs, before the first request."""
+
+    def close(self) -> None:  # noqa: B027
+        """Free what `open` has allocated."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of its model on the device."""
+        yield from ()
+
+
+# ---------------------------------------------------------------- n-grams
+
+
+@dataclass(slots=True)
+class _History:
+    """The tokens of a row in an array with room for all that may follow."""
+
+    tokens: Any  # int32
+    known: int = 0
+
+    @classmethod
+    def of(cls, row: Row) -> _History:
+        prompt = row.job.prompt_ids
+        made = cls(np.empty(len(prompt) + row.max_tokens, np.int32), len(prompt))
+        made.tokens[: len(prompt)] = prompt
+        return made
+
+    def follow(self, row: Row) -> Any:
+        """Add the row's new tokens; return all."""
+        total = len(row.job.prompt_ids) + len(row.completion)
+        if new := total - self.known:
+            self.tokens[self.known : total] = row.completion[-new:]
+            self.known = total
+        return self.tokens[:total]
+
+
+class NgramProposer(Proposer):
+    """A proposer of the tokens that followed the row's last ones where these occurred before."""
+
+    def __init__(self, speculation: Speculation) -> None:
+        self._longest, self._shortest = speculation.ngram_max, speculation.ngram_min
+        self._histories: dict[str, _History] = {}
+
+    def propose(self, wanted: Wanted) -> dict[str, list[int]]:
+        found = {}
+        for key, (slot, count) in wanted.items():
+            if key not in self._histories:
+                self._histories[key] = _History.of(slot.row)
+            tokens = self._histories[key].follow(slot.row)
+            if proposed := look_up(tokens, self._longest, self._shortest, count):
+                found[key] = proposed
+        return found
+
+    def is_promising(self, wanted: Wanted) -> bool:
+        return bool(self.propose(wanted))
+
+    def forget(self, key: str) -> None:
+        self._histories.pop(key, None)
+
+
+def look_up(tokens: Any, longest: int, shortest: int, count: int) -> list[int]:
+    """Return what followed the last tokens at their latest earlier occurrence; [] without one.
+
+    `tokens` is an int32 array. The match is as long as possible, from `shortest` to `longest`
+    tokens. Where less than `count` tokens follow it, these are repeated: the text may be periodic.
+    """
+    size = len(tokens)
+    if size < 2:
+        return []
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+    best = None
+    for length in range(1, longest + 1):
+        if length > 1:
+            ends = ends[ends >= length - 1]
+            ends = ends[tokens[ends - (length - 1)] == tokens[size - length]]
+        if not len(ends):
+            break
+        if length >= shortest:
+            best = int(ends[-1])
+    if best is None:
+        return []
+    period = size - 1 - best
+    proposed: list[int] = tokens[best + 1 : best + 1 + count].tolist()
+    while len(proposed) < count:
+        proposed.append(proposed[-period])
+    return proposed
+
+
+# ---------------------------------------------------------------- what pays
+
+
+def count_worthwhile(chance: float, rows: int, worth: float, cost: float, most: int) -> int:
+    """Return how many tokens to propose for a row, of `most`.
+
+    A token of one of n rows brings 1/n of a step's tokens if it is accepted; to verify it takes
+    1/(n + W) of a step's time, with W for `WEIGHTS_WORTH`, and to propose one for each row, and to
+    wait, takes `cost`. So the j-th token is proposed while `chance` to the power j is more than
+    n/(n + W) + `cost`.
+    """
+    threshold = rows / (rows + worth) + cost
+    if chance <= threshold:
+        return 0
+    return most if chance >= 1.0 else min(most, int(math.log(threshold) / math.log(chance)))
+
+
+@dataclass(slots=True)
+class Speculator:
+    """The proposals of all rows: whether they pay, and what became of them.
+
+    `worth` is one of `WEIGHTS_WORTH`, `wait` of `WAIT_COST`. `room` is the maximum number of tokens
+    in a step.
+    """
+
+    proposer: Proposer
+    speculation: Speculation
+    worth: float
+    wait: float = 0.0
+    counts: Counts = field(default_factory=Counts)
+    _chances: dict[str, float] = field(default_factory=dict)  # by row's key
+
+    @property
+    def how(self) -> str:
+        """Return a short description for people."""
+        return f"{self.speculation.tokens} proposed tokens ({self.speculation.method})"
+
+    def propose(self, slots: Sequence[BatchSlot], room: int) -> dict[str, list[int]]:
+        """Return the proposals of a step that runs these rows, by key; {} if none pays."""
+        wanted = self._find_wanted(slots, room)
+        return self.proposer.propose(wanted) if wanted else {}
+
+    def is_promising(self, slots: Sequence[BatchSlot], room: int) -> bool:
+        """Return whether `propose` is likely to find something once a running step has ended."""
+        wanted = self._find_wanted(slots, room)
+        return bool(wanted) and self.proposer.is_promising(wanted)
+
+    def _find_wanted(self, slots: Sequence[BatchSlot], room: int) -> Wanted:
+        share = room // len(slots) - 1 if slots else 0
+        cost = self.proposer.cost + self.wait
+        wanted: Wanted = {}
+        for slot in slots:
+            key, row = slot.row.key, slot.row
+            chance = self._chances.setdefault(key, _PRIOR)
+            most = min(self.speculation.tokens, row.remaining - 1, share)
+            count = count_worthwhile(chance, len(slots), self.worth, cost, most)
+            if count > 0:
+                wanted[key] = (slot, count)
+        return wanted
+
+    def note(self, key: str, proposed: int, accepted: int) -> None:
+        """Learn what became of a row's proposal in a step; 0 proposed if it had none."""
+        if proposed:
+            drafts, draft_tokens, accepted_tokens = self.counts
+            self.counts = Counts(drafts + 1, draft_tokens + proposed, accepted_tokens + accepted)
+        chance = self._chances.get(key)
+        if chance is None:  # it has ended
+            return
+        if not proposed:
+            self._chances[key] = chance + (_PRIOR - chance) * _FORGOTTEN
+            return
+        for _ in range(accepted):
+            chance += (1.0 - chance) * _LEARNT
+        self._chances[key] = chance if accepted == proposed else chance * (1.0 - _LEARNT)
+
+    def forget(self, key: str) -> None:
+        """Forget a row that has ended or left."""
+        self._chances.pop(key, None)
+        self.proposer.forget(key)
