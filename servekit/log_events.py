@@ -157,7 +157,7 @@ EVENTS = {
     "control_channel_restored": "The control connection is restored",
     "stack_dump_missing": "There is no stack dump: {error}",
     "exit_unknown": "The launcher cannot tell how the process ended: {error}",
-    "kill_unconfirmed": "The process is not known to have ended: {error}",
+    "kill_unconfirmed": "It is not confirmed that the process has ended: {error}",
     # Ray
     "ray_joined": "Joined the Ray cluster of {nodes} nodes",
     "ray_nodes_changed": "The Ray cluster has {nodes} nodes now",

@@ -45,7 +45,8 @@ request_id: Callable[[], str] = _no_request
 _process = ""
 
 
-def _with_request(logger: Any, name: str, line: _Line) -> Any:
+def add_request(logger: Any, name: str, line: _Line) -> Any:
+    """Add the id of the request that the line is about, if there is one."""
     if "request" not in line and (id := request_id()):
         line["request"] = id
     return line
@@ -77,7 +78,7 @@ def _as_message(logger: Any, name: str, line: _Line) -> Any:
 
 
 _SHARED: tuple[structlog.typing.Processor, ...] = (
-    _with_request,
+    add_request,
     structlog.stdlib.add_logger_name,
     structlog.processors.add_log_level,
     structlog.processors.TimeStamper(fmt="%Y-%m-%dT%H:%M:%S.%fZ", utc=True),

@@ -24,7 +24,7 @@ LANES = {
     "long": "what takes two seconds of CPU or more, and has a shorter relative in the ordinary run",
     "models": "SmolLM2 behind every engine, client and page; races for one model",
     "mutants": "each edit of `python -m tests.mutants` makes its tests fail",
-    "packages": "whether pip can resolve each extra, by the package index",
+    "packages": "what needs the package index: whether each extra resolves, Triton on the CPU",
     "pages": "the chat and the other pages in Chromium, beyond one visit of each",
     "ray": "clusters of Ray",
     "residents": "models that sleep, wake and make room, where two of these meet",
@@ -39,7 +39,7 @@ ORDINARY = "ordinary"
 LANE = "lane"
 #: A run of all ordinary tests, or of all lanes, that has fewer tests than this has lost some.
 #: Raise it when tests are added; lower it in the commit that removes them.
-TESTS_AT_LEAST = {ORDINARY: 7500, "all": 1000}
+TESTS_AT_LEAST = {ORDINARY: 8600, "all": 1350}
 #: Tests of the ordinary run that may be skipped, with all that `.ci/run` installs in place.
 SKIPS_AT_MOST = 70
 

@@ -2,5 +2,5 @@
 
 It sends HTTP requests like any client, reads the control socket like `servekit ps`, and sends
 signals. The faults are in `client_experiments`, `process_experiments` and `machine_experiments`.
-Only `cli` and tests may import from here.
+Only `cli` may import from here.
 """

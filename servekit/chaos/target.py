@@ -17,7 +17,7 @@ from servekit.config.load import load_config
 from servekit.config.schema import ModelConfig
 from servekit.errors import ConfigError, ServekitError, StartError
 from servekit.protocol.messages import GetStatus, ModelStatus, ReplicaStatus, Status
-from servekit.supervisor.admin.control_socket import query_supervisor
+from servekit.supervisor.admin.control_socket import request_answer
 from servekit.supervisor.process.run_dir import no_instance_error, read_record
 from servekit.system import procfs
 from servekit.system.orphan_cleanup import MARK
@@ -44,7 +44,7 @@ class Target:
         status = await _read_status(run_dir)
         if record is None or record.pid != status.pid:
             raise no_instance_error(run_dir)
-        if not _is_same(url, status.url):
+        if not is_same_address(url, status.url):
             raise StartError(
                 f"the instance of {run_dir} serves {status.url}, not {url}; "
                 "name the right one with --run-dir"
@@ -175,17 +175,15 @@ def describe_lacking(status: Status) -> str:
 
 
 async def _read_status(run_dir: Path) -> Status:
-    answer = await query_supervisor(run_dir / "control.sock", GetStatus())
-    if not isinstance(answer, Status):
-        raise ServekitError("the supervisor sent an answer of an unexpected type")
-    return answer
+    return await request_answer(run_dir, GetStatus(), Status)
 
 
 def _is_ours(pid: int) -> bool:
     return Path(f"/proc/{pid}").stat().st_uid == os.getuid()
 
 
-def _is_same(asked: str, serves: str) -> bool:
+def is_same_address(asked: str, serves: str) -> bool:
+    """Return whether a URL is that of the instance, which may listen on all addresses."""
     one, other = urlsplit(asked), urlsplit(serves)
     if (one.port or 80) != (other.port or 80):
         return False

@@ -4,5 +4,5 @@
 `top/`). Commands talk to a running instance through its control socket, its run directory and its
 HTTP API; heavy imports stand inside functions.
 
-Only `docs` and `servekit.__main__` may import from here.
+Only `__main__` may import from here.
 """

@@ -6,28 +6,26 @@
 # No string annotations: typer evaluates each several times, which slows down --help.
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
-from servekit.cli import instance_lookup
+from servekit.cli.instance_lookup import (
+    RunDirectory,
+    ask_instance,
+    complete_adapters,
+    complete_models,
+    find_instance,
+)
 from servekit.errors import ServekitError
-
-if TYPE_CHECKING:
-    from servekit.protocol.messages import FromSupervisor, ToSupervisor
-
-A = TypeVar("A", bound="FromSupervisor")
 
 #: All workers verify the adapter, after earlier changes; the supervisor ends what hangs.
 _CHANGE_S = 3600.0
-_ANSWER_S = 10.0
 
 Name = Annotated[str, typer.Argument(help="The name that requests use.")]
 Served = Annotated[
     str,
-    typer.Argument(
-        help="The name that requests use.", autocompletion=instance_lookup.complete_adapters
-    ),
+    typer.Argument(help="The name that requests use.", autocompletion=complete_adapters),
 ]
 Model = Annotated[
     str,
@@ -35,12 +33,8 @@ Model = Annotated[
         "--model",
         "-m",
         help="Its base model; not needed if there is only one.",
-        autocompletion=instance_lookup.complete_models,
+        autocompletion=complete_models,
     ),
-]
-RunDirectory = Annotated[
-    Path | None,
-    typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="Run directory of the instance."),
 ]
 
 
@@ -65,7 +59,8 @@ def add(
     is_local = path.startswith((".", "~", "/")) or folder.exists()
     spec = AdapterSpec(name, str(folder.absolute()) if is_local else path, revision, any_base)
     try:
-        done = _ask_supervisor(run_dir, AddAdapter(model, spec, in_place), Accepted, _CHANGE_S)
+        asked = AddAdapter(model, spec, in_place)
+        done = ask_instance(find_instance(run_dir), asked, Accepted, _CHANGE_S)
     except ServekitError as error:  # the message names the API's parameter
         said = error.message.replace("set 'load_inplace' to True", "say --in-place")
         raise type(error)(said) from None
@@ -77,7 +72,7 @@ def rm(name: Served, run_dir: RunDirectory = None) -> None:
     from servekit.protocol.adapters import RemoveAdapter
     from servekit.protocol.messages import Accepted
 
-    done = _ask_supervisor(run_dir, RemoveAdapter(name), Accepted, _CHANGE_S)
+    done = ask_instance(find_instance(run_dir), RemoveAdapter(name), Accepted, _CHANGE_S)
     sys.stdout.write(f"{done.message}\n")
 
 
@@ -89,7 +84,7 @@ def ls(
     """Show the adapters: how each is run and why, or why it has failed."""
     from servekit.protocol.adapters import Adapters, GetAdapters
 
-    answer = _ask_supervisor(run_dir, GetAdapters(model), Adapters, _ANSWER_S)
+    answer = ask_instance(find_instance(run_dir), GetAdapters(model), Adapters)
     if as_json:
         import json
 
@@ -100,17 +95,3 @@ def ls(
     from servekit.cli.tables import adapter_table, print_tables
 
     print_tables(adapter_table(answer.adapters))
-
-
-def _ask_supervisor(
-    run_dir: Path | None, question: "ToSupervisor", kind: type[A], timeout_s: float
-) -> A:
-    import asyncio
-
-    from servekit.supervisor.admin.control_socket import query_supervisor
-
-    path = instance_lookup.find_instance(run_dir) / "control.sock"
-    answer = asyncio.run(query_supervisor(path, question, timeout_s))
-    if not isinstance(answer, kind):
-        raise ServekitError("the supervisor sent an answer of an unexpected type")
-    return answer

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from servekit.cli.instance_lookup import ApiKey, Authority, Insecure, RunDirectory
+from servekit.cli.instance_lookup import (
+    ApiKey,
+    Authority,
+    Insecure,
+    RunDirectory,
+    find_instance,
+    read_status,
+)
 from servekit.errors import ConfigError, StartError
 
 if TYPE_CHECKING:
@@ -204,20 +211,11 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
 
 def _find_running_url(run_dir: Path | None) -> str:
     """Return the URL of the running instance on this machine."""
-    import asyncio
-
-    from servekit.protocol.messages import GetStatus, Status
-    from servekit.supervisor.admin.control_socket import query_supervisor
-    from servekit.supervisor.process.instances import find_run_dir
-
     try:
-        folder = find_run_dir(run_dir, os.environ)
-        status = asyncio.run(query_supervisor(folder / "control.sock", GetStatus(), 10.0))
+        url = read_status(find_instance(run_dir)).url
     except StartError as error:
         raise StartError(f"{error.message}, a URL as argument measures another server") from None
-    if not isinstance(status, Status):
-        raise StartError(f"the instance of {folder} does not report its URL")
-    return _make_dialable(status.url)
+    return _make_dialable(url)
 
 
 def _make_dialable(url: str) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from servekit.errors import ServekitError
 
 if TYPE_CHECKING:
-    from servekit.protocol.messages import Status
+    from servekit.protocol.messages import FromSupervisor, Status, ToSupervisor
+
+A = TypeVar("A", bound="FromSupervisor")
 
 #: Timeout for completion: the user is waiting.
 _COMPLETE_S = 1.0
@@ -53,22 +55,30 @@ def find_instance(run_dir: Path | None) -> Path:
     return find_run_dir(run_dir, os.environ)
 
 
-def read_status(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
-    """Return the status of the instance. Raises ServekitError if it does not answer."""
+def ask_instance(
+    run_dir: Path, message: ToSupervisor, kind: type[A], timeout_s: float = _ANSWER_S
+) -> A:
+    """Return the answer of the instance, which is of this kind. Raises ServekitError."""
     import asyncio
 
-    return asyncio.run(status_soon(run_dir, timeout_s))
+    from servekit.supervisor.admin.control_socket import request_answer
+
+    return asyncio.run(request_answer(run_dir, message, kind, timeout_s))
+
+
+def read_status(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
+    """Return the status of the instance. Raises ServekitError if it does not answer."""
+    from servekit.protocol.messages import GetStatus, Status
+
+    return ask_instance(run_dir, GetStatus(), Status, timeout_s)
 
 
 async def status_soon(run_dir: Path, timeout_s: float = _ANSWER_S) -> Status:
     """Return the status of the instance, from an event loop."""
     from servekit.protocol.messages import GetStatus, Status
-    from servekit.supervisor.admin.control_socket import query_supervisor
+    from servekit.supervisor.admin.control_socket import request_answer
 
-    answer = await query_supervisor(run_dir / "control.sock", GetStatus(), timeout_s)
-    if not isinstance(answer, Status):
-        raise ServekitError("the supervisor sent an answer of an unexpected type")
-    return answer
+    return await request_answer(run_dir, GetStatus(), Status, timeout_s)
 
 
 # ---- completion: names of the running instance; errors must stay silent

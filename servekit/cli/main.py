@@ -41,9 +41,9 @@ from servekit.cli.up.command import ConfigFile
 from servekit.errors import ConfigError, NobodyRuns, ServekitError
 
 if TYPE_CHECKING:
-    from servekit.protocol.messages import ToSupervisor
+    from servekit.protocol.messages import FromSupervisor, ToSupervisor
 
-A = TypeVar("A")
+A = TypeVar("A", bound="FromSupervisor")
 
 app = make_app(
     "Serve your own models on your own GPUs: one command, every GPU pinned, nothing lost."
@@ -408,14 +408,7 @@ def _ask_supervisor(
     run_dir: Path, question: "ToSupervisor", kind: type[A], timeout_s: float = 10.0
 ) -> A:
     """Return the answer of the instance in `run_dir`, which must be of this kind."""
-    import asyncio
-
     from servekit.system.lean_start import import_structlog
 
     import_structlog()
-    from servekit.supervisor.admin.control_socket import query_supervisor
-
-    answer = asyncio.run(query_supervisor(run_dir / "control.sock", question, timeout_s))
-    if not isinstance(answer, kind):
-        raise ServekitError("the supervisor sent an answer of an unexpected type")
-    return answer
+    return instance_lookup.ask_instance(run_dir, question, kind, timeout_s)

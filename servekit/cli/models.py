@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from servekit.cli import instance_lookup
+from servekit.cli.instance_lookup import RunDirectory, ask_instance
 from servekit.errors import ServekitError
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ Model = Annotated[
         help="Name or alias of the model.",
         autocompletion=instance_lookup.complete_models,
     ),
-]
-RunDirectory = Annotated[
-    Path | None,
-    typer.Option("--run-dir", envvar="SERVEKIT_RUN_DIR", help="Run directory of the instance."),
 ]
 NoWait = Annotated[
     bool, typer.Option("--no-wait", help="Return at once, without waiting for the end.")
@@ -72,16 +69,11 @@ def restart(
     no_wait: NoWait = False,
 ) -> None:
     """Replace the workers of a model, or one worker; a new worker comes first if memory allows."""
-    import asyncio
-
     from servekit.protocol.messages import Accepted, Restart
-    from servekit.supervisor.admin.control_socket import query_supervisor
 
-    path = instance_lookup.find_instance(run_dir) / "control.sock"
+    folder = instance_lookup.find_instance(run_dir)
     began = time.monotonic()
-    answer = asyncio.run(query_supervisor(path, Restart(name, not no_wait), _PATIENCE_S))
-    if not isinstance(answer, Accepted):
-        raise ServekitError("the supervisor sent an answer of an unexpected type")
+    answer = ask_instance(folder, Restart(name, not no_wait), Accepted, _PATIENCE_S)
     took = "" if no_wait else f" after {time.monotonic() - began:.1f} s"
     typer.echo(f"{answer.message}{took}")
 
@@ -89,42 +81,35 @@ def restart(
 def _set_residency(model: str, want: "Want", run_dir: Path | None, *, wait: bool) -> None:
     import asyncio
 
-    path = instance_lookup.find_instance(run_dir) / "control.sock"
+    folder = instance_lookup.find_instance(run_dir)
     began = time.monotonic()
-    said = asyncio.run(_ask_supervisor(path, model, want, wait=wait))
+    said = asyncio.run(_await_residency(folder, model, want, wait=wait))
     took = wait and " is already " not in said
     typer.echo(f"{said} after {time.monotonic() - began:.1f} s" if took else said)
 
 
-async def _ask_supervisor(path: Path, model: str, want: "Want", *, wait: bool) -> str:
+async def _await_residency(run_dir: Path, model: str, want: "Want", *, wait: bool) -> str:
     """Return the supervisor's final answer; progress until then goes to stderr."""
     import asyncio
 
     from servekit.protocol.messages import Accepted
     from servekit.protocol.residency import SetResidency
-    from servekit.supervisor.admin.control_socket import query_supervisor
+    from servekit.supervisor.admin.control_socket import request_answer
 
     asking = asyncio.create_task(
-        query_supervisor(path, SetResidency(model, want, wait), _PATIENCE_S)
+        request_answer(run_dir, SetResidency(model, want, wait), Accepted, _PATIENCE_S)
     )
     told = ""
     while not (await asyncio.wait((asking,), timeout=_LOOK_EVERY_S))[0]:
-        if (news := _describe_progress(await _read_model(path, model))) not in ("", told):
+        if (news := _describe_progress(await _read_model(run_dir, model))) not in ("", told):
             told = news
             typer.echo(f"{model}: {news}", err=True)
-    answer = await asking
-    if not isinstance(answer, Accepted):
-        raise ServekitError("the supervisor sent an answer of an unexpected type")
-    return answer.message
+    return (await asking).message
 
 
-async def _read_model(path: Path, model: str) -> "ModelStatus | None":
-    from servekit.protocol.messages import GetStatus, Status
-    from servekit.supervisor.admin.control_socket import query_supervisor
-
-    status = await query_supervisor(path, GetStatus())
-    models = status.models if isinstance(status, Status) else ()
-    return next((one for one in models if model in one.names), None)
+async def _read_model(run_dir: Path, model: str) -> "ModelStatus | None":
+    status = await instance_lookup.status_soon(run_dir)
+    return next((one for one in status.models if model in one.names), None)
 
 
 def _describe_progress(found: "ModelStatus | None") -> str:
@@ -152,16 +137,15 @@ def profile(
     no_wait: NoWait = False,
 ) -> None:
     """Switch to the models of a profile: the others are unloaded once their requests are done."""
-    import asyncio
-
     from servekit.cli.tables import print_tables
+    from servekit.protocol.messages import Accepted, SetProfile
 
     path = instance_lookup.find_instance(run_dir)
     if not name:
         print_tables(_list_profiles(instance_lookup.read_status(path)))
         return
     began = time.monotonic()
-    typer.echo(asyncio.run(_switch(path, name)))
+    typer.echo(ask_instance(path, SetProfile(name), Accepted, _SWITCH_S).message)
     if no_wait:
         return
     from servekit.cli.startup_display import is_start_over
@@ -179,16 +163,6 @@ def profile(
     if failed:
         raise ServekitError("\n".join(failed))
     typer.echo(f"ready after {time.monotonic() - began:.1f} s")
-
-
-async def _switch(path: Path, name: str) -> str:
-    from servekit.protocol.messages import Accepted, SetProfile
-    from servekit.supervisor.admin.control_socket import query_supervisor
-
-    answer = await query_supervisor(path / "control.sock", SetProfile(name), _SWITCH_S)
-    if not isinstance(answer, Accepted):
-        raise ServekitError("the supervisor sent an answer of an unexpected type")
-    return answer.message
 
 
 def _list_profiles(status: "Status") -> "Table":

@@ -66,7 +66,7 @@ def watch(words: BannerFacts, *, quiet: bool, as_json: bool = False) -> Iterator
 
 
 class Display:
-    """The supervisor's observer, which shows its state.
+    """Shows the supervisor's state, and what its children write.
 
     `create_link` makes the one-time link that follows the banner; without it there is none.
     """

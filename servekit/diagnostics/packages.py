@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import platform
-import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from servekit.config.engines import installed
 from servekit.config.engines.environments import engines_of, list_environments
 from servekit.diagnostics.finding import Finding
 from servekit.system import python_command
+from servekit.system.procfs import name_signal
 
 #: Modules compiled against a version of torch, CUDA or a C library, which often break with another.
 EXTENSIONS = (
@@ -69,7 +69,7 @@ def _probe_module(name: str, patience_s: float) -> dict[str, Any]:
 
 def _describe_death(returncode: int) -> str:
     if returncode < 0:
-        return f"died of {signal.Signals(-returncode).name}"
+        return f"was killed by {name_signal(-returncode)}"
     return f"ended the process with exit code {returncode}"
 
 

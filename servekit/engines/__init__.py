@@ -3,7 +3,8 @@
 `api` is the engine interface; `text`, `media` and `model_files` are shared by all engines; each
 engine has a folder of its own. Engines of other packages are entry points of the group
 `servekit.engines`.
-Only workers and fork servers may import from here.
+
+Only `worker` and `plugin` may import from here.
 """
 
 from __future__ import annotations

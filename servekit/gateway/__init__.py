@@ -2,6 +2,8 @@
 
 `http` speaks HTTP, `auth` checks keys, `api` holds one folder for each API, `routing` queues and
 sends requests to workers, `generation` turns tokens into answers, `tool_parsing` reads tool calls,
-`telemetry` counts and traces requests, `ui` is the web pages. No other folder may import from this
-one, except `docs`.
+`telemetry` counts and traces requests, `storage` keeps responses, files and batches, `tool_servers`
+runs MCP servers, `ui` is the web pages.
+
+No other part may import from here.
 """

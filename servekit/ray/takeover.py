@@ -70,7 +70,7 @@ class Takeover:
         """Drain the old gateways once ours serve, and end whatever is left."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
-                while not _is_serving(status()):  # noqa: ASYNC110 - looked at from outside
+                while not is_serving(status()):  # noqa: ASYNC110 - looked at from outside
                     await asyncio.sleep(_LOOK_EVERY_S)
         log.info("takeover_completed", gateways=len(self.previous_gateways))
         self.drain_gateways()
@@ -87,7 +87,8 @@ class Takeover:
             previous.close()
 
 
-def _is_serving(status: Status) -> bool:
+def is_serving(status: Status) -> bool:
+    """Return whether our gateways serve, and our workers do or have failed."""
     ours = [gateway for gateway in status.gateways if not gateway.node]
     workers = [replica for model in status.models for replica in model.replicas]
     return (

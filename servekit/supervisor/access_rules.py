@@ -8,8 +8,10 @@ import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
-from servekit.config.access import FetchImagesConfig, KeyConfig, StoreResponsesConfig
+from servekit.config.access import KeyConfig
+from servekit.config.base_model import Section
 from servekit.config.keys import MAX_KEY_BYTES, fast_digest
 from servekit.config.mcp import McpServerConfig
 from servekit.config.schema import Config, ModelConfig
@@ -21,8 +23,11 @@ from servekit.protocol.access import (
     ResponseStorage,
     Tracing,
 )
+from servekit.protocol.base import Value
 from servekit.protocol.messages import AccessRules, KeyRule
 from servekit.supervisor.admin import systemd
+
+V = TypeVar("V", bound=Value)
 
 #: Salt of the digests of keys whose clear text we have; differs between instances.
 _SALT = secrets.token_bytes(32)
@@ -62,17 +67,17 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
         hosts=_hosts(config),
         log_prompts=config.logging.prompts,
         log_requests=config.logging.requests,
-        limits=RequestLimits(**server.limits.model_dump()),
-        store_responses=_response_storage(server.store_responses),
+        limits=_convert(server.limits, RequestLimits),
+        store_responses=_convert(server.store_responses, ResponseStorage),
         mcp=tuple(_mcp_server(one) for one in server.mcp),
-        batches=BatchRules(**server.batches.model_dump()) if server.batches else BatchRules(),
-        fetch_images=_image_fetching(server.fetch_images),
+        batches=_convert(server.batches, BatchRules),
+        fetch_images=_convert(server.fetch_images, ImageFetching),
         runtime_adapters=server.runtime_adapters,
         prefixes_by_key=bool(config.keys) and server.prefix_cache != "shared",
         open_metrics=server.open_metrics,
         unknown_parameters=server.unknown_parameters,
         default_model=server.default_model or "",
-        tracing=Tracing(**config.tracing.model_dump()) if config.tracing else Tracing(),
+        tracing=_convert(config.tracing, Tracing),
         certificate="" if server.tls is None else _stamp(server.tls.certificate, server.tls.key),
         max_queue_bytes=server.max_queue_bytes,
         write_timeout_s=server.write_timeout_s,
@@ -81,12 +86,9 @@ def rules(config: Config, environ: Mapping[str, str]) -> AccessRules:
     )
 
 
-def _response_storage(given: StoreResponsesConfig | None) -> ResponseStorage:
-    return ResponseStorage() if given is None else ResponseStorage(**given.model_dump())
-
-
-def _image_fetching(given: FetchImagesConfig | None) -> ImageFetching:
-    return ImageFetching() if given is None else ImageFetching(**given.model_dump())
+def _convert(given: Section | None, kind: type[V]) -> V:
+    """Return a section of the file for gateways; the defaults of `kind` if it is not there."""
+    return kind() if given is None else kind(**given.model_dump())
 
 
 def _mcp_server(given: McpServerConfig) -> McpServer:

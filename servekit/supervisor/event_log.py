@@ -111,7 +111,7 @@ class Journal:
         if file is not None and not path.exists():
             _close(file)
             file = None
-        file = file or _opened(path)
+        file = file or open_file(path)
         if self._is_first:
             _note_crash(file)
             self._is_first = False
@@ -158,7 +158,7 @@ class Journal:
         self._is_failing = False
 
 
-def _opened(path: Path) -> sqlite3.Connection:
+def open_file(path: Path) -> sqlite3.Connection:
     """Open the file; create it if it does not exist. Raises sqlite3.Error."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     file = sqlite3.connect(path, timeout=5.0)

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import structlog
 from msgspec.structs import replace
@@ -97,25 +97,20 @@ _CALM = ("ready", "asleep", "failed")
 Request = Literal["signal", "drain", "now", "hangup"]
 
 
-class StatusListener(Protocol):
-    """An observer of an instance, such as the command line's display."""
-
-    def on_change(self, status: Status) -> None:
-        """Show the whole state; called at most once per event-loop tick."""
-
-    def on_line(self, name: str, text: str) -> None:
-        """Show a line that a child wrote."""
-
-
 class Supervisor:
-    """The supervisor of one instance. Must be created on a running event loop."""
+    """The supervisor of one instance. Must be created on a running event loop.
+
+    `show_status` shows the whole state, at most once per event-loop tick, and `show_line` a line
+    that a child wrote.
+    """
 
     def __init__(
         self,
         plan: Plan,
         resources: StartupResources,
         environ: Mapping[str, str],
-        observer: StatusListener,
+        show_status: Callable[[Status], None],
+        show_line: Callable[[str, str], None],
     ) -> None:
         self.run_dir = resources.run_dir
         self._environ = environ
@@ -124,7 +119,8 @@ class Supervisor:
         self.url, *legacy = [sockets.url_of(s, tls=bool(server.tls)) for s in resources.listeners]
         for url in legacy:
             log.info("legacy_port_open", url=url)
-        self._listeners, self._observer = resources.listeners, observer
+        self._listeners = resources.listeners
+        self._show_status, self._show_line = show_status, show_line
         self._started_at = time.time()
         self._draining = self._publishing = self._noticed = False
         self._guard: OrphanGuard
@@ -214,7 +210,7 @@ class Supervisor:
         while True:
             match await self._requests.get():
                 case BaseException() as error:
-                    journal.record_event("down", f"broke off: {error}")
+                    journal.record_event("down", f"failed: {error}")
                     raise error
                 case "hangup" if not self._has_terminal or has_terminal():
                     self._spawn(self.reload())
@@ -356,7 +352,7 @@ class Supervisor:
 
     def on_line(self, name: str, text: str) -> None:
         try:
-            self._observer.on_line(name, text)
+            self._show_line(name, text)
         except Exception:  # a display that fails must not stop the child's output
             log.exception("display_failed", child=name)
 
@@ -389,7 +385,7 @@ class Supervisor:
         if why := self._deployments.in_vain() or in_vain(self._gateways):
             self._requests.put_nowait(StartError(why))
         else:
-            self._observer.on_change(status := self.status())
+            self._show_status(status := self.status())
             self._notifier.on_change(status)
 
     def is_at_rest(self) -> bool:

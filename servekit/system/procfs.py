@@ -6,6 +6,7 @@ Source: proc(5), /proc/PID/stat and /proc/PID/statm.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -67,6 +68,14 @@ def is_alive(pid: int, started: int) -> bool:
     """Return whether this very process still runs; another one with its PID does not count."""
     process = read_process(pid)
     return process is not None and process.started == started and process.state not in "ZX"
+
+
+def name_signal(number: int) -> str:
+    """Return the name of a signal: "SIGKILL", or "signal 99" for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def age_s() -> float:

@@ -128,7 +128,8 @@ class IsolationQueue:
         while not condition():
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _LOOK_EVERY_S)
+                async with asyncio.timeout(_LOOK_EVERY_S):
+                    await self._changed.wait()
 
     # ---- messages to the gateways
 

@@ -417,7 +417,11 @@ async def warm_up(
 
     def on_close(error: Exception | None) -> None:
         if not done.done():
-            done.set_exception(LoadError(f"warm-up broke off: {error}", permanent=False))
+            done.set_exception(
+                LoadError(
+                    f"the connection of the warm-up request was lost: {error}", permanent=False
+                )
+            )
 
     connection = await dial(lambda: Connection(WorkerToGateway, on_message, on_close))
     connection.send(Hello(PROTOCOL, "probe", "warm-up"))

@@ -51,6 +51,7 @@ class Figures:
     #: Members of protocols and of other classes, by class.
     protocols: dict[str, set[str]] = field(default_factory=dict)
     classes: dict[str, set[str]] = field(default_factory=dict)
+    bases: dict[str, set[str]] = field(default_factory=dict)
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield each figure's name and value."""
@@ -96,8 +97,15 @@ class Figures:
         return dict(sorted(found, key=lambda one: -len(one[1])))
 
     def _implementations(self, members: set[str]) -> int:
-        """Count the classes that have all members of a protocol, inherited ones not counted."""
-        return sum(members <= have for have in self.classes.values())
+        """Count the classes that have all members of a protocol."""
+        return sum(members <= self._all_members(name, set()) for name in self.classes)
+
+    def _all_members(self, name: str, seen: set[str]) -> set[str]:
+        """Return the members of a class, inherited ones included; `seen` are classes below it."""
+        if name in seen or name not in self.classes:
+            return set()
+        above = [self._all_members(base, seen | {name}) for base in self.bases[name]]
+        return self.classes[name].union(*above)
 
 
 def read_package(name: str, folder: Path) -> Figures:
@@ -117,8 +125,12 @@ def _read_module(tree: ast.Module, place: str, figures: Figures) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
-            kind = figures.protocols if "Protocol" in bases else figures.classes
+            typed = {"Protocol", "typing.Protocol"} & {
+                ast.unparse(base).partition("[")[0] for base in node.bases
+            }
+            kind = figures.protocols if typed else figures.classes
             kind[node.name] = set(_members(node))
+            figures.bases[node.name] = bases
         if isinstance(node, _Function):
             figures.functions.append(node.name)
             figures.typed += node.returns is not None

@@ -252,7 +252,7 @@ def test_without_room_it_does_not_start_and_leaves_nothing(tmp_path: Path, disk:
 
 DELETE_FILES = """
 import asyncio, contextlib, pathlib, sys, time
-from servekit.gateway.batch_store import BatchStore, StoredFile
+from servekit.gateway.storage.batch_store import BatchStore, StoredFile
 from servekit.protocol.access import BatchRules
 
 RULES = BatchRules(max_bytes=2**20, max_files=9, max_batches=9, days=30.0, concurrent=1)

@@ -6,14 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from tests.integration.instance import Instance, echo
+from tests.otlp_receiver import Receiver, attributes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -21,49 +20,10 @@ pytestmark = pytest.mark.timeout(120)
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-class Receiver:
-    """Takes what is exported."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.services: set[str] = set()
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                receiver.take(ExportTraceServiceRequest.FromString(body))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-    def take(self, request: ExportTraceServiceRequest) -> None:
-        for of_resource in request.resource_spans:
-            for attribute in of_resource.resource.attributes:
-                if attribute.key == "service.name":
-                    self.services.add(attribute.value.string_value)
-            for scope in of_resource.scope_spans:
-                self.spans += scope.spans
-
-    def of(self, trace: str) -> list[Span]:
-        found = [span for span in self.spans if span.trace_id.hex() == trace]
-        return sorted(found, key=lambda span: span.start_time_unix_nano)
-
-
 @pytest.fixture(scope="module")
 def receiver() -> Iterator[Receiver]:
-    receiver = Receiver()
-    thread = threading.Thread(target=receiver.server.serve_forever, daemon=True)
-    thread.start()
-    yield receiver
-    receiver.server.shutdown()
-    receiver.server.server_close()
-    thread.join()
+    with Receiver.open() as receiver:
+        yield receiver
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +47,6 @@ def spans(instance: Instance, receiver: Receiver, trace: str, count: int) -> dic
     found = receiver.of(trace)
     assert len(found) == count, [span.name for span in found]
     return {span.name: span for span in found}
-
-
-def attributes(span: Span) -> dict[str, object]:
-    return {
-        one.key: getattr(one.value, str(one.value.WhichOneof("value"))) for one in span.attributes
-    }
 
 
 def test_from_the_client_to_the_engine(instance: Instance, receiver: Receiver) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from servekit.engines import ENGINES
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "servekit"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+FOLDERS = sorted({path.parent for path in MODULES} - {PACKAGE})
 
 #: What stands at the top of the repository, hidden files apart.
 TOP_LEVEL = {"servekit", "configs", "tests", "deploy"} | {
@@ -112,8 +114,13 @@ def part(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imports(path: Path) -> list[tuple[int, str]]:
     """(line, dotted name) of all imports of a module, wherever they stand in it."""
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -229,6 +236,34 @@ def _edits_environment(node: ast.AST) -> bool:
 
 def test_modules_say_what_they_are() -> None:
     assert not [path for path in MODULES if not ast.get_docstring(tree(path))]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_folders_say_who_may_import_them(folder: Path) -> None:
+    said = " ".join((ast.get_docstring(tree(folder / "__init__.py")) or "").split())
+    assert "import" in said, "who may import from this folder?"
+    if (
+        rule := re.search(r"(Only|No other part)((?:(?!\. )[^:])*?) may import from here", said)
+    ) is None:
+        return
+    allowed = {f"servekit.{name}" for name in re.findall(r"`([\w.]+)`", rule[2])}
+    own = module_name(folder)
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in MODULES
+        if not path.is_relative_to(folder) and not _is_below(module_name(path), allowed)
+        for line, target in imports(path)
+        if _is_below(target, {own})
+    ]
+    assert not wrong, f"{rule[0]!r}, but there is {wrong}"
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def _is_below(name: str, packages: set[str]) -> bool:
+    return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
 def test_every_engine_has_options_and_the_reverse() -> None:

@@ -105,7 +105,7 @@ def _converse(
 ) -> None:
     from servekit.cli.chat.stream import ChatParameters, list_models
 
-    question = "" if sys.stdin.isatty() else _read_question(sys.stdin.read())
+    question = "" if sys.stdin.isatty() else read_question(sys.stdin.read())
     if not model:
         models = list_models(client)
         if not models:
@@ -157,7 +157,7 @@ def _make_client(url: str, key: str, ca: Path | None, *, insecure: bool) -> "htt
     return httpx.Client(base_url=url, headers=headers, timeout=timeout, verify=verify)
 
 
-def _read_question(text: str) -> str:
+def read_question(text: str) -> str:
     """Return a piped question without the end of its last line, which `echo` adds."""
     if not text.strip():
         raise ConfigError("no question: the input is empty")
@@ -245,8 +245,8 @@ def _run_conversation(talk: Talk, model: str) -> None:
             try:
                 if text.strip() in ("/bye", "/exit", "/quit"):
                     return
-                if not _run_command(talk, text.strip()) and text.strip():
-                    talk.say(_strip_quotes(text))
+                if not run_command(talk, text.strip()) and text.strip():
+                    talk.say(strip_quotes(text))
             except ServekitError as error:  # the next request may succeed
                 sys.stderr.write(f"{one_line(error.message)}\n")
             except KeyboardInterrupt:  # outside of the output of an answer
@@ -286,13 +286,14 @@ def _is_quoted(lines: list[str]) -> bool:
     return first.startswith(_QUOTES)
 
 
-def _strip_quotes(text: str) -> str:
+def strip_quotes(text: str) -> str:
+    """Return a message without the triple quotes around several lines."""
     whole = text.strip()
     quoted = len(whole) >= 6 and whole.startswith(_QUOTES) and whole.endswith(_QUOTES)
     return whole[3:-3].strip("\n") if quoted else text
 
 
-def _run_command(talk: Talk, text: str) -> bool:
+def run_command(talk: Talk, text: str) -> bool:
     """Execute a line that starts with a slash; return False if it is for the model."""
     word, _, rest = text.partition(" ")
     match word:
@@ -310,7 +311,7 @@ def _run_command(talk: Talk, text: str) -> bool:
             talk.clear()
             sys.stdout.write(f"{rest.strip()}: new chat\n")
         case "/system" if rest.strip():
-            talk.system = _strip_quotes(rest)
+            talk.system = strip_quotes(rest)
             talk.clear()
             sys.stdout.write("new chat\n")
         case "/system":
@@ -331,7 +332,7 @@ def _set_parameter(talk: Talk, text: str) -> str:
         talk.verbose = name == "verbose"
         return name
     if name == "system":
-        talk.system = _strip_quotes(value.strip())
+        talk.system = strip_quotes(value.strip())
         talk.clear()
         return "new chat"
     name = _OLLAMA_NAMES.get(name, name)

@@ -1,4 +1,4 @@
 """`servekit engine`: Python environments for engines, made, listed and removed.
 
-Only `cli.main` may import from here.
+Only `cli` may import from here.
 """

@@ -192,7 +192,7 @@ def _parse_indexes(text: str, found: "tuple[Gpu, ...]") -> tuple[int, ...] | Non
     wanted = [part.strip() for part in text.split(",")]
     if not all(part in there for part in wanted):
         have = f"there are: {', '.join(there)}" if there else "there is none here"
-        raise ConfigError(f"{text!r} names no GPUs: say all, none, or indexes; {have}")
+        raise ConfigError(f"{text!r} is not a choice of GPUs: write all, none, or indexes; {have}")
     return tuple(dict.fromkeys(there[part] for part in wanted))
 
 

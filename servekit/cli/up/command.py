@@ -270,7 +270,9 @@ def _run_supervisor(
 
     async def live() -> int:
         with watch(words, quiet=quiet, as_json=as_json) as display:
-            supervisor = Supervisor(plan, resources, dict(os.environ), display)
+            supervisor = Supervisor(
+                plan, resources, dict(os.environ), display.on_change, display.on_line
+            )
             display.create_link = supervisor.create_link
             return await supervisor.run()
 

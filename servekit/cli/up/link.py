@@ -8,7 +8,6 @@ import typer
 
 from servekit.cli import instance_lookup
 from servekit.cli.instance_lookup import RunDirectory
-from servekit.errors import ServekitError
 
 if TYPE_CHECKING:
     from servekit.protocol.messages import Link
@@ -23,12 +22,6 @@ def link(run_dir: RunDirectory = None) -> None:
 
 def request_link(run_dir: Path) -> "Link":
     """Return a new link to the instance in `run_dir`. Raises ServekitError if there is none."""
-    import asyncio
-
     from servekit.protocol.messages import CreateLink, Link
-    from servekit.supervisor.admin.control_socket import query_supervisor
 
-    answer = asyncio.run(query_supervisor(run_dir / "control.sock", CreateLink()))
-    if not isinstance(answer, Link):
-        raise ServekitError("the supervisor sent an answer of an unexpected type")
-    return answer
+    return instance_lookup.ask_instance(run_dir, CreateLink(), Link)

@@ -1,4 +1,4 @@
 """Engines in the configuration: options, choice of an engine, requirements, plugins.
 
-Parts that may import `config` may import from here.
+Every part that may import `config` may import from here.
 """

@@ -1,4 +1,4 @@
 """YAML with line numbers and readable errors.
 
-Only `config` may import from here.
+Only `config` and `cli` may import from here.
 """

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import yaml
 
 from servekit.config.yaml.nodes import DocumentError, Mark, Node, Scalar, mark_at
+
+if TYPE_CHECKING:
+    from yaml._yaml import Mark as LibyamlMark
 
 _ADVICE = {
     "mapping values are not allowed": "': ' is not allowed here; the indentation is off, or a "
@@ -198,14 +201,8 @@ def _resolve_scalar(text: str) -> Scalar:
     return float(lower.replace(".", "")) if _NOT_FINITE.fullmatch(text) else text
 
 
-class YamlMark(Protocol):
-    """A place in PyYAML's terms, counted from 0."""
-
-    line: int
-    column: int
-
-
-def to_mark(mark: YamlMark | None) -> Mark:
+def to_mark(mark: yaml.Mark | LibyamlMark | None) -> Mark:
+    """Return a place as we count: PyYAML counts from 0."""
     return Mark(mark.line + 1, mark.column + 1) if mark else Mark(1, 1)
 
 

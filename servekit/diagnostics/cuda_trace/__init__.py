@@ -2,5 +2,5 @@
 
 `import_chain` of `system`, `recorder` and `injected/` run inside traced programs, in any Python
 from 3.8 on, with the standard library only; `program` starts and watches the traced program,
-`report` and `text` present the result. Only `cli` may import from here.
+`report` presents the result. Only `cli` may import from here.
 """

@@ -6,15 +6,14 @@ however that happens; processes that left the group are found by a mark in their
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from servekit.errors import LoadError
+from servekit.system.procfs import name_signal
 
 
 class ServerProcess:
@@ -49,9 +48,7 @@ class ServerProcess:
         code = self._process.returncode
         if code >= 0:
             return f"the server {self.name} exited with code {code}"
-        with contextlib.suppress(ValueError):
-            return f"the server {self.name} was killed by {signal.Signals(-code).name}"
-        return f"the server {self.name} was killed by signal {-code}"
+        return f"the server {self.name} was killed by {name_signal(-code)}"
 
     def stop(self, grace_s: float) -> None:
         """Ask the server to end, and insist after `grace_s`; return once it is reaped."""

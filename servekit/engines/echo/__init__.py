@@ -1,4 +1,4 @@
 """The echo engine: answers with the prompt's own text; for tests, demos and benchmarks.
 
-Only the engine registry may import from here, by name.
+Only the registry of `engines` may import from here, by name.
 """

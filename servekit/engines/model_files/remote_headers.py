@@ -34,13 +34,17 @@ def write_headers(
     def write_shard(name: str) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_header(path, sizes[name], lambda length: _fetch_start(repo, name, revision, length))
+        write_header(path, sizes[name], lambda length: _fetch_start(repo, name, revision, length))
 
     with ThreadPoolExecutor(_PARALLEL) as pool:
         list(pool.map(write_shard, names))
 
 
-def _write_header(path: Path, size: int, fetch: Callable[[int], bytes]) -> None:
+def write_header(path: Path, size: int, fetch: Callable[[int], bytes]) -> None:
+    """Write the header of a file of `size` bytes at `path`, and a hole for the rest.
+
+    `fetch` returns the first bytes of the file. Raises LoadError if the header has no end.
+    """
     kind = path.suffix.removeprefix(".").lower()
     if kind in _FIRST_BYTES:
         length = min(size, _FIRST_BYTES[kind])

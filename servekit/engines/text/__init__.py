@@ -1,4 +1,4 @@
 """Text around tokens: tokenizer, chat template, prompts with images, structured output, sampling.
 
-Only engines and the worker may import from here.
+Only `engines` and `worker` may import from here.
 """

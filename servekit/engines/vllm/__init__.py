@@ -23,4 +23,6 @@ list per step, for all requests.
     server               the engine with vLLM's own server
     scheduler            extensions inside the core's process
     worker_extension     extensions inside the processes that run the model
+
+Only the registry of `engines` may import from here.
 """

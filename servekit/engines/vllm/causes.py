@@ -11,12 +11,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import socket
 import time
 from typing import Any
 
 from servekit.errors import LoadError
+from servekit.system.procfs import name_signal
 
 _MOST_BYTES = 4096
 _EXIT_CODE = re.compile(r"exit code: (-?\d+|None)")
@@ -113,10 +113,7 @@ def of_exit(code: int | None) -> str:
         return "has died"
     if code >= 0:
         return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    return f"was killed by {name_signal(-code)}"
 
 
 def explain_start(told: str, error: BaseException) -> LoadError:

@@ -62,7 +62,7 @@ class VllmServerEngine(CommandEngine):
         self._flags = make_flags(self.spec, folder, embeds=embeds)
         if self.spec.sleeps:  # the pages for it are for developers
             os.environ["VLLM_SERVER_DEV_MODE"] = "1"
-        options = _command_options(self.spec.options, embeds=embeds)
+        options = make_command_options(self.spec.options, embeds=embeds)
         super().__init__(structs.replace(self.spec, options=options))
         return super().load(report)
 
@@ -97,7 +97,7 @@ def _write_template(spec: WorkerSpec) -> Path:
     return file
 
 
-def _command_options(options: dict[str, Any], *, embeds: bool) -> dict[str, Any]:
+def make_command_options(options: dict[str, Any], *, embeds: bool) -> dict[str, Any]:
     """Return the options of the engine command."""
     module = "cli.main" if _has_command() else "openai.api_server"
     words = [sys.executable, "-m", f"vllm.entrypoints.{module}"]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from servekit.errors import ClientClosed, ModelNotFound, RequestError, ServekitError
+from servekit.errors import ModelNotFound, ServekitError
 from servekit.gateway.api.images import has_addresses, list_media
 from servekit.gateway.generation.generation import (
     Generation,
@@ -20,14 +20,13 @@ from servekit.gateway.generation.generation import (
 from servekit.gateway.generation.stream_writer import ResponseEncoder, StreamWriter
 from servekit.gateway.http.asgi import (
     EVENT_STREAM,
-    ClientGone,
     Envelope,
     Receive,
     Scope,
     Send,
     api_key,
+    error_responses,
     read_body,
-    send_error,
     send_json,
     session_of,
 )
@@ -224,27 +223,18 @@ class EndpointFactory:
         """Return an endpoint whose answer combines several calls, none of them streamed."""
 
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-            try:
+            async with error_responses(send, self._encode):
                 body = await read_body(scope, receive, self._max_body_bytes)
                 asked, write = parse(body, api_key(dict(scope["headers"])))
                 del body
-            except ClientGone:
-                return
-            except ServekitError as error:
-                await send_error(send, error, self._encode)
-                return
-            watch = DisconnectWatcher(asked, receive)
-            try:
-                answers = await asked.answers()
-                # writing thousands of vectors would block the event loop, and with it all streams
-                await send_json(send, await asyncio.to_thread(write, answers))
-            except ClientClosed:
-                return
-            except RequestError as error:
-                await send_error(send, error, self._encode)
-            finally:
-                watch.stop_watching()
-                asked.cancel()
+                watch = DisconnectWatcher(asked, receive)
+                try:
+                    answers = await asked.answers()
+                    # writing thousands of vectors would block the event loop, and all streams
+                    await send_json(send, await asyncio.to_thread(write, answers))
+                finally:
+                    watch.stop_watching()
+                    asked.cancel()
 
         return endpoint
 
@@ -252,13 +242,7 @@ class EndpointFactory:
         """Return an endpoint that the gateway answers by itself, without a worker."""
 
         async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-            try:
-                answer = parse(await read_body(scope, receive, self._max_body_bytes))
-            except ClientGone:
-                return
-            except ServekitError as error:
-                await send_error(send, error, self._encode)
-                return
-            await send_json(send, answer)
+            async with error_responses(send, self._encode):
+                await send_json(send, parse(await read_body(scope, receive, self._max_body_bytes)))
 
         return endpoint

@@ -23,6 +23,7 @@ from servekit.gateway.http.asgi import (
     Send,
     api_key,
     envelope,
+    error_responses,
     read_body,
     send_error,
     session_of,
@@ -83,19 +84,14 @@ class Forwarding:
         return next(filter(None, (_pattern_of(r, path) for r in self._router.routes.values())), "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        async with error_responses(send):
             call = await self._open(scope, receive)
-        except ClientGone:
-            return
-        except ServekitError as error:
-            await send_error(send, error)
-            return
-        watch = DisconnectWatcher(call, receive)
-        try:
-            await _send_response(call, send)
-        finally:
-            watch.stop_watching()
-            call.cancel()
+            watch = DisconnectWatcher(call, receive)
+            try:
+                await _send_response(call, send)
+            finally:
+                watch.stop_watching()
+                call.cancel()
 
     def before(self, endpoint: Endpoint, tasks: Sequence[Task] = ()) -> Endpoint:
         """Return an endpoint that forwards the requests for models that list it, and no others.

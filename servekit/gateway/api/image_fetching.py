@@ -118,17 +118,17 @@ class _Room:
 
 async def _fetch(address: str, rules: ImageFetching, room: _Room) -> bytes:
     async with _fetches:
-        url = _parse(address)
+        url = parse_address(address)
         for _ in range(_REDIRECTS + 1):
-            _check_host(url, rules)
+            check_host(url, rules)
             answer = await _get(url, rules, room)
             if isinstance(answer, bytes):
                 return answer
-            url = _parse(answer, url)
+            url = parse_address(answer, url)
     raise Refusal(f"it leads to more than {_REDIRECTS} other addresses in turn")
 
 
-def _parse(address: str, base: httpx.URL | None = None) -> httpx.URL:
+def parse_address(address: str, base: httpx.URL | None = None) -> httpx.URL:
     """Return the URL of an address, which may be relative to `base`. Raises Refusal."""
     if len(address) > _MAX_ADDRESS_CHARS:
         raise Refusal(f"its address has more than {_MAX_ADDRESS_CHARS} characters")
@@ -141,7 +141,7 @@ def _parse(address: str, base: httpx.URL | None = None) -> httpx.URL:
     return url
 
 
-def _check_host(url: httpx.URL, rules: ImageFetching) -> None:
+def check_host(url: httpx.URL, rules: ImageFetching) -> None:
     """Raise Refusal unless the host and the port of an address are allowed."""
     host = url.raw_host.decode().lower().rstrip(".")
     usual = url.port in (None, _PORTS[url.scheme])
@@ -226,7 +226,7 @@ class _CheckedBackend(httpcore.AnyIOBackend):
         except (OSError, UnicodeError):
             raise Refusal(f"the name {host} is not known") from None
         addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
-        if not self._private and not all(map(_is_public, addresses)):
+        if not self._private and not all(map(is_public, addresses)):
             raise Refusal(
                 f"{host} has an address that is not public; see"
                 " server.fetch_images.private_addresses"
@@ -239,7 +239,7 @@ class _CheckedBackend(httpcore.AnyIOBackend):
         return await super().connect_tcp(addresses[-1], port, timeout)
 
 
-def _is_public(address: str) -> bool:
+def is_public(address: str) -> bool:
     """Return whether an address is one of the internet, for one host, and of another machine.
 
     Of IPv6 only global unicast counts, without the forms that stand for an address of IPv4.

@@ -58,7 +58,7 @@ def read_file(data: bytes, where: str, param: str | None = None) -> Media:
     Raises RequestError, for the parameter `param`, by default `where`.
     """
     param = param or where
-    kind, (width, height) = _inspect(data)
+    kind, (width, height) = inspect_media(data)
     if not kind:
         raise RequestError(f"{where}: this is no PNG, JPEG, WebP or GIF file", param=param)
     if width * height > MAX_PIXELS:
@@ -100,7 +100,7 @@ def _decode(text: str, where: str) -> bytes:
         raise RequestError(f"{where}: this is not base64", param=where) from None
 
 
-def _inspect(data: bytes) -> tuple[str, tuple[int, int]]:
+def inspect_media(data: bytes) -> tuple[str, tuple[int, int]]:
     """Return the kind of an image and its width and height, as far as its header states them."""
 
     def little(at: int, size: int) -> int:

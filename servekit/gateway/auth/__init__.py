@@ -1,4 +1,4 @@
 """Authentication and authorization: API keys, quotas, UI sessions, CSRF checks, the middleware.
 
-Only the gateway may import from here.
+Only `gateway` may import from here.
 """

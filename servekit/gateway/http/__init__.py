@@ -1,4 +1,4 @@
 """HTTP: uvicorn's protocol with limits, a fast response path, TLS, request context.
 
-Only the gateway may import from here.
+Only `gateway` may import from here.
 """

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 import msgspec
 
-from servekit.errors import BodyTooLarge, InvalidKey, RequestError, ServekitError
+from servekit.errors import BodyTooLarge, ClientClosed, InvalidKey, RequestError, ServekitError
 
 Header = tuple[bytes, bytes]
 Scope = MutableMapping[str, Any]
@@ -85,6 +86,20 @@ async def send_error(send: Send, error: ServekitError, encode: Envelope = encode
     """Send an error response in the format of an API."""
     status, body = encode(error)
     await send_json(send, body, status, error_headers(error))
+
+
+@contextlib.asynccontextmanager
+async def error_responses(send: Send, encode: Envelope = encode_error) -> AsyncIterator[None]:
+    """Send an error that is raised within as the response, which must not have begun.
+
+    A client that is gone gets none.
+    """
+    try:
+        yield
+    except (ClientGone, ClientClosed):
+        pass
+    except ServekitError as error:
+        await send_error(send, error, encode)
 
 
 def session_of(headers: Mapping[bytes, bytes]) -> str:

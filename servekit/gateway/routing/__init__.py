@@ -1,4 +1,4 @@
 """Routing: the queue of each model, load balancing, retries, quarantine, worker connections.
 
-`router` is the entry point. Only the gateway may import from here.
+`router` is the entry point. Only `gateway` may import from here.
 """

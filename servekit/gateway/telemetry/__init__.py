@@ -1,4 +1,4 @@
 """Metrics and traces of requests.
 
-Only the gateway may import from here.
+Only `gateway` may import from here.
 """

@@ -7,7 +7,7 @@
 
 No character is lost: everything but calls, reasoning and the markers around them is text.
 
-Only the gateway may import from here, and only what `__all__` lists.
+Only `gateway` may import from here, and only what `__all__` lists.
 """
 
 from servekit.gateway.tool_parsing.events import (

@@ -179,7 +179,7 @@ class Shield:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        if (elsewhere := _find_redirect(scope)) is not None:
+        if (elsewhere := find_redirect(scope)) is not None:
             await _send_redirect(send, elsewhere)
             return
         if not _is_within(scope, self._max_body_bytes):
@@ -224,7 +224,7 @@ def _is_within(scope: Scope, max_body_bytes: int) -> bool:
     return not chunked and length.isdigit() and int(length) <= max_body_bytes
 
 
-def _find_redirect(scope: Scope) -> str | None:
+def find_redirect(scope: Scope) -> str | None:
     """Return the redirect for a visitor who prefers another language; see `language`.
 
     Also for an address with a superfluous slash, which Gradio would redirect out of the UI.

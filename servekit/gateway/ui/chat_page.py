@@ -285,7 +285,7 @@ class Events:
         parts.model.change(self.look, parts.model, [parts.sight, parts.workers], **NOW)
         parts.box.stop(self.stop_answer, None, None, **NOW)
         decided = "() => [servekitDecision()]"
-        parts.decide.click(self.decide, parts.decision, None, js=decided, **NOW)
+        parts.decide.click(self.decide_call, parts.decision, None, js=decided, **NOW)
         kept_ticks = {"js": "(servers) => [servers]", **NOW}
         parts.servers.change(None, parts.servers, parts.ticked, **kept_ticks)
         told = [parts.offered, parts.fold]
@@ -429,11 +429,11 @@ class Events:
         listed = await self._frame.tools.list_tools(servers or (), caller)
         return {parts.offered: render_servers(listed, say), parts.fold: gr.update(label=label)}
 
-    async def decide(self, request: gr.Request, sent: str) -> None:
+    async def decide_call(self, request: gr.Request, sent: str) -> None:
         """Take the visitor's answer to a call: its id, and the word of the button."""
         call, _, word = (sent or "").partition(" ")
         if word in get_args(Decision):
-            self._chats.decide(str(request.session_hash), call, cast(Decision, word))
+            self._chats.decide_call(str(request.session_hash), call, cast(Decision, word))
 
     def _offer_servers(self, caller: ApiKey | None, **more: Any) -> Update:
         """Return the choice of servers, hidden from visitors who may use none."""

@@ -124,7 +124,7 @@ class Chats:
         """Answer the last turn; when stopped, end with the text so far.
 
         `files` has the images of the turns, as in `Conversation`; one that is missing is not sent.
-        The model may call the tools that `open_offer` returns: each call waits for `decide`,
+        The model may call the tools that `open_offer` returns: each call waits for `decide_call`,
         unless the visitor always allows its tool in `conversation`.
 
         Cancels the request if it is stopped, dropped, replaced by a newer question of the same
@@ -181,7 +181,7 @@ class Chats:
                     return
         yield answer.last(f"the model called tools {MOST_ROUNDS} times for one question")
 
-    def decide(self, session: str, call: str, decision: Decision) -> None:
+    def decide_call(self, session: str, call: str, decision: Decision) -> None:
         """Take a visitor's answer to the call by this id; another one has been answered before."""
         answer = self._answers.get(session)
         if answer is None or answer.asks is None or answer.asks["id"] != call:

@@ -8,7 +8,6 @@ which must not happen to the supervisor.
     actor             the actor: starts a worker or a gateway on its node and reports on it
     actor_handle      the driver's side of one actor
     actor_supervisor  parent of the actor's process: ends it and its children with the actor
-    sockets           listening sockets of a gateway on a node
     namespace_lock    one instance per Ray namespace
     nodes             the list of nodes, and their checks of themselves
     node_probe        the check that runs on a node

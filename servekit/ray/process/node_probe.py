@@ -30,7 +30,7 @@ def probe_node(wants: bytes) -> bytes:
         python=platform.python_version(),
         ray=ray.__version__,
         servekit=_installed_version(),
-        lacks=_find_lacks(msgspec.msgpack.decode(wants, type=list[NodeRequirements])),
+        lacks=describe_lacks(msgspec.msgpack.decode(wants, type=list[NodeRequirements])),
     )
     return msgspec.msgpack.encode(found)
 
@@ -47,7 +47,7 @@ def _installed_version() -> str:
     return answer.stdout.strip()
 
 
-def _find_lacks(wants: list[NodeRequirements]) -> dict[str, str]:
+def describe_lacks(wants: list[NodeRequirements]) -> dict[str, str]:
     found: dict[str, str] = {}
     for want in wants:
         if want.path and not Path(want.path).exists():

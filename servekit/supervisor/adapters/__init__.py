@@ -1,4 +1,4 @@
 """LoRA adapters in the supervisor: wanted state, rollout to all replicas, answers.
 
-Only the supervisor may import from here.
+Only `supervisor` may import from here.
 """

@@ -1,8 +1,9 @@
 """The rollout of a model's adapters to its workers, one change at a time.
 
-A load goes to all workers that serve, and is decided when all have answered (`state.decide`). A
-worker that comes up waits for the change that is under way, and is then brought up to date before
-it serves: no request ever meets a worker that lacks an adapter of the others.
+A load goes to all workers that serve, and is decided when all have answered
+(`state.combine_outcomes`). A worker that comes up waits for the change that is under way, and is
+then brought up to date before it serves: no request ever meets a worker that lacks an adapter of
+the others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from servekit.supervisor.adapters.state import (
     Later,
     Outcome,
     Refusal,
-    decide,
+    combine_outcomes,
     no_ready_worker,
 )
 from servekit.supervisor.event_log import journal
@@ -261,7 +262,7 @@ class Adapters:
 
     async def _load(self, workers: Sequence[WorkerProcess], spec: AdapterSpec) -> Outcome:
         outcomes = await asyncio.gather(*(worker.ask_to_load(spec) for worker in workers))
-        outcome = decide(self.model, outcomes)
+        outcome = combine_outcomes(self.model, outcomes)
         if isinstance(outcome, Refusal):
             await self._unload(spec.name)
         return outcome
@@ -299,7 +300,7 @@ class Adapters:
     def _serve(self, name: str, info: AdapterInfo) -> None:
         known = self.book.get(name)
         if known is not None and known.state != "serving":
-            self.book.serve(name, info, time.time())
+            self.book.mark_serving(name, info, time.time())
             self._record_event(name, "serves")
 
     def _fail(self, name: str, refusal: Refusal) -> None:

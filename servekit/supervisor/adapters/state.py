@@ -73,7 +73,7 @@ def no_ready_worker(model: str) -> Refusal:
     return Refusal(message, retry_after_s=RETRY_AFTER_S)
 
 
-def decide(model: str, outcomes: Sequence[Outcome]) -> Outcome:
+def combine_outcomes(model: str, outcomes: Sequence[Outcome]) -> Outcome:
     """Combine the workers' outcomes, all or none; report an invalid adapter first."""
     asked = [one for one in outcomes if not (isinstance(one, Refusal) and one.left)]
     refusals = [one for one in asked if isinstance(one, Refusal)]
@@ -107,7 +107,7 @@ class AdapterTable:
         """Add an adapter that serving workers are asked to load; new ones wait for the decision."""
         self._entries[spec.name] = Entry(spec, from_file, False, "loading", now)
 
-    def serve(self, name: str, info: AdapterInfo, now: float) -> None:
+    def mark_serving(self, name: str, info: AdapterInfo, now: float) -> None:
         self._set_state(name, "serving", now, info=info, expected=True)
 
     def mark_failed(self, name: str, reason: str, now: float) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 log: Any = structlog.get_logger("servekit.supervisor")
 
+A = TypeVar("A", bound=FromSupervisor)
 _LOOK_EVERY_S = 0.05
 
 
@@ -195,6 +196,19 @@ async def query_supervisor(
     if isinstance(reply, Refused):
         raise (ConfigError if reply.invalid else ServekitError)(reply.message)
     return reply
+
+
+async def request_answer(
+    run_dir: Path, message: ToSupervisor, kind: type[A], timeout_s: float = 10.0
+) -> A:
+    """Return the answer of the instance in `run_dir`, which is of this kind.
+
+    Raises as `query_supervisor` does, and ServekitError for another answer.
+    """
+    answer = await query_supervisor(run_dir / "control.sock", message, timeout_s)
+    if not isinstance(answer, kind):
+        raise ServekitError("the supervisor sent an answer of an unexpected type")
+    return answer
 
 
 def shut_down(run_dir: Path, *, now: bool) -> int:

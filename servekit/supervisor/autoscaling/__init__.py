@@ -1,4 +1,4 @@
 """Autoscaling: how many replicas a model should have, and where another one fits.
 
-Only the supervisor may import from here.
+Only `supervisor` may import from here.
 """

@@ -1,4 +1,4 @@
 """Deployments: all replicas of a model, their rolling update, and the plan for the machine.
 
-Only the supervisor and `cli` may import from here.
+Only `supervisor`, `ray`, `cli` and `diagnostics` may import from here.
 """

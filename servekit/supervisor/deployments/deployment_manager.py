@@ -97,8 +97,8 @@ class DeploymentManager:
                 return Refused(error.message, isinstance(error, ConfigError))
             except Exception as error:  # a bug of ours must not end what is served
                 log.exception("reload_failed")
-                journal.record_event("reload", f"broke off: {error!r}")
-                return Refused(f"the reload broke off: {error!r}; the log has more")
+                journal.record_event("reload", f"failed: {error!r}")
+                return Refused(f"the reload failed: {error!r}; the log has more")
         log.info("reload_completed", changes=changes)
         journal.record_event("reload", changes)
         return Accepted(changes)

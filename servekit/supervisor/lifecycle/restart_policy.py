@@ -250,7 +250,7 @@ class CircuitBreaker:
         )
         tried = _format_time(self._tried_at)
         if breaker.state == "half-open":
-            return f"{text}; {breaker.probe} is tried alone since {tried}"
+            return f"{text}; only {breaker.probe} is being tried, since {tried}"
         return f"{text}; last attempt at {tried}, next attempt at {_format_time(breaker.until)}"
 
     def _wake_all(self) -> None:

@@ -1,4 +1,5 @@
 """Child processes: spawning, output capture, environment, the run directory, orphan clean-up.
 
-Only the supervisor's other folders, and tools that look for instances, may import from here.
+Only `supervisor`, `ray`, and the tools that look for instances, `cli`, `chaos` and `diagnostics`,
+may import from here.
 """

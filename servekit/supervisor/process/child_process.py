@@ -106,7 +106,7 @@ class Exit:
             return self.cause
         if self.signal is not None:
             oom = _BY_KERNEL if self.out_of_memory else ""
-            return f"killed by {_format_signal(self.signal)}{when}{oom}"
+            return f"killed by {procfs.name_signal(self.signal)}{when}{oom}"
         # Our own log lines are JSON; the last plain text before an exit is its reason.
         plain = (line.strip() for line in reversed(self.tail) if not line.startswith("{"))
         last = next((line for line in plain if line), "")
@@ -336,10 +336,3 @@ def _kill_process(process: Process) -> None:
     process.kill()
     process.wait()
     subreaper.forget_process(process)
-
-
-def _format_signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

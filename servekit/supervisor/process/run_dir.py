@@ -191,11 +191,11 @@ class RunDir:
 
         Raises OSError if it cannot be created, and StartError if another instance has taken it.
         """
-        if _is_still_there(self._lock_fd, self.path / "lock") and self.logs.is_dir():
+        if is_still_there(self._lock_fd, self.path / "lock") and self.logs.is_dir():
             return False
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_ours(self.path)
-        if not _is_still_there(self._lock_fd, self.path / "lock"):
+        if not is_still_there(self._lock_fd, self.path / "lock"):
             fd = _lock(self.path)
             os.close(self._lock_fd)
             self._lock_fd = fd
@@ -333,13 +333,13 @@ def _lock(path: Path) -> int:
             f"the run directory {path} is in use by {who}; stop it with "
             f"`servekit down --run-dir {path}`, or choose another with --run-dir"
         ) from None
-    if not _is_still_there(fd, path / "lock"):
+    if not is_still_there(fd, path / "lock"):
         os.close(fd)
         return _lock(path)
     return fd
 
 
-def _is_still_there(fd: int, path: Path) -> bool:
+def is_still_there(fd: int, path: Path) -> bool:
     """Return whether `path` is still the file that was opened.
 
     A start that failed removes its lock file as it unlocks it.

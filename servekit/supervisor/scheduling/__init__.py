@@ -1,5 +1,5 @@
 """GPU memory: estimates, requests, reservations, placement on GPUs, admission while loading.
 
 `placement` is the entry; `bin_packing`, `gpu_matching` and `shared_placement` are its algorithms.
-Only the supervisor and `ray` may import from here.
+Only `supervisor`, `ray`, `cli` and `diagnostics` may import from here.
 """

@@ -1,4 +1,4 @@
 """Worker processes: one replica of a model, its GPU memory, sleep, and fork servers.
 
-Only the supervisor and `ray` may import from here.
+Only `supervisor` and `ray` may import from here.
 """

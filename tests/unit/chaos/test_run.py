@@ -9,7 +9,7 @@ from servekit.chaos.baseline_answers import Tally
 from servekit.chaos.command import findings_markdown, table_cells
 from servekit.chaos.result import Judge, measure_slowness
 from servekit.chaos.run import EXPERIMENTS, LAST, RunOptions
-from servekit.chaos.target import _is_same, describe_lacking, is_whole
+from servekit.chaos.target import describe_lacking, is_same_address, is_whole
 from servekit.errors import ConfigError
 from servekit.protocol.messages import (
     GatewayStatus,
@@ -98,7 +98,7 @@ def test_whole_means_all_ready_and_the_victim_replaced() -> None:
     ],
 )
 def test_the_url_must_be_the_instances(asked: str, same: bool) -> None:
-    assert _is_same(asked, "http://127.0.0.1:8000") is same
+    assert is_same_address(asked, "http://127.0.0.1:8000") is same
 
 
 def test_findings_are_readable() -> None:

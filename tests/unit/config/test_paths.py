@@ -85,6 +85,7 @@ def test_what_people_paste(tmp_path: Path, text: str, path: str) -> None:
         ("vllm serve org/name -tp 2", "write org/name; `servekit init --from vllm 'COMMAND'`"),
         ("X=1 python -m vllm.entrypoints.openai.api_server --model org/name", "write org/name;"),
         ("python -m sglang.launch_server --model-path=org/name", "write org/name"),
+        ("python -m vllm.entrypoints.cli.main serve org/name", "write org/name;"),
         ("/opt/llama-server --port 80 -hf org/name:Q4_0", "write org/name:Q4_0"),
         ("git clone https://huggingface.co/org/name", "write org/name"),
         ("ollama serve 'x", "neither a hub id"),

@@ -39,7 +39,7 @@ def test_each_is_told_apart(libraries: Path) -> None:
     assert said["fine"] == {"version": "1.2", "error": ""}
     assert said["broken"]["error"] == "ImportError: undefined symbol: _ZN3c10"
     assert said["leaving"]["error"] == "SystemExit: 3"
-    assert said["deadly"]["error"] == "its import died of SIGSEGV"
+    assert said["deadly"]["error"] == "its import was killed by SIGSEGV"
     assert said["quitting"]["error"] == "its import ended the process with exit code 4"
 
 

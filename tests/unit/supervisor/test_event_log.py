@@ -209,13 +209,13 @@ def test_its_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hang = threading.Event()
-    opened = journal_module._opened
+    opened = journal_module.open_file
 
     def slow(path: Path) -> sqlite3.Connection:
         hang.wait()
         return opened(path)
 
-    monkeypatch.setattr(journal_module, "_opened", slow)
+    monkeypatch.setattr(journal_module, "open_file", slow)
     journal = Journal()
     journal.open(tmp_path)
     began = time.monotonic()

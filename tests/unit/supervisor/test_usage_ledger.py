@@ -58,6 +58,8 @@ def test_sums_are_by_day_and_month(tmp_path: Path, clock: Clock) -> None:
         ("2026-11-30", "k", 2),
         ("2026-11-30", "other", 10),
     ]
+    models = read_usage(tmp_path, by=("model",), since="2026-11-30")
+    assert [(row.key, row.model, row.requests) for row in models] == [("", "m", 2)]
     (month,) = read_usage(tmp_path, by=(), monthly=True)
     assert (month.period, month.key, month.requests, month.prompt_tokens) == ("2026-11", "", 4, 23)
 

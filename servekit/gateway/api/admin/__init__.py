@@ -1,4 +1,4 @@
 """Administration over HTTP: health, status, models, adapters, metrics.
 
-Only the gateway may import from here.
+Only `gateway` may import from here.
 """

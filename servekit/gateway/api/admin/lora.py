@@ -14,19 +14,18 @@ import msgspec
 import structlog
 from msgspec import Meta
 
-from servekit.errors import Forbidden, RequestError, ServekitError
+from servekit.errors import Forbidden, RequestError
 from servekit.gateway.api.admin.endpoints import NothingSuch, Supervisor
 from servekit.gateway.api.fields import doc
 from servekit.gateway.api.openai.schema import decode
 from servekit.gateway.api.openapi.operation import Operation
 from servekit.gateway.auth.authorization import ACTING, Access
 from servekit.gateway.http.asgi import (
-    ClientGone,
     Receive,
     Scope,
     Send,
+    error_responses,
     read_body,
-    send_error,
 )
 from servekit.gateway.http.response import Endpoint
 from servekit.protocol.adapters import AdapterSpec, AddAdapter, RemoveAdapter
@@ -95,14 +94,8 @@ class Lora:
     async def _run_change(
         self, act: Callable[[bytes], Awaitable[str]], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        try:
-            said = await act(await self._body(scope, receive))
-        except ClientGone:
-            return
-        except ServekitError as error:
-            await send_error(send, error)
-            return
-        await _send_text(send, said)
+        async with error_responses(send):
+            await _send_text(send, await act(await self._body(scope, receive)))
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """Return the body of an authorised request.

@@ -1,4 +1,4 @@
 """Anthropic's Messages API.
 
-Only the gateway may import from here.
+Only `gateway` may import from here.
 """

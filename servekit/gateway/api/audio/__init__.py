@@ -1,4 +1,4 @@
 """OpenAI's transcriptions and translations of recordings.
 
-Only the gateway may import from here.
+Only `gateway` may import from here.
 """

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from servekit.errors import ClientClosed, RequestError, ServekitError
+from servekit.errors import ClientClosed, RequestError
 from servekit.gateway.api.audio.form import Form, read_form
 from servekit.gateway.api.audio.request_types import TranscriptionRequest, TranslationRequest
 from servekit.gateway.api.audio.response_types import (
@@ -30,14 +30,13 @@ from servekit.gateway.api.openapi.operation import FORM, Operation
 from servekit.gateway.api.scoring.calls import find_model
 from servekit.gateway.http.asgi import (
     EVENT_STREAM,
-    ClientGone,
     Receive,
     Scope,
     Send,
     api_key,
     envelope,
+    error_responses,
     read_body,
-    send_error,
     send_json,
     session_of,
 )
@@ -73,30 +72,21 @@ class Audio:
     async def _answer(
         self, kind: type[TranslationRequest], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        try:
+        async with error_responses(send):
             form = await self._read_form(scope, receive)
             request = _decode(kind, form)
             call = self._open(request, form, dict(scope["headers"]))
             del form  # its file is the call's
-        except ClientGone:
-            return
-        except ServekitError as error:
-            await send_error(send, error)
-            return
-        watch = DisconnectWatcher(call, receive)
-        try:
-            if request.stream:
-                await _send_events(call, send)
-            else:
-                await call.until_done()
-                await _send_whole(call, request, send)
-        except ClientClosed:
-            return
-        except RequestError as error:
-            await send_error(send, error)
-        finally:
-            watch.stop_watching()
-            call.cancel()
+            watch = DisconnectWatcher(call, receive)
+            try:
+                if request.stream:
+                    await _send_events(call, send)
+                else:
+                    await call.until_done()
+                    await _send_whole(call, request, send)
+            finally:
+                watch.stop_watching()
+                call.cancel()
 
     async def _read_form(self, scope: Scope, receive: Receive) -> Form:
         body = await read_body(scope, receive, self._max_body_bytes)

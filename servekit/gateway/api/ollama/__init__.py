@@ -1,4 +1,4 @@
 """Ollama's API.
 
-Only the gateway may import from here.
+Only `gateway` may import from here.
 """

@@ -1,4 +1,4 @@
 """OpenAI's API: chat, completions, responses, embeddings, tokenize.
 
-Only the gateway may import from here.
+Only `gateway` may import from here.
 """

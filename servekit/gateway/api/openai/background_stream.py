@@ -21,8 +21,8 @@ from servekit.gateway.generation.generation import (
     Generation,
     GenerationRequest,
 )
-from servekit.gateway.response_store import StreamPart
 from servekit.gateway.routing.request import InflightRequest
+from servekit.gateway.storage.response_store import StreamPart
 from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text, ToolCallStart
 from servekit.protocol.messages import Continuation, TokenLogprob
 

@@ -26,10 +26,10 @@ from servekit.gateway.api.openai.files import (
     reply,
 )
 from servekit.gateway.api.openai.schema import decode
-from servekit.gateway.batch_runner import BatchRunner
-from servekit.gateway.batch_store import Batch, BatchStore
 from servekit.gateway.http.asgi import ASGIApp, read_body
 from servekit.gateway.routing.router import Router
+from servekit.gateway.storage.batch_runner import BatchRunner
+from servekit.gateway.storage.batch_store import Batch, BatchStore
 
 #: The paths that a batch may be for, where the gateway has them.
 ENDPOINTS = (

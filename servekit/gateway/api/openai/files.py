@@ -15,17 +15,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse
 from fastapi.responses import Response as Reply
 from msgspec import Struct
-from python_multipart.exceptions import MultipartParseError
-from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect
 
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.api.fields import UnixTime, doc
-from servekit.gateway.api.multipart import find_boundary
+from servekit.gateway.api.multipart import FormReader, find_boundary
 from servekit.gateway.api.paging import query_parameters, read_limit
 from servekit.gateway.auth.authorization import ACTING
-from servekit.gateway.batch_store import BatchStore, StoredFile, TooMuchStored, expiry
-from servekit.gateway.response_store import ResponsesUnavailable
+from servekit.gateway.storage.batch_store import BatchStore, StoredFile, TooMuchStored, expiry
+from servekit.gateway.storage.store_file import ResponsesUnavailable
 from servekit.protocol.access import BatchRules
 
 _MOST_FILES = 10_000
@@ -203,7 +201,7 @@ async def _receive(request: Request, store: BatchStore, room: int, rules: BatchR
     try:
         written = store.make_path()
         with written.open("wb") as out:
-            form = _Form(boundary, out, room)
+            form = FileForm(boundary, out, room)
             pending = bytearray()
             async for data in request.stream():
                 pending += data
@@ -226,13 +224,6 @@ async def _receive(request: Request, store: BatchStore, room: int, rules: BatchR
     return file
 
 
-def _join_header(held: bytes, more: bytes) -> bytes:
-    """Return more of a part's header, which older parsers do not bound. Raises RequestError."""
-    if len(held) + len(more) > _MOST_FIELD_BYTES:
-        raise RequestError("the form cannot be read: a header of a part is too long")
-    return held + more
-
-
 def _read_expires_after(fields: Mapping[str, bytes]) -> int | None:
     """Return the seconds that a form asks for, if it does. Raises RequestError."""
     asked = {name: value for name, value in fields.items() if name.startswith("expires_after")}
@@ -249,39 +240,21 @@ def _read_expires_after(fields: Mapping[str, bytes]) -> int | None:
         raise RequestError(said, param="expires_after") from None
 
 
-class _Form:
+class FileForm(FormReader):
     """A form whose part `file` goes to `out`, up to `room` bytes."""
 
     def __init__(self, boundary: bytes, out: IO[bytes], room: int) -> None:
+        super().__init__(boundary)
         self._out, self._room = out, room
         self.size_bytes, self.name = 0, ""
         self.expires_after_s: int | None = None
         self._fields: dict[str, bytes] = {}
         self._part = ""
-        self._has_file = self._ended = False
-        self._header = self._value = b""
-        callbacks: Any = {
-            "on_part_begin": self._begin,
-            "on_header_field": self._add_header,
-            "on_header_value": self._add_value,
-            "on_header_end": self._end_header,
-            "on_part_data": self._add_data,
-            "on_end": self._end,
-        }
-        self._parser = MultipartParser(boundary, callbacks)
-
-    def take_piece(self, data: bytes) -> None:
-        """Read a piece of the form. Raises RequestError and OSError."""
-        try:
-            self._parser.write(data)
-        except (MultipartParseError, ValueError) as error:
-            raise RequestError(f"the form cannot be read: {error}") from None
+        self._has_file = False
 
     def finish(self, data: bytes) -> None:
-        """Read the last piece, and check that all is there."""
-        self.take_piece(data)
-        if not self._ended:
-            raise RequestError("the form is incomplete: its last boundary is missing")
+        """Read the last piece, and check that all is there. Raises RequestError and OSError."""
+        super().finish(data)
         if not self._has_file:
             raise RequestError("file: the form has none", param="file")
         if (purpose := self._fields.get("purpose", b"")) != b"batch":
@@ -289,27 +262,16 @@ class _Form:
             raise RequestError(f"purpose: expected `batch`, got {shown!r}", param="purpose")
         self.expires_after_s = _read_expires_after(self._fields)
 
-    def _begin(self) -> None:
-        self._part = ""
+    def begin_part(self, options: dict[bytes, bytes]) -> None:
+        self._part = options.get(b"name", b"").decode("utf-8", "replace")
+        if self._part != "file":
+            return
+        if self._has_file:
+            raise RequestError("file: the form has several; upload each", param="file")
+        self._has_file = True
+        self.name = options.get(b"filename", b"file").decode("utf-8", "replace")[:255]
 
-    def _add_header(self, data: bytes, start: int, end: int) -> None:
-        self._header = _join_header(self._header, data[start:end])
-
-    def _add_value(self, data: bytes, start: int, end: int) -> None:
-        self._value = _join_header(self._value, data[start:end])
-
-    def _end_header(self) -> None:
-        if self._header.lower() == b"content-disposition":
-            _, options = parse_options_header(self._value)
-            self._part = options.get(b"name", b"").decode("utf-8", "replace")
-            if self._part == "file":
-                if self._has_file:
-                    raise RequestError("file: the form has several; upload each", param="file")
-                self._has_file = True
-                self.name = options.get(b"filename", b"file").decode("utf-8", "replace")[:255]
-        self._header = self._value = b""
-
-    def _add_data(self, data: bytes, start: int, end: int) -> None:
+    def add_data(self, data: bytes, start: int, end: int) -> None:
         if self._part == "file":
             self.size_bytes += end - start
             if self.size_bytes > self._room:
@@ -320,6 +282,3 @@ class _Form:
         if len(held) > _MOST_FIELD_BYTES or len(self._fields) > 32:
             raise RequestError(f"{self._part[:64]}: this field of the form is too long")
         self._fields[self._part] = held
-
-    def _end(self) -> None:
-        self._ended = True

@@ -49,8 +49,8 @@ from servekit.protocol.messages import SamplingParams
 
 if TYPE_CHECKING:
     from servekit.gateway.api.openai.background_stream import BackgroundStream
-    from servekit.gateway.background_store import BackgroundStore
-    from servekit.gateway.response_store import ResponseStore, StoredResponse, StreamPart
+    from servekit.gateway.storage.background_store import BackgroundStore
+    from servekit.gateway.storage.response_store import ResponseStore, StoredResponse, StreamPart
 
 _encode = msgspec.json.Encoder().encode
 _ITEM_IDS = {
@@ -112,14 +112,14 @@ class Responses:
 
     @cached_property
     def _store(self) -> ResponseStore:
-        from servekit.gateway.response_store import ResponseStore  # SQLite, which few need
+        from servekit.gateway.storage.response_store import ResponseStore  # SQLite, which few need
 
         assert self._path is not None
         return ResponseStore(self._path)
 
     @cached_property
     def _background(self) -> BackgroundStore:
-        from servekit.gateway.background_store import BackgroundStore
+        from servekit.gateway.storage.background_store import BackgroundStore
 
         assert self._path is not None
         return BackgroundStore(self._path)
@@ -127,7 +127,7 @@ class Responses:
     async def run(self, app: ASGIApp) -> None:
         """Run responses in the background, by requests to `app`, until cancelled."""
         if self._path is not None:
-            from servekit.gateway.background_runner import BackgroundRunner
+            from servekit.gateway.storage.background_runner import BackgroundRunner
 
             runner = BackgroundRunner(self._router, lambda: self._background, app)
             self._wake = runner.woken.set
@@ -192,7 +192,7 @@ class Responses:
         owner: str,
     ) -> bytes | AsyncIterator[bytes]:
         """Store a response that is to run in the background, and return what its client gets."""
-        from servekit.gateway.background_store import BackgroundResponse
+        from servekit.gateway.storage.background_store import BackgroundResponse
 
         if asked.complete is not None:
             await asked.complete(asked)
@@ -328,7 +328,7 @@ class Responses:
             "/v1/responses/{id}/cancel", tags=["OpenAI"], summary="Cancel one in the background"
         )
         async def cancel(id: str) -> Reply:
-            from servekit.gateway.background_store import NotInBackground
+            from servekit.gateway.storage.background_store import NotInBackground
 
             stored = await self._find(id, _owner())
             if not stored.status and not msgspec.json.decode(stored.response)["background"]:

@@ -25,7 +25,7 @@ from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text,
 from servekit.protocol.messages import TokenLogprob
 
 if TYPE_CHECKING:
-    from servekit.gateway.response_store import StreamPart
+    from servekit.gateway.storage.response_store import StreamPart
 
 _encode = msgspec.json.Encoder().encode
 Json = dict[str, Any]
@@ -86,7 +86,7 @@ class ResponsesEncoder(ResponseEncoder):
 
     def encode_queue_events(self, shown: bytes) -> StreamPart:
         """Return the begin of the stream of a response that runs in the background."""
-        from servekit.gateway.response_store import StreamPart
+        from servekit.gateway.storage.response_store import StreamPart
 
         response = msgspec.Raw(shown)
         events = [

@@ -1,4 +1,4 @@
 """Rerankers and classifiers: Cohere's and Jina's rerank, vLLM's score and classify.
 
-Only the gateway may import from here.
+Only `gateway` may import from here.
 """

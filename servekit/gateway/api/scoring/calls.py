@@ -131,10 +131,10 @@ class Pairing:
         queries, documents = vectors[:count], vectors[count:]
         if count == 1:
             queries *= len(documents)
-        return list(map(_cosine, queries, documents))
+        return list(map(compute_cosine, queries, documents))
 
 
-def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
+def compute_cosine(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the cosine similarity of two vectors; 0 if one of them is zero."""
     length = math.sqrt(_dot(one, one) * _dot(other, other))
     return _dot(one, other) / length if length else 0.0

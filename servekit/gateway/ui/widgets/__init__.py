@@ -1,4 +1,4 @@
 """HTML and data for the pages, without Gradio. Each module escapes the HTML that it makes.
 
-Only the gateway may import from here.
+Only `gateway` may import from here.
 """

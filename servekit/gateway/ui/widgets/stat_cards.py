@@ -13,6 +13,7 @@ from servekit.gateway.ui.widgets.metrics_history import Sample, Which, compute_r
 from servekit.gateway.ui.widgets.plots import STYLES, PlotLine, Point, format_number, render_chart
 from servekit.gateway.ui.widgets.status_poller import SPAN_S
 from servekit.protocol.messages import Status
+from servekit.units import format_latency
 
 
 def render_figures(samples: Sequence[Sample], status: Status | None, say: Say) -> str:
@@ -106,17 +107,13 @@ def _render_tiles(
         _render_tile(say("tile.tokens"), format_number(tokens[-1] if tokens else 0.0)),
         _render_tile(say("tile.running"), str(last.running)),
         _render_tile(say("tile.waiting"), str(last.queued)),
-        _render_tile(say("tile.ttft"), "–" if first_s is None else _format_duration(first_s)),
+        _render_tile(say("tile.ttft"), "–" if first_s is None else format_latency(first_s)),
         _render_tile(say("tile.requests"), requests),
         _render_tile(say("tile.workers"), f"{ready} / {len(replicas)}"),
         _render_tile(
             say("tile.restarts"), str(sum(one.restarts for one in replicas)) if status else "–"
         ),
     ]
-
-
-def _format_duration(seconds: float) -> str:
-    return f"{format_number(1000 * seconds)} ms" if seconds < 1 else f"{format_number(seconds)} s"
 
 
 def _render_tile(name: str, value: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from servekit.cli.chat.command import Talk, _read_question, _run_command, _strip_quotes
+from servekit.cli.chat.command import Talk, read_question, run_command, strip_quotes
 from servekit.cli.chat.stream import ChatParameters
 from servekit.errors import ConfigError
 
@@ -32,26 +32,26 @@ def talk() -> Talk:
 def test_commands_answer(
     talk: Talk, capsys: pytest.CaptureFixture[str], typed: str, said: str
 ) -> None:
-    assert _run_command(talk, typed)
+    assert run_command(talk, typed)
     assert said in capsys.readouterr().out
 
 
 def test_a_piped_question_has_no_end_of_line() -> None:
-    assert _read_question("Which city?\n") == "Which city?"
-    assert _read_question("  a\n\nb\r\n\n") == "  a\n\nb"
+    assert read_question("Which city?\n") == "Which city?"
+    assert read_question("  a\n\nb\r\n\n") == "  a\n\nb"
     with pytest.raises(ConfigError, match="the input is empty"):
-        _read_question(" \n")
+        read_question(" \n")
 
 
 def test_show_has_what_was_set(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
     for typed in ("/set temperature 0.2", '/set system """You\nare."""', "/load b", "/show"):
-        _run_command(talk, typed)
+        run_command(talk, typed)
     shown = capsys.readouterr().out
     for line in ("model        b", "system       You\nare.", "temperature  0.2"):
         assert line in shown
 
 
 def test_text_between_quotes_is_taken_without_them() -> None:
-    assert _strip_quotes('"""a\nb"""') == "a\nb"
-    assert _strip_quotes('say """') == 'say """'
-    assert _strip_quotes('""""') == '""""'
+    assert strip_quotes('"""a\nb"""') == "a\nb"
+    assert strip_quotes('say """') == 'say """'
+    assert strip_quotes('""""') == '""""'

@@ -366,14 +366,16 @@ def test_who_leaves_frees_a_slot_and_is_not_heard_of_again(
 def test_cancelling_before_the_first_step_and_after_the_end(
     engine: Running, reference: list[int]
 ) -> None:
-    for _ in range(20):
-        engine.engine.cancel(engine.submit(PROMPT, **engine.endless))
+    cancelled = [engine.submit(PROMPT, **engine.endless) for _ in range(20)]
+    for job in cancelled:
+        engine.engine.cancel(job)
     done = engine.submit(PROMPT, max_tokens=1, ignore_eos=True)
     engine.finished(done)
     engine.engine.cancel(done)
     engine.engine.cancel(123456789)
     assert_well(engine, reference)
     poll("it is idle", engine.is_idle)
+    assert not any(engine.ended(job) for job in cancelled)
 
 
 # ---------------------------------------------------------------- what it cannot do

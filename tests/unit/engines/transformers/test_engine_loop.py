@@ -144,16 +144,18 @@ def test_cancelling_and_submitting_at_random(either: Harness) -> None:
     """Requests come and go from several threads; whoever is not cancelled gets its own text."""
     expected = either.generate(PROMPTS[0], max_tokens=30, ignore_eos=True)
     kept: list[int] = []
+    cancelled: list[int] = []
     lock = threading.Lock()
 
     def visit(number: int) -> None:
         for turn in range(5):
+            leaves = (number + turn) % 2
             with lock:
-                job = either.submit(PROMPTS[0], max_tokens=30, ignore_eos=True)
-            if (number + turn) % 2:
+                tokens = 300 if leaves else 30
+                job = either.submit(PROMPTS[0], max_tokens=tokens, ignore_eos=True)
+            if leaves:
                 either.engine.cancel(job)
-            else:
-                kept.append(job)
+            (cancelled if leaves else kept).append(job)
 
     threads = [threading.Thread(target=visit, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -161,6 +163,8 @@ def test_cancelling_and_submitting_at_random(either: Harness) -> None:
     for thread in threads:
         thread.join()
     assert [either.tokens(job) for job in kept] == [expected] * len(kept)
+    either.until_idle()
+    assert not any(either.ended(job) for job in cancelled)
 
 
 def test_closing_with_work_in_flight_returns(harness: Make) -> None:

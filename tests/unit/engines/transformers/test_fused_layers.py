@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from servekit.engines.transformers import fused_layers
+from tests.unit.engines.transformers.interpreting import interpret
 
 
 def llama_norm(dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -92,11 +89,11 @@ for q_heads, k_heads, tokens, width in ((4, 2, 3, 16), (3, 3, 1, 24), (1, 1, 5, 
 """
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton comes with torch on CUDA only")
-def test_our_kernel_interpreted_rotates_as_the_library_does() -> None:
+@pytest.mark.lane("packages")
+@pytest.mark.timeout(900)
+def test_our_kernel_interpreted_rotates_as_the_library_does(tmp_path: Path) -> None:
     """Its arithmetic, without a GPU."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, check=True)
+    interpret(INTERPRETED, tmp_path)
 
 
 @pytest.mark.gpu

@@ -85,12 +85,13 @@ def test_a_cancellation_waits_for_the_step_that_is_being_told(held: RequestTable
 
 
 def test_under_fire_nothing_comes_after_a_cancellation() -> None:
-    held, over = RequestTable(lambda: None), threading.Event()
+    held, over, told = RequestTable(lambda: None), threading.Event(), threading.Event()
     gone: set[int] = set()
     late: list[int] = []
 
     def emit(outputs: Sequence[StepOutput]) -> None:
         late.extend(output.id for output in outputs if output.id in gone)
+        told.set()
 
     def loop() -> None:
         while not over.is_set():
@@ -104,6 +105,9 @@ def test_under_fire_nothing_comes_after_a_cancellation() -> None:
         if job_id >= 4:
             held.cancel(job_id - 4)
             gone.add(job_id - 4)
+        if job_id % 10 == 0:  # or the other thread might get no turn
+            told.clear()
+            assert told.wait(30)
     over.set()
     thread.join()
     assert late == []

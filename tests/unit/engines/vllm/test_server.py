@@ -60,7 +60,7 @@ def test_placeholders_in_flags_are_left_alone(
 ) -> None:
     engine = server.VllmServerEngine(make_spec(folder, engine="vllm"))
     monkeypatch.setattr(server, "_has_command", lambda: True)
-    engine._options = server._command_options({}, embeds=False)
+    engine._options = server.make_command_options({}, embeds=False)
     engine._flags = ["/models/{name}", "--seed=1"]
     words, origin = engine._fill_command(lambda progress: None)
     port = origin.rpartition(":")[2]
@@ -83,7 +83,7 @@ def test_arguments_of_servekit_are_refused(folder: Path, monkeypatch: pytest.Mon
 
 def test_a_key_for_each_start_guards_the_server_and_goes_with_each_request(folder: Path) -> None:
     engine = server.VllmServerEngine(make_spec(folder, engine="vllm", device="cpu"))
-    engine._options, engine._flags = server._command_options({}, embeds=False), []
+    engine._options, engine._flags = server.make_command_options({}, embeds=False), []
     words, engine._origin = engine._fill_command(lambda progress: None)
     key = engine._make_environment()["VLLM_API_KEY"]
     assert len(key) > 20 and not any(key in word for word in words)  # others can read a command

@@ -14,7 +14,7 @@ import pytest
 
 from servekit.errors import RequestError
 from servekit.gateway.api import image_fetching
-from servekit.gateway.api.image_fetching import _is_public, fetch_images
+from servekit.gateway.api.image_fetching import fetch_images, is_public
 from servekit.protocol.access import ImageFetching
 from servekit.protocol.messages import ChatMessage, Media
 from tests.integration import certificates
@@ -224,9 +224,9 @@ async def test_what_is_no_address_is_refused(server: Server, address: str) -> No
     ],
 )
 def test_rules_of_hosts(rule: str, address: str, allowed: bool) -> None:
-    url = image_fetching._parse(address)
+    url = image_fetching.parse_address(address)
     with contextlib.nullcontext() if allowed else pytest.raises(image_fetching.Refusal):
-        image_fetching._check_host(url, ImageFetching((rule,)))
+        image_fetching.check_host(url, ImageFetching((rule,)))
 
 
 async def test_private_addresses_take_a_word_of_the_file(server: Server) -> None:
@@ -306,4 +306,4 @@ async def test_a_certificate_has_to_be_trusted_and_of_that_name(
     ],
 )
 def test_addresses_of_the_internet(address: str, public: bool) -> None:
-    assert _is_public(address) == public
+    assert is_public(address) == public

@@ -17,8 +17,8 @@ from PIL import Image as Pillow
 from servekit.errors import RequestError, Unsupported
 from servekit.gateway.api.images import (
     MAX_PIXELS,
-    _inspect,
     has_addresses,
+    inspect_media,
     join_parts,
     list_media,
     make_message,
@@ -46,7 +46,7 @@ def encode(data: bytes) -> str:
 @pytest.mark.parametrize("size", [(33, 17), (1, 1), (4000, 3)])
 def test_the_file_says_what_it_is(kind: Format, size: tuple[int, int]) -> None:
     data = make_file(kind, size)
-    assert _inspect(data) == (f"image/{kind.lower()}", size)
+    assert inspect_media(data) == (f"image/{kind.lower()}", size)
     for told in ("image/png", "text/html", ""):  # which may be wrong
         image = read_data_uri(f"data:{told};base64,{encode(data)}", "here", "low")
         assert image == Media(data, f"image/{kind.lower()}", detail="low")
@@ -57,26 +57,29 @@ def test_a_jpeg_of_segments_alone_does_not_keep_the_event_loop(more: bytes) -> N
     """They took a second and more, in which no stream went on."""
     data = b"\xff\xd8" + more * (6_000_000 // len(more))
     began_s = time.process_time()
-    assert _inspect(data + make_file("JPEG")[2:])[0] == "image/jpeg"
+    assert inspect_media(data + make_file("JPEG")[2:])[0] == "image/jpeg"
     assert time.process_time() - began_s < 0.3
-    assert _inspect(b"\xff\xd8" + more * 100 + make_file("JPEG")[2:]) == ("image/jpeg", (33, 17))
+    assert inspect_media(b"\xff\xd8" + more * 100 + make_file("JPEG")[2:]) == (
+        "image/jpeg",
+        (33, 17),
+    )
 
 
 def test_webp_has_three_headers() -> None:
     for options in ({"lossless": True}, {"lossless": False}):
-        assert _inspect(make_file("WEBP", (300, 200), **options)) == ("image/webp", (300, 200))
+        assert inspect_media(make_file("WEBP", (300, 200), **options)) == ("image/webp", (300, 200))
     file = io.BytesIO()
     Pillow.new("RGBA", (300, 200)).save(file, "WEBP", save_all=True, append_images=[
         Pillow.new("RGBA", (300, 200), "blue")])  # fmt: skip
     assert file.getvalue()[12:16] == b"VP8X"
-    assert _inspect(file.getvalue()) == ("image/webp", (300, 200))
+    assert inspect_media(file.getvalue()) == ("image/webp", (300, 200))
 
 
 def test_jpeg_with_much_before_its_size() -> None:
     file = io.BytesIO()
     picture = Pillow.new("RGB", (640, 480))
     picture.save(file, "JPEG", progressive=True, comment=b"c" * 60_000, icc_profile=b"p" * 90_000)
-    assert _inspect(file.getvalue()) == ("image/jpeg", (640, 480))
+    assert inspect_media(file.getvalue()) == ("image/jpeg", (640, 480))
 
 
 def test_line_breaks_in_base64() -> None:

@@ -47,12 +47,10 @@ async def test_a_key_that_nobody_asked_for_is_not_noted(service: Service) -> Non
 
 def test_lines_that_are_about_a_request_say_of_which() -> None:
     line = {"event": "x"}
-    assert "request" not in logging_config._with_request(None, "info", dict(line))
+    assert "request" not in logging_config.add_request(None, "info", dict(line))
     before = ORIGIN.set(RequestContext({HEADER: b"mine"}))
     try:
-        assert logging_config._with_request(None, "info", dict(line))["request"] == "mine"
-        assert (
-            logging_config._with_request(None, "info", {"request": "other"})["request"] == "other"
-        )
+        assert logging_config.add_request(None, "info", dict(line))["request"] == "mine"
+        assert logging_config.add_request(None, "info", {"request": "other"})["request"] == "other"
     finally:
         ORIGIN.reset(before)

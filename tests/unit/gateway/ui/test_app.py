@@ -11,7 +11,7 @@ import pytest
 
 from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.routing.request import InflightRequest
-from servekit.gateway.ui.app import UI, _find_redirect, build_app
+from servekit.gateway.ui.app import UI, build_app, find_redirect
 from tests.unit.gateway.conftest import Service
 
 
@@ -76,5 +76,5 @@ async def ask(http: httpx.AsyncClient, text: str, max_tokens: int) -> dict[str, 
 )
 def test_who_is_led_to_which_page(path: str, language: str, there: str | None) -> None:
     headers = [(b"accept-language", language.encode())]
-    assert _find_redirect({"method": "GET", "path": path, "headers": headers}) == there
-    assert _find_redirect({"method": "POST", "path": path, "headers": headers}) is None
+    assert find_redirect({"method": "GET", "path": path, "headers": headers}) == there
+    assert find_redirect({"method": "POST", "path": path, "headers": headers}) is None

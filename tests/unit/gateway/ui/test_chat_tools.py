@@ -78,7 +78,7 @@ class Page:
                 views.append(view)
                 if view.asks is not None:
                     self.asked.append(view.asks["tool"])
-                    self.chats.decide("s", view.asks["id"], next(answers))
+                    self.chats.decide_call("s", view.asks["id"], next(answers))
         return views
 
     def stream(
@@ -167,10 +167,10 @@ async def test_a_decision_for_another_call_is_passed_over(page: Page) -> None:
     stream = page.stream(write_call("add", a=1, b=2))
     async for view in stream:
         if view.asks is not None:
-            page.chats.decide("s", "call_of_somebody", "allow")
-            page.chats.decide("another session", view.asks["id"], "allow")
-            page.chats.decide("s", view.asks["id"], "decline")
-            page.chats.decide("s", view.asks["id"], "allow")  # a second click
+            page.chats.decide_call("s", "call_of_somebody", "allow")
+            page.chats.decide_call("another session", view.asks["id"], "allow")
+            page.chats.decide_call("s", view.asks["id"], "decline")
+            page.chats.decide_call("s", view.asks["id"], "allow")  # a second click
         last = view
     assert [call["outcome"] for call in calls_of(last)] == ["declined"]
 
@@ -198,7 +198,7 @@ async def test_stop_ends_a_question_and_a_call(page: Page, tmp_path: Path) -> No
     async def stop_at(is_time: Any) -> View:
         async for view in page.stream(text):
             if view.asks is not None and not is_time(view):
-                page.chats.decide("s", view.asks["id"], "allow")
+                page.chats.decide_call("s", view.asks["id"], "allow")
             if is_time(view):
                 page.chats.stop_answer("s")
             last = view
@@ -221,7 +221,7 @@ async def test_a_page_that_is_left_makes_no_call(page: Page, tmp_path: Path) -> 
             break
     id = view.asks["id"] if view.asks else ""
     await stream.aclose()  # type: ignore[attr-defined]
-    page.chats.decide("s", id, "allow")
+    page.chats.decide_call("s", id, "allow")
     assert not begun.exists()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from servekit.protocol.ray_messages import NodeRequirements
 from servekit.ray.process import node_probe
-from servekit.ray.process.node_probe import _find_lacks
+from servekit.ray.process.node_probe import describe_lacks
 
 
 def test_a_node_says_what_a_model_lacks_there(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_a_node_says_what_a_model_lacks_there(tmp_path: Path) -> None:
         NodeRequirements("moved", "echo", gone),
         NodeRequirements("strange", "nobodys", ""),
     ]
-    assert _find_lacks(wants) == {
+    assert describe_lacks(wants) == {
         "moved": f"there is no {gone} there",
         "strange": "the engine nobodys is not installed there",
     }
@@ -27,6 +27,6 @@ def test_a_node_says_what_a_model_lacks_there(tmp_path: Path) -> None:
 
 def test_a_node_says_which_package_an_engine_lacks_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_probe, "install_command", lambda kind: "pip install it")
-    assert _find_lacks([NodeRequirements("a", "echo", "")]) == {
+    assert describe_lacks([NodeRequirements("a", "echo", "")]) == {
         "a": "the engine echo is not installed there; pip install it"
     }

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from servekit.protocol.adapters import AdapterInfo, AdapterSpec
-from servekit.supervisor.adapters.state import AdapterTable, Outcome, Refusal, decide
+from servekit.supervisor.adapters.state import AdapterTable, Outcome, Refusal, combine_outcomes
 
 X, Y = AdapterSpec("x", "/x"), AdapterSpec("y", "/y")
 INFO = AdapterInfo("x", "LORA", "mixed", "because")
@@ -29,12 +29,12 @@ LEFT = Refusal("told to end", died=True, left=True)
 )
 def test_all_or_none_in_whatever_order(outcomes: tuple[Outcome, ...], decided: Outcome) -> None:
     for order in permutations(outcomes):
-        assert decide("m", order) == decided
+        assert combine_outcomes("m", order) == decided
 
 
 @pytest.mark.parametrize("outcomes", [(), (LEFT, LEFT)])
 def test_without_anybody_it_is_the_moment_that_is_wrong(outcomes: tuple[Outcome, ...]) -> None:
-    decided = decide("m", outcomes)
+    decided = combine_outcomes("m", outcomes)
     assert isinstance(decided, Refusal)
     assert not decided.invalid
     assert decided.retry_after_s > 0
@@ -45,7 +45,7 @@ def test_workers_begin_with_what_is_expected_and_not_with_what_is_being_decided(
     book = AdapterTable([X], 1.0)
     book.add_requested(Y, 2.0, from_file=False)
     assert book.expected() == (X,)
-    book.serve("y", INFO, 3.0)
+    book.mark_serving("y", INFO, 3.0)
     assert book.expected() == (X, Y)
     book.mark_failed("x", "broken", 4.0)
     book.mark_leaving("y", 5.0)
@@ -65,7 +65,7 @@ def test_it_serves_where_all_workers_of_whichever_version_have_it() -> None:
     assert told.state == "loading"
     [told] = book.statuses([{"x": INFO}, {"x": INFO}])
     assert (told.state, told.info) == ("serving", INFO)
-    book.serve("x", INFO, 2.0)
+    book.mark_serving("x", INFO, 2.0)
     [told] = book.statuses([])  # all restart: requests wait
     assert told.state == "serving"
     book.add_requested(X, 3.0, from_file=True)

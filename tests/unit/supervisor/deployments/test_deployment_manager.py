@@ -141,8 +141,8 @@ async def test_a_bug_breaks_off_a_reload_and_ends_nothing(
     monkeypatch.setattr(Source, "plan", lambda *_: 1 / 0)
     answer = await manager.reload_config()
     assert isinstance(answer, Refused)
-    assert answer.message.startswith("the reload broke off: ZeroDivisionError")
-    assert scene.told == ["broke off: ZeroDivisionError('division by zero')"]
+    assert answer.message.startswith("the reload failed: ZeroDivisionError")
+    assert scene.told == ["failed: ZeroDivisionError('division by zero')"]
 
 
 async def test_nothing_is_reloaded_once_it_ends(scene: Scene) -> None:

@@ -39,7 +39,7 @@ def test_after_a_probe_it_says_when_that_was(monkeypatch: pytest.MonkeyPatch) ->
     assert f"last attempt at {clock(wall)}, next attempt at {clock(wall + 100)}" in said
     now += 100
     circuit.started("m/1")
-    assert f"m/1 is tried alone since {clock(wall + 100)}" in circuit.explain()
+    assert f"only m/1 is being tried, since {clock(wall + 100)}" in circuit.explain()
     now += 10
     circuit.record_failure("m/1", "it broke again")
     said = circuit.explain()

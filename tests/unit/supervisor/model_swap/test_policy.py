@@ -154,7 +154,11 @@ def test_room_is_made_where_others_hold_what_was_free() -> None:
         SwapAction("stop", "old", said, makes_room=True),
     )
     assert not decide([old, replace(new, lacks={PLACE: 11 * GIB})], free, 100.0).steps
-    assert not decide([replace(old, tier="leaving"), new], free, 100.0).steps
+    going = replace(old, tier="leaving")
+    assert not decide([going, new], free, 100.0).steps
+    third = model("third", 10, "resident", used_at=0.0)
+    [step] = decide([going, third, replace(new, lacks={PLACE: 17 * GIB})], free, 100.0).steps
+    assert (step.model, step.reason) == ("third", "evicted for new, which lacks 7.0 GiB")
 
 
 def test_what_is_leaving_is_waited_for() -> None:

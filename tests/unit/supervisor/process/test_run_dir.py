@@ -22,9 +22,9 @@ from servekit.supervisor.process.run_dir import (
     InUse,
     Record,
     RunDir,
-    _is_still_there,
     boot_id,
     default_paths,
+    is_still_there,
     read_record,
 )
 from servekit.system import procfs
@@ -323,9 +323,9 @@ def test_the_lock_of_a_start_in_vain_is_not_taken_for_ours(tmp_path: Path) -> No
     path.mkdir()
     in_vain = os.open(path / "lock", os.O_CREAT | os.O_RDWR)
     (path / "lock").unlink()
-    assert not _is_still_there(in_vain, path / "lock")
+    assert not is_still_there(in_vain, path / "lock")
     taken = RunDir.claim(path)
-    assert not _is_still_there(in_vain, path / "lock")
+    assert not is_still_there(in_vain, path / "lock")
     with pytest.raises(StartError, match="in use"):
         RunDir.claim(path)
     taken.unlock()

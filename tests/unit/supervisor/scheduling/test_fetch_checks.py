@@ -263,7 +263,7 @@ def test_the_header_of_a_file_may_be_longer_than_the_first_part(tmp_path: Path) 
     written = tmp_path / "written.gguf"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(remote_headers._FIRST_BYTES, "gguf", 100)
-        remote_headers._write_header(written, len(whole), fetch)
+        remote_headers.write_header(written, len(whole), fetch)
     assert asked[:2] == [100, 400]
     assert asked[-1] < len(whole)
     assert gguf.read_gguf(written) == gguf.read_gguf(tmp_path / "whole.gguf")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ from torch import Tensor
 
 from servekit.engines.transformers.decode import kernels
 from servekit.engines.transformers.decode.kernels import Kernel, Shape
+from tests.unit.engines.transformers.interpreting import interpret
 
 CPU = torch.device("cpu")
 SHAPE = Shape(6, 2, 16, 8, torch.float32, CPU)
@@ -91,8 +89,8 @@ for heads, kv_heads, width, size, dtype in (
 """
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton comes with torch on CUDA only")
-def test_our_kernel_interpreted_says_what_the_reference_says() -> None:
+@pytest.mark.lane("packages")
+@pytest.mark.timeout(900)
+def test_our_kernel_interpreted_says_what_the_reference_says(tmp_path: Path) -> None:
     """Its arithmetic, without a GPU."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, check=True)
+    interpret(INTERPRETED, tmp_path)

@@ -285,8 +285,11 @@ def test_a_cancelled_one_makes_room(eyes: Seeing) -> None:
     eyes.until(lambda: bool(eyes.outputs.get(first)), "the first one runs")
     eyes.engine.cancel(second)
     eyes.engine.cancel(first)
+    steps = eyes.count_steps()
     assert eyes.tokens(third) == due
     eyes.until_idle()
+    assert not eyes.ended(first) and not eyes.ended(second)
+    assert steps() < 200, "neither of them goes on"
 
 
 def test_images_without_their_places_fail_alone(eyes: Seeing) -> None:

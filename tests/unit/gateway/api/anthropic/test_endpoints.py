@@ -10,6 +10,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from servekit.gateway.api.anthropic.response import error_body
 from servekit.gateway.app import Application
 from servekit.protocol.messages import AccessRules, KeyRule, Topology
 from tests.unit.gateway.conftest import DEADLINE_S, Service
@@ -18,6 +19,17 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": [1, "ä"]}}\n</tool_ca
 TOOL = {"name": "look", "description": "looks", "input_schema": {"type": "object"}}
 #: What ends the echo engine's answer where a model would end it itself.
 END = "¤"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        *((400, "invalid_request_error"), (418, "invalid_request_error")),
+        *((500, "api_error"), (502, "api_error"), (503, "overloaded_error")),
+    ],
+)
+def test_each_status_has_its_type_of_error(status: int, kind: str) -> None:
+    assert error_body(status, "no")["error"] == {"type": kind, "message": "no"}
 
 
 async def client(service: Service, **options: Any) -> httpx.AsyncClient:

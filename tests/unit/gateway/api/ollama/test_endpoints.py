@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,6 +20,7 @@ from servekit.gateway.api.ollama import models
 from servekit.gateway.api.ollama.endpoints import stay_s
 from servekit.gateway.app import Application, ErrorMiddleware
 from servekit.protocol.messages import AccessRules, KeyRule, Topology
+from servekit.protocol.residency import ResidencyStatus
 from tests.unit.gateway.conftest import DEADLINE_S, Service
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": [1, "ä"]}}\n</tool_call>'
@@ -179,6 +183,28 @@ async def test_models_are_told_as_clients_expect(service: Service) -> None:
     assert show["model_info"]["echo.context_length"] == 8192
     assert version["version"]
     assert pull == {"status": "success"}
+
+
+@pytest.mark.parametrize(
+    ("stays_s", "unused_s", "left_s"), [(300.0, 100.0, 200.0), (300.0, 400.0, 0.0)]
+)
+async def test_ps_says_when_an_unused_model_will_leave(
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+    stays_s: float,
+    unused_s: float,
+    left_s: float,
+) -> None:
+    later = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + unused_s)
+    async with await client(service) as http:
+        await http.post("/api/chat", json=chat("hello", stream=False))
+        monkeypatch.setattr(models, "time", later)
+        route = service.router.routes["m"]
+        stays = ResidencyStatus("on_demand", "resident", stays_s=stays_s)
+        service.router.apply_topology(Topology((replace(route.status, residence=stays),)))
+        [running] = (await http.get("/api/ps")).json()["models"]
+    leaves = datetime.fromisoformat(running["expires_at"]).timestamp()
+    assert leaves - time.time() == pytest.approx(left_s, abs=30)
 
 
 async def test_a_tools_message_answers_the_call_of_its_name(service: Service) -> None:

@@ -21,8 +21,8 @@ from servekit.gateway.api.openai.background_stream import (
 from servekit.gateway.api.openai.responses_encoder import ResponsesEncoder
 from servekit.gateway.api.openai.responses_schema import ResponsesRequest, ask_of
 from servekit.gateway.generation.generation import GenerationChunk
-from servekit.gateway.response_store import StreamPart
 from servekit.gateway.routing.request import InflightRequest
+from servekit.gateway.storage.response_store import StreamPart
 from servekit.gateway.tool_parsing import CallArguments, Event, Reasoning, Text, ToolCallStart
 from servekit.protocol.messages import Continuation, Delta, SamplingParams
 

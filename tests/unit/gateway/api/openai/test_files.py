@@ -7,7 +7,7 @@ import io
 import pytest
 
 from servekit.errors import RequestError
-from servekit.gateway.api.openai.files import _Form
+from servekit.gateway.api.openai.files import FileForm
 
 PURPOSE = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
 FILE = (
@@ -18,7 +18,7 @@ FILE = (
 @pytest.mark.parametrize("piece_bytes", [1, 7, 1000])
 def test_a_form_is_read_in_pieces_of_any_size(piece_bytes: int) -> None:
     out = io.BytesIO()
-    form, body = _Form(b"b", out, 100), PURPOSE + FILE
+    form, body = FileForm(b"b", out, 100), PURPOSE + FILE
     for at in range(0, len(body), piece_bytes):
         form.take_piece(body[at : at + piece_bytes])
     form.finish(b"")
@@ -45,7 +45,7 @@ def field(name: str, value: str) -> bytes:
 def test_a_form_says_when_the_file_expires(
     anchor: str | None, seconds: str | None, expected: int | str
 ) -> None:
-    form, body = _Form(b"b", io.BytesIO(), 100), PURPOSE
+    form, body = FileForm(b"b", io.BytesIO(), 100), PURPOSE
     for name, value in (("anchor", anchor), ("seconds", seconds)):
         body += b"" if value is None else field(f"expires_after[{name}]", value)
     if isinstance(expected, int):
@@ -57,7 +57,7 @@ def test_a_form_says_when_the_file_expires(
 
 
 def test_a_form_with_two_files_is_refused() -> None:
-    form = _Form(b"b", io.BytesIO(), 100)
+    form = FileForm(b"b", io.BytesIO(), 100)
     with pytest.raises(RequestError, match="several"):
         form.finish(PURPOSE + FILE.removesuffix(b"--b--\r\n") + FILE)
 
@@ -67,7 +67,7 @@ def test_a_form_with_two_files_is_refused() -> None:
     [b"X-A: " + b"a" * 10_000, b"a" * 10_000, b"X-A: " + b"a" * 5000 + b"\r\n\r\n"],
 )
 def test_a_header_without_end_is_refused(endless: bytes) -> None:
-    form = _Form(b"b", io.BytesIO(), 100)
+    form = FileForm(b"b", io.BytesIO(), 100)
     with pytest.raises(RequestError, match="header"):
         for byte in b"--b\r\n" + endless:
             form.take_piece(bytes([byte]))

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from servekit.gateway.api.openai.embeddings import GROUP
-from servekit.gateway.api.scoring.calls import _cosine
+from servekit.gateway.api.scoring.calls import compute_cosine
 from servekit.gateway.api.scoring.endpoints import TASKS, Scoring
 from servekit.gateway.api.scoring.request_types import MAX_TEXTS
 from servekit.protocol.messages import Capability, Topology
@@ -131,8 +131,8 @@ async def test_an_embedding_model_scores_by_the_cosine(service: Service) -> None
 
 def test_the_cosine_needs_no_unit_vectors() -> None:
     one, other = array.array("f", [3.0, 4.0]), array.array("f", [8.0, 6.0])
-    assert _cosine(one, other) == pytest.approx(48 / 50)
-    assert _cosine(one, array.array("f", [0.0, 0.0])) == 0.0
+    assert compute_cosine(one, other) == pytest.approx(48 / 50)
+    assert compute_cosine(one, array.array("f", [0.0, 0.0])) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from servekit.gateway import leases
-from servekit.gateway.batch_store import (
+from servekit.gateway.storage import leases
+from servekit.gateway.storage.batch_store import (
     Batch,
     BatchStore,
     FileNotFound,
@@ -20,7 +20,7 @@ from servekit.gateway.batch_store import (
     TooMuchStored,
     expiry,
 )
-from servekit.gateway.response_store import ResponsesUnavailable
+from servekit.gateway.storage.store_file import ResponsesUnavailable
 from servekit.protocol.access import BatchRules
 
 RULES = BatchRules(max_bytes=100, max_files=3, max_batches=1, days=1.0, concurrent=2)

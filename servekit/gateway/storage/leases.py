@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from servekit.gateway.response_store import ResponsesUnavailable
 from servekit.gateway.routing.router import Router
+from servekit.gateway.storage.store_file import ResponsesUnavailable, StoreFile, await_work
 from servekit.system.timers import next_tick_s
 
 #: How long a gateway that is silent keeps what it holds.
@@ -31,6 +32,7 @@ class Leased(Protocol):
 
 
 _Row = TypeVar("_Row", bound=Leased)
+_T = TypeVar("_T")
 
 
 def claim_rows(
@@ -48,9 +50,24 @@ def claim_rows(
     file.execute(query, (owner, now_s, now_s + LEASE_S, LEASE_S, most))
 
 
-def end_leases(file: sqlite3.Connection, table: str, owner: str) -> None:
-    """Let other gateways go on at once."""
+def _end_leases(file: sqlite3.Connection, table: str, owner: str) -> None:
     file.execute(f"UPDATE {table} SET leased_until = 0 WHERE owner = ?", (owner,))
+
+
+class LeasedStore:
+    """A file with a table of work that gateways lease; this gateway is `_owner`."""
+
+    def __init__(self, file: StoreFile, table: str) -> None:
+        self._file, self._table = file, table
+        self._owner = secrets.token_hex(8)
+
+    async def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        return await await_work(self._file.submit(work))
+
+    def close(self) -> None:
+        """Give up all leases, so that another gateway goes on at once."""
+        self._file.submit(lambda file: _end_leases(file, self._table, self._owner))
+        self._file.close()
 
 
 class LeaseRunner(Generic[_Row]):
@@ -82,8 +99,10 @@ class LeaseRunner(Generic[_Row]):
                         self._follow(held)
                     else:
                         wait_s = None
+                # not by wait_for: Python 3.11's forgets a cancellation if the event is set then
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.woken.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):
+                        await self.woken.wait()
         finally:
             running = list(self._tasks.values())
             for task in running:

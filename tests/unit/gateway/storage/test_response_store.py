@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from servekit.gateway import response_store
-from servekit.gateway.response_store import ResponseStore, ResponsesUnavailable, StoredResponse
+from servekit.gateway.storage import response_store, store_file
+from servekit.gateway.storage.response_store import ResponseStore, StoredResponse
+from servekit.gateway.storage.store_file import ResponsesUnavailable
 from servekit.protocol.access import ResponseStorage
 
 RULES = ResponseStorage(2**20, 30.0)
@@ -23,7 +24,7 @@ RULES = ResponseStorage(2**20, 30.0)
 GATEWAY = """
 import asyncio, sys
 from pathlib import Path
-from servekit.gateway.response_store import ResponseStore
+from servekit.gateway.storage.response_store import ResponseStore
 from servekit.protocol.access import ResponseStorage
 
 async def main(path, name):
@@ -215,7 +216,7 @@ async def test_a_slow_disk_costs_responses_and_no_memory(
 async def test_what_cannot_be_done_now_is_no_answer(
     make_store: Callable[[], ResponseStore], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(response_store, "_BUSY_S", 0.1)
+    monkeypatch.setattr(store_file, "_BUSY_S", 0.1)
     store = make_store()
     save(store, "resp_0")
     assert await is_kept(store, "resp_0")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from servekit.gateway.batch_runner import LineError, parse_line, read_lines, validate_file
+from servekit.gateway.storage.batch_runner import LineError, parse_line, read_lines, validate_file
 
 CHAT = "/v1/chat/completions"
 

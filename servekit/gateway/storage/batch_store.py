@@ -12,20 +12,19 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from servekit.errors import RequestError
-from servekit.gateway.leases import claim_rows, end_leases
-from servekit.gateway.response_store import StoreFile, answer, transaction
+from servekit.gateway.storage.leases import LeasedStore, claim_rows
+from servekit.gateway.storage.store_file import StoreFile, transaction
 from servekit.protocol.access import BatchRules
 
 Json = dict[str, Any]
-_T = TypeVar("_T")
 _VERSION = 1
 _TABLES = (
     """CREATE TABLE files (id TEXT PRIMARY KEY, key TEXT NOT NULL, purpose TEXT NOT NULL,
@@ -105,21 +104,13 @@ class Batch(msgspec.Struct):
     bytes: int
 
 
-class BatchStore:
+class BatchStore(LeasedStore):
     """The files and batches in the folder `folder`, and the SQLite file beside it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file = StoreFile(folder.with_name("batches.db"), _TABLES, _VERSION, folder)
-        self._owner = secrets.token_hex(8)
-
-    async def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        return await answer(self._file.submit(work))
-
-    def close(self) -> None:
-        """Give up all leases, so that another gateway goes on at once."""
-        self._file.submit(lambda db: end_leases(db, "batches", self._owner))
-        self._file.close()
+        file = StoreFile(folder.with_name("batches.db"), _TABLES, _VERSION, folder)
+        super().__init__(file, "batches")
 
     def path(self, id: str) -> Path:
         """Return where the content of a file is; its id must be one of a record."""

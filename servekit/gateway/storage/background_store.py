@@ -6,31 +6,26 @@ in the transaction that stores the response: each is answered once, whatever die
 
 from __future__ import annotations
 
-import secrets
 import sqlite3
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from servekit.errors import RequestError
-from servekit.gateway.leases import claim_rows, end_leases
-from servekit.gateway.response_store import (
+from servekit.gateway.storage.leases import LeasedStore, claim_rows
+from servekit.gateway.storage.response_store import (
     StoredResponse,
-    StoreFile,
     StreamPart,
-    answer,
     insert_part,
     insert_response,
     open_responses,
-    transaction,
 )
+from servekit.gateway.storage.store_file import transaction
 from servekit.protocol.access import ResponseStorage
 
 Json = dict[str, Any]
-_T = TypeVar("_T")
 #: The most responses of a key that are not done.
 _MOST_OF_KEY = 1000
 #: The most that a gateway runs at once.
@@ -78,20 +73,11 @@ class HeldResponse(msgspec.Struct):
     id: str
 
 
-class BackgroundStore:
+class BackgroundStore(LeasedStore):
     """The responses that are not done, in the file of stored responses at `path`."""
 
     def __init__(self, path: Path) -> None:
-        self._file: StoreFile = open_responses(path)
-        self._owner = secrets.token_hex(8)
-
-    async def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        return await answer(self._file.submit(work))
-
-    def close(self) -> None:
-        """Give up all leases, so that another gateway goes on at once."""
-        self._file.submit(lambda file: end_leases(file, "background", self._owner))
-        self._file.close()
+        super().__init__(open_responses(path), "background")
 
     async def add(self, response: BackgroundResponse, rules: ResponseStorage) -> None:
         """Add a response that is to run. Raises TooManyInBackground."""

@@ -22,13 +22,13 @@ import structlog
 from servekit.errors import ModelNotFound, ServekitError
 from servekit.gateway.api.openai.response import new_id
 from servekit.gateway.auth.authorization import ACTING
-from servekit.gateway.batch_store import Batch, BatchStore
 from servekit.gateway.http.asgi import ASGIApp, encode_error, error_headers
 from servekit.gateway.http.internal_request import InternalAnswer, post_internally
 from servekit.gateway.http.request_context import BATCHED
-from servekit.gateway.leases import LOOK_EVERY_S, LeaseRunner
-from servekit.gateway.response_store import ResponsesUnavailable
 from servekit.gateway.routing.router import Router
+from servekit.gateway.storage.batch_store import Batch, BatchStore
+from servekit.gateway.storage.leases import LOOK_EVERY_S, LeaseRunner
+from servekit.gateway.storage.store_file import ResponsesUnavailable
 from servekit.protocol.access import BatchRules
 
 log: Any = structlog.get_logger("servekit.gateway")
@@ -242,7 +242,8 @@ class BatchRunner(LeaseRunner[Batch]):
         while self._running >= self._rules.concurrent or not self._is_idle(model):
             self._freed.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._freed.wait(), _IDLE_EVERY_S)
+                async with asyncio.timeout(_IDLE_EVERY_S):
+                    await self._freed.wait()
         self._running += 1
 
     def _is_idle(self, model: str) -> bool:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from servekit.gateway import background_store, leases
-from servekit.gateway.background_store import (
+from servekit.gateway.storage import background_store, leases
+from servekit.gateway.storage.background_store import (
     BackgroundResponse,
     BackgroundStore,
     TooManyInBackground,
 )
-from servekit.gateway.response_store import ResponseStore, StoredResponse, StreamPart
+from servekit.gateway.storage.response_store import ResponseStore, StoredResponse, StreamPart
 from servekit.protocol.access import ResponseStorage
 
 RULES = ResponseStorage(2**20, 30.0)

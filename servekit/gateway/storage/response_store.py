@@ -1,37 +1,26 @@
 """The responses of /v1/responses that are kept, in an SQLite file that all gateways here share.
 
 One thread writes, in the order of the calls, and one reads, so that no reader waits for a writer.
-The newest are kept, up to `ResponseStorage.max_bytes` and for `days`. A file that is damaged, or of
-another version, is put aside; on a full disk responses are not kept, and the log says so. Gateways
-open the file, and put it aside, one at a time, and open it again where another is in its place.
+The newest are kept, up to `ResponseStorage.max_bytes` and for `days`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import os
-import shutil
 import sqlite3
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
-import structlog
 
-from servekit.errors import RequestError
+from servekit.gateway.storage.store_file import StoreFile, await_work, transaction
 from servekit.protocol.access import ResponseStorage
 
-log: Any = structlog.get_logger("servekit.gateway")
-
-_T = TypeVar("_T")
 _VERSION = 3
 #: The row of `total` is the size of all responses: a sum over them would take long.
 _TABLES = (
@@ -59,7 +48,6 @@ _TABLES = (
     BEGIN DELETE FROM streams WHERE id = OLD.id; END""",
     f"PRAGMA user_version = {_VERSION}",
 )
-_BUSY_S = 5.0
 _DAY_S = 86400.0
 #: What is removed at once to make room, as a share of the limit.
 _ROOM = 0.05
@@ -70,16 +58,6 @@ _LOOK_EVERY_S = 0.05
 _MOST_PARTS = 64
 #: Responses that wait to be written; more are not kept.
 _MOST_PENDING_BYTES = 64 * 2**20
-#: How long the end of a gateway waits for them.
-_GOODBYE_S = 2.0
-
-
-class ResponsesUnavailable(RequestError):
-    """Stored responses, files and batches cannot be read or changed now. Try again; the log has the
-    reason."""
-
-    status = 503
-    code = "responses_unavailable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +147,7 @@ class ResponseStore:
         until_s = time.monotonic() + _LATE_S
         since = time.time() - rules.days * _DAY_S
         while True:
-            found = await answer(self._reader.submit(lambda file: _find(file, id, key, since)))
+            found = await await_work(self._reader.submit(lambda file: _find(file, id, key, since)))
             if found is not None or time.monotonic() > until_s:
                 return found
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -179,14 +157,16 @@ class ResponseStore:
 
         None if the response has no stream, or is not the key's. Raises ResponsesUnavailable.
         """
-        return await answer(self._reader.submit(lambda file: _read_stream(file, id, key, after)))
+        return await await_work(
+            self._reader.submit(lambda file: _read_stream(file, id, key, after))
+        )
 
     async def remove_response(self, id: str, key: str) -> bool:
         """Remove a response of the key. Returns whether there was one.
 
         Raises ResponsesUnavailable.
         """
-        return await answer(self._writer.submit(lambda file: _remove(file, id, key)))
+        return await await_work(self._writer.submit(lambda file: _remove(file, id, key)))
 
     def close(self) -> None:
         """Write what is pending, if the disk takes it within two seconds."""
@@ -197,147 +177,6 @@ class ResponseStore:
 def open_responses(path: Path) -> StoreFile:
     """Return a connection to the file of stored responses."""
     return StoreFile(path, _TABLES, _VERSION)
-
-
-async def answer(work: Future[_T]) -> _T:
-    """Return what the thread of a file returns. Raises ResponsesUnavailable."""
-    try:
-        return await asyncio.wrap_future(work)
-    except (sqlite3.Error, OSError) as error:
-        raise ResponsesUnavailable(f"what is stored cannot be reached now: {error}") from None
-
-
-class StoreFile:
-    """A connection to the SQLite file at `path`, in a thread of its own.
-
-    `tables` are the statements that make a new file, or bring one of an earlier version up to
-    `version`, its `user_version`. What is in `folder` is nothing without the file.
-    """
-
-    def __init__(
-        self, path: Path, tables: Sequence[str], version: int, folder: Path | None = None
-    ) -> None:
-        self._path, self._folder = path, folder
-        self._tables, self._version = tables, version
-        self._file: sqlite3.Connection | None = None
-        self._identity: tuple[int, int] | None = None  # of the file that is open, or was
-        self._thread = ThreadPoolExecutor(1, "responses")
-        self._failing = False
-
-    def submit(self, work: Callable[[sqlite3.Connection], _T]) -> Future[_T]:
-        """Run `work` in the thread; its future raises sqlite3.Error and OSError."""
-        return self._thread.submit(self._run, work)
-
-    def close(self) -> None:
-        """Run what is submitted, for two seconds at most, and close the file."""
-        closed = self._thread.submit(self._close)
-        futures.wait([closed], _GOODBYE_S)
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def warn(self, reason: str) -> None:
-        """Log that the file cannot be written, unless that was the last that was known."""
-        if not self._failing:
-            log.warning("responses_unwritable", file=str(self._path), reason=reason)
-        self._failing = True
-
-    # ---- in the thread
-
-    def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        try:
-            if self._file is None or _identify(self._path) != self._identity:
-                self._close()
-                with _locked(self._path):
-                    self._file = self._open()
-            done = work(self._file)
-        except (sqlite3.Error, OSError) as error:
-            self.warn(str(error))
-            self._close()
-            if _is_damage(error):
-                with contextlib.suppress(OSError), _locked(self._path):
-                    self._put_aside()
-            raise
-        self._failing = False
-        return done
-
-    def _open(self) -> sqlite3.Connection:
-        self._path.touch(mode=0o600)
-        self._identity = _identify(self._path)
-        file = sqlite3.connect(
-            self._path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
-        )
-        try:
-            [(version,)] = file.execute("PRAGMA user_version")
-            [(tables,)] = file.execute("SELECT count(*) FROM sqlite_schema")
-            if tables and not 0 < version <= self._version:
-                raise sqlite3.DatabaseError(f"it is of another version: {version}")
-            if not tables:
-                file.execute("PRAGMA auto_vacuum = FULL")
-                file.execute("PRAGMA journal_mode = WAL")  # no wait for the disk at each response
-            file.execute("PRAGMA synchronous = NORMAL")
-            if version < self._version:
-                with transaction(file):
-                    for statement in self._tables:
-                        file.execute(statement)
-        except sqlite3.Error:
-            file.close()
-            raise
-        return file
-
-    def _put_aside(self) -> None:
-        """Rename the damaged file and its folder, unless another gateway has done so."""
-        if _identify(self._path) != self._identity:
-            return
-        if self._folder is not None and self._folder.exists():
-            aside = self._folder.with_name(f"{self._folder.name}.broken")
-            shutil.rmtree(aside, ignore_errors=True)
-            self._folder.replace(aside)
-        for end in ("-wal", "-shm"):
-            self._path.with_name(self._path.name + end).unlink(missing_ok=True)
-        self._path.replace(self._path.with_name(f"{self._path.name}.broken"))
-
-    def _close(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with contextlib.suppress(sqlite3.Error):
-                file.close()
-
-
-def _identify(path: Path) -> tuple[int, int] | None:
-    """Return which file stands at `path`; None if there is none."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Wait for the gateways that open the file, or put it aside."""
-    lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _is_damage(error: Exception) -> bool:
-    """Return whether SQLite cannot read the file: its subclasses are of other faults."""
-    return type(error) is sqlite3.DatabaseError
-
-
-@contextlib.contextmanager
-def transaction(file: sqlite3.Connection, begin: str = "BEGIN IMMEDIATE") -> Iterator[None]:
-    """Write all that is within, or nothing; after "BEGIN" it is read as of one moment."""
-    file.execute(begin)
-    try:
-        yield
-        file.execute("COMMIT")
-    except BaseException:
-        if file.in_transaction:
-            file.execute("ROLLBACK")
-        raise
 
 
 def _save(

@@ -18,12 +18,17 @@ from servekit.errors import ModelChanged
 from servekit.gateway.api.openai.background_stream import KEPT, BackgroundStream
 from servekit.gateway.api.openai.responses import STREAMED
 from servekit.gateway.auth.authorization import ACTING
-from servekit.gateway.background_store import BackgroundResponse, BackgroundStore, HeldResponse
 from servekit.gateway.http.asgi import ASGIApp
 from servekit.gateway.http.internal_request import InternalAnswer, post_internally
-from servekit.gateway.leases import LOOK_EVERY_S, LeaseRunner
-from servekit.gateway.response_store import ResponsesUnavailable, StreamPart
 from servekit.gateway.routing.router import Router
+from servekit.gateway.storage.background_store import (
+    BackgroundResponse,
+    BackgroundStore,
+    HeldResponse,
+)
+from servekit.gateway.storage.leases import LOOK_EVERY_S, LeaseRunner
+from servekit.gateway.storage.response_store import StreamPart
+from servekit.gateway.storage.store_file import ResponsesUnavailable
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -116,7 +121,8 @@ class BackgroundRunner(LeaseRunner[HeldResponse]):
         """Store the events of a stream, but for the last ones of a response that is done."""
         while not ended.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), _WRITE_EVERY_S)
+                async with asyncio.timeout(_WRITE_EVERY_S):
+                    await ended.wait()
             if stream.end is None and (part := stream.take_part()) is not None:
                 await self._append(id, part)
 

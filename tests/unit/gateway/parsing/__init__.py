@@ -1,1 +1,0 @@
-"""How models write calls and thoughts."""
