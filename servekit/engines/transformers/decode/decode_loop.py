@@ -117,7 +117,8 @@ class DecodeLoop:
         """Record the CUDA graphs of all steps."""
         self._steps.record_graphs()
         if self._speculator is not None:
-            self._speculator.proposer.record_graphs()
+            step_s = self._steps.time_step(device_sampling.CHOOSING[0])
+            self._speculator.proposer.record_graphs(step_s)
 
     @property
     def uses_graphs(self) -> bool:

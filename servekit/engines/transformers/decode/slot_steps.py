@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,9 @@ from servekit.engines.transformers.decode.graphs import Graphs
 from servekit.engines.transformers.decode.host_attention import group_queries
 from servekit.engines.transformers.decode.kernels import Kernel
 from servekit.engines.transformers.decode.page_table import DecodeStep, Holder, LayerPages
+
+#: Repetitions of a step that is timed.
+_TIMED = 4
 
 
 class SlotSteps:
@@ -63,6 +67,16 @@ class SlotSteps:
         self._spans = spans or [1] * size
         work = partial(self._compute_step, size, mode)
         self.graphs.run((size, mode), work, self._slots.ints)
+
+    def time_step(self, mode: SamplingMode) -> float:
+        """Return how long a step of an empty slot takes, s."""
+        took_s = []
+        for _ in range(_TIMED):
+            began_s = time.perf_counter()
+            self.run(1, mode)
+            self.chosen[0].item()  # waits for the device
+            took_s.append(time.perf_counter() - began_s)
+        return min(took_s)
 
     def _compute_step(self, size: int, mode: SamplingMode) -> None:
         """Run the step, using only tensors at fixed addresses and without waiting for any."""

@@ -25,7 +25,7 @@ from servekit.protocol.messages import WorkerSpec
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A loaded draft model; `cost` is its size as a share of the model's."""
+    """A loaded draft model; `cost` is its size as a share of the model's, until it is timed."""
 
     model: PreTrainedModel
     cost: float

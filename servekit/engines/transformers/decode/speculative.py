@@ -89,8 +89,8 @@ class Proposer(ABC):
     def open(self, pages: Pages, slots: BatchSlots) -> None:  # noqa: B027 - most need none
         """Prepare for rows with this cache and these slots."""
 
-    def record_graphs(self) -> None:  # noqa: B027
-        """Record CUDA graphs, before the first request."""
+    def record_graphs(self, step_s: float) -> None:  # noqa: B027
+        """Record CUDA graphs, before the first request; the model's own step takes `step_s`."""
 
     def close(self) -> None:  # noqa: B027
         """Free what `open` has allocated."""
