@@ -229,6 +229,7 @@ class Speculator:
         share = room // len(slots) - 1 if slots else 0
         cost = self.proposer.cost + self.wait
         wanted: Wanted = {}
+        gain = 0.0
         for slot in slots:
             key, row = slot.row.key, slot.row
             chance = self._chances.setdefault(key, _PRIOR)
@@ -236,7 +237,17 @@ class Speculator:
             count = count_worthwhile(chance, len(slots), self.worth, cost, most)
             if count > 0:
                 wanted[key] = (slot, count)
-        return wanted
+                gain += sum(chance**at for at in range(1, count + 1))
+        return wanted if gain > self._time_longer(wanted, len(slots)) * len(slots) else {}
+
+    def _time_longer(self, wanted: Wanted, rows: int) -> float:
+        """Return how much longer a step takes with proposals, as a share of one without.
+
+        Drafting and waiting take as long for a few rows as for all.
+        """
+        counts = [count for _, count in wanted.values()]
+        verifying = sum(counts) / (rows + self.worth)
+        return self.wait + self.proposer.cost * max(counts, default=0) + verifying
 
     def note(self, key: str, proposed: int, accepted: int) -> None:
         """Learn what became of a row's proposal in a step; 0 proposed if it had none."""
