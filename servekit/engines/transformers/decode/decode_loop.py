@@ -14,6 +14,7 @@ proposed tokens (`speculative`), which can only be looked for once the last ones
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -164,6 +165,15 @@ class DecodeLoop:
 
         Without room for the step, all rows are returned to the library, which then frees some.
         """
+        if self._speculator is None:
+            return self._step()
+        rows, began_s = len(self.seated), time.perf_counter()
+        outputs = self._step()
+        tokens = sum(len(output.token_ids) for _, output in outputs)
+        self._speculator.note_step(rows, tokens, time.perf_counter() - began_s)
+        return outputs
+
+    def _step(self) -> list[Output]:
         self._watched = {key for key in self._watched if self._needs_host(key)}
         outputs: list[Output] = []
         proposals: dict[str, list[int]] = {}

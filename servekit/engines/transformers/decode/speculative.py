@@ -45,6 +45,10 @@ _LEARNT = 0.15
 #: Share by which the chance of a row returns to the prior with each token without proposals, so
 #: that it tries again.
 _FORGOTTEN = 1 / 128
+#: Steps with proposals after which their rate is compared, and what a step keeps of earlier ones.
+_WINDOW, _KEPT = 16, 0.9
+#: Steps without proposals where these bring less: the first time, and at most.
+_PAUSE, _LONGEST_PAUSE = 64, 4096
 
 
 class Speculation(msgspec.Struct, frozen=True):
@@ -196,6 +200,39 @@ def count_worthwhile(chance: float, rows: int, worth: float, cost: float, most: 
 
 
 @dataclass(slots=True)
+class StepRates:
+    """Tokens in a second of steps without and with proposals, for some number of rows.
+
+    Where proposals are found to bring less, there are none for `_PAUSE` steps, and for twice as
+    many each time that this is found again.
+    """
+
+    made: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    took_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    steps: list[int] = field(default_factory=lambda: [0, 0])
+    rest: int = 0  # steps that have no proposals yet
+    pause: int = _PAUSE
+
+    def note(self, *, proposed: bool, tokens: int, took_s: float) -> None:
+        """Note what a step brought."""
+        self.made[proposed] = self.made[proposed] * _KEPT + tokens
+        self.took_s[proposed] = self.took_s[proposed] * _KEPT + took_s
+        self.steps[proposed] += 1
+        if not proposed:
+            self.rest = max(0, self.rest - 1)
+        elif self.steps[1] % _WINDOW == 0:
+            self._decide()
+
+    def _decide(self) -> None:
+        if self.steps[0] < _WINDOW:
+            self.rest = _WINDOW - self.steps[0]
+        elif self.made[1] * self.took_s[0] < self.made[0] * self.took_s[1]:
+            self.rest, self.pause = self.pause, min(2 * self.pause, _LONGEST_PAUSE)
+        else:
+            self.pause = _PAUSE
+
+
+@dataclass(slots=True)
 class Speculator:
     """The proposals of all rows: whether they pay, and what became of them.
 
@@ -208,6 +245,9 @@ class Speculator:
     worth: float
     wait: float = 0.0
     counts: Counts = field(default_factory=Counts)
+    #: Whether the last step was to have proposals.
+    attempted: bool = False
+    _rates: dict[int, StepRates] = field(default_factory=dict)  # by the rows' power of two
     _chances: dict[str, float] = field(default_factory=dict)  # by row's key
 
     @property
@@ -218,6 +258,7 @@ class Speculator:
     def propose(self, slots: Sequence[BatchSlot], room: int) -> dict[str, list[int]]:
         """Return the proposals of a step that runs these rows, by key; {} if none pays."""
         wanted = self._find_wanted(slots, room)
+        self.attempted = bool(wanted)
         return self.proposer.propose(wanted) if wanted else {}
 
     def is_promising(self, slots: Sequence[BatchSlot], room: int) -> bool:
@@ -225,7 +266,17 @@ class Speculator:
         wanted = self._find_wanted(slots, room)
         return bool(wanted) and self.proposer.is_promising(wanted)
 
+    def note_step(self, rows: int, tokens: int, took_s: float) -> None:
+        """Note what a step of so many rows brought."""
+        self._rates_of(rows).note(proposed=self.attempted, tokens=tokens, took_s=took_s)
+        self.attempted = False
+
+    def _rates_of(self, rows: int) -> StepRates:
+        return self._rates.setdefault(rows.bit_length(), StepRates())
+
     def _find_wanted(self, slots: Sequence[BatchSlot], room: int) -> Wanted:
+        if self._rates_of(len(slots)).rest:
+            return {}
         share = room // len(slots) - 1 if slots else 0
         cost = self.proposer.cost + self.wait
         wanted: Wanted = {}

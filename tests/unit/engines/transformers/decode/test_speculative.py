@@ -22,6 +22,7 @@ from servekit.engines.transformers.decode.speculative import (
     Proposer,
     Speculation,
     Speculator,
+    StepRates,
     Wanted,
     count_worthwhile,
     look_up,
@@ -315,3 +316,33 @@ def test_rejected_proposals_stop_and_are_tried_again(tiny_model: Path) -> None:
     assert texts(found) == texts(expected)
     assert 10 < speculator.counts.draft_tokens < 100
     assert math.isclose(speculator.counts.accepted_tokens, 0, abs_tol=3)
+
+
+# ---------------------------------------------------------------- measured rates
+
+
+def run_steps(rates: StepRates, count: int, tokens: int, took_s: float) -> list[bool]:
+    """Run steps of which one with proposals brings so much; one without brings a token in 1 s."""
+    proposed = []
+    for _ in range(count):
+        proposed.append(not rates.rest)
+        if proposed[-1]:
+            rates.note(proposed=True, tokens=tokens, took_s=took_s)
+        else:
+            rates.note(proposed=False, tokens=1, took_s=1.0)
+    return proposed
+
+
+def test_steps_without_proposals_are_tried_and_then_the_faster_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(speculative, "_WINDOW", 16)
+    good = run_steps(StepRates(), 2000, tokens=3, took_s=2.0)
+    assert good.count(False) == 16
+    assert all(good[100:])
+    rates = StepRates()
+    bad = run_steps(rates, 20_000, tokens=3, took_s=4.0)
+    assert bad[:16] == [True] * 16
+    assert 16 * 5 < bad.count(True) < 0.02 * len(bad), "it is tried again, ever more seldom"
+    better = run_steps(rates, 8000, tokens=3, took_s=2.0)
+    assert all(better[-1000:]), "it pays again, and that is found"
