@@ -100,7 +100,7 @@ class TextEncoder:
             )
 
         texts = [*islice(make_probe_texts(()), _PAIRS)]
-        pairs = [*zip(texts, [*reversed(texts[1:]), None], strict=True)]
+        pairs = [*zip(texts, [*reversed(texts[1:]), None], strict=True), ("a", ""), ("", "a")]
         try:
             equal = all(encode(*pair) == self._encode_pair_by_transformers(*pair) for pair in pairs)
         except Exception:  # such as of a tokenizer that joins no texts
@@ -121,8 +121,10 @@ class TextEncoder:
         return list(tokenized["input_ids"])
 
     def _encode_pair_by_transformers(self, text: str, second: str | None) -> TokenizedText:
-        tokenized = self._tokenizer(text, second, return_attention_mask=False)
-        ids, types = tokenized["input_ids"], tokenized.get("token_type_ids") or ()
+        # as a batch: the library takes an empty second text of a single pair for none at all
+        pair = [text], None if second is None else [second]
+        tokenized = self._tokenizer(*pair, return_attention_mask=False)
+        [ids], [types] = tokenized["input_ids"], tokenized.get("token_type_ids") or [()]
         if not getattr(tokenized, "is_fast", False):
             return TokenizedText(list(ids), list(types), [])
         return _read_tokenized(ids, types, tokenized.sequence_ids(0))

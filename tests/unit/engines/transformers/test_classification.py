@@ -171,7 +171,8 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 def plain(folder: Path, *texts: str) -> list[float]:
     """The logits by the library alone, one text or pair at a time."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
-    encoded = AutoTokenizer.from_pretrained(folder)(*texts, return_tensors="pt")
+    pair = ([text] for text in texts)  # as a batch, in which an empty document makes a pair, too
+    encoded = AutoTokenizer.from_pretrained(folder)(*pair, return_tensors="pt")
     if getattr(model.config, "type_vocab_size", 0) < 2:
         encoded.pop("token_type_ids", None)
     with torch.no_grad():
