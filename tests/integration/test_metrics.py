@@ -336,8 +336,11 @@ def test_the_alarms_of_what_happened_go_off_and_no_others(live: Live, prometheus
     assert {rule["health"] for rule in found} == {"ok"}, found
 
 
-#: What this instance has nothing to show of: no model comes and goes, and nothing was refused.
-_NOTHING_TO_SHOW = ("Where models are", "instance", "model")
+#: What this instance has nothing to show of: no model comes and goes, nothing was refused, and no
+#: engine speculates.
+_NOTHING_TO_SHOW = (
+    *("Where models are", "instance", "model", "Proposed tokens that were accepted"),
+)
 
 
 @needs_prometheus
