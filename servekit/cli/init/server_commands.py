@@ -286,6 +286,10 @@ _LLAMA = {
     **_share_option(
         _Option("options.gpu_layers", _layers), "-ngl", "--gpu-layers", "--n-gpu-layers"
     ),
+    **_share_option(_Option("options.cpu_moe_layers", _number), "-ncmoe", "--n-cpu-moe"),
+    **_share_option(
+        _Option("options.cpu_moe_layers", _constant(value=1000), "none"), "-cmoe", "--cpu-moe"
+    ),
     **_share_option(_Option("options.threads", _number), "-t", "--threads"),
     **_share_option(_Option("options.batch_tokens", _number), "-ub", "--ubatch-size"),
     **_share_option(_Option("options.flash_attention", _on_off, "maybe"), "-fa", "--flash-attn"),

@@ -214,6 +214,9 @@ class LlamaCppOptions(Section):
     """Sequences at the same time, sharing one KV cache; by default 8, or 32 texts to embed."""
     gpu_layers: Annotated[int | None, Field(ge=0)] = None
     """Layers on the GPU; by default all that fit. Without a GPU, none."""
+    cpu_moe_layers: Annotated[int | None, Field(ge=0)] = None
+    """Layers, from the first, whose experts (MoE) stay in the host's memory and run on the CPU:
+    llama-server's `--n-cpu-moe`. The rest of a large model then fits on a small GPU."""
     threads: Annotated[int | None, Field(ge=1)] = None
     """Threads on a CPU; by default the cores divided among the CPU workers."""
     batch_tokens: Annotated[int | None, Field(ge=16)] = None

@@ -88,6 +88,7 @@ class Settings:
     flash_attention: str
     cache_type: str
     pooling: int | None  # None: the model generates
+    cpu_moe_layers: int = 0  # layers, from the first, whose experts stay in the host's memory
 
     @property
     def outputs(self) -> int:
@@ -143,6 +144,12 @@ class Binding(ABC):
         return f"{self.library.binding} is built without CUDA. Install its CUDA wheel."
 
 
+class _Placement(Structure):
+    """llama_model_tensor_buft_override: tensors whose names match, and where they are put."""
+
+    _fields_ = (("pattern", c_char_p), ("buffer_type", c_void_p))
+
+
 class StructBinding(Binding):
     """A binding whose structs have known fields, which are set in a copy of the defaults."""
 
@@ -152,7 +159,15 @@ class StructBinding(Binding):
         self._model, self._context = model, context
 
     def _model_params(self, settings: Settings) -> Structure:
-        return fill_copy(self._model, model_fields(settings))
+        fields = model_fields(settings)
+        if patterns := list_expert_patterns(settings.cpu_moe_layers):
+            host = self.library.call("ggml_backend_cpu_buffer_type")
+            # kept, because the struct points to it; an empty one ends the list
+            self._placed = (_Placement * (len(patterns) + 1))(
+                *(_Placement(pattern.encode(), host) for pattern in patterns)
+            )
+            fields["tensor_buft_overrides"] = ctypes.addressof(self._placed)
+        return fill_copy(self._model, fields)
 
     def _context_params(self, settings: Settings) -> Structure:
         return fill_copy(self._context, context_fields(settings))
@@ -177,7 +192,13 @@ class XLlamaCpp(Binding):
         self._params = params  # the structs point into it
 
     def _model_params(self, settings: Settings) -> Structure:
-        return self._to_model(self._fill_params(settings))
+        address = self._fill_params(settings)
+        if patterns := list_expert_patterns(settings.cpu_moe_layers):
+            try:
+                self._params.tensor_buft_overrides = ",".join(f"{one}=CPU" for one in patterns)
+            except (AttributeError, ValueError) as error:
+                raise unknown_layout(self.library.binding) from error
+        return self._to_model(address)
 
     def _context_params(self, settings: Settings) -> Structure:
         return self._to_context(self._fill_params(settings))
@@ -220,6 +241,14 @@ def _find_converter(functions: ctypes.CDLL, name: str) -> Callable[[int], Struct
     function.restype, function.argtypes = _Opaque, (c_void_p,)
     made: Callable[[int], Structure] = function
     return made
+
+
+def list_expert_patterns(layers: int) -> list[str]:
+    """Return patterns of the names of all experts in the first layers.
+
+    Source: llama.cpp, common/arg.cpp, `--n-cpu-moe`.
+    """
+    return [rf"blk\.{at}\.ffn_(up|down|gate|gate_up)_(ch|)exps" for at in range(layers)]
 
 
 def model_fields(settings: Settings) -> dict[str, Any]:

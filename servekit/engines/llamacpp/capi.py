@@ -92,6 +92,7 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_vocab_pad": (c_int32, (_P,)),
     "llama_tokenize": (c_int32, (_P, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool)),
     "llama_token_to_piece": (c_int32, (_P, c_int32, c_char_p, c_int32, c_int32, c_bool)),
+    "ggml_backend_cpu_buffer_type": (_P, ()),
     "ggml_backend_dev_count": (c_size_t, ()),
     "ggml_backend_dev_get": (_P, (c_size_t,)),
     "ggml_backend_dev_type": (c_int32, (_P,)),

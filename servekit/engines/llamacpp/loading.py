@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -138,7 +139,10 @@ def _plan_memory(
         budgets=reserve_bytes(_gpu_budgets(binding, spec), taken),
         host_bytes=max(0, cgroup.available_memory_bytes() - taken),
     )
-    return memory_fit.fit_memory(memory_fit.shape_of(headers, cache_type), options)
+    moe_layers = spec.options.get("cpu_moe_layers") or 0
+    shape = memory_fit.shape_of(headers, cache_type, moe_layers)
+    plan = memory_fit.fit_memory(shape, options)
+    return dataclasses.replace(plan, cpu_moe_layers=min(moe_layers, len(shape.layers)))
 
 
 def _gpu_budgets(binding: Binding, spec: WorkerSpec) -> tuple[int, ...]:
@@ -177,6 +181,7 @@ def _make_settings(
         flash_attention=str(options.get("flash_attention", "auto")),
         cache_type=_cache_type(spec),
         pooling=pooling,
+        cpu_moe_layers=plan.cpu_moe_layers,
     )
 
 

@@ -73,6 +73,7 @@ class Plan:
     context: int
     cache_bytes: int
     whole_on_gpu: bool = False
+    cpu_moe_layers: int = 0
 
 
 def read_parts(path: Path) -> list[Header]:
@@ -89,8 +90,12 @@ def read_parts(path: Path) -> list[Header]:
     return [read_header(path.parent / name, part=True) for name in names]
 
 
-def shape_of(headers: Sequence[Header], cache_type: str) -> Shape:
-    """Compute the memory needs from the headers of all parts; the first has the metadata."""
+def shape_of(headers: Sequence[Header], cache_type: str, cpu_moe_layers: int = 0) -> Shape:
+    """Compute the memory needs from the headers of all parts; the first has the metadata.
+
+    The experts of the first `cpu_moe_layers` layers are no part of the layers' weights. Raises
+    LoadError if there are none.
+    """
     sizes = {name: size for header in headers for name, size in header.sizes.items()}
     file = Gguf(headers[0].metadata, sum(h.parameters for h in headers), sum(sizes.values()))
 
@@ -98,11 +103,17 @@ def shape_of(headers: Sequence[Header], cache_type: str) -> Shape:
         value = file.of_architecture(key)
         return int(value) if isinstance(value, int | float) else 0
 
-    layers = [0] * max(stated("block_count"), 1)
+    layers, experts = [0] * max(stated("block_count"), 1), 0
     for name, size in sizes.items():
         block = _BLOCK.match(name)
-        if block and int(block[1]) < len(layers):
+        if block is None or int(block[1]) >= len(layers):
+            continue
+        if "exps." in name and int(block[1]) < cpu_moe_layers:
+            experts += size
+        else:
             layers[int(block[1])] += size
+    if cpu_moe_layers and not experts:
+        raise LoadError("options.cpu_moe_layers: this model has no experts; leave it out.")
     width, embedding = stated("embedding_length"), sizes.get("token_embd.weight", 0)
     return Shape(
         architecture=headers[0].architecture,

@@ -12,6 +12,7 @@ the claim; the engine keeps within it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +55,8 @@ _NOT_OF_DRAFTS = {"speculative", "quantization"}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Bytes per number in llama.cpp's caches: blocks of 32 with their scale.
 _CACHE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
+#: Names of the experts' tensors in a GGUF file.
+_EXPERT = re.compile(r"blk\.(\d+)\..*exps\.")
 #: A converted GGUF file with fewer numbers is stored as float32; see `gguf_convert`.
 _FLOAT32_BELOW = 1_000_000_000
 
@@ -257,12 +260,27 @@ def _of_gguf(model: ModelConfig, place: Assignment, path: Path) -> Estimate:
     shape = kv_cache_shape.of_gguf(file)
     if model.engine == "llamacpp":
         number = _CACHE_BYTES[str(model.options.get("cache_type", "f16"))]
-        found = _spread(model, place, file.weights_bytes, shape, number, partly=True)
+        weights_bytes = file.weights_bytes - _host_experts_bytes(model, path)
+        found = _spread(model, place, weights_bytes, shape, number, partly=True)
         return replace(found, weights_bytes=found.weights_bytes + _projector_bytes(model, path))
     stored = 4 if file.elements < _FLOAT32_BELOW else 2
     number = _BYTES.get(model.dtype, stored if place.gpus else 4)
     found = _spread(model, place, int(file.elements * number), shape, number)
     return replace(found, from_gguf=True)
+
+
+def _host_experts_bytes(model: ModelConfig, path: Path) -> int:
+    """Return the size of the experts that `cpu_moe_layers` keeps in the host's memory."""
+    layers = model.options.get("cpu_moe_layers") or 0
+    if not layers:
+        return 0
+    sizes = [gguf.read_header(part, part=True).sizes for part in gguf.parts(path)]
+    return sum(
+        size
+        for found in sizes
+        for name, size in found.items()
+        if (expert := _EXPERT.match(name)) and int(expert[1]) < layers
+    )
 
 
 def _projector_bytes(model: ModelConfig, path: Path) -> int:

@@ -59,6 +59,7 @@ def write_tiny_gguf(
     template: str = TEMPLATE,
     sentencepiece: tuple[list[str], list[float], list[int]] | None = None,
     added: tuple[list[str], int] = ([], 1),
+    experts: int = 0,
     **metadata: Any,
 ) -> Path:
     """A llama, or another architecture, of 2 layers in Q8_0, or in float32.
@@ -66,9 +67,13 @@ def write_tiny_gguf(
     `skip` leaves out the tensors whose name has it.
     `metadata` is more of it, with __ for the dots in its keys. `sentencepiece` is another
     vocabulary: pieces, scores, kinds.
-    `added` are further tokens of a byte-level vocabulary, and their kind.
+    `added` are further tokens of a byte-level vocabulary, and their kind. With `experts`, each
+    layer has so many, of which a token uses two.
     """
     writer = gguf.GGUFWriter(path, architecture)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
     byte_level = [*SPECIAL, *_byte_characters(), "Ġt", "he", *added[0]]
     tokens = sentencepiece[0] if sentencepiece else byte_level
     _add_metadata(writer, len(tokens), context)
@@ -91,7 +96,7 @@ def write_tiny_gguf(
         writer.kv_data[0].pop(name, None)  # gguf 0.17 refuses a second value
         writer.add_key_value(name, value, sort)
     random = np.random.default_rng(7)
-    shapes = _shapes(len(tokens), architecture) | (
+    shapes = _shapes(len(tokens), architecture, experts) | (
         {} if tied else {"output.weight": (len(tokens), HIDDEN)}
     )
     for name, shape in shapes.items():
@@ -138,7 +143,7 @@ def _add_byte_level(writer: Any, tokens: list[str], added: tuple[list[str], int]
     writer.add_token_merges(["Ġ t", "h e"])
 
 
-def _shapes(vocabulary: int, architecture: str) -> dict[str, tuple[int, ...]]:
+def _shapes(vocabulary: int, architecture: str, experts: int) -> dict[str, tuple[int, ...]]:
     narrow = HIDDEN // HEADS * KV_HEADS
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocabulary, HIDDEN)}
     for block in (f"blk.{n}." for n in range(LAYERS)):
@@ -149,10 +154,15 @@ def _shapes(vocabulary: int, architecture: str) -> dict[str, tuple[int, ...]]:
             f"{block}attn_v.weight": (narrow, HIDDEN),
             f"{block}attn_output.weight": (HIDDEN, HIDDEN),
             f"{block}ffn_norm.weight": (HIDDEN,),
-            f"{block}ffn_gate.weight": (FEED_FORWARD, HIDDEN),
-            f"{block}ffn_up.weight": (FEED_FORWARD, HIDDEN),
-            f"{block}ffn_down.weight": (HIDDEN, FEED_FORWARD),
         }
+        many, name = ((experts,), "_exps") if experts else ((), "")
+        shapes |= {
+            f"{block}ffn_gate{name}.weight": (*many, FEED_FORWARD, HIDDEN),
+            f"{block}ffn_up{name}.weight": (*many, FEED_FORWARD, HIDDEN),
+            f"{block}ffn_down{name}.weight": (*many, HIDDEN, FEED_FORWARD),
+        }
+        if experts:
+            shapes[f"{block}ffn_gate_inp.weight"] = (experts, HIDDEN)
         if architecture == "gemma2":
             norms = ("post_attention_norm", "post_ffw_norm")
             shapes |= {f"{block}{name}.weight": (HIDDEN,) for name in norms}

@@ -146,3 +146,16 @@ def test_the_header_says_it(tmp_path: Path) -> None:
     assert shape.output == 4 * 261 * 64  # tied: the embedding, once more
     assert shape.cached == narrow * 2 * 4
     assert shape.own_context == 256
+
+
+def test_experts_on_the_host_are_no_part_of_the_layers(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "moe.gguf", float32=True, experts=4)
+    parts = read_parts(path)
+    whole, first, all_ = (shape_of(parts, "f32", layers) for layers in (0, 1, 99))
+    experts = 4 * 4 * 3 * 96 * 64
+    assert [a - b for a, b in zip(whole.layers, first.layers, strict=True)] == [experts, 0]
+    assert [a - b for a, b in zip(whole.layers, all_.layers, strict=True)] == [experts] * 2
+    assert first.weights == whole.weights
+    dense = read_parts(write_tiny_gguf(tmp_path / "dense.gguf"))
+    with pytest.raises(LoadError, match="cpu_moe_layers: this model has no experts"):
+        shape_of(dense, "f32", 1)

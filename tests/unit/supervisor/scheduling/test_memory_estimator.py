@@ -171,6 +171,17 @@ def test_gguf(tmp_path: Path) -> None:
     assert asis.on_each_floor_bytes == 0, "what does not fit stays in the host's memory"
 
 
+def test_experts_on_the_host_take_no_gpu_memory(tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "moe.gguf", float32=True, experts=4)
+    plain = of(path, engine="llamacpp").weights_bytes
+    found = [
+        plain - of(path, engine="llamacpp", options={"cpu_moe_layers": layers}).weights_bytes
+        for layers in (0, 1, 99)
+    ]
+    experts = 4 * 4 * 3 * 96 * 64
+    assert found == [0, experts, 2 * experts]
+
+
 def test_the_projector_of_a_gguf_model(tmp_path: Path) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     plain = of(path, engine="llamacpp").weights_bytes
