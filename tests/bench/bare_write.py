@@ -15,9 +15,9 @@ import time
 from tests.bench.paced import STEP_S
 
 EVENT = (
-    b'data: {"id":"chatcmpl-0123456789abcdef01234567","object":"chat.completion.chunk",'
-    b'"created":1800000000,"model":"m","choices":[{"index":0,"delta":{"content":" how"},'
-    b'"logprobs":null,"finish_reason":null}]}\n\n'
+    b'data: {"id":"chatcmpl-0123456789abc0","object":"chat.completion.chunk",'
+    b'"created":1800000000,"model":"m","choices":[{"index":0,"delta":{"content":" was"},'
+    b'"finish_reason":null}]}\n\n'
 )
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 

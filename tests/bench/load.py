@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -40,6 +40,7 @@ class Order(msgspec.Struct, frozen=True):
     mark: str = "~"  # what a token of a stream says once, and nothing else does
     own: str = ""  # a file where a watched process tells CPU time of its that does not count
     number: str = ""  # what the bodies say once and get the request's number for, as wide
+    first: int = 0  # the first request's number
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -84,6 +85,24 @@ def run(order: Order, within_s: float = 60.0) -> Result:
     if done.returncode:
         raise Unexpected(done.stderr)
     return msgspec.json.decode(done.stdout, type=Result)
+
+
+def together(results: Sequence[Result]) -> Result:
+    """Return what several processes saw at the same time; the servers' CPU time is the first's."""
+    (one, *others) = results
+    return (
+        msgspec.structs.replace(
+            one,
+            **{
+                name: sum(getattr(each, name) for each in results)
+                for name in ("answers", "events", "tokens", "received")
+            },
+            wall_s=max(each.wall_s for each in results),
+            own_cores=max(each.own_cores for each in results),
+        )
+        if others
+        else one
+    )
 
 
 class Count:
@@ -182,7 +201,7 @@ async def drive(order: Order) -> Result:
     """Open all connections, let them warm up, and count for `seconds`."""
     loop = asyncio.get_running_loop()
     count = Count(order.mark)
-    requests = _numbered(itertools.cycle(_requests(order)), order.number.encode())
+    requests = _numbered(itertools.cycle(_requests(order)), order.number.encode(), order.first)
     kind = StreamClient if order.stream else WholeClient
     clients: list[Client] = []
     for begin in range(0, order.connections, TOGETHER):
@@ -251,11 +270,11 @@ def _requests(order: Order) -> list[bytes]:
     return made
 
 
-def _numbered(requests: Iterator[bytes], mark: bytes) -> Iterator[bytes]:
+def _numbered(requests: Iterator[bytes], mark: bytes, first: int) -> Iterator[bytes]:
     """Make each request unlike all others, if they are marked."""
     if not mark:
         return requests
-    numbers = itertools.count()
+    numbers = itertools.count(first)
     return (one.replace(mark, b"%0*d" % (len(mark), next(numbers)), 1) for one in requests)
 
 

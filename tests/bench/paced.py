@@ -24,8 +24,8 @@ from servekit.plugin import Emit, Engine, Job, Load, ModelInfo, Report, StepOutp
 NAME = "paced"
 #: A file of the model's folder.
 OWN = "own"
-#: A letter that no chunk has but in its text.
-MARK = "w"
+#: What a token says once, and a chunk nowhere else: ids have letters by chance.
+MARK = " w"
 WORDS = 512
 STEP_S = 0.01
 CONTEXT = 131_072
@@ -58,7 +58,8 @@ def read_words(folder: Path) -> dict[str, int]:
 
 def read_answer(folder: Path) -> list[int]:
     """Return the tokens of the answer."""
-    return [token for word, token in read_words(folder).items() if word.count(MARK) == 1][:WORDS]
+    words = read_words(folder)
+    return [token for word, token in words.items() if f" {word}".startswith(MARK)][:WORDS]
 
 
 class Pace:

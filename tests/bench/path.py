@@ -171,7 +171,7 @@ class Ours:
         self.worker.connect()
         measures = self.router.measures.answers
         more: dict[str, Any] = {"hot": app.exchanges, "max_body_bytes": 2**20, "limits": LIMITS}
-        more["envelopes"] = app.envelopes
+        more |= {"envelopes": app.envelopes, "connected": lambda: None}
         self.clients = connections(app, clients, answers=measures, **more)
         self.asks = request(b"/v1/completions", BODY)
 

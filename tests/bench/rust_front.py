@@ -30,15 +30,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from tests.bench import crowd
 from tests.bench.cpu import await_calm, cpu_s, read_own_s
 from tests.bench.figures import conditions
-from tests.bench.load import Order, Result, Unexpected, run
+from tests.bench.load import Order, Result, Unexpected, run, together
 from tests.bench.paced import MARK, OWN, copy_model, installed, model_entry, read_words
 from tests.bench.peers import await_answer, started
 from tests.bench.table import spread
@@ -79,12 +82,17 @@ class Server:
 
 @contextlib.contextmanager
 def servers(
-    folder: Path, source: Path, binary: Path | None, python: str
+    folder: Path, source: Path, binary: Path | None, python: str, gateways: Sequence[int] = (1,)
 ) -> Iterator[dict[str, Server]]:
     """Start all of them; without the binary all but vllm-rs."""
     model = copy_model(source, folder / "model")
     with contextlib.ExitStack() as stack:
-        found = {OURS: stack.enter_context(_ours(folder, model))}
+        found = {
+            OURS if count == 1 else f"{OURS}, {count} gateways": stack.enter_context(
+                _ours(folder / f"ours-{count}", source, count)
+            )
+            for count in gateways
+        }
         if binary is not None:
             found[THEIRS] = stack.enter_context(_theirs(folder, model, binary.resolve(), python))
         found[BARE] = stack.enter_context(_bare(folder))
@@ -92,17 +100,18 @@ def servers(
 
 
 @contextlib.contextmanager
-def _ours(folder: Path, model: Path) -> Iterator[Server]:
-    home = folder / "ours"
+def _ours(home: Path, source: Path, gateways: int) -> Iterator[Server]:
     home.mkdir()
-    env = installed(folder / "site")
-    with Instance.up(home, [model_entry("m", model)], env=env) as instance:
+    model = copy_model(source, home / "model")
+    env = installed(home / "site")
+    server = {"gateways": gateways}
+    with Instance.up(home, [model_entry("m", model)], server=server, env=env) as instance:
         status = instance.until_settled(within_s=120)
         (replica,) = status.models[0].replicas
         assert replica.state == "ready", replica
         proven = "tokenizer_library_used"  # the thread that proves it takes seconds of CPU time
         instance.until(proven, lambda: proven in instance.log)
-        pids = (status.gateways[0].pid, replica.pid, status.pid)
+        pids = (*(one.pid for one in status.gateways), replica.pid, status.pid)
         yield Server(urlsplit(status.url).port or 0, pids, own=model / OWN)
 
 
@@ -197,20 +206,25 @@ class Table:
         self.rows.setdefault(name, Row(name, unit)).add(server, value)
 
     def lines(self) -> Iterator[str]:
-        yield "| what | servekit | vllm-rs | ratio | bare write |\n|---|---|---|---|---|"
+        names = list(dict.fromkeys(name for row in self.rows.values() for name in row.values))
+        ours = [name for name in names if name not in (THEIRS, BARE)]
+        heads = [*names, *(f"{name}: ratio" for name in ours if THEIRS in names)]
+        yield f"| what | {' | '.join(heads)} |\n|---{'|---' * len(heads)}|"
         for row in self.rows.values():
             cells = [
                 spread(row.values[name], 2, f" {row.unit}") if name in row.values else ""
-                for name in (OURS, THEIRS, BARE)
+                for name in names
             ]
-            yield f"| {row.name} | {cells[0]} | {cells[1]} | {ratio(row)} | {cells[2]} |"
+            if THEIRS in names:
+                cells += [ratio(row, name) for name in ours]
+            yield f"| {row.name} | {' | '.join(cells)} |"
 
 
-def ratio(row: Row) -> str:
-    """The medians' ratio, ours to theirs."""
-    if OURS not in row.values or THEIRS not in row.values:
+def ratio(row: Row, name: str) -> str:
+    """The medians' ratio, that server's to vllm-rs's."""
+    if name not in row.values or THEIRS not in row.values:
         return ""
-    ours, theirs = (statistics.median(row.values[name]) for name in (OURS, THEIRS))
+    ours, theirs = (statistics.median(row.values[one]) for one in (name, THEIRS))
     return f"{ours / theirs:.2f}" if theirs else ""
 
 
@@ -266,11 +280,12 @@ class Contest:
         stream: bool = False,
     ) -> tuple[Result, float]:
         """Return what came, and the CPU time of the front end meanwhile, in seconds."""
+        generators = min(self._options.generators, connections)
         order = Order(
             port=server.port,
             path=PATHS[kind],
             body="",
-            connections=connections,
+            connections=connections // generators,
             watch=(*server.front, *server.core),
             stream=stream,
             seconds=self._seconds,
@@ -280,7 +295,10 @@ class Contest:
             number=NUMBER,
             own=str(server.own) if server.own else "",
         )
-        one = run(order)
+        # No prompt comes twice: each generator's numbers begin elsewhere.
+        orders = [msgspec.structs.replace(order, first=at * 10_000_000) for at in range(generators)]
+        with ThreadPoolExecutor(generators) as threads:
+            one = together(list(threads.map(run, orders)))
         front_s = sum(one.cpu_s[: len(server.front)]) - one.own_s
         return one, front_s
 
@@ -336,7 +354,7 @@ class Contest:
             bodies = [[body(CHAT, text, 8, **more)] for text in asked]
             for name, server in self._turns():
                 order = crowd.Order(server.port, PATHS[CHAT], bodies, stream=True, mark=MARK)
-                one = crowd.ask(order, 1)
+                one = crowd.ask(order, self._options.generators)
                 for share in (0.5, 0.99):
                     what = f"first token, p{100 * share:.0f}, {streams:,} chats at once"
                     self._add(what, "ms", name, 1e3 * one.first_s(share))
@@ -421,6 +439,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=KINDS, nargs="+", default=KINDS)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256, 1000, 2000])
     parser.add_argument("--at-once", type=int, nargs="+", default=[64, 256, 1000])
+    parser.add_argument("--gateways", type=int, nargs="+", default=[1], help="in turns, too")
+    parser.add_argument("--generators", type=int, default=1, help="processes that ask together")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
     parser.add_argument("--settle", type=float, default=100.0, help="seconds before the rest")
@@ -433,7 +453,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers are ended, too
     with (
         tempfile.TemporaryDirectory(prefix="servekit-bench-") as folder,
-        servers(Path(folder), source, options.vllm_rs, options.python) as found,
+        servers(Path(folder), source, options.vllm_rs, options.python, options.gateways) as found,
     ):
         if options.hold:
             print(
