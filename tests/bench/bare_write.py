@@ -16,7 +16,7 @@ from tests.bench.paced import STEP_S
 
 EVENT = (
     b'data: {"id":"chatcmpl-0123456789abc0","object":"chat.completion.chunk",'
-    b'"created":1800000000,"model":"m","choices":[{"index":0,"delta":{"content":" was"},'
+    b'"created":1800000000,"model":"m","choices":[{"index":0,"delta":{"content":" day"},'
     b'"finish_reason":null}]}\n\n'
 )
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

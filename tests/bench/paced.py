@@ -25,7 +25,7 @@ NAME = "paced"
 #: A file of the model's folder.
 OWN = "own"
 #: What a token says once, and a chunk nowhere else: ids have letters by chance.
-MARK = " w"
+MARK = " d"
 WORDS = 512
 STEP_S = 0.01
 CONTEXT = 131_072

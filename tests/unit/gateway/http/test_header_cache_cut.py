@@ -96,7 +96,13 @@ class Connection:
         self.taken: list[tuple[bytes, list[tuple[bytes, bytes]], bytes]] = []
         self.known = 0  # requests that were not parsed
         self.protocol = kind(
-            config, ServerState(), {}, hot=hot, max_body_bytes=MOST_BYTES, limits=LIMITS
+            config,
+            ServerState(),
+            {},
+            hot=hot,
+            max_body_bytes=MOST_BYTES,
+            limits=LIMITS,
+            connected=lambda: None,
         )
         self.wire = Wire()
         self.protocol.connection_made(self.wire)
