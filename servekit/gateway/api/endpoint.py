@@ -95,11 +95,11 @@ class GenerationEndpoint:
         parsed = self._parse(body, key)
         size_bytes = len(body)
         del body  # otherwise the body stays in memory while the answer is generated
-        if isinstance(parsed, bytes):
-            response.send_json(parsed)
-            return
         if not isinstance(parsed, tuple):
-            self._start(response, size_bytes, partial(self._send_later, response, parsed))
+            if isinstance(parsed, bytes):
+                response.send_json(parsed)
+            else:
+                self._start(response, size_bytes, partial(self._send_later, response, parsed))
             return
         request, encoder = parsed
         if self._router.chooses:

@@ -225,12 +225,13 @@ class Generation:
             parse = partial(_parser, request, dialect, tools, begun)
             choices = self._make_choices(told, more, parse)
         self._choices = self._left = choices
-        self.first = choices[0].call
+        first = choices[0]
+        self.first = first.call
         rich = params.logprobs is not None or params.prompt_logprobs is not None or params.echo
         #: The only choice, if it brings nothing but text until it ends.
-        self.only = choices[0] if len(choices) == 1 and not rich else None
+        self.only = only = first if len(choices) == 1 and not rich else None
         #: Whether that text is the answer as it is, without a parser.
-        self.plain = self.only is not None and self.only.parser is None
+        self.plain = only is not None and only.parser is None
         if not (self.plain or request.stream):
             self._whole = [Choice() for _ in choices]
         try:
@@ -252,16 +253,16 @@ class Generation:
         choices: list[ChoiceStream] = []
         for prompt in request.prompts or _NO_PROMPTS:
             for index in range(request.n):
-                call = InflightRequest(
+                call = InflightRequest(  # by position: names would cost 0.2 µs
                     request.model,
                     _seeded(params, index) if index else params,
-                    prompt=prompt,
-                    messages=request.messages,
-                    stream=request.stream,
-                    key=request.key,
-                    priority=request.priority,
-                    more=more,
-                    session=request.session,
+                    prompt,
+                    request.messages,
+                    request.stream,
+                    request.key,
+                    request.priority,
+                    more,
+                    request.session,
                 )
                 if request.resume is not None:
                     request.resume(call)

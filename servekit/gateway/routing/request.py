@@ -112,7 +112,6 @@ class InflightRequest:
         self,
         model: str,
         params: SamplingParams,
-        *,
         prompt: str | list[int] | None = None,
         messages: list[ChatMessage] | None = None,
         stream: bool = True,

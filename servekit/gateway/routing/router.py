@@ -244,9 +244,10 @@ class Router:
             raise ModelUnavailable("servekit is shutting down", retry_after_s=5.0)
         route.check_available()
         now_s = call.created_s
-        if (error := self.quarantine.error(route.status, call, now_s)) is not None:
+        held = self.quarantine.held
+        if held and (error := self.quarantine.error(route.status, call, now_s)) is not None:
             raise error
-        if self.sources.has_suspects(now_s):
+        if self.sources.deaths and self.sources.has_suspects(now_s):
             self._judge(route, call)
         queue = route.suspects if call.alone_until else route.queue
         if queue.full:

@@ -24,6 +24,8 @@ from servekit.gateway.generation.generation import GenerationRequest
 from servekit.gateway.http.response import Handler
 from servekit.gateway.routing.router import Router
 
+_NO_USAGE = StreamUsage()
+
 
 class OpenAI:
     """The two endpoints, as handlers by path."""
@@ -38,11 +40,8 @@ class OpenAI:
 def _parse_chat(body: bytes, key: str) -> tuple[GenerationRequest, ChatEncoder]:
     request = decode(ChatRequest, body)
     check_prompt_logprobs(request)
-    encoder = ChatEncoder(
-        usage=_stream_usage(request.stream_options),
-        logprobs=bool(request.logprobs),
-        prompt_logprobs=request.prompt_logprobs,
-    )
+    usage = _stream_usage(request.stream_options)
+    encoder = ChatEncoder(usage, bool(request.logprobs), request.prompt_logprobs)
     return chat_request(request, key), encoder
 
 
@@ -50,18 +49,15 @@ def _parse_completion(body: bytes, key: str) -> tuple[GenerationRequest, Complet
     request = decode(CompletionRequest, body)
     prompts = completion_prompts(request)
     check_prompt_logprobs(request)
-    encoder = CompletionEncoder(
-        usage=_stream_usage(request.stream_options),
-        logprobs=request.logprobs,
-        echo=bool(request.echo),
-        prompt_logprobs=request.prompt_logprobs,
-    )
+    usage = _stream_usage(request.stream_options)
+    echo = bool(request.echo)
+    encoder = CompletionEncoder(usage, request.logprobs, echo, request.prompt_logprobs)
     return completion_request(request, prompts, key), encoder
 
 
 def _stream_usage(options: StreamOptions | None) -> StreamUsage:
     if options is None or not options.include_usage:
-        return StreamUsage()
+        return _NO_USAGE
     return StreamUsage(wanted=True, each=bool(options.continuous_usage_stats))
 
 

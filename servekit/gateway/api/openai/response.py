@@ -142,7 +142,7 @@ class ChatEncoder(ResponseEncoder):
     """The answer to POST /v1/chat/completions."""
 
     def __init__(
-        self, *, usage: StreamUsage, logprobs: bool, prompt_logprobs: int | None = None
+        self, usage: StreamUsage, logprobs: bool, prompt_logprobs: int | None = None
     ) -> None:
         self._id = new_id("chatcmpl-")
         self._prompt_logprobs = prompt_logprobs
@@ -305,7 +305,6 @@ class CompletionEncoder(ResponseEncoder):
 
     def __init__(
         self,
-        *,
         usage: StreamUsage,
         logprobs: int | None,
         echo: bool,
@@ -318,8 +317,9 @@ class CompletionEncoder(ResponseEncoder):
         self._best = logprobs or 0
         self._echo = echo
         self._prompt_logprobs = prompt_logprobs
-        self._echoed: set[int] = set()  # choices whose stream has already echoed their prompt
-        self._offsets: dict[int, int] = {}  # characters of each choice so far
+        if echo or logprobs is not None:
+            self._echoed: set[int] = set()  # choices whose stream has already echoed their prompt
+            self._offsets: dict[int, int] = {}  # characters of each choice so far
 
     def _head(self, generation: Generation) -> dict[str, Any]:
         return {
