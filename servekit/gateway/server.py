@@ -363,13 +363,12 @@ async def serving(
     """
     http = partial(
         Http, hot=hot or {}, max_body_bytes=max_body_bytes, limits=limits, answers=answers,
-        envelopes=envelopes,
+        envelopes=envelopes, connected=lambda: sweep.start_timer(),
     )  # fmt: skip
     server = _server(app, http, keep_alive_s)
+    sweep = Sweep(server, limits)
     for listening in (sock, *also):
         server.servers.append(await _listen(server, listening, tls, limits.header_s))
-    sweep = Sweep(server.server_state.connections, limits)
-    ticking = asyncio.get_running_loop().create_task(_renew_date(server))
 
     def close_doors() -> None:
         Http.leaving = True
@@ -379,20 +378,8 @@ async def serving(
     try:
         yield close_doors
     finally:
-        ticking.cancel()
         await server.shutdown(sockets=[sock, *also])
         sweep.stop_timer()
-
-
-async def _renew_date(server: uvicorn.Server) -> None:
-    """Renew the `date` of responses each second.
-
-    uvicorn's own `main_loop` wakes up ten times a second, to look whether it should end.
-    """
-    loop = asyncio.get_running_loop()
-    while True:
-        await server.on_tick(0)
-        await asyncio.sleep(next_tick_s(1.0, loop.time()))
 
 
 async def _listen(

@@ -20,9 +20,11 @@ import resource
 import socket
 import struct
 import termios
-from collections.abc import Awaitable, Iterable
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from email.utils import formatdate
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import httptools
 import structlog
@@ -40,6 +42,9 @@ from servekit.gateway.http.asgi import (
 )
 from servekit.gateway.http.request_context import RequestContext
 from servekit.system.timers import next_tick_s
+
+if TYPE_CHECKING:
+    import uvicorn
 
 log: Any = structlog.get_logger("servekit.gateway")
 
@@ -181,9 +186,13 @@ class LimitedProtocol(HttpToolsProtocol):
     spares: ClassVar[dict[LimitedProtocol, None]] = {}  # oldest first
     bodies: ClassVar[Bodies] = Bodies()
 
-    def __init__(self, *args: Any, limits: Limits, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, limits: Limits, connected: Callable[[], None], **kwargs: Any
+    ) -> None:
+        """Create the protocol; `connected` is called when its connection is made."""
         super().__init__(*args, **kwargs)
         self.limits = limits
+        self._connected = connected
         self.url = b""  # of the last request
         self.headers_by_name: dict[bytes, bytes] = {}  # likewise
         self._max_header_bytes = limits.header_bytes
@@ -207,6 +216,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._connected()
         if len(self.connections) > self.limits.most_connections:
             self._spare = True
             self.spares[self] = None
@@ -574,20 +584,36 @@ def _without_chunks(cycle: Any, app: ASGIApp) -> ASGIApp:
 
 
 class Sweep:
-    """The timer that sweeps all connections of a server until `stop_timer` is called."""
+    """Sweeps a server's connections, and renews the `date` of its responses, while it has any.
 
-    def __init__(self, connections: Iterable[Any], limits: Limits) -> None:
-        self._connections = connections
+    uvicorn's own `main_loop`, which sets the date, wakes up ten times a second for ever.
+    """
+
+    def __init__(self, server: uvicorn.Server, limits: Limits) -> None:
+        self._state = server.server_state
+        self._headers = server.config.encoded_headers
         self._limits = limits
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(limits.sweep_every_s, self._run)
+        self._timer: asyncio.TimerHandle | None = None
         self._tell_at_s = 0.0
 
-    def _run(self) -> None:
-        now_s = self._loop.time()
-        wait_s = next_tick_s(self._limits.sweep_every_s, now_s)
+    def start_timer(self) -> None:
+        """Call it for each new connection."""
+        if self._timer is None:
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        date = formatdate(time.time(), usegmt=True).encode()
+        self._state.default_headers = [(b"date", date), *self._headers]
+        wait_s = next_tick_s(self._limits.sweep_every_s, self._loop.time())
         self._timer = self._loop.call_later(wait_s, self._run)
-        connections = tuple(self._connections)
+
+    def _run(self) -> None:
+        self._timer = None
+        if self._state.connections:
+            self._set_timer()
+        now_s = self._loop.time()
+        connections: tuple[Any, ...] = tuple(self._state.connections)
         most = self._limits.most_connections
         crowded = len(connections) > most
         if crowded and now_s >= self._tell_at_s:
@@ -599,4 +625,5 @@ class Sweep:
                 connection.close_idle(now_s)
 
     def stop_timer(self) -> None:
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 Hook = Callable[[], Awaitable[None]]
 #: The most browser sessions that Gradio keeps, at about 80 kB each. Forgetting one loses nothing.
 SESSIONS = 1000
-#: The time between two polls of Gradio's queue, s: while somebody uses a page, and after nobody
-#: has for `QUIET_AFTER_S`. Gradio's default is a millisecond.
-POLL_S, POLL_QUIETLY_S = 0.02, 0.5
-QUIET_AFTER_S = 60.0
+#: The time between two polls of Gradio's queue, s, by default a millisecond; and the time without
+#: requests of pages after which the queue is paused.
+POLL_S = 0.02
+QUIET_AFTER_S = 2.0
 #: Pages show the output of models. Whatever passes the sanitizer, the browser may contact no other
 #: host, and no other site may frame the page.
 POLICY = (
@@ -81,15 +81,15 @@ def build_app(router: Router, supervisor: Supervisor, max_body_bytes: int) -> UI
     tools = ToolServers(router.access)
     shared = watch, Runs(router), Tail(folder), RecentRequests(folder), tools
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    made = []
+    made, queues = [], []
     for language in sorted(NAMES, key=lambda one: one == DEFAULT):  # the longer path comes first
         frame = Frame(router, Say(language), supervisor, *shared, max_body_bytes)
         with build_without_apps():
             blocks = build_pages(frame)
-        _calm_gradio(blocks)
+        queues.append(calm_gradio(blocks))
         _mount_pages(outer, blocks, get_root(language))
         made.append(blocks)
-    return UI(Shield(outer, max_body_bytes, made), *_make_lifespan(outer, made, watch, tools))
+    return UI(Shield(outer, max_body_bytes, queues), *_make_lifespan(outer, made, watch, tools))
 
 
 def _mount_pages(outer: FastAPI, blocks: gradio.Blocks, path: str) -> None:
@@ -146,7 +146,7 @@ def _make_lifespan(
     return startup, shutdown
 
 
-def _calm_gradio(blocks: gradio.Blocks) -> None:
+def calm_gradio(blocks: gradio.Blocks) -> PausedQueue:
     """Stop Gradio's own queue from delaying requests and from wasting the gateway's time.
 
     Requests wait in the router's queue, which is fair and knows positions. By default, Gradio
@@ -157,22 +157,68 @@ def _calm_gradio(blocks: gradio.Blocks) -> None:
     blocks.state_session_capacity = SESSIONS
     queue = blocks._queue
     queue.max_thread_count = 4096  # the most concurrent jobs, despite its name
-    queue.sleep_when_free = POLL_QUIETLY_S
+    queue.sleep_when_free = POLL_S
     queue.progress_update_sleep_when_free = 3600.0  # gr.Progress is not used
     queue.ANALYTICS_MAX_EVENTS = 1
     queue.ANAYLTICS_CACHE_FREQUENCY = 2**62  # Gradio's spelling
+    return PausedQueue(queue)
+
+
+class PausedQueue:
+    """One of Gradio's queues, which polls for events; it does so only between `resume` and `pause`.
+
+    Create it before Gradio starts the queue.
+    """
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self._start_processing = queue.start_processing
+        self._used = asyncio.Event()
+        self._polling: asyncio.Task[None] | None = None
+        queue.start_processing = self._process_while_used
+
+    @property
+    def polls(self) -> bool:
+        return self._polling is not None and not self._polling.done()
+
+    def resume(self) -> None:
+        self._used.set()
+
+    def pause(self) -> bool:
+        """Stop polling, unless events wait or run. Return whether it stops."""
+        if len(self._queue) or any(job is not None for job in self._queue.active_jobs):
+            return False
+        self._used.clear()
+        if self._polling is not None:
+            self._polling.cancel()
+        return True
+
+    async def _process_while_used(self) -> None:
+        while True:
+            await self._used.wait()
+            self._polling = asyncio.get_running_loop().create_task(self._poll())
+            await asyncio.wait((self._polling,))
+            if not self._polling.cancelled():
+                return self._polling.result()
+
+    async def _poll(self) -> None:
+        try:
+            await self._start_processing()
+        except asyncio.CancelledError:
+            self._queue.stopped = False  # Gradio has set it, and refuses events of stopped queues
+            raise
 
 
 class Shield:
     """Adds the pages' security headers, and refuses requests that no page makes.
 
-    While it sees no request, it slows Gradio's queues down, which poll.
+    While it sees no request, Gradio's queues are paused.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, made: Sequence[gradio.Blocks]) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, queues: Sequence[PausedQueue]) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
-        self._made = made
+        self._queues = queues
         self._used_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -185,7 +231,7 @@ class Shield:
         if not _is_within(scope, self._max_body_bytes):
             await send_json(send, TOO_LONG, 413)
             return
-        self._quicken()
+        self._resume()
 
         async def shielded(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -194,26 +240,21 @@ class Shield:
 
         await self._app(scope, receive, shielded)
 
-    def _quicken(self) -> None:
+    def _resume(self) -> None:
         loop = asyncio.get_running_loop()
         self._used_s = loop.time()
+        for queue in self._queues:
+            queue.resume()
         if self._timer is None:
-            self._set_poll(POLL_S)
-            self._timer = loop.call_later(QUIET_AFTER_S, self._calm)
+            self._timer = loop.call_later(QUIET_AFTER_S, self._pause)
 
-    def _calm(self) -> None:
+    def _pause(self) -> None:
         loop = asyncio.get_running_loop()
         left_s = self._used_s + QUIET_AFTER_S - loop.time()
-        jobs = (job for blocks in self._made for job in blocks._queue.active_jobs)
-        if left_s > 0 or any(job is not None for job in jobs):
-            self._timer = loop.call_later(max(left_s, 1.0), self._calm)
+        if left_s > 0 or not all(queue.pause() for queue in self._queues):
+            self._timer = loop.call_later(max(left_s, 1.0), self._pause)
         else:
             self._timer = None
-            self._set_poll(POLL_QUIETLY_S)
-
-    def _set_poll(self, poll_s: float) -> None:
-        for blocks in self._made:
-            blocks._queue.sleep_when_free = poll_s
 
 
 def _is_within(scope: Scope, max_body_bytes: int) -> bool:

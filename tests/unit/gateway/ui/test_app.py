@@ -11,7 +11,8 @@ import pytest
 
 from servekit.gateway.api.admin.endpoints import Supervisor
 from servekit.gateway.routing.request import InflightRequest
-from servekit.gateway.ui.app import UI, build_app, find_redirect
+from servekit.gateway.ui.app import UI, build_app, calm_gradio, find_redirect
+from tests.polling import poll_async
 from tests.unit.gateway.conftest import Service
 
 
@@ -78,3 +79,41 @@ def test_who_is_led_to_which_page(path: str, language: str, there: str | None) -
     headers = [(b"accept-language", language.encode())]
     assert find_redirect({"method": "GET", "path": path, "headers": headers}) == there
     assert find_redirect({"method": "POST", "path": path, "headers": headers}) is None
+
+
+async def test_a_queue_does_not_poll_while_it_is_paused_and_answers_afterwards() -> None:
+    from fastapi import FastAPI
+    from gradio import Blocks, Textbox, mount_gradio_app
+
+    let_go = asyncio.Event()
+
+    async def reverse(text: str) -> str:
+        await let_go.wait()
+        return text[::-1]
+
+    with Blocks() as blocks:
+        box = Textbox()
+        box.submit(reverse, box, box)
+    paused = calm_gradio(blocks)
+    outer = FastAPI()
+    mount_gradio_app(outer, blocks, path="/ui")
+    transport = httpx.ASGITransport(outer)
+    queue: Any = blocks._queue
+    async with (
+        outer.router.lifespan_context(outer),
+        httpx.AsyncClient(transport=transport, base_url="http://test/ui", timeout=30) as http,
+    ):
+        for text, answer in (("abc", "cba"), ("once more", "erom ecno")):
+            body = {"data": [text], "fn_index": 0, "session_hash": "s", "trigger_id": 1}
+            (await http.post("/gradio_api/queue/join", json=body)).raise_for_status()
+            assert not paused.pause(), "an event waits"
+            paused.resume()
+            await poll_async("it runs", lambda: any(queue.active_jobs))
+            assert not paused.pause(), "an event runs"
+            let_go.set()
+            streamed = await http.get("/gradio_api/queue/data", params={"session_hash": "s"})
+            assert f'"data":["{answer}"]' in streamed.text
+            await poll_async("it has ended", paused.pause)
+            await poll_async("it does not poll", lambda: not paused.polls)
+            assert not queue.stopped, "Gradio refuses events of stopped queues"
+            let_go.clear()
