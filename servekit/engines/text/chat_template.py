@@ -179,7 +179,9 @@ class ChatTemplate:
         try:
             compiled = library._compile_jinja_template(self._tokenizer.get_chat_template())  # type: ignore[union-attr]
             fixed = {**compiled.globals, "tools": None, "documents": None}
-            fixed |= library._plain_template_data(self._tokenizer.special_tokens_map)  # type: ignore[union-attr]
+            # transformers 5.23 began to copy what a template sees
+            copied = getattr(library, "_plain_template_data", dict)
+            fixed |= copied(self._tokenizer.special_tokens_map)
         except Exception:  # there is no template, or it is another library's, or a later version
             return None
 

@@ -135,6 +135,7 @@ class TokenizerCodec(Prompts):
         self._pairs = pairs
         self._encoder = TextEncoder(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._byte_level = is_byte_level(self._backend)
         self._special = _special_tokens(tokenizer, self._backend)
         self._kept: dict[frozenset[int], _BytePieces] = {}
 
@@ -193,7 +194,7 @@ class TokenizerCodec(Prompts):
         may turn three code points into one.
         """
         backend: Any = self._backend
-        if backend is None or not (is_byte_level(backend) or _falls_back_to_bytes(backend)):
+        if backend is None or not (self._byte_level or _falls_back_to_bytes(backend)):
             return 0
         steps = _component_steps(backend.normalizer, "normalizers")
         if not all(map(_keeps_text, steps)):
@@ -205,7 +206,7 @@ class TokenizerCodec(Prompts):
         kept: frozenset[int] = frozenset()
         if markers:
             kept = frozenset(token for token, text in self._special.items() if text in markers)
-        if not is_byte_level(self._backend):
+        if not self._byte_level:
             return WindowDecoder(self._tokenizer, self._special.keys() - kept if kept else None)
         pieces = self._kept.get(kept)
         if pieces is None:
@@ -308,6 +309,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 #: State of an incremental UTF-8 decoder between two characters.
 _SETTLED = (b"", 0)
+_make_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class ByteDecoder:
@@ -316,7 +318,7 @@ class ByteDecoder:
     def __init__(self, pieces: _BytePieces) -> None:
         self._pieces = pieces
         self._texts = pieces.texts
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _make_utf8_decoder("replace")
         self._waits = False  # for the rest of a character
 
     def push(self, token_ids: Sequence[int]) -> str:
