@@ -76,6 +76,9 @@ class _Reading:
 class DraftProposer(Proposer):
     """A proposer of a draft model's tokens, for rows without images."""
 
+    #: To go on, it reads all that the rows have said meanwhile, which takes as long as 100 steps.
+    pause = 1024
+
     def __init__(
         self,
         model: PreTrainedModel,

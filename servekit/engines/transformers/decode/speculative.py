@@ -47,8 +47,8 @@ _LEARNT = 0.15
 _FORGOTTEN = 1 / 128
 #: Steps with proposals after which their rate is compared, and what a step keeps of earlier ones.
 _WINDOW, _KEPT = 16, 0.9
-#: Steps without proposals where these bring less: the first time, and at most.
-_PAUSE, _LONGEST_PAUSE = 64, 4096
+#: The longest pause in proposals that bring less, in times of the first.
+_LONGEST_PAUSE = 64
 
 
 class Speculation(msgspec.Struct, frozen=True):
@@ -74,9 +74,14 @@ Wanted = dict[str, tuple[BatchSlot, int]]
 
 
 class Proposer(ABC):
-    """A source of proposals; `cost` is the time of proposing a token per time of a step."""
+    """A source of proposals.
+
+    `cost` is the time of proposing a token per time of a step, and `pause` the number of steps
+    without proposals after the first time that they have brought less.
+    """
 
     cost = 0.0
+    pause = 64
 
     @abstractmethod
     def propose(self, wanted: Wanted) -> dict[str, list[int]]:
@@ -203,15 +208,17 @@ def count_worthwhile(chance: float, rows: int, worth: float, cost: float, most: 
 class StepRates:
     """Tokens in a second of steps without and with proposals, for some number of rows.
 
-    Where proposals are found to bring less, there are none for `_PAUSE` steps, and for twice as
-    many each time that this is found again.
+    Where proposals are found to bring less, there are none for `first_pause` steps, and for twice
+    as many each time that this is found again.
     """
+
+    first_pause: int
 
     made: list[float] = field(default_factory=lambda: [0.0, 0.0])
     took_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
     steps: list[int] = field(default_factory=lambda: [0, 0])
     rest: int = 0  # steps that have no proposals yet
-    pause: int = _PAUSE
+    pauses: int = 1  # length of the next pause, in times of the first
 
     def note(self, *, proposed: bool, tokens: int, took_s: float) -> None:
         """Note what a step brought."""
@@ -227,9 +234,10 @@ class StepRates:
         if self.steps[0] < _WINDOW:
             self.rest = _WINDOW - self.steps[0]
         elif self.made[1] * self.took_s[0] < self.made[0] * self.took_s[1]:
-            self.rest, self.pause = self.pause, min(2 * self.pause, _LONGEST_PAUSE)
+            self.rest = self.first_pause * self.pauses
+            self.pauses = min(2 * self.pauses, _LONGEST_PAUSE)
         else:
-            self.pause = _PAUSE
+            self.pauses = 1
 
 
 @dataclass(slots=True)
@@ -272,7 +280,7 @@ class Speculator:
         self.attempted = False
 
     def _rates_of(self, rows: int) -> StepRates:
-        return self._rates.setdefault(rows.bit_length(), StepRates())
+        return self._rates.setdefault(rows.bit_length(), StepRates(self.proposer.pause))
 
     def _find_wanted(self, slots: Sequence[BatchSlot], room: int) -> Wanted:
         if self._rates_of(len(slots)).rest:

@@ -337,10 +337,10 @@ def test_steps_without_proposals_are_tried_and_then_the_faster_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(speculative, "_WINDOW", 16)
-    good = run_steps(StepRates(), 2000, tokens=3, took_s=2.0)
+    good = run_steps(StepRates(64), 2000, tokens=3, took_s=2.0)
     assert good.count(False) == 16
     assert all(good[100:])
-    rates = StepRates()
+    rates = StepRates(64)
     bad = run_steps(rates, 20_000, tokens=3, took_s=4.0)
     assert bad[:16] == [True] * 16
     assert 16 * 5 < bad.count(True) < 0.02 * len(bad), "it is tried again, ever more seldom"
