@@ -145,6 +145,7 @@ def make_model(shape: str, device: str, dtype: torch.dtype, seed: int = 0) -> An
         initializer_range=0.05,
         attn_implementation="sdpa",
     )
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as the engine's `load_model` does
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

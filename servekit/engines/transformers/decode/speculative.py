@@ -45,8 +45,8 @@ _LEARNT = 0.15
 #: Share by which the chance of a row returns to the prior with each token without proposals, so
 #: that it tries again.
 _FORGOTTEN = 1 / 128
-#: Steps with proposals after which their rate is compared, and what a step keeps of earlier ones.
-_WINDOW, _KEPT = 16, 0.9
+#: Steps without proposals by which those with proposals are judged.
+_KNOWN = 16
 #: The longest pause in proposals that bring less, in times of the first.
 _LONGEST_PAUSE = 64
 
@@ -206,38 +206,33 @@ def count_worthwhile(chance: float, rows: int, worth: float, cost: float, most: 
 
 @dataclass(slots=True)
 class StepRates:
-    """Tokens in a second of steps without and with proposals, for some number of rows.
+    """What steps with proposals lose against those without, for some number of rows.
 
-    Where proposals are found to bring less, there are none for `first_pause` steps, and for twice
-    as many each time that this is found again.
+    The first `_KNOWN` steps have no proposals. Proposals that have lost the time of some `_KNOWN`
+    steps rest for `first_pause` steps, and for twice as many each time that this happens again.
     """
 
     first_pause: int
-
-    made: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    took_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    steps: list[int] = field(default_factory=lambda: [0, 0])
-    rest: int = 0  # steps that have no proposals yet
+    #: Of the last steps without proposals, their tokens and their time in s; older ones count less.
+    made: float = 0.0
+    took_s: float = 0.0
+    lost: float = 0.0  # tokens that steps without proposals would have made meanwhile
+    rest: int = _KNOWN  # steps that have no proposals yet
     pauses: int = 1  # length of the next pause, in times of the first
 
     def note(self, *, proposed: bool, tokens: int, took_s: float) -> None:
         """Note what a step brought."""
-        self.made[proposed] = self.made[proposed] * _KEPT + tokens
-        self.took_s[proposed] = self.took_s[proposed] * _KEPT + took_s
-        self.steps[proposed] += 1
         if not proposed:
+            self.made = self.made * (1.0 - 1.0 / _KNOWN) + tokens
+            self.took_s = self.took_s * (1.0 - 1.0 / _KNOWN) + took_s
             self.rest = max(0, self.rest - 1)
-        elif self.steps[1] % _WINDOW == 0:
-            self._decide()
-
-    def _decide(self) -> None:
-        if self.steps[0] < _WINDOW:
-            self.rest = _WINDOW - self.steps[0]
-        elif self.made[1] * self.took_s[0] < self.made[0] * self.took_s[1]:
-            self.rest = self.first_pause * self.pauses
-            self.pauses = min(2 * self.pauses, _LONGEST_PAUSE)
-        else:
-            self.pauses = 1
+        elif self.took_s:
+            self.lost += took_s * self.made / self.took_s - tokens
+            if self.lost > self.made:  # the tokens of `_KNOWN` steps
+                self.rest, self.lost = self.first_pause * self.pauses, 0.0
+                self.pauses = min(2 * self.pauses, _LONGEST_PAUSE)
+            elif self.lost < -self.made:
+                self.pauses, self.lost = 1, 0.0
 
 
 @dataclass(slots=True)

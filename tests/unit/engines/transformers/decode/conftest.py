@@ -9,4 +9,6 @@ from servekit.engines.transformers.decode import speculative
 
 @pytest.fixture(autouse=True)
 def proposals_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculative, "_WINDOW", 10**9)
+    monkeypatch.setattr(
+        speculative.Speculator, "_rates_of", lambda self, rows: speculative.StepRates(1, rest=0)
+    )

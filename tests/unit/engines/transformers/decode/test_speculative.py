@@ -333,16 +333,24 @@ def run_steps(rates: StepRates, count: int, tokens: int, took_s: float) -> list[
     return proposed
 
 
-def test_steps_without_proposals_are_tried_and_then_the_faster_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(speculative, "_WINDOW", 16)
+def test_steps_without_proposals_come_first_and_then_the_faster_way() -> None:
     good = run_steps(StepRates(64), 2000, tokens=3, took_s=2.0)
-    assert good.count(False) == 16
-    assert all(good[100:])
+    assert good == [False] * 16 + [True] * 1984
     rates = StepRates(64)
     bad = run_steps(rates, 20_000, tokens=3, took_s=4.0)
-    assert bad[:16] == [True] * 16
     assert 16 * 5 < bad.count(True) < 0.02 * len(bad), "it is tried again, ever more seldom"
     better = run_steps(rates, 8000, tokens=3, took_s=2.0)
     assert all(better[-1000:]), "it pays again, and that is found"
+
+
+def test_proposals_that_take_very_long_are_given_up_after_a_few_steps() -> None:
+    tried = run_steps(StepRates(1024), 500, tokens=3, took_s=8.0)
+    assert tried == [False] * 16 + [True] * 3 + [False] * 481
+
+
+def test_slow_steps_now_and_then_do_not_end_proposals_that_pay() -> None:
+    rates = StepRates(64)
+    run_steps(rates, 16, tokens=3, took_s=2.0)
+    for _ in range(200):
+        run_steps(rates, 1, tokens=3, took_s=8.0)
+        assert all(run_steps(rates, 10, tokens=3, took_s=2.0))
