@@ -140,7 +140,7 @@ def _per_cpu_s(result: Result) -> float:
 
 
 def _us(result: Result) -> float:
-    return result.cpu_s[0] / result.tokens * 1e6
+    return result.cpu_s[0] / max(1, result.tokens) * 1e6  # none if the load generator stalls
 
 
 def _tokens_a_write(outcome: Outcome) -> float:

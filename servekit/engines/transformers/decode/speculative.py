@@ -208,8 +208,8 @@ def count_worthwhile(chance: float, rows: int, worth: float, cost: float, most: 
 class StepRates:
     """What steps with proposals lose against those without, for some number of rows.
 
-    The first `_KNOWN` steps have no proposals. Proposals that have lost the time of some `_KNOWN`
-    steps rest for `first_pause` steps, and for twice as many each time that this happens again.
+    The first `_KNOWN` steps have no proposals. Proposals that have lost the time of twice as many
+    rest for `first_pause` steps, and for twice as many each time that this happens again.
     """
 
     first_pause: int
@@ -228,11 +228,11 @@ class StepRates:
             self.rest = max(0, self.rest - 1)
         elif self.took_s:
             self.lost += took_s * self.made / self.took_s - tokens
-            if self.lost > self.made:  # the tokens of `_KNOWN` steps
+            if self.lost > 2 * self.made:  # `made` are the tokens of some `_KNOWN` steps
                 self.rest, self.lost = self.first_pause * self.pauses, 0.0
                 self.pauses = min(2 * self.pauses, _LONGEST_PAUSE)
             elif self.lost < -self.made:
-                self.pauses, self.lost = 1, 0.0
+                self.pauses, self.lost = 1, -self.made
 
 
 @dataclass(slots=True)
