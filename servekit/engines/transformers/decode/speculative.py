@@ -25,11 +25,15 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+import structlog
 from torch import Tensor
 
 from servekit.engines.transformers.decode.batch_slots import BatchSlot, BatchSlots
 from servekit.engines.transformers.decode.page_table import Pages
 from servekit.engines.transformers.request_row import Row
+from servekit.errors import describe_error
+
+log: Any = structlog.get_logger(__name__)
 
 #: Tokens whose arithmetic takes as long as reading the weights once. Measured on a core of an AMD
 #: EPYC, 24 with packed weights in float32, and fewer without; for a GPU about half of its ratio of
@@ -49,6 +53,8 @@ _FORGOTTEN = 1 / 128
 _WINDOW, _KEPT = 16, 0.9
 #: Steps without proposals where these bring less: the first time, and at most.
 _PAUSE, _LONGEST_PAUSE = 64, 4096
+#: Steps with proposals after which those without are measured again.
+_VALID = 64 * _WINDOW
 
 
 class Speculation(msgspec.Struct, frozen=True):
@@ -204,7 +210,8 @@ class StepRates:
     """Tokens in a second of steps without and with proposals, for some number of rows.
 
     Where proposals are found to bring less, there are none for `_PAUSE` steps, and for twice as
-    many each time that this is found again.
+    many each time that this is found again. Where they bring more, steps without them are measured
+    again every `_VALID` steps: they would else be compared for ever with a rate of a bad moment.
     """
 
     made: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -230,6 +237,8 @@ class StepRates:
             self.rest, self.pause = self.pause, min(2 * self.pause, _LONGEST_PAUSE)
         else:
             self.pause = _PAUSE
+            if self.steps[1] % _VALID == 0:
+                self.made[0], self.took_s[0], self.steps[0] = 0.0, 0.0, 0
 
 
 @dataclass(slots=True)
@@ -237,7 +246,7 @@ class Speculator:
     """The proposals of all rows: whether they pay, and what became of them.
 
     `worth` is one of `WEIGHTS_WORTH`, `wait` of `WAIT_COST`. `room` is the maximum number of tokens
-    in a step.
+    in a step. After an error of the proposer there are no proposals any more.
     """
 
     proposer: Proposer
@@ -247,6 +256,7 @@ class Speculator:
     counts: Counts = field(default_factory=Counts)
     #: Whether the last step was to have proposals.
     attempted: bool = False
+    failure: str = ""  # the error of the proposer
     _rates: dict[int, StepRates] = field(default_factory=dict)  # by the rows' power of two
     _chances: dict[str, float] = field(default_factory=dict)  # by row's key
 
@@ -258,8 +268,16 @@ class Speculator:
     def propose(self, slots: Sequence[BatchSlot], room: int) -> dict[str, list[int]]:
         """Return the proposals of a step that runs these rows, by key; {} if none pays."""
         wanted = self._find_wanted(slots, room)
-        self.attempted = bool(wanted)
-        return self.proposer.propose(wanted) if wanted else {}
+        if not wanted:
+            return {}
+        try:
+            proposals = self.proposer.propose(wanted)
+        except Exception as error:  # no request is lost for what would only have been faster
+            self.failure = describe_error(error)
+            log.exception("speculation_failed", reason=self.failure)
+            return {}
+        self.attempted = True
+        return proposals
 
     def is_promising(self, slots: Sequence[BatchSlot], room: int) -> bool:
         """Return whether `propose` is likely to find something once a running step has ended."""
@@ -275,7 +293,7 @@ class Speculator:
         return self._rates.setdefault(rows.bit_length(), StepRates())
 
     def _find_wanted(self, slots: Sequence[BatchSlot], room: int) -> Wanted:
-        if self._rates_of(len(slots)).rest:
+        if self.failure or self._rates_of(len(slots)).rest:
             return {}
         share = room // len(slots) - 1 if slots else 0
         cost = self.proposer.cost + self.wait
