@@ -97,6 +97,18 @@ class TextStream:
         text = self.decode(token_ids)
         return text if self.plain else self._scan_text(text)
 
+    def push_until_stop(self, token_ids: Sequence[int]) -> tuple[str, int]:
+        """Push tokens one by one, as if each came alone; also return how many there are up to a
+        stop string, the one that completes it included.
+        """
+        if not self._stops or len(token_ids) < 2:
+            return self.push(token_ids), len(token_ids)
+        text, count = "", 0
+        while count < len(token_ids) and not self.stopped:
+            text += self.push([token_ids[count]])
+            count += 1
+        return text, count
+
     def finish(self, stop_token: int = -1) -> str:
         """Return the remaining text after the last token; `stop_token` ended the completion."""
         text = self.decode([stop_token]) if self._include and stop_token >= 0 else ""

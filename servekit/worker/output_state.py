@@ -96,10 +96,12 @@ class OutputState:
     def delta(self, output: StepOutput) -> Delta:
         """Return the step's output as the message for the gateway."""
         ids, stream, prompt = output.token_ids, self.text, self.prompt_tokens
-        self.completion += len(ids)
         if output.cached_tokens:
             self.cached = min(output.cached_tokens, prompt)
-        text = stream.push(ids)
+        text, count = stream.push_until_stop(ids)
+        self.completion += count
+        if count < len(ids):  # what follows a stop string is not part of the answer
+            ids = ids[:count]
         if self.held:
             text, self.held = self.held + text, ""
         self.plain = stream.plain
@@ -227,9 +229,11 @@ class ScoredTask(OutputState):
 
     def _read_tokens(self, output: StepOutput) -> str:
         """Decode the step's tokens, record where each begins, and return the text to send."""
-        self.completion += len(output.token_ids)
         text = ""
         for id, logprob in zip(output.token_ids, output.logprobs or (), strict=True):
+            if self.text.stopped:
+                break
+            self.completion += 1
             self._kept.append((self._counted.decoded, id, logprob))
             text += self._counted.push([id])
         return text

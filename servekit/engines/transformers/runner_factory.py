@@ -191,6 +191,8 @@ def _make_continuous(
     try:
         with phase("proof"):
             self_check.check_model(model, runner, attention)
+            if way.decode and way.decode.speculator and (why := way.decode.speculator.failure):
+                raise LoadError(f"options.speculative: no tokens can be proposed: {why}")
         with phase("graphs"):
             runner.record_graphs()
             if spec.device == "cuda":
@@ -257,10 +259,7 @@ def spread_how(spec: WorkerSpec) -> str:
 
 
 def _find_context(model: PreTrainedModel, spec: WorkerSpec) -> int:
-    config = model.config.get_text_config()
-    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
-    stated = [value for name in names if isinstance(value := getattr(config, name, None), int)]
-    own = next((value for value in stated if value > 0), UNSTATED_CONTEXT)
+    own = kv_cache.context_of(model.config.get_text_config()) or UNSTATED_CONTEXT
     return min(own, spec.max_context or own)
 
 

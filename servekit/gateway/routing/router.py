@@ -221,9 +221,10 @@ class Router:
     def hold_incomplete(self, request: IncompleteRequest) -> None:
         """Count a request that waits for its images, an earlier response or a first load.
 
-        Its calls are taken while the gateway drains, too. Raises QueueFull if such requests hold
-        too many bytes.
+        Its calls are taken if the gateway begins to drain meanwhile. Raises ModelUnavailable if it
+        drains already, and QueueFull if such requests hold too many bytes.
         """
+        self._check_draining()
         limit_bytes = self.access.rules.max_queue_bytes
         if sum(one.size_bytes for one in self._incomplete) + request.size_bytes > limit_bytes:
             said = f"requests that are not complete hold {limit_bytes // 2**20} MiB already"
@@ -240,8 +241,8 @@ class Router:
         check_media(route, media, self.access.rules.limits.images, self.models)
 
     def _admit(self, route: ModelQueue, call: InflightRequest) -> None:
-        if self.draining and not INCOMPLETE.get():
-            raise ModelUnavailable("servekit is shutting down", retry_after_s=5.0)
+        if not INCOMPLETE.get():
+            self._check_draining()
         route.check_available()
         now_s = call.created_s
         held = self.quarantine.held
@@ -252,6 +253,10 @@ class Router:
         queue = route.suspects if call.alone_until else route.queue
         if queue.full:
             self._make_room(route, queue, call)
+
+    def _check_draining(self) -> None:
+        if self.draining:
+            raise ModelUnavailable("servekit is shutting down", retry_after_s=5.0)
 
     def _make_room(
         self, route: ModelQueue, queue: FairQueue[InflightRequest], call: InflightRequest

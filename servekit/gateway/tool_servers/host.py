@@ -169,8 +169,8 @@ def refuse_tool(name: str, schema: Mapping[str, Any], known: Mapping[str, Tool])
     if name in known:
         return "is listed twice"
     try:
-        size = len(msgspec.json.encode(schema))
-    except (msgspec.MsgspecError, RecursionError, TypeError, ValueError):
+        size = len(msgspec.msgpack.encode(schema))
+    except (msgspec.MsgspecError, RecursionError, TypeError, ValueError, OverflowError):
         return "has parameters that cannot be read"
     return f"has a schema of {size} bytes, too many" if size > _MAX_SCHEMA_BYTES else ""
 

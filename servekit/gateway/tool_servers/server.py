@@ -87,7 +87,11 @@ class ToolServer:
         A call that is cancelled, or takes too long, is given up at the server as well. Raises
         ToolServerError if the server cannot be reached, ends, or takes too long.
         """
-        if len(msgspec.json.encode(arguments)) > _MAX_ARGUMENT_BYTES:
+        try:
+            size_bytes = len(msgspec.msgpack.encode(arguments))
+        except OverflowError:
+            raise ToolServerError("the arguments have a number of more than 64 bits") from None
+        if size_bytes > _MAX_ARGUMENT_BYTES:
             raise ToolServerError(f"the arguments are larger than {_MAX_ARGUMENT_BYTES} bytes")
         host = await self._connect()
         if all(tool != one.name for one in host.ready.result().tools):

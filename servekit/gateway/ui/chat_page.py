@@ -379,7 +379,7 @@ class Events:
         """Answer the last turn; `chosen` are the MCP servers, then the settings."""
         who, turns = get_visit(request), conversation.turns
         servers, *values = chosen
-        settings = Settings(**dict(zip(SETTINGS, values, strict=True)))
+        settings = Settings.from_fields(*values)
         box = _build_box(busy=True, value="")
         yield {self._parts.chat: show_turns(turns, self._frame.say), self._parts.box: box}
         opens = self._open_offer(request, servers) if servers else None

@@ -72,6 +72,14 @@ class Settings(msgspec.Struct, frozen=True):
     max_tokens: float | None = None
     seed: float | None = None
 
+    @classmethod
+    def from_fields(cls, system: str | None, *numbers: float | None) -> Settings:
+        """Return the settings in the page's fields, in order.
+
+        Until a page has been restored, Gradio sends 0 for each number: all of them are then empty.
+        """
+        return cls(system) if all(value == 0 for value in numbers) else cls(system, *numbers)
+
 
 # ---------------------------------------------------------------- as a request has it
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from servekit.engines.api.base import StepOutput
 from servekit.protocol.messages import Delta, Generate, SamplingParams, TokenLogprob
-from servekit.worker.detokenizer import CountedText
-from servekit.worker.output_state import ScoredTask
+from servekit.worker.detokenizer import CountedText, TextStream
+from servekit.worker.output_state import OutputState, ScoredTask
 from tests.unit.worker.serving import serving, spec
 from tests.unit.worker.test_detokenizer import reference
 
@@ -43,7 +43,7 @@ def step(ids: Sequence[int], *, last: bool) -> StepOutput:
     return StepOutput(1, list(ids), "length" if last else None, logprobs=logprobs)
 
 
-def run(under_way: ScoredTask, ids: list[int], size: int, steps: int | None = None) -> list[Delta]:
+def run(under_way: OutputState, ids: list[int], size: int, steps: int | None = None) -> list[Delta]:
     """What is told of `ids`, so many in a step, up to the end or for so many steps."""
     parts = [ids[at : at + size] for at in range(0, len(ids), size)] or [[]]
     deltas: list[Delta] = []
@@ -107,3 +107,30 @@ async def test_a_worker_tells_them_so(tmp_path: Path, step_s: float, said: str, 
     assert b"".join(one.token for delta in deltas for one in delta.logprobs).decode() == text
     assert deltas[-1].finish == ("length" if text == said else "stop")
     assert deltas[-1].completion_tokens >= 5
+
+
+@given(token_ids, stops, st.integers(min_value=2, max_value=5), st.booleans())
+def test_tokens_of_a_step_are_as_tokens_that_come_alone(
+    ids: list[int], stop: list[str], size: int, scored: bool
+) -> None:
+    """Also with several in a step, as of speculative decoding, none after a stop string counts."""
+
+    def begin() -> OutputState:
+        if scored:
+            return task(stop, [], 0)
+        request = Generate(1, SamplingParams())
+        return OutputState(cast(Any, None), request, 3, TextStream(Words(), stop))
+
+    alone, together = run(begin(), ids, 1), run(begin(), ids, size)
+    for part in ("text", "token_ids"):
+        one, other = (
+            [each for delta in deltas for each in getattr(delta, part)]
+            for deltas in (alone, together)
+        )
+        assert one == other
+    last, due = together[-1], alone[-1]
+    assert (last.finish, last.stop, last.completion_tokens) == (
+        due.finish,
+        due.stop,
+        due.completion_tokens,
+    )

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from servekit.engines.transformers.batching.batch_processor import LazyZeros
-from servekit.engines.transformers.batching.kv_cache import Shape
+from servekit.engines.transformers.batching.kv_cache import Shape, context_of
 from servekit.engines.transformers.decode import device_sampling
 from servekit.engines.transformers.decode.batch_slots import (
     COUNT,
@@ -74,7 +74,7 @@ class _Reading:
 
 
 class DraftProposer(Proposer):
-    """A proposer of a draft model's tokens, for rows without images."""
+    """A proposer of a draft model's tokens, for rows without images and within its context."""
 
     #: To go on, it reads all that the rows have said meanwhile, which takes as long as 100 steps.
     pause = 1024
@@ -100,6 +100,8 @@ class DraftProposer(Proposer):
 
     def open(self, pages: Pages, slots: BatchSlots) -> None:
         blocks = -(-pages.layer(0)[0].shape[0] // pages.stride)
+        room = slots.pages * pages.size
+        self._context = min(room, context_of(self._model.config.get_text_config()) or room)
         self._of_model, self._target_size = pages, slots.vocab_size
         self._pages = DraftPages(self._shape, blocks + 1, pages.size, next(self.tensors()))
         self._slots = BatchSlots(slots.count, slots.pages, blocks, self._vocab_size, slots.device)
@@ -127,11 +129,11 @@ class DraftProposer(Proposer):
         ready: list[tuple[BatchSlot, int, int]] = []
         left, read_chunk = self._slots.count, False
         for slot, count in wanted.values():
-            if slot.row.images is not None:
+            if slot.row.images is not None or slot.done >= self._context:
                 continue
             known = self._find_known(slot)
             unread, few = slot.done + 1 - known, min(_FEW, left)
-            if unread > few and not read_chunk:
+            if unread > max(few, 1) and not read_chunk:
                 read_chunk = True
                 known = self._read_chunk(slot, known)
                 unread = slot.done + 1 - known
@@ -212,7 +214,8 @@ class DraftProposer(Proposer):
     # ---- what it drafts
 
     def _draft(self, ready: Sequence[tuple[BatchSlot, int, int]]) -> dict[str, list[int]]:
-        passes = max(count for _, count, _ in ready)
+        longest = max(slot.done for slot, _, _ in ready)
+        passes = min(max(count for _, count, _ in ready), self._context - longest)
         mode = device_sampling.find_mode({slot.kind for slot, _, _ in ready})
         ints, floats, tables, spans = [], [], [], []
         later, numbers = [], []

@@ -25,11 +25,15 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+import structlog
 from torch import Tensor
 
 from servekit.engines.transformers.decode.batch_slots import BatchSlot, BatchSlots
 from servekit.engines.transformers.decode.page_table import Pages
 from servekit.engines.transformers.request_row import Row
+from servekit.errors import describe_error
+
+log: Any = structlog.get_logger(__name__)
 
 #: Tokens whose arithmetic takes as long as reading the weights once. Measured on a core of an AMD
 #: EPYC, 24 with packed weights in float32, and fewer without; for a GPU about half of its ratio of
@@ -47,6 +51,8 @@ _LEARNT = 0.15
 _FORGOTTEN = 1 / 128
 #: Steps without proposals by which those with proposals are judged.
 _KNOWN = 16
+#: Steps with proposals after which those without are measured again.
+_VALID = 1024
 #: The longest pause in proposals that bring less, in times of the first.
 _LONGEST_PAUSE = 64
 
@@ -209,13 +215,15 @@ class StepRates:
     """What steps with proposals lose against those without, for some number of rows.
 
     The first `_KNOWN` steps have no proposals. Proposals that have lost the time of twice as many
-    rest for `first_pause` steps, and for twice as many each time that this happens again.
+    rest for `first_pause` steps, and for twice as many each time that this happens again. Steps
+    without proposals are measured again every `_VALID` steps: they may have met a bad moment.
     """
 
     first_pause: int
     #: Of the last steps without proposals, their tokens and their time in s; older ones count less.
     made: float = 0.0
     took_s: float = 0.0
+    tried: int = 0  # steps with proposals
     lost: float = 0.0  # tokens that steps without proposals would have made meanwhile
     rest: int = _KNOWN  # steps that have no proposals yet
     pauses: int = 1  # length of the next pause, in times of the first
@@ -227,12 +235,15 @@ class StepRates:
             self.took_s = self.took_s * (1.0 - 1.0 / _KNOWN) + took_s
             self.rest = max(0, self.rest - 1)
         elif self.took_s:
+            self.tried += 1
             self.lost += took_s * self.made / self.took_s - tokens
             if self.lost > 2 * self.made:  # `made` are the tokens of some `_KNOWN` steps
                 self.rest, self.lost = self.first_pause * self.pauses, 0.0
                 self.pauses = min(2 * self.pauses, _LONGEST_PAUSE)
             elif self.lost < -self.made:
                 self.pauses, self.lost = 1, -self.made
+            if self.tried % _VALID == 0 and not self.rest:
+                self.rest, self.made, self.took_s = _KNOWN, 0.0, 0.0
 
 
 @dataclass(slots=True)
@@ -240,7 +251,7 @@ class Speculator:
     """The proposals of all rows: whether they pay, and what became of them.
 
     `worth` is one of `WEIGHTS_WORTH`, `wait` of `WAIT_COST`. `room` is the maximum number of tokens
-    in a step.
+    in a step. After an error of the proposer there are no proposals any more.
     """
 
     proposer: Proposer
@@ -250,6 +261,7 @@ class Speculator:
     counts: Counts = field(default_factory=Counts)
     #: Whether the last step was to have proposals.
     attempted: bool = False
+    failure: str = ""  # the error of the proposer
     _rates: dict[int, StepRates] = field(default_factory=dict)  # by the rows' power of two
     _chances: dict[str, float] = field(default_factory=dict)  # by row's key
 
@@ -261,8 +273,16 @@ class Speculator:
     def propose(self, slots: Sequence[BatchSlot], room: int) -> dict[str, list[int]]:
         """Return the proposals of a step that runs these rows, by key; {} if none pays."""
         wanted = self._find_wanted(slots, room)
-        self.attempted = bool(wanted)
-        return self.proposer.propose(wanted) if wanted else {}
+        if not wanted:
+            return {}
+        try:
+            proposals = self.proposer.propose(wanted)
+        except Exception as error:  # no request is lost for what would only have been faster
+            self.failure = describe_error(error)
+            log.exception("speculation_failed", reason=self.failure)
+            return {}
+        self.attempted = True
+        return proposals
 
     def is_promising(self, slots: Sequence[BatchSlot], room: int) -> bool:
         """Return whether `propose` is likely to find something once a running step has ended."""
@@ -278,7 +298,7 @@ class Speculator:
         return self._rates.setdefault(rows.bit_length(), StepRates(self.proposer.pause))
 
     def _find_wanted(self, slots: Sequence[BatchSlot], room: int) -> Wanted:
-        if self._rates_of(len(slots)).rest:
+        if self.failure or self._rates_of(len(slots)).rest:
             return {}
         share = room // len(slots) - 1 if slots else 0
         cost = self.proposer.cost + self.wait

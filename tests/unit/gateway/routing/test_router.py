@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from contextvars import copy_context
 
 import pytest
 from msgspec.structs import replace
@@ -24,9 +25,9 @@ from servekit.errors import (
     WorkerLost,
 )
 from servekit.gateway.auth.authorization import ACTING
-from servekit.gateway.http.request_context import RequestContext
+from servekit.gateway.http.request_context import INCOMPLETE, RequestContext
 from servekit.gateway.routing.request import InflightRequest
-from servekit.gateway.routing.router import waiting_of
+from servekit.gateway.routing.router import IncompleteRequest, waiting_of
 from servekit.gateway.routing.suspect_sources import Suspect
 from servekit.protocol.messages import (
     AccessRules,
@@ -404,6 +405,22 @@ async def test_draining_lets_what_is_in_flight_finish(service: Service) -> None:
     assert not service.router.idle.is_set()
     assert await answer(call) == echo("hello ", 20)
     assert service.router.idle.is_set()
+
+
+async def test_what_is_incomplete_before_the_drain_is_served_and_what_comes_later_is_not(
+    service: Service,
+) -> None:
+    [worker] = await service.up(step_s=0.002)
+    router = service.router
+    router.hold_incomplete(before := IncompleteRequest(1, lambda error: None))
+    service.tell(worker.status(), draining=True)
+    with pytest.raises(ModelUnavailable, match="shutting down"):
+        router.hold_incomplete(IncompleteRequest(1, lambda error: None))
+    assert not router.idle.is_set()
+    call = copy_context().run(lambda: (INCOMPLETE.set(True), router.open(ask(tokens=2)))[1])
+    router.release_incomplete(before)
+    assert await answer(call) == echo("hello ", 2)
+    assert router.idle.is_set()
 
 
 async def test_a_stop_string_across_steps_ends_the_job_in_the_engine(service: Service) -> None:

@@ -235,6 +235,21 @@ async def test_a_thousand_tools_and_huge_schemas_are_left_out(open_server: Open)
     assert any("big" in one for one in listed.left_out)
 
 
+async def test_numbers_that_no_message_carries(open_server: Open) -> None:
+    """JSON has integers of any size: such a tool is left out, and such a call is a failed one."""
+    listing = (
+        'answer(id, {"tools": [{"name": name, "inputSchema": {"type": "object", "maximum": most}}'
+        ' for name, most in (("sane", 1), ("vast", 10**30))]})'
+    )
+    listed = await open_server(sys.executable, "-c", BY_HAND.format(listing=listing)).list_tools()
+    assert [tool.name for tool in listed.tools] == ["sane"]
+    assert listed.left_out == ("'vast' has parameters that cannot be read",)
+    server = open_server()
+    with pytest.raises(ToolServerError, match="a number of more than 64 bits"):
+        await server.call_tool("add", {"a": 10**30, "b": 1})
+    assert (await server.call_tool("add", {"a": 1, "b": 1})).text == "2"
+
+
 @pytest.fixture
 def http_port() -> Iterator[int]:
     with socket.socket() as free:

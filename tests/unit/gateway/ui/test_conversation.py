@@ -62,6 +62,13 @@ def test_settings_are_judged_as_http_bodies_are(settings: Settings, field: str) 
         assert getattr(params, field) is None  # JSON has no NaN: it is the model's default
 
 
+def test_a_question_before_the_page_is_restored_has_no_settings() -> None:
+    """Gradio sends 0 for each empty number then; later a 0 is the visitor's."""
+    assert Settings.from_fields("", 0, 0, 0, 0, 0) == Settings("")
+    greedy = Settings.from_fields("Be brief.", 0, None, None, 64, None)
+    assert greedy == Settings("Be brief.", temperature=0, max_tokens=64)
+
+
 def test_a_request_of_the_page() -> None:
     settings = Settings("Be brief.", temperature=0.5, top_k=40.0, max_tokens=7.0, seed=3.0)
     request = make_request("m", asked("hi"), settings)

@@ -100,7 +100,7 @@ async def test_a_model_without_eyes_names_those_that_have_them() -> None:
     router = Router("gateway/test")
     no, others = "The model 'a' takes no images", ". Models that do: b, c."
     assert blind("b", "c") == [no + others, "", "", ""]
-    alone = ", and neither does another one here."
+    alone = ", and no other model here does."
     assert blind() == [no + alone, f"The model 'b' takes no images{alone}", "", ""]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from servekit.engines.transformers.batching import kv_cache, paged_attention
 from servekit.engines.transformers.batching.continuous import ContinuousRunner
@@ -118,6 +119,76 @@ def test_blocks_that_it_has_read_are_not_read_again(
         speculator.counts.accepted_tokens - before.accepted_tokens,
     )
     assert accepted == proposed > 15
+
+
+def test_a_row_for_which_no_slot_is_left(tiny_model: Path) -> None:
+    """The first row takes all slots of a pass, and of the second one only the last token is new."""
+    whole = list(range(50, 50 + BLOCK))
+    engine, speculator = drafted(tiny_model, 0.0)
+    first = row("first", whole, 40)
+    first.eos = frozenset()
+    Crowd([(0, first)]).run(engine)
+    rows = [row("wide", list(range(100, 100 + engine.plan.slots - 1)), 12), row("full", whole, 40)]
+    for one in rows:
+        one.eos = frozenset()
+    Crowd([(0, one) for one in rows]).run(engine)
+    assert rows[1].completion == first.completion
+    assert not speculator.failure
+
+
+def test_a_draft_with_a_shorter_context(harness: Make, tiny_model: Path, tmp_path: Path) -> None:
+    """It has no embeddings for later positions, and nothing is proposed there."""
+    config = GPT2Config(
+        vocab_size=len(AutoTokenizer.from_pretrained(tiny_model)),
+        n_positions=64,
+        n_embd=32,
+        n_layer=1,
+        n_head=2,
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model / name, tmp_path)
+    asked = {"speculative": {"method": "draft", "model": str(tmp_path), "tokens": 6}}
+    one, plain = harness(options=asked), harness()
+    prompts = ["x" * length for length in (50, 30, 200)]
+    for engine in (one, plain):
+        engine.jobs = [engine.submit(text, max_tokens=60, ignore_eos=True) for text in prompts]
+    assert [one.tokens(job) for job in one.jobs] == [plain.tokens(job) for job in plain.jobs]
+    speculator = one.engine._runner._step_options.speculator
+    assert speculator.counts.draft_tokens > 20 and not speculator.failure
+
+
+def test_a_draft_that_fails_costs_no_request(
+    harness: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = write_tiny_llama(tmp_path, hidden_size=32)
+    one = harness(options={"speculative": {"method": "draft", "model": str(small)}})
+    one.engine._runner._step_options.speculator.proposer.cost = 0.0
+    expected = harness().generate(PROMPTS[0], max_tokens=40, ignore_eos=True)
+    draft, calls = DraftProposer._draft, iter(range(3))
+
+    def draft_thrice(self: DraftProposer, ready: Any) -> Any:
+        next(calls)
+        return draft(self, ready)
+
+    monkeypatch.setattr(DraftProposer, "_draft", draft_thrice)
+    assert one.generate(PROMPTS[0], max_tokens=40, ignore_eos=True) == expected
+    assert one.engine._runner._step_options.speculator.failure.startswith("StopIteration")
+    monkeypatch.undo()
+    assert one.generate(PROMPTS[0], max_tokens=40, ignore_eos=True) == expected
+
+
+def test_a_draft_that_fails_from_the_beginning_is_told(
+    harness: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = write_tiny_llama(tmp_path, hidden_size=16)
+
+    def propose(self: DraftProposer, wanted: Any) -> Any:
+        raise ValueError("no such layer")
+
+    monkeypatch.setattr(DraftProposer, "propose", propose)
+    with pytest.raises(LoadError, match="no tokens can be proposed: ValueError: no such layer"):
+        harness(options={"speculative": {"method": "draft", "model": str(small)}})
 
 
 def test_rows_that_were_taken_out_and_return(tiny_model: Path) -> None:
