@@ -102,10 +102,16 @@ def run_as(
     user: pwd.struct_passwd, folder: Path, *command: str
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a command as the user, with the environment of a login and root's package indexes."""
-    identity = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
-    env = _environment(user)
     print(f"== {USER}: {' '.join(command)}", flush=True)
-    return subprocess.run(command, cwd=folder, env=env, check=False, **identity)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=_environment(user),
+        user=user.pw_uid,
+        group=user.pw_gid,
+        extra_groups=[],
+        check=False,
+    )
 
 
 def _environment(user: pwd.struct_passwd) -> Mapping[str, str]:

@@ -88,10 +88,25 @@ def _state_home(environ: Mapping[str, str]) -> Path:
 
 
 def no_instance_error(path: Path) -> NobodyRuns:
-    """Return the error of a command that needs an instance when none runs in `path`."""
+    """Return the error of a command that needs an instance when it finds none in `path`."""
+    if not may_read(path):
+        return NobodyRuns(
+            f"the run directory {path} is not ours to read; give the command as its user or as root"
+        )
     return NobodyRuns(
         f"no servekit runs in {path}; `servekit up` starts one, --run-dir names another"
     )
+
+
+def may_read(path: Path) -> bool:
+    """Return whether this user may read a directory; true if there is none."""
+    try:
+        path.stat()
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+    return os.access(path, os.R_OK | os.X_OK)
 
 
 def _fallback_base() -> Path:
