@@ -50,5 +50,5 @@ def test_the_systems_unit_cannot_read_homes() -> None:
 def test_advice_is_not_what_was_tried(tmp_path: Path) -> None:
     config = tmp_path / "a.yaml"
     config.write_text("models: [{name: a, path: a, engine: echo}]\n")
-    with pytest.raises(StartError, match=r"cannot write .*/u: Not a directory$"):
+    with pytest.raises(StartError, match=r"cannot write .*/u: File exists$"):
         install(config, user=True, output=config / "u")
