@@ -316,14 +316,17 @@ def _make_private(path: Path) -> None:
                 parent.mkdir(mode=0o700)
             _check_ours(parent)
     _check_ours(path)
-    _check_default_base(path)
+    check_default_base(path)
     if not (path / "lock").exists() and any(path.iterdir()):
         raise StartError(f"the run directory {path} holds other files; choose an empty one")
     path.chmod(0o700)
 
 
-def _check_default_base(path: Path) -> None:
-    # Under /tmp, another user may have created our parent first, to swap what is below it.
+def check_default_base(path: Path) -> None:
+    """Raise StartError if another user owns the folder in /tmp that `path` is in.
+
+    That user may have created it first, to swap what is below it.
+    """
     if _fallback_base() in path.parents:
         _check_ours(_fallback_base())
 
