@@ -3,6 +3,7 @@
     lanes          pytest -n 3 --lanes all
     lowest         python -m tests.lowest
     interpreters   python -m tests.interpreters, with each later Python that is on the PATH
+    user           python -m tests.ordinary_user, if it is root who runs this
     audit          python -m tests.deploy.audit
 
 --only NAMES     some of these, separated by commas
@@ -16,6 +17,7 @@ number of requests are run by hand.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -30,10 +32,10 @@ LATER = ("python3.12", "python3.13")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.nightly")
-    parser.add_argument("--only", default="", help="of lanes, lowest, interpreters, audit")
+    parser.add_argument("--only", default="", help="of lanes, lowest, interpreters, user, audit")
     parser.add_argument("--pythons", nargs="*", default=[name for name in LATER if _has(name)])
     args = parser.parse_args()
-    commands = list_commands(args.pythons)
+    commands = list_commands(args.pythons, is_root=os.geteuid() == 0)
     names = [name for name in args.only.split(",") if name] or list(commands)
     if unknown := set(names) - commands.keys():
         parser.error(f"no such parts: {', '.join(unknown)}; there are {', '.join(commands)}")
@@ -43,15 +45,20 @@ def main() -> int:
     return int(not all(passed for _, passed, _ in rows))
 
 
-def list_commands(pythons: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the parts of a night; no interpreters, no such part."""
-    parts = {
+def list_commands(pythons: Sequence[str], *, is_root: bool) -> dict[str, tuple[str, ...]]:
+    """Return the parts of a night: without those that find no interpreter, or take root."""
+    parts: dict[str, tuple[str, ...]] = {
         "lanes": ("pytest", "-n", "3", "--lanes", "all"),
         "lowest": ("tests.lowest",),
         "interpreters": ("tests.interpreters", *pythons),
+        "user": ("tests.ordinary_user",),
         "audit": ("tests.deploy.audit",),
     }
-    return {name: part for name, part in parts.items() if pythons or name != "interpreters"}
+    if not pythons:
+        del parts["interpreters"]
+    if not is_root:
+        del parts["user"]
+    return parts
 
 
 def run(command: Sequence[str]) -> tuple[bool, float]:

@@ -275,12 +275,17 @@ def reference() -> None:
 
 @contextlib.contextmanager
 def _one_sentence() -> Iterator[None]:
-    """Turn servekit's own errors into a sentence on stderr and an exit code."""
+    """Turn our own errors, and of files that are not ours, into a sentence and an exit code."""
     try:
         yield
     except ServekitError as error:
         print(error.message, file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

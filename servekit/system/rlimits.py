@@ -1,4 +1,4 @@
-"""The limit of open files per process."""
+"""Resource limits of processes: of open files, mostly."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ def raise_file_limit() -> None:
     Every connection is a file; the usual soft limit of 1024 is for programs that use select().
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    wanted = cap_by_hard_limit(resource.RLIMIT_NOFILE, _FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def cap_by_hard_limit(limit: int, value: int) -> int:
+    """Return `value`, or this process's hard limit if that is lower: only root may raise it."""
+    _, hard = resource.getrlimit(limit)
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
 def count_open_files(pid: int) -> tuple[int, int]:

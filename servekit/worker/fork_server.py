@@ -78,7 +78,8 @@ def _yield_cores() -> None:
 
     Forked workers have that of the main thread, since a priority cannot be raised again.
     """
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PREPARATION_NICE)
+    this = os.PRIO_PROCESS, threading.get_native_id()
+    os.setpriority(*this, max(os.getpriority(*this), _PREPARATION_NICE))
 
 
 def _serve_orders(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert process is not None
     assert cli(there, "stop").returncode == 0
     assert not procfs.is_alive(process.pid, process.started)
+
+
+def test_where_no_state_is_kept_the_log_is_beside_the_other_run_directory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # sockets have short paths there
+        folder = Path(name)
+        (folder / "state").touch()  # no directory can be made below a file, whoever we are
+        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        write_config(folder, [echo("a")])
+        done = cli(folder, "up", "-d")
+        try:
+            assert f"{name}/servekit/default.log" in done.stdout, done.stderr
+        finally:
+            assert cli(folder, "stop", "--run-dir", f"{name}/servekit/default").returncode == 0
 
 
 def workers(folder: Path) -> dict[str, int]:

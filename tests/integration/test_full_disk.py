@@ -250,18 +250,23 @@ def test_without_room_it_does_not_start_and_leaves_nothing(tmp_path: Path, disk:
     assert done.stderr == sentence
 
 
-DELETE_FILES = """
-import asyncio, contextlib, pathlib, sys, time
+FILL = """
+import asyncio, contextlib, os, pathlib, sys, time
 from servekit.gateway.storage.batch_store import BatchStore, StoredFile
-from servekit.protocol.access import BatchRules
+from servekit.gateway.storage.response_store import ResponseStore
+from servekit.gateway.storage.store_file import ResponsesUnavailable
+from servekit.protocol.access import BatchRules, ResponseStorage
 
-RULES = BatchRules(max_bytes=2**20, max_files=9, max_batches=9, days=30.0, concurrent=1)
 disk = pathlib.Path(sys.argv[1])
 
 def fill():
     with contextlib.suppress(OSError), (disk / "ballast").open("ab", buffering=0) as ballast:
         while ballast.write(bytes(4096)):
             pass
+"""
+
+DELETE_FILES = """
+RULES = BatchRules(max_bytes=2**20, max_files=9, max_batches=9, days=30.0, concurrent=1)
 
 async def main():
     store, now_s = BatchStore(disk / "files"), time.time()
@@ -281,12 +286,54 @@ async def main():
 asyncio.run(main())
 """
 
+DELETE_RESPONSES = """
+RULES = ResponseStorage(max_bytes=2**30, days=30.0)
+SIZE_BYTES = 2**22
+
+async def main():
+    before = ResponseStore(disk / "r.db")
+    for id in "abc":
+        before.save(id, "", os.urandom(SIZE_BYTES), lambda: b"[]", SIZE_BYTES, RULES)
+    assert await before.find("c", "", RULES)
+    before.close()
+    first, second = ResponseStore(disk / "r.db"), ResponseStore(disk / "r.db")
+    assert await first.find("a", "", RULES) and await second.find("b", "", RULES)
+    fill()
+    first.save("late", "", os.urandom(2**16), lambda: b"[]", 2**16, RULES)
+    assert await first.find("late", "", RULES) is None, "the disk is not full"
+    for at, (store, id) in enumerate([(first, "a"), (second, "b")]):
+        assert await store.remove_response(id, "")
+        free = os.statvfs(disk)
+        assert free.f_bavail * free.f_frsize > SIZE_BYTES * 0.95
+        fill()
+    assert [await second.find(id, "", RULES) is not None for id in "abc"] == [False, False, True]
+    (disk / "ballast").unlink()
+    first.save("d", "", os.urandom(SIZE_BYTES), lambda: b"[]", SIZE_BYTES, RULES)
+    assert await second.find("d", "", RULES)
+    assert await second.remove_response("d", "") and await second.remove_response("c", "")
+    first.close(), second.close()
+    print("left", sum(path.stat().st_size for path in disk.glob("r.db")))
+
+asyncio.run(main())
+"""
+
+
+def run_on_full_disk(folder: Path, size: str, script: str) -> str:
+    """Run a script with its own disk of this size; return what it printed."""
+    if reason := may_mount(folder):
+        pytest.skip(f"this machine lets us mount nothing: {reason}")
+    mount = MOUNT.replace("128k", size) + 'exec "$1" -c "$2" "$0"'
+    command = (*namespace(), "sh", "-c", mount, str(folder), sys.executable, FILL + script)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
 
 def test_files_of_a_full_disk_can_be_deleted_and_expire(tmp_path: Path) -> None:
-    """SQLite needs room to forget a file: the room that the file had."""
-    if reason := may_mount(tmp_path):
-        pytest.skip(f"this machine lets us mount nothing: {reason}")
-    script = MOUNT.replace("128k", "512k") + 'exec "$1" -c "$2" "$0"'
-    command = (*namespace(), "sh", "-c", script, str(tmp_path), sys.executable, DELETE_FILES)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.stdout.endswith("[] []\n"), done.stdout + done.stderr
+    assert run_on_full_disk(tmp_path, "512k", DELETE_FILES) == "[] []\n"
+
+
+def test_responses_of_a_full_disk_can_be_deleted(tmp_path: Path) -> None:
+    """Each is larger than SQLite's log may become there, and makes its whole room free."""
+    told = run_on_full_disk(tmp_path, "32m", DELETE_RESPONSES)
+    assert int(told.split()[-1]) < 2**17

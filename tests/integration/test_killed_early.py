@@ -39,7 +39,7 @@ def escaped(folder: Path) -> list[int]:
 
 
 def guards(instance: Instance) -> list[int]:
-    """In a session of its own, a child of the supervisor."""
+    """The guard, a child of the supervisor; two for a moment, while one follows another."""
     found = procfs.find_descendants(instance.pid)
     return [
         p.pid
@@ -98,6 +98,18 @@ def test_a_guard_that_dies_is_started_again(tmp_path: Path) -> None:
         instance.process.wait()
         poll("all processes are gone", lambda: not of(tmp_path), within_s=2.0)
         assert not procfs.command_line(second)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_guard_that_somebody_has_stopped_does_its_work_and_ends(
+    tmp_path: Path, end: signal.Signals
+) -> None:
+    with Instance.up(tmp_path, [ESCAPING], cwd=tmp_path) as instance:
+        at_work(instance)
+        os.kill(*guards(instance), signal.SIGSTOP)
+        instance.signal(end)
+        assert instance.wait() == (-end if end is signal.SIGKILL else 0)
+        poll("all processes are gone", lambda: not of(tmp_path), within_s=2.0)
 
 
 @pytest.mark.lane("long")

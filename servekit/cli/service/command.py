@@ -55,7 +55,8 @@ def install(
         sys.stdout.write(text)
         return
     path = output or _unit_folder(user=user) / "servekit.service"
-    _write(path, text, force=force)
+    advice = "" if user else "; run it with sudo, or write a unit of this user with --user"
+    _write(path, text, advice, force=force)
     sys.stdout.write(f"wrote {path}\n{_next_steps(user=user)}")
 
 
@@ -107,15 +108,14 @@ def _unit_folder(*, user: bool) -> Path:
     return (base if base.is_absolute() else Path.home() / ".config") / "systemd" / "user"
 
 
-def _write(path: Path, text: str, *, force: bool) -> None:
-    if path.exists() and not force:
-        raise ConfigError(f"{path} is there already; --force writes over it")
+def _write(path: Path, text: str, advice: str, *, force: bool) -> None:
     try:
+        if path.exists() and not force:
+            raise ConfigError(f"{path} is there already; --force writes over it")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
-        advice = "run it with sudo, or write a unit of this user with --user"
-        raise StartError(f"cannot write {path}: {error.strerror}; {advice}") from None
+        raise StartError(f"cannot write {path}: {error.strerror}{advice}") from None
 
 
 def _next_steps(*, user: bool) -> str:

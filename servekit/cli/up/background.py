@@ -38,12 +38,12 @@ class Background:
         """Start `servekit up` in a session of its own. Raises StartError if its log fails."""
         from servekit.supervisor.process.run_dir import default_paths
 
-        folder = run_dir or default_paths(os.environ)[0]
-        log = folder.with_name(f"{folder.name}.log").absolute()
+        folders = default_paths(os.environ) if run_dir is None else [run_dir]
+        log, output = _open_first_log(folders)
         command = [*module_command("servekit"), "up", "--config", str(config)]
         command += ["--log-file", str(log), *flags]
         command += ["--run-dir", str(run_dir)] if run_dir is not None else []
-        with _open_log(log) as output:
+        with output:
             begin = output.tell()
             process = subprocess.Popen(
                 command,
@@ -119,10 +119,28 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
 
 
+def _open_first_log(folders: Sequence[Path]) -> tuple[Path, IO[bytes]]:
+    """Open the log beside the first of these run directories where that is possible.
+
+    Raises the StartError of the first if none is.
+    """
+    refusals: list[StartError] = []
+    for folder in folders:
+        log = folder.with_name(f"{folder.name}.log").absolute()
+        try:
+            return log, _open_log(log)
+        except StartError as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
 def _open_log(path: Path) -> IO[bytes]:
     """Open the log for what is not logged: Python's own last words. Raises StartError."""
+    from servekit.supervisor.process.run_dir import check_default_base
+
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_default_base(path)
         path.touch(mode=0o600)
         return path.open("ab")
     except OSError as error:

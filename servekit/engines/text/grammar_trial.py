@@ -37,6 +37,7 @@ import msgspec
 from servekit.errors import ModelUnavailable, RequestError
 from servekit.protocol.types import Grammar
 from servekit.system.parent_death import die_with
+from servekit.system.rlimits import cap_by_hard_limit
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -323,7 +324,8 @@ def _limit_resources(order: _Order) -> None:
         (resource.RLIMIT_STACK, STACK_BYTES),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(limit, (value, value))
+        capped = cap_by_hard_limit(limit, value)
+        resource.setrlimit(limit, (capped, capped))
     signal.setitimer(signal.ITIMER_PROF, order.cpu_s)
 
 

@@ -67,12 +67,15 @@ class ModelQueue:
         self.in_flight = 0
         self._tokens_done = self._tokens_told = 0  # of finished calls; as last reported
         self.was_ready = False
+        self.loaded_at_s = time.monotonic()  # or the start of this gateway, where it was before
         self.removed = False  # from the configuration
         self.base: ModelQueue = self  # the owner of the queue and the replicas, see `NamedRoute`
         self.expected = 0  # requests that wait for the model's first `ModelInfo`
         self.on_wait: Callable[[ModelQueue], None] | None = None  # set for swappable models
 
     def set_status(self, status: ModelStatus) -> None:
+        if _is_resident(status) and not _is_resident(self.status):
+            self.loaded_at_s = time.monotonic()
         self.status = status
         self.queue.limit = self.suspects.limit = status.max_queue
         self._balancer.set_status(status)
@@ -417,6 +420,10 @@ class NamedRoute(ModelQueue):
     def check_available(self) -> None:
         """Raise ModelUnavailable unless the base is or will be ready."""
         self.base.check_available()
+
+
+def _is_resident(status: ModelStatus) -> bool:
+    return status.residence is None or status.residence.tier == "resident"
 
 
 def _may_be(replica: ReplicaStatus, began: Continuation | None) -> bool:

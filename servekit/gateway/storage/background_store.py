@@ -162,14 +162,15 @@ class BackgroundStore(LeasedStore):
 
         def mark_cancelled(file: sqlite3.Connection) -> None:
             with transaction(file):
-                query = "DELETE FROM background WHERE id = ? AND key = ? RETURNING response, input"
+                query = "SELECT response, input FROM background WHERE id = ? AND key = ?"
                 for row in file.execute(query, (id, key)).fetchall():
+                    file.execute("DELETE FROM background WHERE id = ?", (id,))
                     shown, asked = map(zlib.decompress, row)
                     cancelled = msgspec.json.decode(shown) | {"status": "cancelled"}
                     _end_stream(file, id, "response_cancelled", "the response was cancelled")
                     _store(file, id, key, StoredResponse(_encode(cancelled), asked), rules)
 
-        await self._run(mark_cancelled)
+        await self._run(mark_cancelled, may_use_reserve=True)
 
 
 _encode = msgspec.json.Encoder().encode

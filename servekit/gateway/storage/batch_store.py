@@ -165,13 +165,12 @@ class BatchStore(LeasedStore):
 
         def delete_file(db: sqlite3.Connection) -> None:
             with transaction(db):
-                active = f"SELECT 1 FROM batches WHERE {_ACTIVE} AND record ->> 'input_file_id' = ?"
-                if db.execute(active, (id,)).fetchone() is None:
+                if id not in _read_inputs(db):
                     # first: that makes room for the other change where the disk is full
                     self.path(id).unlink(missing_ok=True)
                 db.execute("DELETE FROM files WHERE id = ?", (id,))
 
-        await self._run(delete_file)
+        await self._run(delete_file, may_use_reserve=True)
 
     # ---- batches, for clients
 
@@ -214,7 +213,7 @@ class BatchStore(LeasedStore):
                 for batch in _batches(db, where, id, key):
                     _set_status(db, batch, "cancelling")
 
-        await self._run(mark_cancelling)
+        await self._run(mark_cancelling, may_use_reserve=True)
         return await self.find_batch(id, key)
 
     # ---- batches, for the gateway that runs them
@@ -329,7 +328,7 @@ class BatchStore(LeasedStore):
             now_s = time.time()
             kept = db.execute("SELECT id FROM files WHERE expires >= ?", (now_s,))
             known = {id for (id,) in kept}
-            known |= {batch.record["input_file_id"] for batch in _batches(db, _ACTIVE)}
+            known |= _read_inputs(db)
             # before their records: that makes room for the other change where the disk is full
             for path in self._folder.glob("*") if self._folder.exists() else ():
                 with contextlib.suppress(FileNotFoundError):  # another gateway's upload is done
@@ -340,7 +339,7 @@ class BatchStore(LeasedStore):
                 db.execute(f"DELETE FROM batches WHERE {old}", (now_s - rules.days * _DAY_S,))
                 db.execute("DELETE FROM files WHERE expires < ?", (now_s,))
 
-        await self._run(sweep)
+        await self._run(sweep, may_use_reserve=True)
 
 
 def expiry(created: float, rules: BatchRules, after_s: float | None) -> float:
@@ -383,6 +382,11 @@ def _add_file(db: sqlite3.Connection, file: StoredFile) -> None:
 def _batches(db: sqlite3.Connection, where: str, *values: Any) -> list[Batch]:
     columns = "id, key, created, expires, status, record, total, completed, failed, bytes"
     return list(_decode(db.execute(f"SELECT {columns} FROM batches WHERE {where}", values)))
+
+
+def _read_inputs(db: sqlite3.Connection) -> set[str]:
+    """Return the ids of the files that batches read which are not done."""
+    return {batch.record["input_file_id"] for batch in _batches(db, _ACTIVE)}
 
 
 def _decode(rows: sqlite3.Cursor) -> Iterator[Batch]:

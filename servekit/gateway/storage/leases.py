@@ -61,8 +61,10 @@ class LeasedStore:
         self._file, self._table = file, table
         self._owner = secrets.token_hex(8)
 
-    async def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        return await await_work(self._file.submit(work))
+    async def _run(
+        self, work: Callable[[sqlite3.Connection], _T], *, may_use_reserve: bool = False
+    ) -> _T:
+        return await await_work(self._file.submit(work, may_use_reserve=may_use_reserve))
 
     def close(self) -> None:
         """Give up all leases, so that another gateway goes on at once."""

@@ -166,7 +166,9 @@ class ResponseStore:
 
         Raises ResponsesUnavailable.
         """
-        return await await_work(self._writer.submit(lambda file: _remove(file, id, key)))
+        return await await_work(
+            self._writer.submit(lambda file: _remove(file, id, key), may_use_reserve=True)
+        )
 
     def close(self) -> None:
         """Write what is pending, if the disk takes it within two seconds."""
@@ -219,7 +221,8 @@ def _make_room(file: sqlite3.Connection, size_bytes: int, max_bytes: int) -> Non
 def _find(file: sqlite3.Connection, id: str, key: str, since: float) -> StoredResponse | None:
     query = (
         "SELECT response, input, '' FROM responses WHERE id = ?1 AND key = ?2 AND created >= ?3"
-        " UNION ALL SELECT response, input, iif(owner = '', 'queued', 'in_progress')"
+        " UNION ALL SELECT response, input,"
+        " CASE owner WHEN '' THEN 'queued' ELSE 'in_progress' END"
         " FROM background WHERE id = ?1 AND key = ?2"
     )
     if (row := file.execute(query, (id, key, since)).fetchone()) is None:

@@ -36,6 +36,7 @@ from servekit.gateway.tool_servers.messages import (
 from servekit.protocol.access import McpServer
 from servekit.system.orphan_cleanup import MARK
 from servekit.system.parent_death import CHILD_MARK, die_with
+from servekit.system.rlimits import cap_by_hard_limit
 
 #: Environment variable by which the gateway finds all processes of one server.
 TOOL_MARK = "SERVEKIT_TOOL_SERVER"
@@ -227,7 +228,8 @@ def main(parent_pid: int) -> None:
     """Serve until the gateway closes stdin; what others print goes to the log."""
     die_with(parent_pid)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, hard))
+    soft = cap_by_hard_limit(resource.RLIMIT_AS, _MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     asyncio.run(run(out))

@@ -18,6 +18,7 @@ from servekit.errors import StartError
 from servekit.supervisor.process.run_dir import (
     Record,
     default_paths,
+    may_read,
     no_instance_error,
     read_record,
 )
@@ -90,9 +91,10 @@ def find_last(given: Path | None, environ: Mapping[str, str]) -> Path:
     """
     path = given if given is not None else choose_run_dir(given, list_instances(), environ)
     if path is None:
-        there = [folder for folder in default_paths(environ) if (folder / "lock").is_file()]
+        readable = filter(may_read, default_paths(environ))
+        there = [folder for folder in readable if (folder / "lock").is_file()]
         path = max(there, key=_last_used, default=default_paths(environ)[0])
-    if not path.is_dir():
+    if not may_read(path) or not path.is_dir():
         raise no_instance_error(path)
     return path
 

@@ -3,7 +3,10 @@
 Runs as `python -m` this module, with RUN_DIR MARK GRACE_S. A worker sees the end of its lifeline,
 or gets PR_SET_PDEATHSIG, and exits. The processes that it started itself are no longer its children
 by then, and nobody would end them. So this small process waits for the supervisor's end of a pipe
-to close. A supervisor that ends in order writes one byte first.
+to close. A supervisor that ends in order kills it first.
+
+It has a process group of its own in the supervisor's session. If somebody has stopped it (SIGSTOP),
+the kernel lets it go on when the supervisor dies, since that orphans its group: setpgid(2).
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 from servekit.system import python_command, shared_memory, subreaper
 from servekit.system.orphan_cleanup import (
@@ -55,7 +57,7 @@ class OrphanGuard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            process_group=0,
         )
         with contextlib.suppress(OSError):  # else the guard is ended with the other children
             unmark_by_limit(process.pid)
@@ -79,14 +81,8 @@ class OrphanGuard:
         subreaper.forget_process(self._process)
 
     def stop_guard(self) -> None:
-        """Tell the guard that nothing is left to guard; return when it is gone."""
-        stdin: IO[bytes] | None = self._process.stdin
-        assert stdin is not None
-        try:
-            stdin.write(b".")
-            stdin.close()
-        except BrokenPipeError:  # it was killed before
-            pass
+        """Kill the guard: nothing is left to guard. Return when it is gone."""
+        self._process.kill()
         self._reap()
 
 
@@ -94,8 +90,7 @@ def guard_orphans() -> None:
     run_dir, mark, grace_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if os.read(0, 1):
-        return
+    os.read(0, 1)
     if grace_s and _succeeded(run_dir, mark, grace_s):
         return
     deadline = time.monotonic() + _WATCH_S

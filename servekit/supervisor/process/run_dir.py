@@ -88,10 +88,25 @@ def _state_home(environ: Mapping[str, str]) -> Path:
 
 
 def no_instance_error(path: Path) -> NobodyRuns:
-    """Return the error of a command that needs an instance when none runs in `path`."""
+    """Return the error of a command that needs an instance when it finds none in `path`."""
+    if not may_read(path):
+        return NobodyRuns(
+            f"the run directory {path} is not ours to read; give the command as its user or as root"
+        )
     return NobodyRuns(
         f"no servekit runs in {path}; `servekit up` starts one, --run-dir names another"
     )
+
+
+def may_read(path: Path) -> bool:
+    """Return whether this user may read a directory; true if there is none."""
+    try:
+        path.stat()
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+    return os.access(path, os.R_OK | os.X_OK)
 
 
 def _fallback_base() -> Path:
@@ -301,14 +316,17 @@ def _make_private(path: Path) -> None:
                 parent.mkdir(mode=0o700)
             _check_ours(parent)
     _check_ours(path)
-    _check_default_base(path)
+    check_default_base(path)
     if not (path / "lock").exists() and any(path.iterdir()):
         raise StartError(f"the run directory {path} holds other files; choose an empty one")
     path.chmod(0o700)
 
 
-def _check_default_base(path: Path) -> None:
-    # Under /tmp, another user may have created our parent first, to swap what is below it.
+def check_default_base(path: Path) -> None:
+    """Raise StartError if another user owns the folder in /tmp that `path` is in.
+
+    That user may have created it first, to swap what is below it.
+    """
     if _fallback_base() in path.parents:
         _check_ours(_fallback_base())
 

@@ -90,7 +90,9 @@ def _expires_at(route: ModelQueue) -> str:
     stays_s = None if residence is None else residence.stays_s
     if stays_s is None or stays_s > _FOR_EVER_S:
         return _NEVER
-    idle_s = 0.0 if route.base.in_flight else max(0.0, time.monotonic() - route.base.pace.at)
+    base = route.base
+    used_at_s = max(base.pace.at, base.loaded_at_s)
+    idle_s = 0.0 if base.in_flight else max(0.0, time.monotonic() - used_at_s)
     return timestamp(time.time() + max(0.0, stays_s - idle_s))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from servekit.cli.service.command import install, write_unit
-from servekit.errors import ConfigError
+from servekit.errors import ConfigError, StartError
 
 ROOT = Path(__file__).parents[4]
 
@@ -45,3 +45,10 @@ def test_a_unit_serves_a_profile_of_the_file(
 def test_the_systems_unit_cannot_read_homes() -> None:
     with pytest.raises(ConfigError, match="--user"):
         write_unit(Path("/home/u/a.yaml"), Path("/opt/sk/bin/servekit"), user=False)
+
+
+def test_advice_is_not_what_was_tried(tmp_path: Path) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text("models: [{name: a, path: a, engine: echo}]\n")
+    with pytest.raises(StartError, match=r"cannot write .*/u: File exists$"):
+        install(config, user=True, output=config / "u")

@@ -734,7 +734,11 @@ async def test_the_oldest_connection_too_many_makes_room_for_the_next(connect: C
     assert not Seen.gone.is_set()
 
 
-@pytest.mark.parametrize("connect", [replace(LIMITS, most_connections=1)], indirect=True)
+@pytest.mark.parametrize(
+    "connect",
+    [replace(LIMITS, most_connections=1, sweep_every_s=WITHIN_S)],  # which would close what rests
+    indirect=True,
+)
 async def test_a_connection_opened_in_a_crowd_serves_all_after_it(connect: Connect) -> None:
     _, first = await connect()
     reader, writer = await connect()

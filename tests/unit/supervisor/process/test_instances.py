@@ -100,6 +100,25 @@ def test_several_are_listed_with_how_to_choose(tmp_path: Path) -> None:
     ]
 
 
+def test_a_run_directory_of_another_user_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("servekit.supervisor.process.instances.list_instances", list)
+    (state := tmp_path / "servekit").mkdir()
+    (folder := state / "default").mkdir(mode=0)
+    said = f"the run directory {folder} is not ours to read; give the command as its user"
+    root = os.getuid() == 0
+    if root:  # who may read whatever the mode is
+        os.seteuid(65534)
+    try:
+        for given in (folder, None):
+            with pytest.raises(NobodyRuns, match=said):
+                find_last(given, {"XDG_STATE_HOME": str(tmp_path)})
+    finally:
+        if root:
+            os.seteuid(0)
+
+
 def test_what_a_dead_one_left_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("servekit.supervisor.process.instances.list_instances", list)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # sockets have short paths there

@@ -185,6 +185,7 @@ async def test_models_are_told_as_clients_expect(service: Service) -> None:
     assert pull == {"status": "success"}
 
 
+@pytest.mark.parametrize("is_used", [True, False])
 @pytest.mark.parametrize(
     ("stays_s", "unused_s", "left_s"), [(300.0, 100.0, 200.0), (300.0, 400.0, 0.0)]
 )
@@ -194,10 +195,12 @@ async def test_ps_says_when_an_unused_model_will_leave(
     stays_s: float,
     unused_s: float,
     left_s: float,
+    is_used: bool,
 ) -> None:
     later = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + unused_s)
     async with await client(service) as http:
-        await http.post("/api/chat", json=chat("hello", stream=False))
+        if is_used:
+            await http.post("/api/chat", json=chat("hello", stream=False))
         monkeypatch.setattr(models, "time", later)
         route = service.router.routes["m"]
         stays = ResidencyStatus("on_demand", "resident", stays_s=stays_s)
